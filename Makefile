@@ -66,7 +66,7 @@ browser: $(READY) ## the weight explorer at its full size in headless Chromium: 
 	@$(BIN)/pytest -s tests/display/large_explorer.py
 
 base: $(READY) ## build the testbed's base for two seeds, and hold its judge to the recipe's gate
-	@$(BIN)/pytest -n 2 -rP tests/testbed/real_base.py
+	@$(BIN)/pytest -n 2 -rP tests/lab/testbed/real_base.py
 
 screenshots: $(READY) ## pictures of pages and terminals, in outputs/screenshots; PAGES="FILE.html ..." chooses the pages
 	@$(BIN)/python -m experiments.pages.screenshots outputs/screenshots $(PAGES)
@@ -81,13 +81,13 @@ notebooks: $(READY) ## execute the notebooks and write them back with their outp
 trl: $(TRL_READY) ## the environment of the benchmarks' opponent (.venv-trl): TRL beside the same torch
 
 trlweights: $(READY) $(TRL_READY) ## TRL's trainer on exported weights: its first ten losses beside ours
-	@$(BIN)/pytest tests/runs/test_weight_export.py -k trl
+	@$(BIN)/pytest tests/run/test_weight_export.py -k trl
 
 readers: $(READERS_READY) ## read an exported folder with transformers 4.x, which many vLLM versions bring (.venv-readers)
 	@$(BIN)/pytest tests/training/test_readers.py
 
 families: $(READY) ## hold every causal language model class of transformers, built tiny, to the library's own numbers
-	@$(BIN)/python -m attnpo.verify families $(ARGS)
+	@$(BIN)/python -m tests.conformance families $(ARGS)
 
 clean: ## remove the virtual environments and the tools' caches (runs in outputs/ stay)
 	rm -rf $(VENV) $(TRL) $(READERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
@@ -98,7 +98,7 @@ clean: ## remove the virtual environments and the tools' caches (runs in outputs
 # PYTHONDONTWRITEBYTECODE is set, as in many containers, every command would compile torch and transformers anew, ten
 # seconds each.
 compiled = $(1)/bin/python -c "import $(2)"
-USED := attnpo.runs.training, attnpo.weigher, datasets, matplotlib.figure, pandas
+USED := attnpo.run.training, attnpo.weigher, datasets, matplotlib.figure, pandas
 
 $(READY): setup.cfg pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "attnpo needs Python 3.11 or newer: neither python3.11 nor python3 on the PATH is;" \

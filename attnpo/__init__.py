@@ -6,26 +6,26 @@ The names of the Python API (docs/python_api.md) are importable from here; each 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from attnpo.version import VERSION as __version__
+from attnpo.system.version import VERSION as __version__
 
 if TYPE_CHECKING:
     import attnpo.losses as losses
-    from attnpo.fitting import run_study as run_study
-    from attnpo.fitting import train as train
-    from attnpo.reports.frames import load_run as load_run
-    from attnpo.reports.frames import load_study as load_study
-    from attnpo.runs.weight_export import export_weights as export_weights
+    from attnpo.lab.api import run_study as run_study
+    from attnpo.lab.api import train as train
+    from attnpo.lab.reports.frames import load_run as load_run
+    from attnpo.lab.reports.frames import load_study as load_study
+    from attnpo.run.weight_export import export_weights as export_weights
     from attnpo.weigher import Weigher as Weigher
 
 # Public name -> the module that holds it, or that it is.
 _HOLDS = {
     "Weigher": "attnpo.weigher",
-    "export_weights": "attnpo.runs.weight_export",
-    "load_run": "attnpo.reports.frames",
-    "load_study": "attnpo.reports.frames",
+    "export_weights": "attnpo.run.weight_export",
+    "load_run": "attnpo.lab.reports.frames",
+    "load_study": "attnpo.lab.reports.frames",
     "losses": "attnpo.losses",
-    "run_study": "attnpo.fitting",
-    "train": "attnpo.fitting",
+    "run_study": "attnpo.lab.api",
+    "train": "attnpo.lab.api",
 }
 
 __all__ = [

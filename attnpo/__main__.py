@@ -10,8 +10,9 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from attnpo.console import CALLED, as_called, leads
-from attnpo.version import VERSION
+from attnpo.cli.terminal import CALLED, as_called
+from attnpo.system.processes import leads
+from attnpo.system.version import VERSION
 
 COMMANDS = {
     "fit": "train one run, or all runs of a study",
@@ -21,8 +22,9 @@ COMMANDS = {
     "pair": "rank several answers to a prompt and make preference pairs of them",
     "evaluate": "measure a model on a benchmark, or a judge before it is used",
     "report": "tables and figures of finished runs, studies and evaluations",
-    "verify": "recompute golden numbers on this machine",
 }
+MOVED = ("theory", "verify")
+"""Commands that say where they went; until 0.2.0."""
 USAGE = """\
 usage: python -m attnpo COMMAND [...]
 
@@ -57,7 +59,7 @@ def main(words: Sequence[str]) -> int:
         sys.stdout.write(f"attnpo {VERSION}\n")
         return 0
     name, rest = words[0], list(words[1:])
-    if name not in present():
+    if name not in (*present(), *MOVED):
         if leads():
             sys.stderr.write(as_called(f"error: {_refusal(words)}\n"))
         return 2
@@ -68,7 +70,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _refusal(words: Sequence[str]) -> str:
-    from attnpo.components import did_you_mean
+    from attnpo.config.reader import did_you_mean
 
     if "=" in words[0]:
         return f"{words[0]}: expected a command before it, as in `python -m attnpo.fit {shlex.quote(words[0])}`"

@@ -6,12 +6,12 @@
 import sys
 from typing import TYPE_CHECKING
 
-from attnpo.console import hear_signals
-from attnpo.live import importing
+from attnpo.cli.progress import importing
+from attnpo.cli.terminal import hear_signals
 
 if TYPE_CHECKING:
     from attnpo.evaluation.evaluate_config import EvaluateConfig
-    from attnpo.reports.passport_config import PassportConfig
+    from attnpo.lab.reports.passport_config import PassportConfig
 
 DESCRIPTION = """\
 Measure a model on a benchmark: its answers, their grades, scores with their spreads.
@@ -33,7 +33,7 @@ def main(cfg: "EvaluateConfig") -> int:
     """0; 1 where calls got no reply, so that the command has to be given again."""
     with importing("loading transformers"):
         from attnpo.evaluation.evaluating import evaluate
-        from attnpo.runs.implicit_reward import filled_from_run
+        from attnpo.evaluation.weighted_implicit_reward import filled_from_run
 
     return evaluate(filled_from_run(cfg))
 
@@ -41,7 +41,7 @@ def main(cfg: "EvaluateConfig") -> int:
 def passport(cfg: "PassportConfig") -> int:
     """0; the passport is printed, and written into a folder."""
     with importing("loading transformers"):
-        from attnpo.reports.passport import write_passport
+        from attnpo.lab.reports.passport import write_passport
 
     write_passport(cfg)
     return 0
@@ -49,7 +49,7 @@ def passport(cfg: "PassportConfig") -> int:
 
 if __name__ == "__main__":
     hear_signals()
-    from attnpo.command_line import run_entry
+    from attnpo.cli.entry import run_entry
 
     words = sys.argv[1:]
     if PASSPORT in words:

@@ -5,14 +5,15 @@ import sys
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from attnpo.console import command_text, hear_signals, leads, leave, printable, world_size
-from attnpo.live import importing
+from attnpo.cli.progress import importing
+from attnpo.cli.terminal import command_text, hear_signals, leave, printable
+from attnpo.system.processes import leads, world_size
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from attnpo.studies.fit_config import FitConfig
-    from attnpo.studies.plan import Plan
+    from attnpo.lab.studies.fit_config import FitConfig
+    from attnpo.lab.studies.plan import Plan
 
 log = logging.getLogger("attnpo.fit")  # __main__ where it is the command
 
@@ -31,10 +32,10 @@ def main(cfg: "FitConfig") -> int:
         Interrupted: a signal ended training; what there is is saved.
         UserError: another job works in the folder, or something is not as it must be.
     """
-    from attnpo.locks import locked
-    from attnpo.runs.folders import make_folder, run_folder
-    from attnpo.runs.startup import announce
-    from attnpo.studies.fit_config import require_one_process
+    from attnpo.lab.studies.fit_config import require_one_process
+    from attnpo.run.folders import make_folder, run_folder
+    from attnpo.run.startup import announce
+    from attnpo.system.locks import locked
 
     require_one_process(cfg)
     folder = run_folder(cfg)
@@ -59,11 +60,11 @@ def main(cfg: "FitConfig") -> int:
 def _checked(cfg: "FitConfig") -> "tuple[Plan | None, str | None]":
     """Refuses what cannot run before anything is said or made; the plan of a study, with its size and time in words."""
     if cfg.study is not None:
-        from attnpo.studies.plan import plan_study
+        from attnpo.lab.studies.plan import plan_study
 
         plan = plan_study(cfg)
         return plan, f"{plan.size()}, {plan.pace(cfg).expected()}"
-    from attnpo.machine import as_launched
+    from attnpo.training.processes import as_launched
 
     as_launched(cfg.trainer)
     if cfg.logger.wandb is not None:
@@ -75,7 +76,7 @@ def _checked(cfg: "FitConfig") -> "tuple[Plan | None, str | None]":
 
 def _refuse_folder(cfg: "FitConfig", folder: "Path") -> None:
     with importing("loading transformers"):
-        from attnpo.runs.resume import check_folder, refuse_taken
+        from attnpo.run.resume import check_folder, refuse_taken
 
     refuse_taken(cfg, folder)
     if cfg.resume is None:
@@ -91,13 +92,13 @@ def _leave_group() -> None:
 
 
 def _work(cfg: "FitConfig", folder: "Path", plan: "Plan | None") -> int:
-    from attnpo.runs.ending import again, ending
+    from attnpo.run.ending import again, ending
     from attnpo.training.interrupted import Interrupted
 
     if plan is None:
         with importing("loading transformers"):
-            from attnpo.runs.resume import refuse_taken
-            from attnpo.runs.run import run
+            from attnpo.run.resume import refuse_taken
+            from attnpo.run.run import run
             from attnpo.training.checkpoint_folders import newest
 
         refuse_taken(cfg, folder)
@@ -117,12 +118,12 @@ def _work(cfg: "FitConfig", folder: "Path", plan: "Plan | None") -> int:
             for line in ending(cfg, folder, result):
                 log.info("%s", line)
         return 0
-    from attnpo.config import as_yaml
-    from attnpo.files import write_whole
-    from attnpo.runs.folders import CONFIG
-    from attnpo.studies.ending import ending as study_ending
-    from attnpo.studies.report import finish_study, publish_study, show_so_far
-    from attnpo.studies.runner import run_study
+    from attnpo.config.compose import as_yaml
+    from attnpo.lab.studies.ending import ending as study_ending
+    from attnpo.lab.studies.report import finish_study, publish_study, show_so_far
+    from attnpo.lab.studies.runner import run_study
+    from attnpo.run.folders import CONFIG
+    from attnpo.system.files import write_whole
 
     write_whole(folder / CONFIG, as_yaml(cfg.values))
     try:
@@ -143,7 +144,7 @@ def _work(cfg: "FitConfig", folder: "Path", plan: "Plan | None") -> int:
 
 if __name__ == "__main__":
     hear_signals()
-    from attnpo.command_line import run_entry
+    from attnpo.cli.entry import run_entry
     from attnpo.data.tables import check_validation as early
 
     leave(run_entry(main, "fit", None, DESCRIPTION, EXAMPLES, complete=lambda cfg: cfg.prepare is None, early=early))

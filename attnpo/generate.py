@@ -6,11 +6,11 @@ Any number of processes may work on one file: under torchrun or SLURM every proc
 import sys
 from typing import TYPE_CHECKING
 
-from attnpo.console import hear_signals
-from attnpo.live import importing
+from attnpo.cli.progress import importing
+from attnpo.cli.terminal import hear_signals
 
 if TYPE_CHECKING:
-    from attnpo.answers.answer_config import AnswerConfig
+    from attnpo.evaluation.answers.answer_config import AnswerConfig
 
 DESCRIPTION = "Answer prompts with a model (a folder, a run's best/, a hub name) into a JSONL file; resumable."
 EXAMPLES = """\
@@ -22,7 +22,7 @@ python -m attnpo.generate model.path=MODEL data.path=PROMPTS.jsonl answering=ope
 def main(cfg: "AnswerConfig") -> int:
     """0; the path of the answers is printed."""
     with importing("loading transformers"):
-        from attnpo.answers.answering import answer_prompts
+        from attnpo.evaluation.answers.answering import answer_prompts
 
     sys.stdout.write(f"{answer_prompts(cfg)}\n")
     return 0
@@ -30,6 +30,6 @@ def main(cfg: "AnswerConfig") -> int:
 
 if __name__ == "__main__":
     hear_signals()
-    from attnpo.command_line import run_entry
+    from attnpo.cli.entry import run_entry
 
     sys.exit(run_entry(main, "generate", None, DESCRIPTION, EXAMPLES, complete=lambda cfg: True))

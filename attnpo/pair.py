@@ -6,10 +6,10 @@ Any number of processes may work on one file: under torchrun or SLURM every proc
 import sys
 from typing import TYPE_CHECKING
 
-from attnpo.console import hear_signals
+from attnpo.cli.terminal import hear_signals
 
 if TYPE_CHECKING:
-    from attnpo.pairing.pair_config import PairConfig
+    from attnpo.evaluation.pairing.pair_config import PairConfig
 
 DESCRIPTION = "Rank several answers to each prompt and write preference pairs that data.path reads; resumable."
 EXAMPLES = """\
@@ -20,8 +20,8 @@ python -m attnpo.pair answers.path=ANSWERS.jsonl ranker=column ranker.column=sco
 
 def main(cfg: "PairConfig") -> int:
     """0, the path of the pairs is printed; 1 where answers got no score, so that the command has to be given again."""
-    from attnpo.console import world_size
-    from attnpo.pairing.pairing import make_pairs
+    from attnpo.evaluation.pairing.pairing import make_pairs
+    from attnpo.system.processes import world_size
 
     path = make_pairs(cfg)
     if path is None:
@@ -32,6 +32,6 @@ def main(cfg: "PairConfig") -> int:
 
 if __name__ == "__main__":
     hear_signals()
-    from attnpo.command_line import run_entry
+    from attnpo.cli.entry import run_entry
 
     sys.exit(run_entry(main, "pair", None, DESCRIPTION, EXAMPLES, complete=lambda cfg: True))

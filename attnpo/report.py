@@ -3,10 +3,10 @@
 import sys
 from typing import TYPE_CHECKING
 
-from attnpo.console import hear_signals
+from attnpo.cli.terminal import hear_signals
 
 if TYPE_CHECKING:
-    from attnpo.reports.report_config import ReportConfig
+    from attnpo.lab.reports.report_config import ReportConfig
 
 DESCRIPTION = """\
 Tables from the store and from finished folders; printed=FILE.csv puts printed numbers below ours.
@@ -25,7 +25,7 @@ python -m attnpo.report scores outputs/eval-* printed=experiments/paper/main_res
 
 def main(cfg: "ReportConfig") -> int:
     """0; tables are printed, and written into a folder under ``output``."""
-    from attnpo.reports.report import report
+    from attnpo.lab.reports.report import report
 
     report(cfg)
     return 0
@@ -38,7 +38,7 @@ def complete(cfg: "ReportConfig") -> bool:
 
 if __name__ == "__main__":
     hear_signals()
-    from attnpo.command_line import run_entry
+    from attnpo.cli.entry import run_entry
     from attnpo.data.tables import check_validation as early
 
     sys.exit(run_entry(main, "report", None, DESCRIPTION, EXAMPLES, positional="what", complete=complete, early=early))

@@ -15,10 +15,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from attnpo.errors import UserError as UserError
-from attnpo.files import Json as Json
-from attnpo.files import digest as digest
-from attnpo.judging import TraceLength
+from attnpo.system.errors import UserError as UserError
+from attnpo.system.files import Json as Json
+from attnpo.system.files import digest as digest
 
 _T = TypeVar("_T")
 
@@ -166,6 +165,13 @@ class TokenWeights:
     token_ids: Int[Tensor, " n"]
     offsets: Int[Tensor, "n 2"]
     weights: Float[Tensor, "layers n"]
+
+
+class TraceLength(NamedTuple):
+    """The tokens of a trace that a judge wrote, and whether it ended it itself."""
+
+    tokens: int
+    closed: bool
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from attnpo.console import guarded, hear_signals, reporting
-from attnpo.live import importing
+from attnpo.cli.progress import importing
+from attnpo.cli.terminal import guarded, hear_signals, reporting
 
 if TYPE_CHECKING:
-    from attnpo.inspection.show_config import ShowConfig
+    from attnpo.run.show_config import ShowConfig
 
 DESCRIPTION = """\
 Show pairs token by token, chosen and rejected side by side: weights, log-probs, parts of the margin.
@@ -28,7 +28,7 @@ def main(texts: dict[str, str], cfg: "ShowConfig") -> int:
     for key, text in texts.items():
         cfg = cfg.with_value(key, text)
     with importing("loading transformers"):
-        from attnpo.inspection.showing import show
+        from attnpo.run.show import show
 
     show(cfg)
     return 0
@@ -36,8 +36,8 @@ def main(texts: dict[str, str], cfg: "ShowConfig") -> int:
 
 def entry(argv: Sequence[str] | None = None) -> int:
     """The command's exit status."""
-    from attnpo.command_line import run_entry
-    from attnpo.inspection.typed_texts import take_texts
+    from attnpo.cli.entry import run_entry
+    from attnpo.cli.typed_texts import take_texts
 
     taken: dict[str, str] = {}
     rest: list[str] = []

@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attnpo.console import hear_signals
-from attnpo.live import importing
+from attnpo.cli.progress import importing
+from attnpo.cli.terminal import hear_signals
 
 if TYPE_CHECKING:
-    from attnpo.studies.weigh_config import WeighConfig
+    from attnpo.lab.studies.weigh_config import WeighConfig
 
 DESCRIPTION = "Capture judge weights, and with reference=cached the reference's log-probs, in the store; resumable."
 EXAMPLES = """\
@@ -21,14 +21,14 @@ torchrun --nproc-per-node 2 -m attnpo.weigh setting=llama3_8b_base_sft hardware=
 
 def main(cfg: "WeighConfig") -> int:
     """0; what was found and what was computed is logged."""
-    from attnpo.runs.startup import announce
+    from attnpo.run.startup import announce
 
     announce("weigh", cfg, None)
     with importing("loading transformers"):
-        from attnpo.runs.fill_store import fill_store
-        from attnpo.runs.folders import store_root
-        from attnpo.runs.prepared_rows import prune
-        from attnpo.runs.weight_export import check_export, write_weights
+        from attnpo.run.fill_store import fill_store
+        from attnpo.run.folders import store_root
+        from attnpo.run.prepared_rows import prune
+        from attnpo.run.weight_export import check_export, write_weights
 
     if cfg.prune is not None:
         prune(store_root(cfg), cfg.prune)
@@ -43,7 +43,7 @@ def main(cfg: "WeighConfig") -> int:
 
 if __name__ == "__main__":
     hear_signals()
-    from attnpo.command_line import run_entry
+    from attnpo.cli.entry import run_entry
     from attnpo.data.tables import check_validation as early
 
     sys.exit(

@@ -12,31 +12,32 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from attnpo.config_files import read_template
+from attnpo.config.files import read_template
 from attnpo.data.adapters import Columns, RowProblem, adapt
 from attnpo.data.prepare import EncodedSet, Tally, encode_pair, prepare_examples, warn_of_rendered
 from attnpo.data.rules import AlignRules, LengthRules
 from attnpo.display.heat import heat_row
-from attnpo.inspection.weighed_pair import WeighedPair, WeighedPairs, weighed_responses
-from attnpo.machine import device_of
+from attnpo.display.weighed_pair import WeighedPair, WeighedPairs, weighed_responses
+from attnpo.judge.base import LoadedJudge
+from attnpo.judge.judge import thinking
+from attnpo.judge.label_check import PAIRS
+from attnpo.judge.label_mass import measured
+from attnpo.judge.layers import Depth, Row
+from attnpo.judge.prompts import Assembly, JudgePrompts
+from attnpo.judge.reader import CausalJudge, kernel_for
+from attnpo.judge.settings import Judge
+from attnpo.judge.trace_rules import TraceRules
+from attnpo.judge.traces import KeptTraces
+from attnpo.judge.wording import PLACEHOLDERS, JudgeTemplate
 from attnpo.models.backbone import require_causal_lm
 from attnpo.models.described import describe, require_exact, stated_positions, token_rows
-from attnpo.models.judge import CausalJudge, kernel_for
 from attnpo.models.loading import described, heads_of, load_model, load_tokenizer, text_config
-from attnpo.runs.judge_traces import KeptTraces
-from attnpo.runs.judges import thinking
-from attnpo.runs.label_check import PAIRS
-from attnpo.runs.settings import Judge
 from attnpo.schema import EncodedResponse, Message, PairWeights, PreferencePair, Round, UserError, check_choice
+from attnpo.system.machine import device_of
 from attnpo.text.chat import ChatFormat
-from attnpo.text.judge_template import Assembly, JudgePrompts
-from attnpo.text.judge_trace import TraceRules
-from attnpo.text.judge_wording import PLACEHOLDERS, JudgeTemplate
 from attnpo.weights.arrival import Arrival
-from attnpo.weights.base import OnlineSource, Tools, WeightSource
+from attnpo.weights.base import OnlineSource, WeightSource
 from attnpo.weights.capture import capture_now, rows_to_store
-from attnpo.weights.label_mass import measured
-from attnpo.weights.layers import Depth, Row
 from attnpo.weights.postprocess import Postprocess
 from attnpo.weights.sources.attention import Attention
 from attnpo.weights.sources.rollout import Rollout
@@ -182,7 +183,7 @@ class Weigher:
         self.source = chosen_source.resolve(self.depth)
         self._rows = rows_to_store(self.source, self.depth, partial(heads_of, config, name))
         asked = thinking(judge, self.prompts, KeptTraces(None))
-        self._tools = Tools(judge=asked, prompts=self.prompts, verdict=verdict)
+        self._judge = LoadedJudge(asked, self.prompts, verdict)
         self._least: float | None = settings.min_label_mass  # of the labels' probability; None once it was looked at
         self._lost = False  # whether lost weights were warned of
 
@@ -246,7 +247,7 @@ class Weigher:
         unique = list({pair.pair_id: pair for pair in pairs}.values())
         raw: dict[str, PairWeights] = {}
         if self._rows and unique:
-            raw = {item.pair_id: item for item in capture_now(unique, self.source, self._rows, self._tools)}
+            raw = {item.pair_id: item for item in capture_now(unique, self.source, self._rows, self._judge)}
             self._check_labels([pair for pair in unique if raw[pair.pair_id].rounds][:PAIRS])
         captured = [
             _Captured(pair, sides, raw.get(pair.pair_id), self._rows)
@@ -258,12 +259,12 @@ class Weigher:
 
     def _check_labels(self, pairs: Sequence[PreferencePair]) -> None:
         """Warns once if the judge puts little probability on its labels, measured on the first pairs."""
-        if self._least is None or not pairs or self._tools.judge is None or "judge" not in self.source.requires:
+        if self._least is None or not pairs or "judge" not in self.source.requires:
             return
         prompts = [prompt.input_ids for pair in pairs for prompt in self.prompts.build(pair)]
         try:
             mass = measured(
-                self._tools.judge, prompts, self.prompts.label_ids, lambda token: str(self.tokenizer.decode([token]))
+                self._judge.model, prompts, self.prompts.label_ids, lambda token: str(self.tokenizer.decode([token]))
             )
         except UserError as unread:
             log.warning("the probability of the judge's labels was not measured: %s", unread)

@@ -56,18 +56,17 @@ def shared() -> Path:
 
 # Where annotated shapes are checked at each call: in tests of the rooms that compute with tensors, and of whole runs.
 # A sixth of the time of the others went into checking the same calls again.
-CHECKED = {
-    *("analysis", "conformance", "evaluation", "inspection", "models"),
-    *("objectives", "testbed", "theory", "training", "weights"),
-}
-CHECKED_FILES = ("runs/test_run.py", "runs/test_models.py", "test_weigher.py")
+CHECKED = (
+    *("conformance/", "evaluation/test_", "judge/", "lab/analysis/", "lab/testbed/", "models/", "objectives/"),
+    *("theory/", "training/", "weights/", "run/test_models.py", "run/test_run.py", "run/test_show.py"),
+    "test_weigher.py",
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _shapes(request: pytest.FixtureRequest) -> None:
     where = request.path.relative_to(ROOT / "tests").as_posix()
-    checked = where.partition("/")[0] in CHECKED or where in CHECKED_FILES
-    jaxtyping.config.update("jaxtyping_disable", not checked)
+    jaxtyping.config.update("jaxtyping_disable", not where.startswith(CHECKED))
 
 
 def pytest_collection_finish() -> None:

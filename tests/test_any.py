@@ -11,28 +11,34 @@ ACCOUNT = "what became of a run's inputs, nested as result.json has it"
 CARD = "facts of a model card, nested as the card's sections"
 TURNS = "turns and function schemas as chat templates take them, whatever JSON they hold"
 REASONS = {
-    "analysis/faithfulness.py::score_of": "plain data of the analysis, read back from its file",
-    "config.py::_changed": "a copy of any dataclass or mapping",
-    "config.py::load": "the configuration's _target_ says which root it is",
-    "config.py::build": "the node's _target_ says which component it is",
-    "conformance/records.py::built": "the option's _target_ says which component it is",
-    **{f"files.py::{name}": "JSON of other rooms, which take it apart" for name in ("parse_json", "read_record")},
+    "weights/faithfulness.py::score_of": "plain data of the analysis, read back from its file",
+    "config/compose.py::_changed": "a copy of any dataclass or mapping",
+    "config/compose.py::load": "the configuration's _target_ says which root it is",
+    "config/compose.py::build": "the node's _target_ says which component it is",
     **{
-        f"inspection/bad_batch.py::{name}": "what torch reads of a saved step, checked there"
+        f"system/files.py::{name}": "JSON of other rooms, which take it apart" for name in ("parse_json", "read_record")
+    },
+    **{
+        f"run/bad_batch.py::{name}": "what torch reads of a saved step, checked there"
         for name in ("_contents", "_pairs")
     },
     "models/logps.py::forward": "torch gives the autograd context no public type",
     "models/logps.py::backward": "torch gives the autograd context no public type",
-    "runs/input_summary.py::example_statistics": ACCOUNT,
-    "runs/input_summary.py::split_lines": ACCOUNT,
-    "runs/result.py::from_json": "JSON as it was read, taken apart and checked here",
-    "runs/report.py::_table": "a class of wandb, which is imported inside functions only",
-    **{f"runs/report.py::{name}": CARD for name in ("card_facts", "_data_facts", "_judge_facts", "_place")},
+    "run/input_summary.py::example_statistics": ACCOUNT,
+    "run/input_summary.py::split_lines": ACCOUNT,
+    "run/result.py::from_json": "JSON as it was read, taken apart and checked here",
+    "run/report.py::_table": "a class of wandb, which is imported inside functions only",
+    **{f"run/report.py::{name}": CARD for name in ("card_facts", "_data_facts", "_judge_facts", "_place")},
     **{
-        f"runs/settings.py::{name}": "a setting's own scorer: what it takes and gives is its own"
+        f"run/settings.py::{name}": "a setting's own scorer: what it takes and gives is its own"
         for name in ("score", "base_answers")
     },
-    "studies/runner.py::_record": "a testbed's digest of its world, whatever its form",
+    **{
+        f"{file}.py::{name}": "a part of the lab, which knows the run's types; the run, below it, does not"
+        for file in ("lab/measures", "run/settings")
+        for name in ("settle", "measure")
+    },
+    "lab/studies/runner.py::_record": "a testbed's digest of its world, whatever its form",
     "text/chat.py::_written": TURNS,
     **{f"text/tools.py::{name}": TURNS for name in ("check", "tools_of", "without_tools")},
     "training/loggers.py::experiment": "a class of wandb, which is imported inside functions only",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import attnpo
-from attnpo.version import VERSION
+from attnpo.system.version import VERSION
 
 ROOT = Path(__file__).resolve().parents[1]
 

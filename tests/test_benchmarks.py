@@ -19,11 +19,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as library
 
-from attnpo.config import load
-from attnpo.judging import JudgeReading
+from attnpo.config.compose import load
+from attnpo.judge.base import JudgeReading
 from attnpo.models.layouts import LAYOUTS, padded
 from attnpo.models.scored import ScoredLM
-from attnpo.runs.run import run
+from attnpo.run.run import run
 from experiments.benchmarks import extraction, gpu, gpu_step, harness, long_memory, pipeline, start, step, step_length
 from experiments.benchmarks.harness import Bar, Worker, bars_table, interleaved, median, peak, ratio, slope, table
 from experiments.benchmarks.rows import make_rows, read_sample

@@ -6,22 +6,11 @@ from pathlib import Path
 import attnpo
 
 ROOT = Path(attnpo.__file__).parent
-BESIDE = (
-    "analysis",
-    "answers",
-    "conformance",
-    "evaluation",
-    "grading",
-    "pairing",
-    "reports",
-    "studies",
-    "testbed",
-    "theory.py",
-)
+BESIDE = ("evaluation", "lab", "theory.py", "verify.py")
 """Rooms and redirects that a run on pairs and a model of one's own does not need."""
 
 # Less is better: write lower numbers down when there are. A commit that raises one says why nothing else could go.
-ALL, RUN = 34_250, 21_000
+ALL, RUN = 32_400, 20_850
 
 
 def count(file: Path) -> int:

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from attnpo import __main__ as front
-from attnpo.config import CONFIG_DIR, groups
-from attnpo.config_help import Arguments, described
-from attnpo.console import CALLED, as_called, command_text, install_line
-from attnpo.version import VERSION
+from attnpo.cli.help import Arguments, described
+from attnpo.cli.terminal import CALLED, as_called, command_text
+from attnpo.config.compose import CONFIG_DIR, groups
+from attnpo.system.packages import install_line
+from attnpo.system.version import VERSION
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = "import sys; sys.argv[0] = 'attnpo'; from attnpo.__main__ import script; sys.exit(script())"
@@ -37,7 +38,7 @@ def entry_points() -> set[str]:
         if path != ROOT / "attnpo" / "__main__.py" and 'if __name__ == "__main__"' in path.read_text(encoding="utf-8"):
             name = path.relative_to(ROOT / "attnpo").with_suffix("")
             found.add((name.parent if name.name == "__main__" else name).as_posix())
-    return found - {"theory"}
+    return found - {"theory", "verify"}
 
 
 def test_every_command_is_listed_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,5 +196,5 @@ def test_an_extra_is_installed_from_where_the_package_came(monkeypatch: pytest.M
     assert as_called("set it, or pip install 'attnpo[lora]'").endswith("pip install -e '.[lora]'")
     monkeypatch.chdir(tmp_path)
     assert install_line("lora") == f"pip install -e '{ROOT}[lora]'"
-    monkeypatch.setattr("attnpo.console.__file__", str(tmp_path / "attnpo" / "console.py"))
+    monkeypatch.setattr("attnpo.system.packages.__file__", str(tmp_path / "attnpo" / "system" / "packages.py"))
     assert install_line("lora") == "pip install 'attnpo[lora]'"

@@ -20,10 +20,13 @@ from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
 
-from attnpo import command_line, component_fields, config, kept_configs
-from attnpo.components import located
-from attnpo.reports.report_config import ReportConfig
-from attnpo.runs import settings
+from attnpo.cli import entry as command_line
+from attnpo.config import compose as config
+from attnpo.config import fields as component_fields
+from attnpo.config import kept_choices as kept_configs
+from attnpo.config.reader import located
+from attnpo.lab.reports.report_config import ReportConfig
+from attnpo.run import settings
 from attnpo.schema import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -442,13 +445,13 @@ def test_targets_of_other_packages_are_not_imported(target: str, monkeypatch: py
     [
         (
             "objective",
-            "attnpo.runs.run.run",
-            "expected a PreferenceObjective, got attnpo.runs.run.run, which is no frozen dataclass",
+            "attnpo.run.run.run",
+            "expected a PreferenceObjective, got attnpo.run.run.run, which is no frozen dataclass",
         ),
         (
             "objective",
-            "attnpo.config.os.system",
-            "expected a class of attnpo, got attnpo.config.os.system, which is of posix;",
+            "attnpo.config.compose.os.system",
+            "expected a class of attnpo, got attnpo.config.compose.os.system, which is of posix;",
         ),
         (
             "weights",
@@ -576,9 +579,7 @@ def test_help_lists_groups_and_the_example(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_help_is_quick() -> None:
-    code = (
-        "from attnpo.command_line import run_entry\nrun_entry(print, 'fit', ['-h'], 'Trains.', 'python -m attnpo.fit')"
-    )
+    code = "from attnpo.cli.entry import run_entry\nrun_entry(print, 'fit', ['-h'], 'Trains.', 'python -m attnpo.fit')"
     seconds = []
     for _ in range(3):
         start = time.perf_counter()
@@ -757,7 +758,8 @@ def test_an_import_error_of_our_own_keeps_its_traceback() -> None:
 
 def test_warnings_become_lines_but_those_for_library_authors_are_dropped(configs: Path) -> None:
     code = (
-        "import warnings, sys; from attnpo import command_line, config; from pathlib import Path\n"
+        "import warnings, sys; from pathlib import Path\n"
+        "from attnpo.cli import entry as command_line; from attnpo.config import compose as config\n"
         "def main(cfg):\n"
         "    warnings.warn('first\\nsecond'); warnings.warn('old', FutureWarning)\n"
         f"config.CONFIG_DIR = Path({str(configs)!r})\n"
@@ -784,7 +786,7 @@ def test_a_wrong_option_of_any_group_names_the_nearest(group: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["+new.key=3"], "new: unknown key of attnpo.studies.fit_config.FitConfig; it has: data, model"),
+        (["+new.key=3"], "new: unknown key of attnpo.lab.studies.fit_config.FitConfig; it has: data, model"),
         (["~seed"], "seed: required by FitConfig"),
         (["~weights"], "weights: required by FitConfig"),
         (["~weights._target_"], "weights: expected a component (keys with _target_) that is a WeightSource, got keys"),

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from attnpo.display.output import print_sections, tables_json, terminal
 from attnpo.display.page import Paragraph, Section, TableBlock
-from tests.runs.worlds import World, build_world
+from tests.run.worlds import World, build_world
 
 ROOT = Path(__file__).resolve().parents[1]
 ENTRY_POINTS = sorted(
@@ -254,8 +254,8 @@ def test_only_the_first_process_reports(world: World, tmp_path: Path) -> None:
 
 REPEATS = """
 import logging
-from attnpo.console import reporting
-log = logging.getLogger("attnpo.runs")
+from attnpo.cli.terminal import reporting
+log = logging.getLogger("attnpo.run")
 for command in range(2):
     with reporting():
         for point in range(2):
@@ -277,7 +277,7 @@ def test_a_warning_of_every_point_is_shown_once_by_a_command() -> None:
 
 CYCLE = """
 import atexit, sys
-from attnpo.console import guarded
+from attnpo.cli.terminal import guarded
 class Kept:
     def __init__(self):
         self.itself = self
@@ -304,9 +304,9 @@ def test_a_command_ends_without_a_search_for_garbage(how: str, said: str) -> Non
 WAITS = """
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from attnpo.console import hear_signals
+from attnpo.cli.terminal import hear_signals
 hear_signals()
-from attnpo.command_line import run_entry
+from attnpo.cli.entry import run_entry
 def main(cfg):
     sys.stdout.write("ready\\n")
     sys.stdout.flush()
@@ -358,7 +358,7 @@ runpy.run_module(entry, run_name="__main__", alter_sys=True)
     [
         (signal.SIGTERM, "hydra", "attnpo.fit"),
         (signal.SIGINT, "hydra", "attnpo.weigh"),
-        (signal.SIGUSR1, "attnpo.config", "attnpo.generate"),
+        (signal.SIGUSR1, "attnpo.config.compose", "attnpo.generate"),
         (signal.SIGINT, "torch", "attnpo.fit"),
     ],
 )
@@ -440,10 +440,10 @@ SPELLED = "\\x1b]0;owned\\x07\\x1b[2J\\x9b2J \\u202egnp.exe"
 # A server's words in a refusal, in a line of the log, of another library's log and in a fault's traceback.
 SPEAKS = """
 import logging, os, sys, warnings
-from attnpo.console import hear_signals
+from attnpo.cli.terminal import hear_signals
 hear_signals()
-from attnpo.command_line import run_entry
-from attnpo.errors import UserError
+from attnpo.cli.entry import run_entry
+from attnpo.system.errors import UserError
 said = os.environ["SAID"].encode().decode("unicode_escape")
 def main(cfg):
     logging.getLogger("attnpo").warning("a reply: %s", said)
@@ -484,7 +484,7 @@ def test_no_text_of_a_table_acts_on_a_terminal(capsys: pytest.CaptureFixture[str
 # The first rank starts others by their own command line, as Lightning does, and is killed.
 RANKS = """
 import os, signal, subprocess, sys, time
-from attnpo.console import hear_signals
+from attnpo.cli.terminal import hear_signals
 hear_signals()
 if len(sys.argv) > 1:
     sys.stdout.write("ready\\n")
@@ -530,7 +530,7 @@ def running(pid: int) -> bool:
 
 
 def test_golden_records_are_verified_without_a_bar(shared: Path) -> None:
-    done = start("attnpo.verify", str(shared / "golden" / "losses.json"), "--only", "no such record")
+    done = start("tests.conformance", str(shared / "golden" / "losses.json"), "--only", "no such record")
     assert (done.returncode, done.stderr) == (1, "")
 
 
@@ -593,9 +593,8 @@ def test_a_report_of_weights_prints_tables_and_logs_beside_them(world: World, tm
 @pytest.mark.parametrize(("rank", "last"), [("0", "out\nlast act\n"), ("1", "out\n")])
 def test_processes_beside_the_leading_one_leave_at_once(rank: str, last: str) -> None:
     """A thread of theirs that is still at work must not meet an interpreter that is being taken down."""
-    script = (
-        "import atexit; from attnpo.console import leave; atexit.register(print, 'last act'); print('out'); leave(3)"
-    )
+    script = "import atexit; from attnpo.cli.terminal import leave; atexit.register(print, 'last act'); "
+    script += "print('out'); leave(3)"
     environment = {**os.environ, "RANK": rank, "WORLD_SIZE": "2"}
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True, check=False

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from attnpo.config import CONFIG_DIR, groups, load
+from attnpo.config.compose import CONFIG_DIR, groups, load
+from attnpo.lab.studies.arms import arm_config, counted
+from attnpo.lab.studies.fit_config import FitConfig
+from attnpo.lab.studies.study import ONLY, Arm, Study, expand_arms, grid_record, settings_digest
 from attnpo.schema import UserError
-from attnpo.studies.arms import arm_config, counted
-from attnpo.studies.fit_config import FitConfig
-from attnpo.studies.study import ONLY, Arm, Study, expand_arms, grid_record, settings_digest
 
 EXPERIMENTS = [name for name in groups()["experiment"] if name not in ("none", "quickstart")]
 SETTINGS = groups()["setting"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from attnpo.files import (
+from attnpo.system.files import (
     SEAL,
     WRITING,
     changed,

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import attnpo
-from attnpo.config import load
+from attnpo.config.compose import load
 from attnpo.schema import UserError
-from tests.reports.test_reporting import STUDY
-from tests.runs.worlds import World, build_world
+from tests.lab.reports.test_reporting import STUDY
+from tests.run.worlds import World, build_world
 
 PAGE = (Path(__file__).parents[1] / "docs" / "python_api.md").read_text(encoding="utf-8")
 ONE = ("experiment=none", "weights=uniform", "callbacks=none", "trainer.max_steps=1")

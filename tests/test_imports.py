@@ -39,7 +39,7 @@ def test_every_module_says_what_it_owns() -> None:
 
 
 def test_config_is_light() -> None:
-    assert loaded_after("import attnpo.config") == set()
+    assert loaded_after("import attnpo.config.compose") == set()
 
 
 def test_composing_is_light_and_checking_loads_no_models() -> None:
@@ -47,9 +47,8 @@ def test_composing_is_light_and_checking_loads_no_models() -> None:
     roots = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
     assert roots
     given = {"evaluate": ["benchmark=mt_bench"]}  # which has no default
-    compose = (
-        f"from attnpo.config import check, compose\nconfigs = [compose(n, {given!r}.get(n, ())) for n in {roots!r}]\n"
-    )
+    configs = f"[compose(n, {given!r}.get(n, ())) for n in {roots!r}]"
+    compose = f"from attnpo.config.compose import check, compose\nconfigs = {configs}\n"
     assert loaded_after(compose) == set()
     checked = loaded_after(compose + "for cfg in configs:\n    check(cfg, complete=False)\n")
     assert checked & {"lightning", "transformers", "datasets", "wandb"} == set()
@@ -80,19 +79,24 @@ def loaded_by_turns(*modules: str) -> dict[str, list[str]]:
 
 def test_commands_do_not_pay_for_what_they_do_not_use() -> None:
     """The modules that do the work, the lightest first; Lightning takes seconds, and what it probes for some more."""
-    tables = ["attnpo.reports.report", "attnpo.reports.folder_report", "attnpo.reports.scores_report"]
-    answers = ["attnpo.answers.answering", "attnpo.evaluation.evaluating"]
-    judges = ["attnpo.runs.fill_store", "attnpo.reports.weight_report", "attnpo.reports.passport", "attnpo.conformance"]
-    models = [*answers, *judges, "attnpo.runs.resume", "attnpo.runs.run"]
-    found = loaded_by_turns(*tables, *models, "attnpo.reports.gains_report")
+    tables = ["attnpo.lab.reports.report", "attnpo.lab.reports.folder_report", "attnpo.lab.reports.scores_report"]
+    answers = ["attnpo.evaluation.answers.answering", "attnpo.evaluation.evaluating"]
+    judges = [
+        "attnpo.run.fill_store",
+        "attnpo.lab.reports.weight_report",
+        "attnpo.lab.reports.passport",
+        "tests.conformance",
+    ]
+    models = [*answers, *judges, "attnpo.run.resume", "attnpo.run.run"]
+    found = loaded_by_turns(*tables, *models, "attnpo.lab.reports.gains_report")
     assert [found[name] for name in tables] == [[]] * len(tables)
     assert [found[name] for name in models] == [["transformers"]] * len(models)
-    assert found["attnpo.reports.gains_report"] == ["transformers", "matplotlib"]
+    assert found["attnpo.lab.reports.gains_report"] == ["transformers", "matplotlib"]
 
 
 def test_training_imports_lightning() -> None:
     """The list above would be empty, too, if nothing were found."""
-    assert {"lightning", "torchmetrics"} <= set(loaded_by_turns("attnpo.runs.training")["attnpo.runs.training"])
+    assert {"lightning", "torchmetrics"} <= set(loaded_by_turns("attnpo.run.training")["attnpo.run.training"])
 
 
 def test_the_front_and_the_theory_are_light() -> None:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from attnpo import live
-from attnpo.live import Row, duration, heartbeat, is_noted, note, noted, noting_in
+from attnpo.cli import progress as live
+from attnpo.cli.progress import Row, duration, heartbeat, is_noted, note, noted, noting_in
 
 SHOWS = """
 import logging, time
-from attnpo.live import Row, display
+from attnpo.cli.progress import Row, display
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 with display(lambda: [Row("attention seed=0", 3, 6, 0.6931, 12.0)]):
     time.sleep(0.7)

@@ -18,15 +18,15 @@ from typing import Any
 
 import pytest
 
-from attnpo import locks
-from attnpo.locks import Holder, locked
 from attnpo.schema import UserError
+from attnpo.system import locks
+from attnpo.system.locks import Holder, locked
 
 ROOT = Path(__file__).resolve().parents[1]
 HOLDS = """
 import sys
 from pathlib import Path
-from attnpo.locks import locked
+from attnpo.system.locks import locked
 with locked(Path(sys.argv[1]), float(sys.argv[2])):
     print("held", flush=True)
     sys.stdin.read()
@@ -233,8 +233,8 @@ def test_a_sudden_end_frees_the_folder(tmp_path: Path) -> None:
     script = """
 import os, signal, sys
 from pathlib import Path
-from attnpo.console import hear_signals
-from attnpo.locks import locked
+from attnpo.cli.terminal import hear_signals
+from attnpo.system.locks import locked
 hear_signals()
 with locked(Path(sys.argv[1])):
     os.kill(os.getpid(), signal.SIGTERM)
@@ -352,7 +352,7 @@ def test_jobs_on_two_machines_whose_address_is_localhost_are_two(
 
 def test_a_process_of_another_job_does_not_join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its leader will be refused and take it along; left alone, it gives up."""
-    monkeypatch.setattr("attnpo.locks.LATE", 0.2)
+    monkeypatch.setattr("attnpo.system.locks.LATE", 0.2)
     monkeypatch.setenv("MASTER_PORT", "1")
     done: list[str] = []
     with holding(tmp_path, MASTER_PORT="2") as process:
@@ -403,7 +403,8 @@ RACES = """
 import sys
 import time
 from pathlib import Path
-from attnpo import errors, locks
+from attnpo.system import errors
+from attnpo.system import locks
 for line in sys.stdin:
     folder, start = line.split()
     while time.monotonic() < float(start):

@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from attnpo.config import CONFIG_DIR
-from attnpo.runs.inputs import make_inputs
-from attnpo.runs.run import run
+from attnpo.config.compose import CONFIG_DIR
+from attnpo.run.inputs import make_inputs
+from attnpo.run.run import run
 from attnpo.training.metrics_file import read_metrics
 from experiments import minimal
-from tests.runs.worlds import World, build_world
+from tests.run.worlds import World, build_world
 
 SAME = [
     *("weights=attention", "reference=live", "model.dtype=float64", "judge.dtype=float64", "judge.low_label_mass=warn"),

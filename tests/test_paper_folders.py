@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from attnpo.config import load
-from attnpo.reports.folder_report import letters
-from attnpo.studies.study import expand_arms
+from attnpo.config.compose import load
+from attnpo.lab.reports.folder_report import letters
+from attnpo.lab.studies.study import expand_arms
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "experiments" / "paper"

@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 
 from attnpo import evaluate, fit, generate, pair, show
-from attnpo.command_line import run_entry
-from attnpo.config import load
-from attnpo.files import file_digest
-from attnpo.grading.base import GradingReply
-from attnpo.grading.openai_grader import OpenAIGrader
-from attnpo.grading.store import ReplyStore
+from attnpo.cli.entry import run_entry
+from attnpo.config.compose import load
+from attnpo.evaluation.grading.base import GradingReply
+from attnpo.evaluation.grading.openai_grader import OpenAIGrader
+from attnpo.evaluation.grading.store import ReplyStore
 from attnpo.schema import digest
+from attnpo.system.files import file_digest
 from tests.evaluation.checkouts import fastchat
-from tests.grading.calls import call
-from tests.grading.loopback import Body, Loopback, Reply
-from tests.runs.worlds import World, build_world
+from tests.evaluation.grading.calls import call
+from tests.evaluation.grading.loopback import Body, Loopback, Reply
+from tests.run.worlds import World, build_world
 from tests.training.wandb_files import keep_home
 
 VARIABLE = "OF_A_TEST"
@@ -134,7 +134,7 @@ def test_typed_credentials_are_masked_and_asked_for_again(
 STUDY = """
 # @package study
 defaults: [_base, _self_]
-_target_: attnpo.studies.study.Study
+_target_: attnpo.lab.studies.study.Study
 name: small
 control: null
 arms:

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from attnpo.config import expand, load
-from attnpo.runs import settings
-from attnpo.runs.identity import flat, numbers_of
-from attnpo.studies.arms import yaml_value
-from attnpo.studies.fit_config import FitConfig
-from attnpo.studies.study import Study
+from attnpo.config.compose import expand, load
+from attnpo.lab.studies.arms import yaml_value
+from attnpo.lab.studies.fit_config import FitConfig
+from attnpo.lab.studies.study import Study
+from attnpo.run import settings
+from attnpo.run.identity import flat, numbers_of
 
 FOLDER = Path(__file__).resolve().parents[1] / "experiments" / "sweeps"
 SWEEPS = sorted(FOLDER.glob("*.yaml"))

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from attnpo.judge.prompts import Assembly, JudgePrompts
 from attnpo.schema import SIDES, PreferencePair
 from attnpo.text.alignment import AlignMethod
 from attnpo.text.chat import ChatFormat
-from attnpo.text.judge_template import Assembly, JudgePrompts
 from experiments.benchmarks.token_coverage import (
     IDS_STEP,
     PLAIN,

@@ -18,16 +18,16 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import attnpo
-from attnpo.config import compose, read
+from attnpo.config.compose import compose, read
 from attnpo.display.heatmap import heatmap_html
-from attnpo.inspection.weighed_pair import WeighedPair, WeighedPairs
-from attnpo.runs.inputs import Inputs, make_inputs
+from attnpo.display.weighed_pair import WeighedPair, WeighedPairs
+from attnpo.run.inputs import Inputs, make_inputs
 from attnpo.schema import UserError
 from attnpo.weigher import Weigher
 from attnpo.weights.sources.attention import Attention
 from attnpo.weights.sources.confidence import Confidence
 from attnpo.weights.sources.uniform import Uniform
-from tests.runs.worlds import World, build_world
+from tests.run.worlds import World, build_world
 
 WORDING = "{question}\nA : {answer_a}\nB : {answer_b}\nwhich is better , A or B ?"
 PAIR = ("review the film .", "the film was great . it was raining today .", "the film was awful .")

@@ -138,14 +138,14 @@ def main() -> None:
     import torchmetrics.text
     import transformers.models.llama.modeling_llama
 
-    import attnpo.runs.run
-    import attnpo.runs.training
-    import attnpo.studies.runner
-    from attnpo.config import compose
+    import attnpo.lab.studies.runner
+    import attnpo.run.run
+    import attnpo.run.training
+    from attnpo.config.compose import compose
 
     compose("fit", [])  # what was read for it is kept for those that are forked
     assert torch and lightning.pytorch and torchmetrics.text and transformers.models.llama.modeling_llama
-    assert attnpo.runs.run and attnpo.runs.training and attnpo.studies.runner
+    assert attnpo.run.run and attnpo.run.training and attnpo.lab.studies.runner
     gc.freeze()
     order = serve()
     if order is not None:

@@ -21,8 +21,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from attnpo.files import shortened
 from attnpo.schema import REASONING, Message, PreferencePair, UserError, copied
+from attnpo.system.files import shortened
 from attnpo.text.tools import TOOL, written
 from attnpo.text.traces import Traces, has_trace, is_unclosed, with_trace, without_trace
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from attnpo.data.json_lines import Lines, content_of
-from attnpo.errors import UserError
+from attnpo.system.errors import UserError
 
 _LOG = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 from zlib import error as ZlibError
 
-from attnpo.errors import UserError
-from attnpo.files import Json, parse_json
+from attnpo.system.errors import UserError
+from attnpo.system.files import Json, parse_json
 
 
 @runtime_checkable

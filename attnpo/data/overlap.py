@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from attnpo.data.prepare import EncodedSet
-from attnpo.files import write_whole
 from attnpo.schema import SIDES, EncodedResponse, Message, asked_by, digest
+from attnpo.system.files import write_whole
 
 log = logging.getLogger(__name__)
 

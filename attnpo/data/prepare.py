@@ -3,7 +3,7 @@
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import compress, tee
 
 from transformers import PreTrainedTokenizerBase
@@ -11,12 +11,12 @@ from transformers import PreTrainedTokenizerBase
 from attnpo.data.arrow_rows import EncodedRows
 from attnpo.data.collate import TrainingExample
 from attnpo.data.rules import AlignRules, Keep, LengthRules, Overlong
-from attnpo.schema import SIDES, EncodedResponse, Message, PairWeights, PreferencePair, UserError
+from attnpo.judge.layers import Row
+from attnpo.schema import SIDES, EncodedResponse, Message, PairWeights, PreferencePair, UserError, ids_of
 from attnpo.text.chat import ChatFormat, EncodedAnswers
 from attnpo.text.truncation import truncate
 from attnpo.weights.base import PairWeigher, PartialSource, WeightSource, least_coverage
 from attnpo.weights.capture import Unreadable
-from attnpo.weights.layers import Row
 from attnpo.weights.pipeline import (
     Finished,
     PairToWeigh,
@@ -341,3 +341,17 @@ def percentiles(counts: Sequence[int]) -> dict[str, int]:
         return {}
     at = {f"p{q}": ordered[min(len(ordered) - 1, q * len(ordered) // 100)] for q in (50, 90, 99)}
     return {**at, "max": ordered[-1]}
+
+
+def calibration_pairs(pairs: Sequence[PreferencePair], count: int) -> list[PreferencePair]:
+    """The first ``count`` different pairs in the order of their ids, which is that of no file."""
+    unique = {pair_id: place for place, pair_id in enumerate(ids_of(pairs))}
+    return [pairs[unique[pair_id]] for pair_id in sorted(unique)[:count]]
+
+
+def sample_of(encoded: EncodedSet, sample: list[PreferencePair]) -> dict[str, EncodedSet]:
+    """``sample``, pairs of ``encoded``, as the splits of a run: all for training."""
+    place = {pair.pair_id: number for number, pair in enumerate(encoded.pairs)}
+    rows = [encoded.encoded[place[pair.pair_id]] for pair in sample]
+    nothing = replace(encoded, pairs=[], encoded=[])
+    return {"train": replace(encoded, pairs=list(sample), encoded=rows), "val": nothing}

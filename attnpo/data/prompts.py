@@ -12,6 +12,7 @@ from attnpo.data.adapters import Columns, Reason, RowProblem, adapt, require_col
 from attnpo.data.base import counted, row_range
 from attnpo.data.tables import read_table
 from attnpo.schema import Message, UserError, asked_by, digest
+from attnpo.text.chat import ChatFormat
 
 _LOG = logging.getLogger(__name__)
 
@@ -152,3 +153,43 @@ class PromptSource:
             wanted["prompt"] = columns.prompt or "prompt"
         expected = "expected a column with prompts, or the chosen and rejected columns of pairs"
         require_columns(wanted, names, where, expected)
+
+
+REFUSED = "refused by the chat template"
+NO_TOKEN = "no token in the chat template's words"
+
+
+@dataclass(frozen=True)
+class EncodedPrompts:
+    """Ids of the prompts that can be answered, by id, and the ids of those left out, by reason."""
+
+    kept: dict[str, list[int]]
+    left_out: dict[str, list[str]]
+    refusal: UserError | None = None
+
+
+def encode_prompts(
+    prompts: Iterable[Prompt], chat: ChatFormat | None, new_tokens: int, max_length: int | None
+) -> EncodedPrompts:
+    """The prompts' ids; left out is what the chat template refuses and what leaves no room for ``new_tokens``.
+
+    ``refusal`` is the template's first one. Without a chat format all are kept and have no ids.
+    """
+    kept: dict[str, list[int]] = {}
+    left_out: dict[str, list[str]] = {}
+    refusal = None
+    for prompt in prompts:
+        try:
+            ids = [] if chat is None else chat.prompt_ids(prompt.messages)
+        except UserError as problem:
+            refusal = refusal or problem
+            left_out.setdefault(REFUSED, []).append(prompt.id)
+            continue
+        if chat is not None and not ids:
+            left_out.setdefault(NO_TOKEN, []).append(prompt.id)
+        elif max_length is not None and len(ids) + new_tokens > max_length:
+            reason = f"too long: prompt and {new_tokens} new tokens exceed {max_length}"
+            left_out.setdefault(reason, []).append(prompt.id)
+        else:
+            kept[prompt.id] = ids
+    return EncodedPrompts(kept, left_out, refusal)

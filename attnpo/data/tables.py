@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attnpo.components import MISSING, did_you_mean
+from attnpo.config.reader import MISSING, did_you_mean
 from attnpo.data.delimited import DELIMITED, read_delimited
 from attnpo.data.json_lines import Table, read_lines
-from attnpo.errors import UserError
-from attnpo.files import parse_json
-from attnpo.hub import hub, out_of_reach
+from attnpo.system.errors import UserError
+from attnpo.system.files import parse_json
+from attnpo.system.hub import hub, out_of_reach
 
 if TYPE_CHECKING:
     import datasets

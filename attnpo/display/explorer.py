@@ -17,8 +17,8 @@ from markupsafe import Markup
 
 from attnpo.display.heat import LEGEND, LEVELS, OCTAVES, tint
 from attnpo.display.templating import render
-from attnpo.files import write_whole
 from attnpo.schema import SIDES, EncodedResponse, Message, UserError
+from attnpo.system.files import write_whole
 
 TOP = 254  # the highest code of a number; 0 is the weight 0
 UNKNOWN = 255  # the code of a weight that is not finite or not there

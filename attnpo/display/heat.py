@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attnpo.analysis.weight_stats import effective_number
 from attnpo.schema import SIDES, EncodedResponse, Message, PreferencePair, Round, TokenWeights, UserError
+from attnpo.weights.postprocess import effective_number
 
 LEVELS = 16  # shades on each side of uniform
 OCTAVES = 3.0  # the scale ends at 2^3 = 8 times uniform, and at 1/8

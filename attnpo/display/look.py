@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from attnpo.display.page import svg_beside
-from attnpo.files import naming
+from attnpo.system.files import naming
 
 Number = float | int  # whole numbers are welcome wherever figures take numbers
 

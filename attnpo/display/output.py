@@ -26,8 +26,8 @@ from attnpo.display.tables import (
     table_markdown,
     table_rich,
 )
-from attnpo.files import parse_json
 from attnpo.schema import UserError
+from attnpo.system.files import parse_json
 
 WIDTH = 190  # columns, where the output is no terminal
 

@@ -14,15 +14,15 @@ from pathlib import Path
 
 import numpy as np
 
-from attnpo.answers.questions import ModelAnswer, Question
 from attnpo.evaluation import alpaca_library, alpaca_rates
 from attnpo.evaluation.alpaca_library import Annotator, Compared, from_hub, how_to_get
 from attnpo.evaluation.alpaca_rates import AUXILIARY, DISCRETE, LENGTH_CONTROLLED, RAW
+from attnpo.evaluation.answers.questions import ModelAnswer, Question
 from attnpo.evaluation.base import Graded, Replies
+from attnpo.evaluation.grading.base import GradingCall, GradingReply
 from attnpo.evaluation.matching import matched
-from attnpo.files import file_digest, parse_json, shortened
-from attnpo.grading.base import GradingCall, GradingReply
 from attnpo.schema import Sampling, UserError
+from attnpo.system.files import file_digest, parse_json, shortened
 
 ROWS = 805
 REFERENCE = "alpaca_eval_gpt4_baseline.json"

@@ -19,10 +19,10 @@ from types import ModuleType
 import numpy as np
 from jaxtyping import Float
 
-from attnpo.files import shortened
-from attnpo.grading.base import GradingReply
-from attnpo.hub import hub, out_of_reach
+from attnpo.evaluation.grading.base import GradingReply
 from attnpo.schema import Json, Message, UserError, digest
+from attnpo.system.files import shortened
+from attnpo.system.hub import hub, out_of_reach
 
 # What a grader can be told of the library's settings for a call; the others say how its own client goes about it.
 ASKED = {"max_tokens", "temperature", "top_p", "logprobs", "top_logprobs"}
@@ -65,7 +65,7 @@ def library() -> ModuleType:
     """The package ``alpaca_eval``, imported without its traces: a .env file read, the log's level changed.
 
     Raises:
-        ImportError: it is not installed (``console.missing_package`` names the extra).
+        ImportError: it is not installed (``system.packages.missing_package`` names the extra).
         UserError: it is, but what it imports itself is not there.
     """
     # It reads a .env file, and asks for the user's name, which a container may not have.

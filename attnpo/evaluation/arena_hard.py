@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from attnpo.answers.questions import ModelAnswer, Question
+from attnpo.evaluation.answers.questions import ModelAnswer, Question
 from attnpo.evaluation.arena_hard_files import ArenaHardFiles, read_files
 from attnpo.evaluation.arena_hard_verdicts import GAMES, MISSING, VERDICTS, VerdictRules, grade_games
 from attnpo.evaluation.base import Graded, Replies
+from attnpo.evaluation.grading.base import GradingCall
 from attnpo.evaluation.matching import answered, matched
-from attnpo.grading.base import GradingCall
 from attnpo.schema import Sampling, UserError, check_choice, check_least
 
 RULES = 1

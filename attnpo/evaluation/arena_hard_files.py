@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from attnpo.answers.questions import Question
+from attnpo.evaluation.answers.questions import Question
 from attnpo.evaluation.checkout import Checkout, Row, once
 from attnpo.evaluation.prompt_template import GraderPrompt, PromptTemplate
 from attnpo.evaluation.python_constants import constant

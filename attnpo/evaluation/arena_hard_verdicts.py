@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from attnpo.answers.questions import ModelAnswer, Question
+from attnpo.evaluation.answers.questions import ModelAnswer, Question
 from attnpo.evaluation.base import Graded, Replies
 from attnpo.evaluation.matching import weighted_mean
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from jaxtyping import Float
 
-from attnpo.answers.questions import ModelAnswer, Question
-from attnpo.grading.base import GradingCall, GradingReply
+from attnpo.evaluation.answers.questions import ModelAnswer, Question
+from attnpo.evaluation.grading.base import GradingCall, GradingReply
 from attnpo.models.spec import ModelSpec
 from attnpo.schema import Sampling
 from attnpo.text.chat import ChatFormat

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
-from attnpo.files import parse_json
 from attnpo.schema import Json, UserError
+from attnpo.system.files import parse_json
 
 
 @dataclass(frozen=True)

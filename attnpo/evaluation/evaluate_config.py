@@ -5,11 +5,11 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from attnpo.answers.base import AnsweringBackend
-from attnpo.config import RUNS_ROOT, Root
+from attnpo.config.compose import RUNS_ROOT, Root
+from attnpo.evaluation.answers.base import AnsweringBackend
 from attnpo.evaluation.base import Benchmark, Measure
-from attnpo.grading.base import Grader
-from attnpo.grading.limits import GradingLimits
+from attnpo.evaluation.grading.base import Grader
+from attnpo.evaluation.grading.limits import GradingLimits
 from attnpo.models.spec import ModelSpec
 from attnpo.schema import BOOKKEEPING, UserError, check_choice, check_least
 from attnpo.training.settings import ACCELERATORS

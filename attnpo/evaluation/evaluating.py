@@ -14,28 +14,29 @@ from pathlib import Path
 
 import torch
 
-from attnpo.answers.answering import described
-from attnpo.answers.question_answers import AnswerStatistics, RoundAnswers, answer_questions
-from attnpo.answers.questions import ModelAnswer, Question, first_turn
-from attnpo.component_fields import as_values
-from attnpo.console import world_size
-from attnpo.credentials import identify
+from attnpo.config.fields import as_values
 from attnpo.data.overlap import count_seen
 from attnpo.display.output import markdown, print_sections, terminal
 from attnpo.display.page import report_page
+from attnpo.evaluation.answers.answering import described
+from attnpo.evaluation.answers.question_answers import AnswerStatistics, RoundAnswers, answer_questions
+from attnpo.evaluation.answers.questions import ModelAnswer, Question, first_turn
 from attnpo.evaluation.base import Benchmark, Graded, Measure, Replies, Score, Subject
 from attnpo.evaluation.evaluate_config import EvaluateConfig, GradingRules
+from attnpo.evaluation.grading.asking import Asked, Estimate, ask_all, estimate
+from attnpo.evaluation.grading.base import GradingCall
+from attnpo.evaluation.grading.store import ReplyStore
 from attnpo.evaluation.result import RESULT, EvaluationResult, Lengths, read_result
 from attnpo.evaluation.shown import result_sections
 from attnpo.evaluation.spreads import exchanged, grading_spread, score_of
-from attnpo.files import differences, write_whole
-from attnpo.grading.asking import Asked, Estimate, ask_all, estimate
-from attnpo.grading.base import GradingCall
-from attnpo.grading.store import ReplyStore
-from attnpo.locks import locked
-from attnpo.machine import device_of
 from attnpo.models.loading import weights_fingerprint
+from attnpo.run.identity import by_class
 from attnpo.schema import UserError, digest
+from attnpo.system.credentials import identify
+from attnpo.system.files import differences, write_whole
+from attnpo.system.locks import locked
+from attnpo.system.machine import device_of
+from attnpo.system.processes import world_size
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +100,7 @@ def _same(before: EvaluationResult | None, key: Mapping[str, object], folder: Pa
     """Whether a folder's result stands; a key that differs is named, and the result is made anew."""
     if before is None:
         return False
-    for name, was, now in differences(identify(before.key), key):
+    for name, was, now in differences(by_class(identify(before.key)), by_class(key)):
         log.warning("%s stands on %s %s, this command has %s: it is made anew", folder / RESULT, name, was, now)
         return False
     log.info("%s is finished: its result stands", folder)

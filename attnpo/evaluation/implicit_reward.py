@@ -9,7 +9,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +23,7 @@ from attnpo.evaluation.base import Measured, Subject
 from attnpo.evaluation.pair_orders import Orders, Ties, Values
 from attnpo.evaluation.pair_set import KEY, UnseenPairs
 from attnpo.models.spec import AUTO, ModelSpec
+from attnpo.run.other_pairs import RewardFactors
 from attnpo.schema import SIDES, EncodedResponse, PreferencePair, UserError, digest
 
 log = logging.getLogger(__name__)
@@ -39,13 +39,6 @@ GAIN = "gain"
 OF_RUN = "required in a study, and for a model that is no best/ or last/ of a run to take it from"
 
 
-class RewardFactors(NamedTuple):
-    """What multiplies the log-ratio of each response token, and the tokens it was made for (chosen, rejected)."""
-
-    response_ids: tuple[list[int], list[int]]
-    factors: tuple[Float[Tensor, " m"], Float[Tensor, " k"]]
-
-
 Weigh = Callable[[Sequence[PreferencePair]], Mapping[str, RewardFactors]]
 """Token weights of pairs by their ids; what it leaves out has none."""
 
@@ -55,7 +48,7 @@ class ImplicitReward:
     """The share of labelled pairs that the policy's own reward orders as the label does, over all and by subset.
 
     ``reference``: the model that training started from; auto, as a path of ``data``, is the run's whose ``best/`` or
-    ``last/`` is measured (``runs.implicit_reward``). ``accuracy`` sums log pi - log ref over the response,
+    ``last/`` is measured (``evaluation.weighted_implicit_reward``). ``accuracy`` sums log pi - log ref over the response,
     ``accuracy_normalised`` is their mean; ``policy_alone`` and ``reference_alone`` order by log-probabilities, and
     ``gain`` is how much more the reward orders rightly than the reference alone, paired. With ``reference: null`` there
     is no such reward and ``policy_alone`` is all there is.
@@ -169,9 +162,9 @@ class ImplicitReward:
         self, what: str, spec: ModelSpec, examples: Mapping[str, TrainingExample], device: torch.device, pad_id: int
     ) -> Logps:
         """Log-probabilities of all pairs under one model, which is let go again."""
+        from attnpo.data.scoring import score_examples
         from attnpo.models.loading import load_model
         from attnpo.models.scored import ScoredLM
-        from attnpo.training.scoring import score_examples
 
         model = load_model(
             spec.path, dtype=spec.dtype, attn_implementation=spec.attn_implementation, revision=spec.revision

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from attnpo.evaluation.base import Measured, Score, Subject
 from attnpo.evaluation.lm_eval_library import WORDS, FoundTask, find_task, quiet, require_nltk
 from attnpo.evaluation.spreads import NORMAL
-from attnpo.files import clean, file_digest, read_record, write_record
 from attnpo.schema import BOOKKEEPING, Json, UserError, check_least, digest
+from attnpo.system.files import clean, file_digest, read_record, write_record
 
 if TYPE_CHECKING:
     from lm_eval.models.huggingface import HFLM

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jaxtyping import Float
 
-from attnpo.answers.questions import ModelAnswer, Question
+from attnpo.evaluation.answers.questions import ModelAnswer, Question
 from attnpo.schema import UserError
 
 SHOWN = 5  # ids named in an error

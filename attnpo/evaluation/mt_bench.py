@@ -16,12 +16,12 @@ from pathlib import Path
 
 import numpy as np
 
-from attnpo.answers.questions import ModelAnswer, Question
+from attnpo.evaluation.answers.questions import ModelAnswer, Question
 from attnpo.evaluation.base import Graded, Replies
 from attnpo.evaluation.checkout import Checkout, Row, once
+from attnpo.evaluation.grading.base import GradingCall
 from attnpo.evaluation.matching import answered, matched, weighted_mean
 from attnpo.evaluation.prompt_template import GraderPrompt, PromptTemplate
-from attnpo.grading.base import GradingCall
 from attnpo.schema import Message, Sampling, UserError, check_least
 
 RULES = 1

@@ -7,8 +7,8 @@ from enum import Enum
 import numpy as np
 from jaxtyping import Float
 
-from attnpo.analysis.intervals import hierarchical_bootstrap
 from attnpo.evaluation.base import Score
+from attnpo.evaluation.intervals import hierarchical_bootstrap
 from attnpo.evaluation.pair_set import by_group
 from attnpo.evaluation.reward_bench import SECTION_OF, SECTIONS, overall_shares, section_shares
 

@@ -15,14 +15,14 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Float
 
-from attnpo.answers.questions import ModelAnswer, Question, first_turn
-from attnpo.config_files import find_file
+from attnpo.config.files import find_file
+from attnpo.evaluation.answers.questions import ModelAnswer, Question, first_turn
 from attnpo.evaluation.base import Graded, Replies
+from attnpo.evaluation.grading.base import GradingCall, GradingReply
 from attnpo.evaluation.matching import matched
-from attnpo.grading.base import GradingCall, GradingReply
+from attnpo.judge.prompts import question_text
+from attnpo.judge.wording import JudgeTemplate
 from attnpo.schema import Message, Sampling, UserError, check_least, digest
-from attnpo.text.judge_template import question_text
-from attnpo.text.judge_wording import JudgeTemplate
 
 MODEL_FIRST, MODEL_SECOND = "model first", "model second"
 ORDERS = (MODEL_FIRST, MODEL_SECOND)

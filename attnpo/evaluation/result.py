@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from attnpo.evaluation.base import Score
-from attnpo.files import read_record, write_record
 from attnpo.schema import UserError
+from attnpo.system.files import read_record, write_record
 
 RESULT = "evaluation.json"
 

@@ -6,9 +6,9 @@ from statistics import stdev
 
 import numpy as np
 
-from attnpo.analysis.intervals import t_quantile
-from attnpo.answers.questions import ModelAnswer
+from attnpo.evaluation.answers.questions import ModelAnswer
 from attnpo.evaluation.base import Graded, Replies, Score
+from attnpo.evaluation.intervals import t_quantile
 
 DRAWS = 2000
 """Resamples of the questions."""

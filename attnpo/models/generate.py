@@ -37,7 +37,9 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from attnpo.models.backbone import eval_mode, require_causal_lm
 from attnpo.models.described import exact_length, require_exact, token_rows
 from attnpo.models.loading import load_config
+from attnpo.models.spec import BATCH_SIZE, TOKEN_BUDGET
 from attnpo.schema import Message, Sampling, UserError, digest
+from attnpo.text.chat import ChatFormat
 
 
 @dataclass(frozen=True)
@@ -350,3 +352,20 @@ def own_settings(model: PreTrainedModel, config: GenerationConfig) -> Iterator[N
         yield
     finally:
         model.generation_config = folder
+
+
+def chat_generator(
+    model: PreTrainedModel,
+    chat: ChatFormat,
+    batch_size: int = BATCH_SIZE,
+    token_budget: int | None = TOKEN_BUDGET,
+) -> HFGenerator:
+    """The generator that answers in a chat format: its prompts, its ends of turn."""
+    return HFGenerator(
+        model,
+        chat.tokenizer,
+        chat.prompt_ids,
+        batch_size=batch_size,
+        token_budget=token_budget,
+        end_ids=sorted(chat.end_ids),
+    )

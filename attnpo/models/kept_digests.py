@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from attnpo.files import digest, file_digest, read_record, write_record
+from attnpo.system.files import digest, file_digest, read_record, write_record
 
 log = logging.getLogger(__name__)
 

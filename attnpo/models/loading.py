@@ -7,6 +7,7 @@ which shifts positions by whole radians on long texts.
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from textwrap import shorten
@@ -28,12 +29,16 @@ from transformers import (
 from transformers.utils import logging as library
 from transformers.utils.peft_utils import ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME, find_adapter_config_file
 
-from attnpo.files import SEAL, changed, is_sealed, parse_json
-from attnpo.hub import hub, out_of_reach
-from attnpo.models.described import Described, describe, on_meta, per_layer
+from attnpo.config.files import read_template
+from attnpo.models.described import Described, describe, on_meta, per_layer, token_rows
 from attnpo.models.kept_digests import unchanged_digest
+from attnpo.models.spec import ModelSpec
 from attnpo.models.trial import require_causal
 from attnpo.schema import UserError, digest
+from attnpo.system.files import SEAL, changed, is_sealed, parse_json
+from attnpo.system.hub import hub, out_of_reach
+from attnpo.text.chat import ChatFormat
+from attnpo.text.template_options import with_default
 
 logger = logging.getLogger(__name__)
 
@@ -409,3 +414,22 @@ def _load_failure(what: str, path: str | Path, revision: str | None, error: Exce
         f"{start} from the hub: {words}; there is no local folder of that name either: check the name, "
         "the revision and the network"
     )
+
+
+def load_chat(model: ModelSpec) -> tuple[ModelSpec, ChatFormat]:
+    """Returns the description with its templates' texts, and the chat format, whose tokenizer has the one in use."""
+    model = replace(
+        model,
+        chat_template=read_template(model.chat_template),
+        fallback_template=read_template(model.fallback_template, "model.fallback_template"),
+    )
+    chat = ChatFormat(
+        load_tokenizer(model.path, model.revision),
+        model.chat_template,
+        fallback=model.fallback_template,
+        kwargs=model.chat_template_kwargs,
+        fold_system=model.fold_system,
+        rows=token_rows(load_config(model.path, model.revision)),
+    )
+    chat.tokenizer.chat_template = with_default(chat.tokenizer, chat.chosen.text)
+    return model, chat

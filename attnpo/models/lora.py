@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from attnpo.files import share
 from attnpo.models.backbone import eval_mode
 from attnpo.models.logps import Head, gathered
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import LoraSpec
 from attnpo.schema import ModelInputs, TokenStats, UserError
+from attnpo.system.files import share
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraConfig, LoraLayer

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from transformers import PretrainedConfig
 
-from attnpo.files import share, write_whole
+from attnpo.system.files import share, write_whole
 
 UNKNOWN_ROTARY = (
     "this model's rotary settings have other names in transformers 4.x, or differ from layer to layer: compare its "

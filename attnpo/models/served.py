@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from threading import Thread
 from typing import TYPE_CHECKING, ParamSpec
 
-from attnpo.credentials import mask, redact
-from attnpo.files import Json, shortened
+from attnpo.system.credentials import mask, redact
+from attnpo.system.files import Json, shortened
 
 if TYPE_CHECKING:
     import httpx2

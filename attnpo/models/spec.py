@@ -167,3 +167,7 @@ class ModelSpec:
                 f"model.quantize={self.quantize}: there are no products of 4-bit weights in float64; set "
                 "model.dtype=bfloat16 or float32"
             )
+
+
+BATCH_SIZE = 32  # prompts
+TOKEN_BUDGET = 65536  # padded prompts and room for answers: 32 prompts of 2048 tokens

@@ -7,8 +7,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-from attnpo.files import parse_json
 from attnpo.schema import Message
+from attnpo.system.files import parse_json
 from attnpo.text.frames import SENTINEL
 from attnpo.text.refusals import RefusedText
 from attnpo.text.template_options import variables

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from attnpo.live import WRITTEN_EVERY, Row, display, is_noted, note, on_terminal
+from attnpo.cli.progress import WRITTEN_EVERY, Row, display, is_noted, note, on_terminal
 from attnpo.schema import PreferenceBatch
 from attnpo.training.gather import from_all_ranks
 from attnpo.training.nonfinite import check_validation, check_weights, peak

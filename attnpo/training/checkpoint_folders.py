@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypedDict
 
-from attnpo.files import Json, parse_json, to_disk
+from attnpo.system.files import Json, parse_json, to_disk
 
 STATE = "state.ckpt"
 ACCOUNT = "checkpoint.json"

@@ -19,8 +19,8 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from safetensors import SafetensorError
 from torch import Tensor
 
-from attnpo.files import seal
 from attnpo.schema import PreferenceBatch, UserError
+from attnpo.system.files import seal
 from attnpo.training.checkpoint_folders import STATE, newest, read_account, replaced, whole, write_account
 from attnpo.training.export import ADAPTER, Exporter, Merge
 from attnpo.training.metrics_file import METRICS, merge_metrics

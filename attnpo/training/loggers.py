@@ -18,9 +18,9 @@ from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from attnpo.credentials import mask, to_savable
-from attnpo.files import Json, parse_json, write_whole
 from attnpo.schema import UserError
+from attnpo.system.credentials import mask, to_savable
+from attnpo.system.files import Json, parse_json, write_whole
 from attnpo.training.metrics_file import LOGS, RUN_ID
 from attnpo.training.settings import LoggerSettings, WandbSettings, check_tracker
 

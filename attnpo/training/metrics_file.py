@@ -9,7 +9,7 @@ import io
 import shutil
 from pathlib import Path
 
-from attnpo.files import write_whole
+from attnpo.system.files import write_whole
 
 METRICS = "metrics.csv"
 LOGS = "logs"

@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import NotRequired, TypedDict, cast
 
-from attnpo.credentials import redact
+from attnpo.system.credentials import redact
 
 
 class SplitFacts(TypedDict, total=False):

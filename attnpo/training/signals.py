@@ -13,7 +13,7 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 
-from attnpo.console import REPEAT, SIGNALS
+from attnpo.cli.terminal import REPEAT, SIGNALS
 from attnpo.schema import PreferenceBatch
 from attnpo.training.checkpoint_folders import whole
 from attnpo.training.interrupted import Interrupted

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from attnpo.schema import SIDES, PairWeights, PreferencePair
-from attnpo.text.score_answers import read_answer
 from attnpo.text.traces import judged
+from attnpo.weights.score_parser import read_answer
 
 
 @dataclass(frozen=True)

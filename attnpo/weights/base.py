@@ -1,84 +1,29 @@
 """What a weight source is and what it works with. Layers are counted from 1 as in the paper (32 = last of 32)."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, TypeVar, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor
 
-from attnpo.judging import JudgeModel, JudgePrompt, JudgeReading
+from attnpo.judge.layers import Row
+from attnpo.judge.layers import resolve_layer as resolve_layer
 from attnpo.schema import (
     EncodedResponse,
-    Generator,
     Kind,
-    Message,
     PairWeights,
     PreferenceBatch,
     PreferencePair,
-    Sampling,
     TokenStats,
     UserError,
 )
-from attnpo.weights.layers import Row
-from attnpo.weights.layers import resolve_layer as resolve_layer
 from attnpo.weights.postprocess import Postprocess
 
 PairedWeights = tuple[Float[Tensor, "rows R"], Float[Tensor, " pairs"]]
 """Weights of a batch's rows, and a weight for each of its pairs, by which the pair's loss is multiplied."""
 
 SomeSource = TypeVar("SomeSource", bound="Layerless")
-
-
-@runtime_checkable
-class PromptBuilder(Protocol):
-    """Builds the judge rounds of a pair; ``attnpo.text.judge_template.JudgePrompts`` is the one in use."""
-
-    @property
-    def label_ids(self) -> tuple[int, int]:
-        """Token ids of the two labels (A, B)."""
-
-    def build(self, pair: PreferencePair) -> tuple[JudgePrompt, JudgePrompt]:
-        """Round 0 with the chosen response as answer A, round 1 with the rejected one."""
-
-    def fingerprint(self) -> Mapping[str, object]:
-        """Every setting of the prompts that changes a number."""
-
-
-@runtime_checkable
-class QuestionBuilder(Protocol):
-    """Asks a generator about one response; ``attnpo.text.score_prompt.ScoreQuestions`` is the one in use."""
-
-    def ask(self, pair: PreferencePair, side: str) -> list[Message]:
-        """The chat prompt about one response; ``attnpo.text.chat.RefusedText`` when the model cannot be shown it."""
-
-    def tokens(self, pair: PreferencePair, side: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Ids and characters of the response's tokens, those alone that hold a character of it."""
-
-    def fingerprint(self) -> Mapping[str, object]:
-        """Every setting of questions and tokens that changes a number."""
-
-
-@runtime_checkable
-class RewardReader(Protocol):
-    """A reward model that is asked for attention rows; ``attnpo.models.reward.RewardModel`` is the one in use."""
-
-    @property
-    def num_layers(self) -> int:
-        """Depth of the model; layers are counted 1..num_layers."""
-
-    def read(
-        self, conversations: Sequence[Sequence[int]], *, layers: Sequence[int], per_head: bool = False
-    ) -> list[JudgeReading]:
-        """The rows of each conversation's last token, in their order; 1-based ``layers``."""
-
-
-@runtime_checkable
-class ConversationBuilder(Protocol):
-    """Encodes a prompt with a response; ``attnpo.text.chat.ChatFormat`` is the one in use."""
-
-    def encode(self, prompt: Sequence[Message], response: str) -> EncodedResponse:
-        """Ids of both with the end of turn; ``attnpo.text.chat.RefusedText`` when it cannot be shown."""
 
 
 @dataclass(frozen=True)
@@ -105,57 +50,6 @@ class ScorerModel:
     def fingerprint(self) -> dict[str, object]:
         """What it is asked; its weights are the run's to identify."""
         return {} if self.instruction is None else {"instruction": self.instruction}
-
-
-@runtime_checkable
-class Scorer(Protocol):
-    """A causal LM that is asked for statistics of training tokens; ``attnpo.training.scoring`` has the one in use.
-
-    ``names`` are those of ``TokenStats``: "logps", "vocab:NAME" of one model's distribution, "joint:NAME" of two.
-    """
-
-    def scores(self, ids: Sequence[EncodedResponse], names: Collection[str]) -> list[Mapping[str, Float[Tensor, " m"]]]:
-        """The statistics ``names`` of each response's m tokens, in the order of ``ids``, on the CPU."""
-
-    def pair_scores(
-        self, ids: Sequence[EncodedResponse], other: "Scorer", names: Collection[str]
-    ) -> list[Mapping[str, Float[Tensor, " m"]]]:
-        """The same, joint statistics with ``other`` (the second model) among them."""
-
-
-@runtime_checkable
-class TrainingTexts(Protocol):
-    """Gives pairs as training ids; ``attnpo.runs.scorers.RunTexts`` is the one in use."""
-
-    def encode(self, pair: PreferencePair) -> Mapping[str, EncodedResponse]:
-        """The ids by side that training reads; ``attnpo.text.chat.RefusedText`` for a pair that has none."""
-
-    def instructed(
-        self, pair: PreferencePair, encoded: Mapping[str, EncodedResponse], instruction: str
-    ) -> tuple[Mapping[str, EncodedResponse], bool]:
-        """The same responses under a prompt with ``instruction``, and whether that prompt had to be shortened."""
-
-
-@dataclass(frozen=True)
-class Tools:
-    """What sources may call while capturing. ``verdict`` also reads the two label logits (full depth).
-
-    ``judge`` and ``prompts`` belong together, and so do ``generator``, ``questions`` and ``sampling``, ``reward`` and
-    ``conversations``, ``scorers`` (by the names that the source has for them) and ``texts``. ``progress`` is called
-    with (pairs done, pairs in all) after each stored chunk.
-    """
-
-    judge: JudgeModel | None = None
-    prompts: PromptBuilder | None = None
-    verdict: bool = True
-    generator: Generator | None = None
-    questions: QuestionBuilder | None = None
-    sampling: Sampling | None = None
-    reward: RewardReader | None = None
-    conversations: ConversationBuilder | None = None
-    progress: Callable[[int, int], None] | None = None
-    scorers: Mapping[str, Scorer] | None = None
-    texts: TrainingTexts | None = None
 
 
 @runtime_checkable
@@ -194,8 +88,8 @@ class WeightSource(Protocol):
     def capture_fingerprint(self) -> Mapping[str, object]:
         """Every setting that changes a stored number; never the layer, the heads or the post-processing."""
 
-    def capture(self, pairs: Sequence[PreferencePair], tools: Tools, layers: tuple[Row, ...]) -> list[PairWeights]:
-        """Raw weights of ``pairs`` in their order, a row for each of ``layers``."""
+    def capture(self, pairs: Sequence[PreferencePair], reader: object, layers: tuple[Row, ...]) -> list[PairWeights]:
+        """Raw weights of ``pairs`` in their order, a row for each of ``layers``, read by the model that was loaded."""
 
     def select(self, captured: PairWeights, layers: tuple[Row, ...]) -> PairWeights:
         """``captured`` (rows of ``layers``) with the one row left that this source is about."""
@@ -241,7 +135,7 @@ class Uncaptured(Layerless):
         """The name of the source."""
         return {"source": self.name}
 
-    def capture(self, pairs: Sequence[PreferencePair], tools: Tools, layers: tuple[Row, ...]) -> list[PairWeights]:
+    def capture(self, pairs: Sequence[PreferencePair], reader: object, layers: tuple[Row, ...]) -> list[PairWeights]:
         """Raises UserError: these weights are not stored."""
         raise UserError(f"{self.why_not_captured}; run attnpo.fit directly")
 

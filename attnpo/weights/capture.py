@@ -16,12 +16,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attnpo.judging import JudgePrompt
+from attnpo.judge.base import CAPTURE_VERSION, JudgePrompt, LoadedJudge, PromptBuilder
+from attnpo.judge.layers import HeadRow, Row, layer_column
 from attnpo.schema import SIDES, PairWeights, PreferencePair, UserError, ids_of
+from attnpo.system.store import Cell, Store, Table, array_in, fields_in
 from attnpo.text.chat import RefusedText
-from attnpo.weights.base import PromptBuilder, Tools, WeightSource
-from attnpo.weights.cache import Cell, Store, Table, array_in, fields_in
-from attnpo.weights.layers import HeadRow, Row, layer_column
+from attnpo.weights.base import WeightSource
 from attnpo.weights.round_columns import (
     ROUNDS,
     TOLD,
@@ -38,10 +38,6 @@ from attnpo.weights.round_columns import VERDICTS as VERDICTS
 WEIGHTS = "weights"
 REFERENCE = "reference"
 REFUSED = "refused"
-# Raised by hand with every change of the code that moves a stored number. Not a digest of the source: that would throw
-# hours of judge passes away for a comment, and the code that moves them lies in the rooms below too. Whoever forgets to
-# raise one is told by tests/weights/test_versions.py, which pins numbers under each version.
-CAPTURE_VERSION = "2"
 REFERENCE_VERSION = "1"
 AT_ONCE = 4096  # pairs that are read from the store together: all of a small set
 CHUNK_ROWS = 32768
@@ -240,19 +236,20 @@ def ensure_captured(
     layers: tuple[Row, ...],
     store: Store,
     key: Mapping[str, object],
-    make_tools: Callable[[], Tools],
+    load: Callable[[], object],
     chunk_pairs: int = 256,
     *,
     load_layers: tuple[Row, ...] | None = None,
     verdicts: bool = False,
+    progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Mapping[str, PairWeights], CaptureReport]:
     """Captured weights by pair id, computing what the store lacks.
 
     Missing pairs are captured ``chunk_pairs`` at a time (fewer when they have very many rows) and stored chunk by
     chunk, so an interrupted run goes on where it stopped. Pairs that the judge cannot be shown are stored as
-    ``Unreadable``, also when there are no others. ``make_tools`` (which loads the judge) is called only when something
-    is missing. ``load_layers`` are the rows to return, all of ``layers`` by default. ``verdicts``: pairs stored without
-    verdicts count as missing.
+    ``Unreadable``, also when there are no others. ``load`` gives the model that is read, and is called only
+    when something is missing. ``load_layers`` are the rows to return, all of ``layers`` by default. ``verdicts``: pairs
+    stored without verdicts count as missing. ``progress`` is called with (pairs done, pairs in all) after each chunk.
     """
     begin = time.perf_counter()
     table = store.table(WEIGHTS, key)
@@ -263,7 +260,7 @@ def ensure_captured(
     if lacking:
         difference = table.nearest_difference() if len(lacking) == len(unique) else None
         missing = {pair_id: unique[pair_id] for pair_id in lacking}
-        _fill(table, pairs, missing, source, layers, make_tools(), chunk_pairs, verdicts)
+        _fill(table, pairs, missing, source, layers, load(), chunk_pairs, verdicts, progress)
     captured = CapturedRows(table, list(unique), layers if load_layers is None else load_layers)
     report = CaptureReport(len(unique) - len(lacking), len(lacking), time.perf_counter() - begin, difference)
     return captured, report
@@ -275,11 +272,12 @@ def _fill(
     places: Mapping[str, int],
     source: WeightSource,
     layers: tuple[Row, ...],
-    tools: Tools,
+    reader: object,
     chunk_pairs: int,
     verdicts: bool,
+    progress: Callable[[int, int], None] | None,
 ) -> None:
-    if verdicts and not tools.verdict:
+    if verdicts and isinstance(reader, LoadedJudge) and not reader.verdict:
         raise UserError("judge.verdict: expected true because verdicts were asked for, got false")
     done = 0
     with ThreadPoolExecutor(1) as writer:
@@ -289,24 +287,24 @@ def _fill(
             for start in range(0, len(group), size):
                 chunk = [pairs[places[pair_id]] for pair_id in group[start : start + size]]
                 began = time.perf_counter()
-                captured = capture_now(chunk, source, absent, tools)
+                captured = capture_now(chunk, source, absent, reader)
                 seconds = time.perf_counter() - began
                 if written is not None:
                     written.result()
                 # Compressed and written while the next chunk is read by the judge; one chunk waits at most.
                 written = writer.submit(store_captured, table, captured, absent, seconds)
                 done += len(chunk)
-                if tools.progress is not None:
-                    tools.progress(done, len(places))
+                if progress is not None:
+                    progress(done, len(places))
         if written is not None:
             written.result()
 
 
 def capture_now(
-    pairs: Sequence[PreferencePair], source: WeightSource, rows: tuple[Row, ...], tools: Tools
+    pairs: Sequence[PreferencePair], source: WeightSource, rows: tuple[Row, ...], reader: object
 ) -> list[PairWeights]:
     """Raw weights of ``rows`` for each pair, read by the model and stored by no one; the unreadable pairs come last."""
-    readable, built, unreadable = _readable(pairs, tools)
+    readable, built, unreadable = _readable(pairs, reader)
     return [*(source.capture(readable, built, rows) if readable else []), *unreadable]
 
 
@@ -328,14 +326,14 @@ class _Built:
         return self.builder.fingerprint()
 
 
-def _readable(pairs: Sequence[PreferencePair], tools: Tools) -> tuple[list[PreferencePair], Tools, list[Unreadable]]:
-    """The pairs a judge can be shown, tools that hold their prompts, and the other pairs with the reason."""
-    if tools.prompts is None:
-        return list(pairs), tools, []
+def _readable(pairs: Sequence[PreferencePair], reader: object) -> tuple[list[PreferencePair], object, list[Unreadable]]:
+    """The pairs a judge can be shown, the judge with their prompts, and the other pairs with the reason."""
+    if not isinstance(reader, LoadedJudge):
+        return list(pairs), reader, []
     rounds, unreadable = {}, []
     for pair in pairs:
         try:
-            built = tools.prompts.build(pair)
+            built = reader.prompts.build(pair)
         except UserError as problem:
             story = str(problem).removeprefix(f"pair {pair.pair_id}: ")
             cause = problem if isinstance(problem, RefusedText) else problem.__cause__
@@ -350,7 +348,7 @@ def _readable(pairs: Sequence[PreferencePair], tools: Tools) -> tuple[list[Prefe
         else:
             rounds[pair.pair_id] = built
     readable = [pair for pair in pairs if pair.pair_id in rounds]
-    return readable, replace(tools, prompts=_Built(tools.prompts, rounds)), unreadable
+    return readable, replace(reader, prompts=_Built(reader.prompts, rounds)), unreadable
 
 
 def _by_missing_layers(

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from attnpo.judge.layers import Row
 from attnpo.schema import (
     SIDES,
     EncodedResponse,
@@ -29,7 +30,6 @@ from attnpo.text.traces import before, start_apart
 from attnpo.weights.apart import beside_trace, rows_with_trace
 from attnpo.weights.arrival import shares_that_arrived
 from attnpo.weights.base import NativeSource, OnlineSource, PairedSource, PartialSource, WeightSource, is_neutral
-from attnpo.weights.layers import Row
 from attnpo.weights.many_rows import Landed, carry, distributions
 from attnpo.weights.postprocess import (
     EndToken,

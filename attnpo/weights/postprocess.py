@@ -144,3 +144,17 @@ def require_distribution(kind: Kind, signed: bool) -> None:
             f"weights.postprocess: expected a source of non-negative distributions, got {what}; averaging, "
             "normalising and the sink rule would change their meaning, set weights.postprocess=null"
         )
+
+
+def effective_number(weights: Float[Tensor, " m"]) -> float:
+    """1 / sum a^2 with a = |w| / sum |w|: m for uniform weights, 1 for a single token, 0 for a row without mass."""
+    shares = shares_of(weights)
+    square = float(shares.square().sum())
+    return 1.0 / square if square > 0 else 0.0
+
+
+def shares_of(weights: Float[Tensor, " m"]) -> Float[Tensor, " m"]:
+    """|w| / sum |w| in float64; zeros for a row without mass."""
+    size = weights.double().abs()
+    total = size.sum()
+    return size / total if float(total) > 0 else torch.zeros_like(size)

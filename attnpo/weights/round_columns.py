@@ -6,10 +6,9 @@ from itertools import islice
 import numpy as np
 import torch
 
-from attnpo.judging import TraceLength
-from attnpo.schema import PairWeights, Round, TokenWeights, UserError
-from attnpo.weights.cache import Array, Cell, array_in, fields_in
-from attnpo.weights.layers import Row, layer_column
+from attnpo.judge.layers import Row, layer_column
+from attnpo.schema import PairWeights, Round, TokenWeights, TraceLength, UserError
+from attnpo.system.store import Array, Cell, array_in, fields_in
 
 TOKENS = "tokens"
 VERDICTS = "verdicts"

@@ -1,8 +1,8 @@
 """Raw rows of sources that compare two scorers: a number per training token, stored once, weighed on every use."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float
@@ -11,7 +11,7 @@ from torch import Tensor
 from attnpo.schema import SIDES, EncodedResponse, PairWeights, PreferencePair, Round, TokenWeights, UserError
 from attnpo.text.chat import RefusedText
 from attnpo.text.ranges import as_places
-from attnpo.weights.base import Scorer, ScorerModel, Tools, TrainingTexts
+from attnpo.weights.base import ScorerModel
 from attnpo.weights.capture import Unreadable
 
 LOG_RATIO = "log_ratio"
@@ -19,6 +19,43 @@ CONTRAST = "contrast"
 
 Rule = Callable[[Float[Tensor, " n"], Bool[Tensor, " n"], str], Float[Tensor, " n"]]
 """(raw numbers, which tokens hold characters, side) to the weights of a response."""
+
+
+@runtime_checkable
+class Scorer(Protocol):
+    """A causal LM that is asked for statistics of training tokens; ``attnpo.data.scoring`` has the one in use.
+
+    ``names`` are those of ``TokenStats``: "logps", "vocab:NAME" of one model's distribution, "joint:NAME" of two.
+    """
+
+    def scores(self, ids: Sequence[EncodedResponse], names: Collection[str]) -> list[Mapping[str, Float[Tensor, " m"]]]:
+        """The statistics ``names`` of each response's m tokens, in the order of ``ids``, on the CPU."""
+
+    def pair_scores(
+        self, ids: Sequence[EncodedResponse], other: "Scorer", names: Collection[str]
+    ) -> list[Mapping[str, Float[Tensor, " m"]]]:
+        """The same, joint statistics with ``other`` (the second model) among them."""
+
+
+@runtime_checkable
+class TrainingTexts(Protocol):
+    """Gives pairs as training ids; ``attnpo.data.scorers.RunTexts`` is the one in use."""
+
+    def encode(self, pair: PreferencePair) -> Mapping[str, EncodedResponse]:
+        """The ids by side that training reads; ``attnpo.text.chat.RefusedText`` for a pair that has none."""
+
+    def instructed(
+        self, pair: PreferencePair, encoded: Mapping[str, EncodedResponse], instruction: str
+    ) -> tuple[Mapping[str, EncodedResponse], bool]:
+        """The same responses under a prompt with ``instruction``, and whether that prompt had to be shortened."""
+
+
+@dataclass(frozen=True)
+class LoadedScorers:
+    """Models in memory by the names that a source has for them, with what gives pairs as the ids that they read."""
+
+    scorers: Mapping[str, Scorer]
+    texts: TrainingTexts
 
 
 def check_scorers(models: Mapping[str, ScorerModel]) -> None:
@@ -45,7 +82,7 @@ class _Asked(NamedTuple):
 def scored_rows(
     source: str,
     pairs: Sequence[PreferencePair],
-    tools: Tools,
+    reader: object,
     models: Mapping[str, ScorerModel],
     statistic: str,
 ) -> list[PairWeights]:
@@ -57,16 +94,16 @@ def scored_rows(
     UserError when the scorers are missing.
     """
     (first, model), (second, other) = models.items()
-    if tools.scorers is None or tools.texts is None or not models.keys() <= tools.scorers.keys():
+    if not isinstance(reader, LoadedScorers) or not models.keys() <= reader.scorers.keys():
         raise UserError(f"weights={source} compares two models: set weights.{first}.path and weights.{second}.path")
     asked: dict[str, _Asked] = {}
     refused: dict[str, Unreadable] = {}
     for pair in pairs:
         try:
-            asked[pair.pair_id] = _ask(pair, tools.texts, model, other)
+            asked[pair.pair_id] = _ask(pair, reader.texts, model, other)
         except RefusedText as problem:
             refused[pair.pair_id] = Unreadable(pair.pair_id, (), problem.reason, str(problem))
-    rows = _compare(list(asked.values()), tools.scorers[first], tools.scorers[second], statistic)
+    rows = _compare(list(asked.values()), reader.scorers[first], reader.scorers[second], statistic)
     return [
         refused[pair.pair_id] if pair.pair_id in refused else _captured(asked[pair.pair_id], rows[pair.pair_id])
         for pair in pairs

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attnpo.judging import JudgeReading
-from attnpo.models.judge import CausalJudge
+from attnpo.judge.base import JudgeReading
+from attnpo.judge.reader import CausalJudge
 from experiments.benchmarks.harness import (
     MIB,
     Bar,

@@ -22,13 +22,13 @@ from attnpo.models.backbone import layer_stack
 from attnpo.models.compiled import compile_blocks, require_same_numbers
 from attnpo.models.layouts import LAYOUTS, Layout, padded
 from attnpo.models.lora import add_lora, has_adapters
+from attnpo.models.memory import UPDATE, MemoryEstimate, estimate_training
 from attnpo.models.packed_attention import attend_as_before
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import LoraSpec, ModelSpec
 from attnpo.models.trial import reason_against
 from attnpo.objectives.twdpo import TwDPO
 from attnpo.schema import PreferenceBatch, RowGroup, TokenStats
-from attnpo.training.memory import UPDATE, MemoryEstimate, estimate_training
 from attnpo.training.optimizer import Optimizer
 from experiments.benchmarks.harness import say, timed
 from experiments.benchmarks.shapes import PAD, Pair, Shape, causal, random_llama, settle, step_flops
@@ -242,7 +242,7 @@ class Bench:
         return Optimizer(lr=STILL, moments="8bit", stochastic_rounding=True) if find_spec("torchao") else None
 
     def estimate(self, setting: Setting, tokens: int, recipe: Optimizer | None) -> MemoryEstimate:
-        """Estimates by ``attnpo.training.memory`` a step with micro-batches of ``tokens`` tokens."""
+        """Estimates by ``attnpo.models.memory`` a step with micro-batches of ``tokens`` tokens."""
         lora = LoraSpec() if setting.method == LORA else None
         spec = ModelSpec(
             "random",
@@ -255,7 +255,7 @@ class Bench:
         made = estimate_training(
             self.shape.config(),
             spec,
-            recipe or Optimizer(),
+            (recipe or Optimizer()).moments,
             precision="bf16-mixed" if self.options.dtype == "bfloat16" else "32-true",
             max_length=self.options.max_length,
             reference="cached",

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 from transformers import LlamaConfig
 
-from attnpo.config import compose, part
+from attnpo.config.compose import compose, part
+from attnpo.judge.settings import TOKEN_BUDGET, Judge
+from attnpo.models.memory import GIB, MemoryEstimate, estimate_pass
 from attnpo.models.spec import ModelSpec
-from attnpo.runs.memory_check import Planned, training_estimate
-from attnpo.runs.memory_choice import chosen
-from attnpo.runs.settings import TOKEN_BUDGET, Judge
-from attnpo.training.memory import GIB, MemoryEstimate, estimate_pass
+from attnpo.run.memory_check import Planned, training_estimate
+from attnpo.run.memory_choice import chosen
 from experiments.benchmarks.harness import table
 
 LENGTHS = ("8k", "16k")

@@ -24,7 +24,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging as library
 
-from attnpo.config import CONFIG_DIR
+from attnpo.config.compose import CONFIG_DIR
 from attnpo.models.loading import load_tokenizer
 from attnpo.schema import Message
 from attnpo.text.chat import ChatFormat

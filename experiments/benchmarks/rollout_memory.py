@@ -24,7 +24,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from attnpo.models.judge import CausalJudge
+from attnpo.judge.reader import CausalJudge
 from experiments.benchmarks.harness import MIB, peak, slope
 
 WINDOW = 512

@@ -26,7 +26,7 @@ from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging as library
 
-from attnpo.config import CONFIG_DIR
+from attnpo.config.compose import CONFIG_DIR
 from experiments.benchmarks.harness import ROOT, Bar, finish, new_parser, parsed, say, table
 from experiments.benchmarks.pipeline import CHAT, LIMIT, process
 from experiments.benchmarks.rows import read_sample, write_rows

@@ -17,15 +17,15 @@ from pathlib import Path
 
 import torch
 
-from attnpo.config import build, compose, groups
-from attnpo.config_files import read_template
+from attnpo.config.compose import build, compose, groups
+from attnpo.config.files import read_template
 from attnpo.data.base import PairSource
-from attnpo.judging import JudgePrompt
+from attnpo.judge.base import JudgePrompt
+from attnpo.judge.prompts import Assembly, JudgePrompts, JudgeRules
 from attnpo.models.loading import load_tokenizer
 from attnpo.schema import SIDES, EncodedResponse, PreferencePair
 from attnpo.text.alignment import AlignMethod, align
 from attnpo.text.chat import ChatFormat
-from attnpo.text.judge_template import Assembly, JudgePrompts, JudgeRules
 
 PLAIN = "model/plain_chat.jinja"  # for tokenizers that bring no chat template
 ENOUGH = 0.95

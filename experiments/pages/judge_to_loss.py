@@ -21,19 +21,19 @@ from pathlib import Path
 
 import torch
 
-from attnpo.config import load
-from attnpo.console import reporting
+from attnpo.cli.terminal import reporting
+from attnpo.config.compose import load
 from attnpo.data.collate import TrainingExample, collate
-from attnpo.files import Json, write_whole
-from attnpo.machine import device_of
 from attnpo.models.layouts import padded
 from attnpo.models.loading import load_model
 from attnpo.models.scored import ScoredLM
 from attnpo.objectives.base import log_ratios
 from attnpo.objectives.twdpo import twdpo_loss
-from attnpo.runs.context import run_judge
-from attnpo.runs.inputs import Inputs, make_inputs
+from attnpo.run.context import run_judge
+from attnpo.run.inputs import Inputs, make_inputs
 from attnpo.schema import SIDES, PreferencePair
+from attnpo.system.files import Json, write_whole
+from attnpo.system.machine import device_of
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 NAME = "judge_to_loss"

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from attnpo.display.explorer import write_explorer
-from attnpo.files import clean
+from attnpo.system.files import clean
 from experiments.pages.judge_to_loss import DOCS, NAME
 from tests.display.browser import Browser, browser
 from tests.display.explored import hard, many

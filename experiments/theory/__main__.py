@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from attnpo.console import as_called, guarded, hear_signals, reporting
+from attnpo.cli.terminal import as_called, guarded, hear_signals, reporting
 
 EXAMPLE = """\
 example:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from attnpo import fit, weigh
-from attnpo.command_line import run_entry
-from tests.runs.worlds import World
+from attnpo.cli.entry import run_entry
+from tests.run.worlds import World
 
 MAINS = {"weigh": weigh.main, "fit": fit.main}
 QUICK = ("callbacks=none", "trainer.max_steps=1")

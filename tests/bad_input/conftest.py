@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from attnpo.hub import out_of_reach
+from attnpo.system.hub import out_of_reach
 from tests.bad_input.attempts import Attempts
 from tests.bad_input.table import PROPERTY
 from tests.bad_input.table import pytest_terminal_summary as pytest_terminal_summary
-from tests.runs.worlds import World, build_world
+from tests.run.worlds import World, build_world
 
 Record = Callable[[str, str, str], None]
 

@@ -20,22 +20,22 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-from attnpo.config import CONFIG_DIR
+from attnpo.config.compose import CONFIG_DIR
 from attnpo.data.adapters import Columns, Note, Reason
 from attnpo.data.base import PairSet, PairSource, pairs_from_rows
 from attnpo.data.collate import collate
 from attnpo.data.prepare import APART, UNREADABLE, VOID, EncodedSet, encode_pairs, prepare_examples
 from attnpo.data.rules import AlignRules, LengthRules, Overlong
+from attnpo.judge.base import LoadedJudge
+from attnpo.judge.prompts import Assembly, JudgePrompts, JudgeRules
+from attnpo.lab.testbed.grammar import Grammar
+from attnpo.lab.testbed.tokenizer import build_tokenizer
 from attnpo.models.layouts import padded
 from attnpo.schema import SIDES, PreferencePair, UserError
-from attnpo.testbed.grammar import Grammar
-from attnpo.testbed.tokenizer import build_tokenizer
+from attnpo.system.store import Store
 from attnpo.text.alignment import AlignMethod
 from attnpo.text.chat import SENTINEL, ChatFormat
-from attnpo.text.judge_template import Assembly, JudgePrompts, JudgeRules
 from attnpo.text.traces import Traces
-from attnpo.weights.base import Tools
-from attnpo.weights.cache import Store
 from attnpo.weights.capture import ensure_captured
 from attnpo.weights.sources.attention import Attention
 from attnpo.weights.sources.uniform import Uniform
@@ -266,8 +266,8 @@ def judged(found: EncodedSet, prompts: JudgePrompts) -> dict[str, Any]:
     """Captured weights of a judge that reads real prompts, from a store."""
     with TemporaryDirectory() as folder:
         table = (found.pairs, Attention(), LAYERS, Store(Path(folder)), prompts.fingerprint())
-        tools: Callable[[], Tools] = lambda: Tools(FakeJudge(num_layers=2), prompts)  # noqa: E731
-        stored, report = ensure_captured(*table, tools, verdicts=True)
+        load: Callable[[], object] = lambda: LoadedJudge(FakeJudge(num_layers=2), prompts)  # noqa: E731
+        stored, report = ensure_captured(*table, load, verdicts=True)
         found_again, second = ensure_captured(*table, lambda: pytest.fail("all of it is stored"), verdicts=True)
         captured, again = dict(stored), dict(found_again)
     ids = {pair.pair_id for pair in found.pairs}

@@ -14,7 +14,7 @@ import pytest
 
 from tests.bad_input.attempts import Attempts
 from tests.bad_input.conftest import Record
-from tests.runs.worlds import TRAIN
+from tests.run.worlds import TRAIN
 
 NOT_STARTED = "run not started"
 

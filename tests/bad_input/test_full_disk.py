@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 
 from attnpo import evaluate, fit, generate, pair, report, show, weigh
-from attnpo.answers.row_file import Row, RowFile
-from attnpo.command_line import run_entry
-from attnpo.grading.base import GradingCall, GradingReply
-from attnpo.grading.store import ReplyStore
+from attnpo.cli.entry import run_entry
+from attnpo.evaluation.answers.row_file import Row, RowFile
+from attnpo.evaluation.grading.base import GradingCall, GradingReply
+from attnpo.evaluation.grading.store import ReplyStore
+from attnpo.lab.studies import workers
 from attnpo.schema import Message
-from attnpo.studies import workers
 from tests.bad_input.conftest import Record
-from tests.runs.worlds import World, build_world
+from tests.run.worlds import World, build_world
 
 KEPT = "what was written before is whole: make room, or name a folder on another disk, and give the same command again"
 LOST = "the file that did not fit"
@@ -125,7 +125,7 @@ def test_a_run_whose_steps_are_saved_says_how_to_go_on(
     monkeypatch: pytest.MonkeyPatch,
     number: int,
 ) -> None:
-    from attnpo.runs import run
+    from attnpo.run import run
 
     def refuse(*arguments: object) -> None:
         raise OSError(number, os.strerror(number), "result.json")

@@ -10,7 +10,7 @@ import pytest
 
 from tests.bad_input.attempts import Attempts
 from tests.bad_input.conftest import Record
-from tests.runs.worlds import World
+from tests.run.worlds import World
 
 COLUMN = ("weights=pair_column", "weights.column=trust")
 SPANS = ("weights=column", "weights.form=spans")

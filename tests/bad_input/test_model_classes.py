@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from attnpo.runs import memory_check, startup
-from attnpo.runs.context import reference_fingerprint, run_judge
-from attnpo.runs.inputs import make_inputs
+from attnpo.run import memory_check, startup
+from attnpo.run.context import reference_fingerprint, run_judge
+from attnpo.run.inputs import make_inputs
 from attnpo.schema import SIDES
 from tests.bad_input.attempts import Attempts
 from tests.models.classes import tiny_folder
-from tests.runs.worlds import World
+from tests.run.worlds import World
 
 Made = Callable[..., World]
 

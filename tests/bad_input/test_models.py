@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from attnpo import Weigher, generate, hub
-from attnpo.command_line import run_entry
+from attnpo import Weigher, generate
+from attnpo.cli.entry import run_entry
 from attnpo.models.loading import load_model, load_tokenizer, model_depth, weights_fingerprint
 from attnpo.schema import UserError
+from attnpo.system import hub
 from attnpo.text import chat
 from attnpo.text.chat import ChatFormat
 from tests.bad_input.attempts import Attempts

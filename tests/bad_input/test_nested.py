@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from attnpo.answers.row_file import read_account
-from attnpo.config import compose
+from attnpo.config.compose import compose
 from attnpo.display.output import read_tables
-from attnpo.files import read_record, sealed
-from attnpo.grading.store import ReplyStore
-from attnpo.runs.folders import saved_config
-from attnpo.runs.result import RunResult
+from attnpo.evaluation.answers.row_file import read_account
+from attnpo.evaluation.grading.store import ReplyStore
+from attnpo.run.folders import saved_config
+from attnpo.run.result import RunResult
 from attnpo.schema import UserError
+from attnpo.system.files import read_record, sealed
 from attnpo.text.tools import written
 from tests.bad_input.attempts import Attempts
 from tests.bad_input.conftest import Record

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from attnpo import config
+from attnpo.config import compose as config
 from attnpo.schema import UserError
 
 REAL = "setting=real_smoke"

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 import attnpo
-from attnpo import generate, pair, show, verify, weigh
-from attnpo.command_line import run_entry
+from attnpo import generate, pair, show, weigh
+from attnpo.cli.entry import run_entry
 from attnpo.schema import UserError
 from tests.bad_input.attempts import Attempts
 from tests.bad_input.conftest import Record
+from tests.conformance import __main__ as verify
 
 TYPED = ("prompt=review the film .", "chosen=the film was great .", "rejected=the film was awful .")
 WEIGHTS = ("experiment=none", "weights=decay")

@@ -11,7 +11,7 @@ from attnpo.schema import PreferencePair
 from attnpo.text.chat import SENTINEL
 from tests.bad_input.attempts import Attempts
 from tests.bad_input.conftest import Record
-from tests.runs.worlds import TRAIN, VAL, World, judge_loads
+from tests.run.worlds import TRAIN, VAL, World, judge_loads
 
 KEPT = f"{TRAIN} rows read, {TRAIN} kept, 0 dropped"
 ONE_DROPPED = f"{TRAIN} rows read, {TRAIN - 1} kept, 1 dropped"

@@ -4,14 +4,14 @@ import pytest
 
 from attnpo.data.prepare import Tally, encode_pair
 from attnpo.data.rules import LengthRules
-from attnpo.runs import settings
+from attnpo.lab.testbed.grammar import Grammar
+from attnpo.lab.testbed.tokenizer import build_tokenizer
+from attnpo.run import settings
 from attnpo.schema import PreferencePair
-from attnpo.testbed.grammar import Grammar
-from attnpo.testbed.tokenizer import build_tokenizer
 from attnpo.text.chat import ChatFormat
 from tests.bad_input.attempts import Attempts
 from tests.bad_input.conftest import Record
-from tests.runs.worlds import judge_loads
+from tests.run.worlds import judge_loads
 
 NOT_STARTED = "run not started"
 
@@ -201,7 +201,7 @@ def test_a_testbed_that_cannot_be_built(attempts: Attempts, record: Record, sett
 @pytest.mark.parametrize("setting", ["prompts=0", "max_new_tokens=0", "temperature=-1"])
 def test_a_scorer_that_cannot_score(attempts: Attempts, record: Record, setting: str) -> None:
     """Refused before training, not when the trained policy is to be scored."""
-    message = attempts.fit("+truth._target_=attnpo.testbed.scoring.TruthScorer", f"+truth.{setting}").refused()
+    message = attempts.fit("+truth._target_=attnpo.lab.testbed.scoring.TruthScorer", f"+truth.{setting}").refused()
     assert message.startswith("truth: scorer.") and setting.partition("=")[0] in message
     record(f"truth.{setting}", message, NOT_STARTED)
 

@@ -9,15 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from attnpo.lab.testbed.pretrain import new_model
+from attnpo.lab.testbed.tokenizer import build_tokenizer
 from attnpo.schema import SIDES, PairWeights, PreferencePair, TokenWeights
-from attnpo.testbed.pretrain import new_model
-from attnpo.testbed.tokenizer import build_tokenizer
-from attnpo.text.score_answers import read_answer
-from attnpo.weights.base import Tools
+from attnpo.weights.score_parser import read_answer
 from attnpo.weights.sources.attention import Attention
 from tests.bad_input.attempts import Attempts
 from tests.bad_input.conftest import Record
-from tests.runs.worlds import GRAMMAR, RECIPE, TRAIN
+from tests.run.worlds import GRAMMAR, RECIPE, TRAIN
 from tests.text.test_score_answers import MALFORMED, RESPONSE
 
 NOT_STARTED = "run not started"
@@ -140,9 +139,9 @@ class Spoilt(Attention):
     value: str = "0.0"
     pair: str = ""
 
-    def capture(self, pairs: Any, tools: Tools, layers: Any) -> list[PairWeights]:
+    def capture(self, pairs: Any, reader: object, layers: Any) -> list[PairWeights]:
         """The rows of attention, those of one response replaced."""
-        return [self._spoil(found) for found in super().capture(pairs, tools, layers)]
+        return [self._spoil(found) for found in super().capture(pairs, reader, layers)]
 
     def _spoil(self, found: PairWeights) -> PairWeights:
         if not found.pair_id.startswith(self.pair):

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from attnpo.weights.cache import Store
+from attnpo.system.store import Store
 from tests.bad_input.attempts import Attempts
 from tests.bad_input.conftest import Record
-from tests.runs.worlds import TRAIN, VAL, World, judge_loads
+from tests.run.worlds import TRAIN, VAL, World, judge_loads
 
 PAIRS = TRAIN + VAL
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from attnpo import pair
-from attnpo.command_line import run_entry
+from attnpo.cli.entry import run_entry
 from tests.bad_input.attempts import Attempts
 from tests.bad_input.conftest import Record
 

@@ -1,4 +1,4 @@
-"""``python -m attnpo.verify``: passes on what is right, and fails on each thing that could be wrong."""
+"""``python -m tests.conformance``: passes on what is right, and fails on each thing that could be wrong."""
 
 import json
 import pkgutil
@@ -12,14 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from attnpo.conformance import records as records_module
-from attnpo.conformance import verify
-from attnpo.conformance.records import Absent, Check, Comparison, Status
+from attnpo.judge.wording import JudgeTemplate, Rendered
 from attnpo.objectives.base import LengthFrom
 from attnpo.objectives.terms import LossType, Sft
 from attnpo.text.chat import ChatFormat
-from attnpo.text.judge_wording import JudgeTemplate, Rendered
 from attnpo.verify import main
+from tests.conformance import records as records_module
+from tests.conformance import verify
+from tests.conformance.records import Absent, Check, Comparison, Status
 
 KEPT = (2, 6, 16)  # with rows per head and a shared last token; an empty response; equal responses
 
@@ -111,7 +111,7 @@ def test_the_command_prints_records_and_counts(
 
 
 def test_one_call_reads_every_pair(small: Callable[[dict[str, Any]], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    from attnpo.models.judge import CausalJudge
+    from attnpo.judge.reader import CausalJudge
 
     calls, read = [], CausalJudge.read
     monkeypatch.setattr(
@@ -278,7 +278,7 @@ def with_other_verdicts(function: Callable[..., Any]) -> Callable[..., Any]:
 
 TWDPO, DPO, OBJECTIVES = "attnpo.objectives.twdpo.", "attnpo.objectives.dpo.", "attnpo.objectives."
 LENGTHS = OBJECTIVES + "base.response_lengths"
-POST, TAP = "attnpo.weights.postprocess.", "attnpo.models.attention_tap."
+POST, TAP = "attnpo.weights.postprocess.", "attnpo.judge.attention_tap."
 Broken = Callable[[Any], Any]
 BREAKS: list[tuple[str, Broken, str]] = [
     (DPO + "margin_loss", lambda f: lambda margin, kind, smoothing: f(margin, kind), "dpo *"),
@@ -308,16 +308,16 @@ BREAKS: list[tuple[str, Broken, str]] = [
     (POST + "combine", lambda f: lambda rounds, order: f(rounds, type(order)("mean_then_normalize")), "attnpo_we*"),
     ("attnpo.weights.pipeline.align", without_weights, "attnpo_align *"),
     ("attnpo.text.alignment.equal_ids", lambda f: lambda a, b: (min(len(a), len(b)), []), "extraction/alignment *"),
-    ("attnpo.text.judge_template.JudgeTemplate.render", moved_spans, "extraction/span *"),
-    ("attnpo.text.judge_template.JudgeTemplate.render", moved_spans, "extraction/span_cases *"),
-    ("attnpo.text.judge_template.JudgePrompts._reference_end", lambda f: lambda self, first, last, closing: last,
+    ("attnpo.judge.prompts.JudgeTemplate.render", moved_spans, "extraction/span *"),
+    ("attnpo.judge.prompts.JudgeTemplate.render", moved_spans, "extraction/span_cases *"),
+    ("attnpo.judge.prompts.JudgePrompts._reference_end", lambda f: lambda self, first, last, closing: last,
      "extraction/span *"),
-    ("attnpo.text.judge_template.JudgePrompts.build", swapped_rounds, "extraction/prompt *"),
+    ("attnpo.judge.prompts.JudgePrompts.build", swapped_rounds, "extraction/prompt *"),
     ("attnpo.text.chat.ChatFormat.tokenize", without_last_token, "extraction/prompt *"),
     ("attnpo.text.chat.ChatFormat.encode", without_end_of_turn, "extraction/training_ids *"),
     (TAP + "LayerAttention.rows", lambda f: lambda self, last: f(self, last - 1), "extraction/rows *"),
     (TAP + "LayerAttention.rows", lambda f: lambda self, last: f(self, last).roll(1, 1), "extraction/rows_per_head *"),
-    ("attnpo.models.judge.readings_of", with_other_verdicts, "extraction/verdict *"),
+    ("attnpo.judge.reader.readings_of", with_other_verdicts, "extraction/verdict *"),
     ("attnpo.weights.sources.attention.Attention.wanted", lambda f: lambda self: (2,), "extraction/weights *"),
 ]  # fmt: skip
 
@@ -348,7 +348,7 @@ def test_a_loss_that_reads_masked_values_fails(
 def test_a_judge_pass_that_breaks_runs_once(
     small: Callable[[dict[str, Any]], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from attnpo.models.judge import CausalJudge
+    from attnpo.judge.reader import CausalJudge
 
     calls: list[int] = []
 
@@ -613,4 +613,4 @@ def test_help_is_quick_to_come() -> None:
     code = "import sys, attnpo.verify as v\ntry: v.main(['--help'])\nfinally: assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "python -m attnpo.verify golden/ --only" in done.stdout
+    assert "python -m tests.conformance golden/ --only" in done.stdout

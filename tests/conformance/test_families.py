@@ -9,11 +9,15 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from attnpo.conformance import family_checks
-from attnpo.conformance.families import Ways, verify_families
-from attnpo.conformance.family_checks import findings
-from attnpo.conformance.family_models import LARGEST, families, tiny_config, tiny_model
-from attnpo.conformance.family_table import (
+from attnpo.models.backbone import first_position
+from attnpo.models.layouts import LAYOUTS
+from attnpo.models.scored import ScoredLM
+from attnpo.schema import TokenStats, UserError
+from tests.conformance import family_checks
+from tests.conformance.families import Ways, verify_families
+from tests.conformance.family_checks import findings
+from tests.conformance.family_models import LARGEST, families, tiny_config, tiny_model
+from tests.conformance.family_table import (
     EQUAL,
     FAILED,
     NO_JUDGE,
@@ -27,10 +31,6 @@ from attnpo.conformance.family_table import (
     summary,
     write_page,
 )
-from attnpo.models.backbone import first_position
-from attnpo.models.layouts import LAYOUTS
-from attnpo.models.scored import ScoredLM
-from attnpo.schema import TokenStats, UserError
 
 DOZEN = (
     "llama", "mistral_window", "qwen2_window", "qwen3", "gemma2", "gpt_oss", "qwen3_next", "deepseek_v3", "gemma4_text",
@@ -135,7 +135,7 @@ def test_outcomes_survive_a_stop_and_make_a_page(tmp_path: Path) -> None:
         append(records, family)
     assert list(recorded(records).values()) == [done[1], done[0], done[2]], "the last outcome of a name counts"
     assert share(done) == "Of the 2 with softmax attention in every layer 1 are equal"
-    write_page(page, done, {"torch": "2.13"}, "python -m attnpo.verify families")
+    write_page(page, done, {"torch": "2.13"}, "python -m tests.conformance families")
     text = page.read_text(encoding="utf-8")
     assert "Versions: torch 2.13. 3 families: 2 equal, 1 policy only" in text and "families\n```" in text
     assert "| doge | DogeForCausalLM | policy only | - | 4 of 4 | padded | rows: a\\|b |\n" in text

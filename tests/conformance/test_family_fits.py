@@ -8,10 +8,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from attnpo import fit
-from attnpo.command_line import run_entry
-from attnpo.conformance.families import PAIRS
-from attnpo.conformance.family_models import tiny_model
-from attnpo.conformance.family_tokenizer import tiny_tokenizer, write_pairs
+from attnpo.cli.entry import run_entry
+from tests.conformance.families import PAIRS
+from tests.conformance.family_models import tiny_model
+from tests.conformance.family_tokenizer import tiny_tokenizer, write_pairs
 from tests.docs.commands import of_markdown
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "running.md").read_text(encoding="utf-8")

@@ -9,15 +9,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from attnpo.config import load
-from attnpo.conformance import verify
-from attnpo.conformance.records import Status
-from attnpo.conformance.weights import is_tied
+from attnpo.config.compose import load
+from attnpo.judge.prompts import JudgePrompts
 from attnpo.models.loading import load_tokenizer
 from attnpo.schema import PreferencePair
 from attnpo.text.chat import ChatFormat
-from attnpo.text.judge_template import JudgePrompts
 from attnpo.verify import main
+from tests.conformance import verify
+from tests.conformance.records import Status
+from tests.conformance.weights import is_tied
 
 KEPT = (0, 6, 8)  # with rows per head; one token on each side; leading blanks
 ALONE = "the reference tokenises completions alone"

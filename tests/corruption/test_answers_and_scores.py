@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from attnpo import generate, pair
-from attnpo.command_line import run_entry
-from tests.runs.worlds import GRAMMAR, World, build_world
+from attnpo.cli.entry import run_entry
+from tests.run.worlds import GRAMMAR, World, build_world
 
 Row = dict[str, Any]
 Rows = list[Any]

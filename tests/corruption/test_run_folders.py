@@ -13,20 +13,21 @@ import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from attnpo import files, fit, generate, report
-from attnpo.config import compose, load, typed
-from attnpo.files import file_digest
-from attnpo.runs.identity import saved_numbers
-from attnpo.runs.resume import RESULT
+from attnpo import fit, generate, report
+from attnpo.config.compose import compose, load, typed
+from attnpo.lab.studies.fit_config import FitConfig
+from attnpo.lab.studies.runner import finished
+from attnpo.lab.studies.workers import run_point
+from attnpo.run.identity import saved_numbers
+from attnpo.run.resume import RESULT
 from attnpo.schema import UserError
-from attnpo.studies.fit_config import FitConfig
-from attnpo.studies.runner import finished
-from attnpo.studies.workers import run_point
+from attnpo.system import files
+from attnpo.system.files import file_digest
 from attnpo.training.checkpoint_folders import STATE, read_account
 from attnpo.training.checkpoints import CheckpointFolder, LastCheckpoint
 from attnpo.training.metrics_file import read_metrics
 from tests.corruption.damages import DAMAGES, Damage, empty, flip_bit, garbage
-from tests.runs.worlds import GRAMMAR, World, build_world
+from tests.run.worlds import GRAMMAR, World, build_world
 
 KEYS = (
     "experiment=none",
@@ -359,7 +360,7 @@ def study(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 STUDY = """\
 # @package study
-_target_: attnpo.studies.study.Study
+_target_: attnpo.lab.studies.study.Study
 name: tiny
 arms:
   uniform: [weights=uniform]

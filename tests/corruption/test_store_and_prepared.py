@@ -13,20 +13,20 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from attnpo.command_line import run_entry
-from attnpo.config import load
-from attnpo.files import SEAL
-from attnpo.runs.context import settle
-from attnpo.runs.inputs import make_inputs
-from attnpo.runs.models import reference_table, with_reference
-from attnpo.runs.settings import CHOICE
-from attnpo.studies.fit_config import FitConfig
-from attnpo.testbed import pairs, prepare
-from attnpo.testbed.prepare import REPORT
+from attnpo.cli.entry import run_entry
+from attnpo.config.compose import load
+from attnpo.lab.studies.fit_config import FitConfig
+from attnpo.lab.testbed import pairs, prepare
+from attnpo.lab.testbed.prepare import REPORT
+from attnpo.run.context import settle
+from attnpo.run.inputs import make_inputs
+from attnpo.run.models import reference_table, with_reference
+from attnpo.run.settings import CHOICE
+from attnpo.system.files import SEAL
+from attnpo.system.store import Store
 from attnpo.weigh import main
-from attnpo.weights.cache import Store
 from tests.corruption.damages import DAMAGES
-from tests.runs.worlds import TRAIN, VAL, World, build_world
+from tests.run.worlds import TRAIN, VAL, World, build_world
 
 Files = dict[str, bytes]
 

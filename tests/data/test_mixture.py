@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from attnpo.config import compose, load, read
+from attnpo.config.compose import compose, load, read
 from attnpo.data.base import PairSource
 from attnpo.data.mixture import SET, MixedSet
-from attnpo.runs.context import open_paths
-from attnpo.runs.identity import numbers_of
-from attnpo.runs.run_config import RunConfig
+from attnpo.run.context import open_paths
+from attnpo.run.identity import numbers_of
+from attnpo.run.run_config import RunConfig
 from attnpo.schema import UserError
 from tests.bad_input.table import PROPERTY
 

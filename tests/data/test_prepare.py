@@ -23,9 +23,9 @@ from attnpo.data.prepare import (
     unknown_share,
 )
 from attnpo.data.rules import AlignRules, Keep, LengthRules, Overlong
+from attnpo.lab.testbed.grammar import Grammar
+from attnpo.lab.testbed.tokenizer import build_tokenizer
 from attnpo.schema import SIDES, EncodedResponse, PairWeights, PreferencePair, Round, TokenWeights, UserError
-from attnpo.testbed.grammar import Grammar
-from attnpo.testbed.tokenizer import build_tokenizer
 from attnpo.text.chat import ChatFormat
 from attnpo.weights.capture import Unreadable
 from attnpo.weights.sources.attention import Attention

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from attnpo.config import load
+from attnpo.config.compose import load
 from attnpo.data.base import PairSet, PairSource
 from attnpo.data.prompts import PromptSource
 from attnpo.schema import UserError

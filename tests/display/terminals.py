@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tests.display.browser import Browser, browser
-from tests.runs.worlds import World, build_world
+from tests.run.worlds import World, build_world
 
 WIDTHS = (80, 120)
 CONTROL = re.compile(r"(\x1b\[[0-9;?]*[A-Za-z]|[\r\n])")

@@ -17,13 +17,13 @@ import pytest
 
 from attnpo import __main__ as front
 from attnpo import fit
-from attnpo.command_line import run_entry
-from attnpo.config import CONFIG_DIR, groups
-from attnpo.config_help import Arguments
-from attnpo.console import as_called
+from attnpo.cli.entry import run_entry
+from attnpo.cli.help import Arguments
+from attnpo.cli.terminal import as_called
+from attnpo.config.compose import CONFIG_DIR, groups
 from tests.docs.commands import HEADED, NOTEBOOKS, PAGES, ROOT, Command, of_header, of_line, of_markdown, of_notebook
 from tests.docs.test_commands import ENTRIES
-from tests.runs.worlds import World, build_world
+from tests.run.worlds import World, build_world
 
 ACTIVATE = ". .venv/bin/activate"
 BARE = "/usr/bin:/bin"
@@ -95,12 +95,12 @@ def inactive(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("inactive")
 def test_commands_of_the_help_find_their_programs(tmp_path: Path) -> None:
-    helps = {name: import_module(f"attnpo.{name}") for name in sorted(ENTRIES - {"verify"})}
+    helps = {name: import_module(f"attnpo.{name}") for name in sorted(ENTRIES)}
     texts = [
         Arguments(name, "", module.EXAMPLES, None).text(CONFIG_DIR / f"{name}.yaml", groups())
         for name, module in helps.items()
     ]
-    texts += [front.usage(), as_called(import_module("attnpo.verify").EPILOG)]
+    texts += [front.usage(), as_called(import_module("tests.conformance.__main__").EPILOG)]
     lines = [line.strip().removeprefix("usage: ") for text in texts for line in text.splitlines()]
     found = [command for line in lines for command in of_line(line)]
     assert len(found) > 30 and {command.split()[0].rpartition("/")[2] for command in found} == {"python", "torchrun"}

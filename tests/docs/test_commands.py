@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from attnpo.command_line import run_entry
-from attnpo.config import CONFIG_DIR, Root, check, compose, expand, read
-from attnpo.runs import settings
+from attnpo.cli.entry import run_entry
+from attnpo.config.compose import CONFIG_DIR, Root, check, compose, expand, read
+from attnpo.lab.studies.arms import arm_config
+from attnpo.run import settings
 from attnpo.schema import digest
-from attnpo.studies.arms import arm_config
 from tests.docs.commands import FENCE, PAGES, ROOT, Command, every_command
-from tests.runs.worlds import World, build_world
+from tests.run.worlds import World, build_world
 
 COMMANDS = every_command()
-ENTRIES = {"fit", "weigh", "show", "generate", "pair", "evaluate", "report", "verify"}
+ENTRIES = {"fit", "weigh", "show", "generate", "pair", "evaluate", "report"}
 COMPOSED_ENTRIES = {path.stem for path in CONFIG_DIR.glob("*.yaml")}
 
 # ------------------------------------------------------------------------------------------------ what is run where
@@ -30,7 +30,7 @@ COMPOSED_ENTRIES = {path.stem for path in CONFIG_DIR.glob("*.yaml")}
 NOT_RUN = {
     r"setting=(llama3|mistral)|hardware=": "GPU: models of 7 and 8 billion parameters",
     r"meta-llama/": "hub: a model of 8 billion parameters",
-    r"^(torchrun|srun) ": "cluster: several processes (tests/runs/test_launched.py starts two)",
+    r"^(torchrun|srun) ": "cluster: several processes (tests/run/test_launched.py starts two)",
     r"benchmark=(mt_bench|alpaca_eval|arena_hard)": "API: a served grader, and the benchmark's own files",
     r"benchmark=(lm_eval|ifeval)": "hub: the tasks' data sets",
     r"(answering|grader)=openai": "API: a server",
@@ -38,26 +38,26 @@ NOT_RUN = {
     r"prepare=(clean|long)": "long: a base model of its own",
     r"judge=other": "hub: another model than the run's",
     r" -m$": "long: a grid of runs (tests/test_sweeps.py reads every job)",
-    r"logger=wandb": "API: an account (tests/runs/test_run.py runs it offline)",
+    r"logger=wandb": "API: an account (tests/run/test_run.py runs it offline)",
 }
 # Commands that another test runs, which must be there.
 ELSEWHERE = {
-    r"attnpo\.report gains\b": "tests/reports/test_gains.py::test_a_study_that_ran_is_read",
-    r"attnpo\.report scores\b": "tests/reports/test_scores.py::test_printed_numbers_stand_beside_ours",
-    r"attnpo\.verify": "tests/conformance/test_conformance.py::test_the_command_prints_records_and_counts",
+    r"attnpo\.report gains\b": "tests/lab/reports/test_gains.py::test_a_study_that_ran_is_read",
+    r"attnpo\.report scores\b": "tests/lab/reports/test_scores.py::test_printed_numbers_stand_beside_ours",
+    r"tests\.conformance": "tests/conformance/test_conformance.py::test_the_command_prints_records_and_counts",
     r"experiments\.theory": "tests/theory/test_theory.py::test_the_figures_and_the_command",
     r"benchmark=testbed": "tests/evaluation/test_testbed.py",
     r"benchmark=implicit_reward": "tests/evaluation/test_implicit_reward.py",
     r"experiments[./]benchmarks[./](step|extraction|pipeline|start|gpu|\w+_memory|harness)": "tests/test_benchmarks.py",
     r"experiments/benchmarks/token_coverage\.py": "tests/test_token_coverage.py",
-    r"attnpo\.report ranks\b": "tests/reports/test_ranks.py::test_the_papers_tables_as_shipped",
+    r"attnpo\.report ranks\b": "tests/lab/reports/test_ranks.py::test_the_papers_tables_as_shipped",
     r"--config-dir \S+ experiment=none": "tests/weights/test_formula.py",
     r"--config-dir \S+ (experiment=m|benchmark=judge)": "tests/docs/test_own_things_page.py::test_the_commands_compose",
     r"data\.path=own/": "tests/docs/test_data_page.py::test_an_example_is_read_by_its_command",
     r"data\.val_share=": "tests/data/test_tables.py",
-    r"attnpo\.pair\b|round1/": "tests/pairing/test_round.py::test_a_round_runs_by_the_commands_of_the_page",
-    r"data\.mix=": "tests/pairing/test_round.py::test_a_mixture_runs_by_the_command_of_the_page",
-    r"attnpo\.show\b": "tests/inspection/test_show.py",
+    r"attnpo\.pair\b|round1/": "tests/evaluation/pairing/test_round.py::test_a_round_runs_by_the_commands_of_the_page",
+    r"data\.mix=": "tests/evaluation/pairing/test_round.py::test_a_mixture_runs_by_the_command_of_the_page",
+    r"attnpo\.show\b": "tests/run/test_show.py",
     r"model\.path=outputs/tiny/": "tests/conformance/test_family_fits.py::test_a_kind_trains_by_its_command",
     r"experiments\.pages\.judge_to_loss": "tests/docs/test_judge_page.py::test_its_command_runs_on_another_world",
 }

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from attnpo.config import load
+from attnpo.config.compose import load
 from attnpo.data.adapters import Reason
 from attnpo.data.base import PairSet, PairSource
 from attnpo.text.tools import tools_of

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from attnpo.config import load
+from attnpo.config.compose import load
+from attnpo.judge.trace_rules import TraceRules
 from attnpo.objectives.twdpo import twdpo_loss
 from attnpo.schema import SIDES
-from attnpo.text.judge_trace import TraceRules
 from experiments.pages.judge_to_loss import DOCS, NAME, block, main, placed, svg
-from tests.runs.worlds import build_world
+from tests.run.worlds import build_world
 
 RECORD: dict[str, Any] = json.loads((DOCS / f"{NAME}.json").read_text(encoding="utf-8"))
 

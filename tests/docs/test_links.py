@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from attnpo import __version__
-from attnpo.config import groups
+from attnpo.config.compose import groups
 from tests.docs.commands import FENCE, INLINE, PAGES, ROOT
 
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")

@@ -25,11 +25,11 @@ from transformers import (
 )
 
 from attnpo import evaluate, fit, show
-from attnpo.command_line import run_entry
-from attnpo.config import CONFIG_DIR
-from attnpo.conformance.family_tokenizer import BAD, GOOD, tiny_tokenizer
-from attnpo.models.judge import CausalJudge
-from attnpo.runs import startup
+from attnpo.cli.entry import run_entry
+from attnpo.config.compose import CONFIG_DIR
+from attnpo.judge.reader import CausalJudge
+from attnpo.run import startup
+from tests.conformance.family_tokenizer import BAD, GOOD, tiny_tokenizer
 from tests.docs.commands import ROOT
 
 TEMPLATES = ROOT / "tests" / "text" / "templates"

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnpo.config import load
+from attnpo.config.compose import load
+from attnpo.judge.wording import JudgeTemplate
 from attnpo.schema import EncodedResponse, PreferencePair
-from attnpo.text.judge_wording import JudgeTemplate
 from tests.bad_input.attempts import Attempts
 from tests.objectives.inputs import Maker
-from tests.runs.worlds import build_world
+from tests.run.worlds import build_world
 
 PAGE = (Path(__file__).parents[2] / "docs" / "own_things.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^python -m attnpo\.(\w+) --config-dir own (.+)$", PAGE, re.MULTILINE)

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from attnpo import config
+from attnpo.config import compose as config
 from tests.docs.commands import FENCE, PAGES, ROOT
-from tests.runs.worlds import build_world
+from tests.run.worlds import build_world
 
 BLOCKS = {
     path.relative_to(ROOT).as_posix(): [block for _, language, block in FENCE.findall(text) if language == "python"]

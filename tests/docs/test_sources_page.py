@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from attnpo.config import CONFIG_DIR, groups
+from attnpo.config.compose import CONFIG_DIR, groups
 
 PAGE = (Path(__file__).parents[2] / "docs" / "sources.md").read_text(encoding="utf-8")
 

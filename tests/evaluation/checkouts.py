@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from attnpo.answers.questions import ModelAnswer, Question
-from attnpo.config import CONFIG_DIR, build
+from attnpo.config.compose import CONFIG_DIR, build
+from attnpo.evaluation.answers.questions import ModelAnswer, Question
 from attnpo.evaluation.base import Benchmark, Graded
-from attnpo.grading.base import GradingReply
+from attnpo.evaluation.grading.base import GradingReply
 
 FASTCHAT = Path("fastchat/llm_judge/data")
 MT_QUESTIONS = {"81": "writing", "101": "reasoning", "111": "math"}

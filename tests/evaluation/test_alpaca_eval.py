@@ -16,23 +16,23 @@ import pytest
 from omegaconf import OmegaConf
 from pytest import approx
 
-from attnpo.answers.questions import ModelAnswer
-from attnpo.config import CONFIG_DIR, build
-from attnpo.conformance.alpaca_eval import records
-from attnpo.conformance.records import Status
+from attnpo.config.compose import CONFIG_DIR, build
 from attnpo.evaluation import alpaca_eval as module
 from attnpo.evaluation import alpaca_library
 from attnpo.evaluation.alpaca_eval import NO_LENGTHS, NO_REPLY, NO_VERDICT, SAME, TEXT_ONLY, AlpacaEval
 from attnpo.evaluation.alpaca_library import Compared
 from attnpo.evaluation.alpaca_rates import DISCRETE, LENGTH_CONTROLLED, RAW, named_auxiliary, win_rates
+from attnpo.evaluation.answers.questions import ModelAnswer
 from attnpo.evaluation.base import Benchmark
-from attnpo.grading.asking import ask_all
-from attnpo.grading.base import GradingCall, GradingReply
-from attnpo.grading.limits import GradingLimits
-from attnpo.grading.openai_grader import OpenAIGrader
-from attnpo.grading.store import ReplyStore
+from attnpo.evaluation.grading.asking import ask_all
+from attnpo.evaluation.grading.base import GradingCall, GradingReply
+from attnpo.evaluation.grading.limits import GradingLimits
+from attnpo.evaluation.grading.openai_grader import OpenAIGrader
+from attnpo.evaluation.grading.store import ReplyStore
 from attnpo.schema import Sampling, UserError, digest
-from tests.grading.loopback import Fault, Loopback, Reply
+from tests.conformance.alpaca_eval import records
+from tests.conformance.records import Status
+from tests.evaluation.grading.loopback import Fault, Loopback, Reply
 
 JUDGE = "weighted_alpaca_eval_gpt-4o-mini-2024-07-18"
 COUNT = 12

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from attnpo.answers.questions import ModelAnswer
+from attnpo.evaluation.answers.questions import ModelAnswer
 from attnpo.evaluation.arena_hard import ArenaHard
 from attnpo.evaluation.base import Benchmark
+from attnpo.evaluation.grading.base import GradingReply
 from attnpo.evaluation.python_constants import constant
-from attnpo.grading.base import GradingReply
 from attnpo.schema import UserError
 from tests.evaluation.checkouts import answers_to, arena_hard_auto, check_means, configured, graded_with
 

@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 import torch
 
-from attnpo.answers.base import Answerer, Asked, Reply
-from attnpo.answers.questions import ModelAnswer, Question
+from attnpo.evaluation.answers.base import Answerer, Asked, Reply
+from attnpo.evaluation.answers.questions import ModelAnswer, Question
 from attnpo.evaluation.base import Graded, Measured, Replies, Score, Subject
 from attnpo.evaluation.evaluate_config import EvaluateConfig, GradingRules
 from attnpo.evaluation.evaluating import LEFT_OUT, UNANSWERED, evaluate, graded_twice
+from attnpo.evaluation.grading.base import GradingCall, GradingFailure, GradingReply, Price
+from attnpo.evaluation.grading.limits import GradingLimits
+from attnpo.evaluation.grading.scripted import ScriptedGrader
 from attnpo.evaluation.result import RESULT, read_result
-from attnpo.files import RECORD, write_record
-from attnpo.grading.base import GradingCall, GradingFailure, GradingReply, Price
-from attnpo.grading.limits import GradingLimits
-from attnpo.grading.scripted import ScriptedGrader
 from attnpo.models.spec import ModelSpec
 from attnpo.schema import Message, Sampling, UserError
-from tests.runs.worlds import build_world
+from attnpo.system.files import RECORD, write_record
+from tests.run.worlds import build_world
 
 Says = Callable[[GradingCall], str | GradingReply | GradingFailure]
 

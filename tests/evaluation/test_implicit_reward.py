@@ -14,20 +14,20 @@ import torch
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from attnpo.config import CONFIG_DIR, build
+from attnpo.config.compose import CONFIG_DIR, build
 from attnpo.data.rules import LengthRules, Overlong
 from attnpo.evaluation.base import Measure, Measured, Subject
 from attnpo.evaluation.implicit_reward import ImplicitReward
 from attnpo.evaluation.pair_orders import Orders, Ties, interval
 from attnpo.evaluation.pair_set import UnseenPairs
 from attnpo.evaluation.reward_bench import SECTION_OF, SECTIONS
+from attnpo.lab.testbed.pretrain import new_model
+from attnpo.lab.testbed.tokenizer import build_tokenizer
 from attnpo.models.loading import load_tokenizer
 from attnpo.models.spec import ModelSpec
 from attnpo.schema import UserError
-from attnpo.testbed.pretrain import new_model
-from attnpo.testbed.tokenizer import build_tokenizer
 from attnpo.text.chat import ChatFormat
-from tests.runs.worlds import GRAMMAR, RECIPE, World, build_world
+from tests.run.worlds import GRAMMAR, RECIPE, World, build_world
 from tests.text.formats import STORIES
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 import yaml
 
-from attnpo import config
+from attnpo.config import compose as config
 from attnpo.evaluation.base import Measure, Measured, Subject
 from attnpo.evaluation.lm_eval_library import WORDS, quiet
 from attnpo.evaluation.lm_eval_tasks import Figure, LmEvalTasks

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from attnpo.answers.questions import ModelAnswer
+from attnpo.evaluation.answers.questions import ModelAnswer
 from attnpo.evaluation.base import Benchmark
+from attnpo.evaluation.grading.base import GradingReply
 from attnpo.evaluation.mt_bench import rating
-from attnpo.grading.base import GradingReply
 from attnpo.schema import UserError
 from tests.evaluation.checkouts import (
     FASTCHAT,

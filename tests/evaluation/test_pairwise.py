@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from attnpo.answers.questions import ModelAnswer, Question
-from attnpo.config import CONFIG_DIR, build, compose
+from attnpo.config.compose import CONFIG_DIR, build, compose
 from attnpo.evaluation import pairwise
+from attnpo.evaluation.answers.questions import ModelAnswer, Question
 from attnpo.evaluation.base import Benchmark, Graded
+from attnpo.evaluation.grading.base import GradingCall, GradingReply
+from attnpo.evaluation.grading.local_grader import LocalGrader
 from attnpo.evaluation.pairwise import MODEL_FIRST, MODEL_SECOND, Contest, PairwiseBenchmark, PairwiseRules
-from attnpo.grading.base import GradingCall, GradingReply
-from attnpo.grading.local_grader import LocalGrader
+from attnpo.judge.wording import JudgeTemplate
 from attnpo.models.loading import load_model, load_tokenizer
 from attnpo.schema import Sampling, UserError
-from attnpo.text.judge_wording import JudgeTemplate
 from tests.evaluation.checkouts import answers_to, arena_hard_auto
-from tests.runs.worlds import GRAMMAR, World, build_world
+from tests.run.worlds import GRAMMAR, World, build_world
 
 RULES = PairwiseRules("judge/short.txt")
 CONTESTS = [Contest("q1", "why ?", " yes ", "no"), Contest("q2", "how ?", "so", "{answer_a}")]

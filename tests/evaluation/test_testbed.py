@@ -9,21 +9,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from attnpo import config
-from attnpo.answers.answering import chat_generator
-from attnpo.answers.questions import ModelAnswer
+from attnpo.config import compose as config
 from attnpo.evaluation import pairwise
+from attnpo.evaluation.answers.questions import ModelAnswer
 from attnpo.evaluation.base import Benchmark, Graded
-from attnpo.evaluation.testbed import NO_REPLY, NO_REWARD, TestbedBenchmark
-from attnpo.grading.base import Grader, GradingReply
-from attnpo.grading.local_grader import LocalGrader
-from attnpo.grading.truth_grader import TruthGrader
+from attnpo.evaluation.grading.base import Grader, GradingReply
+from attnpo.evaluation.grading.local_grader import LocalGrader
+from attnpo.lab.testbed.benchmark import NO_REPLY, NO_REWARD, TestbedBenchmark
+from attnpo.lab.testbed.grammar import Grammar
+from attnpo.lab.testbed.scoring import win_rate
+from attnpo.lab.testbed.truth_grader import TruthGrader
+from attnpo.models.generate import chat_generator
 from attnpo.models.loading import load_model, load_tokenizer
 from attnpo.schema import Message, Sampling, UserError
-from attnpo.testbed.grammar import Grammar
-from attnpo.testbed.scoring import win_rate
 from attnpo.text.chat import ChatFormat
-from tests.runs.worlds import GRAMMAR, World, build_world
+from tests.run.worlds import GRAMMAR, World, build_world
 
 COUNT = 24
 SAMPLING = Sampling(max_new_tokens=12)

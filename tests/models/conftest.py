@@ -17,7 +17,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from attnpo.models.judge import CausalJudge
+from attnpo.judge.reader import CausalJudge
 from tests.models.classes import SHAPE
 
 CONFIGS: dict[str, Callable[..., PretrainedConfig]] = {

@@ -8,11 +8,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from attnpo.judging import JudgeReading
-from attnpo.models import attention_rows
-from attnpo.models.attention_rows import MaskRule
-from attnpo.models.attention_tap import KERNELS, Probe
-from attnpo.models.judge import CausalJudge
+from attnpo.judge import attention_rows
+from attnpo.judge.attention_rows import MaskRule
+from attnpo.judge.attention_tap import KERNELS, Probe
+from attnpo.judge.base import JudgeReading
+from attnpo.judge.reader import CausalJudge
 from attnpo.schema import UserError
 
 Build = Callable[..., PreTrainedModel]
@@ -173,7 +173,7 @@ def test_a_silent_layer_is_named() -> None:
 
 
 def test_a_prepared_mask_is_refused(tiny: Build) -> None:
-    from attnpo.models.attention_tap import tapped
+    from attnpo.judge.attention_tap import tapped
 
     model = tiny("llama")
     with tapped(model.model, "sdpa"), pytest.raises(UserError, match="builds its own mask"):

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attnpo.conformance.family_models import tiny_model
 from attnpo.models.layouts import packed, padded
 from attnpo.models.packed_attention import boundaries
 from attnpo.models.scored import ScoredLM
 from attnpo.models.trial import choose
+from tests.conformance.family_models import tiny_model
 
 ROWS = [([5, 9, 3], [8, 2, 4, 7]), ([11, 2], [6]), ([4], [12, 13, 3]), ([7, 7, 9, 10], [3, 5])]
 # The library's functions with a state along the row: the axis of tokens, and the keyword with which they are cut.

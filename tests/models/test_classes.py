@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, BloomConfig, LlamaConfig, PreTrainedModel
 
-from attnpo.conformance.family_models import tiny_config
-from attnpo.conformance.family_models import tiny_model as family
+from attnpo.judge.reader import CausalJudge, kernel_for
 from attnpo.models.described import beyond_positions, describe, exact_length, require_exact, stated_positions
 from attnpo.models.generate import context_length
-from attnpo.models.judge import CausalJudge, kernel_for
 from attnpo.models.loading import described, load_model, model_heads
+from attnpo.models.memory import count_parameters
 from attnpo.models.scored import ScoredLM
+from attnpo.models.shape import Shape
 from attnpo.models.trial import choose, require_trainable
 from attnpo.schema import UserError
-from attnpo.training.memory import count_parameters
-from attnpo.training.model_shape import Shape
+from tests.conformance.family_models import tiny_config
+from tests.conformance.family_models import tiny_model as family
 from tests.models.classes import SHAPE, VOCAB, tiny_folder
 
 # Beginnings in common, a prompt longer than every window here, and one that is not.

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from attnpo.judging import JudgeModel
-from attnpo.models.judge import CausalJudge
+from attnpo.judge.base import JudgeModel
+from attnpo.judge.reader import CausalJudge
 from attnpo.models.loading import load_model
 from attnpo.schema import UserError
 

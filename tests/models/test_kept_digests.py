@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from attnpo.files import file_digest
 from attnpo.models import kept_digests
 from attnpo.models.kept_digests import keep_digests, unchanged_digest
+from attnpo.system.files import file_digest
 
 BYTES = b"weights" * 10
 

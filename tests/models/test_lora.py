@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from attnpo.conformance.family_models import tiny_model
+from attnpo.lab.testbed.grammar import Grammar
+from attnpo.lab.testbed.tokenizer import build_tokenizer
 from attnpo.models.layouts import padded
 from attnpo.models.lora import (
     AdapterOff,
@@ -25,12 +26,11 @@ from attnpo.models.lora import (
     target_names,
 )
 from attnpo.models.scored import ScoredLM
+from attnpo.models.shape import adapters_of
 from attnpo.models.spec import LoraSpec
 from attnpo.schema import ModelInputs, UserError
-from attnpo.testbed.grammar import Grammar
-from attnpo.testbed.tokenizer import build_tokenizer
 from attnpo.training.export import Exporter
-from attnpo.training.model_shape import adapters_of
+from tests.conformance.family_models import tiny_model
 
 Build = Callable[..., PreTrainedModel]
 Batch = tuple[ModelInputs, Tensor, Tensor]

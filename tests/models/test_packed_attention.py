@@ -14,8 +14,8 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, Llama4TextConfig, LlamaConfig, PreTrainedModel
 
 from attnpo.data.collate import collate
+from attnpo.judge.reader import CausalJudge
 from attnpo.models import packed_attention
-from attnpo.models.judge import CausalJudge
 from attnpo.models.layouts import LAYOUTS, Sequences, packed, padded, shared_prefix
 from attnpo.models.packed_attention import FAR, Plan, Rule, attend_as_before, attend_in_segments, find_kernel, window_of
 from attnpo.models.scored import ScoredLM

@@ -10,8 +10,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig, PretrainedConfig
 
-from attnpo.models.attention_rows import LayerAttention
-from attnpo.models.judge import CausalJudge
+from attnpo.judge.attention_rows import LayerAttention
+from attnpo.judge.reader import CausalJudge
 
 LENGTHS = (1024, 2048, 4096)
 BOUND = 1.1

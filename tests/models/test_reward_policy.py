@@ -11,10 +11,10 @@ from attnpo.models.layouts import packed, padded
 from attnpo.models.loading import load_model
 from attnpo.models.reward_policy import RewardPolicy
 from attnpo.objectives.cpo import CPO
-from attnpo.runs.ending import next_commands
-from attnpo.runs.run import run
+from attnpo.run.ending import next_commands
+from attnpo.run.run import run
 from attnpo.schema import PreferenceBatch, RowGroup, UserError
-from tests.runs.worlds import World, build_world
+from tests.run.worlds import World, build_world
 
 CONFIG = LlamaConfig(
     vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_labels=1,

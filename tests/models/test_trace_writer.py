@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from attnpo.judging import WrittenTrace
-from attnpo.models.trace_writer import TraceWriter
+from attnpo.judge.base import WrittenTrace
+from attnpo.judge.trace_writer import TraceWriter
 from attnpo.schema import Sampling
-from tests.runs.worlds import build_world
+from tests.run.worlds import build_world
 
 MOST = 12
 PROMPTS = [[2, 3, 30, 31, 4], [2, 3, 40, 4], [2, 3, 50, 51, 52, 53, 4]]

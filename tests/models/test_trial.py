@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaModel
 
+from attnpo.judge.reader import CausalJudge
 from attnpo.models import packed_attention
-from attnpo.models.judge import CausalJudge
 from attnpo.models.layouts import LAYOUTS, padded
 from attnpo.models.scored import ScoredLM
 from attnpo.models.trial import choose, first_layers

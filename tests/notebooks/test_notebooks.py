@@ -11,13 +11,13 @@ import pandas
 import pytest
 from nbformat import NotebookNode
 
-from attnpo.config import load
-from attnpo.testbed import prepare
-from attnpo.testbed.grammar import Prompt
-from attnpo.testbed.pairs import prompt_row, write_jsonl
+from attnpo.config.compose import load
+from attnpo.lab.testbed import prepare
+from attnpo.lab.testbed.grammar import Prompt
+from attnpo.lab.testbed.pairs import prompt_row, write_jsonl
 from experiments.pages.notebooks import NOTEBOOKS, executed, settled
 from tests.docs.test_links import LINK
-from tests.runs.worlds import GRAMMAR, World, build_world
+from tests.run.worlds import GRAMMAR, World, build_world
 
 NAMES = [
     "01_judge_attention",

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnpo.conformance.records import built
 from attnpo.objectives.base import PreferenceObjective, StepObjective
 from attnpo.schema import InputGradient, ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats
+from tests.conformance.records import built
 
 COUNTS = ((7, 3, 1, 4), (7, 2, 5, 1))  # response tokens of the chosen and the rejected sides
 WIDTH = 7

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnpo.config import groups
+from attnpo.config.compose import groups
 from attnpo.objectives.base import PreferenceObjective, Reduction, StepObjective, reduce
 from tests.objectives.inputs import (
     COUNTS,

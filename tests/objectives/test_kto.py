@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnpo.conformance.fields import Record
-from attnpo.conformance.records import Comparison
-from attnpo.conformance.unpaired import recompute
 from attnpo.objectives.base import LengthFrom, PreferenceObjective, StepObjective
 from attnpo.objectives.kto import KTO
 from attnpo.schema import ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats, UserError
+from tests.conformance.fields import Record
+from tests.conformance.records import Comparison
+from tests.conformance.unpaired import recompute
 
 PAIRS, WIDTH = 3, 7
 

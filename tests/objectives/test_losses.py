@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attnpo import losses
-from attnpo.config import groups
+from attnpo.config.compose import groups
 from attnpo.models.layouts import padded
 from attnpo.models.scored import ScoredLM
 from attnpo.objectives.base import PreferenceObjective

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnpo.config import groups
+from attnpo.config.compose import groups
 from attnpo.objectives.base import LengthFrom, PreferenceObjective, Reduction, reduce
 from attnpo.objectives.cpo import CPO
 from attnpo.objectives.dpo import DPO

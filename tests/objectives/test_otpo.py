@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnpo.conformance.fields import Record
-from attnpo.conformance.records import Check, Status
-from attnpo.conformance.transport import recompute
 from attnpo.objectives.dpo import DPO
 from attnpo.objectives.otpo import OTPO
 from attnpo.schema import PreferenceBatch, RowGroup, TokenStats, UserError
 from attnpo.weights.optimal_transport import Plan
+from tests.conformance.fields import Record
+from tests.conformance.records import Check, Status
+from tests.conformance.transport import recompute
 
 
 def made_batch(factors: Tensor, mask: Tensor) -> PreferenceBatch:

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnpo.conformance import distributions
-from attnpo.conformance.fields import Record
-from attnpo.conformance.records import Comparison, compare_expected
 from attnpo.objectives.base import LengthFrom, PreferenceObjective
 from attnpo.objectives.dpo import DPO
 from attnpo.objectives.tdpo import TDPO1, TDPO2, kl_of
 from attnpo.objectives.twdpo import TwDPO
 from attnpo.schema import ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats, UserError
+from tests.conformance import distributions
+from tests.conformance.fields import Record
+from tests.conformance.records import Comparison, compare_expected
 
 PAIRS, WIDTH = 3, 7
 COUNTS = torch.tensor([7, 3, 1, 4, 7, 2])

@@ -13,20 +13,20 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, MistralConfig, PretrainedConfig
 
-from attnpo.config import CONFIG_DIR, check, compose, groups, load
+from attnpo.config.compose import CONFIG_DIR, check, compose, groups, load
 from attnpo.data.base import pairs_from_rows
 from attnpo.data.rules import BatchPlan
+from attnpo.judge.prompts import JudgePrompts, JudgeRules
+from attnpo.judge.settings import TOKEN_BUDGET
+from attnpo.lab.studies.fit_config import FitConfig
+from attnpo.lab.studies.study import expand_arms
+from attnpo.models.memory import GIB, MOST, ROUND, MemoryEstimate, estimate_pass, estimate_training, most_tokens
 from attnpo.models.spec import ModelSpec
-from attnpo.runs import settings
-from attnpo.runs.memory_choice import chosen, fill_card
-from attnpo.runs.settings import TOKEN_BUDGET
+from attnpo.run import settings
+from attnpo.run.memory_choice import chosen, fill_card
 from attnpo.schema import SIDES, Message, PreferencePair
-from attnpo.studies.fit_config import FitConfig
-from attnpo.studies.study import expand_arms
 from attnpo.text.alignment import align
 from attnpo.text.chat import ChatFormat
-from attnpo.text.judge_template import JudgePrompts, JudgeRules
-from attnpo.training.memory import GIB, MOST, ROUND, MemoryEstimate, estimate_pass, estimate_training, most_tokens
 
 SETTINGS = ("llama3_8b_base_sft", "llama3_8b_instruct", "mistral_7b_base_sft")
 # Usable memory of each device in GiB and the number of devices.
@@ -287,7 +287,7 @@ def _estimate(cfg: FitConfig, model: ModelSpec, config: PretrainedConfig, plan: 
     return estimate_training(
         config,
         model,
-        cfg.optimizer,
+        cfg.optimizer.moments,
         precision=cfg.trainer.precision,
         max_length=cfg.lengths.max_length,
         reference=cfg.reference,

@@ -16,7 +16,7 @@ import torch
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from attnpo.config import load
+from attnpo.config.compose import load
 from tests import warm
 from tests.settings.small_models import write_model, write_pairs
 

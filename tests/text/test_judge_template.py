@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnpo.judging import JudgePrompt
-from attnpo.schema import SIDES, PreferencePair, UserError
-from attnpo.text.judge_lengths import first_tokens, last_tokens, share_room
-from attnpo.text.judge_template import (
+from attnpo.judge.base import JudgePrompt
+from attnpo.judge.prompt_lengths import first_tokens, last_tokens, share_room
+from attnpo.judge.prompts import (
     BLANK,
     QUESTION_CUT,
     RESPONSE_CUT,
@@ -22,8 +21,9 @@ from attnpo.text.judge_template import (
     SpanMode,
     question_text,
 )
-from attnpo.text.judge_trace import TraceRules
-from attnpo.text.judge_wording import JudgeTemplate
+from attnpo.judge.trace_rules import TraceRules
+from attnpo.judge.wording import JudgeTemplate
+from attnpo.schema import SIDES, PreferencePair, UserError
 from tests.text.formats import FORMATS, PLAIN, Formats
 from tests.text.test_chat import AWKWARD
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from attnpo.judge.prompts import QUESTION_CUT, RESPONSE_CUT, Assembly, JudgePrompts, JudgeRules
+from attnpo.judge.trace_rules import TraceRules
 from attnpo.schema import Message, PreferencePair, UserError
-from attnpo.text.judge_template import QUESTION_CUT, RESPONSE_CUT, Assembly, JudgePrompts, JudgeRules
-from attnpo.text.judge_trace import TraceRules
 from tests.text.formats import CHATML, FORMATS, Formats
 
 WORDING = "Which is better?\n{question}\n### A\n{answer_a}\n### B\n{answer_b}\n###\nA or B?"

@@ -9,10 +9,10 @@ import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from attnpo.judge.prompts import Assembly, JudgePrompts, JudgeRules
 from attnpo.schema import SIDES, PairWeights, PreferencePair, Round, TokenWeights
 from attnpo.text.alignment import AlignMethod, align
 from attnpo.text.chat import ChatFormat
-from attnpo.text.judge_template import Assembly, JudgePrompts, JudgeRules
 from attnpo.weights.pipeline import training_weights
 from attnpo.weights.postprocess import Postprocess
 from attnpo.weights.sources.attention import Attention

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from attnpo.text.score_answers import EMPTY_PART, NO_PARTS, NOT_IN_RESPONSE, OUT_OF_SCALE, read_answer
+from attnpo.weights.score_parser import EMPTY_PART, NO_PARTS, NOT_IN_RESPONSE, OUT_OF_SCALE, read_answer
 
 RESPONSE = 'Boil the eggs for 7 minutes. Then cool them, "shock" style, in ice water. Peel and serve.'
 A, B, C = "Boil the eggs for 7 minutes.", 'Then cool them, "shock" style, in ice water.', "Peel and serve."

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from attnpo.lab.testbed.grammar import Grammar
+from attnpo.lab.testbed.tokenizer import build_tokenizer
 from attnpo.schema import PreferencePair, UserError
-from attnpo.testbed.grammar import Grammar
-from attnpo.testbed.tokenizer import build_tokenizer
 from attnpo.text.chat import ChatFormat, RefusedText
-from attnpo.text.score_prompt import ScoreQuestions, ScoreTemplate
+from attnpo.weights.score_prompt import ScoreQuestions, ScoreTemplate
 
 PLAIN = ScoreTemplate("score {question} : {answer}")
 PAIR = PreferencePair.make([{"role": "user", "content": "the soup"}], "the broth was good .", " ")

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from attnpo.judge.prompts import question_text
 from attnpo.schema import Message, PreferencePair
 from attnpo.text.chat import ChatFormat, RefusedText
-from attnpo.text.judge_template import question_text
 from attnpo.text.tools import tools_of, without_tools, written
 from tests.text.formats import CHATML, FORMATS, Formats
 

@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 
 from attnpo.data.datamodule import PreferenceDataModule
 from attnpo.data.rules import BatchPlan
+from attnpo.lab.testbed.grammar import Grammar
+from attnpo.lab.testbed.tokenizer import build_tokenizer
 from attnpo.models.compiled import compile_blocks
 from attnpo.schema import UserError
-from attnpo.testbed.grammar import Grammar
-from attnpo.testbed.tokenizer import build_tokenizer
 from attnpo.training.callbacks import FinalValidation
 from attnpo.training.checkpoints import BestCheckpoint, LastCheckpoint
 from attnpo.training.export import Exporter

@@ -14,9 +14,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from attnpo.data.rules import BatchPlan
+from attnpo.lab.testbed.grammar import Grammar
+from attnpo.lab.testbed.tokenizer import build_tokenizer
 from attnpo.schema import UserError
-from attnpo.testbed.grammar import Grammar
-from attnpo.testbed.tokenizer import build_tokenizer
 from attnpo.training import checkpoints
 from attnpo.training.checkpoint_folders import STATE, read_account, replaced, tidy, whole
 from attnpo.training.checkpoints import BestCheckpoint, LastCheckpoint

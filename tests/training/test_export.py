@@ -24,18 +24,18 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from attnpo.conformance.family_models import tiny_model
-from attnpo.files import seal
+from attnpo.lab.testbed.grammar import Grammar
+from attnpo.lab.testbed.tokenizer import build_tokenizer
 from attnpo.models.loading import load_model, load_tokenizer
 from attnpo.models.lora import add_lora, has_adapters, merged_state
 from attnpo.models.spec import LoraSpec
 from attnpo.schema import UserError
-from attnpo.testbed.grammar import Grammar
-from attnpo.testbed.tokenizer import build_tokenizer
+from attnpo.system.files import seal
 from attnpo.text.chat import ChatFormat
 from attnpo.training.export import Exporter
 from attnpo.training.fsdp import shard
 from attnpo.training.settings import CallbackSettings
+from tests.conformance.family_models import tiny_model
 
 IDS = torch.tensor([[5, 9, 3, 11, 7, 4]])
 

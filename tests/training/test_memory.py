@@ -11,14 +11,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, T5Config
 
+from attnpo.models import memory
 from attnpo.models.compiled import compile_blocks
 from attnpo.models.layouts import padded
 from attnpo.models.loading import load_model
-from attnpo.models.scored import ScoredLM
-from attnpo.models.spec import LoraSpec, ModelSpec
-from attnpo.schema import UserError
-from attnpo.training import memory
-from attnpo.training.memory import (
+from attnpo.models.memory import (
     BLOCK,
     FORWARD,
     GIB,
@@ -30,7 +27,10 @@ from attnpo.training.memory import (
     estimate_pass,
     estimate_training,
 )
-from attnpo.training.model_shape import Shape
+from attnpo.models.scored import ScoredLM
+from attnpo.models.shape import Shape
+from attnpo.models.spec import LoraSpec, ModelSpec
+from attnpo.schema import UserError
 from attnpo.training.optimizer import Optimizer
 
 LLAMA3_8B = LlamaConfig(
@@ -62,7 +62,7 @@ def spec(
 
 def of_8b(model: ModelSpec | None = None, optimizer: Optimizer | None = None, **named: Any) -> MemoryEstimate:
     named = {"precision": "bf16-mixed", "max_length": 2048, "reference": "cached", **named}
-    return estimate_training(LLAMA3_8B, model or spec(), optimizer or Optimizer(), **named)
+    return estimate_training(LLAMA3_8B, model or spec(), (optimizer or Optimizer()).moments, **named)
 
 
 def states(estimate: MemoryEstimate) -> float:
@@ -191,7 +191,9 @@ def test_weights_gradients_and_moments_are_what_a_model_holds(optimizer: Optimiz
         made_optimizer.step()
         moments = [state[name] for state in made_optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
         held = sum(moment.nbytes for moment in moments)
-    estimate = estimate_training(small(), spec(), optimizer, precision="32-true", max_length=64, reference="cached")
+    estimate = estimate_training(
+        small(), spec(), optimizer.moments, precision="32-true", max_length=64, reference="cached"
+    )
     assert estimate["weights"].size == sum(p.nbytes for p in model.parameters())
     assert estimate["gradients"].size == sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
     # Tensors below 4,096 entries (the norms) stay in float32 under 8 bits.
@@ -204,10 +206,10 @@ def test_weights_of_four_bits_are_what_a_model_holds(tmp_path: Path) -> None:
     held = load_model(tmp_path, quantize="nf4").state_dict()
     real = sum(value.nbytes for name, value in held.items() if not name.endswith("bitsandbytes__nf4"))
     model = ModelSpec("nowhere", lora=LoraSpec(), quantize="nf4")
-    made = estimate_training(config, model, Optimizer(), precision="32-true", max_length=64, reference="live")
+    made = estimate_training(config, model, Optimizer().moments, precision="32-true", max_length=64, reference="live")
     assert made["weights"].size == made["reference"].size == pytest.approx(real, rel=0.03)  # code books are not counted
     whole = estimate_training(
-        config, replace(model, quantize=None), Optimizer(), precision="32-true", max_length=64, reference="live"
+        config, replace(model, quantize=None), Optimizer().moments, precision="32-true", max_length=64, reference="live"
     )
     assert made["weights"].size < 0.5 * whole["weights"].size
 
@@ -223,7 +225,7 @@ def test_adapters_are_those_that_lora_adds(targets: str | tuple[str, ...]) -> No
     estimate = estimate_training(
         small(),
         spec("bfloat16", lora=lora),
-        Optimizer(),
+        Optimizer().moments,
         precision="bf16-mixed",
         max_length=64,
         reference="adapter_off",
@@ -298,7 +300,7 @@ def test_a_compiled_block_saves_what_is_estimated(name: str, recomputed: bool, l
     def estimate(layers: int) -> int:
         asked = replace(spec(dtype, checkpointing=recomputed, lora=lora), compile="inductor")
         named = {"precision": "bf16-mixed" if mixed else "32-true", "max_length": 2, "reference": "cached"}
-        return estimate_training(small(layers), asked, Optimizer(), tokens=1, **named)["activations"].size
+        return estimate_training(small(layers), asked, Optimizer().moments, tokens=1, **named)["activations"].size
 
     assert per_token(3) - per_token(2) == estimate(3) - estimate(2)
 
@@ -409,7 +411,9 @@ def step_of(model: Any, every: int, width: int, mixed: bool) -> Callable[[], Non
 def counted_bytes(config: LlamaConfig, model: ModelSpec, width: int, mixed: bool) -> int:
     """Returns what the estimate counts of a step beside weights, gradients and moments."""
     precision = "bf16-mixed" if mixed else "32-true"
-    estimate = estimate_training(config, model, Optimizer(), precision=precision, max_length=width, reference="cached")
+    estimate = estimate_training(
+        config, model, Optimizer().moments, precision=precision, max_length=width, reference="cached"
+    )
     held = sum(row.size for row in estimate.rows if not row.moments)
     return max(estimate.at(moment) for moment in STEP) - held
 

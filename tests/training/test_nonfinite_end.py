@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from attnpo.command_line import run_entry
+from attnpo.cli.entry import run_entry
 from attnpo.fit import main
 from attnpo.training.checkpoint_folders import read_account
 from attnpo.training.module import PreferenceModule
-from tests.runs.worlds import World, build_world
+from tests.run.worlds import World, build_world
 
 STEPS = 3
 Overrides = tuple[str, ...]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnpo.config import check
+from attnpo.config.compose import check
 from attnpo.data.collate import collate
 from attnpo.data.rules import BatchPlan
 from attnpo.models.backbone import frozen
@@ -20,7 +20,7 @@ from attnpo.models.scored import ScoredLM
 from attnpo.objectives.base import PreferenceObjective
 from attnpo.objectives.otpo import OTPO
 from attnpo.objectives.twdpo import TwDPO
-from attnpo.runs.run import run
+from attnpo.run.run import run
 from attnpo.schema import Kind, ObjectiveOutput, PreferenceBatch, TokenStats, UserError
 from attnpo.training.metrics_file import read_metrics
 from attnpo.training.module import PreferenceModule
@@ -28,7 +28,7 @@ from attnpo.training.optimizer import Optimizer
 from attnpo.weights.base import OnlineSource
 from attnpo.weights.sources.transport import Transport
 from attnpo.weights.sources.uniform import Uniform
-from tests.runs.worlds import build_world
+from tests.run.worlds import build_world
 from tests.training.stored import spoil, stored_data, stored_reference
 from tests.training.tiny import make_data, make_examples, tiny_model
 

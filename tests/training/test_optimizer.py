@@ -11,16 +11,16 @@ import torch
 from torch import nn
 from transformers import Trainer, get_scheduler
 
-from attnpo.config import check, compose, load
-from attnpo.conformance.family_models import tiny_model
+from attnpo.config.compose import check, compose, load
 from attnpo.data.rules import BatchPlan
 from attnpo.models.lora import add_lora
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import LoraSpec
 from attnpo.objectives.twdpo import TwDPO
-from attnpo.runs import settings
+from attnpo.run import settings
 from attnpo.schema import UserError
 from attnpo.training.optimizer import Optimizer, fusible
+from tests.conformance.family_models import tiny_model
 from tests.training.tiny import make_data, make_examples, make_module
 
 NUMBERS = {"lr": 3e-3, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}

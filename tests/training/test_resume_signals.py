@@ -14,10 +14,10 @@ import lightning as L
 import pytest
 import torch
 
-from attnpo.console import SIGNALS
+from attnpo.cli.terminal import SIGNALS
 from attnpo.data.rules import BatchPlan
-from attnpo.testbed.grammar import Grammar
-from attnpo.testbed.tokenizer import build_tokenizer
+from attnpo.lab.testbed.grammar import Grammar
+from attnpo.lab.testbed.tokenizer import build_tokenizer
 from attnpo.training import signals as interruption
 from attnpo.training.callbacks import FinalValidation
 from attnpo.training.checkpoint_folders import STATE, read_account

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from attnpo.data import scoring
+from attnpo.data.scoring import ModelScorer
 from attnpo.models.scored import ScoredLM
 from attnpo.schema import EncodedResponse, UserError
-from attnpo.training import scoring
-from attnpo.training.scoring import ModelScorer
-from attnpo.weights.base import Scorer
+from attnpo.weights.scored_rows import Scorer
 
 ROWS = [
     EncodedResponse([3, 4, 5], [6, 7, 8, 9], [(0, 1)] * 4),

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from attnpo.judging import JudgePrompt, JudgeReading
+from attnpo.judge.base import JudgePrompt, JudgeReading
 from attnpo.schema import PreferencePair
 
 LABELS = (900, 901)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attnpo.judging import JudgeReading
+from attnpo.judge.base import JudgeReading
 from tests.weights.fakes import FakeJudge
 
 

@@ -27,6 +27,7 @@ from attnpo.data.prepare import (
     make_example,
 )
 from attnpo.data.rules import AlignRules
+from attnpo.judge.layers import Row
 from attnpo.schema import SIDES, EncodedResponse, Kind, PairWeights, PreferencePair, TokenWeights, UserError
 from attnpo.text.alignment import Aligned, AlignMethod
 from attnpo.text.ranges import Range
@@ -43,7 +44,6 @@ from attnpo.weights.base import (
     least_coverage,
 )
 from attnpo.weights.capture import Unreadable
-from attnpo.weights.layers import Row
 from attnpo.weights.pipeline import Finished, TrainingWeights, transformed
 from attnpo.weights.postprocess import EndToken, average_rounds, check_finite, flat_rounds, require_distribution
 from attnpo.weights.sources.attention import Attention

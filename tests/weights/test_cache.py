@@ -15,10 +15,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from attnpo.files import file_digest
 from attnpo.schema import UserError, digest
-from attnpo.weights import cache
-from attnpo.weights.cache import Store, Table
+from attnpo.system import store as cache
+from attnpo.system.files import file_digest
+from attnpo.system.store import Store, Table
 
 KEY = {"judge": {"weights": "abc", "dtype": "float32"}, "prompts": {"lengths": [2048, 768]}, "code": "1"}
 
@@ -68,7 +68,7 @@ def test_reading_does_not_bring_pandas(table: Table) -> None:
     assert np.isnan(cache._Column(gaps)[0]).tolist() == [False, True]  # type: ignore[arg-type]
     table.append({"p": {"f": np.array([0.25, 0.75], dtype=np.float32), "n": 3}})
     code = (
-        "import json, sys; from pathlib import Path; from attnpo.weights.cache import Table\n"
+        "import json, sys; from pathlib import Path; from attnpo.system.store import Table\n"
         "found = Table(Path(sys.argv[1]), json.loads(sys.argv[2])).read(['p'], ['f', 'n'])\n"
         "print(found['p']['f'].tolist(), found['p']['n'], 'pandas' in sys.modules)"
     )

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from attnpo.judging import JudgePrompt
+from attnpo.judge.base import JudgePrompt, LoadedJudge
 from attnpo.schema import PairWeights, PreferencePair, TokenWeights, UserError
+from attnpo.system.store import Store, Table
 from attnpo.text.chat import RefusedText
-from attnpo.weights.base import Tools
-from attnpo.weights.cache import Store, Table
 from attnpo.weights.capture import (
     REFUSED,
     CaptureReport,
@@ -61,19 +60,30 @@ class Bench:
     refuses: tuple[int, ...] = ()
     progress: list[tuple[int, int]] = field(default_factory=list)
 
-    def tools(self) -> Tools:
+    def load(self) -> LoadedJudge:
         self.made += 1
         prompts = Choosy()
         prompts.refuses = self.refuses
-        seen = self.progress.append
-        return Tools(self.judge, prompts, self.verdict, progress=lambda done, total: seen((done, total)))
+        return LoadedJudge(self.judge, prompts, self.verdict)
+
+    def seen(self, done: int, total: int) -> None:
+        self.progress.append((done, total))
 
     def run(
         self, pairs: list[PreferencePair], layers: tuple[int, ...] = LAYERS, **options: Any
     ) -> tuple[dict[str, PairWeights], CaptureReport]:
         source = Attention()
         key = weights_key(source, FakeJudge().fingerprint(), FakePrompts().fingerprint())
-        return ensure_captured(pairs, source, layers, Store(self.root), key, self.tools, **options)
+        return ensure_captured(
+            pairs,
+            source,
+            layers,
+            Store(self.root),
+            key,
+            self.load,
+            progress=self.seen,
+            **options,
+        )
 
 
 @pytest.fixture
@@ -84,7 +94,7 @@ def bench(tmp_path: Path) -> Bench:
 def fresh_capture(
     pairs: list[PreferencePair], layers: tuple[int, ...] = LAYERS, verdict: bool = True
 ) -> list[PairWeights]:
-    return Attention().capture(pairs, Tools(FakeJudge(), FakePrompts(), verdict), layers)
+    return Attention().capture(pairs, LoadedJudge(FakeJudge(), FakePrompts(), verdict), layers)
 
 
 def same(one: PairWeights, two: PairWeights) -> bool:
@@ -263,7 +273,7 @@ def test_the_report_names_what_differs_from_the_nearest_store(tmp_path: Path) ->
     judge = {**FakeJudge().fingerprint(), "dtype": "bfloat16"}
     key = weights_key(source, judge, FakePrompts().fingerprint())
     bench = Bench(tmp_path)
-    _, report = ensure_captured(PAIRS[:1], source, (1,), Store(tmp_path), key, bench.tools)
+    _, report = ensure_captured(PAIRS[:1], source, (1,), Store(tmp_path), key, bench.load)
     assert report.difference == "judge.dtype: stored float32, asked bfloat16"
 
 
@@ -381,7 +391,7 @@ def weigh_heads(
     rows = rows_to_store(source, judge.num_layers, lambda: judge.num_heads)
     key = weights_key(source, FakeJudge().fingerprint(), FakePrompts().fingerprint())
     options = {"load_layers": source.wanted(), **options}
-    return ensure_captured(pairs, source, rows, Store(root), key, lambda: Tools(judge, FakePrompts()), **options)
+    return ensure_captured(pairs, source, rows, Store(root), key, lambda: LoadedJudge(judge, FakePrompts()), **options)
 
 
 def test_every_head_is_stored_once_and_any_choice_is_a_re_read(tmp_path: Path) -> None:
@@ -395,7 +405,7 @@ def test_every_head_is_stored_once_and_any_choice_is_a_re_read(tmp_path: Path) -
         captured, report = weigh_heads(tmp_path, judge, PAIRS, source)
         assert report.computed == computed
         rows = source.resolve(2).wanted()
-        fresh = source.resolve(2).capture(PAIRS[:1], Tools(HeadJudge(num_layers=2), FakePrompts()), rows)
+        fresh = source.resolve(2).capture(PAIRS[:1], LoadedJudge(HeadJudge(num_layers=2), FakePrompts()), rows)
         assert same(captured[pair_id], fresh[0])
     assert judge.calls == [(14, (1, 2))], "one pass over both layers, both orders of seven pairs"
 

@@ -11,15 +11,15 @@ import pytest
 
 from attnpo.data.base import PairSource, name_unused
 from attnpo.data.prepare import make_example
-from attnpo.runs.inputs import make_inputs
-from attnpo.runs.other_pairs import weigh_others
-from attnpo.runs.resume import contents_of
-from attnpo.runs.run import run
+from attnpo.run.inputs import make_inputs
+from attnpo.run.other_pairs import weigh_others
+from attnpo.run.resume import contents_of
+from attnpo.run.run import run
 from attnpo.schema import SIDES, EncodedResponse, Kind, PreferencePair, UserError
-from attnpo.weights.base import ColumnSource, NativeSource, Tools, WeightSource, is_neutral
+from attnpo.weights.base import ColumnSource, NativeSource, WeightSource, is_neutral
 from attnpo.weights.pipeline import training_weights
 from attnpo.weights.sources.column import Column, Form
-from tests.runs.worlds import World, build_world
+from tests.run.worlds import World, build_world
 
 TEXT = "aabbcc"
 # Three tokens of two characters and the end of turn.
@@ -170,7 +170,7 @@ def test_what_it_says_of_itself() -> None:
     assert (Column().kind, Column(signed=True).signed, source.tokens) == (Kind.FACTOR, True, "train")
     assert Column().unread().keys() == {"elsewhere"} and not SPANS.unread()
     with pytest.raises(UserError, match=r"weights=column are read from the data.*attnpo\.fit"):
-        source.capture([], Tools(), ())
+        source.capture([], None, ())
 
 
 def test_masks_that_keep_nothing_make_their_pair_void() -> None:

@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnpo.config import groups
-from attnpo.conformance.records import built
-from attnpo.runs.settings import require_reader
+from attnpo.config.compose import groups
+from attnpo.run.settings import require_reader
 from attnpo.schema import Kind, PreferenceBatch, PreferencePair, TokenStats, UserError
 from attnpo.training.online_weights import weighed
 from attnpo.training.pair_values import pair_values
 from attnpo.weights.base import NativeSource, OnlineSource, PairWeigher, is_neutral, online_reads
 from attnpo.weights.sources.confidence import Confidence, Entropy, Selective, above_quantile, below_mean, highest
 from attnpo.weights.sources.pair_strength import MWPO, WPO, PairColumn
+from tests.conformance.records import built
 from tests.objectives.inputs import Case, Maker, call, make_batch, make_rows, objective_of, part
 
 GARBAGE = (math.nan, math.inf, -math.inf)

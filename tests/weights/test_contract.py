@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnpo.config import groups, load
-from attnpo.conformance.records import built
+from attnpo.config.compose import groups, load
 from attnpo.data.collate import collate
 from attnpo.models.layouts import padded
 from attnpo.models.scored import ScoredLM
@@ -22,6 +21,7 @@ from attnpo.weights.pipeline import FOR_FACTORS, TrainingWeights, check_transfor
 from attnpo.weights.sources.formula import ResponseTokens
 from attnpo.weights.sources.lengths import Lengths
 from attnpo.weights.transforms import Shuffled, TailCut, UniformOnSupport
+from tests.conformance.records import built
 from tests.objectives.inputs import Maker
 from tests.training.tiny import make_examples, tiny_model
 from tests.weights.fakes import word_id, words

@@ -8,15 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnpo.config import groups
-from attnpo.conformance.records import built
+from attnpo.config.compose import groups
 from attnpo.schema import SIDES, EncodedResponse, Kind, PairWeights, PreferencePair, Round, TokenWeights, UserError
 from attnpo.text.chat import RefusedText
-from attnpo.weights.base import Scorer, ScorerModel, Tools, WeightSource
+from attnpo.weights.base import ScorerModel, WeightSource
 from attnpo.weights.capture import Unreadable
 from attnpo.weights.pipeline import TrainingWeights, training_weights
+from attnpo.weights.scored_rows import LoadedScorers, Scorer
 from attnpo.weights.sources.contrast import TISDPO, Contrast, ContrastForm, CriticalTokens, TokenGuided, Transform
 from attnpo.weights.sources.selection import Selection
+from tests.conformance.records import built
 from tests.objectives.inputs import call, make_case, objective_of
 from tests.weights.fakes import make_pair
 
@@ -155,7 +156,7 @@ class Texts:
 
 def capture(source: WeightSource, pairs: Sequence[PreferencePair], first: Scorer, second: Scorer) -> list[PairWeights]:
     assert isinstance(source, Contrast | Selection)
-    tools = Tools(scorers=dict(zip(source.scorers, (first, second), strict=True)), texts=Texts())
+    tools = LoadedScorers(scorers=dict(zip(source.scorers, (first, second), strict=True)), texts=Texts())
     return source.capture(pairs, tools, (0,))
 
 
@@ -206,9 +207,9 @@ def test_a_pair_that_cannot_be_shown_comes_back_with_the_reason() -> None:
 
 def test_missing_scorers_are_named() -> None:
     with pytest.raises(UserError, match=r"weights=contrast compares two models: set weights\.positive\.path and"):
-        Contrast(A, B, TISDPO()).capture([make_pair(0)], Tools(), (0,))
+        Contrast(A, B, TISDPO()).capture([make_pair(0)], None, (0,))
     with pytest.raises(UserError, match=r"weights=selection .* weights\.oracle\.path and weights\.reference\.path"):
-        Selection(A, B).capture([make_pair(0)], Tools(scorers={"oracle": RuleScorer(1.0)}, texts=Texts()), (0,))
+        Selection(A, B).capture([make_pair(0)], LoadedScorers(scorers={"oracle": RuleScorer(1.0)}, texts=Texts()), (0,))
 
 
 def test_one_model_asked_in_one_way_is_no_contrast() -> None:

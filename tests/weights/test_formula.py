@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from attnpo.config import groups, load
-from attnpo.files import file_digest
-from attnpo.runs.identity import code_of, files_of
+from attnpo.config.compose import groups, load
+from attnpo.run.identity import code_of, files_of
 from attnpo.schema import EncodedResponse, Kind, PreferencePair, UserError
+from attnpo.system.files import file_digest
 from attnpo.weights.base import NativeSource, is_neutral
 from attnpo.weights.capture import weights_key
 from attnpo.weights.pipeline import training_weights

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from attnpo.judging import JudgeReading
-from attnpo.weights.label_mass import LabelMass, in_words, mass_of
+from attnpo.judge.base import JudgeReading
+from attnpo.judge.label_mass import LabelMass, in_words, mass_of
 
 A, B, TRACE = 5, 6, 7
 TEXTS = {A: " A", B: " B", TRACE: "<think>"}

@@ -4,8 +4,7 @@ import pickle
 
 import pytest
 
-from attnpo.schema import UserError
-from attnpo.weights.layers import (
+from attnpo.judge.layers import (
     Depth,
     HeadRow,
     Row,
@@ -15,6 +14,7 @@ from attnpo.weights.layers import (
     resolve_layer,
     rows_in_words,
 )
+from attnpo.schema import UserError
 from attnpo.weights.sources.attention import Attention
 from attnpo.weights.sources.rollout import Rollout
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from attnpo.data.prepare import EncodedSet, ExampleSet, Tally, fit_transforms, prepare_examples
 from attnpo.data.rules import AlignRules
+from attnpo.judge.layers import Row
 from attnpo.schema import (
     SIDES,
     EncodedResponse,
@@ -23,12 +24,11 @@ from attnpo.schema import (
     TokenWeights,
     UserError,
 )
+from attnpo.system.store import Store
 from attnpo.text.alignment import AlignMethod
 from attnpo.text.traces import answer_start
 from attnpo.weights.base import ScorerModel, WeightSource
-from attnpo.weights.cache import Store
 from attnpo.weights.capture import WEIGHTS, Unreadable, load_captured, store_captured
-from attnpo.weights.layers import Row
 from attnpo.weights.postprocess import EndToken, Postprocess, RoundOrder
 from attnpo.weights.sources.attention import Attention
 from attnpo.weights.sources.contrast import TISDPO, Contrast

@@ -10,10 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnpo.config import groups, load
-from attnpo.conformance.fields import Record
-from attnpo.conformance.losses import items
-from attnpo.conformance.records import Status
+from attnpo.config.compose import groups, load
 from attnpo.data.collate import collate, pad_rows
 from attnpo.data.prepare import VOID, EncodedSet, Tally, make_example, prepare_examples
 from attnpo.data.rules import AlignRules
@@ -24,18 +21,21 @@ from attnpo.objectives.dpo import DPO
 from attnpo.objectives.ipo import IPO
 from attnpo.objectives.otpo import OTPO
 from attnpo.objectives.twdpo import TwDPO
-from attnpo.runs.settings import require_reader
+from attnpo.run.settings import require_reader
 from attnpo.schema import SIDES, EncodedResponse, Kind, PreferenceBatch, TokenStats, UserError
 from attnpo.text.alignment import differing
 from attnpo.training import module
 from attnpo.training.module import PreferenceModule
 from attnpo.training.optimizer import Optimizer
-from attnpo.weights.base import NativeSource, OnlineSource, PairedSource, Tools, WeightSource, is_neutral
+from attnpo.weights.base import NativeSource, OnlineSource, PairedSource, WeightSource, is_neutral
 from attnpo.weights.pipeline import training_weights
 from attnpo.weights.sources.decay import Decay
 from attnpo.weights.sources.edits import Edits
 from attnpo.weights.sources.lengths import Lengths, Rule
 from attnpo.weights.sources.uniform import Uniform
+from tests.conformance.fields import Record
+from tests.conformance.losses import items
+from tests.conformance.records import Status
 from tests.objectives.inputs import Case, make_batch, make_case, make_rows, objective_of
 from tests.training.tiny import make_examples, tiny_model
 from tests.weights.fakes import make_pair
@@ -265,7 +265,7 @@ def test_what_they_say_of_themselves(source: Decay | Edits | Lengths) -> None:
     assert isinstance(source, OnlineSource) == isinstance(source, Lengths)
     assert source.capture_fingerprint() == {"source": type(source).__name__.lower()}
     with pytest.raises(UserError, match=rf"weights={type(source).__name__.lower()} .*attnpo\.fit"):
-        source.capture([], Tools(), ())
+        source.capture([], None, ())
     require_reader(source, TwDPO())
     require_reader(source, OTPO())
     with pytest.raises(UserError, match="DPO reads no token weights"):

@@ -8,18 +8,17 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
 
 from attnpo.data.prepare import REFUSED
-from attnpo.judging import JudgeReading
+from attnpo.judge.base import JudgeReading
+from attnpo.judge.layers import HeadRow
+from attnpo.judge.reward_reader import RewardModel
 from attnpo.models.loading import load_model, load_tokenizer
-from attnpo.models.reward import RewardModel
-from attnpo.runs.inputs import make_inputs
+from attnpo.run.inputs import make_inputs
 from attnpo.schema import SIDES, EncodedResponse, Message, PreferencePair, UserError
 from attnpo.text.chat import RefusedText
-from attnpo.weights.base import Tools
 from attnpo.weights.capture import Unreadable
-from attnpo.weights.layers import HeadRow
 from attnpo.weights.pipeline import training_weights
-from attnpo.weights.sources.reward_attention import RewardAttention, credit
-from tests.runs.worlds import TRAIN, VAL, World, build_world
+from attnpo.weights.sources.reward_attention import LoadedReward, RewardAttention, credit
+from tests.run.worlds import TRAIN, VAL, World, build_world
 from tests.weights.fakes import words
 
 
@@ -53,7 +52,7 @@ def pair_of(chosen: str, rejected: str) -> PreferencePair:
     return PreferencePair.make([{"role": "user", "content": "q"}], chosen, rejected)
 
 
-TOOLS = Tools(reward=Squares(), conversations=Letters())
+TOOLS = LoadedReward(model=Squares(), conversations=Letters())
 
 
 def test_credit_is_the_row_on_the_response_without_prompt_and_end() -> None:
@@ -84,7 +83,7 @@ def test_pairs_that_cannot_be_shown_come_back_with_a_reason() -> None:
 
 def test_settings_are_checked_and_named() -> None:
     with pytest.raises(UserError, match=r"weights\.path"):
-        RewardAttention().capture([pair_of("a", "b")], Tools(), (1,))
+        RewardAttention().capture([pair_of("a", "b")], None, (1,))
     with pytest.raises(UserError, match=r"weights\.layer=auto asks a judge"):
         RewardAttention("auto")
     with pytest.raises(UserError, match=r"weights\.max_length must be at least 1"):

@@ -6,9 +6,10 @@ import pytest
 import torch
 from omegaconf import OmegaConf, ValidationError
 
+from attnpo.judge.base import LoadedJudge
+from attnpo.judge.layers import HeadRow, Row
 from attnpo.schema import SIDES, EncodedResponse, PairWeights, UserError
-from attnpo.weights.base import NativeSource, Tools, WeightSource
-from attnpo.weights.layers import HeadRow, Row
+from attnpo.weights.base import NativeSource, WeightSource
 from attnpo.weights.pipeline import training_weights
 from attnpo.weights.postprocess import Postprocess, RoundOrder
 from attnpo.weights.sources.attention import Attention
@@ -20,7 +21,7 @@ from tests.weights.head_judge import HeadJudge, head_row
 def capture(layers: tuple[int, ...], verdict: bool = True) -> tuple[list[PairWeights], FakeJudge]:
     judge = FakeJudge()
     pairs = [make_pair(0), make_pair(1, "one", "two words")]
-    return Attention().capture(pairs, Tools(judge, FakePrompts(), verdict), layers), judge
+    return Attention().capture(pairs, LoadedJudge(judge, FakePrompts(), verdict), layers), judge
 
 
 def test_capture_cuts_both_spans_out_of_both_rounds_in_one_call() -> None:
@@ -49,7 +50,7 @@ def test_verdicts_are_left_out_on_request() -> None:
 
 def test_capture_without_a_judge_names_what_to_set() -> None:
     with pytest.raises(UserError, match=r"judge\.path"):
-        Attention().capture([make_pair(0)], Tools(), (1,))
+        Attention().capture([make_pair(0)], None, (1,))
 
 
 def test_a_span_outside_the_row_names_pair_and_side() -> None:
@@ -58,7 +59,7 @@ def test_a_span_outside_the_row_names_pair_and_side() -> None:
             return tuple(replace(one, spans={**one.spans, "rejected": (5, 5)}) for one in super().build(pair))
 
     with pytest.raises(UserError, match=rf"pair {make_pair(0).pair_id}, rejected: .*\[5, 5\)"):
-        Attention().capture([make_pair(0)], Tools(FakeJudge(), Broken()), (1,))
+        Attention().capture([make_pair(0)], LoadedJudge(FakeJudge(), Broken()), (1,))
 
 
 def test_select_leaves_the_wanted_layer_or_the_mean_of_several() -> None:
@@ -115,7 +116,7 @@ HEAD_ROWS: tuple[Row, ...] = tuple(HeadRow(layer, head) for layer in (1, 2) for 
 def capture_heads(rows: tuple[Row, ...] = HEAD_ROWS) -> tuple[PairWeights, HeadJudge]:
     judge = HeadJudge(num_layers=2)
     source = Attention(heads=(1,)).resolve(2)
-    return source.capture([make_pair(0)], Tools(judge, FakePrompts()), rows)[0], judge
+    return source.capture([make_pair(0)], LoadedJudge(judge, FakePrompts()), rows)[0], judge
 
 
 def test_rows_of_single_heads_are_cut_in_the_order_asked() -> None:
@@ -126,7 +127,7 @@ def test_rows_of_single_heads_are_cut_in_the_order_asked() -> None:
     torch.testing.assert_close(captured.rounds[0].chosen.weights, expected)
     turned, _ = capture_heads((HeadRow(2, 3), HeadRow(1, 1)))
     torch.testing.assert_close(turned.rounds[0].chosen.weights, expected[[5, 0]])
-    means = Attention().resolve(2).capture([make_pair(0)], Tools(judge, FakePrompts()), (1, 2))
+    means = Attention().resolve(2).capture([make_pair(0)], LoadedJudge(judge, FakePrompts()), (1, 2))
     assert judge.per_head_calls == [True, False]
     torch.testing.assert_close(means[0].rounds[0].chosen.weights, expected.view(2, 3, 3).mean(1))
 
@@ -178,7 +179,7 @@ def test_heads_outside_the_judge_name_the_range() -> None:
 @pytest.mark.parametrize("side", SIDES)
 def test_a_broken_row_of_the_judge_names_pair_and_side(bad: float, said: str, side: str) -> None:
     pair = make_pair(0)
-    captured = Attention().capture([pair], Tools(FakeJudge(), FakePrompts()), (1,))[0]
+    captured = Attention().capture([pair], LoadedJudge(FakeJudge(), FakePrompts()), (1,))[0]
     captured.rounds[1].side(side).weights[0, 0] = bad
     encoded = {name: EncodedResponse([], [5], [(0, 3)]) for name in SIDES}
     with pytest.raises(UserError, match=rf"^pair {pair.pair_id}, {side}: expected .*{said}"):
@@ -189,7 +190,7 @@ def test_uniform_is_one_over_the_training_tokens() -> None:
     row = Uniform().weigh(make_pair(0), "chosen", EncodedResponse([1], [5, 6, 7, 8], [(0, 1), (1, 2), (2, 3), (3, 3)]))
     assert row.tolist() == [0.25, 0.25, 0.25, 0.25]
     with pytest.raises(UserError, match="needs no capture"):
-        Uniform().capture([make_pair(0)], Tools(), ())
+        Uniform().capture([make_pair(0)], None, ())
 
 
 def test_sources_keep_the_interface() -> None:

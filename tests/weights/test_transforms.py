@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnpo.config import CONFIG_DIR, check, compose, load
+from attnpo.config.compose import CONFIG_DIR, check, compose, load
 from attnpo.schema import UserError, digest
 from attnpo.weights.pipeline import check_transforms
 from attnpo.weights.sources.decay import Decay

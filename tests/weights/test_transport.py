@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnpo.config import load
+from attnpo.config.compose import load
 from attnpo.objectives.dpo import DPO
 from attnpo.objectives.otpo import OTPO
 from attnpo.objectives.twdpo import TwDPO
-from attnpo.runs.settings import require_reader
+from attnpo.run.settings import require_reader
 from attnpo.schema import EncodedResponse, Kind, PreferenceBatch, PreferencePair, RowGroup, TokenStats, UserError
-from attnpo.weights.base import OnlineSource, Tools, is_neutral
+from attnpo.weights.base import OnlineSource, is_neutral
 from attnpo.weights.optimal_transport import LEAST_REG, sweeps_needed, token_costs, transport
 from attnpo.weights.pipeline import check_transforms, training_weights
 from attnpo.weights.sources.transport import Transport
@@ -270,7 +270,7 @@ def test_only_objectives_that_read_weights_take_them() -> None:
 
 def test_there_is_nothing_to_capture_and_nothing_without_states() -> None:
     with pytest.raises(UserError, match=r"weights=transport are computed while training.*attnpo\.fit"):
-        Transport().capture([], Tools(), ())
+        Transport().capture([], None, ())
     batch = made_batch()
     with pytest.raises(ValueError, match="need the policy's hidden states"):
         Transport().weights(TokenStats(torch.zeros(8, WIDTH)), None, batch)

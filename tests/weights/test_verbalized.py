@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from attnpo.schema import Message, PairWeights, PreferencePair, Sampling, UserError
+from attnpo.system.store import Store
 from attnpo.text.chat import RefusedText
-from attnpo.text.score_answers import NO_PARTS, NOT_IN_RESPONSE, ScoredSpan, read_answer
 from attnpo.weights.answer_statistics import AnswerStatistics, answer_statistics
-from attnpo.weights.base import PartialSource, QuestionBuilder, Tools, WeightSource, least_coverage
-from attnpo.weights.cache import Store
+from attnpo.weights.base import PartialSource, WeightSource, least_coverage
 from attnpo.weights.capture import Unreadable, ensure_captured, weights_key
+from attnpo.weights.score_parser import NO_PARTS, NOT_IN_RESPONSE, ScoredSpan, read_answer
 from attnpo.weights.sources.attention import Attention
-from attnpo.weights.sources.verbalized import Verbalized, spread
+from attnpo.weights.sources.verbalized import LoadedVerbalizer, QuestionBuilder, Verbalized, spread
 
 GREEDY = Sampling(max_new_tokens=64, temperature=0.0)
 GOOD = PreferencePair.make([{"role": "user", "content": "eggs"}], "Boil them. Then peel.", "No idea.")
@@ -70,8 +70,8 @@ ANSWERS = {
 }
 
 
-def tools(generator: Recorded, **more: Any) -> Tools:
-    return Tools(generator=generator, questions=Words(**more), sampling=GREEDY)
+def tools(generator: Recorded, **more: Any) -> LoadedVerbalizer:
+    return LoadedVerbalizer(generator=generator, questions=Words(**more), sampling=GREEDY)
 
 
 def test_it_is_a_source_with_a_least_coverage_of_its_own() -> None:
@@ -106,7 +106,7 @@ def test_who_cannot_be_asked_is_unreadable_and_costs_no_answer() -> None:
 
 def test_without_a_generator_the_group_to_set_is_named() -> None:
     with pytest.raises(UserError, match="set the group verbalizer"):
-        Verbalized().capture([GOOD], Tools(), (0,))
+        Verbalized().capture([GOOD], None, (0,))
 
 
 SPREAD: list[tuple[str, list[ScoredSpan], list[tuple[int, int]], list[float]]] = [

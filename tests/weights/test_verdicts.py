@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from attnpo.judge.verdicts import JudgeStatistics, judge_statistics, judge_warning, wilson
 from attnpo.schema import PairWeights, Round, TokenWeights
-from attnpo.weights.verdicts import JudgeStatistics, judge_statistics, judge_warning, wilson
 
 A, B, OTHER = 5, 6, 7
 EMPTY = TokenWeights(torch.zeros(0, dtype=torch.long), torch.zeros(0, 2, dtype=torch.long), torch.zeros(1, 0))

@@ -9,24 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnpo.models.judge import CausalJudge
+from attnpo.judge.base import CAPTURE_VERSION, LoadedJudge
+from attnpo.judge.prompts import JudgePrompts, JudgeRules
+from attnpo.judge.reader import CausalJudge
 from attnpo.models.layouts import padded
 from attnpo.models.loading import load_model, load_tokenizer
 from attnpo.models.scored import ScoredLM
 from attnpo.schema import SIDES, Message, PreferencePair
+from attnpo.system.store import Store
 from attnpo.text.chat import ChatFormat
-from attnpo.text.judge_template import JudgePrompts, JudgeRules
-from attnpo.text.score_answers import read_answer
-from attnpo.weights.base import Tools
-from attnpo.weights.cache import Store
-from attnpo.weights.capture import (
-    CAPTURE_VERSION,
-    REFERENCE_VERSION,
-    load_captured,
-    load_logps,
-    store_captured,
-    store_logps,
-)
+from attnpo.weights.capture import REFERENCE_VERSION, load_captured, load_logps, store_captured, store_logps
+from attnpo.weights.score_parser import read_answer
 from attnpo.weights.sources.attention import Attention
 from attnpo.weights.sources.rollout import Rollout
 from attnpo.weights.sources.verbalized import READER, spread
@@ -73,7 +66,7 @@ def test_captured_rows_are_those_of_their_version(golden: Path, chat: ChatFormat
     ):
         rules = JudgeRules(str(golden / "template.txt"), max_length=length, max_response_length=10)
         table = Store(tmp_path).table("weights", {"name": name})
-        store_captured(table, source.capture([PAIR], Tools(judge, JudgePrompts(rules, chat)), layers), layers)
+        store_captured(table, source.capture([PAIR], LoadedJudge(judge, JudgePrompts(rules, chat)), layers), layers)
         rounds = load_captured(table, [PAIR.pair_id], layers)[PAIR.pair_id].rounds
         parts = [item.side(side) for item in rounds for side in SIDES]
         seen[name] = [value for part in parts for value in (len(part.token_ids), *map(placed, part.weights))]

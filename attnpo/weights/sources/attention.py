@@ -2,17 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from attnpo.judging import JudgeReading
+from attnpo.judge.base import JudgeReading
+from attnpo.judge.layers import HeadRow, Row, attending, distinct_layers, layer_column, resolve_layer
+from attnpo.judge.rounds import judge_rounds
 from attnpo.schema import BOOKKEEPING, Kind, PairWeights, PreferencePair, Round, TokenWeights, UserError
-from attnpo.weights.base import Tools
-from attnpo.weights.layers import HeadRow, Row, attending, distinct_layers, layer_column, resolve_layer
 from attnpo.weights.postprocess import Postprocess
-from attnpo.weights.sources.spans import judge_rounds
 
 STORE_LAYERS = ("all", "selected")
 
@@ -87,13 +87,12 @@ class Attention:
         """What is read at the verdict position: the head mean, or each head when some are chosen (never which)."""
         return {"source": "attention", "position": "last_prompt_token", "heads": "each" if self.heads else "mean"}
 
-    def capture(self, pairs: Sequence[PreferencePair], tools: Tools, layers: tuple[Row, ...]) -> list[PairWeights]:
+    def capture(self, pairs: Sequence[PreferencePair], reader: object, layers: tuple[Row, ...]) -> list[PairWeights]:
         """Both judge rounds of each pair, float32 rows of ``layers``; all prompts go to the judge in one call."""
         numbers = tuple(dict.fromkeys(row.layer if isinstance(row, HeadRow) else row for row in layers))
         per_head = any(isinstance(row, HeadRow) for row in layers)
-        return judge_rounds(
-            "attention", pairs, tools, lambda reading: chosen_rows(reading, numbers, layers), numbers, per_head=per_head
-        )
+        rows = partial(chosen_rows, numbers=numbers, wanted=layers)
+        return judge_rounds("attention", pairs, reader, rows, numbers, per_head=per_head)
 
     def select(self, captured: PairWeights, layers: tuple[Row, ...]) -> PairWeights:
         """``captured`` with one row left: the mean over the chosen heads (or all), then over the wanted layers."""

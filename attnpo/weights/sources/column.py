@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attnpo.files import shortened
 from attnpo.schema import EncodedResponse, Kind, PreferencePair, UserError
+from attnpo.system.files import shortened
 from attnpo.weights.base import Uncaptured
 from attnpo.weights.postprocess import normalize
 

@@ -14,9 +14,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from attnpo.judge.layers import Row
 from attnpo.schema import Kind, PairWeights, PreferencePair, UserError
-from attnpo.weights.base import ScorerModel, Tools, Unlayered
-from attnpo.weights.layers import Row
+from attnpo.weights.base import ScorerModel, Unlayered
 from attnpo.weights.postprocess import Postprocess
 from attnpo.weights.scored_rows import CONTRAST, LOG_RATIO, check_scorers, scored_rows, weighed_by
 
@@ -237,9 +237,9 @@ class Contrast(Unlayered):
         asked = [model.fingerprint() for model in self.scorers.values()]
         return {"source": "scorers", "statistic": self.form.statistic, "asked": asked}
 
-    def capture(self, pairs: Sequence[PreferencePair], tools: Tools, layers: tuple[Row, ...]) -> list[PairWeights]:
+    def capture(self, pairs: Sequence[PreferencePair], reader: object, layers: tuple[Row, ...]) -> list[PairWeights]:
         """One round per pair with the raw comparison on its training tokens."""
-        return scored_rows(self.name, pairs, tools, self.scorers, self.form.statistic)
+        return scored_rows(self.name, pairs, reader, self.scorers, self.form.statistic)
 
     def select(self, captured: PairWeights, layers: tuple[Row, ...]) -> PairWeights:
         """The weights that the form makes of the stored comparison."""

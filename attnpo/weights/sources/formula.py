@@ -11,9 +11,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attnpo.components import MISSING, located
-from attnpo.files import file_digest
+from attnpo.config.reader import MISSING, located
 from attnpo.schema import SIDES, EncodedResponse, Kind, Message, PreferencePair, UserError
+from attnpo.system.files import file_digest
 from attnpo.weights.base import Uncaptured
 from attnpo.weights.postprocess import normalize
 

@@ -2,16 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from attnpo.judge.base import JudgeReading
+from attnpo.judge.layers import HeadRow, Row
 from attnpo.schema import (
     BOOKKEEPING,
     SIDES,
     EncodedResponse,
+    Message,
     PairWeights,
     PreferencePair,
     Round,
@@ -21,11 +24,39 @@ from attnpo.schema import (
 )
 from attnpo.text.chat import RefusedText
 from attnpo.text.traces import judged, start_apart
-from attnpo.weights.base import ConversationBuilder, Tools
 from attnpo.weights.capture import Unreadable
-from attnpo.weights.layers import HeadRow, Row
 from attnpo.weights.postprocess import Postprocess
 from attnpo.weights.sources.attention import Attention, chosen_rows
+
+
+@runtime_checkable
+class RewardReader(Protocol):
+    """A reward model that is asked for attention rows; ``attnpo.judge.reward_reader.RewardModel`` is the one in use."""
+
+    @property
+    def num_layers(self) -> int:
+        """Depth of the model; layers are counted 1..num_layers."""
+
+    def read(
+        self, conversations: Sequence[Sequence[int]], *, layers: Sequence[int], per_head: bool = False
+    ) -> list[JudgeReading]:
+        """The rows of each conversation's last token, in their order; 1-based ``layers``."""
+
+
+@runtime_checkable
+class ConversationBuilder(Protocol):
+    """Encodes a prompt with a response; ``attnpo.text.chat.ChatFormat`` is the one in use."""
+
+    def encode(self, prompt: Sequence[Message], response: str) -> EncodedResponse:
+        """Ids of both with the end of turn; ``attnpo.text.chat.RefusedText`` when it cannot be shown."""
+
+
+@dataclass(frozen=True)
+class LoadedReward:
+    """A reward model in memory with what encodes the conversations that it reads."""
+
+    model: RewardReader
+    conversations: ConversationBuilder
 
 
 @dataclass(frozen=True)
@@ -59,18 +90,18 @@ class RewardAttention(Attention):
         heads = "each" if self.heads else "mean"
         return {"source": "reward_attention", "position": "last", "heads": heads, "max_length": self.max_length}
 
-    def capture(self, pairs: Sequence[PreferencePair], tools: Tools, layers: tuple[Row, ...]) -> list[PairWeights]:
+    def capture(self, pairs: Sequence[PreferencePair], reader: object, layers: tuple[Row, ...]) -> list[PairWeights]:
         """One round per pair, float32 rows of ``layers``; all conversations go to the reward model in one call.
 
         A pair that it cannot be shown comes back ``Unreadable``.
         """
-        if tools.reward is None or tools.conversations is None:
+        if not isinstance(reader, LoadedReward):
             raise UserError("weights=reward_attention reads a reward model: set weights.path=FOLDER_OR_HUB_NAME")
         shown: dict[str, list[EncodedResponse]] = {}
         refused: dict[str, Unreadable] = {}
         for pair in pairs:
             try:
-                both = [_answer_of(pair, side, tools.conversations) for side in SIDES]
+                both = [_answer_of(pair, side, reader.conversations) for side in SIDES]
             except RefusedText as problem:
                 refused[pair.pair_id] = Unreadable(pair.pair_id, (), problem.reason, str(problem))
                 continue
@@ -80,7 +111,7 @@ class RewardAttention(Attention):
             else:
                 shown[pair.pair_id] = both
         numbers = tuple(dict.fromkeys(row.layer if isinstance(row, HeadRow) else row for row in layers))
-        readings = tools.reward.read(
+        readings = reader.model.read(
             [one.prompt_ids + one.response_ids for both in shown.values() for one in both],
             layers=numbers,
             per_head=any(isinstance(row, HeadRow) for row in layers),

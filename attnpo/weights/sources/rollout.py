@@ -7,12 +7,12 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
-from attnpo.judging import JudgeReading
+from attnpo.judge.base import JudgeReading
+from attnpo.judge.layers import Row, attending
+from attnpo.judge.rounds import judge_rounds
 from attnpo.schema import PairWeights, PreferencePair, UserError
-from attnpo.weights.base import Tools, Unlayered
-from attnpo.weights.layers import Row, attending
+from attnpo.weights.base import Unlayered
 from attnpo.weights.postprocess import Postprocess
-from attnpo.weights.sources.spans import judge_rounds
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class Rollout(Unlayered):
         """What is read: half identity, half head mean, at the verdict position."""
         return {"source": "rollout", "position": "last_prompt_token", "heads": "mean", "identity": 0.5}
 
-    def capture(self, pairs: Sequence[PreferencePair], tools: Tools, layers: tuple[Row, ...]) -> list[PairWeights]:
+    def capture(self, pairs: Sequence[PreferencePair], reader: object, layers: tuple[Row, ...]) -> list[PairWeights]:
         """Both judge rounds of each pair, one float32 row each; all prompts go to the judge in one call."""
-        return judge_rounds("rollout", pairs, tools, _row, (), rollout=True)
+        return judge_rounds("rollout", pairs, reader, _row, (), rollout=True)
 
 
 def _row(reading: JudgeReading) -> Float[Tensor, "1 T"]:

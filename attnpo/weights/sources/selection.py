@@ -8,9 +8,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from attnpo.judge.layers import Row
 from attnpo.schema import Kind, PairWeights, PreferencePair, UserError
-from attnpo.weights.base import ScorerModel, Tools, Unlayered
-from attnpo.weights.layers import Row
+from attnpo.weights.base import ScorerModel, Unlayered
 from attnpo.weights.postprocess import Postprocess
 from attnpo.weights.scored_rows import LOG_RATIO, check_scorers, scored_rows, weighed_by
 
@@ -68,9 +68,9 @@ class Selection(Unlayered):
             "asked": [model.fingerprint() for model in self.scorers.values()],
         }
 
-    def capture(self, pairs: Sequence[PreferencePair], tools: Tools, layers: tuple[Row, ...]) -> list[PairWeights]:
+    def capture(self, pairs: Sequence[PreferencePair], reader: object, layers: tuple[Row, ...]) -> list[PairWeights]:
         """One round per pair with the log-ratio of each training token."""
-        return scored_rows(self.name, pairs, tools, self.scorers, LOG_RATIO)
+        return scored_rows(self.name, pairs, reader, self.scorers, LOG_RATIO)
 
     def select(self, captured: PairWeights, layers: tuple[Row, ...]) -> PairWeights:
         """The weights of the kept tokens; 0 everywhere where a side keeps none."""

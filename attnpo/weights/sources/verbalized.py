@@ -4,25 +4,58 @@ The paper gives no wording and no rule for spreading scores over tokens; both ar
 tokens of the response themselves, so that alignment is exact.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attnpo.schema import SIDES, PairWeights, PreferencePair, Round, TokenWeights, UserError
+from attnpo.judge.layers import Row
+from attnpo.schema import (
+    SIDES,
+    Generator,
+    Message,
+    PairWeights,
+    PreferencePair,
+    Round,
+    Sampling,
+    TokenWeights,
+    UserError,
+)
 from attnpo.text.chat import RefusedText
-from attnpo.text.score_answers import ScoredSpan, read_answer
 from attnpo.text.traces import judged, start_apart
-from attnpo.weights.base import QuestionBuilder, Tools, Unlayered
+from attnpo.weights.base import Unlayered
 from attnpo.weights.capture import Unreadable
-from attnpo.weights.layers import Row
 from attnpo.weights.postprocess import Postprocess
+from attnpo.weights.score_parser import ScoredSpan, read_answer
 
 # Raised by hand when the same answer would give other raw scores; why by hand, and who notices, as CAPTURE_VERSION.
 READER = "2"
+
+
+@runtime_checkable
+class QuestionBuilder(Protocol):
+    """Asks a generator about one response; ``attnpo.weights.score_prompt.ScoreQuestions`` is the one in use."""
+
+    def ask(self, pair: PreferencePair, side: str) -> list[Message]:
+        """The chat prompt about one response; ``attnpo.text.chat.RefusedText`` when the model cannot be shown it."""
+
+    def tokens(self, pair: PreferencePair, side: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids and characters of the response's tokens, those alone that hold a character of it."""
+
+    def fingerprint(self) -> Mapping[str, object]:
+        """Every setting of questions and tokens that changes a number."""
+
+
+@dataclass(frozen=True)
+class LoadedVerbalizer:
+    """A generator at hand with the questions that it is asked and how it decodes its answers."""
+
+    generator: Generator
+    questions: QuestionBuilder
+    sampling: Sampling
 
 
 @dataclass(frozen=True)
@@ -46,29 +79,29 @@ class Verbalized(Unlayered):
         """How answers become rows."""
         return {"source": "verbalized", "spread": "mean over the token's characters", "reader": READER}
 
-    def capture(self, pairs: Sequence[PreferencePair], tools: Tools, layers: tuple[Row, ...]) -> list[PairWeights]:
+    def capture(self, pairs: Sequence[PreferencePair], reader: object, layers: tuple[Row, ...]) -> list[PairWeights]:
         """One round per pair, a float32 row of scores per response; all prompts go to the generator in one call.
 
         A pair that the generator cannot be asked about comes back ``Unreadable``.
         """
-        if tools.generator is None or tools.questions is None or tools.sampling is None:
+        if not isinstance(reader, LoadedVerbalizer):
             raise UserError("weights=verbalized asks a generator: set the group verbalizer")
         refused: dict[str, Unreadable] = {}
         prompts = []
         for pair in pairs:
             try:
-                both = [tools.questions.ask(pair, side) for side in SIDES]
+                both = [reader.questions.ask(pair, side) for side in SIDES]
             except RefusedText as problem:
                 refused[pair.pair_id] = Unreadable(pair.pair_id, (), problem.reason, str(problem))
                 continue
             prompts += both
-        answers = iter(tools.generator.generate(prompts, tools.sampling) if prompts else [])
+        answers = iter(reader.generator.generate(prompts, reader.sampling) if prompts else [])
         captured: list[PairWeights] = []
         for pair in pairs:
             if pair.pair_id in refused:
                 captured.append(refused[pair.pair_id])
                 continue
-            chosen, rejected = (_row(pair, side, next(answers), tools.questions) for side in SIDES)
+            chosen, rejected = (_row(pair, side, next(answers), reader.questions) for side in SIDES)
             captured.append(PairWeights(pair.pair_id, (Round(True, chosen, rejected),)))
         return captured
 

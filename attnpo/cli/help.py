@@ -1,0 +1,125 @@
+"""The text of ``--help``: examples, and the groups a command composes as the comments of its root file explain them."""
+
+import argparse
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
+from pathlib import Path
+from typing import NoReturn
+
+from attnpo.cli.terminal import as_called
+from attnpo.system.errors import UserError
+
+WIDTH, NOTES = 100, 51  # columns of a line, and before the notes
+_HEADING = re.compile(r" *# (.+)")
+_GROUP = re.compile(r" *- (?:override /)?(\w+): (\S+)(?: +# (.+))?")
+_ALONE = "no other"
+_PARENT = re.compile(r" *- (?!_self_)(\w+)(?: +# without (.+))?")
+
+
+@dataclass(frozen=True)
+class Group:
+    """A config group as a root's defaults list has it; ``default`` is "null" for one that may be left out."""
+
+    name: str
+    default: str
+    meaning: str
+    heading: str
+
+    def lines(self, options: Sequence[str]) -> list[str]:
+        """The group with its options, the default first, and what it is for."""
+        ordered = sorted(options, key=lambda option: option != self.default)
+        text = f"{self.name}={' | '.join(ordered)}"
+        lines = folded(f"[{text}]" if self.default == "null" else text)
+        if not self.meaning:
+            return lines
+        noted = f"{lines[-1]:<{NOTES}}   # {self.meaning}"
+        return [*lines[:-1], noted] if len(noted) <= WIDTH else [*lines, f"      # {self.meaning}"]
+
+
+def folded(text: str) -> list[str]:
+    """A group with its options as lines of at most the width of a screen."""
+    return textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+
+
+def described(root: Path) -> list[Group]:
+    """The groups of a root file's defaults list in its order, with those of the roots it builds on.
+
+    ``- model: causal_lm  # the policy`` gives a group with its default and meaning; a line of comment above groups is
+    their heading. ``# no other`` leaves a group out, and ``- fit  # without logger, callbacks`` those that the command
+    composes and does not read.
+    """
+    heading = ""
+    listed: list[Group] = []
+    lines = root.read_text(encoding="utf-8").partition("defaults:\n")[2].splitlines()
+    for line in takewhile(lambda line: line.startswith(" "), lines):
+        if match := _HEADING.fullmatch(line):
+            heading = match[1]
+        elif match := _GROUP.fullmatch(line):
+            if match[3] == _ALONE:
+                continue
+            listed.append(Group(match[1], match[2], match[3] or "", heading))
+        elif match := _PARENT.fullmatch(line):
+            unread = re.findall(r"\w+", match[2] or "")
+            listed += [group for group in described(root.with_name(f"{match[1]}.yaml")) if group.name not in unread]
+    return listed
+
+
+def groups_text(root: Path, options: Mapping[str, Sequence[str]]) -> str:
+    """The groups of a root with their ``options`` under headings; last those that no shipped root has.
+
+    A group whose one option is the default leaves nothing to choose and is not shown.
+    """
+    lines: list[str] = []
+    heading = ""
+    legend = " (the default first; [in brackets]: none unless given)"
+    for group in described(root):
+        of = options.get(group.name, [])
+        if list(of) == [group.default]:
+            continue
+        if group.heading != heading:
+            heading = group.heading
+            lines.append(f"{heading}{legend}:")
+            legend = ""
+        lines += group.lines(of)
+    known = {group.name for file in root.parent.glob("*.yaml") for group in described(file)}
+    lines += [line for name, of in options.items() if name not in known for line in folded(f"+{name}={' | '.join(of)}")]
+    return "\n".join(lines)
+
+
+class Arguments(argparse.ArgumentParser):
+    """What every command takes beside its overrides; a wrong argument is a UserError.
+
+    ``name`` is the command with what of it is already said, as in ``evaluate benchmark=judge``.
+    """
+
+    def __init__(self, name: str, description: str, examples: str, positional: str | None) -> None:
+        words = f"[{positional.upper()} ...] " if positional else ""
+        super().__init__(
+            prog=f"python -m attnpo.{name}",
+            usage=f"python -m attnpo.{name} {words}[GROUP=OPTION ...] [KEY=VALUE ...] [options]",
+            description=f"{description}\n\nexamples:\n" + textwrap.indent(examples, "  "),
+            formatter_class=partial(argparse.RawDescriptionHelpFormatter, width=WIDTH),
+            add_help=False,
+            allow_abbrev=False,
+        )
+        self.add_argument("words", nargs="*", help=argparse.SUPPRESS)
+        self.add_argument("-h", "--help", action="store_true", help=argparse.SUPPRESS)
+        shown = self.add_argument_group()
+        shown.add_argument("--cfg", metavar="KEY", help="print the configuration and stop: `job` for all, or a key")
+        shown.add_argument("--config-dir", metavar="DIR", type=Path, help="a folder with configurations of your own")
+        shown.add_argument(
+            "-m", "--multirun", action="store_true", help="one job per combination: a=1,2 b=3,4 are four"
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """Raises a UserError that points to the help."""
+        raise UserError(f"{message}; see --help")
+
+    def text(self, root: Path, options: Mapping[str, Sequence[str]]) -> str:
+        """All that ``--help`` shows."""
+        self.description = f"{self.description}\n\n{groups_text(root, options)}"
+        return as_called(self.format_help())

@@ -1,0 +1,476 @@
+"""What reaches the terminal and how a command ends: one log format, quiet libraries, errors and signals as one line.
+
+Loads neither torch nor anything that does. Of the processes of one job only the first one reports.
+"""
+
+import atexit
+import errno
+import gc
+import logging
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from multiprocessing import active_children, parent_process
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import NoReturn, TextIO
+
+from attnpo.system.credentials import mask
+from attnpo.system.errors import UserError
+from attnpo.system.packages import install_line, missing_package
+from attnpo.system.processes import _last_acts, leads, process, world_size
+
+FORMAT = "%(asctime)s %(message)s"
+CLOCK = "%H:%M:%S"
+# Read by the libraries when they are imported, and inherited by the processes of a study.
+QUIET = {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
+WITHOUT_BARS = {
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    "WANDB_SILENT": "true",
+}
+CALLED = "ATTNPO_CALLED_AS"  # the installed command `attnpo` where that was typed, inherited by its processes
+_log = logging.getLogger(__name__)
+
+
+# --------------------------------------------------------------------------------------------- processes
+
+
+# --------------------------------------------------------------------------------------------- what is said
+
+
+# Programs of this environment at the head of a command; a path before the name says already which one is meant.
+_PROGRAM = re.compile(r"(?<![\w./-])(?:python(?= -[mc] )|torchrun(?= -)|pip(?= install )|wandb(?= login))")
+_FRONT = re.compile(r"(?<![\w./-])python -m attnpo(?:\.|\b)")
+_EXTRA = re.compile(r"pip install 'attnpo\[(\w+)\]'")
+
+
+def as_called(text: str) -> str:
+    """Returns ``text`` with commands that a shell here can run: each program by name if that finds it, else by path.
+
+    ``python -m attnpo.fit`` becomes ``attnpo fit`` where that was typed, else ``.venv/bin/python -m attnpo.fit`` in a
+    shell in which the environment of this process is not active.
+    """
+    text = _EXTRA.sub(lambda found: install_line(found[1]), text)
+    if called := os.environ.get(CALLED):
+        text = _FRONT.sub(lambda found: _shortest(called) + " " * found[0].endswith("."), text)
+    return _PROGRAM.sub(lambda found: _program(found[0]), text)
+
+
+def _program(name: str) -> str:
+    """Returns how a shell here calls a program of this environment; the bare name where the environment lacks it."""
+    path = sys.executable if name == "python" else os.path.join(os.path.dirname(sys.executable), name)
+    return _shortest(path) if os.path.isfile(path) else name
+
+
+def _shortest(path: str) -> str:
+    """Returns the shortest text by which a shell in this folder starts the program at ``path``."""
+    name = os.path.basename(path)
+    found = shutil.which(name)
+    with suppress(OSError):  # the folder may be gone
+        if found is not None and os.path.samefile(os.path.dirname(found), os.path.dirname(path)):
+            return name
+        short = os.path.relpath(path)
+        path = path if short.startswith("..") or os.sep not in short else short
+    return shlex.quote(path)
+
+
+# What a terminal acts on, or no stream takes: controls but line end and tab, marks that reorder text, lone surrogates.
+_ACTING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """Returns ``text`` with all that would act on a terminal spelled as in Python: errors quote texts of others."""
+    return _ACTING.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+class Lines(logging.Formatter):
+    """Log lines whose commands can be pasted, without credentials, and which a terminal shows as they are."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Returns the line, and what follows it of an exception."""
+        return printable(mask(as_called(super().format(record))))
+
+
+class _Record(logging.LogRecord):
+    """Log record whose message acts on no terminal, whichever library's handler writes it."""
+
+    def getMessage(self) -> str:
+        return printable(super().getMessage())
+
+
+def _write_fault(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Writes the traceback of an error that nobody caught, as Python does."""
+    sys.stderr.write(printable("".join(traceback.format_exception(kind, error, trace))))
+
+
+def command_text(name: str, *arguments: str) -> str:
+    """Returns a command of this package as a shell here takes it (``as_called``), without credentials."""
+    return as_called(f"python -m attnpo.{name}") + "".join(f" {shlex.quote(mask(word))}" for word in arguments)
+
+
+def override(key: str, text: str) -> str:
+    """A text as the value of ``key`` on the command line, quoted where Hydra would read more than a text in it."""
+    if re.fullmatch(r"[\w./+@-]+", text):
+        return f"{key}={text}"
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"{key}='{escaped}'"
+
+
+class _Once(logging.Filter):
+    """Lets a warning through the first time it is worded so: the points of a study have the same to say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno != logging.WARNING:
+            return True
+        text = record.getMessage()
+        if text in self.said:
+            return False
+        self.said.add(text)
+        return True
+
+
+_once = _Once()
+
+
+@contextmanager
+def reporting(*, bars: bool = True) -> Iterator[None]:
+    """A context in which attnpo logs to the error stream and libraries are quiet.
+
+    Progress bars are for terminals: there are none in a file, in processes that do not report, or with ``bars`` false.
+    Warnings become one log line each, except those on what only a library's authors can change; one that is repeated in
+    the same words is shown once.
+    """
+    _once.said.clear()
+    handler = logging.StreamHandler()
+    handler.addFilter(_once)
+    handler.setFormatter(Lines(FORMAT, CLOCK))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    package = logging.getLogger("attnpo")
+    level = package.level
+    package.setLevel(logging.INFO if leads() else logging.ERROR)
+    wanted = {**QUIET, **({} if bars and sys.stderr.isatty() and leads() else WITHOUT_BARS)}
+    added = {name: value for name, value in wanted.items() if name not in os.environ}
+    os.environ.update(added)
+    records = logging.getLogRecordFactory()
+    logging.setLogRecordFactory(_Record)
+    try:
+        with warnings.catch_warnings():
+            if not sys.warnoptions:
+                for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
+                    warnings.simplefilter("ignore", category)
+                warnings.showwarning = _log_warning
+            yield
+    finally:
+        package.setLevel(level)
+        logging.setLogRecordFactory(records)
+        for name in added:
+            os.environ.pop(name, None)
+
+
+def _log_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Logs a warning as one line."""
+    text = " ".join(str(message).split())
+    _log.warning("warning: %s: %s (%s:%d)", category.__name__, text, Path(filename).name, lineno)
+
+
+# --------------------------------------------------------------------------------------------- how a command ends
+
+
+# Ctrl-C, the end of a job, and SLURM's warning that it comes (--signal=USR1@120).
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+# A shell and a launcher both pass one Ctrl-C on, milliseconds apart: signals within so many seconds are the same one.
+REPEAT = 1.0
+STARTER = "ATTNPO_STARTED_BY"  # the process of the command that started this one
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal outside training, handled wherever Ctrl-C is."""
+
+    def __init__(self, number: int) -> None:
+        when = "" if _state.training else " before training"
+        super().__init__(f"stopped by {signal.Signals(number).name}{when}; what was stored stays")
+        self.exit_status = 128 + number
+
+
+@dataclass
+class _State:
+    """What a signal means at this moment: ``asked`` is when the first one came."""
+
+    training: bool = False
+    raises: bool = False
+    asked: float | None = None
+
+
+_state = _State()
+
+
+def training_began() -> None:
+    """Makes messages of signals no longer say that they came before training."""
+    _state.training = True
+
+
+def hear_signals() -> None:
+    """Makes SIGINT, SIGTERM and SIGUSR1 end this process and those it started, with one line; called before imports.
+
+    Within ``guarded`` by an exception, so that what is open is closed; elsewhere at once, and so does the same signal
+    again. A signal that the caller of this process has it ignore (SIGINT of a script's ``command &``) stays ignored
+    until training. A rank also ends when the process that started it is gone. From here on a traceback is written as
+    the log is.
+    """
+    sys.excepthook = _write_fault
+    parent = _starter()
+    os.environ[STARTER] = str(os.getpid())
+    if parent is not None:
+        threading.Thread(target=_outlast, args=(parent,), name="ends with its launcher", daemon=True).start()
+    _listen()
+
+
+def _starter() -> int | None:
+    """Finds the process that this rank must not outlive; None for a process that is no rank.
+
+    It is torchrun's agent, SLURM's step daemon, or the first rank, where Lightning starts the others.
+    """
+    parent, starter = os.getppid(), os.environ.get(STARTER)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return parent
+    if starter is not None and ("LOCAL_RANK" in os.environ or starter == str(parent)):
+        return int(starter)
+    return parent if "SLURM_STEP_ID" in os.environ and world_size() > 1 else None
+
+
+def _listen() -> None:
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _stop)
+
+
+def _outlast(parent: int) -> None:
+    """Ends this process when ``parent`` is no longer its parent."""
+    if not _is_agent_gone():
+        while os.getppid() == parent:
+            time.sleep(1)
+    os._exit(1)
+
+
+def _is_agent_gone() -> bool:
+    """Returns whether torchrun's agent was killed before this rank knew its number: nobody listens at its address."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # else a rank is to listen there
+        try:
+            socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=60).close()
+        except OSError as problem:
+            return isinstance(problem, ConnectionRefusedError)
+    return False
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    first, now = _state.asked is None, time.monotonic()
+    if _state.asked is not None and now - _state.asked < REPEAT:
+        return
+    _state.asked = now
+    for child in active_children():
+        child.terminate()
+    stop = Stopped(number)
+    if first and _state.raises and not _is_fragile(frame):
+        raise stop
+    if leads():
+        os.write(2, f"{stop}\n".encode())  # the stream may be in use by what was interrupted
+    for act in _last_acts:
+        with suppress(Exception):
+            act()
+    os._exit(stop.exit_status)
+
+
+# Their own cleanup fails on what an exception left half made, and turns that exception into another one.
+_COMPOSING = ("hydra", "omegaconf", "antlr4")
+
+
+def _is_fragile(frame: FrameType | None) -> bool:
+    """Tells whether a module is imported or a configuration composed: an exception may be lost, or become another."""
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if frame.f_code.co_filename.startswith("<frozen importlib") or package in _COMPOSING:
+            return True
+        frame = frame.f_back
+    return False
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """A context in which signals are heard as ``hear_signals`` says; training puts its own handlers in place."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    _state.training, _state.asked = False, None
+    _listen()
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:
+                signal.signal(number, handler)
+
+
+@contextmanager
+def _raising() -> Iterator[None]:
+    """A context in which a signal raises an exception."""
+    before, _state.raises = _state.raises, True
+    try:
+        yield
+    finally:
+        _state.raises = before
+
+
+def end_with_parent() -> None:
+    """Makes this process, one that multiprocessing started, end as soon as the one that started it is gone.
+
+    Ctrl-C in a terminal reaches both: it is left to the parent, which ends its processes.
+    """
+    parent = parent_process()
+    if parent is None:
+        raise RuntimeError("this process was not started by multiprocessing")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="ends with the parent", daemon=True).start()
+
+
+@cache
+def end_quickly() -> None:
+    """Makes this process end without a search for garbage among all that it imported, which takes a second or two.
+
+    What only that search would find, objects in a cycle, is not finalised; what is registered with atexit runs.
+    """
+    atexit.register(gc.freeze)
+
+
+def guarded(command: Callable[[], int]) -> int:
+    """The exit status of ``command``; what ended it early is one line on the error stream where a user can act on it.
+
+    2 for an error the user can mend (UserError, a package that is not installed, a full disk), 128 + n for signal n,
+    and the ``exit_status`` of exceptions that carry one. Other errors propagate with their traceback.
+    """
+    end_quickly()
+    try:
+        with _raising():
+            status = command()
+            with suppress(BrokenPipeError):
+                sys.stdout.flush()  # where the disk below it may be full
+            return status
+    except BaseException as error:
+        _drop_output()
+        ending = ending_of(error)
+        if ending is None:
+            raise
+        status, line = ending[0], printable(mask(as_called(ending[1])))
+        if leads():
+            sys.stderr.write(f"{line}\n")
+        elif status == 2:  # the first process may have had no trouble
+            sys.stderr.write(f"{line} (process {process()[0]})\n")
+        return status
+
+
+def _drop_output() -> None:
+    """Sends output that cannot be written nowhere, so that the interpreter does not fail over it at its end."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def leave(status: int) -> NoReturn:
+    """Exits with ``status``; another process than the job's leading one without taking its interpreter down.
+
+    The leading one goes on for a while after the last exchange between them. In the others, a thread of torch's process
+    group that is still at work would meet an interpreter that is gone, and abort the process.
+    """
+    if not leads():
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
+def ending_of(error: BaseException) -> tuple[int, str] | None:
+    """The exit status and the last line for ``error``, or None for a fault that needs its traceback."""
+    status = getattr(error, "exit_status", None)
+    if isinstance(status, int):
+        return status, str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return 130, "interrupted"
+    if isinstance(error, UserError):
+        return 2, f"error: {error}"
+    told = _of_full_disk(error) or _of_path(error) or missing_package(error)
+    return None if told is None else (2, f"error: {told}")
+
+
+# No space on the disk, none left of a quota, none allowed in one file (ulimit -f).
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+KEPT = (
+    "what was written before is whole: make room, or name a folder on another disk, and give the same command again, "
+    "which goes on from there"
+)
+
+
+def _of_full_disk(error: BaseException | None) -> str | None:
+    """Describes a full disk below ``error``, with its notes on what is kept; None where there is another cause."""
+    number, name, below = None, None, error
+    while below is not None:
+        rust = re.search(r"\(os error (\d+)\)", str(below))  # safetensors, tokenizers
+        code = below.errno if isinstance(below, OSError) else int(rust[1]) if rust else None
+        if code in _FULL:
+            number, name = number or code, name or getattr(below, "filename", None)
+        below = below.__cause__ or below.__context__
+    if number is None:
+        return None
+    kept = " ".join(getattr(error, "__notes__", [])) or KEPT
+    return f"{name or 'a file'} cannot be written: {os.strerror(number)}; {kept}"
+
+
+def _of_path(error: BaseException) -> str | None:
+    """Describes a path that is too long, or a folder that was removed beneath the command; None for other errors."""
+    if not isinstance(error, OSError):
+        return None
+    if error.errno == errno.ENAMETOOLONG:
+        return f"a name in this path is too long for the file system: {error.filename}; give a shorter one"
+    if error.errno not in (errno.ENOENT, errno.ESTALE):
+        return None
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:
+        return "the folder that this command was started in is gone; change to one that is there and give it again"
+    folder = os.path.dirname(os.path.join(here, os.fsdecode(error.filename or "")))
+    if os.path.isdir(folder):
+        return None
+    return (
+        f"the folder {folder} is not there: expected one that stays while a command reads or writes in it, and it was "
+        "removed or renamed; give the command again"
+    )

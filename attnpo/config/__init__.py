@@ -1,0 +1,1 @@
+"""From words to typed components: Hydra composes, values are checked against dataclasses."""

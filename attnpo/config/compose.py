@@ -1,0 +1,373 @@
+"""Composition of configurations, checks of their components, the front of the entry points, and paths.
+
+Hydra composes, and stays in this file, ``kept_configs``, ``refused_overrides`` and the entry points. Importing this
+module, ``--help`` and ``--cfg`` load neither torch nor anything that does. The check imports the modules of the targets
+named in the configuration, which must therefore be light, and reports wrong keys and types before a model loads (how:
+``attnpo.config.reader``).
+"""
+
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import hydra
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
+
+from attnpo.config.fields import as_values
+from attnpo.config.kept_choices import choices_and_values, keep_parsed, kept, put
+from attnpo.config.kept_choices import readable as readable
+from attnpo.config.messages import hydra_text, nearest_option, refuse_moved, unknown_key
+from attnpo.config.reader import ABSENT, Reader, at_their_origin, did_you_mean, required, resolve
+from attnpo.config.reader import MISSING as MISSING
+from attnpo.system.credentials import digest_read_values, note_read, to_savable
+from attnpo.system.errors import UserError
+from attnpo.system.files import Json, flat
+
+SomeRoot = TypeVar("SomeRoot", bound="Root")
+
+CONFIG_DIR = (Path(__file__).parents[1] / "configs").resolve()  # in a checkout a link to the folder at the top
+RUNS_ROOT = Path("outputs")
+
+_log = logging.getLogger(__name__)
+
+
+# --------------------------------------------------------------------------------------------- paths
+
+
+def cache_root() -> Path:
+    """Folder of everything that can be computed again: ``$ATTNPO_CACHE``, else ``~/.cache/attnpo``."""
+    return Path(os.environ.get("ATTNPO_CACHE") or Path.home() / ".cache" / "attnpo").expanduser()
+
+
+def _read_variable(*given: str) -> str | None:
+    """Does what ``oc.env`` does by itself, and notes it."""
+    note_read(given[0])
+    try:
+        return oc.env(*given)
+    except KeyError as unset:
+        raise KeyError(f"environment variable {given[0]} not found: set it") from unset
+
+
+def _register_resolvers() -> None:
+    OmegaConf.register_new_resolver("oc.env", _read_variable, replace=True)
+    OmegaConf.register_new_resolver("cache_root", lambda: str(cache_root()), replace=True)
+    OmegaConf.register_new_resolver("runs_root", lambda: str(RUNS_ROOT), replace=True)
+    OmegaConf.register_new_resolver("if_set", lambda key, then, other: other if key is None else then, replace=True)
+
+
+def _folders(config_dir: Path | None) -> list[Path]:
+    if config_dir is not None and not config_dir.is_dir():
+        raise UserError(f"--config-dir {config_dir}: expected a folder of YAML files, there is none")
+    folders = [folder.resolve() for folder in (CONFIG_DIR, config_dir) if folder is not None and folder.is_dir()]
+    if not folders:
+        raise UserError(
+            f"no configurations at {CONFIG_DIR}: this installation of attnpo is not whole; install it again, or name a "
+            "folder with --config-dir DIR"
+        )
+    return folders
+
+
+def groups(config_dir: Path | None = None) -> dict[str, list[str]]:
+    """Sorted option names of every config group, from the shipped folder and ``config_dir``.
+
+    A file whose name begins with ``_`` is what options of its group have in common, not an option.
+    """
+    found: dict[str, set[str]] = {}
+    for folder in _folders(config_dir):
+        for file in folder.rglob("*.yaml"):
+            if file.parent != folder and not file.stem.startswith("_"):
+                found.setdefault(file.parent.relative_to(folder).as_posix(), set()).add(file.stem)
+    return {group: sorted(options) for group, options in sorted(found.items())}
+
+
+# --------------------------------------------------------------------------------------------- composition
+
+
+@contextmanager
+def _initialized(config_dir: Path | None) -> Iterator[list[str]]:
+    keep_parsed()
+    first, *others = _folders(config_dir)
+    quoted = ["'file://" + str(folder).replace("'", "\\'") + "'" for folder in others]
+    with hydra.initialize_config_dir(config_dir=str(first), version_base="1.3"):
+        yield [f"hydra.searchpath=[{','.join(quoted)}]"] if quoted else []
+
+
+def compose(name: str, overrides: Sequence[str] = (), config_dir: Path | None = None) -> DictConfig:
+    """The configuration ``name`` with ``overrides`` applied, in struct mode, interpolations not yet resolved.
+
+    ``config_dir`` is searched after the shipped folder. A configuration with a key ``composed`` gets ``overrides`` and
+    ``config_dir`` put there, so that a study can compose its points from them. Raises UserError that names the
+    override, what there is in its place, and the nearest of that.
+    """
+    _register_resolvers()
+    # The first may name other folders, and what is composed is noted at the second.
+    if any(override.lstrip("+~").startswith(("hydra", "composed")) for override in overrides):
+        return _compose(name, overrides, config_dir)
+    folders, key = _folders(config_dir), (name, tuple(overrides), config_dir)
+    return kept(key, folders, lambda: _of_parts(name, overrides, config_dir, folders))
+
+
+def _of_parts(name: str, overrides: Sequence[str], config_dir: Path | None, folders: Sequence[Path]) -> DictConfig:
+    """The same as ``_compose``, from what was kept of the options chosen; what is wrong is told by ``_compose``."""
+    refuse_moved(overrides, groups(config_dir))
+    choices, values = choices_and_values(overrides, folders)
+    if not values or any("={" in choice for choice in choices):  # a dict for a group is a value in Hydra's eyes
+        return _compose(name, overrides, config_dir)
+    try:
+        cfg = kept((name, tuple(choices), config_dir), folders, lambda: _compose(name, choices, config_dir))
+        put(values, cfg)
+    except (UserError, HydraException, OmegaConfBaseException, ValueError):
+        return _compose(name, overrides, config_dir)
+    return _noted(cfg, overrides)
+
+
+def _compose(name: str, overrides: Sequence[str], config_dir: Path | None) -> DictConfig:
+    with _initialized(config_dir) as searchpath:
+        known = groups(config_dir)
+        refuse_moved(overrides, known)
+        try:
+            cfg = hydra.compose(name, [*searchpath, *overrides], return_hydra_config=True)
+        except (HydraException, OmegaConfBaseException, ValueError) as error:
+            text = hydra_text(error) if isinstance(error, HydraException) else f"{error} (in {' '.join(overrides)})"
+            text = unknown_key(text, name, [*searchpath, *overrides], list(known)) or nearest_option(
+                text, overrides, known
+            )
+            raise UserError(text) from error
+    # Hydra passes over a missing option in silence where the defaults list says `optional`.
+    for key, choice in cfg.hydra.runtime.choices.items():
+        group, _, option = f"{key.partition('@')[0]}/{choice}".rpartition("/")
+        if isinstance(choice, str) and group in known and option.removesuffix(".yaml") not in known[group]:
+            close = did_you_mean(option, known[group], f"{group}=")
+            listed = ", ".join(known[group])
+            raise UserError(f"Could not find '{group}/{option}'{close}\nAvailable options in '{group}': {listed}")
+    choices = {str(key): choice for key, choice in cfg.hydra.runtime.choices.items() if isinstance(choice, str)}
+    folder = None if config_dir is None else str(config_dir)
+    with open_dict(cfg):
+        del cfg["hydra"]
+        if "composed" in cfg:
+            cfg.composed = {"overrides": [], "config_dir": folder, "choices": choices}
+    return _noted(cfg, overrides)
+
+
+def _noted(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """``cfg`` with the ``overrides`` it was composed with, to be read, not resolved."""
+    if "composed" in cfg:
+        cfg.composed.overrides = [override.replace("${", "\\${") for override in overrides]
+    return cfg
+
+
+def expand(overrides: Sequence[str], config_dir: Path | None = None) -> list[list[str]]:
+    """One list of overrides per job of a grid: ``a=1,2 b=3,4`` are four jobs; the last key varies fastest.
+
+    Hydra's sweep syntax holds (``range``, ``choice``, ``glob``). Raises UserError for what cannot be parsed.
+    """
+    with _initialized(config_dir):
+        parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+        try:
+            return BasicSweeper.split_arguments(parser.parse_overrides(list(overrides)), None)[0]
+        except HydraException as error:
+            raise UserError(hydra_text(error)) from error
+
+
+# --------------------------------------------------------------------------------------------- components
+
+
+def report_problems(problems: list[str]) -> None:
+    """Raises one UserError with all ``problems``, if there are any."""
+    if len(problems) == 1:
+        raise UserError(problems[0])
+    if problems:
+        raise UserError(f"{len(problems)} problems in the configuration:\n  " + "\n  ".join(problems))
+
+
+@dataclass(frozen=True)
+class Composition:
+    """Parts that made a configuration: overrides, the user's own folder, the option chosen of every group.
+
+    ``environment``: of a saved one, digests of the texts that were read from the environment, by key.
+    """
+
+    overrides: tuple[str, ...] = ()
+    config_dir: Path | None = None
+    choices: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def arguments(self) -> list[str]:
+        """What a command is given to compose this again."""
+        return [*self.overrides, *([] if self.config_dir is None else ["--config-dir", str(self.config_dir)])]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Root:
+    """The typed root of a configuration, which every room takes its components from.
+
+    ``values`` are the plain values it was read from, for saving it and for telling runs apart alone.
+    """
+
+    composed: Composition = field(default_factory=Composition, metadata={"moves_numbers": False})
+    values: dict[str, Json] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def with_value(self: SomeRoot, key: str, value: Json | tuple[Json, ...]) -> SomeRoot:
+        """The same with another value at the dotted ``key``, in its component and in ``values``."""
+        names = key.split(".")
+        made: SomeRoot = _changed(self, names, value)
+        plain_value = list(value) if isinstance(value, tuple) else value
+        object.__setattr__(made, "values", _changed(self.values, names, plain_value))
+        return made
+
+    def with_component(self: SomeRoot, key: str, component: object) -> SomeRoot:
+        """The same with another component at the key ``key`` of the root."""
+        made: SomeRoot = _changed(self, [key], component)
+        object.__setattr__(made, "values", {**self.values, key: as_values(component)})
+        return made
+
+    def below(self, key: str) -> dict[str, Json]:
+        """The plain values of the node ``key``."""
+        node = self.values[key]
+        return dict(node) if isinstance(node, dict) else {}
+
+    def require_unread(self, said: str, *paths: Path) -> None:
+        """Raises UserError where the key ``said`` names a file to write that this configuration reads.
+
+        That is any file a value names, and in a folder named by a ``path`` the files of its splits.
+        """
+        each = ((key, one) for key, of in flat(self.values) for one in (of if isinstance(of, list) else [of]))
+        texts = [(key, text) for key, text in each if isinstance(text, str) and text and key != said]
+        names = {text for _, text in texts}
+        for key, text in texts:
+            place = Path(os.path.expanduser(text))
+            folders = [place, place / "data"] if key.rpartition(".")[2] == "path" else []
+            for path in paths:
+                split = path.name.partition(".")[0] in names and any(_is_same(path.parent, one) for one in folders)
+                if split or (_is_same(path, place) and not path.is_dir()):
+                    raise UserError(f"{said}={path}: this command reads it ({key}={text}); give another file to write")
+
+
+def _is_same(path: Path, other: Path) -> bool:
+    return os.path.exists(path) and os.path.exists(other) and os.path.samefile(path, other)
+
+
+def _changed(node: Any, names: Sequence[str], value: object) -> Any:
+    """A copy of a dataclass or mapping with another value at the end of ``names``."""
+    if not names:
+        return value
+    if isinstance(node, Mapping):
+        return {**node, names[0]: _changed(node.get(names[0], {}), names[1:], value)}
+    return replace(node, **{names[0]: _changed(getattr(node, names[0]), names[1:], value)})
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What reading a configuration gave.
+
+    ``root`` is ABSENT where it cannot be built. ``missing`` are the keys that are still ``???``; ``unread`` those
+    without effect as the others stand, with the reason (see ``unread`` in ``attnpo.config.reader``).
+    """
+
+    root: object
+    problems: list[str]
+    missing: list[str]
+    unread: dict[str, str]
+
+    def of(self, kind: type[SomeRoot]) -> SomeRoot:
+        """The root, which must be of the class ``kind``. Raises one UserError with all problems."""
+        report_problems(self.problems or [required(path) for path in self.missing if self.root is ABSENT])
+        if not isinstance(self.root, kind):
+            got = type(self.root).__name__
+            raise UserError(f"configuration: expected a {kind.__name__} as _target_ of its root, got {got}")
+        return self.root
+
+    def is_idle(self, key: str) -> bool:
+        """Whether ``key`` has no effect as the others stand."""
+        return any(f"{key}.".startswith(f"{path}.") for path in self.unread)
+
+    def idle_overrides(self) -> dict[str, str]:
+        """The overrides it was composed with that have no effect in it, each with the reason."""
+        idle = {}
+        for override in self.root.composed.overrides if isinstance(self.root, Root) else ():
+            key = override.partition("=")[0].lstrip("+~")
+            reason = next((why for path, why in self.unread.items() if f"{key}.".startswith(f"{path}.")), None)
+            if reason is not None:
+                idle[override] = reason
+        return idle
+
+
+def read(cfg: DictConfig, *, complete: bool = False) -> Reading:
+    """Reads ``cfg`` as its typed root. Texts that are still ``???`` stand for themselves, unless it is ``complete``."""
+    _register_resolvers()
+    reader = Reader(complete=complete)
+    origins: dict[str, str] = {}
+    values = cast(dict[str, Json], resolve(cfg, "", reader.problems, origins))
+    root = reader.read(values, Any, "")
+    if isinstance(root, Root):
+        object.__setattr__(root, "values", values)
+    return Reading(root, at_their_origin(reader.problems, origins), reader.missing, reader.unread)
+
+
+def check(cfg: DictConfig, *, complete: bool = True) -> None:
+    """Raises one UserError with all problems of ``cfg``, each under the key the user types.
+
+    Walks the whole tree: keys, types and the components' own rules (``__post_init__``). ``complete=False`` lets values
+    that are still ``???`` pass.
+    """
+    report_problems(read(cfg, complete=complete).problems)
+
+
+def load(name: str, overrides: Sequence[str] = (), config_dir: Path | None = None) -> Any:
+    """The typed root of the configuration ``name`` with ``overrides`` applied. Raises UserError like ``check``."""
+    return read(compose(name, overrides, config_dir)).of(Root)
+
+
+def typed(cfg: DictConfig, kind: type[SomeRoot]) -> SomeRoot:
+    """``cfg`` as its typed root of the class ``kind``, built once for all rooms. Raises UserError like ``check``."""
+    return read(cfg).of(kind)
+
+
+def part(cfg: DictConfig, kind: type[SomeRoot]) -> SomeRoot:
+    """A root of fewer keys, read from the same keys of ``cfg``: what the others need may be absent."""
+    values, reader = plain(cfg), Reader(complete=False)
+    root = reader.make(kind, {item.name: values[item.name] for item in fields(kind) if item.init}, "")
+    return Reading(root, reader.problems, reader.missing, reader.unread).of(kind)
+
+
+def build(node: object) -> Any:
+    """The component of one ``_target_`` node of a composed configuration, nested components included.
+
+    Raises UserError like ``check``.
+    """
+    _register_resolvers()
+    reader = Reader()
+    path = str(node._get_full_key(None)) if isinstance(node, DictConfig) else ""
+    value = resolve(node, path, reader.problems)
+    if not isinstance(value, dict) or "_target_" not in value:
+        raise UserError(f"{path or 'configuration'}: expected a component (a node with _target_), got {value!r}")
+    built = reader.component(value, Any, path)
+    report_problems(reader.problems)
+    return built
+
+
+def plain(cfg: DictConfig) -> dict[str, Json]:
+    """``cfg`` as resolved dicts and lists, ``???`` kept. Raises UserError for interpolations that lead nowhere."""
+    _register_resolvers()
+    problems: list[str] = []
+    values = cast(dict[str, Json], resolve(cfg, "", problems))
+    report_problems(problems)
+    return values
+
+
+def as_yaml(values: Mapping[str, Json]) -> str:
+    """Writes a configuration's plain values as YAML without secrets, which reads as the same."""
+    saved = to_savable(values)
+    if (found := digest_read_values(values)) and isinstance(composed := saved.get("composed"), dict):
+        composed["environment"] = found
+    return OmegaConf.to_yaml(OmegaConf.create(saved))

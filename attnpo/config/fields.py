@@ -1,0 +1,64 @@
+"""What a component's fields say of it: its values as a configuration has them, and the keys that move no number."""
+
+import dataclasses
+import inspect
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from types import UnionType
+from typing import Union, get_args, get_origin
+
+from attnpo.config.reader import hints_of, join, spelling
+from attnpo.system.files import Json
+
+
+def bookkeeping_keys(part: object, path: str = "") -> Iterator[str]:
+    """Keys below ``part``, a component or the class of one, that move no number.
+
+    A field says so for itself and all below it: ``field(metadata={"moves_numbers": False})``. Of a class the
+    annotations are followed, through unions too. What stands below a protocol, a mapping or a sequence is known of a
+    component alone, by what is there.
+    """
+    kind = part if inspect.isclass(part) else type(part)
+    if isinstance(part, Mapping):
+        for key, item in part.items():
+            yield from bookkeeping_keys(item, join(path, key))
+    elif isinstance(part, list | tuple):
+        for index, item in enumerate(part):
+            yield from bookkeeping_keys(item, join(path, index))
+    elif dataclasses.is_dataclass(kind):
+        hints = hints_of(kind) if kind is part else {}
+        for item in dataclasses.fields(kind):
+            key = join(path, item.name)
+            if not item.init:
+                continue
+            if not item.metadata.get("moves_numbers", True):
+                yield key
+            elif kind is part:
+                hint = hints.get(item.name)
+                members = get_args(hint) if get_origin(hint) in (Union, UnionType) else [hint]
+                yield from dict.fromkeys(below for member in members for below in bookkeeping_keys(member, key))
+            else:
+                yield from bookkeeping_keys(getattr(part, item.name), key)
+
+
+def as_values(component: object) -> dict[str, Json]:
+    """A component as its configuration would say it: its keys with ``_target_``, enums by value."""
+    kind = type(component)
+    keys = {item.name: _as_value(getattr(component, item.name)) for item in _fields(component) if item.init}
+    return {"_target_": f"{kind.__module__}.{kind.__qualname__}", **keys}
+
+
+def _as_value(value: object) -> Json:
+    if dataclasses.is_dataclass(value):
+        return as_values(value)
+    if isinstance(value, Enum):
+        return spelling(value)
+    if isinstance(value, Mapping):
+        return {str(key): _as_value(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_value(item) for item in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+def _fields(component: object) -> tuple[dataclasses.Field[object], ...]:
+    return dataclasses.fields(component) if dataclasses.is_dataclass(component) else ()

@@ -1,0 +1,413 @@
+"""Reading of configuration values against type hints; ``attnpo.config.compose`` is its front.
+
+A mapping with ``_target_`` names a component. A frozen dataclass is its own schema: the type hints of its fields say
+which keys exist and what they hold. Differs from merging into ``OmegaConf.structured``: all problems are reported at
+once under the keys the user types, enums are written by value in any case, and lists become tuples of the declared
+length. A pydantic ``TypeAdapter`` was tried in place of ``Reader``: it takes "32" and true for an int, names no near
+key, tells a union's members as separate problems under keys nobody types, and lets a component's own error end the
+reading without its key.
+
+A configuration names code that is imported and run, so the name is checked first: only ``attnpo`` itself is imported,
+and packages named in the environment variable ATTNPO_ALLOW_TARGETS (``mine,ours``); only a frozen dataclass that can do
+what its place in the configuration asks for is made.
+
+A component may have a method ``unread() -> dict[str, str]``: keys below it that have no effect as the others stand,
+each with the reason ("callbacks.checkpoints=false").
+"""
+
+import dataclasses
+import difflib
+import importlib
+import inspect
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from types import ModuleType, NoneType, UnionType
+from typing import Any, Literal, Protocol, TypeGuard, Union, get_args, get_origin, get_type_hints
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
+
+from attnpo.config.moved import find_present
+from attnpo.system.credentials import is_masked, note_reads, remember
+from attnpo.system.errors import UserError
+from attnpo.system.packages import missing_package
+
+ABSENT: object = object()  # stands for a value that is missing, was refused, or is built later
+MISSING = "???"  # OmegaConf's mark of a value that the user must give
+ALLOW = "ATTNPO_ALLOW_TARGETS"  # packages beside attnpo whose classes a configuration may name, with commas between
+_INTERPOLATION = re.compile(r"\$\{([\w.]+)\}")
+_ACCEPTED: dict[object, tuple[type, ...]] = {
+    int: (int,),
+    float: (float, int),
+    bool: (bool,),
+    str: (str, int, float),
+    Path: (str,),
+}
+LARGEST: dict[object, float] = {int: 2**63 - 1, float: sys.float_info.max}  # what a tensor can hold
+BOUNDED: dict[object, str] = {int: "a whole number of at most 64 bits", float: "a finite number"}
+
+
+def join(path: str, key: object) -> str:
+    """The key below ``path`` as the user types it."""
+    return f"{path}.{key}" if path else str(key)
+
+
+def did_you_mean(word: str, names: Sequence[str], prefix: str = "") -> str:
+    """A remark with the name nearest to ``word``; empty if none is near."""
+    close = difflib.get_close_matches(word, names, n=1)
+    return f"; did you mean {prefix}{close[0]}?" if close else ""
+
+
+def required(path: str) -> str:
+    """The problem of a value that the user must give."""
+    return f"{path}: required; give {path}=VALUE"
+
+
+def _describe(hint: object) -> str:
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return "one of " + ", ".join(spelling(member) for member in hint)
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join(_describe(member) for member in get_args(hint))
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(map(str, get_args(hint)))
+    if hint is NoneType:
+        return "null"
+    return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
+
+
+def _is_role(hint: object) -> TypeGuard[type]:
+    """Whether ``hint`` is a protocol that objects can be tested for: what a component must be able to do."""
+    return (
+        inspect.isclass(hint) and getattr(hint, "_is_protocol", False) and getattr(hint, "_is_runtime_protocol", False)
+    )
+
+
+def _is_frozen(target: type) -> bool:
+    """Whether a class is a frozen dataclass."""
+    settings = getattr(target, "__dataclass_params__", None)
+    return settings is not None and bool(settings.frozen)
+
+
+def _members(role: type) -> set[str]:
+    """The names that an object must have to be of a role."""
+    parents = [parent for parent in role.__mro__ if getattr(parent, "_is_protocol", False) and parent is not Protocol]
+    named = {name for parent in parents for name in (*vars(parent), *inspect.get_annotations(parent))}
+    return {name for name in named if name == "__call__" or not name.startswith("_")}
+
+
+def _can_be(target: type, role: type) -> bool:
+    """Whether instances of the dataclass ``target`` can be of a role, told without making one."""
+    has = {name for parent in target.__mro__ for name in vars(parent)} | {
+        item.name for item in dataclasses.fields(target)
+    }
+    return _members(role) <= has
+
+
+def spelling(member: Enum) -> str:
+    """A member of an enum as a configuration writes it."""
+    return member.value if isinstance(member.value, str) else member.name.lower()
+
+
+def _may_import(dotted: str) -> bool:
+    """Whether the package of a target is attnpo, or one that the user's environment names."""
+    allowed = {name.strip() for name in os.environ.get(ALLOW, "").split(",")}
+    return dotted.partition(".")[0] in {"attnpo", *allowed} - {""}
+
+
+def _locate(dotted: str) -> object:
+    """What ``module.name`` or ``module.Class.name`` names, its module imported."""
+    module, _, name = dotted.rpartition(".")
+    try:
+        target: object = getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        owner, _, parent = module.rpartition(".")
+        if error.name != module or not owner:
+            raise
+        target = getattr(getattr(importlib.import_module(owner), parent), name)
+    return target
+
+
+def _home(target: object) -> str | None:
+    """Names the module that code is of, wherever else it is imported; None for what is no code."""
+    while isinstance(target, partial):
+        target = target.func
+    if isinstance(target, ModuleType):
+        return target.__name__
+    if not callable(target):
+        return None
+    own: str | None = getattr(target, "__module__", None)  # a builtin's methods have none
+    return own or type(getattr(target, "__self__", target)).__module__
+
+
+def located(dotted: str, what: str) -> tuple[object, str]:
+    """What an import path names, and an empty text; or None, and why it may not or cannot be imported.
+
+    The rule for every name of code in a configuration: attnpo, and packages that ATTNPO_ALLOW_TARGETS names, for the
+    path and for the module that what it leads to is of. ``what`` is expected there, in a word ("class").
+    """
+    dotted = find_present(dotted)
+    if not _may_import(dotted):
+        return None, _refused(what, dotted, dotted)
+    try:
+        target = _locate(dotted)
+    except Exception as error:  # noqa: BLE001  whatever a module does on import is told with the key
+        known = isinstance(error, ImportError | AttributeError | ValueError)
+        words = missing_package(error) or (str(error) if known else f"{type(error).__name__}: {error}")
+        return None, f"cannot import {dotted}: {words}"
+    home = _home(target)
+    return (
+        (target, "")
+        if home is None or _may_import(home)
+        else (None, _refused(what, f"{dotted}, which is of {home}", home))
+    )
+
+
+def _refused(what: str, got: str, module: str) -> str:
+    return (
+        f"expected a {what} of attnpo, got {got}; a configuration is code that is run: set the environment variable "
+        f"{ALLOW}={module.partition('.')[0]} only if you trust that package"
+    )
+
+
+def _parameters(target: type) -> dict[str, bool]:
+    """Each field of a dataclass with whether it is required."""
+    return {
+        field.name: field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        for field in sorted(dataclasses.fields(target), key=lambda field: bool(field.kw_only))  # a base's own come last
+        if field.init
+    }
+
+
+def hints_of(target: type) -> dict[str, object]:
+    """The type hints of a class's fields; none where a name of them exists for type checkers alone."""
+    try:
+        return get_type_hints(target)
+    except NameError:
+        return {}
+
+
+def resolve(node: object, path: str, problems: list[str], origins: dict[str, str] | None = None) -> object:
+    """``node`` as plain containers, ``???`` kept, each interpolation resolved or noted as a problem.
+
+    ``origins`` gets the key that each plain interpolation (``${key}``) reads.
+    """
+    if not isinstance(node, DictConfig | ListConfig):
+        return node
+    values: dict[object, object] = {}
+    keys: list[Any] = list(node) if isinstance(node, DictConfig) else list(range(len(node)))
+    for key in keys:
+        origin = _INTERPOLATION.fullmatch(str(node._get_node(key)))
+        if origins is not None and origin is not None:
+            origins[join(path, key)] = origin[1]
+        try:
+            with note_reads() as reads:
+                item = MISSING if OmegaConf.is_missing(node, key) else node[key]
+            if reads and isinstance(item, str):
+                remember(join(path, key), item, str(node._get_node(key)))
+        except InterpolationToMissingValueError:
+            item = MISSING
+        except OmegaConfBaseException as error:
+            empty = None if origin is None else _null_parent(node, origin[1])
+            why = str(error).splitlines()[0] if empty is None else _without(empty, join(path, key))
+            problems.append(f"{join(path, key)}: {why}")
+            item = ABSENT
+        values[key] = resolve(item, join(path, key), problems, origins)
+    return values if isinstance(node, DictConfig) else list(values.values())
+
+
+def _null_parent(node: DictConfig | ListConfig, key: str) -> str | None:
+    """The nearest node above ``key`` that is null in the configuration ``node`` is part of, if there is one."""
+    root, parents = node._get_root(), key.split(".")[:-1]
+    paths = [".".join(parents[:depth]) for depth in range(1, len(parents) + 1)]
+    return next((path for path in paths if OmegaConf.select(root, path, default=ABSENT) is None), None)
+
+
+def _without(empty: str, key: str) -> str:
+    """Why the value of ``key``, which reads below the null node ``empty``, is not there, and what to do."""
+    return (
+        f"`{empty}` is null in this setting: leave setting= out (testbed), or choose another option of "
+        f"`{key.partition('.')[0]}`"
+    )
+
+
+def at_their_origin(problems: Sequence[str], origins: dict[str, str]) -> list[str]:
+    """Problems of values read from another key: left out where that key has one too, else with its name."""
+    told = []
+    for problem in problems:
+        key, _, rest = problem.partition(": ")
+        reader = next((path for path in origins if key == path or key.startswith(f"{path}.")), None)
+        if reader is None:
+            told.append(problem)
+            continue
+        origin = origins[reader] + key[len(reader) :]
+        if any(other.startswith(f"{origin}: ") for other in problems):
+            continue
+        leads_nowhere = rest.startswith("Interpolation")
+        told.append(problem if leads_nowhere else f"{key} (read from {origin}): {rest}")
+    return told
+
+
+class Reader:
+    """Reads configuration values against type hints and collects every problem on the way."""
+
+    def __init__(self, *, complete: bool = True) -> None:
+        self.complete = complete  # a value that is still ??? is a problem
+        self.problems: list[str] = []
+        self.unread: dict[str, str] = {}  # keys without effect in this combination, with the reason
+        self.missing: list[str] = []  # keys that are still ???
+
+    def refuse(self, problem: str) -> object:
+        """Notes ``problem`` and returns ABSENT."""
+        self.problems.append(problem)
+        return ABSENT
+
+    def read(self, value: object, hint: object, path: str) -> object:
+        """Returns ``value`` as the type ``hint`` says, or notes a problem and returns ABSENT."""
+        if value is ABSENT:
+            return ABSENT
+        if isinstance(value, str) and value == MISSING:
+            self.missing.append(path)
+            if self.complete:
+                return self.refuse(required(path))
+            return MISSING if hint is str else ABSENT  # text can stand for itself until the value is known
+        if isinstance(value, str) and is_masked(value, path) and not path.startswith("composed."):
+            return self.refuse(
+                f"{path}: expected the credentials that were left out where it was saved, got {value!r}: put them "
+                "there again, best as ${oc.env:VARIABLE}, which is saved as it stands"
+            )
+        origin = get_origin(hint)
+        container = origin or hint
+        if inspect.isclass(hint) and hint in _ACCEPTED:
+            if type(value) not in _ACCEPTED[hint]:
+                return self.mismatch(value, _describe(hint), path)
+            if (
+                hint in LARGEST and isinstance(value, int | float) and not abs(value) <= LARGEST[hint]
+            ):  # NaN is not either
+                return self.mismatch(value, BOUNDED[hint], path)
+            kind: type[Any] = hint
+            return kind(value)
+        if inspect.isclass(hint) and issubclass(hint, Enum):
+            names = {str(name).lower(): member for member in hint for name in (member.name, member.value)}
+            member = names.get(value.lower(), ABSENT) if isinstance(value, str) else ABSENT
+            return self.mismatch(value, _describe(hint), path) if member is ABSENT else member
+        if origin is Literal:
+            same = (choice for choice in get_args(hint) if choice == value and type(choice) is type(value))
+            choice = next(same, ABSENT)
+            return self.mismatch(value, _describe(hint), path) if choice is ABSENT else choice
+        if container in (tuple, list, Sequence):
+            return self.sequence(value, hint, container, path)
+        if isinstance(value, dict) and "_target_" in value:
+            return self.component(value, hint, path)
+        if origin in (Union, UnionType):
+            return self.union(value, hint, path)
+        if inspect.isclass(hint) and dataclasses.is_dataclass(hint):
+            if isinstance(value, dict):
+                return self.make(hint, value, path)
+            return self.mismatch(value, f"the keys of {hint.__name__}", path)
+        if container in (dict, Mapping) and not isinstance(value, dict):
+            return self.mismatch(value, "keys with values", path)
+        if _is_role(hint) and not isinstance(value, hint):
+            return self.mismatch(value, f"a component (keys with _target_) that is a {hint.__name__}", path)
+        if isinstance(value, dict):
+            of = get_args(hint)[1] if container in (dict, Mapping) and get_args(hint) else Any
+            return self.whole({key: self.read(item, of, join(path, key)) for key, item in value.items()})
+        if isinstance(value, list):
+            return self.whole(tuple(self.read(item, Any, join(path, index)) for index, item in enumerate(value)))
+        return self.mismatch(value, "null", path) if hint is NoneType and value is not None else value
+
+    def mismatch(self, value: object, expected: str, path: str) -> object:
+        """Notes what was expected and what came, and returns ABSENT."""
+        kind = "" if value is None else f" ({type(value).__name__})"
+        shown = "null" if value is None else repr(value)
+        if isinstance(value, dict):
+            shown, kind = f"keys {', '.join(map(str, value))}", ""
+        return self.refuse(f"{path}: expected {expected}, got {shown}{kind}")
+
+    def whole(self, value: Mapping[str, object] | Sequence[object]) -> object:
+        """Returns ``value``, or ABSENT if any item of it is."""
+        items = value.values() if isinstance(value, Mapping) else value
+        return ABSENT if any(item is ABSENT for item in items) else value
+
+    def union(self, value: object, hint: object, path: str) -> object:
+        """``value`` as the first member of a union that takes it; a value of exactly a member's type stays."""
+        members = [member for member in get_args(hint) if member is not NoneType]
+        if value is None and len(members) < len(get_args(hint)):
+            return None
+        if len(members) == 1:
+            return self.read(value, members[0], path)
+        exact = [member for member in members if member is type(value)]
+        for member in exact or [member for member in members if member not in (str, Any)]:
+            attempt = Reader(complete=self.complete)
+            result = attempt.read(value, member, path)
+            if not attempt.problems:
+                self.unread.update(attempt.unread)
+                self.missing += attempt.missing
+                return result
+        return self.mismatch(value, _describe(hint), path)
+
+    def sequence(self, value: object, hint: object, container: object, path: str) -> object:
+        """``value`` as a list or tuple of the items the hint declares."""
+        if not isinstance(value, list | tuple):
+            return self.mismatch(value, "a list", path)
+        of = list(get_args(hint))
+        if container is tuple and of and of[-1] is not Ellipsis:
+            if len(of) != len(value):
+                return self.mismatch(list(value), f"a list of {len(of)}", path)
+        else:
+            of = [of[0] if of else Any] * len(value)
+        items = [
+            self.read(item, kind, join(path, index)) for index, (item, kind) in enumerate(zip(value, of, strict=True))
+        ]
+        return self.whole(items if container is list else tuple(items))
+
+    def component(self, value: dict[object, object], hint: object, path: str) -> object:
+        """The component that a node with ``_target_`` names; its package and its role are checked before it is made."""
+        dotted, key = str(value["_target_"]), join(path, "_target_")
+        if dotted == MISSING:
+            return self.refuse(required(key))
+        target, problem = located(dotted, "class")
+        if problem:
+            return self.refuse(f"{key}: {problem}")
+        members = get_args(hint) or (hint,)
+        wanted = tuple(item for item in members if inspect.isclass(item) and dataclasses.is_dataclass(item))
+        roles = [item for item in members if _is_role(item)]
+        expected = _describe(hint) if wanted else f"a {_describe(hint) if roles else 'component'}"
+        if not inspect.isclass(target) or not _is_frozen(target):
+            return self.refuse(f"{key}: expected {expected}, got {dotted}, which is no frozen dataclass")
+        if (wanted and not issubclass(target, wanted)) or (roles and not any(_can_be(target, role) for role in roles)):
+            return self.refuse(f"{key}: expected {expected}, got {dotted}")
+        return self.make(target, {name: item for name, item in value.items() if name != "_target_"}, path)
+
+    def make(self, target: type, keys: dict[object, object], path: str) -> object:
+        """The dataclass ``target`` with the values of ``keys``, once all of them hold."""
+        known = _parameters(target)
+        hints = hints_of(target)
+        before = len(self.problems)
+        values: dict[str, object] = {}
+        for key, item in keys.items():
+            if key not in known:
+                name = f"{target.__module__}.{target.__qualname__}"
+                close = did_you_mean(str(key), list(known), f"{path}." if path else "")
+                self.refuse(f"{join(path, key)}: unknown key of {name}; it has: {', '.join(known)}{close}")
+            else:
+                values[str(key)] = self.read(item, hints.get(key, Any), join(path, key))
+        for key, required in known.items():
+            if required and key not in keys:
+                self.refuse(f"{join(path, key)}: required by {target.__qualname__}; give {join(path, key)}=VALUE")
+        if len(self.problems) > before or self.whole(values) is ABSENT:
+            return ABSENT
+        try:
+            built = target(**values)
+        except Exception as error:
+            if not isinstance(error, ValueError | UserError):
+                raise
+            return self.refuse(f"{path}: {error}" if path else str(error))
+        unread = getattr(built, "unread", None)
+        if callable(unread):
+            self.unread.update({join(path, key): reason for key, reason in unread().items()})
+        return built

@@ -1,0 +1,179 @@
+"""The scorers of a run's weights: described cheaply, refused early, loaded once and only when a pair is not stored."""
+
+import logging
+from collections.abc import Mapping
+
+import torch
+
+from attnpo.data.prepare import Tally, encode_pair
+from attnpo.data.rules import LengthRules
+from attnpo.data.scoring import ModelScorer
+from attnpo.models.described import token_rows
+from attnpo.models.loading import attention_of, load_model, load_tokenizer, text_config, weights_fingerprint
+from attnpo.models.scored import ScoredLM
+from attnpo.models.spec import DTYPES, ModelSpec
+from attnpo.schema import SIDES, EncodedResponse, Message, PreferencePair, UserError, check_choice, copied
+from attnpo.text.chat import ChatFormat, RefusedText
+from attnpo.weights.base import ScoredSource, ScorerModel
+from attnpo.weights.scored_rows import LoadedScorers, Scorer
+
+log = logging.getLogger(__name__)
+
+
+class RunTexts:
+    """A run's pairs as training ids under its chat format and length rules (``scored_rows.TrainingTexts``)."""
+
+    def __init__(self, chat: ChatFormat, rules: LengthRules) -> None:
+        self.chat, self.rules = chat, rules
+
+    def encode(self, pair: PreferencePair) -> Mapping[str, EncodedResponse]:
+        """The ids by side that training reads; ``RefusedText`` for a pair that the length rules drop."""
+        tally = Tally()
+        encoded = encode_pair(pair, self.chat, self.rules, tally, keep_same=True)
+        if encoded is None:
+            reason = next(event for event in tally.counts if event.startswith("dropped: ")).removeprefix("dropped: ")
+            raise RefusedText(reason, f"pair {pair.pair_id}: {reason}")
+        return encoded
+
+    def instructed(
+        self, pair: PreferencePair, encoded: Mapping[str, EncodedResponse], instruction: str
+    ) -> tuple[Mapping[str, EncodedResponse], bool]:
+        """The same responses under a prompt with ``instruction``, and whether that prompt had to be shortened.
+
+        The instruction ends the last user turn, so that a prompt that keeps its last tokens keeps it. ``RefusedText``
+        for a prompt without a user turn, and for one that the chat template refuses.
+        """
+        prompt = _with_instruction(pair, instruction)
+        found, cut = {}, False
+        for side in SIDES:
+            response = encoded[side].response_ids
+            ids = self.chat.encode(prompt, pair.response(side)).prompt_ids
+            # What the training prompt has is the least: a long response may leave no more.
+            room = min(self.rules.max_prompt_length, self.rules.max_length - len(response))
+            room = max(room, len(encoded[side].prompt_ids))
+            cut = cut or len(ids) > room
+            found[side] = EncodedResponse(ids[-room:], response, encoded[side].offsets)
+        return found, cut
+
+    def fingerprint(self) -> dict[str, object]:
+        """What identifies the ids: chat format and truncation."""
+        rules = self.rules
+        return {
+            "chat": self.chat.fingerprint(),
+            "max_prompt_length": rules.max_prompt_length,
+            "max_length": rules.max_length,
+            "keep": rules.keep.value,
+        }
+
+
+def _with_instruction(pair: PreferencePair, instruction: str) -> list[Message]:
+    places = [place for place, turn in enumerate(pair.prompt) if turn["role"] == "user"]
+    if not places:
+        reason = "a prompt has no user turn for a scorer's instruction"
+        raise RefusedText(reason, f"pair {pair.pair_id}: {reason}")
+    turns = [copied(turn) for turn in pair.prompt]
+    turns[places[-1]]["content"] += f"\n\n{instruction}"
+    return turns
+
+
+class RunScorers:
+    """The models that a source compares, described by their folders alone until ``load`` loads them.
+
+    Args:
+        source: names its models.
+        model: the run's model, which is any scorer without a path.
+        chat: the run's chat format; its tokenizer's vocabulary is the one every scorer must have.
+        rules: the run's length rules.
+
+    Raises:
+        UserError: a scorer that is not there, has another vocabulary, or is the other one under another path.
+    """
+
+    def __init__(self, source: ScoredSource, model: ModelSpec, chat: ChatFormat, rules: LengthRules) -> None:
+        self.models = source.scorers
+        self.model, self.chat = model, chat
+        self.texts = RunTexts(chat, rules)
+        for name, scorer in self.models.items():
+            check_choice(f"weights.{name}.dtype", scorer.dtype, DTYPES)
+            self._check_vocabulary(name, scorer)
+        self._check_sizes(source)
+        self._check_distinct()
+
+    def place(self, scorer: ScorerModel) -> tuple[str, str | None]:
+        """Path and revision of a scorer."""
+        return (self.model.path, self.model.revision) if scorer.path is None else (scorer.path, scorer.revision)
+
+    def _check_vocabulary(self, name: str, scorer: ScorerModel) -> None:
+        if scorer.path is None:
+            return
+        try:
+            vocabulary = load_tokenizer(*self.place(scorer)).get_vocab()
+        except UserError as error:
+            raise UserError(f"weights.{name}.path: {error}") from error
+        own = self.chat.tokenizer.get_vocab()
+        if vocabulary != own:
+            other = sorted(token for token in own.keys() | vocabulary.keys() if own.get(token) != vocabulary.get(token))
+            raise UserError(
+                f"weights.{name}.path={scorer.path} has another vocabulary than {self.model.path} ({len(vocabulary)} "
+                f"and {len(own)} tokens, {len(other)} of them differ, first: {other[0]!r}), and a scorer reads the ids "
+                "of training: take one trained from a model with this tokenizer"
+            )
+
+    def _check_sizes(self, source: ScoredSource) -> None:
+        sizes = {name: token_rows(text_config(*self.place(scorer))) for name, scorer in self.models.items()}
+        longest = max(self.chat.tokenizer.get_vocab().values())
+        if self.chat.rows.count is not None:
+            longest = min(longest, self.chat.rows.count - 1)  # training reads no others
+        for name, size in sizes.items():
+            if size is not None and size <= longest:
+                raise UserError(
+                    f"weights.{name}: the model has {size} token embeddings, and the largest id of training is "
+                    f"{longest}; take a model that belongs to this tokenizer"
+                )
+        if source.compares_whole and len(set(sizes.values())) > 1:
+            stated = " and ".join(f"weights.{name} has {size}" for name, size in sizes.items())
+            raise UserError(
+                f"the two scorers' distributions are compared token by token, and their vocabularies are of two sizes "
+                f"({stated}): take models with heads of one size"
+            )
+
+    def _check_distinct(self) -> None:
+        """Refuses one model under two paths: what the paths hold decides, as their names say too little."""
+        (first, one), (second, other) = self.models.items()
+        if one.instruction == other.instruction and self._weights(one) == self._weights(other):
+            raise UserError(
+                f"weights.{first} and weights.{second} hold the same weights, so that they agree on every token: set "
+                f"weights.{first}.path or weights.{second}.path to another model"
+            )
+
+    def _weights(self, scorer: ScorerModel) -> dict[str, str]:
+        return weights_fingerprint(*self.place(scorer))
+
+    def fingerprint(self) -> dict[str, object]:
+        """What identifies both models' numbers, in their order: weights, number format, attention kernel family."""
+        described: dict[str, object] = {}
+        for rank, scorer in zip(("first", "second"), self.models.values(), strict=True):
+            described[rank] = {
+                "weights": self._weights(scorer),
+                "dtype": scorer.dtype,
+                "kernel": attention_of(*self.place(scorer), "sdpa"),
+            }
+        return described
+
+    def paths(self) -> str:
+        """Both models for the log."""
+        return " and ".join(f"{name} {self.place(scorer)[0]}" for name, scorer in self.models.items())
+
+    def load(self, device: torch.device) -> LoadedScorers:
+        """Scorers and texts for capturing; loads a model that is asked in two ways once."""
+        loaded: dict[tuple[str, str | None, str], Scorer] = {}
+        scorers = {}
+        for name, scorer in self.models.items():
+            path, revision = self.place(scorer)
+            key = (path, revision, scorer.dtype)
+            if key not in loaded:
+                model = load_model(path, dtype=scorer.dtype, revision=revision)
+                model.to(device)  # type: ignore[arg-type]
+                loaded[key] = ModelScorer(ScoredLM(model), self.chat.rows.pad_id)
+            scorers[name] = loaded[key]
+        return LoadedScorers(scorers, self.texts)

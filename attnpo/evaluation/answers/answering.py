@@ -1,0 +1,226 @@
+"""Answers of a model to prompts: batch by batch into a file; what does not fit is counted and named."""
+
+import logging
+import re
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from transformers.utils import logging as quiet
+
+from attnpo.config.compose import RUNS_ROOT
+from attnpo.data.prepare import warn_of_rendered
+from attnpo.data.prompts import EncodedPrompts, Prompt, PromptSet, encode_prompts
+from attnpo.evaluation.answers.answer_config import AnswerConfig
+from attnpo.evaluation.answers.answer_file import AnswerFile, AnswerRow
+from attnpo.evaluation.answers.base import Answerer, Asked, Reply
+from attnpo.evaluation.answers.row_file import Name
+from attnpo.models.loading import load_chat
+from attnpo.models.spec import ModelSpec
+from attnpo.schema import Sampling, UserError
+from attnpo.system.locks import locked
+from attnpo.system.machine import device_of, versions
+from attnpo.system.processes import process
+from attnpo.text.chat import ChatFormat
+
+log = logging.getLogger(__name__)
+
+
+NAMED = 3  # ids named in the log per reason
+LOG_EVERY = 10.0  # seconds between two lines on the progress
+
+
+# ------------------------------------------------------------------------------------------------ the command
+
+
+def answer_prompts(cfg: AnswerConfig) -> Path:
+    """The file with the answers that a config of ``attnpo.generate`` asks for; has those it lacks made.
+
+    In a job of several processes each answers its share into a part; the last one merges them.
+
+    Raises:
+        UserError: model or prompts cannot be read, nothing can be answered, or the file holds answers of another model
+            or sampling, or another job is writing into it.
+    """
+    rules, sampling = cfg.answers, cfg.sampling
+    if rules.per_prompt > 1 and sampling.temperature == 0:
+        raise UserError(
+            f"answers.per_prompt={rules.per_prompt} with sampling.temperature=0 gives one answer {rules.per_prompt} "
+            "times: set a temperature above 0"
+        )
+    file = AnswerFile(output_path(cfg), *process())
+    cfg.require_unread("output", file.path, file.sidecar)
+    with locked(file.path.parent, file=file.part.name, instead="output=FILE.jsonl"):
+        return _answer(cfg, file)
+
+
+def _answer(cfg: AnswerConfig, file: AnswerFile) -> Path:
+    sampling = cfg.sampling
+    answerer = cfg.answering.open(cfg.model, device_of(cfg.trainer.get("accelerator", "auto")))
+    found = cfg.data.load()
+    _require_room(answerer.limit, sampling)
+    encoded = encode_prompts(found.prompts, answerer.chat, sampling.max_new_tokens, answerer.limit)
+    _report_left_out(encoded, found)
+    if answerer.chat is not None:
+        rendered = [prompt.id for prompt in found.prompts if answerer.chat.spells_special(prompt.messages)]
+        warn_of_rendered(len(rendered), len(found.prompts), rendered)
+    key = key_of(answerer, sampling)
+    have = file.open(key)
+    wanted = [(prompt, draw) for prompt in encoded.kept for draw in range(cfg.answers.per_prompt)]
+    turns = {prompt.id: prompt for prompt in found.prompts}
+    _check_same_prompts(have, turns, file.path)
+    share = wanted[file.rank :: file.processes]
+    lacking = {
+        (name, draw): Asked(turns[name].messages, tuple(encoded.kept[name]), draw)
+        for name, draw in share
+        if (name, draw) not in have
+    }
+    log.info("%d answers wanted, %d are in %s, %d to compute here", len(wanted), len(have), file.path, len(lacking))
+    began = time.perf_counter()
+    for some in fill(answerer, lacking, sampling):
+        file.append(some)
+    rows = file.merge(wanted)
+    if rows is None:
+        log.info("this process's share is done; the last process to finish merges the parts into %s", file.path)
+    else:
+        facts = _facts(cfg, found, encoded, rows) | {"seconds": round(time.perf_counter() - began, 2)}
+        file.account(key, facts)
+        log.info("%d answers in %s; %s", len(rows), file.path, facts["finish_reasons"])
+    return file.path
+
+
+def output_path(cfg: AnswerConfig) -> Path:
+    """``output``, or a file in a folder named after the model and the prompts."""
+    if cfg.output is not None:
+        return Path(cfg.output).expanduser()
+    model, data = Path(cfg.model.path), Path(cfg.data.path)
+    # RUN/best and organisation/model: the last part alone does not say which.
+    parts = [*(part for part in model.parts[-2:] if part.strip("./~")), data.name.partition(".")[0]]
+    if not data.suffix:  # a folder or a hub name, which hold several splits
+        parts.append(cfg.data.split)
+    named = "-".join([*parts, *([] if cfg.data.rows is None else [re.sub(r"[^0-9%]+", "_", cfg.data.rows)])])
+    return RUNS_ROOT / f"answers-{named}" / "answers.jsonl"
+
+
+def described(model: ModelSpec) -> tuple[ModelSpec, ChatFormat]:
+    """A model's description with the text of its chat template, and its chat format; no weights are read.
+
+    UserError for what is no model to answer with: adapters that are to be trained, a run's folder.
+    """
+    quiet.disable_progress_bar()  # type: ignore[no-untyped-call]
+    if model.lora is not None:
+        raise UserError("model.lora is for training; a run's best/ and last/ have its adapters merged in: leave it out")
+    if model.reward:
+        raise UserError("model.reward=true is for training: a reward model writes no answers; leave it out")
+    folder = Path(model.path).expanduser()
+    inside = [name for name in ("best", "last") if (folder / name / "config.json").is_file()]
+    if inside and not (folder / "config.json").is_file():
+        raise UserError(
+            f"model.path={model.path} is a run folder: name the model in it, model.path={folder / inside[0]}"
+        )
+    return load_chat(model)
+
+
+def _require_room(limit: int | None, sampling: Sampling) -> None:
+    if limit is not None and sampling.max_new_tokens >= limit:
+        raise UserError(
+            f"sampling.max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt: the model has {limit} "
+            "positions, or answering.max_length says so"
+        )
+
+
+def key_of(answerer: Answerer, sampling: Sampling) -> dict[str, object]:
+    """What decides the answer to a given prompt."""
+    return {**answerer.key(), "sampling": sampling.fingerprint()}
+
+
+# ------------------------------------------------------------------------------------------------ its steps
+
+
+def fill(answerer: Answerer, lacking: Mapping[Name, Asked], sampling: Sampling) -> Iterator[list[AnswerRow]]:
+    """The rows of what is lacking, as they come: to be written before the next are asked for."""
+    names, asked = list(lacking), list(lacking.values())
+    began = said = time.perf_counter()
+    done = tokens = 0
+    for replies in answerer.answer(asked, sampling):
+        yield [row_of(names[index], asked[index], reply) for index, reply in replies.items()]
+        done += len(replies)
+        tokens += sum(reply.tokens for reply in replies.values())
+        now = time.perf_counter()
+        if now - said > LOG_EVERY or done == len(names):
+            said = now
+            log.info("answers: %d of %d, %.0f tokens/s", done, len(names), tokens / max(now - began, 1e-9))
+
+
+def row_of(name: Name, asked: Asked, reply: Reply) -> AnswerRow:
+    """The row of a reply."""
+    row = AnswerRow(
+        id=name[0],
+        draw=name[1],
+        prompt=list(asked.messages),
+        answer=reply.text,
+        finish_reason=reply.finish_reason,
+        tokens=reply.tokens,
+    )
+    if reply.refused is not None:
+        row["refused"] = reply.refused
+    return row
+
+
+def _check_same_prompts(have: Mapping[Name, AnswerRow], turns: Mapping[str, Prompt], path: Path) -> None:
+    """Refuses a file begun with other prompts: ids from a column could name something else than they did then."""
+    for (name, _), row in have.items():
+        if name in turns and row["prompt"] != list(turns[name].messages):
+            raise UserError(
+                f"{path} holds an answer to another prompt under the id {name!r}: give another output=FILE.jsonl, or "
+                "ids that are unique (data.columns.id)"
+            )
+
+
+def _report_left_out(encoded: EncodedPrompts, found: PromptSet) -> None:
+    """Names what is left out. UserError when nothing remains."""
+    for reason, ids in encoded.left_out.items():
+        named = ", ".join(ids[:NAMED]) + (", ..." if len(ids) > NAMED else "")
+        log.warning("left out, %s: %d of %d prompts (%s)", reason, len(ids), len(found.prompts), named)
+    if encoded.refusal is not None:
+        log.warning("the first refusal: %s", encoded.refusal)
+    if encoded.kept:
+        return
+    if encoded.refusal is not None:
+        raise encoded.refusal
+    raise UserError(
+        f"none of the {len(found.prompts)} prompts can be answered: {'; '.join(encoded.left_out)}. Where they are too "
+        "long, lower sampling.max_new_tokens or raise answering.max_length"
+    )
+
+
+def _facts(
+    cfg: AnswerConfig, found: PromptSet, encoded: EncodedPrompts, rows: Sequence[AnswerRow]
+) -> dict[str, object]:
+    """The account beside the answers."""
+    model, source = cfg.model, cfg.data
+    return {
+        "versions": versions(),
+        "model": {"path": model.path, "revision": model.revision},
+        "data": {"path": source.path, "split": source.split, "rows": source.rows, "read": found.read},
+        "prompts": {"answered": len(encoded.kept), "rows_left_out": found.left_out, "left_out": encoded.left_out},
+        "repeated_rows": found.repeated,
+        "answers": len(rows),
+        "tokens": sum(row["tokens"] for row in rows),
+        "finish_reasons": dict(sorted(Counter(row["finish_reason"] for row in rows).items())),
+        "refused": refused(rows),
+    }
+
+
+def refused(rows: Iterable[AnswerRow]) -> dict[str, int]:
+    """How many answers are empty because there could be none, by reason; said once, with the first ids."""
+    ids: dict[str, list[str]] = {}
+    for row in rows:
+        if "refused" in row:
+            ids.setdefault(row["refused"], []).append(row["id"])
+    for reason, named in ids.items():
+        distinct = list(dict.fromkeys(named))
+        some = ", ".join(distinct[:NAMED]) + (", ..." if len(distinct) > NAMED else "")
+        log.warning("empty answers, %s: %d (%s)", reason, len(named), some)
+    return {reason: len(named) for reason, named in sorted(ids.items())}

@@ -1,0 +1,298 @@
+"""Asks a grader what a store does not hold yet: within limits, every reply kept as it comes."""
+
+import logging
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from attnpo.evaluation.grading.base import Grader, GradingCall, GradingFailure, GradingReply, Price
+from attnpo.evaluation.grading.input_tokens import ENOUGH, InputTokens
+from attnpo.evaluation.grading.limits import Budget, GradingLimits
+from attnpo.evaluation.grading.store import ReplyStore
+from attnpo.schema import UserError
+
+log = logging.getLogger(__name__)
+
+LOG_EVERY = 10.0  # seconds between two lines on the progress
+NAMED = 3  # problems named in the log
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What asking would take: ``calls`` in all, ``stored`` of them answered already, the rest counted in tokens.
+
+    ``most_output_tokens`` is an upper bound, the sum of the calls' ``max_tokens``; ``dollars`` is the most it costs,
+    None where the price is not known. ``method``: how the input tokens were counted.
+    """
+
+    calls: int
+    stored: int
+    input_tokens: int
+    most_output_tokens: int
+    dollars: float | None
+    method: str
+
+    @property
+    def rest(self) -> str:
+        """What is to be asked, for readers."""
+        cost = "the price of its tokens is not known" if self.dollars is None else f"at most {dollars(self.dollars)}"
+        return (
+            f"{self.input_tokens:,} input tokens ({self.method}), at most {self.most_output_tokens:,} output tokens "
+            f"(upper bound from max_tokens); {cost}"
+        )
+
+    def __str__(self) -> str:
+        """One line for the log."""
+        new = self.calls - self.stored
+        return f"{self.calls} grading calls, {self.stored} of them stored, {new} to ask: {self.rest}"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What came of asking.
+
+    ``replies`` holds stored and new ones. ``failures``: the problem of each call that got none. ``left``: calls that
+    were not made because a limit was reached, ``stopped`` names it, ``ahead`` is what they would take. ``spent``:
+    dollars for the ``made`` calls of this command that were answered; ``seconds`` is its time.
+    """
+
+    replies: Mapping[GradingCall, GradingReply]
+    failures: Mapping[GradingCall, str] = field(default_factory=dict)
+    left: tuple[GradingCall, ...] = ()
+    stopped: str | None = None
+    ahead: Estimate | None = None
+    spent: float = 0.0
+    made: int = 0
+    seconds: float = 0.0
+
+    @property
+    def models(self) -> dict[str, int]:
+        """How many replies each model gave, by the name that the replies state."""
+        return dict(Counter(reply.model for reply in self.replies.values() if reply.model))
+
+    @property
+    def whole(self) -> bool:
+        """Whether every call has its reply."""
+        return not self.failures and not self.left
+
+    def cost(self, price: Price) -> dict[str, float]:
+        """What all replies took, stored ones included: calls, tokens, dollars (not where unknown), seconds of calls.
+
+        ``estimated_calls``, where there are any, came without an account: of these, tokens and dollars are what was set
+        aside for them.
+        """
+        given = self.replies.values()
+        tokens = sum(reply.input_tokens for reply in given), sum(reply.output_tokens for reply in given)
+        estimated = sum(reply.estimated for reply in given)
+        return {
+            "calls": float(len(given)),
+            "input_tokens": float(tokens[0]),
+            "output_tokens": float(tokens[1]),
+            **({"dollars": price.of(*tokens)} if price.known else {}),
+            **({"estimated_calls": float(estimated)} if estimated else {}),
+            "seconds": math.fsum(reply.seconds for reply in given),
+        }
+
+
+def estimate(calls: Iterable[GradingCall], grader: Grader, store: ReplyStore) -> Estimate:
+    """What ``ask_all`` would take, before the first call; the store's replies correct the count of input tokens."""
+    wanted, identity = list(dict.fromkeys(calls)), grader.identity()
+    tokens = InputTokens(grader)
+    lacking = _lacking(wanted, identity, store, tokens)
+    return _estimated(lacking, len(wanted), grader, tokens)
+
+
+def ask_all(
+    calls: Iterable[GradingCall], grader: Grader, store: ReplyStore, limits: GradingLimits | None = None
+) -> Asked:
+    """The replies to ``calls``: those that are stored, and the rest asked for and stored as they come.
+
+    Equal calls are asked once. At a limit it stops and says what is left. Interrupted, it leaves a whole store.
+
+    Raises:
+        UserError: more than ``limits.max_failed`` calls failed in a row, ``max_cost`` without a price, another process
+            works on the store, or whatever the grader says no repetition will mend (a wrong key, an unknown model).
+    """
+    limits = limits or GradingLimits()
+    limits.check_price(grader)
+    wanted = list(dict.fromkeys(calls))
+    if limits.dry_run:
+        return _without_asking(wanted, grader, store)
+    with store.writing():
+        return _ask(wanted, grader, store, limits)
+
+
+def _without_asking(wanted: list[GradingCall], grader: Grader, store: ReplyStore) -> Asked:
+    identity, tokens = grader.identity(), InputTokens(grader)
+    left = _lacking(wanted, identity, store, tokens)
+    ahead = _estimated(left, len(wanted), grader, tokens)
+    log.info("limits.dry_run: %s", ahead)
+    return Asked(_stored(wanted, identity, store), left=tuple(left), stopped="limits.dry_run", ahead=ahead)
+
+
+def _ask(wanted: list[GradingCall], grader: Grader, store: ReplyStore, limits: GradingLimits) -> Asked:
+    identity, tokens = grader.identity(), InputTokens(grader)
+    todo = tokens.spread(_lacking(wanted, identity, store, tokens))
+    before = store.replies(identity)
+    spent = math.fsum(grader.price.of(reply.input_tokens, reply.output_tokens) for reply in before)
+    budget = Budget(limits, grader, tokens, spent, len(before))
+    if todo:
+        log.info("%s", _estimated(todo, len(wanted), grader, tokens))
+    tally = _Tally(len(wanted), len(wanted) - len(todo), budget, limits.max_failed, str(identity.get("model") or ""))
+    # Estimates are fitted to the first replies, which are awaited: the quickest of more would be the shortest.
+    first = 0 if tokens.exact or tokens.seen >= ENOUGH else ENOUGH
+    probe, rest = deque(todo[:first]), deque(todo[first:])
+    _ask_part(probe, grader, store, budget, tally)
+    if rest and not probe:
+        if first and tokens.seen >= ENOUGH:
+            log.info("grading: %d calls left: %s", len(rest), _estimated(rest, len(rest), grader, tokens).rest)
+        _ask_part(rest, grader, store, budget, tally)
+    left = (*probe, *rest)
+    ahead = _estimated(left, len(left), grader, tokens) if left else None
+    asked = Asked(
+        replies=_stored(wanted, identity, store),
+        failures=tally.failures,
+        left=left,
+        stopped=budget.stopped if left else None,
+        ahead=ahead,
+        spent=budget.spent - spent,
+        made=budget.replied - len(before),
+        seconds=time.monotonic() - tally.began,
+    )
+    _report(asked, budget)
+    return asked
+
+
+def _ask_part(calls: deque[GradingCall], grader: Grader, store: ReplyStore, budget: Budget, tally: "_Tally") -> None:
+    """Asks what is in ``calls`` and takes it out, until a bound is reached."""
+    identity = grader.identity()
+    asking = True
+    while calls and asking:  # what did not fit beside calls in flight may fit after them
+        asking = False
+        for call, found in grader.ask(budget.admitted(calls)):
+            asking = True
+            problem = None if isinstance(found, GradingFailure) else found.problem()
+            reply = found if problem is None else GradingFailure(problem)
+            if isinstance(reply, GradingFailure):
+                budget.drop(call)
+                tally.note(call, reply)
+                tally.check()
+            else:
+                store.add(call, identity, budget.settle(call, reply))
+                tally.note(call, reply)
+
+
+@dataclass
+class _Tally:
+    """Counts what comes back, and says so from time to time."""
+
+    wanted: int
+    stored: int
+    budget: Budget
+    max_failed: int
+    model: str
+    failures: dict[GradingCall, str] = field(default_factory=dict)
+    models: Counter[str] = field(default_factory=Counter)
+    answered: int = 0
+    in_a_row: int = 0
+    began: float = field(default_factory=time.monotonic)
+    said: float = field(default_factory=time.monotonic)
+
+    def note(self, call: GradingCall, reply: GradingReply | GradingFailure) -> None:
+        """Takes note of what a call came back with."""
+        if isinstance(reply, GradingFailure):
+            self.failures[call] = reply.problem
+            self.in_a_row += 1
+        else:
+            self.in_a_row = 0
+            self.answered += 1
+            self._note_model(reply.model)
+        now = time.monotonic()
+        if now - self.said >= LOG_EVERY:
+            self.said = now
+            self._say(now - self.began)
+
+    def check(self) -> None:
+        """Raises UserError when too many calls in a row have failed."""
+        if self.in_a_row > self.max_failed:
+            raise UserError(
+                f"{self.in_a_row} grading calls in a row failed (limits.max_failed={self.max_failed}), the last with: "
+                f"{list(self.failures.values())[-1]}; the {self.stored + self.answered} replies so far are stored, the "
+                "same command goes on from there"
+            )
+
+    def _note_model(self, model: str) -> None:
+        self.models[model] += 1
+        if model not in ("", self.model) and self.models[model] == 1:
+            log.warning(
+                "grader.model=%s is answered by %s: grades of other versions of a model are not comparable",
+                self.model,
+                model,
+            )
+
+    def _say(self, seconds: float) -> None:
+        done = self.stored + self.answered
+        left = self.wanted - done - len(self.failures)
+        pace = seconds / (self.answered + len(self.failures))
+        cost = f", {dollars(self.budget.spent)} spent" if self.budget.grader.price.known else ""
+        failed = f", {len(self.failures)} failed" if self.failures else ""
+        log.info("grading: %d of %d%s%s, %.0f s left", done, self.wanted, failed, cost, pace * left)
+
+
+def _lacking(
+    wanted: Iterable[GradingCall], identity: Mapping[str, object], store: ReplyStore, tokens: InputTokens
+) -> list[GradingCall]:
+    """The calls that have to be asked; the others' accounts correct ``tokens``."""
+    lacking = []
+    for call in wanted:
+        reply = store.reply(call, identity)
+        if reply is None:
+            lacking.append(call)
+        else:
+            tokens.saw(call, reply)
+    return lacking
+
+
+def _stored(
+    wanted: Iterable[GradingCall], identity: Mapping[str, object], store: ReplyStore
+) -> dict[GradingCall, GradingReply]:
+    found = ((call, store.reply(call, identity)) for call in wanted)
+    return {call: reply for call, reply in found if reply is not None}
+
+
+def _estimated(lacking: Iterable[GradingCall], wanted: int, grader: Grader, tokens: InputTokens) -> Estimate:
+    calls = list(lacking)
+    before = tokens.total(calls)
+    most = sum(call.max_tokens for call in calls)
+    cost = grader.price.of(before, most) if grader.price.known else None
+    return Estimate(wanted, wanted - len(calls), before, most, cost, tokens.method)
+
+
+def _report(asked: Asked, budget: Budget) -> None:
+    """Says what came of asking, where anything was asked or is missing."""
+    if asked.failures:
+        reasons = Counter(asked.failures.values()).most_common()
+        named = "; ".join(f"{count} times: {reason}" for reason, count in reasons[:NAMED])
+        more = f"; and {len(reasons) - NAMED} other reasons" if len(reasons) > NAMED else ""
+        log.warning("%d grading calls failed: %s%s", len(asked.failures), named, more)
+    if asked.stopped is not None:
+        spent = f", {dollars(budget.spent)} spent in all" if budget.grader.price.known else ""
+        left = len(asked.left), asked.ahead.rest if asked.ahead else ""
+        log.warning("%s is reached%s; raise it to ask the %d calls that are left: %s", asked.stopped, spent, *left)
+    if asked.made:
+        log.info("grading: %d calls in %.0f s, %d replies in all", asked.made, asked.seconds, len(asked.replies))
+    estimated = sum(reply.estimated for reply in asked.replies.values())
+    if estimated:
+        log.warning(
+            "%d of %d replies had no token counts (usage): their cost is an upper estimate, from estimated input and "
+            "the maximum output",
+            estimated,
+            len(asked.replies),
+        )
+
+
+def dollars(amount: float) -> str:
+    """An amount for readers: cents, or two digits of what is below one."""
+    return f"${amount:.2f}" if amount >= 0.01 or amount == 0 else f"${amount:.2g}"

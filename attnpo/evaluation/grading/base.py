@@ -1,0 +1,123 @@
+"""What graders are asked and what they answer; every grader is a ``Grader``, every question a ``GradingCall``."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Protocol, runtime_checkable
+
+from attnpo.schema import Message, digest
+from attnpo.system.files import shortened
+
+ABOVE_0 = 1e-3  # what rounding may add to a log-probability of 0
+_KINDS = {
+    **dict.fromkeys(("text", "finish_reason", "model"), str),
+    **dict.fromkeys(("input_tokens", "output_tokens"), int),
+    **{"logprobs": dict | None, "seconds": float | int, "estimated": bool},
+}
+
+
+@dataclass(frozen=True)
+class GradingCall:
+    """One question to a grader.
+
+    ``item`` is the benchmark's id of the question, ``part`` the turn or the game, ``round`` the round of generation,
+    ``repeat`` 0 or, where the same answer is graded again, 1 and so on. ``labels``: the replies that count as verdicts
+    where only the next token matters; ``top_logprobs`` of them are asked for (0: none).
+    """
+
+    benchmark: str
+    item: str
+    part: str
+    round: int
+    messages: tuple[Message, ...]
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_logprobs: int = 0
+    labels: tuple[str, ...] = ()
+    repeat: int = 0
+
+    def __hash__(self) -> int:
+        """By what names it: messages, being dictionaries, have no hash."""
+        return hash((self.benchmark, self.item, self.part, self.round, self.repeat))
+
+    def key(self, grader: Mapping[str, object]) -> str:
+        """The name of the reply in a store: a digest of the call and of the grader's ``identity()``."""
+        return digest([asdict(self), dict(grader)])[:32]
+
+
+@dataclass(frozen=True)
+class GradingReply:
+    """What a grader said.
+
+    ``logprobs``: the first token's most likely texts with their natural log-probabilities, None where the grader gives
+    none. Token counts are the grader's own account (``usage``). ``estimated``: it gave none, so that they are what was
+    set aside for the call, its estimated input and the most output. ``model`` is who says to have replied, where that
+    is said.
+    """
+
+    text: str
+    finish_reason: str = "stop"
+    logprobs: dict[str, float] | None = None
+    input_tokens: int = 0
+    output_tokens: int = 0
+    seconds: float = 0.0
+    model: str = ""
+    estimated: bool = False
+
+    def problem(self) -> str | None:
+        """Names a field whose value cannot be its own, as foreign graders give it; None where all can be used."""
+        for name, kind in _KINDS.items():
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                return f"a reply whose {name} is {shortened(repr(value))}, which is of another type"
+        for token, value in (self.logprobs or {}).items():
+            number = isinstance(value, float | int) and not isinstance(value, bool)
+            if not number or not (value == -math.inf or -(2**53) < value < ABOVE_0):  # NaN is neither
+                return f"a reply whose log-probability of {token!r} is {shortened(repr(value))}, which cannot be one"
+        return None
+
+
+@dataclass(frozen=True)
+class GradingFailure:
+    """Why a call got no reply, after the retries that its grader makes; asked again by a repeated command."""
+
+    problem: str
+
+
+@dataclass(frozen=True)
+class Price:
+    """Dollars per million tokens; with ``known`` false nobody has said what they cost."""
+
+    input: float = 0.0
+    output: float = 0.0
+    known: bool = True
+
+    def of(self, input_tokens: int, output_tokens: int) -> float:
+        """Dollars for so many tokens."""
+        return (self.input * input_tokens + self.output * output_tokens) / 1e6
+
+
+@runtime_checkable
+class Grader(Protocol):
+    """Answers calls: a served model, a model on this machine, the testbed's truth, or a script in tests."""
+
+    @property
+    def price(self) -> Price:
+        """What its tokens cost."""
+
+    def check_ready(self) -> None:
+        """Raises UserError for what is known to fail before anything is asked: a package, a key, a model folder."""
+
+    def identity(self) -> dict[str, object]:
+        """All that decides its replies to given calls and can be known without asking: model, address, templates."""
+
+    def ask(self, calls: Iterable[GradingCall]) -> Iterator[tuple[GradingCall, GradingReply | GradingFailure]]:
+        """Each call with its reply, as they come, in any order.
+
+        Pulls a call only when it is about to be sent, so that whoever yields the calls can stop them: what was pulled
+        and not yet given back is in flight.
+        """
+
+    def count_tokens(self, call: GradingCall) -> int | None:
+        """Input tokens of a call by the grader's own tokenizer, or None where that is not at hand."""

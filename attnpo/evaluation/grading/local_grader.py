@@ -1,0 +1,342 @@
+"""A grader on this machine: any Hugging Face causal LM, by its label logits or by what it writes.
+
+Calls with labels are answered by one forward: the log-probabilities of the two labels at the last prompt token, read
+through ``models.judge.CausalJudge``. Calls without labels are answered by generation.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import islice
+from typing import TYPE_CHECKING, TypeVar
+
+from attnpo.config.files import read_template
+from attnpo.evaluation.grading.base import GradingCall, GradingFailure, GradingReply, Price
+from attnpo.judge.base import JudgeReading
+from attnpo.judge.labels import label_tokens
+from attnpo.models.spec import DTYPES
+from attnpo.schema import BOOKKEEPING, Message, Sampling, UserError, check_choice, check_least
+from attnpo.system.machine import device_of
+from attnpo.text.chat import SENTINEL, ChatFormat, RefusedText
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from attnpo.judge.reader import CausalJudge
+    from attnpo.models.generate import HFGenerator
+
+log = logging.getLogger(__name__)
+
+# Raised by hand with every change of the code that moves a reply.
+CODE_VERSION = "1"
+ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")  # as trainer.accelerator
+ROOM_STEP = 256
+"""A reply that does not fit as asked gets a multiple of so many tokens: prompts of similar length share batches."""
+
+Outcome = tuple[GradingCall, GradingReply | GradingFailure]
+_Asked = tuple[GradingCall, list[int]]
+_Key = TypeVar("_Key")
+
+
+@dataclass(frozen=True)
+class LocalGrader:
+    """Grades with a causal LM: a local folder or a hub name.
+
+    ``chat_template`` is a Jinja text or a path to one, for tokenizers that bring none. At most ``batch_size`` calls are
+    pulled at once, and a forward or a batch of replies has at most ``token_budget`` tokens (one call at least).
+    ``max_length``: most tokens of prompt and reply; None: the positions that the model states. A prompt that is longer
+    is a failure, a reply gets what room is left. ``accelerator`` cpu keeps the model off the GPU.
+
+    Labels are read as the model's distribution has them, whatever a call's temperature. Generated replies are drawn by
+    a number of the call's prompt, round and repeat alone; batches decide nothing.
+    """
+
+    path: str
+    revision: str | None = None
+    dtype: str = "float32"
+    chat_template: str | None = None
+    batch_size: int = field(default=32, metadata=BOOKKEEPING)
+    token_budget: int = field(default=16384, metadata=BOOKKEEPING)
+    max_length: int | None = None
+    accelerator: str = field(default="auto", metadata=BOOKKEEPING)
+
+    def __post_init__(self) -> None:
+        check_choice("grader.dtype", self.dtype, DTYPES)
+        check_choice("grader.accelerator", self.accelerator, ACCELERATORS)
+        check_least("grader", 1, batch_size=self.batch_size, token_budget=self.token_budget, max_length=self.max_length)
+
+    # ------------------------------------------------------------------------------------------ what it is
+
+    @property
+    def price(self) -> Price:
+        """Prices every token at 0: the model runs on this machine."""
+        return Price()
+
+    def check_ready(self) -> None:
+        """Raises UserError for a model or a tokenizer that cannot be read; no weight is loaded."""
+        self.identity()
+
+    def identity(self) -> dict[str, object]:
+        """Weights, number format, attention kernel, chat format, longest sequence; no weight is loaded.
+
+        Raises UserError for a model or a tokenizer that cannot be read.
+        """
+        from attnpo.models.generate import ends_of_folder
+        from attnpo.models.loading import weights_fingerprint
+
+        return {
+            "grader": "local",
+            "weights": {**weights_fingerprint(self.path, self.revision), **ends_of_folder(self.path)},
+            "dtype": self.dtype,
+            "kernel": self._kernel,
+            "chat": self._chat.fingerprint(),
+            "max_length": self._limit,
+            "code": CODE_VERSION,
+        }
+
+    def count_tokens(self, call: GradingCall) -> int | None:
+        """Tokens of the call's prompt, special ones included; None where the chat template refuses it."""
+        try:
+            return len(self._ids(call.messages))
+        except RefusedText:
+            return None
+
+    @cached_property
+    def _kernel(self) -> str:
+        from attnpo.judge.reader import kernel_for
+        from attnpo.models.loading import described
+
+        return kernel_for(described(self.path, self.revision))
+
+    @cached_property
+    def _chat(self) -> ChatFormat:
+        from attnpo.models.described import token_rows
+        from attnpo.models.loading import load_tokenizer, text_config
+
+        template = read_template(self.chat_template, "grader.chat_template")
+        try:
+            tokenizer = load_tokenizer(self.path, self.revision)
+            return ChatFormat(tokenizer, template, rows=token_rows(text_config(self.path, self.revision)))
+        except UserError as problem:
+            raise UserError(f"grader.path={self.path}: {problem}".replace("model.chat_", "grader.chat_")) from problem
+
+    @cached_property
+    def _limit(self) -> int | None:
+        from attnpo.models.generate import longest_sequence
+
+        return longest_sequence(self.path, self.revision, "grader.max_length", self.max_length)
+
+    @cached_property
+    def _model(self) -> "PreTrainedModel":
+        from attnpo.models.loading import described, load_model
+
+        reading = described(self.path, self.revision).reading
+        model = load_model(self.path, dtype=self.dtype, revision=self.revision, attn_implementation=reading)
+        model.to(device_of(self.accelerator))  # type: ignore[arg-type]
+        return model
+
+    @cached_property
+    def _judge(self) -> "CausalJudge":
+        from attnpo.judge.reader import CausalJudge
+
+        return CausalJudge(self._model, token_budget=self.token_budget, kernel=self._kernel)
+
+    @cached_property
+    def _generator(self) -> "HFGenerator":
+        from attnpo.models.generate import HFGenerator
+
+        return HFGenerator(
+            self._model,
+            self._chat.tokenizer,
+            self._chat.prompt_ids,
+            batch_size=self.batch_size,
+            token_budget=self.token_budget,
+            end_ids=sorted(self._chat.end_ids),
+        )
+
+    # ------------------------------------------------------------------------------------------ asking
+
+    def ask(self, calls: Iterable[GradingCall]) -> Iterator[Outcome]:
+        """Each call with its reply; ``batch_size`` calls are pulled, answered and given back before the next.
+
+        A prompt that is too long, or that the chat template refuses, is a failure. Raises UserError when a label is not
+        one token of this model, which no other call would mend.
+        """
+        waiting = iter(calls)
+        while pulled := list(islice(waiting, self.batch_size)):
+            failed: list[Outcome] = []
+            asked: list[_Asked] = []
+            for call in pulled:
+                outcome = self._prepared(call)
+                if isinstance(outcome, GradingFailure):
+                    failed.append((call, outcome))
+                else:
+                    asked.append((call, outcome))
+            # Failures stand among replies, so that whoever counts them in a row does not take a few for an outage.
+            for answered in self._answered(asked):
+                yield answered
+                if failed:
+                    yield failed.pop(0)
+            yield from failed
+
+    def _answered(self, asked: Sequence[_Asked]) -> Iterator[Outcome]:
+        yield from self._labelled([item for item in asked if item[0].labels])
+        yield from self._written([item for item in asked if not item[0].labels])
+
+    def _prepared(self, call: GradingCall) -> list[int] | GradingFailure:
+        """The ids of a call's prompt, or why it cannot be asked."""
+        if call.labels and len(call.labels) != 2:
+            return GradingFailure(f"a model on this machine tells two labels apart, this call has {call.labels}")
+        try:
+            ids = self._ids(call.messages)
+        except RefusedText as problem:
+            return GradingFailure(str(problem).replace("model.chat_template", "grader.chat_template"))
+        # A written reply needs a position of its own; a label is read at the prompt's last one.
+        room = None if self._limit is None else self._limit - len(ids) + bool(call.labels)
+        if room is not None and room < 1:
+            return GradingFailure(
+                f"its prompt has {len(ids)} tokens, {self.path} takes {self._limit}"
+                + ("" if call.labels else " with the reply")
+            )
+        return ids
+
+    def _labelled(self, asked: Sequence[_Asked]) -> Iterator[Outcome]:
+        """Replies by label logits; calls of the same label tokens share forwards."""
+        for label_ids, group in _grouped(asked, lambda item: self._label_ids(item[0])):
+            began = time.perf_counter()
+            prompts = [ids for _, ids in group]
+            try:
+                readings = self._judge.read(prompts, layers=(), verdict=True, label_ids=label_ids)
+            except UserError as problem:
+                raise UserError(str(problem).replace("judge.path", "grader.path")) from problem
+            seconds = (time.perf_counter() - began) / len(group)
+            for (call, ids), reading in zip(group, readings, strict=True):
+                yield call, self._verdict(call.labels, label_ids, reading, len(ids), seconds)
+
+    def _verdict(
+        self, labels: Sequence[str], label_ids: Sequence[int], reading: JudgeReading, tokens: int, seconds: float
+    ) -> GradingReply:
+        """The likelier label (the first of equal ones), with what else the model would rather have written."""
+        assert reading.verdict_logps is not None and reading.verdict_token is not None
+        first, second, most = (float(value) for value in reading.verdict_logps)
+        logprobs = dict(zip(labels, (first, second), strict=True))
+        if reading.verdict_token not in label_ids:
+            logprobs[self._spelled(reading.verdict_token, labels)] = most
+        return GradingReply(
+            text=labels[0] if first >= second else labels[1],
+            logprobs=logprobs,
+            input_tokens=tokens,
+            output_tokens=1,
+            seconds=seconds,
+        )
+
+    def _spelled(self, token: int, labels: Sequence[str]) -> str:
+        """A token's text; the vocabulary's own entry where the text is that of a label, as with a blank before it."""
+        text = str(self._chat.tokenizer.decode([token]))
+        entry = str(self._chat.tokenizer.convert_ids_to_tokens(token)) if text in labels or not text else text
+        return f"token {token}" if entry in labels else entry
+
+    def _written(self, asked: Sequence[_Asked]) -> Iterator[Outcome]:
+        """Replies by generation; calls with the same sampling share batches."""
+        from attnpo.models.generate import Request
+
+        for sampling, group in _grouped(asked, lambda item: self._sampling(item[0], len(item[1]))):
+            requests = [Request(ids, call.repeat) for call, ids in group]
+            for batch in self._generator.batches(requests, sampling):
+                began = time.perf_counter()
+                answers = self._generator.answer([requests[index] for index in batch], sampling)
+                seconds = (time.perf_counter() - began) / len(batch)
+                for index, answer in zip(batch, answers, strict=True):
+                    call, ids = group[index]
+                    yield (
+                        call,
+                        GradingReply(
+                            text=answer.text,
+                            finish_reason="stop" if answer.ended else "length",
+                            input_tokens=len(ids),
+                            output_tokens=answer.tokens,
+                            seconds=seconds,
+                        ),
+                    )
+
+    def _sampling(self, call: GradingCall, tokens: int) -> Sampling:
+        """How a call's reply is drawn: as it asks, within the room that a prompt of so many tokens leaves."""
+        asked = Sampling(
+            max_new_tokens=call.max_tokens, temperature=call.temperature, top_p=call.top_p, seed=call.round
+        )
+        if self._limit is None or tokens + call.max_tokens <= self._limit:
+            return asked
+        self._say_once(
+            f"prompts leave less room within the {self._limit} tokens of {self.path} than replies may take: such "
+            "replies are cut earlier than the benchmark asks (finish_reason length)"
+        )
+        room = self._limit - tokens
+        return replace(asked, max_new_tokens=room - room % ROOM_STEP if room > ROOM_STEP else room)
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            log.warning("grader: %s", text)
+
+    @cached_property
+    def _said(self) -> set[str]:
+        return set()
+
+    # ------------------------------------------------------------------------------------------ prompts
+
+    def _label_ids(self, call: GradingCall) -> tuple[int, int]:
+        return self._label_ids_of(tuple(turn["role"] for turn in call.messages), call.labels)
+
+    def _label_ids_of(self, roles: tuple[str, ...], labels: tuple[str, ...]) -> tuple[int, int]:
+        known = self._known_labels
+        if (roles, labels) not in known:
+            turns = self._turns([Message(role=role, content="x") for role in roles])
+            prompt = self._chat.render(turns, add_generation_prompt=True)
+            key = f"grader.path={self.path}, the benchmark's labels"
+            first, second = label_tokens(self._chat, prompt, labels, key)
+            known[roles, labels] = (first, second)
+        return known[roles, labels]
+
+    @cached_property
+    def _known_labels(self) -> dict[tuple[tuple[str, ...], tuple[str, ...]], tuple[int, int]]:
+        return {}
+
+    def _ids(self, messages: Sequence[Message]) -> list[int]:
+        return self._chat.prompt_ids(self._turns(messages))
+
+    def _turns(self, messages: Sequence[Message]) -> list[Message]:
+        """The turns as the chat template takes them: system text in front of the next turn where it has no place."""
+        if all(turn["role"] != "system" for turn in messages) or self._takes_system:
+            return list(messages)
+        turns: list[Message] = []
+        waiting: list[str] = []
+        for turn in messages:
+            if turn["role"] == "system":
+                waiting.append(turn["content"])
+            else:
+                turns.append(Message(role=turn["role"], content="\n\n".join([*waiting, turn["content"]])))
+                waiting = []
+        return turns if not waiting else [*turns, Message(role="user", content="\n\n".join(waiting))]
+
+    @cached_property
+    def _takes_system(self) -> bool:
+        """Whether the chat template writes a system turn: some refuse it, some leave it out."""
+        probe = [Message(role="system", content=SENTINEL), Message(role="user", content="a")]
+        try:
+            takes = SENTINEL in self._chat.render(probe, add_generation_prompt=True)
+        except RefusedText as problem:
+            log.debug("the grader's chat template refuses a system turn: %s", problem)
+            takes = False
+        if not takes:
+            self._say_once(f"the chat template of {self.path} has no system turn; its text begins the user's turn")
+        return takes
+
+
+def _grouped(items: Iterable[_Asked], key: Callable[[_Asked], _Key]) -> list[tuple[_Key, list[_Asked]]]:
+    """Items by their key, in the order in which keys are first met."""
+    groups: dict[_Key, list[_Asked]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return list(groups.items())

@@ -1,0 +1,248 @@
+"""Who ranks answers: a judge that compares two at a time, a reward model, a column of the data."""
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import combinations
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnpo.config.files import read_template
+from attnpo.evaluation.grading.base import Grader, GradingCall
+from attnpo.evaluation.grading.limits import GradingLimits
+from attnpo.evaluation.pairing.base import AnswerSet, ScoreRow, scored, unscored
+from attnpo.evaluation.pairwise import Contest, PairwiseRules
+from attnpo.judge.prompts import question_text
+from attnpo.models.spec import DTYPES
+from attnpo.schema import BOOKKEEPING, UserError, check_choice, check_least, digest
+from attnpo.system.processes import process
+from attnpo.text.chat import ChatFormat, RefusedText
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+log = logging.getLogger(__name__)
+
+AT_ONCE = 1024  # prompts whose comparisons are asked before their scores are written
+REWARDS_AT_ONCE = 64  # prompts whose rewards are computed before they are written
+
+
+@dataclass(frozen=True)
+class JudgeRanker:
+    """A judge compares every two answers to a prompt in both orders; an answer's score is its mean chance to win.
+
+    Probabilities of the two labels, as ``evaluation.pairwise`` reads them: K answers take K (K - 1) prompts of the
+    judge. A reply is kept as it comes and never asked for twice. A prompt with a comparison that has no verdict in both
+    orders is left unranked. Calls that failed are asked again by a repeated command, or count as no verdict with
+    ``give_up``. In a job of several processes ``limits`` hold for each.
+    """
+
+    grader: Grader
+    pairwise: PairwiseRules = field(default_factory=PairwiseRules)
+    limits: GradingLimits = field(default_factory=GradingLimits, metadata=BOOKKEEPING)
+    give_up: bool = False
+
+    def __post_init__(self) -> None:
+        if self.limits.max_items is not None:
+            raise UserError("ranker.limits.max_items is for benchmarks: choose rows with answers.rows")
+
+    @property
+    def name(self) -> str:
+        """The judge's model."""
+        named = getattr(self.grader, "path", None) or getattr(self.grader, "model", None)
+        return f"judge {named or type(self.grader).__name__}"
+
+    def key(self, sets: Sequence[AnswerSet]) -> dict[str, object]:
+        """The grader and the wording."""
+        if not self.limits.dry_run:
+            self.grader.check_ready()
+        self.limits.check_price(self.grader)
+        return {"kind": "judge", "grader": self.grader.identity(), "pairwise": self.pairwise.versions()}
+
+    def scores(self, sets: Sequence[AnswerSet], device: torch.device, folder: Path) -> Iterator[list[ScoreRow]]:
+        """Yields scores of sets whose comparisons all have verdicts; none in a dry run, which says what all take."""
+        from attnpo.evaluation.grading.asking import ask_all
+        from attnpo.evaluation.grading.store import ReplyStore
+
+        rank, processes = process()
+        own = folder / "grades" if processes == 1 else folder / f"grades-part{rank}"
+        if self.limits.dry_run:
+            ask_all(self._calls(sets), self.grader, ReplyStore(own), self.limits)
+            return
+        own.mkdir(exist_ok=True)
+        store = ReplyStore(own)
+        for start in range(0, len(sets), AT_ONCE):
+            some = sets[start : start + AT_ONCE]
+            found = ask_all(self._calls(some), self.grader, store, self.limits)
+            lacking = {call.item for call in (*found.left, *({} if self.give_up else found.failures))}
+            ready = [one for one in some if not any(item.item in lacking for item in contests(one))]
+            if found.failures and not self.give_up:
+                log.warning(
+                    "ranker.give_up=true leaves prompts whose calls fail unranked, and makes pairs of the others"
+                )
+            items = [item.item for one in ready for item in contests(one)]
+            verdicts = self.pairwise.preferences(items, found.replies)
+            told = "; ".join(f"{what}: {count}" for what, count in verdicts.counts.items())
+            log.info("%d comparisons in both orders%s", len(items), f"; {told}" if told else "")
+            chances = dict(zip(verdicts.items, verdicts.values.tolist(), strict=True))
+            yield [row for one in ready for row in _by_chances(one, chances)]
+
+    def _calls(self, sets: Sequence[AnswerSet]) -> list[GradingCall]:
+        return [call for one in sets for call in self.pairwise.calls("pair", 0, contests(one))]
+
+
+def contests(found: AnswerSet) -> list[Contest]:
+    """Every two answers of a set."""
+    question = question_text(found.prompt)
+    return [
+        Contest(f"{found.id}/{one.draw}-{other.draw}", question, one.text, other.text)
+        for one, other in combinations(found.answers, 2)
+    ]
+
+
+def _by_chances(found: AnswerSet, chances: dict[str, float]) -> list[ScoreRow]:
+    """An answer's mean chance to win over the others."""
+    won = {one.draw: 0.0 for one in found.answers}
+    for one, other in combinations(found.answers, 2):
+        chance = chances[f"{found.id}/{one.draw}-{other.draw}"]
+        won[one.draw] += chance
+        won[other.draw] += 1 - chance
+    if any(math.isnan(value) for value in won.values()):
+        return unscored(found, "the judge gave no verdict in both orders")
+    return scored(found, [value / (len(won) - 1) for value in won.values()])
+
+
+@dataclass(frozen=True)
+class RewardRanker:
+    """A reward model: a causal model with one output for sequences, read at the last token of each conversation.
+
+    ``chat_template`` is a Jinja text or a path to one, for tokenizers that bring none. A prompt with a conversation of
+    more than ``max_length`` tokens, or one that the chat template refuses, is left unranked.
+    """
+
+    path: str
+    revision: str | None = None
+    dtype: str = "float32"
+    chat_template: str | None = None
+    max_length: int = 2048
+    token_budget: int = field(default=16384, metadata=BOOKKEEPING)
+
+    def __post_init__(self) -> None:
+        check_choice("ranker.dtype", self.dtype, DTYPES)
+        check_least("ranker", 1, max_length=self.max_length, token_budget=self.token_budget)
+
+    @property
+    def name(self) -> str:
+        """The model."""
+        return f"reward {self.path}"
+
+    def key(self, sets: Sequence[AnswerSet]) -> dict[str, object]:
+        """Weights, number format, chat format, lengths."""
+        from attnpo.models.loading import weights_fingerprint
+
+        return {
+            "kind": "reward",
+            "weights": weights_fingerprint(self.path, self.revision),
+            "dtype": self.dtype,
+            "chat": self._chat.fingerprint(),
+            "max_length": self.max_length,
+        }
+
+    @cached_property
+    def _chat(self) -> ChatFormat:
+        from attnpo.models.described import token_rows
+        from attnpo.models.loading import load_tokenizer, text_config
+
+        template = read_template(self.chat_template, "ranker.chat_template")
+        tokenizer = load_tokenizer(self.path, self.revision)
+        rows = token_rows(text_config(self.path, self.revision))
+        return ChatFormat(tokenizer, template, part="ranker", rows=rows)
+
+    def scores(self, sets: Sequence[AnswerSet], device: torch.device, folder: Path) -> Iterator[list[ScoreRow]]:
+        """Rewards; the model is loaded with the first set."""
+        from attnpo.models.loading import load_model
+
+        if not sets:
+            return
+        model = load_model(self.path, dtype=self.dtype, revision=self.revision, reward=True)
+        model.to(device)  # type: ignore[arg-type]
+        for start in range(0, len(sets), REWARDS_AT_ONCE):
+            some = sets[start : start + REWARDS_AT_ONCE]
+            yield self._rewarded(model, some)
+            log.info("rewards: %d of %d prompts", start + len(some), len(sets))
+
+    def _rewarded(self, model: "PreTrainedModel", sets: Sequence[AnswerSet]) -> list[ScoreRow]:
+        from attnpo.models.reward_policy import rewards_of
+
+        rows: list[ScoreRow] = []
+        shown: list[tuple[AnswerSet, list[list[int]]]] = []
+        for one in sets:
+            try:
+                both = [self._chat.encode(one.prompt, answer.text) for answer in one.answers]
+            except RefusedText as problem:
+                rows += unscored(one, problem.reason)
+                continue
+            ids = [item.prompt_ids + item.response_ids for item in both]
+            if max(map(len, ids)) > self.max_length:
+                rows += unscored(one, f"a conversation is longer than ranker.max_length={self.max_length}")
+            else:
+                shown.append((one, ids))
+        try:
+            rewards = iter(rewards_of(model, [ids for _, each in shown for ids in each], self.token_budget).tolist())
+        except UserError as problem:
+            raise UserError(str(problem).replace("model.reward=true", f"ranker.path={self.path}")) from problem
+        for one, each in shown:
+            values = [next(rewards) for _ in each]
+            fine = all(math.isfinite(value) for value in values)
+            rows += scored(one, values) if fine else unscored(one, "the reward is no number")
+        return rows
+
+
+@dataclass(frozen=True)
+class ColumnRanker:
+    """A number in a column of the answers' rows; a prompt with an answer that has none is left unranked."""
+
+    column: str
+    higher_is_better: bool = True
+
+    @property
+    def name(self) -> str:
+        """The column."""
+        return f"column {self.column}"
+
+    def key(self, sets: Sequence[AnswerSet]) -> dict[str, object]:
+        """The column, its direction and its values. UserError where no row has it."""
+        values = [[answer.extra.get(self.column) for answer in one.answers] for one in sets]
+        if all(value is None for each in values for value in each):
+            there = ", ".join(sets[0].answers[0].extra)
+            raise UserError(f"ranker.column={self.column}: no answer has a number there; columns found: {there}")
+        return {
+            "kind": "column",
+            "column": self.column,
+            "higher_is_better": self.higher_is_better,
+            "values": digest([[repr(value) for value in each] for each in values]),
+        }
+
+    def scores(self, sets: Sequence[AnswerSet], device: torch.device, folder: Path) -> Iterator[list[ScoreRow]]:
+        """The numbers, with the sign that makes the better one higher."""
+        sign = 1.0 if self.higher_is_better else -1.0
+        rows: list[ScoreRow] = []
+        for one in sets:
+            values = [_number(answer.extra.get(self.column)) for answer in one.answers]
+            numbers = [sign * value for value in values if value is not None]
+            whole = len(numbers) == len(values)
+            rows += scored(one, numbers) if whole else unscored(one, f"no number in column {self.column}")
+        yield rows
+
+
+def _number(value: object) -> float | None:
+    """A finite number of a row, text from a CSV file included; None for anything else."""
+    try:
+        number = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None

@@ -1,0 +1,150 @@
+"""Implicit-reward accuracy of a run's policy: what its folder fills in, and its token weights on unseen pairs."""
+
+import logging
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from attnpo.data.base import PairSet
+from attnpo.data.rules import LengthRules
+from attnpo.evaluation.base import Measured, Subject
+from attnpo.evaluation.evaluate_config import EvaluateConfig
+from attnpo.evaluation.implicit_reward import GAIN, OF_RUN, WEIGHTED, ImplicitReward
+from attnpo.evaluation.pair_set import KEY, UnseenPairs
+from attnpo.models.spec import AUTO
+from attnpo.run.folders import run_of, saved_config
+from attnpo.run.identity import inputs_of
+from attnpo.run.run_config import RunConfig
+from attnpo.run.settings import PairReader
+from attnpo.schema import UserError
+from attnpo.weights.base import OnlineSource
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationPairs(UnseenPairs):
+    """Validation pairs of a run, as its own ``source`` gives them."""
+
+    source: PairReader
+
+    def load(self) -> PairSet:
+        """Reads the run's validation split. UserError as training raises it."""
+        return self.source.load("val")
+
+
+def filled_from_run(cfg: EvaluateConfig) -> EvaluateConfig:
+    """Fills in an implicit reward's reference, pairs and lengths from the run whose ``best/`` or ``last/`` is measured.
+
+    For any other model from the run that its token weights are of, if one is named. What the command names is kept; one
+    line says what was taken. UserError where something is auto and the run's configuration cannot be read.
+    """
+    measure, folder = cfg.benchmark, run_of(cfg.model.path)
+    if isinstance(measure, WeightedImplicitReward) and measure.run != AUTO:
+        folder = folder or Path(measure.run)
+    if not isinstance(measure, ImplicitReward) or folder is None:
+        return cfg
+    try:
+        run = saved_config(folder, f"model.path={cfg.model.path}")
+    except UserError as problem:
+        if AUTO in (measure.reference, measure.data.path):
+            raise
+        log.warning("%slengths are not taken from the run: %s", KEY, problem)
+        return cfg
+    told = []
+    if isinstance(measure, WeightedImplicitReward) and measure.run == AUTO:
+        measure = replace(measure, run=str(folder))
+        told.append("token weights")
+    if measure.reference == AUTO:
+        revision = measure.reference_revision or run.model.revision
+        measure = replace(measure, reference=run.model.path, reference_revision=revision)
+        told.append(f"reference {run.model.path}")
+        if run.model.quantize is not None:
+            log.warning(
+                "%sreference=%s is read whole, and the run trained on it in 4 bits (model.quantize=%s): the reward "
+                "holds what that changed, too",
+                *(KEY, run.model.path, run.model.quantize),
+            )
+    if measure.data.path == AUTO:
+        place = str(getattr(run.data, "place", "its data"))
+        measure = replace(measure, data=ValidationPairs(place, group=measure.data.group, source=run.data))
+        told.append(f"validation pairs of {place}")
+    lengths = lengths_of(run, measure.lengths, cfg.composed.overrides)
+    if lengths != measure.lengths:
+        rules = {key: getattr(value, "value", value) for key, value in asdict(lengths).items()}
+        told.append("lengths " + ", ".join(f"{key}={value}" for key, value in rules.items()))
+    if told:
+        log.info("%s takes from the run in %s: %s", measure.name, folder, "; ".join(told))
+    return cfg.with_component("benchmark", replace(measure, lengths=lengths))
+
+
+def lengths_of(run: RunConfig, asked: LengthRules, overrides: tuple[str, ...]) -> LengthRules:
+    """Returns the run's length rules, but those that the command names, or that a benchmark of one's own sets."""
+    named = [override.partition("=")[0].lstrip("+") for override in overrides]
+    default, taken = asdict(LengthRules()), asdict(run.lengths)
+    own = {
+        key: value
+        for key, value in asdict(asked).items()
+        if value != default[key] or f"{KEY}lengths.{key}" in named or f"{KEY}lengths" in named
+    }
+    return LengthRules(**{**taken, **own})
+
+
+@dataclass(frozen=True)
+class WeightedImplicitReward(ImplicitReward):
+    """The plain measure, and ``accuracy_weighted``: the order by ``sum_t f_t (log pi - log ref)_t``.
+
+    ``run`` is the folder of the run whose weights are taken (as a rule, of the one that trained the model): its source,
+    judge and transforms weigh the pairs as they weighed its training pairs, and f is what its objective multiplies beta
+    by. The run's lengths hold instead of ``lengths``.
+    """
+
+    run: str = AUTO
+
+    @property
+    def scores(self) -> tuple[str, ...]:
+        """The weighted accuracy, which counts, those of the plain measure, and what the weighted one is ahead by."""
+        return (WEIGHTED, *super().scores, f"{GAIN}_weighted")
+
+    def versions(self) -> dict[str, object]:
+        """Those of the plain measure, and the settings of the run that touch weights."""
+        cfg = self._config()
+        return {**replace_lengths(self, cfg)._plain_versions(), "weights": inputs_of(cfg)}
+
+    def _plain_versions(self) -> dict[str, object]:
+        return super().versions()
+
+    def measure(self, subject: Subject) -> Measured:
+        """Accuracies of the plain, the length-normalised and the token-weighted reward, and of each model alone.
+
+        Raises:
+            UserError: as the plain measure does; there is no run in the folder, its objective reads no token weights,
+                its source computes them in training alone, or its data, model or judge are no longer where they were.
+        """
+        from attnpo.run.inputs import make_inputs
+        from attnpo.run.other_pairs import reward_factors
+
+        if self.reference is None:
+            raise UserError(
+                f"{KEY}reference=null: there is no log-ratio to weigh; name the model training started from"
+            )
+        cfg = self._config()
+        if "token_weights" not in cfg.objective.requires or isinstance(cfg.weights, OnlineSource):
+            what = type(cfg.weights).__name__ if "token_weights" in cfg.objective.requires else "its objective"
+            raise UserError(
+                f"{KEY}run={self.run}: {what} leaves no token weights to take; name a run with weights that are read "
+                "before training, or set benchmark=implicit_reward"
+            )
+        inputs = make_inputs(cfg)
+        return replace_lengths(self, cfg).measured(subject, lambda pairs: reward_factors(inputs, pairs))
+
+    def _config(self) -> RunConfig:
+        if self.run == AUTO:
+            raise UserError(f"{KEY}run: {OF_RUN}; give {KEY}run=outputs/RUN, the run whose token weights are taken")
+        return saved_config(Path(self.run), f"{KEY}run={self.run}")
+
+
+def replace_lengths(measure: WeightedImplicitReward, cfg: RunConfig) -> WeightedImplicitReward:
+    """The measure with the run's length rules; logs where they differ."""
+    if asdict(measure.lengths) != asdict(cfg.lengths):
+        log.info("%slengths: those of %s hold, since its weights are on tokens that they cut", KEY, measure.run)
+    return replace(measure, lengths=cfg.lengths)

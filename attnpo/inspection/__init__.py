@@ -1,1 +1,0 @@
-"""One pair, token by token."""

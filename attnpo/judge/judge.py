@@ -1,0 +1,191 @@
+"""Judge and verbalizer of a run: described cheaply, loaded once, and only when something is missing in the store."""
+
+import logging
+from contextlib import suppress
+
+import torch
+
+from attnpo.config.files import read_template
+from attnpo.judge.base import JudgeModel, LoadedJudge
+from attnpo.judge.layers import Depth
+from attnpo.judge.prompts import JudgePrompts
+from attnpo.judge.reader import CausalJudge, kernel_for
+from attnpo.judge.settings import TOKEN_BUDGET, Judge
+from attnpo.judge.trace_writer import TraceWriter
+from attnpo.judge.traces import TRACES, KeptTraces, ThinkingJudge, trace_key
+from attnpo.models.described import describe, stated_positions, token_rows
+from attnpo.models.generate import ends_of_folder
+from attnpo.models.loading import (
+    described,
+    load_config,
+    load_model,
+    load_tokenizer,
+    model_depth,
+    model_heads,
+    text_config,
+    weights_fingerprint,
+)
+from attnpo.models.memory import MemoryEstimate, estimate_pass, most_tokens
+from attnpo.models.spec import ModelSpec
+from attnpo.schema import PreferencePair, UserError
+from attnpo.system.machine import memory_of
+from attnpo.system.store import Store, Table
+from attnpo.text.chat import ChatFormat
+
+log = logging.getLogger(__name__)
+
+
+class RunJudge:
+    """A judge that is described cheaply and loaded at most once.
+
+    Args:
+        judge: the component. UserError when another model is meant and none is named, for a tokenizer that gives no
+            characters, and for ``chat_template_kwargs`` that its chat template never reads.
+        model: the run's model, which judges unless ``judge.path`` names another.
+        chat: the run's chat format, used unless ``judge.path`` names another model.
+        store: where the traces of a judge that thinks first are kept; None keeps them in memory, for each ``load``.
+    """
+
+    def __init__(self, judge: Judge, model: ModelSpec, chat: ChatFormat, store: Store | None = None) -> None:
+        own = judge.path is None
+        if own and judge.other:
+            raise UserError(
+                "judge.other=true means another model than the run's own, and judge.path is null: set "
+                "other_judge.path=FOLDER_OR_HUB_NAME (with judge=other) or judge.path"
+            )
+        self.tokenizer = chat.tokenizer
+        self.settings = judge
+        self.path = model.path if judge.path is None else judge.path
+        self.revision = model.revision if own else judge.revision
+        if not own:
+            self.tokenizer = load_tokenizer(self.path, self.revision)
+            if not self.tokenizer.is_fast:
+                raise UserError(
+                    f"judge.path={self.path}: expected a fast tokenizer, which tells each token's characters, got "
+                    f"{type(self.tokenizer).__name__}, which does not, so its weights cannot be carried onto the "
+                    "training tokens: name a model folder with a tokenizer.json, or another judge"
+                )
+        config = text_config(self.path, self.revision)
+        options, rows = judge.chat_template_kwargs, token_rows(config)
+        if not own:
+            template, fallback = read_template(judge.chat_template, "judge.chat_template"), model.fallback_template
+            chat = ChatFormat(self.tokenizer, template, fallback=fallback, kwargs=options, part="judge", rows=rows)
+        asking = chat
+        if own and judge.chat and options is not None:
+            asking = ChatFormat(self.tokenizer, kwargs=options, part="judge", rows=rows)
+        self.prompts = JudgePrompts(judge.rules(stated_positions(config)), asking, training=chat)
+        self._store = store
+
+    def describe_frame(self) -> str:
+        """Returns in words in which chat template the judge sees its wording."""
+        if not self.settings.chat:
+            return "the judge's prompt is its wording without a chat template (judge.chat=false)"
+        whose = "it" if self.settings.path is None else f"{self.path}'s, {self.prompts.chat.chosen.origin}"
+        return f"the judge's wording is a user turn of {whose}"
+
+    @property
+    def num_layers(self) -> Depth:
+        """Depth of the judge, with the layers that have attention, read from its config alone.
+
+        UserError when there is none to read.
+        """
+        found, depth = described(self.path, self.revision), model_depth(self.path, self.revision)
+        if not found.layers:
+            raise UserError(
+                f"judge: no layer of {self.path} ({found.name}) has softmax attention that can be read: {found.why}; "
+                "name another model as judge.path"
+            )
+        return Depth(depth, found.layers)
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads of each layer of the judge, read from its config alone; UserError when layers differ in it."""
+        return model_heads(self.path, self.revision)
+
+    def fingerprint(self) -> dict[str, object]:
+        """What identifies the judge's numbers: weights, number format, attention kernel family."""
+        return {
+            "weights": weights_fingerprint(self.path, self.revision),
+            "dtype": self.settings.dtype,
+            "kernel": kernel_for(described(self.path, self.revision)),
+        }
+
+    def written(self, token: int) -> str:
+        """A token of the judge as text."""
+        return str(self.tokenizer.decode([token]))
+
+    def estimate(self, budget: int) -> MemoryEstimate:
+        """Estimates what the judge pass needs with so many tokens in a forward, and one prompt at least."""
+        config, length = load_config(self.path, self.revision), self.settings.max_length
+        mapped = length if describe(config).mapped else 0
+        return estimate_pass(config, dtype=self.settings.dtype, tokens=max(budget, length), mapped=mapped)
+
+    def budget(self, capacity: int | None) -> int:
+        """Chooses the tokens of a forward on a device of so many bytes, where they are known.
+
+        What a judge that thinks first keeps of a prompt is not in the estimate, so that its number is the least.
+        """
+        asked = self.settings.token_budget
+        if not isinstance(asked, str):
+            return asked
+        if capacity is not None and self.settings.trace is None:
+            with suppress(Exception):  # a config that cannot be read for it, which is said with the estimate
+                return most_tokens(lambda tokens: self.estimate(tokens).fits(capacity), TOKEN_BUDGET)
+        return TOKEN_BUDGET
+
+    def load(self, device: torch.device, *, keep: bool = True) -> LoadedJudge:
+        """Model and prompts for capturing; loads the model onto ``device``.
+
+        ``keep``: whether traces are read from the store and kept there.
+        """
+        found = described(self.path, self.revision)
+        model = load_model(
+            self.path, dtype=self.settings.dtype, revision=self.revision, attn_implementation=found.reading
+        )
+        model.to(device)  # type: ignore[arg-type]
+        budget = self.budget(memory_of(device))
+        plain = CausalJudge(model, token_budget=budget, kernel=kernel_for(found))
+        judge = thinking(plain, self.prompts, KeptTraces(self._traces() if keep else None))
+        return LoadedJudge(judge, self.prompts, self.settings.verdict)
+
+    def _traces(self) -> Table | None:
+        """The table of the traces; None without traces or a store."""
+        if self.settings.trace is None or self._store is None:
+            return None
+        key = {
+            "judge": {**self.fingerprint(), **ends_of_folder(self.path)},
+            "chat": self.prompts.chat.fingerprint(),
+            "trace": self.settings.trace.fingerprint(),
+        }
+        return self._store.table(TRACES, key)
+
+    def stored_traces(self, pair: PreferencePair) -> tuple[str, ...]:
+        """What the judge wrote about ``pair`` before its verdicts, by round; empty where the store has not all of it.
+
+        UserError for a pair that it cannot be shown.
+        """
+        table = self._traces()
+        if table is None:
+            return ()
+        keys = [trace_key(prompt.input_ids) for prompt in self.prompts.build(pair)]
+        found = KeptTraces(table).find(keys)
+        return tuple(found[key].text for key in keys) if found.keys() >= set(keys) else ()
+
+
+def thinking(judge: CausalJudge, prompts: JudgePrompts, kept: KeptTraces) -> JudgeModel:
+    """``judge`` itself or, where ``prompts`` leave room for a trace, one that writes it first.
+
+    UserError for a model that cannot write.
+    """
+    rules, after = prompts.rules.trace, prompts.after_trace
+    if rules is None or after is None:
+        return judge
+    writer = TraceWriter(
+        judge.model,
+        prompts.chat.tokenizer,
+        rules.sampling(),
+        rules.until,
+        token_budget=judge.token_budget,
+        end_ids=sorted(prompts.chat.end_ids),
+    )
+    return ThinkingJudge(judge, writer, kept, after, rules.max_new_tokens)

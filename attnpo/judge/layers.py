@@ -1,0 +1,129 @@
+"""How layers and the stored rows of captured weights are named.
+
+Layers and query heads are counted from 1 (layers as in the paper: 32 = last of 32).
+"""
+
+import logging
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from attnpo.schema import UserError
+
+log = logging.getLogger(__name__)
+
+
+class Depth(int):
+    """The number of a judge's layers, which also knows in which of them there is softmax attention to read.
+
+    ``attending``: their numbers, rising. A plain number of layers stands for attention in each of them.
+    """
+
+    attending: tuple[int, ...]
+
+    def __new__(cls, layers: int, attending: Sequence[int] | None = None) -> "Depth":
+        """The depth; without ``attending`` every layer has attention."""
+        made = super().__new__(cls, layers)
+        made.attending = tuple(range(1, layers + 1) if attending is None else attending)
+        return made
+
+
+def attending(num_layers: int) -> tuple[int, ...]:
+    """The numbers of the layers with softmax attention, rising: all of them unless ``num_layers`` is a ``Depth``."""
+    return Depth(num_layers).attending if not isinstance(num_layers, Depth) else num_layers.attending
+
+
+class HeadRow(NamedTuple):
+    """The row of one query head of one layer."""
+
+    layer: int
+    head: int
+
+
+Row = int | HeadRow
+"""What names a stored row: a layer (the mean over its heads), one head of a layer, or 0 for no single layer."""
+
+
+def layer_column(row: Row) -> str:
+    """The name of the column that holds a stored row: L08, or L08H03 for one head."""
+    return f"L{row.layer:02d}H{row.head:02d}" if isinstance(row, HeadRow) else f"L{row:02d}"
+
+
+def rows_in_words(rows: Sequence[Row]) -> str:
+    """What a judge pass reads, for the log: "4 layers", "4 layers x 32 heads", or "1 row" of no single layer."""
+    if set(rows) == {0}:
+        return "1 row"
+    heads = [row for row in rows if isinstance(row, HeadRow)]
+    layers = len({row.layer for row in heads}) if heads else len(set(rows))
+    words = f"{layers} {'layer' if layers == 1 else 'layers'}"
+    return words if not heads else f"{words} x {len({row.head for row in heads})} heads"
+
+
+_FRACTION = re.compile(r"^\s*(\d+)\s*/\s*(\d+)\s*$")
+
+
+def resolve_layer(layer: int | str, num_layers: int, key: str = "weights.layer") -> int:
+    """The 1-based number of ``layer`` in a model of ``num_layers`` layers.
+
+    ``layer``: a number, "last", or a fraction of the depth such as "1/4" (rounded down, at least 1: 8, 16 and 24
+    of 32 as in the paper). Both count layers with softmax attention only: "last" is the last that has any. "auto" has
+    been replaced by then (``attnpo.lab.auto_layer``). UserError naming ``key`` otherwise.
+    """
+    readable = attending(num_layers)
+    whole = readable == tuple(range(1, num_layers + 1))
+    numbers = f"a whole number from 1 to {num_layers}" if whole else in_words(readable)
+    expected = f'{numbers}, "last", or a fraction such as "1/4"'
+    if isinstance(layer, bool) or not isinstance(layer, int | str):
+        raise UserError(f"{key}: expected {expected}, got {layer!r}")
+    if isinstance(layer, str):
+        number = _named_layer(layer.strip().lower(), readable)
+        if number is None:
+            hint = "; auto is for weights.layer of a run alone" if layer.strip().lower() == "auto" else ""
+            raise UserError(f"{key}: expected {expected}, got {layer!r}{hint}")
+        layer = number
+    if not 1 <= layer <= num_layers:
+        raise UserError(f"{key}: expected {expected} (layers are counted from 1), got {layer}")
+    if layer not in readable:
+        raise UserError(
+            f"{key}={layer}: this layer of the judge has no softmax attention that can be read; expected {expected}"
+        )
+    return layer
+
+
+def in_words(layers: Sequence[int]) -> str:
+    """Numbers of layers for readers: "one of the layers 4, 8, 12 that have attention"."""
+    return f"one of the layers {', '.join(map(str, layers))} that have attention"
+
+
+def distinct_layers(layers: Sequence[int | str], num_layers: int, key: str) -> dict[int, list[str]]:
+    """The names given for each layer, by its number in a model of ``num_layers`` layers, rising.
+
+    Names that differ but mean one layer here (a fraction or "last" on a shallow model) are merged and logged.
+    UserError naming ``key`` for one name given twice, and for a layer out of range.
+    """
+    named: dict[int, list[str]] = {}
+    for layer in layers:
+        number = resolve_layer(layer, num_layers, key)
+        names, name = named.setdefault(number, []), str(layer).strip().lower()
+        if name in names:
+            raise UserError(
+                f"{key}: expected every layer once, got {name} twice in {[str(item) for item in layers]}; remove one"
+            )
+        names.append(name)
+    for number, names in named.items():
+        if len(names) > 1:
+            log.info("%s: %s are one and the same here: layer %d of %d", key, ", ".join(names), number, num_layers)
+    return dict(sorted(named.items()))
+
+
+def _named_layer(name: str, layers: Sequence[int]) -> int | None:
+    """The number meant by a name; fractions are of ``layers``, those with attention."""
+    if name == "last":
+        return layers[-1]
+    if re.fullmatch(r"-?\d+", name):
+        return int(name)
+    match = _FRACTION.match(name)
+    if match is None:
+        return None
+    part, whole = int(match.group(1)), int(match.group(2))
+    return layers[max(1, len(layers) * part // whole) - 1] if 0 < part <= whole else None

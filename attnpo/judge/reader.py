@@ -1,0 +1,403 @@
+"""A causal LM as judge: attention rows of the verdict position, rollout and verdict, in one forward per batch.
+
+Implements ``judge.types.JudgeModel``. Prompts lie in one row without padding, what they begin with alike only once;
+of the last layer only the verdict positions are run, the vocabulary head nowhere else, and nothing above the deepest
+layer that is asked for. A model that cannot follow such rows is given right-padded batches of similar lengths: the
+same numbers, more work. Whether it can is tried once.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from attnpo.judge.attention_maps import require_distributions, take_maps
+from attnpo.judge.attention_rows import CAUSAL
+from attnpo.judge.attention_tap import KERNELS, MAPS, PROBE, Enough, Probe, SeveralRows, tapped, trimmed
+from attnpo.judge.base import JudgeReading
+from attnpo.models.backbone import (
+    Parts,
+    eval_mode,
+    find_parts,
+    parts_agree,
+    probe_bound,
+    require_causal_lm,
+    vocabulary,
+)
+from attnpo.models.described import Described, attending_layers, backbone_of, widest
+from attnpo.models.generate import longest_first
+from attnpo.models.logps import project
+from attnpo.models.prompt_rows import one_row, row_batches
+from attnpo.models.trial import EXACT, Blocks, differ, first_layers, probe_prompts, right_padded
+from attnpo.schema import UserError
+from attnpo.system.files import in_bytes
+
+log = logging.getLogger(__name__)
+
+ROW_BYTES = 16 << 20
+"""The widest activations of a row on a CPU: larger ones leave its caches and need newly cleared pages each time."""
+
+KERNEL = "sdpa"
+"""The attention kernel family a judge runs with unless told otherwise; part of its fingerprint."""
+
+
+def kernel_for(found: Described) -> str:
+    """The kernel family for a class: blocks where torch's fused kernel cannot do it (soft-caps), maps as a last way."""
+    return MAPS if found.mapped else KERNEL if found.attention == KERNEL else "blocks"
+
+
+class CausalJudge:
+    """Reads attention and verdicts from a Hugging Face causal LM.
+
+    ``token_budget``: most tokens (padding included, common beginnings once) per forward; on a CPU rows of wide models
+    hold fewer, which is faster there. ``kernel``: "sdpa", "blocks" (float32 softmax in blocks of queries, for
+    comparison) or "maps" (those of eager attention, one prompt at a time), which also stands in for the other two where
+    they would give other numbers.
+    """
+
+    def __init__(self, model: nn.Module, *, token_budget: int = 16384, kernel: str = KERNEL) -> None:
+        if kernel not in KERNELS:
+            raise UserError(f"unknown attention kernel {kernel!r} for the judge; one of {', '.join(KERNELS)}")
+        if token_budget < 1:
+            raise UserError(f"the judge's token budget must be positive, got {token_budget}")
+        self.model = require_causal_lm(model)
+        self.token_budget = token_budget
+        self.kernel = kernel
+        self._split: bool | None = None
+        self._follows: bool | None = None
+        self._readable = False
+
+    @property
+    def num_layers(self) -> int:
+        """Depth of the model; layers are counted 1..num_layers. UserError where its config states none."""
+        depth = getattr(self.model.config.get_text_config(), "num_hidden_layers", None)
+        if not isinstance(depth, int):
+            raise UserError(
+                f"judge: the config of {type(self.model).__name__} states no num_hidden_layers, so its layers have no "
+                "numbers; name another model as judge.path"
+            )
+        return depth
+
+    def read(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        layers: Sequence[int],
+        per_head: bool = False,
+        rollout: bool = False,
+        verdict: bool = True,
+        label_ids: tuple[int, int] | None = None,
+    ) -> list[JudgeReading]:
+        """Readings of token-id prompts in their order, float32 (float64 for a float64 model) on the CPU.
+
+        ``layers`` are 1-based and give the rows in the order asked. ``verdict`` runs the full depth and reads the arg
+        max token and, when ``label_ids`` are given, their two logits and ``verdict_logps``; without it (and without
+        rollout) the forward stops in the deepest layer asked. Raises ``UserError`` for a layer out of range, an empty
+        prompt, ``per_head`` of layers that differ in their number of heads, and a model whose attention is more than
+        the one that is read.
+        """
+        self._check(prompts, layers)
+        if prompts:
+            self._require_readable()
+        readings: dict[int, JudgeReading] = {}
+        asked = partial(
+            self._read, layers=layers, per_head=per_head, rollout=rollout, verdict=verdict, label_ids=label_ids
+        )
+        with torch.inference_mode(), eval_mode(self.model), tapped(self._backbone, self.kernel):
+            shared = len(prompts) > 1 and self.kernel != MAPS and self._follows_rows()
+            most = 0 if self.kernel == MAPS and (layers or rollout) else self.token_budget
+            padded = longest_first([len(prompt) for prompt in prompts], lambda length: most // length)
+            for batch in row_batches(prompts, self._row(prompts)) if shared else padded:
+                answers = asked([prompts[index] for index in batch], shared=shared)
+                readings.update(zip(batch, answers, strict=True))
+        return [readings[index] for index in range(len(prompts))]
+
+    def _check(self, prompts: Sequence[Sequence[int]], layers: Sequence[int]) -> None:
+        outside = [layer for layer in layers if not 1 <= layer <= self.num_layers]
+        if outside:
+            raise UserError(
+                f"layer {outside[0]} is not in 1..{self.num_layers} of this judge (1 = first); set weights.layer to "
+                "one of these, to 'last' or to a fraction such as '1/2'"
+            )
+        empty = [index for index, prompt in enumerate(prompts) if len(prompt) == 0]
+        if empty:
+            raise UserError(f"judge prompt {empty[0]} has no token; check judge.template_file and the chat template")
+
+    def _row(self, prompts: Sequence[Sequence[int]]) -> int:
+        """Tokens of a row: the token budget; on a CPU fewer, but always room for both rounds of a pair."""
+        if self.model.device.type != "cpu":
+            return self.token_budget
+        config = self.model.config.get_text_config()
+        inner = widest(config, "intermediate_size") or 4 * (widest(config, "hidden_size") or 1)
+        near = ROW_BYTES // (inner * self.model.dtype.itemsize)
+        return min(self.token_budget, max(near, 2 * max(map(len, prompts), default=0)))
+
+    @property
+    def _backbone(self) -> PreTrainedModel:
+        return backbone_of(self.model)
+
+    def _parts(self) -> Parts | None:
+        if self._split is None:
+            self._split = parts_agree(self.model)
+        return find_parts(self.model) if self._split else None
+
+    def _read(
+        self,
+        prompts: Sequence[Sequence[int]],
+        layers: Sequence[int],
+        *,
+        per_head: bool,
+        rollout: bool,
+        verdict: bool,
+        label_ids: tuple[int, int] | None,
+        shared: bool,
+    ) -> list[JudgeReading]:
+        """Readings of one batch, laid out as one row if ``shared``."""
+        wanted = [layer - 1 for layer in layers]
+        inputs, probe = self._laid(prompts, wanted, shared, per_head=per_head, rollout=rollout, stop=not verdict)
+        logits = self._run(inputs, probe, verdict)
+        return readings_of(probe, wanted, logits, label_ids, [len(prompt) for prompt in prompts])
+
+    def _laid(
+        self,
+        prompts: Sequence[Sequence[int]],
+        wanted: Sequence[int],
+        shared: bool,
+        *,
+        per_head: bool = False,
+        rollout: bool = False,
+        stop: bool = False,
+    ) -> tuple[dict[str, object], Probe]:
+        """The keyword arguments of the model, and the probe among them."""
+        inputs: Mapping[str, object]
+        if shared:
+            row = one_row(prompts, self.model.device)
+            inputs, last, branches = row.inputs(), row.last, row.branches
+        else:
+            ids, last = right_padded(prompts, self.model.device)
+            inputs, branches = {"input_ids": ids}, None
+        probe = Probe(
+            last, wanted, depth=self.num_layers, per_head=per_head, rollout=rollout, stop=stop, branches=branches
+        )
+        return {**inputs, "use_cache": False, PROBE: probe}, probe
+
+    def _run(self, inputs: dict[str, object], probe: Probe, verdict: bool) -> Tensor | None:
+        """Logits [batch vocab] of the last positions when the verdict is wanted; fills the probe."""
+        if self.kernel == MAPS:
+            inputs = {name: value for name, value in inputs.items() if name != PROBE}
+            if probe.wanted or probe.keep:
+                return take_maps(self.model, self._parts() if verdict else None, inputs, probe, verdict)
+        if not verdict:
+            if probe.wanted or probe.keep:
+                with suppress(Enough):
+                    self._backbone(**inputs)
+            return None
+        parts = self._parts()
+        if probe.branches is not None:
+            with self._trimmed():
+                if parts is None:
+                    return self.model(**inputs).logits[0]  # type: ignore[no-any-return]
+                return project(self._backbone(**inputs).last_hidden_state[0], parts.projection())
+        batch = torch.arange(len(probe.last), device=probe.last.device)
+        if parts is None:
+            positions, inverse = torch.unique(probe.last, return_inverse=True)
+            logits = self.model(**inputs, logits_to_keep=positions).logits
+            return logits[batch, inverse]  # type: ignore[no-any-return]
+        hidden = self._backbone(**inputs).last_hidden_state
+        return project(hidden[batch, probe.last], parts.projection())
+
+    def _trimmed(self) -> AbstractContextManager[None]:
+        stacks = [module for module in self._backbone.modules() if isinstance(module, nn.ModuleList)]
+        return trimmed(next(stack[-1] for stack in stacks if len(stack) == self.num_layers))
+
+    def _follows_rows(self) -> bool:
+        """Whether rows of several prompts give the numbers of a padded batch, tried once on a few dozen tokens."""
+        if self._follows is None:
+            reason = self._reason_against_rows()
+            self._follows = reason is None
+            if reason is not None:
+                log.info("judge: %s; prompts are padded instead: the same numbers, more work", reason)
+        return self._follows
+
+    @torch.inference_mode()
+    def _require_readable(self) -> None:
+        """Raises ``UserError`` unless reading the attention leaves the model's numbers as they are.
+
+        Tried once, on a few short prompts. Attention that chooses its keys itself, or adds terms that it does not hand
+        to the attention function, is read from the maps of eager attention where these can be had.
+        """
+        if self._readable:
+            return
+        prompts, at = probe_prompts(vocabulary(self.model)), Blocks(self._backbone)
+        ids, last = right_padded(prompts, self.model.device)
+        with eval_mode(self.model), at.watched():
+            rows = torch.arange(len(prompts), device=last.device)
+            expected = self.model(input_ids=ids, use_cache=False).logits[rows, last]
+            problem = "none of its layers goes through transformers' AttentionInterface"
+            if self.kernel != MAPS:
+                problem = self._problem(prompts, expected, at) or ""
+            if problem:
+                self._take_maps(prompts, problem)
+        self._readable = True
+
+    def _problem(self, prompts: Sequence[Sequence[int]], expected: Tensor, at: Blocks) -> str | None:
+        """Why the attention function cannot be read, with the layer; None where it can."""
+        untapped = at.outputs.copy()
+        try:
+            with tapped(self._backbone, self.kernel):
+                inputs, probe = self._laid(prompts, range(self.num_layers), False)
+                logits = self._run(inputs, probe, verdict=True)
+        except (torch.OutOfMemoryError, SeveralRows):
+            raise
+        except Exception as error:  # noqa: BLE001  # code of any model
+            return f"layer {at.number} has attention that cannot be read ({_in_words(error)})"
+        assert logits is not None
+        if differ(logits, expected):
+            changed = (number for number, states in untapped.items() if differ(at.outputs[number], states))
+            layer, gap = next(changed, at.number), float((logits - expected).abs().max())
+            return f"layer {layer} gives other numbers when its attention is read (logits differ by {gap:.3g})"
+        silent = [layer for layer in attending_layers(self._backbone) if layer - 1 not in probe.rows]
+        return f"layer {silent[0]} does not pass on what it is called with" if silent else None
+
+    def _take_maps(self, prompts: Sequence[Sequence[int]], problem: str) -> None:
+        """Turns to the maps of eager attention, which is logged; ``UserError`` where they would not do either."""
+        kind, before = type(self.model).__name__, self.kernel
+        self.kernel = MAPS
+        try:
+            for prompt in prompts:
+                inputs, probe = self._laid([prompt], range(self.num_layers), False, per_head=True)
+                ids = inputs["input_ids"]
+                expected = self.model(input_ids=ids, use_cache=False).logits[:, -1]
+                with tapped(self._backbone, MAPS):
+                    logits = self._run(inputs, probe, verdict=True)
+                if logits is None or differ(logits, expected):
+                    raise UserError("its logits are others: load it with attn_implementation=eager")
+                require_distributions(probe, attending_layers(self._backbone))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            self.kernel = before
+            raise UserError(
+                f"judge: {kind}: {problem}, and the maps of eager attention do not stand in ({_in_words(error)}): name "
+                "another model as judge.path"
+            ) from error
+        square = sum(row.shape[1] for row in probe.rows.values()) * self.model.dtype.itemsize
+        log.info(
+            "judge: %s: %s; the maps of eager attention are read instead, one prompt at a time: the same numbers, more "
+            "work, and %d B x T x T of memory for a prompt of T tokens (%s for 2048)",
+            kind,
+            problem,
+            square,
+            in_bytes(square * 2048**2),
+        )
+
+    def _reason_against_rows(self) -> str | None:
+        """Returns why rows of several prompts do not give the numbers of a padded batch, or None.
+
+        In low precision bits tell whether prompts of a row reach each other, and a few layers in float32 the rest.
+        """
+        kind = type(self.model).__name__
+        prompts = probe_prompts(vocabulary(self.model))
+        expected = self._run(*self._laid(prompts, (), False), verdict=True)
+        assert expected is not None
+        try:
+            logits = self._run(*self._laid(prompts, (), True), verdict=True)
+        except Exception as error:  # noqa: BLE001  # code of any model; whatever it raises, it cannot take such rows
+            return f"{kind} cannot follow rows of several prompts ({type(error).__name__}: {error})"
+        if logits is None or logits.shape != expected.shape:
+            return f"{kind} cannot run its last layer for some positions alone"
+        if self.model.dtype in EXACT:
+            gap, bound = float((logits - expected).abs().max()), probe_bound(expected)
+            if not gap <= bound:  # NaN is no match either
+                return (
+                    f"{kind} gives other numbers in rows of several prompts (by {gap:.3g}, rounding allows {bound:.3g})"
+                )
+            return None
+        if self._reached(prompts, logits, True) and not self._reached(prompts, expected, False):
+            return f"{kind} changes the verdict on a prompt with the tokens of others in its row"
+        try:
+            small = CausalJudge(first_layers(self.model, self.model.device, torch.float32), kernel=self.kernel)
+        except Exception as error:  # noqa: BLE001  # the config of any model
+            return f"{kind} cannot be tried in float32 ({type(error).__name__}: {error})"
+        with tapped(small._backbone, self.kernel):
+            return small._reason_against_rows()
+
+    def _reached(self, prompts: Sequence[Sequence[int]], logits: Tensor, shared: bool) -> bool:
+        """Returns whether the verdict on a prompt changes in any bit when the tokens of the others do.
+
+        False where bits cannot tell: the same batch gives other bits when it is run again.
+        """
+        row = cast(Tensor, self._laid(prompts, (), shared)[0]["input_ids"])
+        for index in range(len(prompts)):
+            inputs, probe = self._laid(probe_prompts(vocabulary(self.model), index), (), shared)
+            changed = self._run(inputs, probe, verdict=True)
+            assert changed is not None
+            alike = cast(Tensor, inputs["input_ids"]).shape == row.shape  # they share their beginnings by chance, too
+            if alike and not torch.equal(changed[index], logits[index]):
+                again = self._run(*self._laid(prompts, (), shared), verdict=True)
+                return again is not None and torch.equal(again, logits)
+        return False
+
+
+def _in_words(error: Exception) -> str:
+    """What is told of an exception of a model's code."""
+    words = " ".join(str(error).split())[:200]
+    if isinstance(error, UserError):
+        return words
+    if type(CAUSAL).__name__ in words:
+        return "its own code computes with the mask"
+    return f"{type(error).__name__}: {words}"
+
+
+def readings_of(
+    probe: Probe,
+    wanted: Sequence[int],
+    logits: Tensor | None,
+    label_ids: tuple[int, int] | None,
+    lengths: Sequence[int],
+) -> list[JudgeReading]:
+    """What a filled probe and the logits [batch vocab] of the last positions say of prompts of these lengths.
+
+    ``wanted``: 0-based layers. UserError when one of them gave no attention, or layers differ in their heads.
+    """
+    probe.require(probe.rows, wanted)
+    _require_same_heads({layer + 1: probe.rows[layer] for layer in wanted})
+    rolled = probe.rollout().cpu() if probe.keep else None
+    shape = (len(lengths), 0, max(lengths))
+    rows = torch.stack([probe.rows[layer] for layer in wanted], 1).cpu() if wanted else torch.zeros(shape)
+    tokens = None if logits is None else logits.argmax(-1).cpu()
+    labels = None if logits is None or label_ids is None else logits[:, list(label_ids)].cpu()
+    logps = None if logits is None or labels is None else _with_most_likely(labels, logits)
+    return [
+        JudgeReading(
+            rows=rows[index, ..., :length].clone(),
+            rollout=None if rolled is None else rolled[index, :length].clone(),
+            verdict_logits=None if labels is None else labels[index].clone(),
+            verdict_token=None if tokens is None else int(tokens[index]),
+            verdict_logps=None if logps is None else logps[index].clone(),
+        )
+        for index, length in enumerate(lengths)
+    ]
+
+
+def _with_most_likely(labels: Tensor, logits: Tensor) -> Tensor:
+    """Log-probabilities [batch 3] of the two labels and of the arg max token, from logits [batch 2], [batch vocab]."""
+    return torch.cat([labels, logits.amax(-1, keepdim=True).cpu()], 1) - logits.logsumexp(-1, keepdim=True).cpu()
+
+
+def _require_same_heads(rows: Mapping[int, Tensor]) -> None:
+    """Raises ``UserError`` for rows per head, given by layer, when the layers differ in their number of heads."""
+    first: dict[int, int] = {}
+    for layer, row in rows.items():
+        first.setdefault(row.shape[1], layer)
+    if len(first) > 1:
+        (one, here), (two, there) = list(first.items())[:2]
+        raise UserError(
+            f"weights.heads: layer {here} of this judge has {one} query heads and layer {there} has {two}, so a head "
+            "has no fixed meaning; set weights.heads=[] (the mean over the heads of each layer) or take another judge"
+        )

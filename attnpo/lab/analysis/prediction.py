@@ -1,0 +1,162 @@
+"""Can a number that is known before training tell what comes of it: rank correlations and predictions over worlds.
+
+Pure numpy, no files. Cases of one world share data and judge, cases of one seed have more in common in all worlds:
+both are resampled whole, and worlds are what is left out.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from attnpo.evaluation.intervals import Interval, rank_correlation, widened_tail
+
+DRAWS, LEVEL = 2000, 0.95
+WORLDS_TO_FIT = 3  # the fewest of which one can be left out: a line through a single world tells nothing of worlds
+
+Values = Float[np.ndarray, "cases"]
+Rows = Int[np.ndarray, "_"]  # of any number each
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run's ``gain``, and the numbers that were ``known`` before it; NaN or absent where one was not.
+
+    ``group``: the cases among which a user would choose, such as the layers of one judge.
+    """
+
+    world: str
+    seed: int
+    group: str
+    gain: float
+    known: Mapping[str, float]
+
+    def has(self, *names: str) -> bool:
+        """Whether all of these numbers were known."""
+        return all(math.isfinite(self.known.get(name, math.nan)) for name in names)
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Predictions of every world from the others: the share of gains whose sign is ``right``.
+
+    ``majority``: the share that one sign for all cases gets right. ``correlation``: Spearman's, of predicted and
+    measured gains.
+    """
+
+    right: float
+    majority: float
+    correlation: float
+
+    @property
+    def beats_majority(self) -> bool:
+        """Whether the predicted signs are right more often than one sign for all."""
+        return self.right > self.majority
+
+
+def over_worlds(cases: Sequence[Case], name: str) -> Interval:
+    """Spearman's correlation of a known number with the gain, over all cases that have it; see ``clustered``."""
+    cases = [case for case in cases if case.has(name)]
+    values, gains = _column(cases, name), _gains(cases)
+    return clustered(_nested(cases), lambda rows: rank_correlation(values[rows].tolist(), gains[rows].tolist()))
+
+
+def within_groups(cases: Sequence[Case], name: str) -> Interval:
+    """The mean over groups of Spearman's correlation within each; groups that have none are left out."""
+    first, found = [], []
+    for group in dict.fromkeys(case.group for case in cases):
+        mine = [case for case in cases if case.group == group and case.has(name)]
+        value = rank_correlation([case.known[name] for case in mine], [case.gain for case in mine])
+        if math.isfinite(value):
+            first.append(mine[0])
+            found.append(value)
+    means = np.array(found, dtype=float)
+    return clustered(_nested(first), lambda rows: float(means[rows].mean()) if len(rows) else math.nan)
+
+
+def clustered(nested: Sequence[Mapping[int, Rows]], statistic: Callable[[Rows], float]) -> Interval:
+    """``statistic`` with a percentile interval from resampling worlds, and seeds for all worlds alike.
+
+    ``nested``: the row numbers by world and seed, which stay together; ``seeds`` of the interval counts the latter,
+    ``prompts`` the rows. The percentiles are widened for few worlds. A resample in which the statistic is NaN (nothing
+    varies) counts as 0.
+    """
+    seeds = [rows for world in nested for rows in world.values()]
+    every = np.concatenate(seeds) if seeds else np.array([], dtype=int)
+    value, counts = statistic(every), (len(seeds), len(every))
+    if len(nested) < 2 or math.isnan(value):
+        return Interval(value, math.nan, math.nan, LEVEL, f"no interval: worlds {len(nested)}", *counts)
+    random = np.random.default_rng(0)
+    known = sorted({seed for world in nested for seed in world})
+    values = []
+    for _ in range(DRAWS):
+        worlds = [nested[place] for place in random.integers(len(nested), size=len(nested))]
+        drawn = [known[place] for place in random.integers(len(known), size=len(known))]
+        rows = [world[seed] for world in worlds for seed in drawn if seed in world]
+        values.append(statistic(np.concatenate(rows)) if rows else math.nan)
+    tail = widened_tail(LEVEL, len(nested) - 1)
+    low, high = np.quantile(np.nan_to_num(values), (tail, 1 - tail))
+    method = f"bootstrap over {len(nested)} worlds and {len(known)} seeds, widened for few worlds"
+    return Interval(value, float(low), float(high), LEVEL, method, *counts)
+
+
+def held_out(cases: Sequence[Case], *names: str) -> HeldOut | None:
+    """Predicts every world from a line fitted to the ranks of all others, by least squares, in the named numbers.
+
+    None where fewer than three worlds have them, or one of them never varies.
+    """
+    cases = [case for case in cases if case.has(*names)]
+    worlds = np.array([case.world for case in cases])
+    columns, gains = [_column(cases, name) for name in names], _gains(cases)
+    if len(set(worlds)) < WORLDS_TO_FIT or any(np.ptp(column) == 0 for column in columns):
+        return None
+    ranks, signs = np.zeros(len(cases)), np.zeros(len(cases), dtype=bool)
+    for world in dict.fromkeys(worlds):
+        out = worlds == world
+        ranks[out], signs[out] = _predict(columns, gains, out)
+    positive = gains > 0
+    right, above, below = (float(what.mean()) for what in (signs == positive, positive, ~positive))
+    return HeldOut(right, max(above, below), rank_correlation(ranks.tolist(), gains.tolist()))
+
+
+def _predict(
+    columns: Sequence[Values], gains: Values, out: Bool[np.ndarray, " cases"]
+) -> tuple[Float[np.ndarray, " held"], Bool[np.ndarray, " held"]]:
+    """The ranks of the gains left ``out`` as the others predict them, from 0 to 1, and whether that is a gain above 0.
+
+    Ranks are places among the other cases, so that they mean the same whatever is left out.
+    """
+    others = gains[~out]
+    known, asked = (
+        np.stack([np.ones(int(here.sum())), *(_places(one[~out], one[here]) - 0.5 for one in columns)], axis=1)
+        for here in (~out, out)
+    )  # centred, so that a number which is the same in all others has no slope
+    line, *_ = np.linalg.lstsq(known, _places(others, others), rcond=None)
+    ranks = np.round(asked @ line, 9)  # equal predictions stay equal: what differs by rounding would have an order
+    ordered = np.sort(others)
+    return ranks, np.interp(ranks, _places(others, ordered), ordered) > 0
+
+
+def _places(reference: Float[np.ndarray, " others"], values: Float[np.ndarray, " held"]) -> Float[np.ndarray, " held"]:
+    """The share of ``reference`` below each value, equal ones counted half."""
+    ordered = np.sort(reference)
+    ends = np.searchsorted(ordered, values, "left") + np.searchsorted(ordered, values, "right")
+    return np.asarray(ends / (2 * len(ordered)), dtype=float)
+
+
+def _nested(cases: Sequence[Case]) -> list[dict[int, Rows]]:
+    """The places of the cases by world, then seed."""
+    places: dict[str, dict[int, list[int]]] = {}
+    for place, case in enumerate(cases):
+        places.setdefault(case.world, {}).setdefault(case.seed, []).append(place)
+    return [{seed: np.array(rows, dtype=int) for seed, rows in seeds.items()} for seeds in places.values()]
+
+
+def _column(cases: Sequence[Case], name: str) -> Values:
+    return np.array([case.known[name] for case in cases], dtype=float)
+
+
+def _gains(cases: Sequence[Case]) -> Values:
+    return np.array([case.gain for case in cases], dtype=float)

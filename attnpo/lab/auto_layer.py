@@ -1,0 +1,246 @@
+"""``weights.layer=auto``: finds the layer whose top-weighted tokens the judge's verdict depends on most."""
+
+import json
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import stdev
+
+from attnpo.cli.terminal import command_text
+from attnpo.data.prepare import EncodedSet, calibration_pairs, sample_of
+from attnpo.judge.base import CAPTURE_VERSION
+from attnpo.judge.judge import RunJudge
+from attnpo.judge.layers import attending
+from attnpo.lab.layer_rules import LayerRules
+from attnpo.run.context import RunContext, run_judge
+from attnpo.run.settings import CHOICE, wants_auto
+from attnpo.run.weighing import weigh
+from attnpo.schema import PreferencePair, UserError, digest
+from attnpo.system.credentials import identify
+from attnpo.system.files import read_record, write_record
+from attnpo.system.machine import device_of
+from attnpo.system.processes import world_size
+from attnpo.weights.base import resolve_layer
+from attnpo.weights.faithfulness import EMPTIED, VERSION, Mode, Rankings, Removal, measure, rankings
+
+log = logging.getLogger(__name__)
+
+
+CLEAR = 2.0
+"""How many standard errors must lie between two numbers for a sample to tell them apart."""
+
+
+@dataclass(frozen=True)
+class LayerChoice:
+    """A layer and why: the mean over pairs and shares of the fall of the log-odds beyond that of random removals.
+
+    ``error``: standard error over pairs of the layer's own score; ``errors``: by other layer, that of the pairs'
+    differences to it; None for fewer than two pairs. ``full``: mean log-odds of the judge's own verdict with whole
+    responses, the most that can fall. ``pairs`` of the sample were read, ``left_out`` could not be shown to the judge,
+    ``emptied`` counts shortened responses without a token. ``prompts`` and ``seconds`` are what it took.
+    """
+
+    layer: int
+    scores: dict[int, float]
+    error: float | None
+    errors: dict[int, float | None]
+    full: float
+    pairs: int
+    left_out: int
+    emptied: int
+    prompts: int
+    seconds: float
+    rules: LayerRules
+
+    def doubts(self) -> list[str]:
+        """What the sample leaves open, each with what to do; empty when it carries the choice."""
+        more = "raise auto_layer.pairs"
+        if self.pairs + self.left_out < self.rules.pairs:
+            more = "there are no more training pairs, so name a layer by weights.layer"
+        found = []
+        best = self.scores[self.layer]
+        if self.error is None or best <= CLEAR * self.error:
+            found.append(
+                f"the sample of {self.pairs} pairs does not tell layer {self.layer} from random tokens "
+                f"({best:+.3f}, standard error {_shown(self.error)}): {more}"
+            )
+        like = [layer for layer, error in self.errors.items() if error is None or self._lead(layer) <= CLEAR * error]
+        if like:
+            *first, last = sorted([self.layer, *like])
+            gaps = ", ".join(f"{layer}: {self._lead(layer):.3f} +- {_shown(self.errors[layer])}" for layer in like)
+            found.append(
+                f"the sample of {self.pairs} pairs does not tell layers {', '.join(map(str, first))} and {last} apart "
+                f"(after layer {self.layer}, with standard errors: {gaps}): {more}"
+            )
+        return found
+
+    def _lead(self, layer: int) -> float:
+        return self.scores[self.layer] - self.scores[layer]
+
+    def numbers(self) -> dict[str, object]:
+        """All of it as plain data, ``doubts`` included."""
+        values: dict[str, object] = json.loads(json.dumps(asdict(self)))  # the keys of ``scores`` become text
+        return {**values, "doubts": self.doubts()}
+
+    def text(self) -> str:
+        """The choice with the scores of all layers, for the log."""
+        scores = ", ".join(f"{layer}: {score:+.3f}" for layer, score in self.scores.items())
+        return (
+            f"weights.layer=auto is layer {self.layer} of {len(self.scores)}; fall of the verdict's log-odds beyond "
+            f"random removals, by layer: {scores} (of {self.full:.3f}; {self.pairs} pairs, {self.left_out} left out, "
+            f"{self.emptied} shortened responses left empty)"
+        )
+
+
+def _shown(error: float | None) -> str:
+    return "unknown" if error is None else f"{error:.3f}"
+
+
+def settle_layer(context: RunContext, encoded: Mapping[str, EncodedSet], rules: LayerRules) -> RunContext:
+    """``context`` as it is, or with ``weights.layer`` found in the place of auto and the record in ``prepared``.
+
+    Logs the choice, and warns when the sample does not carry it. The record is taken from the store where it is known;
+    otherwise the sample is judged, which is refused in a job of several processes (UserError).
+    """
+    if not wants_auto(context.cfg.weights):
+        return context
+    choice = find_layer(context, encoded["train"], rules)
+    cfg = context.cfg.with_value("weights.layer", choice.layer)
+    return replace(context, cfg=cfg, prepared={**context.prepared, CHOICE: choice.numbers()})
+
+
+def find_layer(context: RunContext, train: EncodedSet, rules: LayerRules) -> LayerChoice:
+    """The layer for these training pairs, from the store or computed and stored."""
+    sample = calibration_pairs(train.pairs, rules.pairs)
+    judge = run_judge(context)
+    key = {
+        "version": VERSION,
+        "capture": CAPTURE_VERSION,
+        "pairs": [pair.pair_id for pair in sample],
+        "rules": asdict(rules),
+        "weights": {name: value for name, value in context.cfg.below("weights").items() if name != "store_layers"},
+        "judge": judge.fingerprint(),
+        "prompts": judge.prompts.fingerprint(),
+    }
+    path = Path(context.store.root) / CHOICE / f"{digest(key)[:20]}.json"
+    known = _read(path, key)
+    if known is None and world_size() > 1:
+        raise UserError(
+            f"weights.layer=auto is not found yet and this job has {world_size()} processes, which would all look for "
+            f"it: start {command_text('weigh', *context.cfg.composed.arguments())} in one process until it logs the "
+            "layer, or set a number"
+        )
+    if known is None:
+        known = _score(context, train, sample, judge, rules)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_record(path, {"key": identify(key), **known.numbers()})
+        log.info("%s (%d judge prompts, %.0f s)", known.text(), known.prompts, known.seconds)
+    else:
+        log.info("%s; from the store", known.text())
+    for doubt in known.doubts():
+        log.warning("weights.layer=auto: %s", doubt)
+    return known
+
+
+def _score(
+    context: RunContext, train: EncodedSet, sample: list[PreferencePair], judge: RunJudge, rules: LayerRules
+) -> LayerChoice:
+    began = time.perf_counter()
+    ranked = layer_rankings(context, train, sample)
+    log.info(
+        "weights.layer=auto: scoring %d layers on %d training pairs, at most %d judge prompts",
+        len(ranked),
+        len(sample),
+        2 * len(sample) + len(sample) * len(ranked) * len(rules.shares) * (2 + rules.draws),
+    )
+    loaded = judge.load(device_of(context.cfg.trainer.accelerator))
+    removal = Removal(rules.shares, rules.draws, rules.seed, (Mode.REMOVE,))
+    sources = {str(layer): rows for layer, rows in ranked.items()}
+    progress = partial(log.info, "weights.layer=auto: %d of %d judge prompts")
+    found = measure(sample, sources, loaded.model, loaded.prompts, removal, progress)
+    each = {layer: found.scores(str(layer)) for layer in ranked}
+    scores = {layer: round(float(values.mean()), 6) for layer, values in each.items()}
+    best = best_layer(scores)
+    return LayerChoice(
+        layer=best,
+        scores=scores,
+        error=standard_error(each[best].tolist()),
+        errors={
+            layer: standard_error((each[best] - values).tolist()) for layer, values in each.items() if layer != best
+        },
+        full=round(float(found.full.mean()), 6),
+        pairs=len(found.pair_ids),
+        left_out=len(sample) - len(found.pair_ids),
+        emptied=found.counts[EMPTIED],
+        prompts=found.prompts,
+        seconds=round(time.perf_counter() - began, 2),
+        rules=rules,
+    )
+
+
+def standard_error(values: Sequence[float]) -> float | None:
+    """The standard error of the mean of ``values``, None for fewer than two."""
+    return round(stdev(values) / math.sqrt(len(values)), 6) if len(values) > 1 else None
+
+
+def best_layer(scores: Mapping[int, float]) -> int:
+    """The layer with the highest score; of equal ones the deepest, which has read most of the context."""
+    return max(scores, key=lambda layer: (scores[layer], layer))
+
+
+def layer_rankings(
+    context: RunContext, encoded: EncodedSet, sample: list[PreferencePair], layers: "tuple[int | str, ...]" = ()
+) -> dict[int, Rankings]:
+    """The finished weights of ``sample`` under the run's weights, once for each of ``layers`` (none: every layer).
+
+    ``sample`` are pairs of ``encoded``; what the store lacks of them is judged, all layers at once.
+    """
+    depth = run_judge(context).num_layers
+    every = sorted({resolve_layer(layer, depth) for layer in layers or attending(depth)})
+    weighed = weigh(at_layers(context, 1, every), sample_of(encoded, sample))
+    return {
+        layer: rankings(at_layers(context, layer, []).cfg.weights.resolve(depth), weighed.captured, weighed.layers)
+        for layer in every
+    }
+
+
+def pooled(encoded: Mapping[str, EncodedSet]) -> EncodedSet:
+    """The pairs of all splits as one set, those of training first."""
+    others = [made for split, made in encoded.items() if split != "train"]
+    return replace(
+        encoded["train"],
+        pairs=[pair for made in (encoded["train"], *others) for pair in made.pairs],
+        encoded=[row for made in (encoded["train"], *others) for row in made.encoded],
+    )
+
+
+def at_layers(context: RunContext, layer: int, layers: list[int]) -> RunContext:
+    """The same context with weights that read ``layer``, or ``layers`` when there are any."""
+    cfg = context.cfg.with_value("weights.layer", layer).with_value("weights.layers", tuple(layers))
+    return replace(context, cfg=cfg)
+
+
+def _read(path: Path, key: Mapping[str, object]) -> LayerChoice | None:
+    """The choice in a file, or None when there is none; with a warning also when it is damaged or of another key."""
+    if not path.exists():
+        return None
+    stored = read_record(path)
+    try:
+        if stored is None or digest(identify(stored.pop("key"))) != digest(identify(key)):
+            raise ValueError("not as it was written, or of another key")
+        scores = {int(layer): float(score) for layer, score in stored.pop("scores").items()}
+        errors = {int(layer): error for layer, error in stored.pop("errors").items()}
+        del stored["doubts"]
+        rules = stored.pop("rules")
+        rules = LayerRules(**{**rules, "shares": tuple(rules["shares"])})
+        choice = LayerChoice(scores=scores, errors=errors, rules=rules, **stored)
+        if choice.layer not in scores or not all(map(math.isfinite, scores.values())):
+            raise ValueError("no layer with finite scores")
+    except (ValueError, KeyError, TypeError, AttributeError) as problem:
+        log.warning("weights.layer=auto: %s is found anew, what was stored is of no use (%s)", path, problem)
+        return None
+    return choice

@@ -1,0 +1,210 @@
+"""The gain of judge weights over uniform weights in finished studies, and what could be known of it before training.
+
+Arms are told by what they are configured as, never by name: TwDPO in its plain form, whose weights are a judge's
+attention as it is read, beside the same with uniform weights, which is DPO.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum
+from pathlib import Path
+
+from attnpo.lab.analysis.prediction import Case
+from attnpo.lab.reports.finished import ANALYSES, StudyFolder, finished_points
+from attnpo.lab.studies.faithfulness import ROLLOUT
+from attnpo.lab.studies.frontier import at_kl
+from attnpo.lab.studies.selection import gather, has_truth
+from attnpo.lab.studies.study import BETA, LR, Point
+from attnpo.objectives.twdpo import TwDPO
+from attnpo.run.identity import LATER, by_class, component
+from attnpo.run.result import RunResult
+from attnpo.schema import UserError, digest
+from attnpo.system.files import Json, clean, parse_json, read_record
+from attnpo.weights.faithfulness import score_of
+from attnpo.weights.sources.attention import Attention
+from attnpo.weights.sources.rollout import Rollout
+from attnpo.weights.sources.uniform import Uniform
+
+SOURCE, OBJECTIVE, NOISE = "weights._target_", "objective._target_", "prepare.pairs.label_noise"
+# Where the arms of a comparison may differ beside their weights: axes of the grid, and how weights reach the tokens.
+FREE = (SOURCE, LR, BETA, "align.method", "objective.length_from")
+OF_LENGTH = ("beta", "length_scale", "length_from")  # fields of TwDPO in which its plain forms differ
+# Known before training, by its place in a run's inputs; derived from them; and from the study's faithfulness analysis.
+AGREEMENT, SHARE, LENGTH = "agreement with labels", "effective share", "response length"
+INPUTS = {
+    AGREEMENT: ("judge", "pair_accuracy"),
+    "agreement of both orders": ("judge", "consistency"),
+    SHARE: ("train", "effective_share"),
+    "training pairs": ("train", "pairs"),
+    "coverage": ("train", "coverage"),
+}
+EFFECTIVE, FAITHFUL = "effective number", "faithfulness"
+KNOWN = (*INPUTS, LENGTH, EFFECTIVE, FAITHFUL)
+HIDDEN = (TRUE_NOISE, TRUE_MASS) = "true label noise", "true mass"
+Record = Mapping[str, Json]
+Measured = dict[int | str, tuple[float, float]]  # faithfulness and true mass, by layer or name of the weights
+
+
+@dataclass
+class Harvest:
+    """The cases of all studies, each once; ``lost``: how many could not be compared, by reason; ``merged``: repeats."""
+
+    cases: dict[str, Case] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)  # of worlds, by digest
+    lost: Counter[str] = field(default_factory=Counter)
+    merged: int = 0
+
+    def add(self, key: str, case: Case) -> None:
+        """Adds a case; one that is there already only gains what it did not know."""
+        if key in self.cases:
+            self.merged += 1
+            known = self.cases[key].known
+            case = replace(self.cases[key], known={**case.known, **{k: v for k, v in known.items() if v == v}})
+        self.cases[key] = case
+
+
+def collect(study: StudyFolder, name: str, level: float, harvest: Harvest) -> list[str]:
+    """Adds every case of a study to ``harvest``; returns what must be said of it."""
+    path = study.path / "study.json"
+    try:
+        arms: dict[str, Record] = parse_json(path.read_text(encoding="utf-8"))["arms"]
+    except (ValueError, KeyError, TypeError) as problem:
+        raise UserError(
+            f"{path}: expected the configs of the study's arms ({problem}); run the study's command again"
+        ) from problem
+    measured, notes = analyses_in(study.path)
+    for label, control in comparisons(arms):
+        mine, other = ([(one.point, one.result) for one in finished_points(study, arm)] for arm in (label, control))
+        for seed in sorted({point.seed for point, _ in mine}):
+            one, control_one = ([run for run in runs if run[0].seed == seed] for runs in (mine, other))
+            reason, gain = gain_at(one, control_one, level)
+            if reason:
+                harvest.lost[reason] += 1
+                continue
+            point, result = one[0]
+            place = f"{name}: {point.arm.world}" if point.arm.world else name
+            base = digest(
+                {key: value for key, value in comparable_settings(arms[control]).items() if key not in (LR, BETA)}
+            )
+            known = known_before(result, arms[label], measured.get((clean(point.arm.world), seed), {}))
+            grids = [sorted(point.values for point, _ in runs) for runs in (one, control_one)]
+            key = digest({"arm": comparable_settings(arms[label]), "base": base, "grids": grids, "seed": seed})
+            harvest.add(key, Case(harvest.names.setdefault(base, place), seed, f"{place}, seed {seed}", gain, known))
+    return notes
+
+
+def comparisons(arms: Mapping[str, Record]) -> Iterator[tuple[str, str]]:
+    """The arms of judge weights, each with the arm of uniform weights from which it differs in these alone."""
+    plain = {label: record for label, record in arms.items() if is_plain(record)}
+    uniform = [label for label, record in plain.items() if is_class(record[SOURCE], Uniform)]
+    for label, record in plain.items():
+        if is_class(record[SOURCE], Attention, Rollout):
+            same = [one for one in uniform if _only_weights_differ(record, plain[one])]
+            yield from ((label, one) for one in same[:1])
+
+
+def comparable_settings(record: Record) -> dict[str, object]:
+    """Returns what decides an arm's numbers, equal whichever version wrote it and whether drift was measured or not."""
+    return {
+        key: value
+        for key, value in by_class(record).items()
+        if not key.startswith("drift.") and not (key in LATER and LATER[key] == value)
+    }
+
+
+def is_plain(record: Record) -> bool:
+    """Whether an arm trains by TwDPO without anything added to it, on weights as they are read."""
+    transformed = any(key.startswith("transforms.") for key in record)
+    values = {f"objective.{item.name}": item.default for item in fields(TwDPO) if item.name not in OF_LENGTH}
+    plain = all(record.get(key, _plain(value)) == _plain(value) for key, value in values.items())
+    return is_class(record.get(OBJECTIVE), TwDPO) and SOURCE in record and plain and not transformed
+
+
+def _only_weights_differ(one: Record, other: Record) -> bool:
+    return all(one[key] == other[key] for key in one.keys() & other.keys() if key not in FREE)
+
+
+def _plain(value: object) -> object:
+    return value.value if isinstance(value, Enum) else value
+
+
+def is_class(value: object, *classes: type) -> bool:
+    """Tells whether an arm's component is one of ``classes``, whichever version wrote its record."""
+    return component(value) in {one.__name__ for one in classes}
+
+
+def gain_at(
+    mine: Sequence[tuple[Point, RunResult]], control: Sequence[tuple[Point, RunResult]], level: float
+) -> tuple[str, float]:
+    """The test reward less the control's at a KL level, each on its own path; or the reason why there is none."""
+    places = []
+    for whose, runs in (("the arm", mine), ("the control", control)):
+        points = gather(runs)
+        if not points or not has_truth(points):
+            return f"{whose} has no points with a known truth", math.nan
+        place = at_kl(points, level)
+        if place is None or place.mark:
+            return f"{whose}'s path has no point near KL {level:g}", math.nan
+        places.append(place)
+    return "", places[0].reward - places[1].reward
+
+
+# ------------------------------------------------------------------------------------------------ what is known
+
+
+def known_before(result: RunResult, record: Record, measured: Measured) -> dict[str, float]:
+    """What a user could know of an arm before training, and what the testbed alone knows; NaN where nobody does."""
+    known = {name: result.input(*place) for name, place in INPUTS.items()}
+    known[LENGTH] = sum(result.input("train", f"tokens.{side}.p50") for side in ("chosen", "rejected")) / 2
+    known[EFFECTIVE] = known[SHARE] * known[LENGTH]
+    known[FAITHFUL], known[TRUE_MASS] = measured.get(_row_of(record), (math.nan, math.nan))
+    noise = record.get(NOISE)
+    known[TRUE_NOISE] = float(noise) if isinstance(noise, int | float) else math.nan
+    return known
+
+
+def _row_of(record: Record) -> int | str:
+    """What an analysis calls an arm's weights: the layer, or the rollout; empty for several layers or chosen heads."""
+    layer = record.get("weights.layer")
+    if is_class(record[SOURCE], Rollout):
+        return ROLLOUT
+    return "" if record.get("weights.layers") or record.get("weights.heads") or not isinstance(layer, int) else layer
+
+
+def analyses_in(folder: Path) -> tuple[dict[tuple[str, int], Measured], list[str]]:
+    """What a study measured before training by world (as files name it) and seed, and what must be said of it.
+
+    Of several measures of a world and seed, which other versions or settings leave, the newest counts.
+    """
+    out: dict[tuple[str, int], Measured] = {}
+    twice = set()
+    for path in sorted((folder / ANALYSES).glob("*.json"), key=lambda path: path.stat().st_mtime):
+        named = re.fullmatch(r"[^-]+(?:-(.+))?-seed(\d+)-[0-9a-f]{16}", path.stem)
+        measured = None if named is None else _faithfulness_in(path)
+        if named is None or measured is None:
+            continue
+        place = (named[1] or "", int(named[2]))
+        twice |= {place} & out.keys()
+        out[place] = measured
+    notes = [
+        f"{folder.name}: several measures of faithfulness, the newest taken: {f'{world}, ' if world else ''}seed {seed}"
+        for world, seed in sorted(twice)
+    ]
+    return out, notes
+
+
+def _faithfulness_in(path: Path) -> Measured | None:
+    """Reads score and true mass by layer or name; None for a damaged file or another kind of analysis."""
+    try:
+        return {
+            name if one["layer"] is None else one["layer"]: (
+                score_of(one),
+                math.nan if one["mass"] is None else one["mass"],
+            )
+            for name, one in (read_record(path) or {})["found"]["weights"].items()
+        }
+    except (AttributeError, KeyError, TypeError, ZeroDivisionError):
+        return None

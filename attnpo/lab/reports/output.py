@@ -1,0 +1,155 @@
+"""A report's tables for the terminal, as Markdown, LaTeX, CSV and one page, written into the report's folder."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import takewhile
+from pathlib import Path
+
+from attnpo.display.output import latex, markdown, print_sections, terminal
+from attnpo.display.page import Paragraph, Section, TableBlock, report_page
+from attnpo.display.printed import KeyedTable, for_reading, unmet
+from attnpo.display.tables import DEFAULT_DIGITS, Cell, format_cell, table_csv
+from attnpo.lab.reports.finished import RUNS
+from attnpo.lab.reports.report_config import MARK, WEIGHTS, ReportConfig, mark_of
+from attnpo.run.folders import make_folder
+from attnpo.schema import UserError
+from attnpo.system.files import parse_json, write_whole
+
+Rows = Sequence[Mapping[str, Cell]]
+
+
+def publish(
+    title: str,
+    tables: Sequence[KeyedTable],
+    notes: Sequence[str],
+    folder: Path,
+    stem: str,
+    mark: str,
+    sections: Sequence[Section] = (),
+    *,
+    by: str | None = None,
+    why: str = "",
+) -> None:
+    """Prints the tables and notes, and writes STEM.md, STEM.tex, STEM.csv and report.html with ``sections`` below.
+
+    The CSV has a column that names the table; columns of the others are empty there. ``by``: a table that has this
+    column and one more that tells items apart is printed in parts, one beside the other. ``why``: why printed columns
+    may have none of ours.
+    """
+    notes = [*dict.fromkeys(notes), *absent(tables, why)]
+    below = [Section("Notes", [Paragraph(line) for line in notes])] if notes else []
+    read = [for_reading(table) for table in tables]
+    console = terminal()
+    print_sections(console, [*(section for table in read for section in on_terminal(table, by)), *below])
+    told = [Section(table.title, [TableBlock(table.columns, table.rows, digits=table.digits)]) for table in read]
+    texts = {
+        f"{stem}.md": markdown([*told, *below], title),
+        f"{stem}.tex": latex([*told, *below], title),
+        f"{stem}.csv": joined_csv(tables),
+        "report.html": report_page(title, [*told, *below, *sections]),
+    }
+    make_folder(folder)
+    for name, text in {MARK: json.dumps({"mark": mark, "files": sorted(texts)}) + "\n", **texts}.items():
+        write_whole(folder / name, text)
+    console.print(f"  {folder}/report.html, {stem}.md, {stem}.tex, {stem}.csv", highlight=False, markup=False)
+
+
+def on_terminal(table: KeyedTable, by: str | None) -> list[Section]:
+    """What is printed of a table: heads break between words, and its parts stand beside each other."""
+    table = narrowed(table)
+    heads = {name: name.replace("_", " ") for name in table.columns}
+    digits = {heads.get(name, name): count for name, count in table.digits.items()}
+    return [
+        Section(
+            heading,
+            [
+                TableBlock(
+                    [heads[name] for name in columns],
+                    [[row.get(name) for name in columns] for row in rows],
+                    name,
+                    digits,
+                    naming=len(list(takewhile(lambda name: name in table.keys, columns))) or 1,
+                )
+                for name, columns, rows in parts
+            ],
+        )
+        for heading, parts in pieces(table, by)
+    ]
+
+
+def narrowed(table: KeyedTable) -> KeyedTable:
+    """A listing of runs with the columns alone that tell them apart, the others in its title; any other as it is."""
+    if table.keys != RUNS or len(table.rows) < 2:
+        return table
+    first = table.rows[0]
+    same = [name for name in table.columns if all(row.get(name) == first.get(name) for row in table.rows)]
+    told = ", ".join(f"{name} {format_cell(first.get(name), table.digits.get(name, DEFAULT_DIGITS))}" for name in same)
+    return replace(
+        table,
+        columns=tuple(name for name in table.columns if name not in same),
+        title=f"{table.title} (the same in all: {told})" if told else table.title,
+    )
+
+
+def absent(tables: Sequence[KeyedTable], why: str) -> list[str]:
+    """A line on printed columns that have none of ours beside them, if there are such, with ``why`` after it."""
+    lacking = dict.fromkeys(name for table in tables for name in unmet(table))
+    reason = f": {why}" if why else ""
+    return [f"printed alone, with none of ours: {', '.join(lacking)}{reason}"] if lacking else []
+
+
+def joined_csv(tables: Sequence[KeyedTable]) -> str:
+    """All tables in one CSV with the union of their columns after one that names the table; numbers in full."""
+    columns = ["table", *dict.fromkeys(name for table in tables for name in table.columns)]
+    return table_csv(columns, [{"table": table.name, **row} for table in tables for row in table.rows])
+
+
+def pieces(table: KeyedTable, by: str | None) -> list[tuple[str, list[tuple[str, list[str], Rows]]]]:
+    """What is printed of a table: headings, and below each the parts that stand side by side.
+
+    A table whose last key is not ``by`` and that has a column ``by`` is cut by its group and by ``by``; the columns
+    that say so are left out of the parts.
+    """
+    if by is None or by not in table.columns or table.keys[-1] == by or table.group is None:
+        return [(table.title, [("", list(table.columns), table.rows)])]
+    by_heading: dict[str, dict[str, list[Mapping[str, Cell]]]] = {}
+    outer = [name for name in table.keys if name not in (by, table.keys[-1])]
+    for row in table.rows:
+        heading = ", ".join(str(row[name]) for name in [table.group, *outer])
+        by_heading.setdefault(heading, {}).setdefault(str(row[by]), []).append(row)
+    left = [name for name in table.columns if name not in (table.group, by, *outer)]
+    return [
+        (
+            f"{table.title}: {heading}",
+            [(name, left, [{key: row.get(key) for key in left} for row in part]) for name, part in parts.items()],
+        )
+        for heading, parts in by_heading.items()
+    ]
+
+
+def report_folder(cfg: ReportConfig, kind: str) -> Path:
+    """The folder of a report under ``output``: ``name``, else its kind, the setting and a digest of the command."""
+    output = Path(cfg.output)
+    if cfg.name is not None:
+        return output / cfg.name
+    setting = f"-{cfg.composed.choices.get('setting', 'setting')}" if kind == WEIGHTS else ""
+    return output / f"{kind or 'report'}{setting}-{mark_of(cfg)[:8]}"
+
+
+def check_free(folder: Path, mark: str) -> None:
+    """Raises UserError for a folder with anything but an earlier report of the same command."""
+    try:
+        names = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+    except OSError as problem:
+        raise UserError(f"output=: {folder} must be a folder that can be read, but: {problem.strerror}") from problem
+    held = [name for name in names if not name.startswith(".")]  # its lock
+    if not held:
+        return
+    try:
+        before = parse_json((folder / MARK).read_text(encoding="utf-8"))["mark"]
+    except (OSError, ValueError, KeyError, TypeError):
+        before = None
+    if before != mark:
+        other = "the report of another command" if before else f"{', '.join(held[:3])}"
+        raise UserError(f"{folder} holds {other}, which would be overwritten; give name= another folder below `output`")

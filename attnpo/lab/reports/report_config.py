@@ -1,0 +1,100 @@
+"""What ``attnpo.report`` was asked for: its config, the kinds of report, and the mark of a command.
+
+Light: known before anything heavy is loaded.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import ClassVar
+
+from attnpo.lab.studies.fit_config import FitConfig
+from attnpo.run.run_config import TRAINING
+from attnpo.schema import UserError, digest
+
+WEIGHTS, STUDY, RUN, GAINS, SCORES, RANKS = "weights", "study", "run", "gains", "scores", "ranks"
+KINDS = (WEIGHTS, STUDY, RUN, GAINS, SCORES, RANKS)
+MARK = "report.json"
+# Parts of the config that move no number of a report.
+PLACES = ("name", "output", "store", "lock_timeout", "composed")
+# Keys that every report reads, and those that each kind of report on files reads beside them; "" goes by the folders.
+OF_FOLDERS = ("what", "name", "output", "lock_timeout", "composed")
+READ = {
+    **dict.fromkeys(("", STUDY, RUN), ("printed",)),
+    GAINS: ("level",),
+    SCORES: ("printed", "label"),
+    RANKS: (),
+}
+
+
+@dataclass(frozen=True)
+class ReportConfig(FitConfig):
+    """A report; a field per key of ``configs/report.yaml``, where each is explained, and those of ``fit``."""
+
+    trains: ClassVar[bool] = False
+
+    what: tuple[str, ...] = ()
+    printed: tuple[str, ...] | str = ()
+    layers: tuple[int | str, ...] | str = ()
+    label: str | None = None
+    min_count: int = 100
+    top: int = 10
+    heat_maps: int = 2
+    explorer: int = 0
+    against: str | None = None
+    level: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.what and kind_of(self.what) == WEIGHTS and self.what != (WEIGHTS,):
+            raise UserError(f"report weights: expected GROUP=OPTION or KEY=VALUE after it, got {self.what[1]!r}")
+        if isinstance(self.layers, str) and self.layers != "all":
+            raise UserError(f"layers: expected all or a list such as [1,2,1/2,last], got {self.layers!r}")
+        twice = [layer for layer in dict.fromkeys(self.layers) if list(self.layers).count(layer) > 1]
+        if not isinstance(self.layers, str) and twice:
+            raise UserError(f"layers: expected each layer once, got {twice[0]} more than once")
+        if self.min_count < 1 or self.top < 1 or self.heat_maps < 0 or self.explorer < 0:
+            raise UserError("min_count and top must be at least 1, heat_maps and explorer at least 0")
+        if not self.level > 0:
+            raise UserError(f"level: expected a KL above 0, got {self.level}")
+        for path in files(self.printed):
+            if not path.is_file():
+                raise UserError(f"printed={path}: expected a CSV file, there is none")
+
+    def unread(self) -> dict[str, str]:
+        """Keys without effect as the others stand, with the reason."""
+        if not self.what:
+            return {}
+        kind = kind_of(self.what)
+        of_gains = {"level": "report gains reads it"}
+        if kind == WEIGHTS:
+            alone = {} if self.explorer else {"against": "explorer=0 draws no explorer"}
+            return {**super().unread(), **dict.fromkeys(TRAINING, "a report trains nothing"), **of_gains, **alone}
+        why = {"printed": f"report {kind} compares with no paper", **of_gains}
+        names = [item.name for item in fields(self) if item.init and item.name not in (*OF_FOLDERS, *READ[kind])]
+        return {name: why.get(name, "finished folders are read as they are") for name in names}
+
+
+def kind_of(what: Sequence[str]) -> str:
+    """The kind of report its words ask for; empty when they are folders alone. UserError when nothing is asked for."""
+    first = what[0] if what else None
+    if first is None or (first in KINDS and first != WEIGHTS and len(what) == 1):
+        raise UserError(
+            f"report{'' if first is None else ' ' + first}: expected `weights`, `study FOLDER ...`, `run FOLDER ...`, "
+            "`gains FOLDER ...`, `scores FOLDER ...`, `ranks FILE.csv ...` or folders of finished studies or runs; "
+            "see --help"
+        )
+    return first if first in KINDS else ""
+
+
+def files(printed: Sequence[str] | str) -> list[Path]:
+    """The CSV files of ``printed``, a name or a list of names."""
+    return [Path(path).expanduser() for path in ([printed] if isinstance(printed, str) else printed)]
+
+
+# ------------------------------------------------------------------------------------------------ folder
+
+
+def mark_of(cfg: ReportConfig) -> str:
+    """Digest of everything a command asks for: what tells its folder from those of others."""
+    return digest({key: value for key, value in cfg.values.items() if key not in PLACES})[:16]

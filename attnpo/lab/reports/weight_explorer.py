@@ -1,0 +1,174 @@
+"""``report weights explorer=N``: the stored weights of N training pairs, of one or two sources, as one page to search.
+
+The combined round is what the objective multiplies. A single round is finished and aligned by itself, before
+transforms.
+"""
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor
+
+from attnpo.config.compose import load
+from attnpo.data.collate import TrainingExample
+from attnpo.data.prepare import EncodedSet
+from attnpo.display.explorer import ExplorerPair, ExplorerSide, SideWeights, View, write_explorer
+from attnpo.display.output import terminal
+from attnpo.lab.reports.report_config import ReportConfig
+from attnpo.lab.reports.weight_report import asked_layers, each_weights, model_label, weights_label
+from attnpo.run.context import RunContext, make_context
+from attnpo.run.heat_rows import heat_rows
+from attnpo.run.inputs import Inputs, encode, read_pairs
+from attnpo.run.models import reference_table
+from attnpo.schema import SIDES, EncodedResponse, PairWeights, PreferencePair, UserError
+from attnpo.weights.arrival import Weighted
+from attnpo.weights.base import OnlineSource
+from attnpo.weights.capture import LogpPair, load_logps
+from attnpo.weights.pipeline import training_weights
+
+PAGE = "explorer.html"
+
+
+def weight_explorer(cfg: ReportConfig, folder: Path) -> None:
+    """Writes ``explorer.html`` of the first ``cfg.explorer`` training pairs to ``folder``.
+
+    ``cfg.against``: words that make the second source's configuration out of this one, overrides or, without ``=``, an
+    option of weights. Log-probabilities of the reference are shown for pairs that the store has them of. Raises
+    UserError when a source computes its weights in training, or when the two are not on the same training tokens.
+    """
+    context, pairs = explored(cfg)
+    if cfg.against:
+        more = [word if "=" in word else f"weights={word}" for word in shlex.split(cfg.against)]
+        _, others = explored(load("report", [*cfg.composed.overrides, *more], cfg.composed.config_dir))
+        marked = f" ({' '.join(more)})"
+        pairs = {pair_id: joined(pair, others[pair_id], marked) for pair_id, pair in pairs.items() if pair_id in others}
+    if not pairs:
+        raise UserError(f"explorer={cfg.explorer}: the sources have no pair in common; give a larger number")
+    logps = stored_logps(context, list(pairs.values()))
+    shown = [with_logps(pair, logps.get(pair_id)) for pair_id, pair in pairs.items()]
+    note = "on training tokens; combined: as the objective reads them; a single round: before transforms"
+    path = write_explorer(folder / PAGE, shown, title=f"Token weights: {model_label(context, cfg.label)}", note=note)
+    terminal().print(f"  {path}", highlight=False, markup=False)
+
+
+def explored(cfg: ReportConfig) -> tuple[RunContext, dict[str, ExplorerPair]]:
+    """The first pairs that all layers of a configuration's source keep, by id, with a view per layer and round."""
+    context = make_context(cfg)
+    pairs = read_pairs(context)
+    encoded = encode(context, pairs)
+    layers = asked_layers(context, cfg.layers if hasattr(cfg.weights, "layer") else ())
+    kept: dict[str, ExplorerPair] = {}
+    for number, made in enumerate(each_weights(context, pairs, encoded, layers)):
+        if isinstance(made.weighed.source, OnlineSource):
+            raise UserError(
+                f"explorer: {weights_label(made.context, made.weighed)} computes its weights in training, so the store "
+                "has none to show; take other weights"
+            )
+        found = first_pairs(made, encoded["train"], cfg.explorer)
+        if number:
+            found = {name: joined(kept[name], pair) for name, pair in found.items() if name in kept}
+        kept = found
+    return context, kept
+
+
+def first_pairs(made: Inputs, encoded: EncodedSet, count: int) -> dict[str, ExplorerPair]:
+    """The first ``count`` training pairs with the views of one source and layer."""
+    texts = {pair.pair_id: (pair, sides) for pair, sides in zip(encoded.pairs, encoded.encoded, strict=True)}
+    decode = made.context.tokenizer.decode
+    rows = heat_rows(made, count)
+    pairs = {}
+    for example, row in zip(made.examples["train"].examples[:count], rows, strict=True):
+        pair, _ = texts[example.pair_id]
+        chosen, rejected = (
+            ExplorerSide.of(
+                pair.response(side),
+                ids,
+                {one: str(decode([one])) for one, (a, b) in zip(ids.response_ids, ids.offsets, strict=True) if b <= a},
+            )
+            for side, ids in zip(SIDES, example.sides, strict=True)
+        )
+        verdicts = "; ".join(f"round {number}: {one.summary()}" for number, one in enumerate(row.verdicts, 1))
+        pairs[pair.pair_id] = ExplorerPair(
+            pair.pair_id, pair.prompt, chosen, rejected, dict(views(made, example, texts[pair.pair_id])), verdicts
+        )
+    return pairs
+
+
+def views(
+    made: Inputs, example: TrainingExample, texts: tuple[PreferencePair, Mapping[str, EncodedResponse]]
+) -> Iterator[tuple[View, tuple[SideWeights, SideWeights]]]:
+    """The combined weights of an example as training reads them, and those of each of its rounds alone."""
+    weighed, (pair, encoded) = made.weighed, texts
+    source, layer, transforms = name_parts(made)
+    name = " + ".join([source, *transforms])
+    yield View(name, layer), both(example.weights, example.scales, example)
+    captured = weighed.captured.get(pair.pair_id)
+    rounds = () if captured is None else captured.rounds
+    for number, one in enumerate(rounds if len(rounds) > 1 else (), 1):
+        alone = PairWeights(pair.pair_id, (one,))
+        found = training_weights(
+            weighed.source, alone, encoded, made.context.cfg.align.method, layers=weighed.layers, pair=pair
+        )
+        scales = (1.0, 1.0) if found.factors else found.lengths
+        yield View(name, layer, f"round {number}"), both((found.chosen, found.rejected), scales, found)
+
+
+def both(
+    weights: tuple[Tensor, Tensor], scales: tuple[float, float], arrived: Weighted
+) -> tuple[SideWeights, SideWeights]:
+    """Both sides' weights as the page takes them."""
+    shares = arrived.coverage, arrived.source_coverage, arrived.kept_mass
+    chosen, rejected = (
+        SideWeights(weights[i].tolist(), float(scales[i]), *(float(share[i]) for share in shares)) for i in (0, 1)
+    )
+    return chosen, rejected
+
+
+def name_parts(made: Inputs) -> tuple[str, str, list[str]]:
+    """The source's option, its layer and the transforms, apart."""
+    name, *transforms = weights_label(made.context, made.weighed).split(" + ")
+    source, _, layer = name.partition(" ")
+    return source, layer, transforms
+
+
+def joined(pair: ExplorerPair, other: ExplorerPair, marked: str = "") -> ExplorerPair:
+    """The pair with the other's views too; sources of the same name get ``marked`` behind it.
+
+    UserError when the two are not on the same training tokens.
+    """
+    for name, mine, theirs in zip(SIDES, pair.sides, other.sides, strict=True):
+        if list(mine.token_ids) != list(theirs.token_ids):
+            raise UserError(
+                f"against: pair {pair.pair_id}, {name}: the second source has other training tokens; let against "
+                "change weights and judge, and leave model, data and lengths as they are"
+            )
+    taken = {view.source for view in pair.weights} if marked else set()
+    added = {
+        replace(view, source=view.source + marked) if view.source in taken else view: rows
+        for view, rows in other.weights.items()
+    }
+    return replace(pair, weights={**pair.weights, **added}, note=pair.note or other.note)
+
+
+# ------------------------------------------------------------------------------------------------ log-probs
+
+
+def stored_logps(context: RunContext, pairs: Sequence[ExplorerPair]) -> dict[str, LogpPair]:
+    """The reference's log-probabilities that the store has of the pairs, by id."""
+    table = reference_table(context)
+    lengths = {pair.pair_id: (len(pair.chosen.token_ids), len(pair.rejected.token_ids)) for pair in pairs}
+    lacking = set(table.missing(list(lengths), SIDES))
+    present = [pair_id for pair_id in lengths if pair_id not in lacking]
+    return load_logps(table, present, lengths) if present else {}
+
+
+def with_logps(pair: ExplorerPair, logps: LogpPair | None) -> ExplorerPair:
+    """The pair with its reference log-probabilities, where there are any."""
+    if logps is None:
+        return pair
+    chosen, rejected = (
+        replace(side, logps={"reference": row.tolist()}) for side, row in zip(pair.sides, logps, strict=True)
+    )
+    return replace(pair, chosen=chosen, rejected=rejected)

@@ -1,0 +1,313 @@
+"""The config of every arm and point of a study, composed from overrides; what a user may override in one."""
+
+import json
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TypedDict, cast
+
+from omegaconf import DictConfig, OmegaConf
+
+from attnpo.config.compose import compose, load, plain, typed
+from attnpo.judge.layers import resolve_layer
+from attnpo.lab.studies.fit_config import FitConfig
+from attnpo.lab.studies.scorer_names import scorers_of
+from attnpo.lab.studies.study import BETA, LR, ONLY, Arm, Grid, Point, Study, short
+from attnpo.run.identity import LATER, LAYERS, below, files_of, paths_of, result_of
+from attnpo.run.settings import LAYER, is_auto
+from attnpo.schema import UserError, digest
+from attnpo.system.files import Json, clean
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Composed:
+    """The config of an arm or a point as Hydra composed it, and the overrides that give it on the command line."""
+
+    raw: DictConfig
+    overrides: list[str]
+
+    @cached_property
+    def config(self) -> FitConfig:
+        """Its typed root. UserError when it cannot be built."""
+        return typed(self.raw, FitConfig)
+
+    def changed(self, values: Mapping[str, Json], overrides: Sequence[str] = ()) -> "Composed":
+        """A copy with other values by key, which those that are read from them (``${seed}``) follow."""
+        raw, given = self.raw.copy(), layered(self.overrides, overrides)
+        for key, value in values.items():
+            OmegaConf.update(raw, key, value)
+        raw.composed.overrides = [override.replace("${", "\\${") for override in given]
+        return Composed(raw, given)
+
+
+# What only a study has: its own keys, and the grids of its arms.
+OF_STUDY = ("study.", "grids.")
+SINGLE = "experiment=none"  # what makes a single run of any command
+
+# What says whose attention an arm with a judge of its own reads.
+WHOSE = ("judge.path", "judge.other")
+
+
+def key_of(override: str) -> str:
+    """The key or group an override sets."""
+    return override.split("=", 1)[0].lstrip("+~")
+
+
+def layered(*layers: Sequence[str]) -> list[str]:
+    """Overrides of all layers; a later layer's override replaces earlier ones of the same key."""
+    merged: dict[str, str] = {}
+    for override in (item for layer in layers for item in layer):
+        merged.pop(key_of(override), None)
+        merged[key_of(override)] = override
+    return list(merged.values())
+
+
+def of_points(cfg: FitConfig) -> list[str]:
+    """The user's overrides that reach the points: all but those of the study's own keys and named grids."""
+    return [override for override in cfg.composed.overrides if not key_of(override).startswith(OF_STUDY)]
+
+
+def arm_config(cfg: FitConfig, study: Study, overrides: Sequence[str], world: str = ONLY) -> Composed:
+    """The composed config of one arm in one world, and the overrides that give it on the command line.
+
+    The user's overrides come first, then the world's, the arm's win. A user's ``weights.layer=2`` goes to the arms that
+    have such a key and is left out, with a log line, where an arm's own choice of the group has none.
+    """
+    user = of_points(cfg)
+    single = [SINGLE, "seeds=null", f"seed={cfg.seed}", *study_overrides(cfg, study.name)]
+    chosen = [*study.worlds.get(world, []), *overrides]
+    try:
+        merged = layered(study.shared, user, chosen, single)
+        return Composed(compose("fit", merged, cfg.composed.config_dir), merged)
+    except UserError:
+        groups = {key_of(override) for override in chosen if "." not in key_of(override)}
+        foreign = [
+            override for override in user if key_of(override).split(".")[0] in groups and "." in key_of(override)
+        ]
+        if not foreign:
+            raise
+        log.info("arm %s: %s does not apply and is left out", " ".join(overrides), " ".join(foreign))
+        merged = layered(study.shared, [override for override in user if override not in foreign], chosen, single)
+        return Composed(compose("fit", merged, cfg.composed.config_dir), merged)
+
+
+def check_user(cfg: FitConfig, study: Study) -> None:
+    """Refuses overrides that would be lost to the study's choices or make its arms others than they are named.
+
+    UserError for a group that arms choose, a key that an arm or a world sets, layers or a judge that arms differ in, a
+    value that the grid sets, and a key that no arm has. A key that an arm takes from another one (``${...}``) and the
+    layer stay free: the arm keeps its own, the others take the user's. UserError too for an experiment that sets more
+    than the study and its seed, which the points, composed without it, would not get.
+    """
+    user = of_points(cfg)
+    arms = list(study.arms_with(cfg.truth is not None).values())
+    chosen = {key_of(item) for overrides in arms for item in overrides if "." not in key_of(item)}
+    _refuse(study, "arms", chosen, [override for override in user if key_of(override) in chosen])
+    fixed = {key_of(item) for overrides in study.worlds.values() for item in overrides}
+    _refuse(study, "worlds", fixed, [override for override in user if _touches(key_of(override), fixed)])
+    for problem in (*_mislabelled(cfg, study, user, chosen), *_lost_to_grids(cfg, study, user)):
+        raise UserError(f"study {study.name}: {problem}, or give {SINGLE} for a single run")
+    for override in user:
+        group, dot, _ = key_of(override).partition(".")
+        if dot and group in chosen and not any(applies(cfg, override, arm) for arm in arms):
+            compose("fit", layered([override], arms[0], [SINGLE]), cfg.composed.config_dir)
+    alone = result_of(load("fit", layered(user, [SINGLE, f"seed={cfg.seed}"]), cfg.composed.config_dir))
+    for key, value in result_of(cfg).items():
+        if value != alone.get(key):
+            raise UserError(
+                f"study {study.name}: its experiment sets {key}, which no point would get: put it into "
+                "study.shared, or give it on the command line"
+            )
+
+
+def _mislabelled(cfg: FitConfig, study: Study, user: Sequence[str], chosen: set[str]) -> Iterator[str]:
+    """What is wrong with overrides that reach every arm and that some arms are told apart by."""
+    written = as_written(cfg)
+    arms = study.arms_with(cfg.truth is not None)
+    given = {**arms, **written["arms"], **(written.get("truth_arms") or {})}
+    sets = [item for name in arms for item in given[name]]
+    literal = [key_of(item) for item in sets if not item.partition("=")[2].startswith("${")]
+    own = {key for key in literal if "." in key and key != LAYER}
+    for override in user:
+        key = key_of(override)
+        if _touches(key, own):
+            yield (
+                f"its arms differ in {key}, so {override} would make some of them others than they are named: leave "
+                "it out"
+            )
+        if study.layers and key == LAYERS:
+            yield (
+                f"study.layers makes an arm of every layer, and {override} would be read in place of each: give "
+                f"study.layers={override.partition('=')[2]}"
+            )
+        if "judge" in chosen and key in WHOSE:
+            yield (
+                f"some arms read another judge than others, and {override} would make them one: give "
+                "other_judge.path to change the other judge"
+            )
+
+
+def _lost_to_grids(cfg: FitConfig, study: Study, user: Sequence[str]) -> Iterator[str]:
+    """What is wrong with overrides whose key is an axis of a grid of the study."""
+    grids = list(_grids(cfg, study))
+    for override in user:
+        key, value = key_of(override), override.partition("=")[2]
+        sets = [f"{name}.{_axis(key, value)}" for name, grid in grids if key in grid.axes]
+        if sets:
+            yield f"{override} would be lost, the study's grid sets it: {' '.join(sets)}"
+
+
+def _grids(cfg: FitConfig, study: Study) -> Iterator[tuple[str, Grid]]:
+    """The grids that the study's arms get, each with the key that it is overridden by."""
+    arms = list(study.arms_with(cfg.truth is not None))
+    node = as_written(cfg)
+    named = {"study.grid": (node.get("grid"), study.grid)} if any(name not in study.grids for name in arms) else {}
+    own = node.get("grids") or {}
+    named |= {f"study.grids.{name}": (own.get(name), study.grids[name]) for name in arms if name in study.grids}
+    seen: dict[str, Grid] = {}
+    for key, (text, grid) in named.items():
+        origin = re.fullmatch(r"\$\{([\w.]+)\}", str(text))
+        seen.setdefault(key if origin is None else origin[1], grid)
+    yield from seen.items()
+
+
+class AsWritten(TypedDict, total=False):
+    """What is read of a study's node with its interpolations as they stand in its file."""
+
+    arms: dict[str, list[str]]
+    truth_arms: dict[str, list[str]] | None
+    grid: object
+    grids: dict[str, object] | None
+
+
+def as_written(cfg: FitConfig) -> AsWritten:
+    """The study's node as it stands in its file."""
+    raw = compose("fit", cfg.composed.overrides, cfg.composed.config_dir)
+    return cast(AsWritten, OmegaConf.to_container(raw.study, resolve=False))
+
+
+def _axis(key: str, value: str) -> str:
+    """The axis of a grid as an override of it that gives ``key`` one value."""
+    return f"{short(key)}=[{value}]" if key in (LR, BETA) else f"keys={{{key}:[{value}]}}"
+
+
+def _touches(key: str, others: set[str]) -> bool:
+    """Whether an override of ``key`` changes one of ``others``, or is changed by it; a group's choice is neither."""
+    return key in others or ("." in key and any(below(key, [other]) or below(other, [key]) for other in others))
+
+
+def _refuse(study: Study, of: str, chosen: set[str], clash: Sequence[str]) -> None:
+    if clash:
+        raise UserError(
+            f"study {study.name} chooses {', '.join(sorted(chosen))} for each of its {of}, so {' '.join(clash)} would "
+            f"be lost: leave it out, or give {SINGLE} for a single run"
+        )
+
+
+def check_distinct(
+    study: Study,
+    arms: Sequence[Arm],
+    configs: Mapping[tuple[str, str], FitConfig],
+    depths: Mapping[tuple[str, str], int] | None = None,
+) -> None:
+    """Raises UserError naming two arms of a world that would train the very same points.
+
+    ``configs`` by world and arm; ``depths``: layers of an arm's judge, as far as known, which make "last" a number.
+    """
+    seen: dict[str, Arm] = {}
+    for arm in arms:
+        place = (arm.world, arm.name)
+        same = digest(_trained(configs[place], arm.grid or study.grid, (depths or {}).get(place, 0)))
+        other = seen.setdefault(f"{arm.world}/{same}", arm)
+        if other is not arm:
+            raise UserError(
+                f"study {study.name}: its arms {other.label} and {arm.label} would be the same runs under two names: "
+                "leave out the override that makes them one, or one of the arms"
+            )
+
+
+def _trained(cfg: FitConfig, grid: Grid, depth: int) -> dict[str, object]:
+    """All that an arm's points are made of, but the seed."""
+    values = {key: value for key, value in counted(cfg).items() if key not in grid.axes}
+    layer = values.get(LAYER)
+    if depth and isinstance(layer, int | str) and not is_auto(layer):
+        values[LAYER] = resolve_layer(layer, depth)
+    return {"config": values, "paths": paths_of(cfg), "grid": grid.overrides()}
+
+
+def applies(cfg: FitConfig, override: str, arm: Sequence[str]) -> bool:
+    """Whether an arm's config has the key of ``override``."""
+    try:
+        compose("fit", layered([override], arm, [SINGLE]), cfg.composed.config_dir)
+    except UserError:
+        return False
+    return True
+
+
+def point_config(arm: Composed, point: Point, scorers: Mapping[str, str] | None = None) -> Composed:
+    """A point's own config and overrides, from those of its arm; ``scorers`` are the folders of those that it names."""
+    named = scorers_of(arm.overrides).items() if scorers else ()
+    paths = [f"{key}={quoted(scorers[name])}" for key, name in named if scorers]
+    own = [*point.values, f"seed={point.seed}", *paths]
+    return arm.changed({key: yaml_value(value) for key, _, value in (item.partition("=") for item in own)}, own)
+
+
+def yaml_value(text: str) -> Json:
+    """The value an override's text stands for."""
+    return plain(DictConfig(OmegaConf.create(f"value: {text}")))["value"]
+
+
+def point_folder(folder: Path, point: Point, cfg: FitConfig, facts: Mapping[str, object]) -> Path:
+    """Where a point's results lie: named by world, arm, grid values, seed, and the digest of all that moves a number.
+
+    That is the composed config, what the files it names hold, and ``facts``: contents of its paths, and the code.
+    """
+    settings = [value.partition("=") for value in point.values]
+    world = [point.arm.world] if point.arm.world else []
+    name = "-".join([*world, point.arm.name, *(f"{key.rpartition('.')[-1]}={value}" for key, _, value in settings)])
+    return folder / "points" / f"{clean(name)}-seed{point.seed}-{run_digest(cfg, facts)[:8]}"
+
+
+def run_digest(cfg: FitConfig, facts: Mapping[str, object]) -> str:
+    """The digest of all that moves a number of a run: see ``point_folder``."""
+    values = result_of(cfg)
+    return digest({"config": values, "files": files_of(values), "facts": dict(facts)})
+
+
+def counted(cfg: FitConfig) -> dict[str, object]:
+    """What can change a number of an arm, without the seed, which differs between its points.
+
+    Options that came later are left out where they do what was done before them, so that a study keeps its digest.
+    """
+    return {
+        key: value
+        for key, value in result_of(cfg).items()
+        if key not in ("seed", "prepare.seed") and not (key in LATER and LATER[key] == value)
+    }
+
+
+# ------------------------------------------------------------------------------------------------ tracker
+
+
+def study_overrides(cfg: FitConfig, study: str) -> list[str]:
+    """Overrides that put the points of a study into one W&B group, unless the user has named a group."""
+    chosen = cfg.logger.wandb
+    if chosen is None or chosen.group is not None:
+        return []
+    return [f"logger.wandb.group={quoted(study)}"]
+
+
+def word(value: object) -> str:
+    """A value as an override says it."""
+    return quoted(value) if isinstance(value, str) else json.dumps(value)
+
+
+def quoted(text: str) -> str:
+    """A text as an override says it."""
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"

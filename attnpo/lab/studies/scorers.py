@@ -1,0 +1,135 @@
+"""The models that a study trains for its arms' weights, before these are captured: its scorers (``study.scorers``).
+
+A scorer is an ordinary run on the pairs of its world and seed, which leaves its model; arms name it as ``SCORER.NAME``
+(``scorer_names``). Owns which scorers a world needs, their runs, and where they lie: in the store, each in a folder
+named by the digest of all that made it, so that every study that asks for the same one finds it. A model is compared
+with the digests of its files before it is used; one that has changed is made anew.
+"""
+
+import logging
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from attnpo.lab.studies.arms import Composed, arm_config, run_digest
+from attnpo.lab.studies.fit_config import FitConfig
+from attnpo.lab.studies.left_models import MODEL, is_whole, keep_model, with_model
+from attnpo.lab.studies.reads import ScorerRun
+from attnpo.lab.studies.scorer_names import scorers_of
+from attnpo.lab.studies.study import ONLY, Study, last_line
+from attnpo.lab.studies.workers import execute, on_gpu
+from attnpo.models.loading import weights_fingerprint
+from attnpo.run.context import open_paths
+from attnpo.run.folders import make_folder, store_root
+from attnpo.run.identity import paths_of
+from attnpo.run.resume import read_result
+from attnpo.schema import UserError
+from attnpo.system.files import clean
+from attnpo.system.locks import locked
+
+log = logging.getLogger(__name__)
+
+SCORERS = "scorers"  # in the store
+
+
+@dataclass(frozen=True)
+class Scorers:
+    """The scorers of one world and seed, and the errors of those that could not be trained."""
+
+    runs: dict[str, ScorerRun] = field(default_factory=dict)
+    lost: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """Their model folders."""
+        return {name: str(run.model) for name, run in self.runs.items()}
+
+    @property
+    def seconds(self) -> float | None:
+        """What training them took, by whichever command; None where there are none."""
+        return sum(run.result.seconds["all"] for run in self.runs.values()) if self.runs else None
+
+    def filled(self, cfg: FitConfig, arm: Sequence[str]) -> FitConfig:
+        """The config of an arm, given by its overrides, with the folders of its scorers.
+
+        UserError for one that could not be trained.
+        """
+        for key, name in scorers_of(arm).items():
+            if name in self.lost:
+                raise UserError(f"scorer {name} could not be trained: {last_line(self.lost[name])}")
+            cfg = cfg.with_value(key, self.paths[name])
+        return cfg
+
+
+def needed(study: Study, world: str, truth: bool) -> list[str]:
+    """The scorers that arms of a world name, in the study's order."""
+    named = {name for arm in study.arms_in(world, truth).values() for name in scorers_of(arm).values()}
+    return [name for name in study.scorers if name in named]
+
+
+def compose_scorers(cfg: FitConfig, study: Study) -> dict[tuple[str, str], Composed]:
+    """The configs of the scorers that arms name, by world and name; each run leaves its model.
+
+    UserError naming the scorer whose config cannot be built.
+    """
+    made: dict[tuple[str, str], Composed] = {}
+    for world in study.worlds or [ONLY]:
+        for name in needed(study, world, cfg.truth is not None):
+            try:
+                made[world, name] = with_model(arm_config(cfg, study, study.scorers[name], world))
+                _ = made[world, name].config
+            except UserError as error:
+                raise UserError(f"study {study.name}, scorer {name}: {error}") from error
+    return made
+
+
+def train_scorers(
+    cfg: FitConfig, study: Study, runs: Mapping[str, Composed], seed: int, facts: Mapping[str, object]
+) -> Scorers:
+    """The scorers ``runs`` of one world and seed, those that lie in the store as they are there, the others trained.
+
+    ``facts``: contents of the paths of the pairs and of the base, and the code. A scorer that fails is lost alone.
+    """
+    found = Scorers()
+    made = {name: run.changed({"seed": seed}, [f"seed={seed}"]) for name, run in runs.items()}
+    places = {name: _place(cfg, name, seed, run.config, facts) for name, run in made.items()}
+    with ExitStack() as locks:
+        for place in places.values():
+            if not is_whole(place):
+                make_folder(place)
+                locks.enter_context(locked(place, cfg.lock_timeout, instead="store="))
+        lacking = [name for name, place in places.items() if not is_whole(place)]
+        for name in lacking:
+            if read_result(places[name])[0] is not None:
+                log.warning("%s: its model is missing or damaged; it is made anew", places[name])
+                shutil.rmtree(places[name] / MODEL, ignore_errors=True)
+                (places[name] / "result.json").unlink()
+        if lacking:
+            log.info("study %s: training its scorers %s, seed %d", study.name, ", ".join(lacking), seed)
+        jobs = [(made[name].overrides, places[name]) for name in lacking]
+        alone = on_gpu([made[name].config for name in lacking])
+        for job, result, error in execute(jobs, study.workers, cfg.composed.config_dir, cfg.store, alone):
+            name = lacking[job]
+            if result is None:
+                found.lost[name] = error or ""
+                log.error("scorer %s failed: %s", name, last_line(found.lost[name]))
+            else:
+                keep_model(places[name])
+    for name, place in places.items():
+        result = None if name in found.lost else read_result(place)[0]
+        if result is not None:
+            found.runs[name] = ScorerRun.of(made[name].config, place / MODEL, result)
+            took = f"trained in {result.seconds['all']:.0f} s" if name in lacking else "is there already and reused"
+            log.info("scorer %s %s: %s", name, took, place)
+    return found
+
+
+def _place(cfg: FitConfig, name: str, seed: int, run: FitConfig, facts: Mapping[str, object]) -> Path:
+    """The folder of a scorer; one that starts from another model than the base counts that model's weights."""
+    own = {key: path for key, path in paths_of(run).items() if key not in ("model.path", "data.path")}
+    facts = {**facts, "scorer": own}
+    if "model.path" not in open_paths(run):
+        facts["model"] = weights_fingerprint(run.model.path, run.model.revision)
+    return store_root(cfg) / SCORERS / f"{clean(name)}-seed{seed}-{run_digest(run, facts)[:16]}"

@@ -1,0 +1,92 @@
+"""True importance as a weight source: the tokens that decide a review's reward, known from the grammar."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from attnpo.lab.testbed.grammar import Grammar
+from attnpo.schema import SIDES, EncodedResponse, Kind, PairWeights, PreferencePair, UserError
+
+
+@dataclass(frozen=True)
+class TrueImportance:
+    """1/k on the k training tokens that hold a decisive character of the response, 0 on all others.
+
+    A response without any decisive token gets equal weights on the tokens that hold its characters. |y| is the number
+    of training tokens, as with uniform weights.
+    """
+
+    grammar: Grammar = field(default_factory=Grammar)
+
+    kind: ClassVar[Kind] = Kind.DISTRIBUTION
+    signed: ClassVar[bool] = False
+    tokens: ClassVar[str] = "train"
+    requires: ClassVar[frozenset[str]] = frozenset()
+    postprocess: ClassVar[None] = None
+    neutral: ClassVar[bool] = False
+
+    def resolve(self, num_layers: int) -> "TrueImportance":
+        """Returns itself, since it reads no layer."""
+        return self
+
+    def capture_layers(self, num_layers: int) -> tuple[int, ...]:
+        """Returns no layer."""
+        return ()
+
+    def wanted(self) -> tuple[int, ...]:
+        """Returns no layer."""
+        return ()
+
+    def capture_fingerprint(self) -> dict[str, object]:
+        """The grammar's identity; nothing is stored under it."""
+        return {"source": "true_importance", "grammar": self.grammar.digest()}
+
+    def capture(self, pairs: Sequence[PreferencePair], reader: object, layers: tuple[int, ...]) -> list[PairWeights]:
+        """Raises UserError: there is nothing to capture."""
+        raise UserError("weights=true_importance needs no capture; run attnpo.fit directly")
+
+    def select(self, captured: PairWeights, layers: tuple[int, ...]) -> PairWeights:
+        """Returns ``captured`` as it is."""
+        return captured
+
+    def weigh(self, pair: PreferencePair, side: str, encoded: EncodedResponse) -> Float[Tensor, " m"]:
+        """A weight per training token, float32. UserError naming the pair whose prompt is not of the grammar."""
+        places = encoded.offsets
+        marks = decisive(pair, side, places, self.grammar)
+        chosen = marks if any(marks) else [start < end for start, end in places]
+        if not any(chosen):  # nothing but the end of the turn
+            chosen = [True] * len(places)
+        row = torch.tensor(chosen, dtype=torch.float32)
+        return row / row.sum().clamp(min=1)
+
+
+def decisive(pair: PreferencePair, side: str, places: Sequence[tuple[int, int]], grammar: Grammar) -> list[bool]:
+    """Whether each token, given by its characters of the response, holds a character that decides the true reward.
+
+    UserError naming the pair whose prompt is not one question of the grammar.
+    """
+    spans = grammar.importance(pair.response(side), _topic(pair, grammar))
+    return [any(start < stop and begin < end for begin, stop in spans) for start, end in places]
+
+
+def is_flipped(pair: PreferencePair, grammar: Grammar) -> bool:
+    """Whether the rejected response is truly the better one. UserError as for ``decisive``."""
+    topic = _topic(pair, grammar)
+    chosen, rejected = (grammar.true_reward(pair.response(side), topic).reward for side in SIDES)
+    return chosen < rejected
+
+
+def _topic(pair: PreferencePair, grammar: Grammar) -> str:
+    if [turn["role"] for turn in pair.prompt] == ["user"]:
+        try:
+            return grammar.parse_prompt(pair.prompt[0]["content"]).topic
+        except ValueError:
+            pass
+    raise UserError(
+        f"pair {pair.pair_id}: true importance is known for the testbed's own prompts alone, got "
+        f"{pair.prompt[-1]['content'][:60]!r}: for this data choose weights other than true_importance, and truth=null"
+    )

@@ -1,0 +1,274 @@
+"""The base model: a small Llama that learns to answer, to judge and to score parts in one run from nothing.
+
+The judge task is learnt in a jump, so training goes on in blocks until the judge passes its gate on pairs that
+the base itself wrote. The result is a plain Hugging Face folder.
+"""
+
+import logging
+import math
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from torch.nn import functional
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from attnpo.lab.testbed.grammar import Grammar, Prompt
+from attnpo.lab.testbed.recipes import BaseRecipe
+from attnpo.lab.testbed.sampling import batches_by_length, evaluating, sample_answers
+from attnpo.lab.testbed.tasks import ANSWER, JUDGE, SCORE, Rows, TaskSampler, pad_rows
+from attnpo.lab.testbed.tokenizer import VERDICTS, build_tokenizer, judge_prompts, token_ids
+from attnpo.models.older_readers import open_to_readers
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class JudgeAccuracy:
+    """Share of right verdicts over both orders, and of pairs given one answer in both, for one assembly."""
+
+    accuracy: float
+    consistency: float
+    pairs: int
+
+
+@dataclass(frozen=True)
+class BaseReport:
+    """What was built and how good it is; measured on samples for held-out (validation) prompts."""
+
+    seed: int
+    steps: int
+    seconds: float
+    parameters: int
+    judge_text: float
+    judge_ids: float
+    consistency_text: float
+    consistency_ids: float
+    gate_passed: bool
+    reward: float
+    reward_sd: float
+    polarity: float
+    broken_rate: float
+    mean_length: float
+    ended_rate: float
+    full_stop_share: float
+    answer_loss: float
+    judge_loss: float
+    score_loss: float
+
+
+def new_model(recipe: BaseRecipe, tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
+    """An untrained model of the recipe's shape; the caller's random state is left as it was."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=recipe.width,
+        intermediate_size=recipe.mlp,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads,
+        num_key_value_heads=recipe.heads,
+        max_position_embeddings=recipe.max_positions,
+        initializer_range=recipe.initializer_range,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config)
+
+
+def build_base(grammar: Grammar, recipe: BaseRecipe, folder: Path, *, seed: int = 0) -> BaseReport:
+    """Trains a base and writes it to `folder` (weights, config, tokenizer, chat template, generation config)."""
+    started = time.monotonic()
+    tokenizer = build_tokenizer(grammar, recipe.merges, recipe.max_positions)
+    model = new_model(recipe, tokenizer, seed)
+    rng = random.Random(f"base {seed}")
+    trainer = _Trainer(model, recipe, TaskSampler(grammar, tokenizer, rng, recipe.damage))
+    losses = trainer.block(recipe.steps, recipe.learning_rate, recipe.warmup, recipe.easy_length)
+    done = recipe.steps
+    while True:
+        measured = measure_base(model, tokenizer, grammar, recipe, seed=seed)
+        worst = min(measured["judge_text"], measured["judge_ids"])
+        if worst >= recipe.judge_gate or done >= recipe.max_steps:
+            break
+        block = min(recipe.extra_steps, recipe.max_steps - done)
+        logger.info("testbed base: judge at %.3f after %d steps, %d more", worst, done, block)
+        losses = trainer.block(block, 0.5 * recipe.learning_rate, warmup=5)
+        done += block
+    passed = worst >= recipe.judge_gate
+    if not passed:
+        logger.warning(
+            "testbed base: judge at %.3f, under its gate %.2f after %d steps", worst, recipe.judge_gate, done
+        )
+    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
+        do_sample=True,
+        temperature=1.0,
+        max_new_tokens=recipe.answer_tokens,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    open_to_readers(folder)
+    return BaseReport(
+        seed=seed,
+        steps=done,
+        seconds=time.monotonic() - started,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        gate_passed=passed,
+        answer_loss=losses[0],
+        judge_loss=losses[1],
+        score_loss=losses[2],
+        **measured,
+    )
+
+
+class _Trainer:
+    """AdamW over the sum of the three tasks' mean losses, in blocks that each follow their own cosine."""
+
+    def __init__(self, model: LlamaForCausalLM, recipe: BaseRecipe, tasks: TaskSampler) -> None:
+        self.model, self.recipe, self.tasks = model, recipe, tasks
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(),
+            lr=recipe.learning_rate,
+            betas=(recipe.beta1, recipe.beta2),
+            weight_decay=recipe.weight_decay,
+            fused=True,
+        )
+
+    def block(self, steps: int, peak: float, warmup: int, length: float = 1.0) -> tuple[float, float, float]:
+        """Trains for `steps`, whose reviews grow from `length` of the grammar's to all of it while they are easy.
+
+        Returns the mean loss of each task over the last tenth of the steps.
+        """
+        self.model.train()
+        recent: list[tuple[float, ...]] = []
+        for step in range(steps):
+            rate = peak * _schedule(step, steps, warmup, self.recipe.final_fraction)
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            easy = self.recipe.easy_share * steps
+            self.tasks.shorten(length ** min(1.0, 2.0 - 2.0 * step / easy) if step < easy else 1.0)
+            losses = self._losses(self.recipe.easy_gap if step < easy else 0.0)
+            self.optimizer.zero_grad(set_to_none=True)
+            torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
+            self.optimizer.step()
+            if step >= steps - max(1, steps // 10):
+                recent.append(tuple(loss.item() for loss in losses))
+            if (step + 1) % 50 == 0:
+                logger.info("step %d: answer %.3f judge %.3f score %.3f", step + 1, *(v.item() for v in losses))
+        self.model.train(False)
+        answer, judge, score = (sum(column) / len(recent) for column in zip(*recent, strict=True))
+        return answer, judge, score
+
+    def _losses(self, min_gap: float) -> list[torch.Tensor]:
+        """Mean cross-entropy of each task over fresh rows; rows of similar length run together."""
+        recipe, tasks = self.recipe, self.tasks
+        answer, judge, score = (
+            round(count / tasks.scale) for count in (recipe.answer_rows, recipe.judge_rows, recipe.score_rows)
+        )
+        rows = tasks.answer_rows(answer) + tasks.judge_rows(judge, min_gap) + tasks.score_rows(score)
+        rows.sort(key=lambda row: len(row.ids))
+        size = math.ceil(len(rows) / 3)  # three batches: little padding, little overhead
+        parts = [pad_rows(rows[start : start + size]) for start in range(0, len(rows), size)]
+        losses = torch.cat([_target_losses(self.model, part) for part in parts])
+        owner = torch.cat([part.tasks for part in parts])
+        return [losses[owner == task].mean() for task in (ANSWER, JUDGE, SCORE)]
+
+
+def _target_losses(model: LlamaForCausalLM, rows: Rows) -> Float[torch.Tensor, " targets"]:
+    # Right padding without a mask: causal attention never looks at it. The head runs on target positions only.
+    hidden = model.model(input_ids=rows.ids, use_cache=False).last_hidden_state
+    return functional.cross_entropy(model.lm_head(hidden[rows.row, rows.column]), rows.targets, reduction="none")
+
+
+def _schedule(step: int, steps: int, warmup: int, final: float) -> float:
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = (step - warmup) / max(1, steps - warmup)
+    return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def measure_base(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    grammar: Grammar,
+    recipe: BaseRecipe,
+    *,
+    seed: int,
+) -> dict[str, float]:
+    """Judge accuracy in both assemblies and the quality of free samples, on prompts that training never saw."""
+    prompts = grammar.prompts("validation")
+    prompts = tuple(prompts[index % len(prompts)] for index in range(2 * recipe.judge_pairs))
+    doubled = [prompt for prompt in prompts for _ in range(2)]
+    answers = sample_answers(
+        model,
+        tokenizer,
+        [prompt.text for prompt in doubled],
+        seed=1_000_003 + seed,
+        max_new_tokens=recipe.answer_tokens,
+    )
+    scored = [grammar.true_reward(text, p.topic) for text, p in zip(answers.texts, doubled, strict=True)]
+    rewards = torch.tensor([score.reward for score in scored])
+    pairs = [
+        (doubled[i], answers.texts[i], answers.texts[i + 1], scored[i].reward - scored[i + 1].reward)
+        for i in range(0, len(doubled), 2)
+        if answers.ended[i] and answers.ended[i + 1]
+    ]
+    clear = [pair for pair in pairs if abs(pair[3]) >= recipe.judge_margin][: recipe.judge_pairs]
+    text = judge_accuracy(model, tokenizer, clear, spliced=False)
+    ids = judge_accuracy(model, tokenizer, clear, spliced=True)
+    clauses = sum(score.clauses for score in scored)
+    tokens = sum(answers.lengths)
+    finals = sum(text.endswith(".") for text in answers.texts)
+    return {
+        "judge_text": text.accuracy,
+        "judge_ids": ids.accuracy,
+        "consistency_text": text.consistency,
+        "consistency_ids": ids.consistency,
+        "reward": rewards.mean().item(),
+        "reward_sd": rewards.std().item(),
+        "polarity": sum(score.polarity for score in scored) / len(scored),
+        "broken_rate": sum(score.broken for score in scored) / max(1, clauses),
+        "mean_length": tokens / len(scored),
+        "ended_rate": sum(answers.ended) / len(scored),
+        "full_stop_share": finals / max(1, tokens),
+    }
+
+
+def judge_accuracy(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    pairs: Sequence[tuple[Prompt, str, str, float]],
+    *,
+    spliced: bool,
+) -> JudgeAccuracy:
+    """How often the better of two answers gets the larger verdict logit; `pairs` end in the true reward gap."""
+    if not pairs:
+        return JudgeAccuracy(0.0, 0.0, 0)
+    rows = [(prompt.text, first, second) for prompt, first, second, _ in pairs]
+    rows += [(prompt.text, second, first) for prompt, first, second, _ in pairs]
+    prefers_first = _prefers_first(model, tokenizer, judge_prompts(tokenizer, rows, [spliced] * len(rows)))
+    truth = torch.tensor([gap > 0 for *_, gap in pairs])
+    forward, backward = prefers_first[: len(pairs)], ~prefers_first[len(pairs) :]
+    right = torch.cat([forward == truth, backward == truth]).double().mean().item()
+    return JudgeAccuracy(right, (forward == backward).double().mean().item(), len(pairs))
+
+
+def _prefers_first(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, ids: Sequence[Sequence[int]]
+) -> torch.Tensor:
+    first, second = token_ids(tokenizer, VERDICTS)
+    preferred = torch.zeros(len(ids), dtype=torch.bool)
+    with evaluating(model):
+        for chosen in batches_by_length(ids, 128):
+            logits = model(input_ids=torch.tensor([ids[i] for i in chosen]), logits_to_keep=1).logits[:, -1]
+            preferred[chosen] = logits[:, first] > logits[:, second]
+    return preferred

@@ -1,0 +1,178 @@
+"""Scores of a policy against the true reward on held-out prompts, beside the base's own samples."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+from jaxtyping import Float
+
+from attnpo.lab.testbed.grammar import Grammar, Prompt, Scored
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+    from attnpo.lab.testbed.sampling import Answers
+    from attnpo.schema import PreferencePair
+
+logger = logging.getLogger(__name__)
+
+_BASE_STREAM = 7_919  # seed offset: the base draws its own random numbers, so wins are between independent samples
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a policy's samples are worth.
+
+    The scalar fields are means over prompts and samples (`length` in tokens without the end token, `kl` in nats
+    per sequence, `broken` the share of clauses that are broken, `ended` the share of answers that ended). The
+    arrays keep prompt by sample values for paired statistics; equal prompts and seed give equal rows.
+    """
+
+    reward: float
+    win_rate: float
+    kl: float
+    length: float
+    polarity: float
+    broken: float
+    ended: float
+    base_reward: float
+    base_length: float
+    base_broken: float
+    rewards: Float[np.ndarray, "prompts samples"]
+    base_rewards: Float[np.ndarray, "prompts samples"]
+    kls: Float[np.ndarray, "prompts samples"]
+    prompts: tuple[str, ...]
+    answers: tuple[str, ...]
+
+    def scalars(self) -> dict[str, float]:
+        """The scalar fields by name, for tables and loggers."""
+        trained = ("reward", "win_rate", "kl", "length", "polarity", "broken", "ended")
+        return {name: float(getattr(self, name)) for name in (*trained, "base_reward", "base_length", "base_broken")}
+
+
+@dataclass(frozen=True)
+class TruthScorer:
+    """Samples answers for held-out prompts and scores them with the grammar's true reward.
+
+    prompts: how many prompts of the split to use; samples_per_prompt: answers per prompt. One seed gives every
+    policy the same random numbers, which makes differences between policies less noisy than the scores.
+    """
+
+    grammar: Grammar = field(default_factory=Grammar)
+    prompts: int = 384
+    samples_per_prompt: int = 1
+    temperature: float = 1.0
+    max_new_tokens: int = 64
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.prompts < 1 or self.samples_per_prompt < 1:
+            raise ValueError(
+                f"scorer.prompts and scorer.samples_per_prompt must be >= 1, "
+                f"got {self.prompts} and {self.samples_per_prompt}"
+            )
+        if self.max_new_tokens < 1 or self.temperature < 0:
+            raise ValueError(
+                f"scorer.max_new_tokens must be >= 1 and scorer.temperature >= 0, got {self.max_new_tokens} and "
+                f"{self.temperature}"
+            )
+
+    def prompt_set(self, split: str = "test") -> tuple[Prompt, ...]:
+        """The prompts scored: the first `prompts` of the split, or all of it (logged) if it has fewer."""
+        if split not in ("validation", "test"):
+            raise ValueError(f"scores are taken on held-out prompts: split must be validation or test, got {split!r}")
+        available = self.grammar.prompts(split)
+        if len(available) < self.prompts:
+            logger.info("testbed scorer: the %s part has %d prompts, all used", split, len(available))
+        return available[: self.prompts]
+
+    def base_answers(
+        self, base: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", *, split: str = "test"
+    ) -> "Answers":
+        """The base's samples for the split; compute once and pass to every `score` of a study."""
+        return self._sample(base, tokenizer, self._repeated(split), self.seed + _BASE_STREAM)
+
+    def score(
+        self,
+        policy: "PreTrainedModel",
+        base: "PreTrainedModel",
+        tokenizer: "PreTrainedTokenizerFast",
+        *,
+        split: str = "test",
+        base_answers: "Answers | None" = None,
+    ) -> Score:
+        """The policy's score on the split; `base_answers` must come from this scorer and split."""
+        from attnpo.lab.testbed.sampling import sequence_kl  # transformers takes seconds to import
+
+        prompts = self._repeated(split)
+        rivals = base_answers or self.base_answers(base, tokenizer, split=split)
+        if len(rivals.texts) != len(prompts):
+            raise ValueError(
+                f"base_answers holds {len(rivals.texts)} answers where {len(prompts)} are scored; "
+                "take them from this scorer's base_answers() for the same split"
+            )
+        answers = self._sample(policy, tokenizer, prompts, self.seed)
+        scored = [self.grammar.true_reward(text, p.topic) for text, p in zip(answers.texts, prompts, strict=True)]
+        rewards = np.array([score.reward for score in scored])
+        rivals_scored = [self.grammar.true_reward(text, p.topic) for text, p in zip(rivals.texts, prompts, strict=True)]
+        rival_rewards = np.array([score.reward for score in rivals_scored])
+        kls = sequence_kl(policy, base, tokenizer, [prompt.text for prompt in prompts], answers.texts).numpy()
+        shape = (-1, self.samples_per_prompt)
+        return Score(
+            reward=float(rewards.mean()),
+            win_rate=win_rate(rewards, rival_rewards),
+            kl=float(kls.mean()),
+            length=float(np.mean(answers.lengths)),
+            polarity=float(np.mean([score.polarity for score in scored])),
+            broken=broken_rate(scored),
+            ended=float(np.mean(answers.ended)),
+            base_reward=float(rival_rewards.mean()),
+            base_length=float(np.mean(rivals.lengths)),
+            base_broken=broken_rate(rivals_scored),
+            rewards=rewards.reshape(shape),
+            base_rewards=rival_rewards.reshape(shape),
+            kls=kls.reshape(shape),
+            prompts=tuple(prompt.text for prompt in prompts),
+            answers=answers.texts,
+        )
+
+    def decisive(self, pair: "PreferencePair", side: str, places: Sequence[tuple[int, int]]) -> list[bool]:
+        """Whether each token of a response decides its true reward; ``importance.decisive``."""
+        from attnpo.lab.testbed.importance import decisive  # brings torch
+
+        return decisive(pair, side, places, self.grammar)
+
+    def is_flipped(self, pair: "PreferencePair") -> bool:
+        """Whether the rejected response is truly the better one."""
+        from attnpo.lab.testbed.importance import is_flipped  # brings torch
+
+        return is_flipped(pair, self.grammar)
+
+    def _repeated(self, split: str) -> list[Prompt]:
+        return [prompt for prompt in self.prompt_set(split) for _ in range(self.samples_per_prompt)]
+
+    def _sample(
+        self, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", prompts: Sequence[Prompt], seed: int
+    ) -> "Answers":
+        from attnpo.lab.testbed.sampling import sample_answers
+
+        return sample_answers(
+            model,
+            tokenizer,
+            [prompt.text for prompt in prompts],
+            seed=seed,
+            temperature=self.temperature,
+            max_new_tokens=self.max_new_tokens,
+        )
+
+
+def broken_rate(scored: Sequence[Scored]) -> float:
+    """Share of all clauses that are broken."""
+    return sum(score.broken for score in scored) / max(1, sum(score.clauses for score in scored))
+
+
+def win_rate(rewards: Float[np.ndarray, " rows"], rivals: Float[np.ndarray, " rows"]) -> float:
+    """Share of rows where the first reward is larger; ties count one half."""
+    return float(np.mean((rewards > rivals) + 0.5 * (rewards == rivals)))

@@ -1,0 +1,416 @@
+"""The memory a run needs on each device, from a model's config alone, before any weight is loaded.
+
+Activations are those of a decoder block with rotary attention, two norms and a gated MLP, counted off what autograd
+saves for Llama in torch 2.13, as it is and compiled; other blocks get the same formulas as an approximation. Not in it:
+the CUDA context and fragmentation, for which ``MemoryEstimate.fits`` leaves a share of the device free.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from transformers import PretrainedConfig
+
+from attnpo.models.backbone import parameter_count
+from attnpo.models.described import on_meta
+from attnpo.models.loading import DTYPES
+from attnpo.models.shape import Shape, adapters_of
+from attnpo.models.spec import LoraSpec, ModelSpec
+
+GIB, MIB = 1 << 30, 1 << 20
+FREE_SHARE = 0.05  # of a device: CUDA context, library workspaces, fragmentation
+ROUND, MOST = 256, 32768  # tokens: by how many a budget grows, and up to how many, which keep any device at work
+FP32, BF16 = 4, 2
+PROJECTIONS = 7  # of a block, each with an adapter
+REPEATS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
+"""Whether the kernel for packed rows takes as many heads of keys and values as of queries, which are kept then."""
+FOUR_BITS = 0.5 + 1 / 64 + FP32 / (64 * 256)  # with a byte of scale per 64 numbers, and four per 256 of those bytes
+
+# Moments that can be the peak: a reference in memory reads the batch, the vocabulary head's backward, a block's, the
+# optimiser's update, a forward that no backward follows (validation, a pass over the data).
+REFERENCE, HEAD, BLOCK, UPDATE, FORWARD = "reference", "head backward", "block backward", "update", "forward alone"
+MOMENTS = (REFERENCE, HEAD, BLOCK, UPDATE, FORWARD)
+STEP = (REFERENCE, HEAD, BLOCK)  # while activations are held
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """One use of memory: bytes on each device, how they were computed, and the moments it is there (() is always)."""
+
+    name: str
+    size: int
+    how: str
+    moments: tuple[str, ...] = ()
+
+    def at(self, moment: str) -> int:
+        """Its bytes at a moment of the step."""
+        return self.size if not self.moments or moment in self.moments else 0
+
+    @property
+    def when(self) -> str:
+        """Its moments in few words."""
+        if set(self.moments) >= set(STEP):
+            return ", ".join(["forward and backward", *(one for one in self.moments if one not in STEP)])
+        return ", ".join(self.moments) or "always"
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """What each of ``devices`` devices must hold. ``title`` says for what."""
+
+    title: str
+    rows: tuple[MemoryRow, ...]
+    devices: int = 1
+
+    def __getitem__(self, name: str) -> MemoryRow:
+        return next(row for row in self.rows if row.name == name)
+
+    @property
+    def peak(self) -> str:
+        """The moment at which most memory is needed."""
+        return max(MOMENTS, key=self.at)
+
+    @property
+    def total(self) -> int:
+        """Bytes on each device at the peak."""
+        return self.at(self.peak)
+
+    def at(self, moment: str) -> int:
+        """Bytes on each device at a moment of the step."""
+        return sum(row.at(moment) for row in self.rows)
+
+    def fits(self, capacity: int) -> bool:
+        """Whether devices of ``capacity`` bytes hold it, with a share left free for what is not counted."""
+        return self.total <= capacity * (1 - FREE_SHARE)
+
+    def lines(self, capacity: int | None = None, others: "Mapping[str, MemoryEstimate] | None" = None) -> list[str]:
+        """The table for the log in GiB (MiB for small models), with the total and whether a device's bytes hold it.
+
+        ``others`` are estimates of the same run under other options (``hardware=1x80gb``); those that would fit are
+        named when this one does not.
+        """
+        where = "" if self.devices == 1 else f", each of {self.devices} devices"
+        width = max(len(row.name) for row in (*self.rows, MemoryRow("total", 0, "")))
+        unit, name = (GIB, "GiB") if self.total >= GIB else (MIB, "MiB")
+        lines = [f"memory of {self.title} (estimate{where}, {name})"]
+        lines += [f"  {row.name:{width}} {row.size / unit:8.2f}  {row.how} [{row.when}]" for row in self.rows]
+        lines.append(f"  {'total':{width}} {self.total / unit:8.2f}  at its peak: {self.peak}")
+        if capacity is None:
+            return lines
+        spare = capacity / GIB - self.total / GIB
+        if self.fits(capacity):
+            return [*lines, f"  fits: the device has {capacity / GIB:.1f} GiB, {spare:.1f} to spare"]
+        options = [name for name, other in (others or {}).items() if other.fits(capacity)]
+        advice = f"these would: {', '.join(options)}" if options else "none of the hardware= options would"
+        kept = f"{FREE_SHARE:.0%} are kept free"
+        return [*lines, f"  does not fit: the device has {capacity / GIB:.1f} GiB, of which {kept}; {advice}"]
+
+
+def activation_bytes_per_token(shape: Shape, compute: int, stream: int) -> int:
+    """Counts the bytes per token that one block keeps for its backward.
+
+    ``compute`` and ``stream`` are the bytes per number inside the matrix products and on the residual stream. A
+    float32 stream under autocast meets each of the five projections of a norm's output in a copy of its own; frozen
+    weights keep no input.
+    """
+    measured = {(FP32, FP32): 24, (BF16, FP32): 26, (BF16, BF16): 16}
+    if shape.rank:
+        measured = {(FP32, FP32): 16, (BF16, FP32): 18, (BF16, BF16): 18}
+    norms = measured.get((compute, stream), 6 * stream) * shape.hidden  # float64: twice those of float32
+    attention = compute * (2 * shape.queries + 2 * shape.keys) + FP32 * shape.heads
+    return norms + 2 * FP32 + attention + compute * 4 * shape.inner + adapter_bytes_per_token(shape, compute)
+
+
+def compiled_bytes_per_token(shape: Shape, compute: int, stream: int) -> int:
+    """Counts the bytes per token that one compiled block keeps for its backward, as torch's partitioner leaves them.
+
+    Its input, the two norms' statistics, the inputs of its products that no other number gives, and attention's.
+    """
+    attention = compute * (2 * shape.queries + 2 * shape.keys) + FP32 * shape.heads
+    products = compute * 3 * (shape.hidden + shape.inner)
+    return stream * shape.hidden + 2 * FP32 + attention + products + adapter_bytes_per_token(shape, compute)
+
+
+def adapter_bytes_per_token(shape: Shape, compute: int) -> int:
+    """Counts those that a block's adapters keep: what is inside each, and under autocast attention's output anew."""
+    copied = shape.queries if compute == BF16 else 0
+    return compute * (PROJECTIONS * shape.rank + copied) if shape.rank else 0
+
+
+def forward_bytes_per_token(shape: Shape, compute: int, stream: int) -> int:
+    """Counts the bytes per token in the widest place of one block's forward without gradients: inside its MLP."""
+    return 3 * compute * shape.inner + (2 * stream + compute) * shape.hidden
+
+
+def count_parameters(config: PretrainedConfig, lora: LoraSpec | None = None) -> tuple[int, int]:
+    """Parameters of the causal LM that ``config`` describes, and those LoRA would add. UserError when it is none."""
+    model = on_meta(config)
+    return parameter_count(model), 0 if lora is None else adapters_of(model, lora)
+
+
+def most_tokens(fits: Callable[[int], bool], least: int, most: int = MOST) -> int:
+    """Finds the largest budget of tokens that ``fits``, from ``least``, which is taken as it is, up to ``most``."""
+    steps = range(1, max(0, most - least) // ROUND + 1)
+    return least + ROUND * bisect_left(steps, True, key=lambda step: not fits(least + ROUND * step))
+
+
+def estimate_training(
+    config: PretrainedConfig,
+    model: ModelSpec,
+    moments: str,
+    *,
+    precision: str,
+    max_length: int,
+    reference: str | None,
+    strategy: str = "auto",
+    devices: int = 1,
+    micro: int = 1,
+    eval_micro: int = 1,
+    tokens: int | None = None,
+    eval_tokens: int | None = None,
+) -> MemoryEstimate:
+    """What training needs on each device for the longest micro-batch: 2 x ``micro`` rows of ``max_length`` tokens.
+
+    ``tokens`` and ``eval_tokens`` are budgets that stand for such rows, in training and in validation.
+    ``reference`` is "live", "first_epoch" (live until all is stored), "cached", "adapter_off" or None (an objective
+    without one); the other values are those of the run's config. Weights in their own format are ``model.dtype``;
+    under bf16-mixed the matrix products are bf16. Raises UserError when ``config`` describes no causal LM.
+    """
+    shape, chunk = Shape.of(config, model.lora), model.chunk
+    weight = DTYPES[model.dtype].itemsize
+    compute = BF16 if precision == "bf16-mixed" else weight
+    step = _Step(
+        shape,
+        weight,
+        max(compute, BF16),
+        tokens or 2 * micro * max_length,
+        *_recomputed(shape, model),
+        quantized=model.quantize is not None,
+        compiled=model.is_compiled,
+    )
+    validated = eval_tokens or 2 * eval_micro * max_length
+    rows_of = f"{2 * eval_micro} rows of {max_length} tokens" if eval_tokens is None else f"{eval_tokens:,} tokens"
+    sharded = devices if strategy == "fsdp" else 1
+    rows = [
+        *_states(step, model, moments, sharded),
+        *_traffic(shape, weight, strategy, devices, trained=model.lora is None),
+        *_reference_rows(step, reference, sharded),
+        *_step_rows(step),
+        *(_compiled_rows(step, trained=model.lora is None) if sharded == 1 else []),
+        _head_row(step, chunk, trained=model.lora is None),
+        *_update_rows(shape, moments, sharded),
+        MemoryRow(
+            "validation forward",
+            _forward(step, validated) + _logits(shape, chunk, step.compute),
+            f"{rows_of} without gradients",
+            (FORWARD,),
+        ),
+    ]
+    return MemoryEstimate("training", tuple(row for row in rows if row.size), devices)
+
+
+def estimate_pass(
+    config: PretrainedConfig,
+    *,
+    dtype: str,
+    tokens: int,
+    precision: str = "32-true",
+    title: str = "the judge pass",
+    mapped: int = 0,
+) -> MemoryEstimate:
+    """What a pass over the data without gradients needs: weights in ``dtype`` and ``tokens`` tokens per forward.
+
+    For the judge that is ``judge.token_budget`` (one prompt at least), read at a few positions; each process of
+    several holds all of it. ``mapped``: tokens of the longest prompt whose whole attention maps are kept, if they are.
+    Raises UserError when ``config`` describes no causal LM.
+    """
+    shape = Shape.of(config)
+    weight = DTYPES[dtype].itemsize
+    compute = BF16 if precision == "bf16-mixed" else weight
+    step = _Step(shape, weight, compute, tokens, recomputed=0, last_recomputed=False)
+    how = f"{tokens:,} tokens in the widest place of one block"
+    rows = (
+        MemoryRow("weights", shape.parameters * weight, f"{shape.parameters:,} parameters x {weight} B ({dtype})"),
+        MemoryRow("activations", _forward(step, tokens), how, (FORWARD,)),
+        MemoryRow(
+            "attention maps",
+            shape.layers * shape.heads * mapped**2 * weight,
+            f"{shape.layers} layers x {shape.heads} heads x {mapped:,} x {mapped:,} tokens x {weight} B ({dtype})",
+            (FORWARD,),
+        ),
+    )
+    return MemoryEstimate(title, tuple(row for row in rows if row.size))
+
+
+# ------------------------------------------------------------------------------------------------ the parts
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One micro-batch: the model's shape, bytes per weight and per product, tokens, which blocks are recomputed.
+
+    Embeddings give the residual stream the format of the weights.
+    """
+
+    shape: Shape
+    weight: int
+    compute: int
+    tokens: int
+    recomputed: int
+    last_recomputed: bool
+    quantized: bool = False
+    compiled: bool = False
+
+    @property
+    def saved(self) -> int:
+        """Bytes per token that a block keeps which is not recomputed."""
+        count = compiled_bytes_per_token if self.compiled else activation_bytes_per_token
+        repeated = 2 * (self.shape.queries - self.shape.keys) if REPEATS and self.compute == BF16 else 0
+        return count(self.shape, self.compute, self.weight) + self.compute * repeated
+
+    @property
+    def held(self) -> int:
+        """Bytes of the model's weights."""
+        packed = self.shape.linear if self.quantized else 0
+        return int(packed * FOUR_BITS) + (self.shape.parameters - packed) * self.weight
+
+    @property
+    def unpacked(self) -> int:
+        """Bytes of the largest matrix of 4 bits as it is multiplied, under autocast in two formats."""
+        size = self.weight + (self.compute if self.copies else 0)
+        return size * self.shape.hidden * self.shape.inner if self.quantized else 0
+
+    @property
+    def copies(self) -> bool:
+        """Whether autocast copies the weights: they are wider than the products."""
+        return self.weight > self.compute
+
+
+def _recomputed(shape: Shape, model: ModelSpec) -> tuple[int, bool]:
+    """How many blocks keep their input alone, and whether the last is one of them."""
+    if not model.recomputes:
+        return 0, False
+    return -(-shape.layers // model.checkpoint_every), (shape.layers - 1) % model.checkpoint_every == 0
+
+
+def _states(step: _Step, model: ModelSpec, moments: str, sharded: int) -> list[MemoryRow]:
+    """Weights, gradients and moments; sharded over ``sharded`` devices."""
+    shape, weight = step.shape, step.weight
+    over = "" if sharded == 1 else f" / {sharded} devices"
+    base = f"{shape.parameters:,} parameters x {weight} B ({model.dtype}){over}"
+    if model.quantize is not None:
+        base = f"{shape.linear:,} numbers x {FOUR_BITS:.3f} B ({model.quantize}), others x {weight} B ({model.dtype})"
+    trained, size, what = shape.parameters, weight, "parameters"
+    rows = [MemoryRow("weights", step.held // sharded, base)]
+    if step.unpacked:
+        rows.append(MemoryRow("unpacked matrix", step.unpacked, f"the largest, x {weight} B", (*STEP, FORWARD)))
+    if model.lora is not None:
+        trained, size, what = shape.adapters, FP32, "adapter parameters"
+        rows.append(MemoryRow("adapters", trained * size // sharded, f"{trained:,} {what} x {size} B (float32){over}"))
+    both = 2 * FP32 if moments == "float32" else 2 * (1 + FP32 / 256)  # bytes of the two
+    said = f"{trained:,} {what} x {both:g} B (two moments, {moments}){over}"
+    return [
+        *rows,
+        MemoryRow("gradients", trained * size // sharded, f"{trained:,} {what} x {size} B{over}"),
+        MemoryRow("optimiser moments", int(trained * both) // sharded, said),
+    ]
+
+
+def _traffic(shape: Shape, weight: int, strategy: str, devices: int, *, trained: bool) -> list[MemoryRow]:
+    """What several devices exchange: whole blocks under FSDP2, buckets of gradients under DDP."""
+    if devices == 1:
+        return []
+    if strategy != "fsdp":
+        size = shape.parameters * weight if trained else shape.adapters * FP32
+        return [MemoryRow("gradient buckets", size, "DDP's copy of all gradients")]
+    gathered = weight * (shape.parameters - shape.blocks + 2 * shape.block)
+    forward = (*STEP, FORWARD)
+    rows = [MemoryRow("gathered weights", gathered, f"embeddings and head, two blocks x {weight} B, whole", forward)]
+    if trained:
+        rows.append(MemoryRow("gathered gradients", gathered, "of the same, before they are scattered", (BLOCK,)))
+    return rows
+
+
+def _reference_rows(step: _Step, reference: str | None, sharded: int) -> list[MemoryRow]:
+    """The resident copy of a live reference, and the forward of one that reads each batch."""
+    rows = []
+    if reference in ("live", "first_epoch"):
+        over = "" if sharded == 1 else f" / {sharded} devices"
+        rows.append(MemoryRow("reference", step.held // sharded, f"a frozen copy in the format of the weights{over}"))
+    if reference in ("live", "first_epoch", "adapter_off"):
+        how = f"{step.tokens:,} tokens without gradients"
+        rows.append(MemoryRow("reference forward", _forward(step, step.tokens), how, (REFERENCE,)))
+    return rows
+
+
+def _step_rows(step: _Step) -> list[MemoryRow]:
+    """Activations of the longest micro-batch and the half-precision copies of weights that wait for its backward."""
+    shape, tokens = step.shape, step.tokens
+    stream = step.weight
+    each = step.saved
+    outside = (2 * stream if stream == FP32 else 3 * stream) * shape.hidden
+    # At its widest a block's backward holds one gradient of the MLP's width and two of the residual stream's.
+    copied = FP32 if shape.rank else 0  # adapters are float32, and so are copies of what they read
+    flowing = (step.compute + copied) * shape.inner + (2 * stream + copied) * shape.hidden
+    half = BF16 * shape.cast
+    whole = shape.layers - step.recomputed
+    kept = whole * each + step.recomputed * stream * shape.hidden + outside
+    how = f"{tokens:,} tokens x {kept / MIB:.2f} MiB"
+    if step.recomputed:
+        how += " (checkpointing: the input of each block)" if not whole else f" (of {step.recomputed} blocks the input)"
+    rows = [MemoryRow("activations", tokens * kept, how, STEP)]
+    # The backward starts at the last block. One that kept its activations has freed them before another is recomputed.
+    if step.last_recomputed:
+        rows.append(MemoryRow("recomputed block", tokens * (each + flowing), "one block and its gradients", (BLOCK,)))
+    else:
+        rows.append(MemoryRow("block's gradients", tokens * flowing, "of the activations of one block", (BLOCK,)))
+    if step.copies and whole and not step.quantized:
+        waiting = f"autocast's copies of {'all' if not step.recomputed else whole} blocks wait for the backward"
+        rows.append(MemoryRow("bf16 weight copies", half * whole // shape.layers, waiting, STEP))
+    if step.copies and step.recomputed and not step.quantized:
+        rows.append(MemoryRow("bf16 block copies", half // shape.layers, "autocast's copies of one block", (BLOCK,)))
+    return rows
+
+
+def _compiled_rows(step: _Step, *, trained: bool) -> list[MemoryRow]:
+    """The gradients of a compiled block's weights: its backward gives them all at its end, to be added then.
+
+    Sharded ones are among those that are gathered.
+    """
+    size = step.weight * step.shape.block if trained else FP32 * step.shape.adapters // step.shape.layers
+    how = "of its weights, all at once at the end of its backward"
+    return [MemoryRow("compiled block's gradients", size, how, (BLOCK,))] if step.compiled else []
+
+
+def _head_row(step: _Step, chunk: int, *, trained: bool) -> MemoryRow:
+    """The vocabulary head's backward: one chunk of logits, the head's gradient, the states it reads and their own."""
+    shape = step.shape
+    matrix = shape.vocab * shape.hidden
+    size = _logits(shape, chunk, step.compute) + step.tokens * 3 * FP32 * shape.hidden
+    if step.copies:
+        size += step.compute * matrix
+    if trained:
+        # Accumulated in float32; a chunk's product in a shorter format is made beside it.
+        size += FP32 * matrix + (step.compute * matrix if step.compute < FP32 else 0)
+    return MemoryRow("vocabulary head", size, f"{chunk} tokens x {shape.vocab:,} words, the head's gradient", (HEAD,))
+
+
+def _update_rows(shape: Shape, moments: str, sharded: int) -> list[MemoryRow]:
+    """Temporaries of the update: none with the fused float32 kernel, one tensor at a time with 8-bit moments."""
+    if moments == "float32":
+        return []
+    size = 3 * FP32 * shape.largest // sharded
+    return [MemoryRow("moments unpacked", size, "of the largest tensor, float32", (UPDATE,))]
+
+
+def _forward(step: _Step, tokens: int) -> int:
+    """A forward without gradients: one block in its widest place, with the copies of its widest weight."""
+    shape = step.shape
+    copy = step.compute * shape.hidden * shape.inner if step.copies and not step.quantized else 0
+    return tokens * forward_bytes_per_token(shape, step.compute, step.weight) + copy
+
+
+def _logits(shape: Shape, chunk: int, compute: int) -> int:
+    """One chunk, in float32 and in a shorter format."""
+    return chunk * shape.vocab * (FP32 + (compute if compute < FP32 else 0))

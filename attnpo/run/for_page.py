@@ -1,0 +1,65 @@
+"""What a run keeps for the page of the study it belongs to: one pair with its weights, and a few answers."""
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from attnpo.display.heat import HeatRow
+from attnpo.display.heat_record import heat_record, read_heat
+from attnpo.schema import PreferencePair
+from attnpo.system.files import parse_json, write_whole
+
+log = logging.getLogger(__name__)
+
+FILE = "for_page.json"
+ANSWERS, PAIRS = 4, 1  # of each run
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A prompt's last message with the answers of the trained policy and of its base."""
+
+    prompt: str
+    policy: str
+    base: str
+
+
+@dataclass(frozen=True)
+class ForPage:
+    """What was kept of a run."""
+
+    heat: list[HeatRow]
+    answers: list[Answer]
+
+
+def keep_for_page(folder: Path, heat: Sequence[HeatRow], sampled: Sequence[PreferencePair]) -> None:
+    """Writes the first pairs, and answers to prompts that are spread over all.
+
+    ``sampled``: prompts with the policy's answer in the place of the chosen and the base's in that of the rejected one.
+    Where it is empty, the answers in ``generations.jsonl``, if the run has written any, are read instead.
+    """
+    some = sampled[:: max(1, len(sampled) // ANSWERS)][:ANSWERS]
+    answers = [{"prompt": pair.prompt[-1]["content"], "policy": pair.chosen, "base": pair.rejected} for pair in some]
+    written = folder / "generations.jsonl"
+    if not answers and written.is_file():
+        rows = [parse_json(line) for line in written.read_text(encoding="utf-8").splitlines()[:ANSWERS]]
+        answers = [
+            {"prompt": row["prompt"][-1]["content"], "policy": row["policy"], "base": row["reference"]} for row in rows
+        ]
+    record = {"heat": heat_record(heat[:PAIRS]), "answers": answers}
+    write_whole(folder / FILE, json.dumps(record, ensure_ascii=False) + "\n")
+
+
+def read_for_page(folder: Path) -> ForPage | None:
+    """What a run has kept; None where there is nothing, or nothing that can be read, which is logged."""
+    path = folder / FILE
+    try:
+        record = parse_json(path.read_text(encoding="utf-8"))
+        return ForPage(read_heat(record["heat"]), [Answer(**answer) for answer in record["answers"]])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as problem:
+        log.warning("%s: cannot be read and is left out of the page (%r)", path, problem)
+        return None

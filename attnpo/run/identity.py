@@ -1,0 +1,209 @@
+"""What makes a run the run it is: the keys of its config, and the files they name, that can move a number.
+
+The one notion of it, for resuming a run, for finding a study's finished points and for telling a study's arms apart.
+"""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from attnpo.config.compose import CONFIG_DIR, build, plain, readable
+from attnpo.config.fields import bookkeeping_keys
+from attnpo.run.run_config import RunConfig
+from attnpo.run.settings import AUTO, LAYER
+from attnpo.run.source_digest import PACKAGE
+from attnpo.schema import UserError
+from attnpo.system.files import Json, file_digest, flat
+from attnpo.training.settings import CallbackSettings, direction
+from attnpo.weights.base import WeightSource
+
+# The class of the root, which is that of the command, and keys of studies, which runs do not have.
+ROOT = ("_target_",)
+OF_STUDIES = ("study", "seeds", "grid", "grids", "default_layer", "verbalized_epochs", "live_reference")
+# What lies at these paths is compared instead.
+SCORERS = ("positive", "negative", "oracle", "reference")
+PATHS = (
+    *("model.path", "data.path", "judge.path", "verbalizer.path", "weights.path"),
+    *(f"weights.{name}.path" for name in SCORERS),
+)
+OF_SETS = re.compile(r"data\.mix\.[^.]+\.path")
+# Keys whose text may name a file, which counts by what it holds.
+FILES = re.compile(r"(.*\.)?\w+_(file|template)")
+# Import paths of functions, whose modules are compared as those of components are.
+FUNCTIONS = ("weights.function",)
+# What is done beside the training: free to change while it goes on, but a result without it is another one.
+BESIDE = ("truth", "drift", "callbacks", "trainer.validate_every")
+# What of it decides which policy is the best.
+MONITOR, MODE = "callbacks.monitor", "callbacks.mode"
+KEPT = (MONITOR, MODE)
+# Parts that only a weight source reads which requires this.
+NEEDED = {"judge": "judge", "auto_layer": "judge", "verbalizer": "generator"}
+LAYERS = "weights.layers"
+# Nodes that touch neither the pairs nor their weights; any other may. Of the objective only its class is looked at,
+# which must read weights.
+APART = ("name", "output", "resume", "logger", "callbacks", "composed", "study", "grid", "grids", "seeds", "truth",
+         "drift", "reference", "optimizer", "trainer", "batch", "objective")  # fmt: skip
+# What only reference spans read.
+SPANS = ("judge.span_closing", "judge.span_drop")
+# Which weights decay: a run goes on as it was begun, so that one saved without the key decays all of them.
+DECAY, DECAY_ALL = "optimizer.weight_decay", "optimizer.decay_all"
+# A run from before this key had a template of its own or by `model.chat_template`, so that it would not have been read.
+FALLBACK = "model.fallback_template"
+# Moves no number. ``auto`` counts as true, which every option of hardware had before.
+RECOMPUTED = "model.gradient_checkpointing"
+# Moves no number beyond rounding under ``auto``, which counts as null, as every option of hardware had it before.
+COMPILED = "model.compile"
+# Options that came later: what a config that lacks one of them meant.
+LATER = {
+    **{"judge.span_drop": 2, "judge.prefill": None, "judge.chat_template_kwargs": None, "judge.trace": None},
+    **{"model.chat_template_kwargs": None, "model.fold_system": False},
+    **{"optimizer.warmup_from": "first", "lengths.keep": "start", "batch.shuffle": True},
+    **{"objective.anchor": 0.0, "objective.anchor_on": "all", "objective.clip_ratio": None},
+    **{"data.exchanged": False, "data.val_share": None, "data.mix": None, "data.mix_seed": 0, "model.reward": False},
+    **{"model.router_aux_loss_coef": 0.0, DECAY_ALL: True, FALLBACK: None},
+    **{"data.columns.input": None, "data.columns.system": None, "data.columns.role": "role"},
+    **{"data.columns.content": "content", "data.columns.traces": "keep", "data.columns.tools": None},
+    **{"prepare.base.easy_length": 1.0, "prepare.base.answer_tokens": 64, "truth.max_new_tokens": 64},
+}
+
+
+def numbers_of(cfg: RunConfig) -> dict[str, object]:
+    """The keys of a config that can move a number of the training, flat: ``optimizer.lr`` and its like."""
+    return _numbers(cfg, cfg.values, cfg.weights)
+
+
+def saved_numbers(path: Path, cfg: RunConfig) -> dict[str, object]:
+    """Reads the same of the config that a run has saved at ``path``, for comparison with ``cfg``.
+
+    What it had from the environment, which may be another by now, is the digest of that.
+    """
+    with readable(path):
+        values = plain(DictConfig(OmegaConf.load(path)))
+    try:
+        source = build(values["weights"])
+    except UserError:
+        source = None  # of a version with other components: all of them are compared
+    composed = values.get("composed")
+    begun = composed.get("environment") if isinstance(composed, dict) else None
+    of_then = {key: f"of the environment ({was})" for key, was in begun.items()} if isinstance(begun, dict) else {}
+    return {key: of_then.get(key, value) for key, value in _numbers(cfg, values, source).items()}
+
+
+def _numbers(cfg: RunConfig, values: Mapping[str, Json], source: WeightSource | None) -> dict[str, object]:
+    of_source = bookkeeping_keys(source, "weights")
+    idle = (*ROOT, *bookkeeping_keys(cfg), *of_source, *PATHS, *BESIDE, *_unread(values, source))
+    return {key: value for key, value in _values(values).items() if key in KEPT or not below(key, idle)}
+
+
+def result_of(cfg: RunConfig) -> dict[str, object]:
+    """The same of a whole result: what is scored, validated and kept beside the training counts as well."""
+    idle = (*ROOT, *bookkeeping_keys(cfg), *PATHS, *_unread(cfg.values, cfg.weights))
+    return {key: value for key, value in _values(cfg.values).items() if not below(key, idle)}
+
+
+def settings_of(cfg: RunConfig) -> dict[str, object]:
+    """The same whatever the weights are: for what reads a judge or other parts that its weights do not need."""
+    idle = (*ROOT, *bookkeeping_keys(cfg), "model.path", "data.path")
+    return {key: value for key, value in _values(cfg.values).items() if not below(key, idle)}
+
+
+def paths_of(cfg: RunConfig) -> dict[str, object]:
+    """The paths that stand for their contents, as far as the weights need them."""
+    unread = _unread(cfg.values, cfg.weights)
+    return {key: value for key, value in flat(cfg.values) if key in PATHS and not below(key, unread)}
+
+
+def inputs_of(cfg: RunConfig) -> dict[str, object]:
+    """The nodes of a config that can touch its pairs or their weights, by name."""
+    return {name: node for name, node in cfg.values.items() if name not in APART}
+
+
+def component(value: object) -> object:
+    """Returns a value of a config; of a component of the package its class alone, whichever module that is in."""
+    own = isinstance(value, str) and value.startswith(f"{PACKAGE.name}.")
+    return str(value).rpartition(".")[2] if own else value
+
+
+def by_class(values: Mapping[str, object]) -> dict[str, object]:
+    """Returns every key of a config with its value, the components of the package by their classes."""
+    return {key: component(value) if key.endswith("_target_") else value for key, value in flat(values)}
+
+
+def may_lack(key: str) -> bool:
+    """Whether a config may lack ``key`` among its numbers and still be that of the same run."""
+    return below(key, (*ROOT, *OF_STUDIES, LAYER, *bookkeeping_keys(RunConfig), *PATHS, *BESIDE, *NEEDED))
+
+
+def below(key: str, parents: Sequence[str]) -> bool:
+    """Whether ``key`` is one of ``parents`` or lies below one."""
+    return any(key == parent or key.startswith(f"{parent}.") for parent in parents)
+
+
+def _unread(values: Mapping[str, Json], source: WeightSource | None) -> list[str]:
+    """Parts that nothing reads as the others stand; where ``source`` is not known, all that weights may read count."""
+    read = dict(flat(values))
+    undecayed = [] if read.get(DECAY) else [DECAY_ALL]
+    if source is None:
+        return undecayed
+    replaced = [LAYER] if read.get(LAYERS) else []
+    spans = [] if str(read.get("judge.span")).lower() == "reference" else SPANS
+    return [*(part for part, needed in NEEDED.items() if needed not in source.requires), *replaced, *spans, *undecayed]
+
+
+def _values(values: Mapping[str, Json]) -> dict[str, object]:
+    """Every key with its value, but paths in a mixture; a mode that follows from the metric as what it stands for.
+
+    Components of the package are their classes, so that a class may move to another module.
+    """
+    every = {key: value for key, value in by_class(values).items() if not OF_SETS.fullmatch(key)}
+    if every.get(MODE, "") is None:
+        every[MODE] = direction(str(every.get(MONITOR, CallbackSettings.monitor)))
+    if every.get(RECOMPUTED) == AUTO:
+        every[RECOMPUTED] = True
+    if every.get(COMPILED) == AUTO:
+        every[COMPILED] = None
+    return every
+
+
+# ------------------------------------------------------------------------------------------------ contents
+
+
+def files_of(values: Mapping[str, object]) -> dict[str, str]:
+    """Digests of the files that flat settings name, and of the modules of components outside the package, by key.
+
+    A component outside the package may name a file by any key; in the package ``FILES`` says which keys do.
+    """
+    texts = {key: value for key, value in values.items() if isinstance(value, str)}
+    code = {key: _module(text) for key, text in texts.items() if _names_code(key)}
+    outside = [key.rpartition(".")[0] for key, path in code.items() if path is not None and key not in FUNCTIONS]
+    files = {key: _file(text) for key, text in texts.items() if FILES.fullmatch(key) or below(key, outside)}
+    return {key: file_digest(Path(path)) for key, path in {**files, **code}.items() if path is not None}
+
+
+def code_of(values: Mapping[str, Json]) -> dict[str, str]:
+    """Digests of the modules of functions outside the package that a config names, by key."""
+    return files_of({key: value for key, value in flat(values) if key in FUNCTIONS})
+
+
+def _names_code(key: str) -> bool:
+    """Whether a key's text is the import path of a class or a function."""
+    return key.endswith("_target_") or key in FUNCTIONS
+
+
+def _file(name: str) -> str | None:
+    """The file of a name, from the working directory or among the configs as ``find_file`` has it; None for others."""
+    return next(filter(os.path.isfile, (os.path.expanduser(name), str(CONFIG_DIR / name))), None)
+
+
+def _module(dotted: str) -> str | None:
+    """The file of the module that a component outside the package is in."""
+    name = dotted.rpartition(".")[0]
+    try:
+        spec = None if name.partition(".")[0] == PACKAGE.name else find_spec(name)
+    except (ImportError, ValueError):
+        return None  # told when it is built
+    return spec.origin if spec is not None and spec.has_location else None

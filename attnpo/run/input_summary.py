@@ -1,0 +1,253 @@
+"""What became of a run's inputs: read, cut, dropped and weighed, as log lines and as numbers for its result."""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from attnpo.cli.progress import phase
+from attnpo.data.arrow_rows import pair_weights_of
+from attnpo.data.collate import TrainingExample
+from attnpo.data.micro_batches import COSTS, SHARED_PREFIX
+from attnpo.data.prepare import DROPPED_FOR_COVERAGE
+from attnpo.data.sampler import steps_in
+from attnpo.data.token_budget import require_room
+from attnpo.judge.verdicts import judge_lines, judge_warning
+from attnpo.run.inputs import Inputs
+from attnpo.run.lost_weights import describe_loss
+from attnpo.run.result import OVERLAP
+from attnpo.run.settings import CHOICE
+from attnpo.run.weighing import SPLITS, Weighed
+from attnpo.schema import SIDES, UserError
+from attnpo.training.processes import planned_processes
+from attnpo.training.settings import total_steps
+from attnpo.weights.answer_statistics import AnswerStatistics
+from attnpo.weights.arrival import COLUMNS, Arrival
+
+log = logging.getLogger(__name__)
+
+
+@phase("statistics of the inputs")
+def example_statistics(inputs: Inputs) -> dict[str, Any]:
+    """Counts, coverage and weight statistics of both splits, and of the judge."""
+    out: dict[str, Any] = {}
+    for split in SPLITS:
+        pairs, made = inputs.pairs[split], inputs.examples[split]
+        out[split] = {
+            "read": pairs.read,
+            "pairs": len(made.examples),
+            "rows": {**pairs.counts, **{f"note: {name}": count for name, count in pairs.notes.items()}},
+            "examples": dict(made.tally.counts),
+            "unmatched_share": round(made.unmatched_share, 5),
+            **inputs.measured[split].numbers,
+        }
+        warning = describe_split_loss(inputs, split)
+        if warning is not None:
+            out[split]["warning"] = warning
+    if inputs.overlap is not None:
+        out["val"][OVERLAP] = asdict(inputs.overlap)
+        if (shared := inputs.overlap.warning()) is not None:
+            out["val"][OVERLAP]["warning"] = shared
+    weighed = inputs.weighed
+    if weighed.report is not None:
+        out["weights"] = {"from_store": weighed.report.hits, "computed": weighed.report.computed}
+    out.update(_cut_prompts(weighed))
+    if weighed.answers is not None:
+        lost = sum(made.tally.total(DROPPED_FOR_COVERAGE) for made in inputs.examples.values())
+        out["verbalizer"] = {**weighed.answers.numbers(), "dropped_pairs": lost}
+    if CHOICE in inputs.context.prepared:
+        out[CHOICE] = inputs.context.prepared[CHOICE]
+    if weighed.label_mass is not None:
+        out["label_mass"] = weighed.label_mass.numbers()
+    if weighed.traces is not None:
+        out["judge_traces"] = weighed.traces.numbers()
+    if weighed.verdicts is not None:
+        out["judge"] = {name: round(value, 5) for name, value in vars(weighed.verdicts).items()}
+        warning = judge_warning(weighed.verdicts)
+        if warning is not None:
+            out["judge"]["warning"] = warning
+    return out
+
+
+def describe_split_loss(inputs: Inputs, split: str) -> str | None:
+    """Returns what a split's weights lose on the way to the training tokens, where it is much."""
+    weighed, made = inputs.weighed, inputs.examples[split]
+    if not made.examples:
+        return None
+    arrived = inputs.measured[split].arrival if inputs.measured else Arrival.of(made.examples)
+    return describe_loss(inputs.context.cfg, weighed.source, weighed.layers, arrived, made.tally)
+
+
+def split_lines(inputs: Inputs, split: str, statistics: dict[str, Any]) -> Iterator[str]:
+    """What became of a split's rows, how long they are, and how much of their weights arrived."""
+    pairs, made = inputs.pairs[split], inputs.examples[split]
+    dropped = f"{pairs.dropped} dropped on reading, {made.dropped} later"
+    yield f"{split}: {statistics['pairs']} pairs of {pairs.read} rows ({dropped})"
+    for name, one in statistics.get("sets", {}).items():
+        yield f"{split}, set {name}: " + ", ".join(f"{value} {key}" for key, value in one.items() if key != "path")
+    for event, count in sorted(made.tally.counts.items()):
+        first = ", ".join(made.tally.first[event])
+        yield f"{split}: {event}: {count} of {made.read} ({count / made.read:.1%}; first: {first})"
+    lengths = [
+        f"{name} {'/'.join(str(value) for value in found.values())}" for name, found in statistics["tokens"].items()
+    ]
+    yield f"{split}: tokens at p50/p90/p99/max: {', '.join(lengths)}"
+    effective = statistics.get("effective_share")
+    if effective is None:
+        yield f"{split}: coverage {statistics['coverage']:.4f}, weights come with each step"
+    else:
+        arrived = Arrival(*(statistics[name] for name in ("coverage", *COLUMNS)))
+        yield f"{split}: {arrived.text()}, effective share of weights {effective:.3f}"
+
+
+def plan_lines(inputs: Inputs) -> Iterator[str]:
+    """How the pairs become optimiser steps, and when the run is validated and saved."""
+    cfg = inputs.context.cfg
+    plan, settings, kept = inputs.context.batch, cfg.trainer, cfg.callbacks
+    processes = planned_processes(cfg.trainer)
+    accumulation = plan.accumulation(processes)
+    cut = f" = {plan.per_forward} per forward x {accumulation} accumulated x"
+    if plan.tokens is not None:
+        cut = f", at most {plan.tokens} tokens per forward on"
+    each = steps_in(len(inputs.examples["train"].examples), plan.pairs, processes)
+    epochs, ends = settings.max_epochs, ""
+    if settings.max_steps > 0 and epochs > 0:
+        ends = f" (trainer.max_steps ends the run; trainer.max_epochs={epochs} would take {epochs * each})"
+    saving = f"; last/ also every {kept.save_every} steps" if kept.checkpoints and kept.save_every else ""
+    yield (
+        f"steps: {plan.pairs} pairs each{cut} {processes} process{'' if processes == 1 else 'es'}; "
+        f"{each} in an epoch, {total_steps(settings, each)} in all{ends}; "
+        f"validation{' and saving' if kept.checkpoints else ''} every {settings.validate_every} and at the end{saving}"
+    )
+
+
+def log_inputs(inputs: Inputs) -> None:
+    """Logs what the run stands on: counts, lengths, coverage, the judge, the steps, row 0 as it is trained.
+
+    UserError, when all of it is said, for a split with rows of which no pair is left or none has a weight, and for a
+    budget of tokens that its longest pair does not keep.
+    """
+    statistics = example_statistics(inputs)
+    for split in SPLITS:
+        for line in split_lines(inputs, split, statistics[split]):
+            log.info("%s", line)
+        if "warning" in statistics[split]:
+            log.warning("%s: %s", split, statistics[split]["warning"])
+    if inputs.overlap is not None:
+        log.log(logging.WARNING if inputs.overlap.warning() else logging.INFO, "val: %s", inputs.overlap.text())
+    log_captured(inputs.weighed)
+    for split in SPLITS:
+        _require_examples(inputs, split)
+    _require_budgets(inputs)
+    for line in plan_lines(inputs):
+        log.info("%s", line)
+    for line in row_lines(inputs, inputs.examples["train"].examples[0]) if inputs.examples["train"].examples else []:
+        log.info("%s", line)
+
+
+def _cut_prompts(weighed: Weighed) -> dict[str, dict[str, int]]:
+    """Prompts of the judge, and pairs with a scorer's instruction, that were read, and how many had to be cut."""
+    if weighed.report is None:
+        return {}
+    found: dict[str, dict[str, int]] = {}
+    if "judge" in weighed.source.requires:
+        found["judge_prompts"] = {"read": weighed.rounds, "cut": weighed.cut}
+    if "scorers" in weighed.source.requires:
+        found["scorers"] = {"pairs": len(weighed.captured), "cut": weighed.cut}
+    return found
+
+
+def log_captured(weighed: Weighed) -> None:
+    """Logs the judge's passport in two lines, with a warning where it tells nothing of preference, and the answers.
+
+    Before these how many prompts were cut, and how long its traces are, with a warning where some were cut.
+    """
+    cut_prompts = _cut_prompts(weighed)
+    if cut_prompts.get("judge_prompts", {}).get("cut"):
+        log.warning("judge prompts cut at judge.max_length: %(cut)d of %(read)d", cut_prompts["judge_prompts"])
+    if cut_prompts.get("scorers", {}).get("cut"):
+        log.warning("prompts with a scorer's instruction cut at lengths: %(cut)d of %(pairs)d", cut_prompts["scorers"])
+    if weighed.traces is not None:
+        log.info("%s", weighed.traces.text())
+        cut = weighed.traces.problem()
+        if cut is not None:
+            log.warning("%s", cut)
+    verdicts = weighed.verdicts
+    if verdicts is not None and verdicts.pairs:
+        for line in judge_lines(verdicts):
+            log.info("%s", line)
+        warning = judge_warning(verdicts)
+        if warning is not None:
+            log.warning("warning: %s", warning)
+    if weighed.answers is not None:
+        for line in answer_lines(weighed.answers):
+            log.info("%s", line)
+
+
+def _require_examples(inputs: Inputs, split: str) -> None:
+    made = inputs.examples[split]
+    if made.read and not made.examples:
+        events = "; ".join(f"{event}: {count}" for event, count in sorted(made.tally.counts.items()))
+        raise UserError(
+            f"{split}: none of {made.read} pairs is left to train on ({events}): change what dropped them (weights, "
+            "align.min_coverage, lengths) or the data"
+        )
+    if made.examples and not pair_weights_of(made.examples).any():
+        nothing = "trained" if split == "train" else "measured, so that best/ would be chosen by a loss of 0"
+        raise UserError(
+            f"{split}: all {len(made.examples)} pairs have the weight 0 (their pair weight, or all token weights of "
+            f"both responses), so nothing would be {nothing}: choose other weights or data"
+        )
+    pairs, processes = len(made.examples), planned_processes(inputs.context.cfg.trainer)
+    if 0 < pairs < processes:
+        raise UserError(
+            f"{split}: {pairs} {'pair' if pairs == 1 else 'pairs'} for {processes} processes, and each needs one: give "
+            f"more (data.{split}_rows), or start fewer processes"
+        )
+
+
+def _require_budgets(inputs: Inputs) -> None:
+    """Refuses early what the data module would. Which layout auto will be is not known: the least counts."""
+    cost, plan = COSTS.get(inputs.context.cfg.layout, SHARED_PREFIX), inputs.context.batch
+    budgets = {"train": ("tokens", plan.budget), "val": ("eval_tokens", plan.eval_budget)}
+    for split, (key, budget) in budgets.items():
+        require_room(inputs.examples[split].examples, cost, budget, f"batch.{key}")
+
+
+def answer_lines(answers: AnswerStatistics) -> Iterator[str]:
+    """How well the answers about importance could be read, and what could not be used of them."""
+    yield (
+        f"verbalizer: {answers.parse_rate:.1%} of {answers.answers} answers have a usable part, {answers.parts} parts "
+        f"in all; {answers.coverage:.1%} of a response's tokens have a score, in the mean"
+    )
+    for reason, count in answers.problems.items():
+        yield f"verbalizer: {reason}: {count}"
+    if answers.lost:
+        yield f"verbalizer: {answers.lost} answers are no longer in the store; their scores are"
+
+
+def row_lines(inputs: Inputs, example: TrainingExample, width: int = 24) -> list[str]:
+    """An example as it is trained: prompt tail, then the first ``width`` tokens of each side as text|relative weight.
+
+    Relative to uniform: a distribution times |y|, a factor as it is. Prompt tokens are outside the loss; those without
+    weight (no partner on the judge's side, or 0) show a dot.
+    """
+    tokenizer = inputs.context.tokenizer
+    lines = [
+        f"row 0, pair {example.pair_id[:8]}, prompt (masked): ...{tokenizer.decode(example.chosen.prompt_ids[-40:])!r}"
+    ]
+    both = zip(SIDES, example.sides, example.weights, example.lengths, example.scales, strict=True)
+    for name, side, row, length, scale in both:
+        scaled = (row * scale).tolist()
+        parts = [
+            f"{tokenizer.decode([token])!r}|{'.' if weight == 0 else f'{weight:.2f}'}"
+            for token, weight in zip(side.response_ids[:width], scaled, strict=False)
+        ]
+        more = f" ... {len(scaled) - width} more" if len(scaled) > width else ""
+        lines.append(
+            f"row 0, {name}, {len(scaled)} tokens, weights w sum to {float(torch.sum(row)):.3f}, |y| is {length:g}; "
+            f"each token with {'its factor' if example.factors else '|y| w'}, 1 if uniform: {' '.join(parts)}{more}"
+        )
+    return lines

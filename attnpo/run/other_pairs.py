@@ -1,0 +1,107 @@
+"""Pairs that are not the run's own, weighed as its training pairs are; nothing goes into the store."""
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from attnpo.data.collate import TrainingExample, collate
+from attnpo.data.prepare import EncodedSet, encode_pairs, prepare_examples
+from attnpo.judge.base import LoadedJudge
+from attnpo.models.layouts import padded
+from attnpo.objectives.base import LengthScaled, PreferenceObjective, mean_factors
+from attnpo.run.inputs import Inputs
+from attnpo.run.weighing import capture_method
+from attnpo.schema import SIDES, Kind, PairWeights, PreferencePair, RowGroup
+from attnpo.system.store import Store
+from attnpo.weights.base import ColumnSource, WeightSource
+from attnpo.weights.capture import ensure_captured
+
+
+class RewardFactors(NamedTuple):
+    """What multiplies the log-ratio of each response token, and the tokens it was made for (chosen, rejected)."""
+
+    response_ids: tuple[list[int], list[int]]
+    factors: tuple[Float[Tensor, " m"], Float[Tensor, " k"]]
+
+
+def weigh_others(inputs: Inputs, pairs: Sequence[PreferencePair], ask: bool = False) -> list[TrainingExample]:
+    """Pairs as examples with weights; with weights of 0 where a pair gets none.
+
+    Without weights where the source asks a generator, which takes long, unless ``ask`` says that it may, and where it
+    reads columns that a pair has not (one of sampled answers).
+    """
+    context, weighed = inputs.context, inputs.weighed
+    encoded = encode_pairs(pairs, context.chat, context.cfg.lengths, keep_same=True)
+    known: dict[str, TrainingExample] = {}
+    silent = "generator" in weighed.source.requires and not ask
+    if not silent:
+        align, source = context.cfg.align, weighed.source
+        captured = _captured(inputs, encoded.pairs)
+        told = _with_columns(encoded, source)
+        made = prepare_examples(told, source, captured, align, weighed.layers, weighed.transforms)
+        known = {example.pair_id: example for example in made.examples}
+    examples = []
+    for pair, sides in zip(encoded.pairs, encoded.encoded, strict=True):
+        chosen, rejected = (torch.zeros(0 if silent else len(sides[side].response_ids)) for side in SIDES)
+        bare = TrainingExample(
+            pair.pair_id, sides["chosen"], sides["rejected"], (chosen, rejected), (0.0, 0.0), (0.0, 0.0)
+        )
+        examples.append(known.get(pair.pair_id, bare))
+    return examples
+
+
+def _with_columns(encoded: EncodedSet, source: WeightSource) -> EncodedSet:
+    """The pairs that have every column that ``source`` reads."""
+    if not isinstance(source, ColumnSource):
+        return encoded
+    both = zip(encoded.pairs, encoded.encoded, strict=True)
+    kept = [(pair, sides) for pair, sides in both if all(name in pair.extra for name in source.columns)]
+    return replace(encoded, pairs=[pair for pair, _ in kept], encoded=[sides for _, sides in kept])
+
+
+def _captured(inputs: Inputs, pairs: Sequence[PreferencePair]) -> dict[str, PairWeights]:
+    """What the run's source captures for other pairs, through a store that is thrown away; empty if it asks nobody."""
+    source = inputs.weighed.source
+    method = capture_method(inputs.context, source)
+    if method is None:
+        return {}
+    load = method.load
+    with tempfile.TemporaryDirectory() as folder:
+        store = Store(Path(folder))
+        captured, _ = ensure_captured(pairs, source, source.wanted(), store, {}, lambda: _without_verdicts(load()))
+        return dict(captured)
+
+
+def _without_verdicts(reader: object) -> object:
+    return replace(reader, verdict=False) if isinstance(reader, LoadedJudge) else reader
+
+
+def token_factors(objective: PreferenceObjective, rows: RowGroup) -> Float[Tensor, "rows R"]:
+    """What multiplies beta at each response token, as the objective has it."""
+    if "token_weights" not in objective.requires:
+        return torch.ones_like(rows.token_weights["reward"])
+    if not isinstance(objective, LengthScaled):
+        return mean_factors(rows)
+    weights, _, lengths = objective.weighted(rows)
+    return weights if lengths is None else weights * lengths.unsqueeze(-1)
+
+
+def reward_factors(inputs: Inputs, pairs: Sequence[PreferencePair]) -> Mapping[str, RewardFactors]:
+    """What the run's objective multiplies the log-ratios of other pairs by; pairs without any weight are left out."""
+    found = {}
+    objective, factors = inputs.context.cfg.objective, inputs.weighed.source.kind is Kind.FACTOR
+    for example in weigh_others(inputs, pairs, ask=True):
+        if not any(bool(row.any()) for row in example.weights):
+            continue
+        rows = replace(collate([example], padded, 0, 1).main, factors=factors)
+        made = token_factors(objective, rows)
+        chosen, rejected = (row[mask].double() for row, mask in zip(made, rows.response_mask, strict=True))
+        ids = (example.chosen.response_ids, example.rejected.response_ids)
+        found[example.pair_id] = RewardFactors(ids, (chosen, rejected))
+    return found

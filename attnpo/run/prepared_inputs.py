@@ -1,0 +1,382 @@
+"""Pairs, training ids and weighed examples of large data as prepared rows of the store, and back.
+
+Owns what decides each of them (its facts), the account that is kept beside it, and from which size on rows are prepared
+at all: smaller sets are made anew in moments, and held in memory.
+"""
+
+import datetime
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from attnpo.data.arrow_rows import (
+    AT_ONCE,
+    ENCODED,
+    LOGPS,
+    PAIRS,
+    EncodedRows,
+    ExampleRows,
+    PairRows,
+    Rows,
+    RowsOnDemand,
+    encoded_row,
+    pair_row,
+    schema_of_weights,
+    sizes_of,
+    weighed_row,
+)
+from attnpo.data.base import SPLITS, PairSet, PairSource
+from attnpo.data.collate import TrainingExample
+from attnpo.data.mixture import SetAccount
+from attnpo.data.overlap import Overlap, Overlaps, key_of_prompt
+from attnpo.data.prepare import EncodedSet, ExampleSet, Tally, fit_transforms
+from attnpo.data.tables import files_of, read_table
+from attnpo.judge.label_mass import LabelMass
+from attnpo.judge.trace_lengths import TraceStatistics
+from attnpo.judge.verdicts import JudgeStatistics
+from attnpo.models.kept_digests import unchanged_digest
+from attnpo.run.context import RunContext
+from attnpo.run.example_numbers import Measured
+from attnpo.run.identity import files_of as named_files
+from attnpo.run.prepared_rows import Account, prepared_rows, record_lines, repeat_lines
+from attnpo.run.source_digest import PACKAGE, source_digest
+from attnpo.run.weighing import CaptureMethod, Weighed
+from attnpo.schema import SIDES, EncodedResponse, PreferencePair, digest, ids_of
+from attnpo.system.files import flat
+from attnpo.system.store import Table
+from attnpo.weights.answer_statistics import AnswerStatistics
+from attnpo.weights.arrival import Arrival
+from attnpo.weights.base import ColumnSource
+from attnpo.weights.capture import WEIGHTS, CapturedRows, CaptureReport, LogpPair, weights_key
+from attnpo.weights.transforms import WeightTransform
+
+Logps = Sequence[LogpPair]
+
+BYTES = 8 << 20
+"""Of the data's files: from here on their pairs are prepared."""
+PER_TEXT = 3
+"""Bytes of training ids with their places for each byte of text, about."""
+BYTES_OF_WEIGHT = 4
+PAIRS_HELD = 4096
+"""Pairs that are held in memory with all that is made of them, if they are no more."""
+
+
+# ------------------------------------------------------------------------------------------------ pairs
+
+
+def facts_of_data(context: RunContext) -> tuple[dict[str, object], int] | None:
+    """Returns what decides the pairs of a run, by name, and how many bytes they are.
+
+    None for few of them, and for sources from outside the package.
+    """
+    source = context.cfg.data
+    if type(source) is not PairSource:
+        return None
+    found, size = dict[str, str](), 0
+    for path, split, option, subset, revision in source.places():
+        files = files_of(path, split, option)
+        if files is None:  # the library's own copy of a dataset on the hub, by the library's own digest
+            table: Any = read_table(path, split, option, subset, revision)
+            found[f"{path} {split}"] = table._fingerprint
+            size += table.data.nbytes
+        for file in files or ():
+            found[str(file)] = unchanged_digest(file)
+            size += file.stat().st_size
+    facts = {"data": context.cfg.values["data"], "files": found, "code": source_digest()}
+    return (facts, size) if size >= BYTES else None
+
+
+def prepare_pairs(
+    store: Path,
+    facts: Mapping[str, object],
+    size: int,
+    load: Callable[[str, Callable[[PreferencePair], object]], PairSet],
+) -> dict[str, PairSet]:
+    """Prepares the pairs of both splits: ``load`` reads those of a split and hands each on. Repeats what it said."""
+
+    def make(write: Callable[[pa.RecordBatch], None]) -> dict[str, object]:
+        accounts: dict[str, object] = {}
+        with record_lines() as lines:
+            for split in SPLITS:
+                rows = Rows(PAIRS, write)
+                found = load(split, lambda pair: rows.add(pair_row(pair)))  # noqa: B023  # called in this round alone
+                rows.flush()
+                accounts[split] = {
+                    **{name: dict(getattr(found, name)) for name in ("counts", "examples", "notes")},
+                    **{"read": found.read, "unused": found.unused, "kept": found.kept, "known": found.known},
+                    "sets": {name: asdict(account) for name, account in found.sets.items()},
+                }
+        return {**accounts, "lines": lines}
+
+    made = prepared_rows(store, "pairs", facts, size, make)
+    if not made.anew:
+        repeat_lines(made.account["lines"])
+    start, pairs = 0, {}
+    for split in SPLITS:
+        account = dict(made.account[split])
+        kept = account.pop("kept")
+        known = PairSet(
+            PairRows(made.table.slice(start, kept)),
+            **{
+                **account,
+                "counts": Counter(account["counts"]),
+                "notes": Counter(account["notes"]),
+                "unused": tuple(account["unused"]),
+                "sets": {name: SetAccount(**one) for name, one in account["sets"].items()},
+            },
+        )
+        pairs[split] = replace(known, known=known.fingerprint)
+        start += kept
+    return pairs
+
+
+# ------------------------------------------------------------------------------------------------ training ids
+
+Take = Callable[[int, PreferencePair, dict[str, EncodedResponse]], None]
+
+
+def facts_of_ids(context: RunContext, pairs: Mapping[str, PairSet]) -> dict[str, object] | None:
+    """Returns what decides the training ids of a run's pairs, by name; None for few of them."""
+    if sum(map(len, pairs.values())) <= PAIRS_HELD:
+        return None
+    chat = context.chat
+    return {
+        "pairs": {split: found.fingerprint for split, found in pairs.items()},
+        "tokenizer and chat template": chat.fingerprint(),
+        "date": str(datetime.date.today()) if "strftime_now" in chat.chat_template else None,
+        "embeddings": chat.rows.count,
+        "lengths": context.cfg.values["lengths"],
+        "code": source_digest(),
+        "versions": {name: version(name) for name in ("tokenizers", "transformers", "jinja2")},
+    }
+
+
+def prepare_ids(
+    store: Path,
+    facts: Mapping[str, object],
+    pairs: Mapping[str, PairSet],
+    encode: Callable[[str, Take], EncodedSet],
+) -> tuple[dict[str, EncodedSet], Overlap]:
+    """Prepares the training ids of both splits, with what the splits share; ``encode`` hands on those of a split."""
+
+    def make(write: Callable[[pa.RecordBatch], None]) -> dict[str, object]:
+        accounts, overlaps = dict[str, object](), Overlaps()
+        with record_lines() as lines:
+            for split in SPLITS:
+                rows = Rows(ENCODED, write)
+
+                def take(place: int, pair: PreferencePair, sides: dict[str, EncodedResponse]) -> None:
+                    prompt = key_of_prompt(pair.prompt)
+                    overlaps.add(split, prompt, sides)  # noqa: B023  # called in this round alone
+                    rows.add(encoded_row(place, prompt, sides))  # noqa: B023
+
+                found = encode(split, take)
+                rows.flush()
+                accounts[split] = {"tally": vars(found.tally), "read": found.read, "kept": rows.count}
+        return {**accounts, "overlap": asdict(overlaps.count()), "lines": lines}
+
+    texts = sum(PER_TEXT * one.pairs.size for one in pairs.values() if isinstance(one.pairs, PairRows))
+    made = prepared_rows(store, "encoded", facts, texts, make)
+    if not made.anew:
+        repeat_lines(made.account["lines"])
+    start, encoded = 0, {}
+    for split in SPLITS:
+        account = made.account[split]
+        ids, every = EncodedRows(made.table.slice(start, account["kept"])), pairs[split].pairs
+        kept = every.take(ids.rows) if isinstance(every, PairRows) else [every[row] for row in ids.rows]
+        encoded[split] = EncodedSet(kept, ids, _tally(account["tally"]), account["read"])
+        start += account["kept"]
+    return encoded, Overlap(**made.account["overlap"])
+
+
+def _tally(stored: Account) -> Tally:
+    return Tally(Counter(stored["counts"]), stored["first"], stored["words"])
+
+
+# ------------------------------------------------------------------------------------------------ examples
+
+
+def facts_of_examples(
+    context: RunContext, facts: Mapping[str, object] | None, method: CaptureMethod | None
+) -> dict[str, object] | None:
+    """Returns what decides the examples that a run's weights make of training ids with these ``facts``, by name.
+
+    None for few of them, and for weights or transforms from outside the package, which may read what nobody knows.
+    """
+    cfg = context.cfg
+    parts = [cfg.weights, *cfg.transforms.values()]
+    if facts is None or any(type(part).__module__.partition(".")[0] != PACKAGE.name for part in parts):
+        return None
+    named = {name: cfg.values[name] for name in ("weights", "transforms", "align")}
+    captured: dict[str, object] = {}
+    if method is not None:
+        key = weights_key(cfg.weights.resolve(method.depth or 1), method.model, method.prompts)
+        captured = {"key": key, "verdicts": method.verdict}
+        captured |= {"low_label_mass": cfg.judge.low_label_mass} if method.labels is not None else {}
+    columns = facts_of_data(context) if isinstance(cfg.weights, ColumnSource) else ({}, 0)
+    if columns is None:
+        return None
+    return {
+        "ids": dict(facts),
+        **named,
+        "columns": columns[0],
+        "captured": captured,
+        "files": named_files(dict(flat(named))),
+        "objective": type(cfg.objective).__name__,
+        "versions": {name: version(name) for name in ("torch", "numpy", "Levenshtein")},
+    }
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Weights of a run, the examples that they make of both splits, and what these are like."""
+
+    weighed: Weighed
+    sets: dict[str, ExampleSet]
+    measured: dict[str, Measured]
+
+
+def prepare_examples_of(
+    context: RunContext,
+    facts: Mapping[str, object],
+    encoded: Mapping[str, EncodedSet],
+    method: CaptureMethod | None,
+    make_all: Callable[[Callable[[str, int, TrainingExample], None]], Examples],
+) -> Examples:
+    """Prepares the weighed examples of both splits: ``make_all`` hands on each with its split and place there."""
+    just: list[Examples] = []
+
+    def make(write: Callable[[pa.RecordBatch], None]) -> dict[str, object]:
+        rows: dict[str, Rows] = {}
+
+        def take(split: str, place: int, example: TrainingExample) -> None:
+            if split not in rows:
+                for other in rows.values():
+                    other.flush()
+                rows[split] = Rows(schema_of_weights(example.weights[0].dtype), write)
+            rows[split].add(weighed_row(place, example))
+
+        just.append(make_all(take))
+        for one in rows.values() or [Rows(schema_of_weights(torch.float32), write)]:
+            one.flush()
+        return {"weighed": _told(just[0].weighed), **{split: _account(just[0], split, rows) for split in SPLITS}}
+
+    tokens = sum(int(np.sum(sizes_of(one.encoded).responses)) for one in encoded.values())
+    made = prepared_rows(Path(context.store.root), "weighed", facts, BYTES_OF_WEIGHT * tokens, make)
+    start, sets, measured = 0, {}, {}
+    for split in SPLITS:
+        account, ids = made.account[split], encoded[split].encoded
+        assert isinstance(ids, EncodedRows)
+        table = made.table.slice(start, account["kept"])
+        rows = ExampleRows(table, ids, ids_of(encoded[split].pairs), f"{digest(facts)[:20]} {split}")
+        numbers = {name: account[name] for name in ("read", "dropped", "content_tokens", "unmatched_tokens")}
+        sets[split] = ExampleSet(rows, _tally(account["tally"]), **numbers)
+        measured[split] = Measured(account["numbers"], Arrival(**account["arrival"]))
+        start += account["kept"]
+    weighed = just.pop().weighed if just else _recalled(context, made.account["weighed"], encoded, method)
+    if method is not None:
+        weighed = replace(weighed, captured=_stored(context, weighed, encoded))
+    return Examples(weighed, sets, measured)
+
+
+def _stored(context: RunContext, weighed: Weighed, encoded: Mapping[str, EncodedSet]) -> CapturedRows:
+    ids = dict.fromkeys(pair_id for split in SPLITS for pair_id in ids_of(encoded[split].pairs))
+    return CapturedRows(context.store.table(WEIGHTS, weighed.key), list(ids), weighed.layers)
+
+
+def _account(made: Examples, split: str, rows: Mapping[str, Rows]) -> dict[str, object]:
+    found, measured = made.sets[split], made.measured[split]
+    numbers = {name: getattr(found, name) for name in ("read", "dropped", "content_tokens", "unmatched_tokens")}
+    told = {"numbers": measured.numbers, "arrival": asdict(measured.arrival), "tally": vars(found.tally)}
+    return {**numbers, **told, "kept": rows[split].count if split in rows else 0}
+
+
+_STATISTICS: dict[str, type[Any]] = {
+    "verdicts": JudgeStatistics,
+    "answers": AnswerStatistics,
+    "label_mass": LabelMass,
+    "traces": TraceStatistics,
+}
+_PLAIN = ("depth", "key", "reads", "seconds", "rounds", "cut")
+
+
+def _told(weighed: Weighed) -> dict[str, object]:
+    """Returns what is kept of weights beside the examples that they made."""
+    found = {name: getattr(weighed, name) for name in _STATISTICS}
+    statistics = {name: None if one is None else asdict(one) for name, one in found.items()}
+    return {**{name: getattr(weighed, name) for name in _PLAIN}, **statistics, "pairs": len(weighed.captured)}
+
+
+def _recalled(
+    context: RunContext, told: Account, encoded: Mapping[str, EncodedSet], method: CaptureMethod | None
+) -> Weighed:
+    """Makes the weights of prepared examples again, without rows; says what the judge does with its labels."""
+    cfg = context.cfg
+    statistics: dict[str, Any] = {
+        name: None if told[name] is None else kind(**{key: _frozen(value) for key, value in told[name].items()})
+        for name, kind in _STATISTICS.items()
+    }
+    if method is not None and method.labels is not None and statistics["label_mass"] is not None:
+        method.labels.hold(statistics["label_mass"])
+    source = cfg.weights.resolve(told["depth"] or 1)
+    weighed = Weighed(
+        source=source,
+        captured={},
+        report=None if method is None else CaptureReport(told["pairs"], 0, 0.0, None),
+        **{name: told[name] for name in _PLAIN},
+        layers=source.wanted() if method is not None else (),
+        **statistics,
+    )
+    chosen = list(cfg.transforms.values())
+
+    def fit() -> Sequence[WeightTransform]:
+        captured = {} if method is None else _stored(context, weighed, encoded)
+        return fit_transforms(chosen, encoded["train"], source, captured, weighed.layers, cfg.align)
+
+    fitted = FittedLater(fit) if any(one.needs_fit for one in chosen) else tuple(chosen)
+    return replace(weighed, transforms=fitted)
+
+
+def _frozen(value: object) -> object:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+class FittedLater(RowsOnDemand[WeightTransform]):
+    """Transforms that are fitted on the training pairs when they are asked for, which few runs do."""
+
+    def __init__(self, fit: Callable[[], Sequence[WeightTransform]]) -> None:
+        self._fit = cache(fit)
+
+    def __len__(self) -> int:
+        return len(self._fit())
+
+    def _make(self, row: int) -> WeightTransform:
+        return self._fit()[row]
+
+
+# ------------------------------------------------------------------------------------------------ the reference
+
+
+def prepare_logps(store: Path, table: Table, rows: ExampleRows, load: Callable[[Sequence[int]], Logps]) -> ExampleRows:
+    """Prepares the reference's log-probabilities of examples: ``load`` gives those of some of ``rows``."""
+
+    def make(write: Callable[[pa.RecordBatch], None]) -> dict[str, object]:
+        out = Rows(LOGPS, write)
+        for begin in range(0, len(rows), AT_ONCE):
+            places = range(begin, min(begin + AT_ONCE, len(rows)))
+            for pair in load(places):
+                out.add({f"{side}_logps": one.numpy() for side, one in zip(SIDES, pair, strict=True)})
+        out.flush()
+        return {}
+
+    size = BYTES_OF_WEIGHT * int(np.sum(rows.sizes().responses))
+    made = prepared_rows(store, "reference", {"examples": rows.name, "reference": table.key}, size, make)
+    return replace(rows, logps=made.table)

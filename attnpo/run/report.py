@@ -1,0 +1,417 @@
+"""What a finished run leaves for readers: its page, what its tracker gets, and the facts of its model card."""
+
+import json
+import logging
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import Logger
+
+from attnpo.cli.progress import phase
+from attnpo.config.compose import Composition, as_yaml
+from attnpo.config.fields import as_values
+from attnpo.display.column_notes import column_notes
+from attnpo.display.drift_figure import drift_figure
+from attnpo.display.figures import training_curves
+from attnpo.display.heat import HeatRow
+from attnpo.display.heatmap import heatmap_html
+from attnpo.display.page import (
+    Beside,
+    Block,
+    Fragment,
+    Image,
+    KeyValues,
+    Paragraph,
+    Preformatted,
+    Section,
+    TableBlock,
+    report_page,
+)
+from attnpo.display.tables import Cell
+from attnpo.models.loading import text_config, weights_fingerprint
+from attnpo.models.older_readers import warning_for
+from attnpo.run.folders import store_root
+from attnpo.run.heat_rows import Logps, heat_rows
+from attnpo.run.input_summary import example_statistics, row_lines
+from attnpo.run.inputs import Inputs
+from attnpo.run.result import RunResult, Scores
+from attnpo.run.weighing import SPLITS
+from attnpo.system.credentials import mask
+from attnpo.system.files import Json, flat, parse_json, write_whole
+from attnpo.system.machine import versions
+from attnpo.training.export import Exporter
+from attnpo.training.loggers import trackers
+from attnpo.training.metrics_file import METRICS, read_metrics
+from attnpo.training.settings import CallbackSettings
+from attnpo.weights.arrival import COLUMNS as ARRIVED
+
+log = logging.getLogger(__name__)
+
+
+CURVES, DRIFT, REPORT = "curves.png", "drift.png", "report.html"
+
+
+@phase("report and figures")
+def write_run_report(
+    inputs: Inputs, result: RunResult, settings: CallbackSettings, folder: Path, policy: Logps = ()
+) -> None:
+    """Writes ``curves.png`` and ``report.html`` of one run.
+
+    ``policy``: log-probabilities of the first training pairs' tokens after training, as ``heat_rows`` takes them.
+    """
+    training_curves(read_metrics(folder / METRICS), folder / CURVES, folder.name)
+    found = (*result.warnings, inputs.context.chat.chosen.warning)
+    warnings: list[Block] = [Paragraph(f"WARNING: {text}", warning=True) for text in found if text]
+    blocks: list[Section] = [
+        *([Section("Warning", warnings)] if warnings else []),
+        Section("Training", [Image(folder / CURVES, "training and validation over optimiser steps")]),
+    ]
+    if result.truth is not None:
+        blocks.append(Section("Against the truth, on held-out prompts", [truth_table(result.truth)]))
+    if settings.samples and (answers := sample_blocks(folder / "generations.jsonl")):
+        blocks.append(Section("Answers before and after training", answers))
+    if result.drift:
+        blocks.append(drift_section(result, folder))
+    blocks.append(inputs_section(result))
+    if settings.heat_maps and (shown := heat_rows(inputs, settings.heat_maps, policy)):
+        blocks.append(Section("Token weights of the first pairs", [Paragraph(HOVER), _heat(shown)]))
+    example = next(iter(inputs.examples["train"].examples), None)
+    if example is not None:
+        blocks.append(Section("Row 0 as it is trained", [Preformatted("\n".join(row_lines(inputs, example)))]))
+    blocks.append(
+        Section(
+            "Versions and configuration",
+            [
+                KeyValues(result.versions),
+                Preformatted(as_yaml(inputs.context.cfg.values), "the whole configuration"),
+            ],
+        )
+    )
+    write_whole(folder / REPORT, report_page(folder.name, blocks))
+    log.info("report: %s", folder / REPORT)
+
+
+HOVER = (
+    "A token's weight relative to uniform, its id, its place and the log-probabilities that are known appear over it. "
+    "As trained: after all post-processing, on training tokens; a layer and round: as the judge gave it, on its own "
+    "tokens."
+)
+
+
+def _heat(rows: Sequence[HeatRow]) -> Fragment:
+    return Fragment(heatmap_html(rows, page=False))
+
+
+def sample_blocks(path: Path) -> list[Beside]:
+    """The sampled answers of policy and reference, side by side; none where the run has written none."""
+    if not path.is_file():
+        return []
+    rows = [parse_json(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [
+        Beside(
+            "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in row["prompt"]),
+            {"before (reference)": row["reference"], "after (policy)": row["policy"]},
+        )
+        for row in rows
+    ]
+
+
+def truth_table(truth: Mapping[str, Scores]) -> TableBlock:
+    """The scores against the truth, a row for each set of prompts."""
+    names = list(truth["test"].numbers)
+    heads = ["prompts", *("KL" if name == "kl" else in_words(name) for name in names)]
+    rows: list[list[Cell]] = [[split, *(scores.numbers[name] for name in names)] for split, scores in truth.items()]
+    return TableBlock(heads, rows, notes=column_notes(heads))
+
+
+def inputs_section(result: RunResult) -> Section:
+    """What became of the inputs: a column per split, lengths with theirs in a table of its own, and what is of none."""
+    every = {
+        part: {name: value for name, value in flat(result.split(part), " ") if value != {}} for part in result.inputs
+    }
+    names = list(dict.fromkeys(name for split in SPLITS for name in every.get(split, {}) if name != "warning"))
+    kinds = [name.removesuffix(f" {PLACES[0]}") for name in names if name.endswith(f" {PLACES[0]}")]
+    inside = {f"{kind} {place}" for kind in kinds for place in PLACES}
+
+    def row(name: str, *places: str) -> list[Cell]:
+        found = (every.get(split, {}).get(f"{name} {place}".strip()) for split in SPLITS for place in places or ("",))
+        return [in_words(name.removeprefix("tokens ")), *map(_plain, found)]
+
+    single = [row(name) for name in names if name not in inside]
+    words = [SPLIT_WORDS[split] for split in SPLITS]
+    rest = {
+        f"{in_words(part)}: {in_words(name)}": _plain(value)
+        for part in every
+        if part not in SPLITS
+        for name, value in every[part].items()
+    }
+    blocks: list[Block] = [TableBlock(["entry", *words], single)] if single else []
+    if kinds:
+        heads = ["length in tokens", *(f"{word} {place}" for word in words for place in PLACES)]
+        blocks.append(TableBlock(heads, [row(kind, *PLACES) for kind in kinds]))
+    return Section("Inputs", [*blocks, *([KeyValues(rest)] if rest else [])])
+
+
+SPLIT_WORDS = {"train": "training", "val": "validation"}
+PLACES = ("p50", "p90", "p99", "max")
+
+
+def in_words(name: str) -> str:
+    """A key as a page shows it."""
+    return name.replace("_", " ")
+
+
+def _plain(value: object) -> Cell:
+    """A value as a cell; a list of [text, count] in words."""
+    if isinstance(value, list):
+        return ", ".join(f"{one[0]!r} ({one[1]})" if isinstance(one, list) else str(one) for one in value)
+    return value if isinstance(value, str | float | int | None) else str(value)
+
+
+PARTS = {"answers": "sampled answers", "pairs": "validation pairs"}
+BY = {"classes": "by weight", "truth": "by the grammar"}
+KL = {"tokens": "share of tokens", "kl": "share of KL", "kl_per_token": "KL per token"}
+
+
+def drift_section(result: RunResult, folder: Path) -> Section:
+    """Where the policy moved: KL by class of token, the figure ``drift.png``, which is drawn here, and the rest."""
+    every = dict(numbers(result.drift))
+    parts = {part: words for part, words in PARTS.items() if part in result.drift}
+    paths = [name.split("/") for name in every]
+    kinds = dict.fromkeys((path[1], path[2]) for path in paths if path[1:2] in (["classes"], ["truth"]))
+    rows: list[list[Cell]] = [
+        [
+            f"{BY[group]}: {name.replace('_', ' ')}",
+            *(every.get(f"{part}/{group}/{name}/{key}") for part in parts for key in KL),
+        ]
+        for group, name in kinds
+    ]
+    deciles, places = (
+        {words: line for part, words in parts.items() if (line := dict(_below(every, f"{part}/{by}/kl/")))}
+        for by in ("deciles", "position")
+    )
+    totals = {f"KL per response, {words}": every.get(f"{part}/kl") for part, words in parts.items()}
+    rest = {
+        in_words(name).replace("/", ": "): value for name, value in every.items() if name.partition("/")[0] not in parts
+    }
+    return Section(
+        "Where the policy moved",
+        [
+            TableBlock(["class", *(f"{words}: {key}" for words in parts.values() for key in KL.values())], rows),
+            Image(drift_figure(deciles, places, folder / DRIFT), "KL to the base per token"),
+            KeyValues({**totals, **rest}),
+        ],
+    )
+
+
+def _below(every: Mapping[str, float | int], opening: str) -> Iterator[tuple[str, float | int]]:
+    """The entries whose name begins with ``opening``, by the rest of it."""
+    return ((name.removeprefix(opening), value) for name, value in every.items() if name.startswith(opening))
+
+
+Table = tuple[list[str], list[list[Any]]]
+
+TRAINER_KEYS = ("max_epochs", "max_steps", "gradient_clip_val", "precision", "strategy")
+WEIGHT_NUMBERS = ("coverage", *ARRIVED, "effective_share", "unmatched_share")
+# Overrides that change no number; they hold folders and names of the machine the run was made on.
+PRIVATE = ("name", "output", "store", "resume", "logger")
+OWN_WORDS = ("path", "revision", "chat_template")  # told elsewhere: base model, the exported folder
+DROPPED = "dropped: "  # how events of dropped pairs begin in a tally
+BOS_WRITTEN = (
+    "training puts the tokenizer's BOS in front of a prompt and the base's chat template writes none, so the exported "
+    "chat template writes it"
+)
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+@phase("handing the run to its loggers")
+def publish_run(
+    loggers: Sequence[Logger], inputs: Inputs, result: RunResult, settings: CallbackSettings, folder: Path
+) -> None:
+    """Sends a finished run's result, account, samples, curves and heat maps to its W&B run, if it has one.
+
+    The numbers of ``result.json`` become the summary under ``result/`` and their path in that file.
+    """
+    for tracker in trackers(loggers):
+        import wandb
+
+        tracker.experiment.summary.update({f"result/{name}": value for name, value in numbers(result.to_json())})
+        media: dict[str, Any] = {"account": _table(account_table(result.inputs))}
+        if settings.samples and (samples := sample_table(folder / "generations.jsonl")) is not None:
+            media["samples"] = _table(samples)
+        if settings.report and (folder / CURVES).is_file():
+            media["curves"] = wandb.Image(str(folder / CURVES))
+        if settings.heat_maps and (shown := heat_rows(inputs, settings.heat_maps)):
+            page = heatmap_html(shown, title=folder.name)
+            media["weights/heat_maps"] = wandb.Html(page, inject=False)
+        tracker.log_metrics(media, step=result.steps)
+
+
+def account_table(inputs: Mapping[str, Json]) -> Table:
+    """Columns and rows of a run's account: every number of its inputs, one column per split."""
+    every = dict(numbers(inputs))
+    per_split = {split: {name.removeprefix(f"{split}/"): every[name] for name in every if name.startswith(f"{split}/")}
+                 for split in SPLITS}  # fmt: skip
+    names = list(dict.fromkeys(name for values in per_split.values() for name in values))
+    return ["entry", *SPLITS], [[name, *(per_split[split].get(name) for split in SPLITS)] for name in names]
+
+
+def sample_table(path: Path) -> Table | None:
+    """Columns and rows of ``generations.jsonl``, prompts as text; None when there is no such file."""
+    if not path.is_file():
+        return None
+    rows = [parse_json(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    names = [name for name in (rows[0] if rows else {}) if name != "prompt"]
+    shown = [["\n\n".join(f"{turn['role']}: {turn['content']}" for turn in row["prompt"]), *(row[n] for n in names)]
+             for row in rows]  # fmt: skip
+    return ["prompt", *names], shown
+
+
+def numbers(node: Mapping[str, object]) -> Iterator[tuple[str, float | int]]:
+    """(path, value) of every finite number in nested mappings; lists, texts and truth values are passed over."""
+    for path, value in flat(node, "/"):
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            yield path, value
+
+
+def _table(table: Table) -> Any:
+    """A W&B table; columns that mix numbers and texts are allowed."""
+    import wandb
+
+    return wandb.Table(columns=list(table[0]), data=table[1], allow_mixed_types=True)
+
+
+# ------------------------------------------------------------------------------------------------ card
+
+
+def make_exporter(inputs: Inputs, *, dtype: str | None = None, card: bool = True) -> Exporter:
+    """The exporter of a run: its tokenizer and template, every id that ends a turn, and the facts of its model card.
+
+    Logs what users of the folder must know, which the card tells too. ``card`` false spares facts and log, since the
+    digest of a large base's weights takes a while: for runs that keep no checkpoint and for processes that write
+    nothing.
+    """
+    context = inputs.context
+    ends, template = tuple(sorted(context.chat.end_ids)), context.chat.inference_template()
+    if not card:
+        return Exporter(context.tokenizer, ends, dtype, chat_template=template)
+    chosen = context.chat.chosen
+    log.info("checkpoints: the exported chat template is that of training, %s", chosen.origin)
+    notes = [] if chosen.warning is None else [chosen.warning]
+    if template != context.chat.chat_template:
+        notes.append(BOS_WRITTEN)
+        log.info("checkpoints: %s", BOS_WRITTEN)
+    options = {
+        "chat_template_kwargs": dict(context.model.chat_template_kwargs or {}),
+        "fold_system": context.model.fold_system,
+    }
+    if any(options.values()):
+        told = ", ".join(f"model.{key}={json.dumps(value)}" for key, value in options.items() if value)
+        notes.append(f"the exported chat template sets what training had: {told}")
+        log.info("checkpoints: %s", notes[-1])
+    older = warning_for(text_config(context.model.path, context.model.revision))
+    if older is not None:
+        notes.append(older)
+        log.warning("checkpoints: %s", older)
+    return Exporter(context.tokenizer, ends, dtype, card_facts(inputs), chat_template=template, notes=tuple(notes))
+
+
+def card_facts(inputs: Inputs) -> dict[str, Any]:
+    """What a run's model card tells apart from its metrics, as plain data (keys: ``attnpo/training/model_card.py``)."""
+    cfg, model = inputs.context.cfg, inputs.context.model
+    statistics = example_statistics(inputs)
+    return {
+        "reward": model.reward,
+        "base": {
+            **_place(inputs, model.path),
+            "revision": model.revision,
+            "fingerprint": weights_fingerprint(model.path, model.revision),
+        },
+        "data": _data_facts(inputs, statistics),
+        "method": {
+            "objective": {"name": type(cfg.objective).__name__, "settings": settings_of(cfg.below("objective"))},
+            "weights": {
+                "name": type(inputs.weighed.source).__name__,
+                "settings": settings_of(as_values(inputs.weighed.source)),
+            },
+            "judge": _judge_facts(inputs, cfg.below("judge")),
+            "verdicts": statistics.get("judge"),
+        },
+        "statistics": {split: {name: statistics[split].get(name) for name in WEIGHT_NUMBERS} for split in SPLITS},
+        "hyperparameters": {
+            **{
+                f"{node}.{name}": value
+                for node in ("optimizer", "batch", "lengths", "align")
+                for name, value in settings_of(cfg.below(node)).items()
+            },
+            **{f"trainer.{name}": getattr(cfg.trainer, name) for name in TRAINER_KEYS},
+            **{
+                f"model.{name}": value
+                for name, value in settings_of(cfg.below("model")).items()
+                if name not in OWN_WORDS
+            },
+            "reference": cfg.reference,
+            "seed": cfg.seed,
+        },
+        "versions": versions(),
+        "command": command(cfg.composed),
+        "overlap": None if inputs.overlap is None else inputs.overlap.warning(),
+    }
+
+
+def command(composed: Composition) -> list[str]:
+    """The command that composes a run's config, without the overrides that only say where things lie."""
+    kept = [
+        mask(override)
+        for override in composed.overrides
+        if override.lstrip("+~").partition("=")[0].partition(".")[0] not in PRIVATE
+    ]
+    return ["python", "-m", "attnpo.fit", *replace(composed, overrides=tuple(kept)).arguments()]
+
+
+def settings_of(node: Mapping[str, object]) -> dict[str, object]:
+    """The settings of a component's config node, nested ones under dotted names."""
+    return {key: value for key, value in flat(node) if value != {} and key.rpartition(".")[2] != "_target_"}
+
+
+def _data_facts(inputs: Inputs, statistics: Mapping[str, Any]) -> dict[str, Any]:
+    data, mix = inputs.context.cfg.below("data"), getattr(inputs.context.cfg.data, "mix", None)
+    place = "mixture of " + ", ".join(mix) if mix else str(data["path"])
+    splits = {}
+    for split in SPLITS:
+        pairs, events = inputs.pairs[split], inputs.examples[split].tally.counts
+        lost = {name.removeprefix(DROPPED): count for name, count in events.items() if name.startswith(DROPPED)}
+        splits[split] = {
+            "read": statistics[split]["read"],
+            "kept": statistics[split]["pairs"],
+            "dropped": {**pairs.counts, **lost},
+            "noted": {**pairs.notes, **{name: n for name, n in events.items() if not name.startswith(DROPPED)}},
+        }
+    return {
+        **_place(inputs, place),
+        "revision": data["revision"],
+        "subset": data["subset"],
+        "splits": splits,
+    }
+
+
+def _judge_facts(inputs: Inputs, node: Mapping[str, Any]) -> dict[str, Any] | None:
+    if "judge" not in inputs.weighed.source.requires:
+        return None
+    path = node["path"]
+    name = "the base model itself" if path is None else _place(inputs, str(path))["name"]
+    return {"name": name, "settings": {key: value for key, value in settings_of(node).items() if key != "path"}}
+
+
+def _place(inputs: Inputs, path: str) -> dict[str, Any]:
+    """What a card says of a model's or data set's path: as the user gave it, never where the store lies."""
+    prepared = store_root(inputs.context.cfg) / "prepared"
+    if Path(path).is_relative_to(prepared):
+        return {"name": "a testbed base", "path": "built from nothing by `prepare`", "hub": None}
+    local = Path(path).expanduser().exists()
+    hub = None if local or HUB_ID.fullmatch(path) is None else path
+    return {"name": path.rstrip("/").rpartition("/")[2] or path, "path": path, "hub": hub}

@@ -1,0 +1,261 @@
+"""One run from a composed config: prepare, train, score, sample, report. Every point of a study is one of these."""
+
+import json
+import logging
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import PreTrainedModel
+
+from attnpo.cli.progress import importing, phase
+from attnpo.data.arrow_rows import pair_ids_of
+from attnpo.data.prompts import Prompt, encode_prompts
+from attnpo.models.backbone import frozen
+from attnpo.models.generate import chat_generator, context_length
+from attnpo.models.packed_attention import attend_as_before
+from attnpo.models.scored import ScoredLM
+from attnpo.models.spec import ModelSpec
+from attnpo.run.context import make_context
+from attnpo.run.folders import POLICIES, make_folder
+from attnpo.run.for_page import PAIRS, keep_for_page
+from attnpo.run.heat_rows import heat_rows
+from attnpo.run.input_summary import example_statistics, log_inputs
+from attnpo.run.inputs import Inputs, inputs_on, write_training_prompts
+from attnpo.run.memory_check import log_memory
+from attnpo.run.memory_choice import fit_memory
+from attnpo.run.models import load_start
+from attnpo.run.result import RunResult, Scores
+from attnpo.run.resume import (
+    FAILURES,
+    RESULT,
+    check_contents,
+    check_folder,
+    find_resume,
+    finished,
+    go_on,
+    keep_last,
+    prepare_folder,
+    tidy_checkpoints,
+    with_saved_reference,
+    write_config,
+    write_result,
+)
+from attnpo.run.run_config import RunConfig
+from attnpo.run.startup import warn_low_rate
+from attnpo.run.token_logps import first_logps
+from attnpo.schema import Json, Message, PreferencePair, Sampling, UserError
+from attnpo.system.credentials import mask
+from attnpo.system.files import naming
+from attnpo.system.machine import device_of, versions
+from attnpo.system.processes import leads
+from attnpo.training.checkpoint_folders import read_account
+from attnpo.training.metrics_file import merge_metrics
+from attnpo.training.processes import as_launched
+from attnpo.training.settings import CallbackSettings, check_tracker
+
+if TYPE_CHECKING:
+    from lightning.pytorch.loggers import Logger
+
+    from attnpo.run.training import Trained
+
+log = logging.getLogger(__name__)
+
+
+def run(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | None:
+    """The result of one run, also written to ``result.json`` in its folder.
+
+    Config, metrics, curves, report, checkpoints and samples lie beside it. In a job of several processes the first one
+    writes and scores; the others get None. ``resume`` auto in the folder of a finished run gives its result;
+    a run that was killed after its last step is scored and reported then. ``point``: a study's, which mends by itself
+    what is damaged in its folder.
+
+    Raises:
+        Interrupted: a signal ended the training; what there is is saved.
+        UserError: settings, inputs or the state to resume from are not as they must be.
+    """
+    began = time.perf_counter()
+    as_launched(cfg.trainer)  # refuses before anything is loaded
+    leading = leads()  # before training: Lightning takes its variables back afterwards
+    cfg = with_saved_reference(cfg, folder)
+    before = finished(cfg, folder, point)
+    if before is not None:
+        return before if leading else None
+    check_tracker(cfg.logger)
+    warn_low_rate(cfg)
+    resume = find_resume(cfg, folder, point)
+    cfg = go_on(cfg, resume)
+    check_folder(folder, resume)
+    if leading:
+        make_folder(folder)
+    context = fit_memory(make_context(cfg))
+    log_memory(context)
+    inputs = inputs_on(context)
+    cfg = inputs.context.cfg
+    if resume is not None:
+        check_contents(inputs, resume)
+    if leading:
+        prepare_folder(folder, resume)
+        write_config(cfg, folder)
+        if cfg.callbacks.checkpoints:
+            write_training_prompts(inputs, folder)
+    log_inputs(inputs)
+    # Lightning takes seconds: what inputs can be refused for is said before, and a finished run does without.
+    with importing("loading Lightning"):
+        from attnpo.run.training import train
+        from attnpo.training.loggers import open_loggers
+
+    with open_loggers(cfg.logger, folder, cfg.values) as loggers:
+        trained = train(inputs, folder, loggers, resume)
+        if not leading:
+            return None
+        result = _finish(inputs, trained, folder, loggers, began, resume, point)
+    write_result(cfg, folder / f"{RESULT}.part")
+    return result
+
+
+def _finish(
+    inputs: Inputs,
+    trained: "Trained",
+    folder: Path,
+    loggers: list["Logger"],
+    began: float,
+    resume: Path | None,
+    point: bool,
+) -> RunResult:
+    """Scores, samples and reports a trained policy: what fails is named and left out of the result.
+
+    A study's ``point`` fails without its scores and its drift, so that it is run again: points are compared by them.
+    """
+    from attnpo.run.report import publish_run, write_run_report
+
+    cfg, callbacks, policy = inputs.context.cfg, inputs.context.cfg.callbacks, trained.policy
+    with spare(folder, "tidying the run's folder"):
+        merge_metrics(folder)
+        tidy_checkpoints(folder)
+        if callbacks.checkpoints:
+            keep_last(folder, resume)
+    with spare(folder, "moving the policy back to its device"):
+        policy.to(device_of(cfg.trainer.accelerator))  # one that was sharded was put together on the CPU
+        attend_as_before(policy.model)  # what is scored and sampled runs as any other model
+    truth, sampled, drift = None, list[PreferencePair](), dict[str, Json]()
+    with nullcontext() if point else spare(folder, "scoring by the truth"):
+        truth, sampled = score_truth(inputs, policy)
+    with spare(folder, "measuring where the policy moved", UserError if point else Exception):
+        drift = {} if cfg.drift is None else cfg.drift.measure(inputs, policy, sampled)
+    if callbacks.samples:
+        with spare(folder, "sampling answers"):
+            write_samples(inputs, policy.model, callbacks, folder / "generations.jsonl")
+    seconds = {"train": round(trained.seconds, 2), "all": round(time.perf_counter() - began, 2)}
+    statistics = example_statistics(inputs)
+    result = RunResult(
+        cfg.seed, trained.steps, seconds, trained.metrics, statistics, versions(), truth, drift, merges_of(folder)
+    )
+    if result.training_warning is not None:
+        log.warning("warning: %s", result.training_warning)
+    (folder / f"{RESULT}.part").write_text(json.dumps(result.to_json(), indent=1) + "\n", encoding="utf-8")
+    if point:
+        with spare(folder, "keeping examples for the study's page"):
+            keep_for_page(folder, heat_rows(inputs, PAIRS), sampled)
+    if callbacks.report:
+        with spare(folder, "the report"):
+            write_run_report(inputs, result, callbacks, folder, first_logps(inputs, policy, callbacks.heat_maps))
+    with spare(folder, "handing the run to its loggers"):
+        publish_run(loggers, inputs, result, callbacks, folder)
+    return result
+
+
+def merges_of(folder: Path) -> dict[str, Json]:
+    """Returns what merging adapters into ``best/`` and ``last/`` took, for ``result.json``; empty without adapters."""
+    found: dict[str, Json] = {
+        name: account["merge"] for name in POLICIES if "merge" in (account := read_account(folder / name))
+    }
+    numbers = "the policy as it was trained, its adapters beside their base"
+    return {"numbers_of": numbers, **found} if found else {}
+
+
+@contextmanager
+def spare(folder: Path, what: str, kind: type[Exception] = Exception) -> Iterator[None]:
+    """Logs an error of that kind raised while making ``what`` and goes on; ``failures.txt`` gets its traceback."""
+    try:
+        yield
+    except kind as problem:
+        words, place = " ".join(str(problem).split()), ""
+        if not isinstance(problem, UserError):
+            words = f"{type(problem).__name__}: {words}"
+            with suppress(OSError), (folder / FAILURES).open("a", encoding="utf-8") as file:
+                file.write(f"{what}\n{mask(traceback.format_exc())}\n")
+                place = f"; traceback in {folder / FAILURES}"
+        log.warning("warning: %s failed after the last step and is left out of the result: %s%s", what, words, place)
+
+
+@phase("answers to held-out prompts, scored by the truth")
+def score_truth(inputs: Inputs, policy: ScoredLM) -> tuple[dict[str, Scores] | None, list[PreferencePair]]:
+    """Scores against a known truth on validation and test prompts, and the answers to the test prompts.
+
+    Of each prompt the policy's answer, as if chosen, and the base's. None and no answers in settings without a truth.
+    """
+    scorer = inputs.context.cfg.truth
+    if scorer is None:
+        return None, []
+    model = frozen(policy.model)
+    base, tokenizer = frozen(load_start(inputs.context)), inputs.context.tokenizer
+    scores: dict[str, Scores] = {}
+    sampled: list[PreferencePair] = []
+    for split in ("validation", "test"):
+        key = (replace(inputs.context.model, lora=None, compile=None), scorer, split)
+        if key not in _base_answers:
+            _base_answers[key] = scorer.base_answers(base, tokenizer, split=split)
+        rivals = _base_answers[key]
+        score = scorer.score(model, base, tokenizer, split=split, base_answers=rivals)
+        rewards, of_base = (every.mean(axis=1).round(6).tolist() for every in (score.rewards, score.base_rewards))
+        scores[split] = Scores(score.scalars(), rewards, of_base)
+        sampled = [
+            PreferencePair.make([Message(role="user", content=prompt)], answer, rival)
+            for prompt, answer, rival in zip(score.prompts, score.answers, rivals.texts, strict=True)
+        ]
+    log.info(
+        "truth, held-out prompts: reward %.3f (base %.3f), win rate %.3f, KL %.2f",
+        *(scores["test"].numbers[name] for name in ("reward", "base_reward", "win_rate", "kl")),
+    )
+    return scores, sampled
+
+
+# The base answers the same prompts alike at every point of a study: sampled once per process.
+_base_answers: dict[tuple[ModelSpec, Any, str], Any] = {}
+
+
+@phase("sample answers")
+def write_samples(inputs: Inputs, policy: PreTrainedModel, settings: CallbackSettings, path: Path) -> None:
+    """Answers the first ``settings.samples`` validation prompts with both models, a JSON line per prompt.
+
+    Only pairs that are trained on, and prompts that leave room for ``settings.sample_tokens`` within lengths.max_length
+    and the model's positions.
+    """
+    context = inputs.context
+    trained = set(pair_ids_of(inputs.examples["val"].examples))
+    pairs = [pair for pair in inputs.pairs["val"].pairs if pair.pair_id in trained]
+    limit = min(context.cfg.lengths.max_length, context_length(policy.config) or context.cfg.lengths.max_length)
+    encoded = encode_prompts(
+        [Prompt(pair.pair_id, pair.prompt) for pair in pairs], context.chat, settings.sample_tokens, limit
+    )
+    pairs = [pair for pair in pairs if pair.pair_id in encoded.kept][: settings.samples]
+    if not pairs:
+        log.info("no validation prompt leaves room for %d sample tokens", settings.sample_tokens)
+        return
+    sampling = Sampling(max_new_tokens=settings.sample_tokens, seed=context.cfg.seed)
+    reference = load_start(context)
+    reference.to(policy.device)  # type: ignore[arg-type]
+    answers = {
+        name: chat_generator(model, context.chat).generate([pair.prompt for pair in pairs], sampling)
+        for name, model in (("policy", policy), ("reference", reference))
+    }
+    with naming(path), path.open("w", encoding="utf-8") as file:
+        for i, pair in enumerate(pairs):
+            row = {"prompt": list(pair.prompt), **{name: texts[i] for name, texts in answers.items()}}
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    log.info("%d sample answers in %s", len(pairs), path)

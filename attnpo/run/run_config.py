@@ -1,0 +1,220 @@
+"""All keys of one run as a typed root, their types, and which of them have no effect."""
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+from attnpo.config.compose import MISSING, Root
+from attnpo.data.base import PairSource
+from attnpo.data.rules import AlignRules, BatchPlan, LengthRules
+from attnpo.judge.settings import Judge, OtherJudge
+from attnpo.models.kept_digests import CHOICES
+from attnpo.models.spec import ModelSpec
+from attnpo.objectives.base import PreferenceObjective
+from attnpo.objectives.terms import AnchorOn
+from attnpo.run.settings import (
+    LAYOUTS,
+    DriftMeasure,
+    LayerFinder,
+    PairReader,
+    Preparer,
+    Truth,
+    is_auto,
+    require_format,
+    require_margin,
+    require_one_piece,
+    require_pairs,
+    require_parts,
+    require_reader,
+    require_reference,
+    require_whole,
+)
+from attnpo.schema import BOOKKEEPING, UserError, check_choice, check_seed
+from attnpo.system.locks import TIMEOUT
+from attnpo.training.optimizer import Optimizer
+from attnpo.training.settings import CallbackSettings, LoggerSettings, TrainerSettings
+from attnpo.weights.apart import check_apart
+from attnpo.weights.base import WeightSource, online_reads
+from attnpo.weights.pipeline import check_transforms
+from attnpo.weights.transforms import WeightTransform
+from attnpo.weights.verbalizer_settings import Verbalizer
+
+
+def require_name(name: str | None) -> None:
+    """Raises UserError for a name that is no folder of its own below ``output``."""
+    if name is not None and (not name.strip(" ./") or ".." in Path(name).parts or Path(name).is_absolute()):
+        raise UserError(f"name: expected the name of a folder below `output`, got {name!r}")
+    if name is not None and not name.isprintable():
+        raise UserError(f"name: expected printable characters alone, got {name!r}")
+
+
+def require_folder(key: str, folder: str | None) -> None:
+    """Raises UserError for the value of ``key`` where it can be no folder; None stands for a default."""
+    if folder is not None and not (folder.strip() and folder.isprintable()):
+        raise UserError(f"{key}: expected the path of a folder in printable characters, got {folder!r}")
+
+
+@dataclass(frozen=True)
+class RunConfig(Root):
+    """One run; a field per key of ``configs/fit.yaml`` that a run reads, where each is explained."""
+
+    trains: ClassVar[bool] = True
+    """True where the command trains the model that it is given."""
+
+    data: PairReader
+    model: ModelSpec
+    weights: WeightSource
+    judge: Judge
+    other_judge: OtherJudge = field(metadata=BOOKKEEPING)
+    verbalizer: Verbalizer
+    auto_layer: LayerFinder
+    objective: PreferenceObjective
+    optimizer: Optimizer
+    trainer: TrainerSettings
+    logger: LoggerSettings = field(metadata=BOOKKEEPING)
+    callbacks: CallbackSettings
+    lengths: LengthRules
+    align: AlignRules
+    batch: BatchPlan
+    output: str = field(metadata=BOOKKEEPING)
+    seed: int
+    default_beta: float = field(metadata=BOOKKEEPING)
+    reference: str
+    layout: str = field(default="auto", metadata=BOOKKEEPING)
+    name: str | None = field(default=None, metadata=BOOKKEEPING)
+    store: str | None = field(default=None, metadata=BOOKKEEPING)
+    resume: str | None = field(default=None, metadata=BOOKKEEPING)
+    lock_timeout: float = field(default=TIMEOUT, metadata=BOOKKEEPING)
+    digests: str = field(default=CHOICES[0], metadata=BOOKKEEPING)
+    prepare: Preparer | None = None
+    truth: Truth | None = None
+    drift: DriftMeasure | None = None
+    transforms: dict[str, WeightTransform] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_seed("seed", self.seed, self.seed_count())
+        if not 0 < self.lock_timeout < math.inf:
+            raise UserError(f"lock_timeout: expected seconds, more than 0, got {self.lock_timeout}")
+        check_choice("digests", self.digests, CHOICES)
+        require_name(self.name)
+        require_folder("output", self.output)
+        require_folder("store", self.store)
+        if self.layout not in LAYOUTS:
+            raise UserError(f"layout={self.layout!r} is not known; one of {', '.join(LAYOUTS)}")
+        require_parts(self.reference, self.model, self.optimizer)
+        require_one_piece(self.trainer, self.model)
+        self.check_combination()
+
+    def seed_count(self) -> int:
+        """How many seeds are counted from ``seed``."""
+        return 1
+
+    def title(self) -> str:
+        """What a run folder without a name is called, before its time stamp."""
+        return "run"
+
+    def headline(self) -> str:
+        """What is about to be done, in a few words."""
+        return f"one run, setting {self.composed.choices.get('setting') or 'none'}"
+
+    def budget(self) -> str:
+        """How long is trained."""
+        trainer = self.trainer
+        epochs = f"{trainer.max_epochs} epoch{'s' * (trainer.max_epochs != 1)}"
+        return epochs if trainer.max_steps < 0 else f"{trainer.max_steps} optimiser steps"
+
+    def grid_note(self) -> str:
+        """What replaces the learning rate and beta that stand in the configuration; empty for a single run."""
+        return ""
+
+    def kept_folder(self) -> str | None:
+        """The folder below ``output`` that a repeated command finds again without a name; None for a fresh one."""
+        return None
+
+    def check_combination(self) -> None:
+        """Raises UserError for components that do not go together."""
+        require_reader(self.weights, self.objective)
+        require_reference(self.reference, self.objective)
+        require_pairs(self.batch, self.objective)
+        if self.trains:
+            require_format(self.model, self.optimizer)
+        require_whole(self.trainer, self.objective)
+        check_transforms(self.weights, list(self.transforms.values()))
+        if isinstance(self.data, PairSource) and self.data.weighs_apart:
+            check_apart(self.weights)
+        if self.model.reward:
+            require_margin(self.objective, self.weights, self.trainer)
+            self._require_no_answers()
+
+    def _require_no_answers(self) -> None:
+        """Raises UserError for what a reward model, which writes no answers, is asked for beside its training."""
+        asked = {
+            "truth=null": self.truth is not None,
+            "drift.pairs=0": self.drift is not None and self.drift.pairs > 0,
+            "callbacks.samples=0": self.callbacks.samples > 0,
+        }
+        given = [mend for mend, wanted in asked.items() if wanted]
+        if given:
+            raise UserError(f"model.reward=true trains a model that writes no answers: set {' '.join(given)}")
+
+    def chosen_later(self) -> frozenset[str]:
+        """Groups that runs made from this config choose for themselves: what depends on one is left alone."""
+        return frozenset()
+
+    def unread(self) -> dict[str, str]:
+        """Keys without effect as the others stand, with the reason."""
+        source = type(self.weights).__name__
+        found: dict[str, str] = {}
+        chosen = self.chosen_later()
+        if "weights" not in chosen and "judge" not in self.weights.requires:
+            found["judge"] = f"weights are {source}, which needs no judge"
+        if "weights" not in chosen and not is_auto(getattr(self.weights, "layer", None)):
+            found["auto_layer"] = "weights.layer is not auto"
+        if "weights" not in chosen and self.weights.tokens == "train":
+            found["align"] = f"weights are {source}, which lie on the training tokens already"
+        if "weights" not in chosen and "generator" not in self.weights.requires:
+            found["verbalizer"] = f"weights are {source}, which ask no verbalizer"
+        if "judge" not in chosen and not self.judge.other:
+            found["other_judge"] = "the judge is not the setting's other judge (judge=other)"
+        if "judge" not in chosen and self.judge.path is None and not self.judge.other:
+            own = "the judge is the model itself (judge.path=null)"
+            found |= {"judge.revision": own, "judge.chat_template": own}
+        if "model" not in chosen and (Path(self.model.path).expanduser().is_dir() or self.model.path == MISSING):
+            found["model.revision"] = "the model is a folder on this machine"
+        if self.drift is not None and self.drift.pairs and self.truth is None:
+            found["drift.answers"] = "no answers are sampled without a truth"
+        if "objective" not in chosen:
+            found |= self._unread_objective()
+        if "callbacks" not in chosen:
+            found |= self._unread_callbacks()
+        return found
+
+    def _unread_objective(self) -> dict[str, str]:
+        name, found = type(self.objective).__name__, {}
+        if "reference" not in self.objective.requires | online_reads(self.weights):
+            found["reference"] = f"objective {name} reads no reference"
+        anchored, on = getattr(self.objective, "anchor", 0), getattr(self.objective, "anchor_on", None)
+        if anchored and on is AnchorOn.LOW and getattr(self.weights, "neutral", False) and not self.transforms:
+            found["objective.anchor"] = "objective.anchor_on=low holds tokens below uniform: uniform weights have none"
+        if getattr(self.objective, "beta", None) != self.default_beta:
+            found["default_beta"] = f"objective {name} has a beta of its own, or none"
+        return found
+
+    def _unread_callbacks(self) -> dict[str, str]:
+        kept, found = self.callbacks, {}
+        if not kept.checkpoints:
+            keys = ("monitor", "mode", "save_every", "export_dtype")
+            found = {f"callbacks.{key}": "callbacks.checkpoints=false" for key in keys}
+        if not kept.samples:
+            found["callbacks.sample_tokens"] = "callbacks.samples=0"
+        if not kept.report and self.logger.wandb is None:
+            found["callbacks.heat_maps"] = "callbacks.report=false"
+        return found
+
+
+# Keys of `fit` that only training reads.
+TRAINING = (
+    *("optimizer", "callbacks", "logger", "reference", "resume", "seeds", "grid", "grids", "batch"),
+    "verbalized_epochs",
+)

@@ -1,0 +1,94 @@
+"""What is shown of a pair, and of which one: the keys of ``configs/show.yaml``. Light: read before a model loads."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+from attnpo.data.base import PairSet
+from attnpo.display.shown_pair import WEIGHTS
+from attnpo.run.run_config import TRAINING, RunConfig
+from attnpo.schema import BOOKKEEPING, Message, PreferencePair, UserError, check_choice
+
+LOGPS = ("logp", "reference_logp", "log_ratio", "contribution")
+COLUMNS = (*WEIGHTS, *LOGPS)
+MEAN, ROUNDS = "mean", ("mean", "1", "2")
+ALL = "all"
+ENDINGS = (".jsonl", ".csv", ".parquet", ".html")
+
+
+@dataclass(frozen=True)
+class TypedPair:
+    """The one pair of a command line in the place of a run's data (config node ``data``)."""
+
+    prompt: str
+    chosen: str
+    rejected: str
+
+    def load(self, split: str) -> PairSet:
+        """The pair as "train"; "val" has none."""
+        if split != "train":
+            return PairSet([])
+        turn = Message(role="user", content=self.prompt)
+        return PairSet([PreferencePair.make([turn], self.chosen, self.rejected)], read=1)
+
+
+@dataclass(frozen=True)
+class ShowConfig(RunConfig):
+    """Pairs token by token; a field for each key of ``configs/show.yaml`` that a run has not, where it is explained."""
+
+    trains: ClassVar[bool] = False
+
+    prompt: str | None = None
+    chosen: str | None = None
+    rejected: str | None = None
+    run: str | None = field(default=None, metadata=BOOKKEEPING)
+    bad_batch: str | None = field(default=None, metadata=BOOKKEEPING)
+    policy: str | None = field(default=None, metadata=BOOKKEEPING)
+    split: str = "train"
+    rows: str = "1"
+    ids: tuple[str, ...] = ()
+    column: str = "relative"
+    layers: tuple[int | str, ...] = ()
+    rounds: tuple[int | str, ...] = (MEAN,)
+    stages: tuple[str, ...] = ()
+    out: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("column", self.column, COLUMNS)
+        check_choice("split", self.split, ("train", "val"))
+        for one in self.rounds:
+            check_choice("rounds", str(one), ROUNDS)
+        if not self.rounds:
+            raise UserError(f"rounds: expected some of {', '.join(ROUNDS)}, got none")
+        if self.run is not None and self.bad_batch is not None:
+            raise UserError("run= and bad_batch= each name what is shown: give one of them")
+        if self.out not in (None, "-") and not self.out.endswith(ENDINGS):
+            raise UserError(f"out={self.out}: expected a file ending in {', '.join(ENDINGS)}, or - for JSONL as output")
+        if self.out is not None and self.out.endswith(".html") and self.column not in WEIGHTS:
+            raise UserError(f"out={self.out}: a page shows weights, and column={self.column}: set column=relative")
+
+    @property
+    def reads_logps(self) -> bool:
+        """Whether models have to score the tokens."""
+        return self.column in LOGPS
+
+    def out_file(self) -> Path | None:
+        """The file that is written; None where there is none."""
+        return None if self.out in (None, "-") else Path(str(self.out)).expanduser()
+
+    def unread(self) -> dict[str, str]:
+        """Keys without effect as the others stand, with the reason."""
+        found = {**super().unread(), **dict.fromkeys(TRAINING, "show trains nothing")}
+        found |= dict.fromkeys(("drift", "truth", "seed", "layout"), "show trains nothing")
+        if self.run is not None or self.bad_batch is not None:
+            which = "the run's own" if self.run is not None else "what was saved"
+            names = ["weights", "judge", "data", "transforms", "lengths", "align", "objective", "prepare", "store"]
+            found |= dict.fromkeys(names if self.run is None else [*names, "model"], f"shown is {which}")
+        if self.bad_batch is not None:
+            found |= dict.fromkeys(("policy", "split", "layers", "rounds", "stages"), "shown is what was saved")
+        elif not self.reads_logps:
+            found["policy"] = f"column={self.column} reads no log-probs"
+        if self.ids:
+            found["rows"] = "ids= names the pairs"
+        return found

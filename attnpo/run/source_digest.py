@@ -1,0 +1,49 @@
+"""A digest of the source files that can move a number of a run. Light: each worker of a study begins with it."""
+
+import hashlib
+from functools import cache
+from pathlib import Path
+
+from attnpo.system.files import file_digest
+
+PACKAGE = Path(__file__).resolve().parents[1]
+
+# Rooms and files of the package that no number of a run comes from: they start a command, show what is finished, or
+# measure beside the runs (an analysis counts for its own results). All others count, a new one without being named.
+SHOWING = (
+    *(
+        "__init__.py",
+        "__main__.py",
+        "fit.py",
+        "weigh.py",
+        "show.py",
+        "generate.py",
+        "report.py",
+        "verify.py",
+        "pair.py",
+    ),
+    *("evaluate.py", "theory.py", "losses.py", "weigher.py", "display", "evaluation", "lab/reports"),
+    *("cli/typed_texts.py", "run/bad_batch.py", "run/ending.py", "run/show.py", "run/show_config.py"),
+    *("run/token_numbers.py", "run/views.py", "lab/analysis/passport.py", "lab/analysis/prediction.py"),
+    *("lab/freedom_figure.py", "lab/testbed/benchmark.py", "lab/testbed/truth_grader.py"),
+    *(
+        f"lab/studies/{name}.py"
+        for name in (
+            *("benchmark_scores", "benchmark_table", "benchmarks", "cost_table", "drift_table", "ending", "exports"),
+            *("faithfulness", "faithfulness_pages", "footnotes", "frontier", "predictions", "ranking", "report"),
+            *("selection", "study_figures", "study_page", "tables", "yardstick"),
+        )
+    ),
+)
+
+
+@cache
+def source_digest(root: Path | None = None) -> str:
+    """Digest of all sources of the package that can move a number of a run, computed once per process."""
+    root = root or PACKAGE
+    found = hashlib.sha256()
+    for file in sorted(root.rglob("*.py")):
+        name = file.relative_to(root).as_posix()
+        if not any(name == one or name.startswith(f"{one}/") for one in SHOWING):
+            found.update(f"{name}\0{file_digest(file)}\0".encode())
+    return found.hexdigest()[:16]

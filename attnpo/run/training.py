@@ -1,0 +1,279 @@
+"""The training of one run: the policy, its reference, the batches and Lightning around them."""
+
+import gc
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import lightning as L
+import numpy as np
+import torch
+from lightning.pytorch.loggers import Logger
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from attnpo.cli.progress import phase
+from attnpo.cli.terminal import training_began
+from attnpo.data.arrow_rows import pair_ids_of, sizes_of
+from attnpo.data.collate import TrainingExample
+from attnpo.data.datamodule import PreferenceDataModule
+from attnpo.data.micro_batches import COSTS
+from attnpo.data.prepare import ExampleSet
+from attnpo.data.rules import AUTO
+from attnpo.models.layouts import LAYOUTS, Layout, padded
+from attnpo.models.scored import ScoredLM
+from attnpo.run.context import RunContext, log_store
+from attnpo.run.identity import numbers_of
+from attnpo.run.inputs import Inputs
+from attnpo.run.memory_choice import decision
+from attnpo.run.models import (
+    BYTES_PER_TOKEN,
+    choose_layout,
+    compile_policy,
+    fill_reference,
+    load_policy,
+    load_reference,
+    reference_table,
+    with_reference,
+)
+from attnpo.run.report import make_exporter
+from attnpo.run.resume import contents_of
+from attnpo.run.settings import require_parts
+from attnpo.schema import SIDES
+from attnpo.system.credentials import identify
+from attnpo.system.processes import leads
+from attnpo.training.callbacks import Movement
+from attnpo.training.gather import LeastBudgets, SameEverywhere, WholePolicy
+from attnpo.training.module import PreferenceModule, RowMaker
+from attnpo.training.processes import as_launched, environment, require_world
+from attnpo.training.reference_cache import KeptReference
+from attnpo.training.resume_state import Continuation, random_state, set_random_state
+from attnpo.training.sampled_rows import AnchoredObjective, Anchors
+from attnpo.training.settings import TrainerSettings, total_steps
+from attnpo.training.signals import Interruption
+from attnpo.training.trainer import make_callbacks, make_trainer, quiet_lightning
+from attnpo.weights.base import OnlineSource, online_reads
+from attnpo.weights.capture import store_logps
+
+log = logging.getLogger(__name__)
+
+
+# Logged values that say nothing of the model: counters and how fast this machine was.
+NO_RESULT = ("step", "epoch", "train/tokens_per_s", "train/pairs_per_s", "train/gpu_mem_gib")
+
+Some = TypeVar("Some", bound=L.Callback)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What training leaves behind for scoring and reports."""
+
+    policy: ScoredLM
+    reference: ScoredLM | None
+    metrics: dict[str, float]
+    steps: int
+    seconds: float
+
+
+@phase("setting up training")
+def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | None = None) -> Trained:
+    """The trained policy of a run; writes logs and checkpoint folders under ``folder``."""
+    cfg = inputs.context.cfg
+    settings = as_launched(cfg.trainer)
+    callbacks, objective = cfg.callbacks, cfg.objective
+    require_parts(cfg.reference, inputs.context.model, cfg.optimizer)
+    L.seed_everything(cfg.seed, verbose=False)
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    leading = leads()  # before training: Lightning takes its variables back afterwards
+    policy = load_policy(inputs.context)
+    examples = {split: inputs.examples[split].examples for split in inputs.examples}
+    reference, kept = None, None
+    source = cfg.weights
+    reads = objective.requires | online_reads(source)
+    if "reference" in reads:
+        if cfg.reference == "first_epoch":
+            kept = keeper(inputs.context, inputs.examples)
+        if cfg.reference == "cached":
+            fill_reference(inputs.context, inputs.examples, policy)
+        if cfg.reference == "cached" or (cfg.reference == "first_epoch" and kept is None):
+            store, table = Path(inputs.context.store.root), reference_table(inputs.context)
+            examples = {split: with_reference(store, table, made) for split, made in inputs.examples.items()}
+        else:
+            reference = load_reference(inputs.context, policy)
+    online = source if isinstance(source, OnlineSource) else None
+    models = [model for model in (policy, reference) if model is not None]
+    layout = padded if inputs.context.model.reward else choose_layout(inputs.context, models, reads)
+    inputs = replace(inputs, context=compile_policy(inputs.context, policy, layout))
+    data = _datamodule(inputs, examples, layout, settings)
+    exporter = make_exporter(inputs, dtype=callbacks.export_dtype, card=callbacks.checkpoints and leading)
+    gathered = WholePolicy()
+    watched: list[L.Callback] = [gathered, *([kept] if kept else [])]
+    if len(cfg.model.choices()) > 1 or cfg.model.compile == AUTO:
+        watched.append(SameEverywhere(*decision(cfg.model, inputs.context.model)))
+    if inputs.context.batch != cfg.batch:
+        watched.append(LeastBudgets(data))
+    account = {"config": identify(numbers_of(cfg)), "contents": contents_of(inputs)}
+    watched += make_callbacks(callbacks, settings, folder, exporter, account)
+
+    def begin() -> L.Trainer:
+        with quiet_lightning():
+            trainer = make_trainer(settings, loggers, watched, folder, accumulation=1, environment=environment())
+        require_world(trainer.world_size, settings)
+        trainer.accumulate_grad_batches = data.accumulation(trainer.world_size)
+        return trainer
+
+    trainer = begin()
+    steps = total_steps(settings, data.steps_per_epoch(trainer.world_size))
+    makers = makers_of(inputs)
+    transforms = inputs.weighed.transforms
+    coefficient = inputs.context.model.router_aux_loss_coef
+    module = PreferenceModule(
+        policy, reference, objective, cfg.optimizer, steps, online, makers, kept, transforms, coefficient
+    )
+    module.one_fit = True
+    del models, reference  # the module alone holds the reference, and may let it go
+    trained = _fit(trainer, begin, module, data, resume, folder / "last" if callbacks.checkpoints else None)
+    whole = gathered.state
+    if whole is None and resume is not None and leading and sharded(policy):  # no step was left
+        whole = saved_state(resume)
+    if not whole:  # not sharded, or not the first process
+        return trained
+    policy = load_policy(inputs.context)
+    policy.model.load_state_dict({**policy.model.state_dict(), **whole})  # a checkpoint holds what is trained alone
+    return replace(trained, policy=policy, reference=None)
+
+
+def keeper(context: RunContext, sets: Mapping[str, ExampleSet]) -> KeptReference | None:
+    """What stores the reference log-probabilities of a run while it computes them; None if all are stored already."""
+    store, table = Path(context.store.root), reference_table(context)
+    pair_ids = list(dict.fromkeys(pair_id for made in sets.values() for pair_id in pair_ids_of(made.examples)))
+    lacking = table.missing(pair_ids, SIDES)
+    tokens = sum(int(np.sum(sizes_of(made.examples).responses)) for made in sets.values())
+    size = BYTES_PER_TOKEN * tokens * len(lacking) // max(1, len(pair_ids))
+    log_store("reference log-probs", table, len(pair_ids), len(lacking), size)
+    if not lacking:
+        return None
+
+    def complete() -> Mapping[str, Sequence[TrainingExample]] | None:
+        if table.missing(pair_ids, SIDES):
+            return None
+        return {split: with_reference(store, table, made) for split, made in sets.items()}
+
+    return KeptReference(partial(store_logps, table), complete, set(pair_ids) - set(lacking))
+
+
+def makers_of(inputs: Inputs) -> dict[str, RowMaker]:
+    """What makes the further rows that the objective asks for with each micro-batch."""
+    context, objective = inputs.context, inputs.context.cfg.objective
+    if "group:anchor" not in objective.requires:
+        return {}
+    if not isinstance(objective, AnchoredObjective):
+        raise ValueError(f"{type(objective).__name__} asks for anchors and does not say how they are sampled")
+    ends = tuple(sorted({*context.chat.end_ids, context.tokenizer.eos_token_id} - {None}))
+    limit = int(context.cfg.lengths.max_length)
+    return {"anchor": Anchors(objective.anchor, ends, context.chat.rows.pad_id, limit)}
+
+
+def sharded(policy: ScoredLM) -> bool:
+    """Whether the weights of a policy lie spread over processes."""
+    return any(isinstance(parameter, DTensor) for parameter in policy.parameters())
+
+
+def saved_state(resume: Path) -> dict[str, Tensor]:
+    """Reads the policy's whole weights from a checkpoint, without a trainer."""
+    saved = torch.load(resume, map_location="cpu", weights_only=True, mmap=True)["state_dict"]
+    own = "policy.model."
+    return {name.removeprefix(own): value for name, value in saved.items() if name.startswith(own)}
+
+
+def _datamodule(
+    inputs: Inputs,
+    examples: Mapping[str, Sequence[TrainingExample]],
+    layout: Layout,
+    settings: TrainerSettings,
+) -> PreferenceDataModule:
+    pad_id, cfg = inputs.context.chat.rows.pad_id, inputs.context.cfg
+    ahead = [name.removeprefix("ahead:") for name in cfg.objective.requires if name.startswith("ahead:")]
+    return PreferenceDataModule(
+        examples["train"],
+        examples["val"],
+        layout,
+        pad_id,
+        inputs.context.batch,
+        cfg.seed,
+        ahead=ahead,
+        max_length=cfg.lengths.max_length,
+        cost=next(COSTS[name] for name, made in LAYOUTS.items() if made is layout),
+        epochs=settings.max_epochs,
+        max_steps=settings.max_steps,
+        auto=cfg.batch.tokens == AUTO,
+    )
+
+
+@phase("training")
+def _fit(
+    trainer: L.Trainer,
+    begin: Callable[[], L.Trainer],
+    module: PreferenceModule,
+    data: PreferenceDataModule,
+    resume: Path | None,
+    last: Path | None,
+) -> Trained:
+    started, steps = time.perf_counter(), module.total_steps
+    trained = sum(value.numel() for value in module.policy.model.parameters() if value.requires_grad)
+    log.info("training %d parameters for %d optimiser steps", trained, steps)
+    interruption, past = _one(trainer, Interruption), _one(trainer, Continuation)
+    with quiet_lightning(), interruption.reported(trainer, steps, last):
+        if resume is None:
+            with phase("validation before the first step"):
+                trainer.validate(module, data, verbose=False)
+            past.first = _metrics(trainer)
+            log.info("before the first step: val/loss %.6f", past.first.get("val/loss", float("nan")))
+        training_began()
+        before = random_state()
+        enough = _has_room(trainer, module, data, resume)
+    if not enough:
+        trainer = begin()
+        set_random_state(before)
+        with quiet_lightning(), interruption.reported(trainer, steps, last):
+            trainer.fit(module, data, ckpt_path=resume, weights_only=True)
+    earlier = {name: value for name, value in past.metrics.items() if name not in NO_RESULT}
+    first = {f"first/{name}": value for name, value in past.first.items()}
+    metrics = {**earlier, **_metrics(trainer), **_one(trainer, Movement).metrics, **first}
+    return Trained(module.policy, module.reference, metrics, trainer.global_step, time.perf_counter() - started)
+
+
+def _has_room(trainer: L.Trainer, module: PreferenceModule, data: PreferenceDataModule, resume: Path | None) -> bool:
+    """Trains; False where memory ran out in the first step of a single process whose budget could be halved.
+
+    Nothing is trained then, and no gradient is left.
+    """
+    budgets = data.budgets
+    try:
+        trainer.fit(module, data, ckpt_path=resume, weights_only=True)
+        return True
+    except torch.OutOfMemoryError:
+        if trainer.world_size > 1 or module.sharded or module.updated or not data.halve():
+            raise
+    log.warning(
+        "out of memory in the first step: batch.tokens=auto becomes %d tokens per forward, not %d, and the step starts "
+        "anew",
+        *(data.budgets[0], budgets[0]),
+    )
+    module.zero_grad(set_to_none=True)
+    gc.collect()
+    torch.cuda.empty_cache()
+    return False
+
+
+def _one(trainer: L.Trainer, kind: type[Some]) -> Some:
+    return next(callback for callback in trainer.callbacks if isinstance(callback, kind))  # type: ignore[attr-defined]
+
+
+def _metrics(trainer: L.Trainer) -> dict[str, float]:
+    return {name: float(value) for name, value in trainer.callback_metrics.items() if name not in NO_RESULT}

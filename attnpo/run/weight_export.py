@@ -1,0 +1,181 @@
+"""A run's token weights as a data set for other trainers: token ids and weights of every training pair, in one file.
+
+``FILE.meta.json`` beside it holds what the numbers were made with, and so do the metadata of a Parquet file's schema
+(key "attnpo", JSON). The columns are explained in docs/python_api.md.
+"""
+
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import cast
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from attnpo.config.compose import load
+from attnpo.data.collate import TrainingExample
+from attnpo.run.folders import saved_config
+from attnpo.run.inputs import Inputs, make_inputs
+from attnpo.run.run_config import RunConfig
+from attnpo.run.weighing import SPLITS
+from attnpo.schema import SIDES, PreferencePair, UserError, check_choice, digest
+from attnpo.system.credentials import redact
+from attnpo.system.files import require_marked, write_marked
+from attnpo.system.processes import world_size
+from attnpo.system.version import VERSION
+from attnpo.weights.base import OnlineSource
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+PARQUET, JSONL = ".parquet", ".jsonl"
+ROWS = 1000  # pairs per row group
+META = "attnpo"
+MAKER = "attnpo.weigh"
+SHARES = ("coverage", "source_coverage", "kept_mass")
+
+_IDS, _WEIGHTS = pa.list_(pa.int32()), pa.list_(pa.float32())
+SCHEMA = pa.schema(
+    [
+        ("pair_id", pa.string()),
+        ("prompt", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
+        *((side, pa.string()) for side in SIDES),
+        ("prompt_ids", _IDS),
+        *((f"{side}_ids", _IDS) for side in SIDES),
+        *((f"{side}_weights", _WEIGHTS) for side in SIDES),
+        *((f"{side}_scale", pa.float32()) for side in SIDES),
+        *((f"{side}_{share}", pa.float32()) for share in SHARES for side in SIDES),
+        ("pair_weight", pa.float32()),
+        ("source", pa.string()),
+        ("layer", pa.int32()),
+    ]
+)
+
+
+def export_weights(
+    path: str | Path, overrides: Sequence[str] = (), *, run: str | Path | None = None, split: str = "train"
+) -> Path:
+    """Writes the token weights of a configuration, or of a finished run, to ``path`` (.parquet or .jsonl); returns it.
+
+    Weights come from the store; what it lacks is computed first, as by ``attnpo.weigh``. An earlier export that is
+    there is replaced once the new one is whole; any other file is refused.
+
+    Args:
+        path: the file; its folder is made.
+        overrides: as on the command line of ``attnpo.weigh``: ``["setting=real_smoke", "model.path=MODEL", ...]``.
+        run: the folder of a run whose configuration is taken instead; with ``overrides`` it is refused.
+        split: "train" or "val".
+
+    Raises:
+        UserError: another suffix; a file that is no export, was changed since, or is read here; weights that are
+            computed in training alone; a pair whose responses keep different parts of the prompt
+            (``lengths.keep=end``); and whatever stops ``attnpo.weigh``.
+    """
+    if run is not None and overrides:
+        raise UserError("export_weights: expected overrides or run=FOLDER, got both; leave one out")
+    cfg = load("weigh", list(overrides)) if run is None else saved_config(Path(run), f"run={run}")
+    return write_weights(cfg, Path(path), split)
+
+
+def write_weights(cfg: RunConfig, path: Path, split: str = "train") -> Path:
+    """The same for a typed configuration."""
+    check_export(cfg, path)
+    check_choice("split", split, SPLITS)
+    path = path.expanduser()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise UserError(f"export={path}: its folder cannot be made ({problem.strerror}); give another") from problem
+    inputs = make_inputs(cfg)
+    rows, meta = list(rows_of(inputs, split)), cast("dict[str, object]", redact(about(inputs, split)))
+    lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    content = _parquet(rows, meta) if path.suffix == PARQUET else "".join(lines)
+    write_marked(f"export={path}", path, content, MAKER, meta)
+    log.info("%d pairs with token weights in %s", len(rows), path)
+    return path
+
+
+def check_export(cfg: RunConfig, path: Path) -> None:
+    """Raises UserError for what can be told before any model runs: the file, the weights, the processes."""
+    if path.suffix not in (PARQUET, JSONL) or path.is_dir():
+        raise UserError(f"export={path}: expected a file that ends in {PARQUET} or {JSONL}; give such a name")
+    if isinstance(cfg.weights, OnlineSource):
+        raise UserError(
+            f"export={path}: {type(cfg.weights).__name__} computes its weights in every step of training, so there are "
+            "none to write; take weights that are read before it, such as weights=attention"
+        )
+    if world_size() > 1:
+        raise UserError(
+            f"export={path}: one file is written by one process, and this job has {world_size()}; fill the store "
+            "first, then give the same command with export= to a single process"
+        )
+    place = path.expanduser()
+    cfg.require_unread("export", place)
+    require_marked(f"export={path}", place, MAKER)
+
+
+def rows_of(inputs: Inputs, split: str) -> Iterator[dict[str, object]]:
+    """The row of every pair that is trained on, in the order of the data. UserError for a pair with two prompts."""
+    pairs = {pair.pair_id: pair for pair in inputs.pairs[split].pairs}
+    source, layers = type(inputs.weighed.source).__name__, inputs.weighed.layers
+    layer = layers[0] if len(layers) == 1 and isinstance(layers[0], int) and layers[0] > 0 else None
+    for example in inputs.examples[split].examples:
+        yield {**_row(pairs[example.pair_id], example), "source": source, "layer": layer}
+
+
+def _row(pair: PreferencePair, example: TrainingExample) -> dict[str, object]:
+    if example.chosen.prompt_ids != example.rejected.prompt_ids:
+        raise UserError(
+            f"pair {pair.pair_id}: its two responses keep different parts of the prompt, and a row has one; set "
+            "lengths.keep=start, or lengths.overlong=drop to leave such pairs out"
+        )
+    chosen, rejected = (row.float().tolist() for row in example.weights)
+    return {
+        "pair_id": pair.pair_id,
+        "prompt": [dict(message) for message in pair.prompt],
+        "chosen": pair.chosen,
+        "rejected": pair.rejected,
+        "prompt_ids": list(example.chosen.prompt_ids),
+        "chosen_ids": list(example.chosen.response_ids),
+        "rejected_ids": list(example.rejected.response_ids),
+        "chosen_weights": chosen,
+        "rejected_weights": rejected,
+        **{f"{side}_scale": scale for side, scale in zip(SIDES, example.scales, strict=True)},
+        **{f"{side}_{share}": getattr(example, share)[i] for share in SHARES for i, side in enumerate(SIDES)},
+        "pair_weight": example.pair_weight,
+    }
+
+
+def about(inputs: Inputs, split: str) -> dict[str, object]:
+    """What the numbers were made with: model, tokenizer, length rules, weights; and what became of the pairs."""
+    context, weighed = inputs.context, inputs.weighed
+    cfg, made = context.cfg, inputs.examples[split]
+    return {
+        "format": FORMAT,
+        "attnpo": VERSION,
+        "split": split,
+        "pairs": len(made.examples),
+        "dropped": made.dropped,
+        "counts": made.tally.lines(),
+        "model": cfg.model.path,
+        "revision": cfg.model.revision,
+        "tokenizer": context.chat.fingerprint(),
+        "lengths": cfg.below("lengths"),
+        "align": cfg.below("align"),
+        "weights": cfg.below("weights"),
+        "transforms": cfg.below("transforms"),
+        "kind": weighed.source.kind.value,
+        "layers": [list(row) if isinstance(row, tuple) else row for row in weighed.layers],
+        "captured": digest(weighed.key)[:16],
+    }
+
+
+def _parquet(rows: Sequence[Mapping[str, object]], meta: Mapping[str, object]) -> bytes:
+    schema = SCHEMA.with_metadata({META: json.dumps(meta)})
+    sink = pa.BufferOutputStream()
+    with pq.ParquetWriter(sink, schema, compression="zstd") as writer:
+        for start in range(0, len(rows), ROWS):
+            writer.write_table(pa.Table.from_pylist([dict(row) for row in rows[start : start + ROWS]], schema=schema))
+    content: bytes = sink.getvalue().to_pybytes()
+    return content

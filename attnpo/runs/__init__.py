@@ -1,1 +1,0 @@
-"""One run: from a composed config to a result."""

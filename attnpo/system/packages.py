@@ -1,0 +1,55 @@
+"""Packages that attnpo can use: which one is missing, and the command that installs it."""
+
+import re
+import shlex
+import sys
+from importlib import metadata
+from pathlib import Path
+
+
+def missing_package(error: BaseException) -> str | None:
+    """What to install when ``error`` says that a package attnpo can use is not there; None for any other error."""
+    if not isinstance(error, ImportError):  # PackageNotFoundError is one too
+        return None
+    named = [str(error.name).partition(".")[0]] if error.name else re.findall(r"[A-Za-z][\w-]*", str(error))
+    for package, extras in _requirements().items():
+        if package not in named or _installed(package):
+            continue
+        if not extras:
+            return f"the package {package} is not installed; pip install {package}"
+        extra = extras[0]
+        return f"the package {package} is not installed; it comes with the extra `{extra}`: {install_line(extra)}"
+    return None
+
+
+def install_line(extra: str) -> str:
+    """The command that installs what an extra brings, from the checkout or into an installation from a wheel."""
+    checkout = Path(__file__).resolve().parents[2]
+    if not (checkout / "setup.cfg").is_file():
+        return f"pip install 'attnpo[{extra}]'"
+    place = "." if checkout == Path.cwd() else checkout
+    return f"pip install -e {shlex.quote(f'{place}[{extra}]')}"
+
+
+def _installed(package: str) -> bool:
+    """Whether a package is installed and not blocked by a None in ``sys.modules``."""
+    try:
+        metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return sys.modules.get(package, package) is not None
+
+
+def _requirements() -> dict[str, list[str]]:
+    """The packages attnpo can use, each with the extras it is part of (none: it is always needed)."""
+    try:
+        listed = metadata.requires("attnpo") or []
+    except metadata.PackageNotFoundError:  # run from a checkout that was not installed
+        return {}
+    packages: dict[str, list[str]] = {}
+    for line in listed:
+        package = re.match(r"[A-Za-z0-9_.-]+", line)
+        extra = re.search(r"extra\s*==\s*['\"]([\w-]+)", line)
+        if package is not None:
+            packages.setdefault(package[0], []).extend([extra[1]] if extra else [])
+    return packages

@@ -1,0 +1,394 @@
+"""The content-addressed store of per-pair arrays: raw weight rows, reference log-probabilities.
+
+On disk: ``<root>/<kind>/<digest of the key>/`` holds ``key.json`` and, per append, one Parquet shard
+``<content digest>.parquet`` beside its entry ``<content digest>.json`` (key, checksum, pairs, columns). Every file is
+written under a temporary name in the same folder and renamed, a shard before its entry, so that a reader sees
+whole shards only; there is no shared manifest, so many processes may append, and folders of the same name merge by
+copying files. The key's digest stands in shard and entry: a shard that was copied to another key's table is no part of
+it. What is damaged, of another key or without one (as an older version wrote it) counts as missing, with a warning.
+Different shards may hold different columns of a pair; reads merge them. A missing row is an error, never a default.
+"""
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NotRequired, TypedDict, cast
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from attnpo.system.credentials import identify
+from attnpo.system.errors import UserError
+from attnpo.system.files import differences, digest, file_digest, parse_json, write_whole
+
+logger = logging.getLogger(__name__)
+
+Array = npt.NDArray[np.generic]
+Cell = bool | int | float | str | Array | torch.Tensor | Mapping[str, "Cell"]
+"""A value of one pair in one column: a number, a string, a one-dimensional array (tensors are written as such, and come
+back as arrays), or a dict of these."""
+Rows = Mapping[str, Mapping[str, Cell]]
+PAIR_ID = "pair_id"
+KEY_FILE = "key.json"
+KEY_MARK = b"attnpo_key"  # in the schema's metadata of a shard
+
+
+@dataclass(frozen=True)
+class Store:
+    """A folder of tables; nothing is written before the first append."""
+
+    root: Path
+    _tables: dict[Path, "Table"] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def table(self, kind: str, key: Mapping[str, object]) -> "Table":
+        """The table of ``kind`` whose numbers depend on exactly ``key`` (JSON-serialisable); one object per key."""
+        folder = Path(self.root) / kind / _name(key)
+        return self._tables.setdefault(folder, Table(folder, dict(key)))
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """One entry of the index; ``rows`` maps a pair id to its row in the file."""
+
+    name: str
+    sha256: str
+    rows: dict[str, int]
+    columns: frozenset[str]
+    seconds: float | None
+
+
+class _Entry(TypedDict):
+    """What ``<content digest>.json`` says of its shard; entries of older versions have neither key nor seconds."""
+
+    key: NotRequired[str]
+    seconds: NotRequired[float]
+    sha256: str
+    bytes: int
+    pairs: list[str]
+    columns: list[str]
+
+
+class _Stranger(Exception):
+    """Why a shard that is as it was written is no part of the table."""
+
+
+class Table:
+    """Rows by pair id under one key, kept in append-only shards. Safe for many readers and writers."""
+
+    def __init__(self, folder: Path, key: dict[str, object]) -> None:
+        self.folder = folder
+        self.key = key
+        self._digest = digest(key)
+        self._shards: dict[str, _Shard] = {}
+        self._refused: set[str] = set()
+        self._key_checked = False
+
+    # ------------------------------------------------------------------------------------------- looking
+
+    def columns_present(self, pair_ids: Iterable[str]) -> dict[str, set[str]]:
+        """The stored columns of each pair id; an empty set for an unknown one."""
+        present: dict[str, set[str]] = {pair_id: set() for pair_id in pair_ids}
+        for shard in self._index():
+            for pair_id in present.keys() & shard.rows.keys():
+                present[pair_id] |= shard.columns
+        return present
+
+    def missing(self, pair_ids: Sequence[str], columns: Iterable[str]) -> list[str]:
+        """The pair ids that lack one of ``columns``, in their order, without repeats."""
+        wanted = set(columns)
+        present = self.columns_present(pair_ids)
+        return [pair_id for pair_id, have in present.items() if wanted - have]
+
+    def seconds_per_pair(self, pair_ids: Iterable[str]) -> float | None:
+        """What computing one of these pairs took, by what was noted beside them; None where nothing was."""
+        wanted = set(pair_ids)
+        timed = [
+            (shard.seconds, len(shard.rows))
+            for shard in self._index()
+            if shard.seconds is not None and wanted & shard.rows.keys()
+        ]
+        pairs = sum(count for _, count in timed)
+        return sum(seconds for seconds, _ in timed) / pairs if pairs else None
+
+    def nearest_difference(self) -> str | None:
+        """The first part of the key in which the most similar other table of this kind differs, or None.
+
+        Reads like "judge.dtype: stored float32, asked bfloat16".
+        """
+        best: tuple[int, str] | None = None
+        for path in sorted(self.folder.parent.glob(f"*/{KEY_FILE}")):
+            key = _read_json(path)
+            if key is None or _name(key) != path.parent.name:
+                continue
+            parts = differences(key, self.key)
+            if parts and (best is None or len(parts) < best[0]):
+                best = (len(parts), "{}: stored {}, asked {}".format(*parts[0]))
+        return None if best is None else best[1]
+
+    # ------------------------------------------------------------------------------------------- reading
+
+    def read(
+        self, pair_ids: Sequence[str], columns: Sequence[str], where_stored: Sequence[str] = ()
+    ) -> dict[str, dict[str, Cell]]:
+        """``columns`` of each pair id: list columns as one-dimensional numpy arrays, numbers as Python numbers.
+
+        Only these columns are read from disk, and of ``"column.field"`` only that field of a dict. UserError when a
+        pair lacks one of them; those ``where_stored`` are read of the pairs that have them.
+        """
+        if not pair_ids:
+            return {}
+        absent = self.missing(pair_ids, map(_whole, columns))
+        if absent:
+            raise UserError(
+                f"store {self.folder}: expected {', '.join(columns)} of {len(set(pair_ids))} pairs, {len(absent)} lack "
+                f"some of it (first: {', '.join(absent[:3])}); run attnpo.weigh with the same configuration first"
+            )
+        cells: dict[str, dict[str, Cell]] = {pair_id: {} for pair_id in pair_ids}
+        for shard in self._index():
+            here = cells.keys() & shard.rows.keys()
+            take = [
+                name
+                for name in (*columns, *where_stored)
+                if _whole(name) in shard.columns and any(_whole(name) not in cells[one] for one in here)
+            ]
+            if not take:
+                continue
+            data = self._load(shard, take)
+            for name in dict.fromkeys(map(_whole, take)):
+                values = _Column(data.column(name))
+                for pair_id in here:
+                    if name not in cells[pair_id]:
+                        cells[pair_id][name] = values[shard.rows[pair_id]]
+        return cells
+
+    def _load(self, shard: _Shard, columns: list[str]) -> pa.Table:
+        path = self.folder / f"{shard.name}.parquet"
+        try:
+            with pq.ParquetFile(path) as stored:  # read_table would import pyarrow's datasets and pandas
+                return stored.read(columns=columns)
+        except (OSError, pa.ArrowException) as error:
+            del self._shards[shard.name]
+            raise UserError(
+                f"store: shard {path} was sound when this run started and cannot be read now ({error}); start again, "
+                "its rows will be computed anew"
+            ) from error
+
+    # ------------------------------------------------------------------------------------------- writing
+
+    def append(self, rows: Rows, seconds: float | None = None) -> None:
+        """Stores ``rows``: pair id -> column -> number, string, one-dimensional array, or dict of these.
+
+        ``seconds``: what computing them took, noted beside them. UserError when the disk refuses.
+
+        Float32 keeps its bits. A column must have the same type in all rows of the call; rows with different
+        columns go to shards of their own.
+        """
+        groups: dict[tuple[str, ...], list[str]] = {}
+        for pair_id, row in rows.items():
+            groups.setdefault(tuple(sorted(row)), []).append(pair_id)
+        for columns, pair_ids in groups.items():
+            arrays = [_array([rows[pair_id][name] for pair_id in pair_ids]) for name in columns]
+            data = pa.table([pa.array(pair_ids, pa.string()), *arrays], names=[PAIR_ID, *columns])
+            data = data.replace_schema_metadata({KEY_MARK: self._digest})
+            share = None if seconds is None else seconds * len(pair_ids) / len(rows)
+            self._write_shard(data, pair_ids, columns, share)
+
+    def _write_shard(
+        self, data: pa.Table, pair_ids: Sequence[str], columns: Sequence[str], seconds: float | None
+    ) -> None:
+        buffer = pa.BufferOutputStream()
+        pq.write_table(data, buffer, compression="zstd", use_dictionary=False, row_group_size=max(1, len(pair_ids)))
+        content = buffer.getvalue().to_pybytes()
+        checksum = hashlib.sha256(content).hexdigest()
+        name = checksum[:20]
+        entry: _Entry = {
+            "key": self._digest,
+            "sha256": checksum,
+            "bytes": len(content),
+            "pairs": list(pair_ids),
+            "columns": list(columns),
+        }
+        if seconds is not None:
+            entry["seconds"] = round(seconds, 4)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if not (self.folder / KEY_FILE).exists():
+                self._write_key()
+            write_whole(self.folder / f"{name}.parquet", content)
+            write_whole(self.folder / f"{name}.json", json.dumps(entry).encode())
+        except OSError as error:
+            raise UserError(
+                f"store: {len(content)} bytes cannot be written to {self.folder} ({error}); what was stored before is "
+                "whole: make room there, or name another folder with store=FOLDER"
+            ) from error
+        self._refused.discard(name)
+
+    # ------------------------------------------------------------------------------------------- index
+
+    def _index(self) -> list[_Shard]:
+        """Every sound shard, by name; an entry is read and its shard's checksum tested once per process."""
+        names = {path.stem for path in self.folder.glob("*.json")} - {Path(KEY_FILE).stem}
+        for name in self._shards.keys() - names:
+            del self._shards[name]
+        strangers: dict[str, list[str]] = {}
+        for name in sorted(names - self._shards.keys() - self._refused):
+            self._refused.add(name)
+            try:
+                self._shards[name] = self._check(name)
+                self._refused.discard(name)
+            except _Stranger as stranger:
+                strangers.setdefault(str(stranger), []).append(name)
+            except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
+                logger.warning(
+                    "store %s: shard %s.parquet is ignored, its rows count as missing: %s", self.folder, name, error
+                )
+        for reason, shards in strangers.items():
+            logger.warning(
+                "store %s: %d shards are ignored, their rows count as missing (first: %s.parquet): %s",
+                self.folder,
+                len(shards),
+                shards[0],
+                reason,
+            )
+        if names and not self._key_checked:
+            self._check_key()
+        return [self._shards[name] for name in sorted(self._shards)]
+
+    def _check_key(self) -> None:
+        """Writes ``key.json`` anew, with a warning, where it does not hold the key that the folder is named by."""
+        self._key_checked = True
+        stored = _read_json(self.folder / KEY_FILE)
+        if stored is not None and digest(stored) in (self._digest, digest(identify(self.key))):
+            return
+        logger.warning("store %s: %s did not hold the key of this table and is written anew", self.folder, KEY_FILE)
+        with suppress(OSError):  # it is for people, and for naming the nearest table
+            self._write_key()
+
+    def _write_key(self) -> None:
+        write_whole(self.folder / KEY_FILE, json.dumps(identify(self.key), indent=1, sort_keys=True))
+
+    def _check(self, name: str) -> _Shard:
+        """The shard of an entry.
+
+        ``_Stranger`` when it is of another key; else an error of some kind when either of its two files is not what was
+        written.
+        """
+        path = self.folder / f"{name}.parquet"
+        content = _read_json(self.folder / f"{name}.json")
+        if content is None:
+            raise ValueError("its entry is not readable JSON")
+        entry = cast(_Entry, content)  # what it lacks is found by reading it
+        rows = {pair_id: place for place, pair_id in enumerate(entry["pairs"])}
+        shard = _Shard(name, entry["sha256"], rows, frozenset(entry["columns"]), entry.get("seconds"))
+        if file_digest(path) != shard.sha256:
+            raise ValueError("its checksum differs from the one in its entry")
+        with pq.ParquetFile(path) as stored:
+            mark = (stored.schema_arrow.metadata or {}).get(KEY_MARK)
+            if mark is None and "key" not in entry:
+                raise _Stranger("an older version wrote them, without the key they belong to; they may be removed")
+            if mark != str(entry.get("key")).encode():
+                raise ValueError("its key differs from the one in its entry")
+            if entry["key"] != self._digest:
+                raise _Stranger("they are of another key and belong in the folder of that key alone")
+            if set(stored.schema_arrow.names) != shard.columns | {PAIR_ID}:
+                raise ValueError("its columns differ from those in its entry")
+            if stored.read(columns=[PAIR_ID]).column(PAIR_ID).to_pylist() != entry["pairs"]:
+                raise ValueError("its pairs differ from those in its entry")
+            if path.stat().st_size != entry["bytes"]:
+                raise ValueError("its size differs from the one in its entry")
+        return shard
+
+
+# --------------------------------------------------------------------------------------------- files
+
+
+def _name(key: Mapping[str, object]) -> str:
+    """The name of the folder of a key."""
+    return digest(dict(key))[:20]
+
+
+def _read_json(path: Path) -> dict[str, object] | None:
+    """The JSON object in a file; None where there is none."""
+    try:
+        value = parse_json(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+# --------------------------------------------------------------------------------------------- columns
+
+
+def _whole(column: str) -> str:
+    """Returns the column of which ``"column.field"`` names a field."""
+    return column.partition(".")[0]
+
+
+def array_in(cell: Cell) -> Array:
+    """The array that a cell holds. TypeError when it holds something else."""
+    if not isinstance(cell, np.ndarray):
+        raise TypeError(f"expected a column of arrays, got {type(cell).__name__}")
+    return cell
+
+
+def fields_in(cell: Cell) -> Mapping[str, Cell]:
+    """The dict that a cell holds. TypeError when it holds something else."""
+    if not isinstance(cell, Mapping):
+        raise TypeError(f"expected a column of dicts, got {type(cell).__name__}")
+    return cell
+
+
+def _array(values: Sequence[Cell]) -> pa.Array:
+    """An Arrow column of scalars, of one-dimensional arrays (as lists), or of dicts of these (as structs)."""
+    if isinstance(values[0], Mapping):
+        names = list(values[0])
+        return pa.StructArray.from_arrays(
+            [_array([fields_in(row)[name] for row in values]) for name in names], names=names
+        )
+    if isinstance(values[0], str | bool | int | float):
+        return pa.array(list(values))
+    arrays = [np.asarray(row.detach().cpu() if isinstance(row, torch.Tensor) else row) for row in values]
+    kinds = {(array.ndim, array.dtype) for array in arrays}
+    if len(kinds) != 1 or arrays[0].ndim != 1:
+        raise ValueError(f"expected one-dimensional arrays of one type in a column, got {sorted(map(str, kinds))}")
+    ends = np.cumsum([0] + [array.size for array in arrays])
+    return pa.LargeListArray.from_arrays(pa.array(ends, pa.int64()), pa.array(np.concatenate(arrays)))
+
+
+def _numbers(array: pa.Array) -> Array:
+    """``array`` in NumPy; Arrow's own ``to_numpy``, for which nulls and bits are left, imports pandas: a second."""
+    if array.null_count or pa.types.is_boolean(array.type):
+        numbers: Array = array.to_numpy(zero_copy_only=False)
+        return numbers
+    return np.from_dlpack(array)
+
+
+class _Column:
+    """Random access to the rows of a column that ``_array`` made."""
+
+    def __init__(self, column: pa.ChunkedArray | pa.Array) -> None:
+        array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+        self._fields: dict[str, _Column] | None = None
+        self._scalars: list[Cell] | None = None
+        if pa.types.is_struct(array.type):
+            self._fields = {field.name: _Column(array.field(field.name)) for field in array.type}
+        elif pa.types.is_large_list(array.type):
+            self._ends = _numbers(array.offsets)
+            self._values = _numbers(array.values)
+        else:
+            self._scalars = array.to_pylist()
+
+    def __getitem__(self, place: int) -> Cell:
+        if self._fields is not None:
+            return {name: column[place] for name, column in self._fields.items()}
+        if self._scalars is not None:
+            return self._scalars[place]
+        values: Array = self._values[self._ends[place] : self._ends[place + 1]].copy()
+        return values

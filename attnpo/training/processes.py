@@ -1,0 +1,162 @@
+"""How many processes train: as many as a launcher started, else as many as trainer asks for."""
+
+import os
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from attnpo.schema import UserError
+from attnpo.system.processes import by_slurm, launched, launcher, local_rank, process
+from attnpo.training.settings import TrainerSettings
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+
+EVERY = ("auto", "-1")
+PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK")  # by which a launcher names a rank
+
+
+def planned_processes(settings: TrainerSettings) -> int:
+    """How many processes will train: those that were started, else what trainer.devices and num_nodes ask for."""
+    started = launched()
+    return wanted_processes(settings) if started is None else started[0]
+
+
+def wanted_processes(settings: TrainerSettings) -> int:
+    """How many processes ``settings`` ask for; ``auto`` is one for each GPU that may be used, and one on a CPU."""
+    return _on_a_node(settings) * settings.num_nodes
+
+
+def _on_a_node(settings: TrainerSettings) -> int:
+    if settings.devices in EVERY:
+        notebook = settings.devices == "auto" and hasattr(sys, "ps1")  # where Lightning takes one
+        return 1 if notebook else max(1, visible_gpus(settings))
+    return int(settings.devices) if settings.devices.isdigit() else len(settings.devices.split(","))
+
+
+def visible_gpus(settings: TrainerSettings) -> int:
+    """The GPUs that this process sees and may use."""
+    import torch
+
+    return torch.cuda.device_count() if settings.accelerator != "cpu" and torch.cuda.is_available() else 0
+
+
+def as_launched(settings: TrainerSettings) -> TrainerSettings:
+    """The settings with the launcher's number of devices on each node and of nodes; as they are without a launcher.
+
+    Raises:
+        UserError: trainer.devices or trainer.num_nodes, where they are given, contradict the launcher; SLURM's
+            variables say that there are several processes and srun has not started them; there are too few GPUs, or
+            (without a launcher) none, or other nodes that nothing was started on; variables make this process a rank
+            and no launcher stands behind them.
+    """
+    started = launched()
+    total, nodes = started or (wanted_processes(settings), None)
+    nodes = nodes or settings.num_nodes
+    _require_place(total, nodes)
+    if started is None:
+        _require_possible(settings)
+        return settings
+    each, rest = divmod(total, nodes)
+    name = launcher()[0]
+    if by_slurm() and "SLURM_STEP_ID" not in os.environ:
+        raise UserError(
+            f"SLURM_NTASKS is {total} and srun has not started this process, which would wait for the others for ever: "
+            "put srun before the command, or run it as one process with srun --ntasks=1"
+        )
+    if rest:
+        raise UserError(
+            f"{name} started {total} processes on {nodes} nodes, which do not spread evenly: start as many on each "
+            "(srun --ntasks-per-node)"
+        )
+    given = None if settings.devices in EVERY else _on_a_node(settings)
+    if given not in (None, each) or settings.num_nodes not in (1, nodes):
+        asked = f"trainer.devices={settings.devices} and trainer.num_nodes={settings.num_nodes}"
+        raise UserError(
+            f"{name} started {total} processes on {nodes} node{'s' * (nodes > 1)}, and {asked} ask for "
+            f"{'others' if given is None else given * settings.num_nodes}: leave both out (they follow the launcher), "
+            "or start as many processes as they ask for"
+        )
+    gpus = visible_gpus(settings)
+    if 0 < gpus < each and not (gpus == 1 and by_slurm()):  # SLURM may show each task a GPU of its own
+        raise UserError(
+            f"{name} started {each} processes on this node, and {gpus} GPU{'s are' if gpus > 1 else ' is'} visible: "
+            "start as many processes as there are GPUs, or set trainer.accelerator=cpu"
+        )
+    return replace(settings, devices=str(each) if given is None else settings.devices, num_nodes=nodes)
+
+
+def _require_place(total: int, nodes: int) -> None:
+    """Refuses variables of a rank without a launcher: it would wait for the others for ever, or write no result."""
+    given = [f"{name}={os.environ[name]}" for name in PLACE if name in os.environ]
+    if not given or "TORCHELASTIC_RUN_ID" in os.environ or by_slurm():
+        return
+    needed = ["LOCAL_RANK"] if launched() is not None else []
+    needed += ["MASTER_ADDR", "MASTER_PORT"] if needed or nodes > 1 or "LOCAL_RANK" in os.environ else []
+    lacking = [name for name in needed if total > 1 and name not in os.environ]
+    node = int(os.environ.get("NODE_RANK", os.environ.get("GROUP_RANK", "0")))
+    place = node * (total // nodes) + local_rank()
+    if lacking or place >= total or ("RANK" in os.environ and process()[0] != place):
+        why = f"{', '.join(lacking)} not set" if lacking else f"NODE_RANK and LOCAL_RANK make it rank {place}"
+        raise UserError(
+            f"the environment ({', '.join(given)}) makes this process one of {total} on {nodes} "
+            f"node{'s' * (nodes > 1)}, and no launcher stands behind it ({why}): training would wait for the others "
+            "for ever. Start it with torchrun or srun, or alone with "
+            f"`env {' '.join(f'-u {name}' for name in PLACE if name in os.environ)}` before the command"
+        )
+
+
+def _require_possible(settings: TrainerSettings) -> None:
+    """Refuses what needs a launcher: other nodes, whose processes would be waited for, and GPUs on a CPU."""
+    if settings.num_nodes > 1 and not {"NODE_RANK", "GROUP_RANK"} & os.environ.keys():
+        raise UserError(
+            f"trainer.num_nodes={settings.num_nodes} needs a process on every node, and nothing started some: use "
+            f"torchrun --nnodes {settings.num_nodes} or srun, and leave trainer.num_nodes out"
+        )
+    if not visible_gpus(settings) and not (settings.devices == "auto" or settings.devices.isdigit()):
+        raise UserError(
+            f"trainer.devices={settings.devices} names GPUs, and none may be used here: on a CPU it is auto (one "
+            "process) or a number of processes"
+        )
+
+
+def environment() -> "ClusterEnvironment | None":
+    """What tells Lightning its place in the job; None where Lightning finds the launcher by itself.
+
+    In a SLURM job of one task, Lightning starts the processes of ``trainer.devices`` as it does anywhere else.
+    """
+    from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+
+    from attnpo.training.trainer import SlurmTasks
+
+    if by_slurm():
+        return SlurmTasks()
+    alone = "SLURM_NTASKS" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
+    return LightningEnvironment() if alone else None
+
+
+def require_world(trainer: int, settings: TrainerSettings) -> None:
+    """Raises UserError unless the trainer that was built from ``settings`` is one of as many processes as they say.
+
+    Every process finds the same, so none waits for another.
+    """
+    wanted = wanted_processes(settings)
+    if trainer != wanted:
+        raise UserError(
+            f"this run is of {wanted} process{'es' * (wanted > 1)} and its trainer of {trainer}: trainer.devices="
+            f"{settings.devices} and trainer.num_nodes={settings.num_nodes} must be what started them; start it with "
+            "torchrun or srun, or set both"
+        )
+
+
+def machine_line(settings: TrainerSettings, seed: int) -> str:
+    """Devices, processes, threads and seed."""
+    import torch
+
+    processes = planned_processes(settings)
+    threads = settings.threads or torch.get_num_threads()
+    names = ["cpu"]
+    if settings.accelerator != "cpu" and torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(place) for place in range(torch.cuda.device_count())]
+    devices = ", ".join(dict.fromkeys(f"{names.count(name)} x {name}" if len(names) > 1 else name for name in names))
+    return f"devices: {devices}; processes {processes}; CPU threads per process {threads}; seed {seed}"

@@ -1,0 +1,75 @@
+"""A run's reward model: described cheaply, loaded once, and only when something is missing in the store."""
+
+import torch
+
+from attnpo.config.files import read_template
+from attnpo.judge.layers import Depth
+from attnpo.judge.reader import kernel_for
+from attnpo.judge.reward_reader import RewardModel
+from attnpo.models.described import token_rows
+from attnpo.models.loading import (
+    described,
+    load_model,
+    load_tokenizer,
+    model_depth,
+    model_heads,
+    text_config,
+    weights_fingerprint,
+)
+from attnpo.schema import UserError
+from attnpo.text.chat import ChatFormat
+from attnpo.weights.sources.reward_attention import LoadedReward, RewardAttention
+
+
+class RunReward:
+    """A reward model that is described cheaply and loaded at most once.
+
+    Args:
+        source: the weights that name it. UserError when they name none, and for a tokenizer without characters.
+        fallback: chat template for a tokenizer without one.
+    """
+
+    def __init__(self, source: RewardAttention, fallback: str | None = None) -> None:
+        if source.path is None:
+            raise UserError(
+                "weights=reward_attention reads a reward model, and weights.path is null: set "
+                "weights.path=FOLDER_OR_HUB_NAME"
+            )
+        self.settings, self.path, self.revision = source, source.path, source.revision
+        self.tokenizer = load_tokenizer(self.path, self.revision)
+        rows = token_rows(text_config(self.path, self.revision))
+        template = read_template(source.chat_template, "weights.chat_template")
+        self.chat = ChatFormat(self.tokenizer, template, fallback=fallback, part="weights", rows=rows)
+
+    @property
+    def num_layers(self) -> Depth:
+        """Depth, with the layers that have attention, from its config alone; UserError when none can be read."""
+        found = described(self.path, self.revision)
+        if found.mapped or not found.layers:
+            raise UserError(
+                f"weights.path={self.path}: no layer of {found.name} has softmax attention that can be read, since "
+                "none goes through transformers' AttentionInterface; name another reward model"
+            )
+        return Depth(model_depth(self.path, self.revision), found.layers)
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads of each layer, from its config alone; UserError when layers differ in it."""
+        return model_heads(self.path, self.revision)
+
+    @property
+    def kernel(self) -> str:
+        """The attention kernel family that it runs with."""
+        return kernel_for(described(self.path, self.revision))
+
+    def fingerprint(self) -> dict[str, object]:
+        """What identifies its numbers: weights, number format, attention kernel family."""
+        weights = weights_fingerprint(self.path, self.revision)
+        return {"weights": weights, "dtype": self.settings.dtype, "kernel": self.kernel}
+
+    def load(self, device: torch.device) -> LoadedReward:
+        """Model and conversations for capturing; loads the model onto ``device``."""
+        model = load_model(self.path, dtype=self.settings.dtype, revision=self.revision, reward=True)
+        model.to(device)  # type: ignore[arg-type]
+        reader = RewardModel(model, token_budget=self.settings.token_budget, kernel=self.kernel)
+        return LoadedReward(reader, self.chat)

@@ -1,0 +1,169 @@
+"""Models that score the parts of responses in words: described cheaply, loaded when an answer is missing."""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnpo.config.files import read_template
+from attnpo.models.described import token_rows
+from attnpo.models.generate import chat_generator, ends_of_folder, longest_sequence
+from attnpo.models.loading import (
+    load_model,
+    load_tokenizer,
+    text_config,
+    weights_fingerprint,
+)
+from attnpo.models.spec import ModelSpec
+from attnpo.schema import (
+    SIDES,
+    Generator,
+    Message,
+    PairWeights,
+    PreferencePair,
+    Sampling,
+    UserError,
+    digest,
+)
+from attnpo.system.store import Store, Table
+from attnpo.text.chat import ChatFormat
+from attnpo.weights.answer_statistics import AnswerStatistics, answer_statistics
+from attnpo.weights.score_prompt import ScoreQuestions
+from attnpo.weights.sources.verbalized import LoadedVerbalizer
+from attnpo.weights.verbalizer_settings import Verbalizer
+
+log = logging.getLogger(__name__)
+
+
+if TYPE_CHECKING:
+    pass
+
+
+ANSWERS = "answers"
+ANSWER = "answer"
+# Raised by hand with every change of the code that moves an answer.
+ANSWERS_VERSION = "1"
+BATCHES_AT_ONCE = 4
+"""Batches of answers that go into the store together."""
+
+
+class RunVerbalizer:
+    """A verbalizer that is described cheaply and loaded only when an answer is missing.
+
+    Args:
+        verbalizer: the component.
+        model: the run's model, which answers unless ``verbalizer.path`` names another.
+        chat: the run's chat format: that of the prompts unless another model is named, and always that of the tokens.
+        store: where the answers are kept.
+    """
+
+    def __init__(self, verbalizer: Verbalizer, model: ModelSpec, chat: ChatFormat, store: Store) -> None:
+        own = verbalizer.path is None
+        self.settings = verbalizer
+        self.path = model.path if verbalizer.path is None else verbalizer.path
+        self.revision = model.revision if own else verbalizer.revision
+        self.chat = chat
+        if not own:
+            tokenizer = load_tokenizer(self.path, self.revision)
+            rows = token_rows(text_config(self.path, self.revision))
+            template = read_template(verbalizer.chat_template, "verbalizer.chat_template")
+            fallback = model.fallback_template
+            self.chat = ChatFormat(tokenizer, template, fallback=fallback, part="verbalizer", rows=rows)
+        self.questions = ScoreQuestions(verbalizer.template(), self.chat, chat, self._prompt_room())
+        self._store = store
+
+    def _prompt_room(self) -> int | None:
+        """Tokens that a prompt may have; UserError when the answer alone takes all there are."""
+        limit = longest_sequence(self.path, self.revision, "verbalizer.max_length", self.settings.max_length)
+        new = self.settings.sampling.max_new_tokens
+        if limit is not None and limit <= new:
+            source = "verbalizer.max_length" if self.settings.max_length is not None else f"positions of {self.path}"
+            raise UserError(
+                f"verbalizer.sampling.max_new_tokens={new} leaves no room for a prompt within {limit} tokens "
+                f"({source}): lower it"
+            )
+        return None if limit is None else limit - new
+
+    def fingerprint(self) -> dict[str, object]:
+        """What identifies the answers to given prompts: model weights, number format, decoding, chat format."""
+        maker = self.settings.known_parts
+        return {
+            "weights": {**weights_fingerprint(self.path, self.revision), **ends_of_folder(self.path)},
+            "dtype": self.settings.dtype,
+            "sampling": self.settings.sampling.fingerprint(),
+            "chat": self.chat.fingerprint(),
+            "known_parts": None if maker is None else maker.fingerprint(),
+            "code": ANSWERS_VERSION,
+        }
+
+    def _answers(self) -> Table:
+        return self._store.table(ANSWERS, self.fingerprint())
+
+    def load(self, device: torch.device) -> LoadedVerbalizer:
+        """Generator, questions and decoding for capturing; the model is loaded when the first answer is missing."""
+        at_once = BATCHES_AT_ONCE * self.settings.batch_size
+        generator = StoredAnswers(self._answers(), lambda: self._generator(device), at_once)
+        return LoadedVerbalizer(generator, self.questions, self.settings.sampling)
+
+    def _generator(self, device: torch.device) -> Generator:
+        model = load_model(self.path, dtype=self.settings.dtype, revision=self.revision)
+        model.to(device)  # type: ignore[arg-type]
+        if self.settings.known_parts is not None:
+            return self.settings.known_parts.generator(model, self.chat.tokenizer)
+        return chat_generator(model, self.chat, self.settings.batch_size, self.settings.token_budget)
+
+    def statistics(self, pairs: Sequence[PreferencePair], captured: Mapping[str, PairWeights]) -> AnswerStatistics:
+        """How well the answers about ``pairs`` could be read, from the texts in the store."""
+        asked = {
+            (pair.pair_id, side): prompt_key(self.questions.messages(pair, side))
+            for pair in pairs
+            if pair.pair_id in captured and captured[pair.pair_id].rounds
+            for side in SIDES
+        }
+        stored = stored_answers(self._answers(), list(asked.values()))
+        return answer_statistics(pairs, captured, {at: stored[key] for at, key in asked.items() if key in stored})
+
+
+def prompt_key(prompt: Sequence[Message]) -> str:
+    """The name under which the answer to a prompt is kept."""
+    return digest([[turn["role"], turn["content"]] for turn in prompt])[:32]
+
+
+def stored_answers(table: Table, keys: Sequence[str]) -> dict[str, str]:
+    """The stored answers among ``keys``."""
+    known = [key for key, columns in table.columns_present(keys).items() if ANSWER in columns]
+    return {key: str(row[ANSWER]) for key, row in table.read(known, [ANSWER]).items()}
+
+
+class StoredAnswers:
+    """A generator that keeps its answers in a table and asks ``make``'s generator for missing ones only.
+
+    Equal prompts get one answer. ``make`` is called at most once. Answers are stored, and their number is logged,
+    whenever there are ``at_once`` of them: an interruption loses no more.
+    """
+
+    def __init__(self, table: Table, make: Callable[[], Generator], at_once: int = 64) -> None:
+        self.table, self.make, self.at_once = table, make, at_once
+        self._generator: Generator | None = None
+
+    def generate(self, prompts: Sequence[Sequence[Message]], sampling: Sampling) -> list[str]:
+        """One answer per prompt, in their order."""
+        keys = [prompt_key(prompt) for prompt in prompts]
+        found = stored_answers(self.table, keys)
+        missing = {key: prompt for key, prompt in zip(keys, prompts, strict=True) if key not in found}
+        if missing and self._generator is None:
+            self._generator = self.make()
+        # The longest first, as within a batch: what does not fit into memory fails at once, and little is padded.
+        waiting = iter(sorted(missing, key=lambda key: -sum(len(turn["content"]) for turn in missing[key])))
+        done, began = 0, time.perf_counter()
+        while self._generator is not None and (some := list(islice(waiting, self.at_once))):
+            answers = self._generator.generate([missing[key] for key in some], sampling)
+            new = dict(zip(some, answers, strict=True))
+            self.table.append({key: {ANSWER: text} for key, text in new.items()})
+            found |= new
+            done += len(new)
+            log.info("verbalizer: %d of %d answers, %.0f s", done, len(missing), time.perf_counter() - began)
+        return [found[key] for key in keys]

@@ -1,0 +1,1 @@
+"""Tests of attnpo; a package, so that `python -m tests.conformance` finds this one."""

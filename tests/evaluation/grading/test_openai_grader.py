@@ -1,0 +1,548 @@
+"""The OpenAI-compatible grader against the loop-back server: faults, refusals, log-probabilities, counts."""
+
+import configparser
+import json
+import math
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import openai
+import pytest
+
+from attnpo.config.compose import CONFIG_DIR, build
+from attnpo.evaluation.grading import openai_grader
+from attnpo.evaluation.grading.asking import Asked, ask_all, estimate
+from attnpo.evaluation.grading.base import Grader, GradingCall, GradingFailure, GradingReply, Price
+from attnpo.evaluation.grading.limits import GradingLimits
+from attnpo.evaluation.grading.openai_grader import SERVICE, OpenAIGrader
+from attnpo.evaluation.grading.store import ReplyStore
+from attnpo.lab.testbed.tokenizer import build_tokenizer
+from attnpo.schema import UserError, digest
+from tests.evaluation.grading.calls import call
+from tests.evaluation.grading.loopback import Body, Fault, Loopback, Reply
+from tests.run.worlds import GRAMMAR
+from tests.text.formats import FORMATS, Formats
+
+CALLS = [call(number) for number in range(24)]
+FAULTS = {
+    "429": Fault(429),
+    "500": Fault(500),
+    "503": Fault(503),
+    "dropped": Fault(what="drop"),
+    "garbage": Fault(what="garbage"),
+    "half JSON": Fault(what="cut"),
+    "another JSON": Fault(what="odd"),
+}
+
+
+@pytest.fixture(autouse=True)
+def keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client's settings are the test's own, and it waits little before it repeats a call."""
+    for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(openai._base_client, "INITIAL_RETRY_DELAY", 0.02)
+
+
+def echo(body: Body) -> str:
+    """A reply that says which call it is to."""
+    return "Rating: " + body["messages"][1]["content"].split()[2]
+
+
+def grader_of(server: Loopback, **values: object) -> OpenAIGrader:
+    return OpenAIGrader(**{"base_url": server.base_url, "concurrency": 4, "timeout": 30.0, **values})  # type: ignore[arg-type]
+
+
+def ask(server: Loopback, folder: Path, calls: Iterable[GradingCall] = CALLS, **values: object) -> Asked:
+    return ask_all(calls, grader_of(server, **values), ReplyStore(folder))
+
+
+def name_of(asked: GradingCall) -> str:
+    """What the server calls a request of this call."""
+    return digest(list(asked.messages))
+
+
+# ------------------------------------------------------------------------------------------------ faults
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_repeated_and_each_item_has_its_own_reply_once(name: str, tmp_path: Path) -> None:
+    faults = [FAULTS[name] if number % 3 == 1 else None for number in range(40)]
+    with Loopback(echo, faults) as server:
+        asked = ask(server, tmp_path)
+    assert {each.item: reply.text for each, reply in asked.replies.items()} == {
+        f"q{number}": f"Rating: {number}" for number in range(24)
+    }
+    assert server.answered == {name_of(each): 1 for each in CALLS}
+    assert len(server.requests) == 24 + sum(request.fault is not None for request in server.requests) > 30
+    assert asked.whole and server.at_once <= 4
+    lines = [json.loads(line) for line in (tmp_path / "grades.jsonl").read_text().splitlines()]
+    assert sorted(line["item"] for line in lines) == sorted(each.item for each in CALLS)
+
+
+def test_slow_answers_are_waited_for_and_too_slow_ones_repeated(tmp_path: Path) -> None:
+    with Loopback(echo, [Fault(what="slow", seconds=0.3)]) as server:
+        (reply,) = ask(server, tmp_path, CALLS[:1]).replies.values()
+    assert reply.seconds >= 0.3 and len(server.requests) == 1
+    go = threading.Event()
+
+    def late(body: Body) -> str:
+        if len(server.requests) == 1:
+            go.wait(30)
+        return echo(body)
+
+    with Loopback(late) as server:
+        asked = ask(server, tmp_path, CALLS[1:2], timeout=1.0)
+        go.set()
+    assert asked.whole and len(server.requests) >= 2
+
+
+@pytest.mark.parametrize("what", ["drip", "drip headers"])
+def test_a_server_that_drips_is_given_up_at_the_deadline_and_asked_again(what: str, tmp_path: Path) -> None:
+    drips = Fault(what=what, seconds=2.0)
+    with Loopback(echo, [drips, None, drips]) as server:
+        assert ask(server, tmp_path, CALLS[:1], timeout=0.5).whole and len(server.requests) == 2
+        stays = ask(server, tmp_path, CALLS[1:2], timeout=0.5, max_retries=0)
+    assert "no whole reply within 0.5 s" in stays.failures[CALLS[1]]
+
+
+def test_retry_after_is_honoured(tmp_path: Path) -> None:
+    with Loopback(echo, [Fault(429, retry_after=0.6)]) as server:
+        assert ask(server, tmp_path, CALLS[:1]).whole
+    first, second = server.requests
+    assert second.began - first.began >= 0.6, "the client's own delay would be 0.02 s"
+
+
+def test_a_fault_that_stays_is_a_failure_of_its_call_and_is_asked_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Loopback(echo, [Fault(500, message="no memory")] * 3) as server, caplog.at_level("INFO"):
+        first = ask(server, tmp_path, CALLS[:3], max_retries=2, concurrency=1)
+        assert list(first.failures) == CALLS[:1] and "no memory" in first.failures[CALLS[0]]
+        assert "1 grading calls failed: 1 times: " in caplog.text and len(server.requests) == 5
+        assert ask(server, tmp_path, CALLS[:3]).whole
+    assert len(server.requests) == 6
+
+
+def test_repeats_are_counted_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Loopback(echo, [Fault(500), Fault(500), None]) as server, caplog.at_level("INFO"):
+        ask(server, tmp_path, CALLS[:1])
+    assert "1 of the calls were answered after repeating them, 2 times in all" in caplog.text
+
+
+def test_garbage_that_stays_is_named(tmp_path: Path) -> None:
+    with Loopback(echo, [Fault(what="garbage")] * 2) as server:
+        asked = ask(server, tmp_path, CALLS[:1], max_retries=1)
+    assert "no completion: '<html>gateway</html>'" in asked.failures[CALLS[0]]
+
+
+def test_a_refused_prompt_is_a_failure_of_that_call_alone(tmp_path: Path, record_property: Callable[..., None]) -> None:
+    with Loopback(echo, [None, Fault(400, message="the prompt is too long")]) as server:
+        asked = ask(server, tmp_path, CALLS[:4], concurrency=1)
+    assert len(asked.replies) == 3 and len(server.requests) == 4, "a refusal is not repeated"
+    (problem,) = asked.failures.values()
+    assert "400" in problem and "the prompt is too long" in problem
+    record_property("bad input", ("endpoint: 400 for one prompt", problem, "that call"))
+
+
+def test_text_that_is_no_unicode_costs_its_call(tmp_path: Path) -> None:
+    calls = [call(0, "odd \ud800"), CALLS[1]]
+    with Loopback(echo) as server:
+        asked = ask(server, tmp_path, calls)
+    assert list(asked.replies) == calls[1:] and list(asked.failures) == calls[:1]
+
+
+# ------------------------------------------------------------------------------------------------ other types
+
+PART = {"type": "text", "text": "one, "}
+OTHER_TYPES = {
+    "number": Reply("", message={"content": 7}),
+    "zero": Reply("", message={"content": 0}),
+    "boolean": Reply("", message={"content": True}),
+    "object": Reply("", message={"content": PART}),
+    "list of texts": Reply("", message={"content": ["7"]}),
+    "list with an image": Reply("", message={"content": [PART, {"type": "image_url", "image_url": {"url": "u"}}]}),
+    "text part without a text": Reply("", message={"content": [{"type": "text", "text": 7}]}),
+    "finish reason": Reply("7", choice={"finish_reason": ["stop"]}),
+    "model": Reply("7", model=["mine"]),
+}
+
+
+def check_failure(reply: Reply, folder: Path, asked: GradingCall, problem: str) -> None:
+    """The first call fails in each command that gets ``reply``; nothing of it is stored, and another reply mends it."""
+    with Loopback(
+        lambda body: reply if body["messages"] == list(asked.messages) else Reply("m", logprobs={"m": -1})
+    ) as s:
+        for _ in range(2):
+            found = ask(s, folder, [asked, replace(CALLS[1], top_logprobs=asked.top_logprobs)], concurrency=1)
+            assert list(found.failures) == [asked] and problem in found.failures[asked]
+            assert [call.item for call in found.replies] == ["q1"] and len(ReplyStore(folder)) == 1
+        assert len(s.requests) == 3, "it is not repeated, as another reply would be paid for too"
+    with Loopback(lambda _: Reply("m", logprobs={"m": -1})) as server:
+        assert ask(server, folder, [asked]).whole
+
+
+@pytest.mark.parametrize("name", OTHER_TYPES)
+def test_a_reply_of_another_type_is_a_failure_of_its_call(name: str, tmp_path: Path) -> None:
+    check_failure(OTHER_TYPES[name], tmp_path, CALLS[0], "expected a text, got ")
+
+
+@pytest.mark.parametrize(
+    "logprobs",
+    [
+        ["m"],
+        {"content": 7},
+        {"content": [{"top_logprobs": 7}]},
+        {"content": [{"top_logprobs": [{"token": 7, "logprob": -1}]}]},
+        {"content": [{"top_logprobs": [{"token": "m"}]}]},
+        {"content": [{"top_logprobs": [{"token": "m", "logprob": "-1"}]}]},
+        {"content": [{"top_logprobs": [{"token": "m", "logprob": None}]}]},
+        {"content": [{"top_logprobs": [{"token": "m", "logprob": math.nan}]}]},
+        {"content": [{"top_logprobs": [{"token": "m", "logprob": 0.7}]}]},
+    ],
+    ids=str,
+)
+def test_log_probabilities_of_another_type_are_a_failure_of_their_call(logprobs: object, tmp_path: Path) -> None:
+    reply = Reply("m", choice={"logprobs": logprobs})
+    check_failure(reply, tmp_path, call(0, max_tokens=1, top_logprobs=5), "log")
+
+
+def test_a_call_without_a_text_has_no_log_probabilities_either(tmp_path: Path) -> None:
+    reply = Reply("", message={"content": None}, choice={"finish_reason": "content_filter"})
+    check_failure(reply, tmp_path, call(0, top_logprobs=5), "no text, finish reason content_filter")
+
+
+def test_replies_without_a_text_are_counted_by_their_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    replies = [
+        Reply("", message={"content": None, "refusal": "I cannot grade this."}),
+        Reply("", message={"content": None}, choice={"finish_reason": "length"}),
+        Reply("", message={"content": [PART, {"type": "text", "text": "two"}]}),
+        Reply("", message={"content": None, "refusal": "no"}),
+    ]
+    given = iter(replies)
+    with Loopback(lambda _: next(given)) as server:
+        asked = ask(server, tmp_path, CALLS[:4], concurrency=1)
+    assert [(reply.text, reply.finish_reason) for reply in asked.replies.values()] == [
+        *(("", "stop"), ("", "length"), ("one, two", "stop"), ("", "stop")),
+    ]
+    assert "2 replies: the server's model refused" in caplog.text
+    assert "1 replies: no text, finish reason length" in caplog.text
+
+
+def test_lone_surrogates_are_escaped_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Loopback(lambda _: Reply("7 \ud83d", model="mine\udfff", finish_reason="\ud800")) as server:
+        asked = ask(server, tmp_path, CALLS[:2], model="mine")
+    for reply in asked.replies.values():
+        assert (reply.text, reply.model, reply.finish_reason) == ("7 \\ud83d", "mine\\udfff", "\\ud800")
+    assert "2 replies: lone surrogates" in caplog.text
+
+
+# ------------------------------------------------------------------------------------------------ what ends it
+
+
+def refused(server: Loopback, folder: Path, calls: Iterable[GradingCall] = CALLS, **values: object) -> str:
+    with pytest.raises(UserError) as caught:
+        ask(server, folder, calls, **values)
+    return str(caught.value)
+
+
+def test_a_wrong_key_ends_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Callable[..., None]
+) -> None:
+    monkeypatch.setenv("MY_KEY", "wrong")
+    with Loopback(echo, key="right") as server:
+        text = refused(server, tmp_path, key_variable="MY_KEY")
+        assert f"{server.base_url} refuses the key in MY_KEY" in text and "wrong" not in text
+        assert server.requests == [] and len(ReplyStore(tmp_path)) == 0
+        monkeypatch.setenv("MY_KEY", "right")
+        assert ask(server, tmp_path, CALLS[:2], key_variable="MY_KEY").whole
+    record_property("bad input", ("endpoint: 401", text, "nothing"))
+
+
+@pytest.mark.parametrize("given", [{}, {"key_variable": "OPENAI_API_KEY"}, {"key_variable": "MY_KEY"}])
+def test_a_server_of_ones_own_gets_no_key_but_the_one_that_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, str]
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "openai's own")
+    monkeypatch.setenv("MY_KEY", "mine")
+    with Loopback(echo) as server:
+        assert ask(server, tmp_path, CALLS[:1], **given).whole
+    expected = {"OPENAI_API_KEY": "openai's own", "MY_KEY": "mine"}.get(given.get("key_variable", ""), "none")
+    (request,) = server.requests
+    assert {name.lower(): value for name, value in request.headers.items()}["authorization"] == f"Bearer {expected}"
+
+
+def test_the_clients_own_variables_go_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "right")
+    with Loopback(echo, key="right") as server:
+        monkeypatch.setenv("OPENAI_BASE_URL", server.base_url)
+        assert ask(server, tmp_path, CALLS[:1], base_url=None).whole
+        text = refused(server, tmp_path, CALLS[1:2])
+    assert "refuses a request without a key" in text and "grader.key_variable=NAME" in text
+    with pytest.raises(UserError, match=r"grader\.key_variable=NOT_SET: expected"):
+        grader_of(server, key_variable="NOT_SET").check_ready()
+
+
+def test_a_model_that_is_not_served_ends_the_command(tmp_path: Path) -> None:
+    with Loopback(echo, [None, Fault(404, message="no such model")]) as server:
+        text = refused(server, tmp_path, model="mine", concurrency=1)
+    assert "does not serve grader.model=mine" in text and "no such model" in text
+    assert len(server.requests) == 2 and len(ReplyStore(tmp_path)) == 1
+
+
+def test_no_credit_ends_the_command(tmp_path: Path) -> None:
+    with Loopback(echo, [Fault(429, code="insufficient_quota", message="no credit")] * 9) as server:
+        assert "is out of credit" in refused(server, tmp_path, CALLS[:1], max_retries=1)
+
+
+def test_a_server_that_is_not_there(tmp_path: Path) -> None:
+    with Loopback(echo) as server:
+        grader = grader_of(server, max_retries=0)
+    with pytest.raises(UserError, match=r"3 grading calls in a row failed .*Connection"):
+        ask_all(CALLS, grader, ReplyStore(tmp_path), GradingLimits(max_failed=2))
+
+
+def test_no_key_and_no_package_are_said_before_anything_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"environment variable OPENAI_API_KEY .*grader\.base_url="):
+        OpenAIGrader().check_ready()
+    OpenAIGrader(base_url="http://127.0.0.1:1/v1").check_ready()
+    monkeypatch.setenv("OPENAI_API_KEY", "k")
+    OpenAIGrader().check_ready()
+    monkeypatch.setitem(sys.modules, "openai", None)
+    with pytest.raises(UserError, match=r"extra `eval`"):
+        OpenAIGrader().check_ready()
+
+
+def test_the_extra_brings_the_client_that_the_grader_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    extra = configparser.ConfigParser()
+    extra.read(Path(__file__).parents[3] / "setup.cfg", encoding="utf-8")
+    (bounds,) = re.findall(r"^openai(.*)$", extra["options.extras_require"]["eval"], flags=re.MULTILINE)
+    monkeypatch.setattr(openai_grader, "find_spec", lambda package: None)
+    with pytest.raises(UserError, match=r"openai \((\d+) or later\)") as caught:
+        OpenAIGrader().check_ready()
+    least = re.search(r"openai \((\d+) or later\)", str(caught.value))
+    assert least is not None and bounds == f">={least[1]},<{int(least[1]) + 1}"
+
+
+# ------------------------------------------------------------------------------------------------ requests
+
+
+def test_requests_hold_what_the_call_and_the_grader_say(tmp_path: Path) -> None:
+    asked = call(1, max_tokens=16, temperature=0.5, top_p=0.9)
+    with Loopback(echo) as server:
+        ask(server, tmp_path, [asked], model="mine", extra_body={"chat_template_kwargs": {"thinking": False}})
+        ask(server, tmp_path, [asked], model="mine", length_key="max_completion_tokens")
+    body, other = (request.body for request in server.requests)
+    assert body == {
+        "model": "mine",
+        "messages": list(asked.messages),
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "max_tokens": 16,
+        "chat_template_kwargs": {"thinking": False},
+    }
+    assert other["max_completion_tokens"] == 16 and "max_tokens" not in other
+
+
+def test_a_reply_holds_the_servers_account(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Loopback(lambda _: Reply("too many words for it", model="mine-2"), input_tokens=lambda _: 33) as server:
+        (reply,) = ask(
+            server, tmp_path, [call(1, max_tokens=2), call(2, max_tokens=2)][:1], model="mine"
+        ).replies.values()
+    assert (reply.text, reply.finish_reason, reply.model) == ("too many", "length", "mine-2")
+    assert (reply.input_tokens, reply.output_tokens, reply.logprobs) == (33, 2, None) and 0 < reply.seconds < 5
+    assert caplog.text.count("grader.model=mine is answered by mine-2") == 1
+
+
+UNKNOWN = [
+    None, {}, {"prompt_tokens": 5}, {"prompt_tokens": "5", "completion_tokens": 1},
+    {"prompt_tokens": 5.5, "completion_tokens": 1}, {"prompt_tokens": -1, "completion_tokens": 1},
+    {"prompt_tokens": 5, "completion_tokens": None}, {"prompt_tokens": True, "completion_tokens": 1},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("usage", UNKNOWN, ids=str)
+def test_a_budget_holds_where_replies_carry_no_account(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, usage: object
+) -> None:
+    """Each call may cost a dollar of output, so that three fit into 3.5 dollars, however often they are asked for."""
+    calls = [call(number, max_tokens=1_000_000) for number in range(10)]
+    priced = {"price_model": "mine", "model": "mine", "price_input": 0.0, "price_output": 1.0, "concurrency": 1}
+    with Loopback(lambda _: Reply("7", usage=usage)) as server:
+        for _ in range(2):
+            grader = grader_of(server, **priced)
+            asked = ask_all(calls, grader, ReplyStore(tmp_path), GradingLimits(max_cost=3.5))
+            assert asked.stopped == "limits.max_cost=3.5" and len(asked.replies) == len(server.requests) == 3
+            assert "3 of 3 replies had no token counts (usage)" in caplog.text
+            cost = asked.cost(grader.price)
+            assert cost["dollars"] == cost["estimated_calls"] == 3 and cost["output_tokens"] == 3_000_000
+
+
+def test_another_served_model_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Loopback(lambda _: Reply("7", model="mine-2")) as server:
+        asked = ask(server, tmp_path, CALLS, model="mine")
+    assert caplog.text.count("is answered by") == 1
+    assert asked.models == {"mine-2": 24}
+
+
+def test_log_probabilities_of_the_first_token(tmp_path: Path) -> None:
+    with Loopback(lambda _: Reply("m", logprobs={"M": -2.5, "m": -0.1, "n": -9.0})) as server:
+        (reply,) = ask(server, tmp_path, [call(1, max_tokens=1, top_logprobs=2)]).replies.values()
+    assert reply.logprobs == {"m": -0.1, "M": -2.5}
+    assert server.requests[0].body["logprobs"] is True and server.requests[0].body["top_logprobs"] == 2
+
+
+def test_an_endpoint_without_log_probabilities(tmp_path: Path, record_property: Callable[..., None]) -> None:
+    with Loopback(lambda _: "m", [None, Fault(400, param="logprobs", message="not supported")]) as server:
+        none = refused(server, tmp_path, [call(1, top_logprobs=5)])
+        refuses = refused(server, tmp_path, [call(1, top_logprobs=5)])
+    for text, what in ((none, "gives none"), (refuses, "refuses them")):
+        assert server.base_url in text and what in text and "grader=local" in text
+    assert len(ReplyStore(tmp_path)) == 0
+    record_property("bad input", ("endpoint without log-probabilities", none, "nothing"))
+
+
+# ------------------------------------------------------------------------------------------------ identity, price
+
+
+def test_identity_and_price(monkeypatch: pytest.MonkeyPatch) -> None:
+    grader = OpenAIGrader()
+    assert isinstance(grader, Grader) and grader.identity()["base_url"] == SERVICE
+    assert grader.price == Price(0.15, 0.60)
+    assert OpenAIGrader(model="mine").price == Price(known=False)
+    assert OpenAIGrader(model="mine", price_model="mine", price_input=0.0, price_output=0.0).price == Price()
+    assert OpenAIGrader(base_url="http://h/v1/").identity() == OpenAIGrader(base_url="http://h/v1").identity()
+    keys = {
+        CALLS[0].key(each.identity())
+        for each in (
+            grader,
+            OpenAIGrader(model="mine"),
+            OpenAIGrader(base_url="http://h/v1"),
+            OpenAIGrader(extra_body={"a": 1}),
+        )
+    }
+    assert len(keys) == 4
+    assert grader.identity() == OpenAIGrader(concurrency=1, timeout=1.0, max_retries=0).identity()
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://h/v1")
+    assert grader.identity() == OpenAIGrader(base_url="http://h/v1").identity()
+
+
+def test_the_config_has_the_defaults_of_the_class() -> None:
+    from omegaconf import OmegaConf
+
+    assert build(OmegaConf.load(CONFIG_DIR / "grader" / "openai.yaml")) == OpenAIGrader()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"concurrency": 0}, {"timeout": 0.0}, {"max_retries": -1}, {"price_input": -1.0}, {"length_key": "length"}],
+)
+def test_its_settings_are_checked(wrong: dict[str, object]) -> None:
+    with pytest.raises(UserError, match=rf"grader\.{next(iter(wrong))}"):
+        OpenAIGrader(**wrong)  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------------ counts
+
+
+@pytest.fixture(scope="module")
+def texts(shared: Path) -> list[GradingCall]:
+    """Real conversations as calls, an English and a Chinese one in turn."""
+    rows = []
+    for name in ("train_en", "train_zh"):
+        lines = (shared / "data" / "llamafactory_demo" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+        rows.append([json.dumps(json.loads(line), ensure_ascii=False) for line in lines[:40]])
+    mixed = [row for pair in zip(*rows, strict=True) for row in pair]
+    return [call(number, row) for number, row in enumerate(mixed)]
+
+
+def counting(formats: Formats, name: str) -> Callable[[Body], int]:
+    chat = formats(name)
+    return lambda body: len(chat.prompt_ids(body["messages"]))
+
+
+def test_with_the_servers_tokenizer_the_estimate_is_right_before_the_first_call(
+    texts: list[GradingCall], shared: Path, tmp_path: Path
+) -> None:
+    formats = Formats(shared)
+    texts = texts[:16]
+    with Loopback(lambda _: "7", input_tokens=counting(formats, "edge_merge")) as server:
+        grader = grader_of(server, tokenizer=str(shared / FORMATS["edge_merge"][0]))
+        before = estimate(texts, grader, ReplyStore(tmp_path))
+        asked = ask_all(texts, grader, ReplyStore(tmp_path))
+    actual = sum(reply.input_tokens for reply in asked.replies.values())
+    assert abs(before.input_tokens - actual) <= 0.1 * actual
+    assert before.input_tokens == actual, "it counts the same"
+    assert sum(reply.output_tokens for reply in asked.replies.values()) <= before.most_output_tokens
+
+
+def test_a_prompt_that_the_tokenizers_chat_template_refuses_is_estimated_from_its_text(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer(GRAMMAR)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if 'odd' in m.content %}{{ raise_exception('no odd turns') }}{% endif %}"
+        "{{ m.content }} {% endfor %}"
+    )
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    calls = [call(0, "an odd turn"), call(1), call(2, "a rather odd turn"), call(3)]
+    with Loopback(lambda _: "7") as server:
+        grader = grader_of(server, tokenizer=str(tmp_path / "tokenizer"))
+        before = estimate(calls, grader, ReplyStore(tmp_path))
+        plain = estimate([calls[1], calls[3]], grader, ReplyStore(tmp_path))
+        assert ask_all(calls, grader, ReplyStore(tmp_path)).whole
+    assert before.input_tokens > plain.input_tokens and plain.method == "counted by the grader's tokenizer"
+    assert before.method == "counted by the grader's tokenizer, 2 calls that its chat template refuses from the text"
+
+
+def test_without_a_tokenizer_the_estimate_is_right_from_twenty_replies_on(
+    texts: list[GradingCall], shared: Path, tmp_path: Path
+) -> None:
+    with Loopback(lambda _: "7", input_tokens=counting(Formats(shared), "edge_merge")) as server:
+        grader, store = grader_of(server), ReplyStore(tmp_path)
+        before = estimate(texts, grader, store)
+        first = ask_all(texts, grader, store, GradingLimits(max_calls=20))
+        assert first.made == 20
+        then = estimate(texts, grader, ReplyStore(tmp_path))
+        asked = ask_all(texts, grader, store)
+    actual = sum(reply.input_tokens for each, reply in asked.replies.items() if each not in first.replies)
+    whole = sum(reply.input_tokens for reply in asked.replies.values())
+    assert before.input_tokens < 0.7 * whole, "the case says nothing"
+    assert abs(then.input_tokens - actual) <= 0.1 * actual
+
+
+def test_a_budget_is_kept_over_the_wire(tmp_path: Path) -> None:
+    with Loopback(
+        lambda _: "one two three", [Fault(what="slow", seconds=0.05)] * 30, input_tokens=lambda _: 9
+    ) as server:
+        grader = grader_of(server, price_input=1e6, price_output=1e6, concurrency=8)  # a dollar a token
+        asked = ask_all(CALLS, grader, ReplyStore(tmp_path), GradingLimits(max_cost=100.0))
+    used = sum(reply.input_tokens + reply.output_tokens for reply in asked.replies.values())
+    assert asked.spent == used == 12 * asked.made and len(asked.left) == 24 - asked.made
+    assert used <= 100.0 and server.at_once > 1
+    assert len(server.requests) == asked.made
+
+
+def test_replies_come_as_they_are_ready_and_calls_are_pulled_lazily() -> None:
+    pulled: list[GradingCall] = []
+
+    def pulling() -> Iterable[GradingCall]:
+        for each in CALLS:
+            pulled.append(each)
+            yield each
+
+    go = threading.Event()
+
+    def first_is_late(body: Body) -> str:
+        if echo(body).endswith(" 0"):
+            go.wait(30)
+        return echo(body)
+
+    with Loopback(first_is_late) as server:
+        replies = grader_of(server, concurrency=2).ask(pulling())
+        first, reply = next(replies)
+        assert first == CALLS[1] and isinstance(reply, GradingReply) and pulled == CALLS[:2]
+        go.set()
+        found = dict([(first, reply), *replies])
+    assert found.keys() == set(CALLS) and not any(isinstance(each, GradingFailure) for each in found.values())

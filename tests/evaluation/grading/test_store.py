@@ -1,0 +1,152 @@
+"""The store of replies: what is written is found, cut lines go, changed ones are refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from attnpo.evaluation.grading.asking import ask_all
+from attnpo.evaluation.grading.base import GradingCall, GradingReply
+from attnpo.evaluation.grading.scripted import ScriptedGrader
+from attnpo.evaluation.grading.store import GRADES, ReplyStore
+from attnpo.schema import Message, UserError, digest
+from tests.evaluation.grading.calls import call
+
+GRADER: dict[str, object] = {"kind": "scripted", "name": "a"}
+REPLY = GradingReply("8", logprobs={"8": -0.1, "é\ud800": float("-inf")}, input_tokens=5, output_tokens=1, model="m")
+
+
+def write(folder: Path, *calls: GradingCall, reply: GradingReply = REPLY) -> ReplyStore:
+    store = ReplyStore(folder)
+    with store.writing():
+        for each in calls:
+            store.add(each, GRADER, reply)
+    return store
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    wrote = write(tmp_path / "new", call(1), call(2))
+    read = ReplyStore(tmp_path / "new")
+    for store in (wrote, read):
+        assert [store.reply(call(number), GRADER) for number in (1, 2, 3)] == [REPLY, REPLY, None]
+        assert len(store) == 2
+    line = json.loads((tmp_path / "new" / GRADES).read_text().splitlines()[0])
+    assert (line["key"], line["item"], line["part"], line["round"]) == (call(1).key(GRADER), "q1", "turn1", 0)
+    assert line["messages"] == digest(list(call(1).messages)) and line["grader"] == GRADER
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        call(1, "Another prompt."),
+        call(1, repeat=1),
+        call(1, temperature=1.0),
+        call(1, max_tokens=9),
+        replace(call(1), round=1),
+        replace(call(1), part="turn2"),
+        replace(call(1), benchmark="other"),
+        replace(call(1), messages=(Message(role="user", content="You grade."), *call(1).messages[1:])),
+    ],
+)
+def test_another_call_has_another_key(other: GradingCall, tmp_path: Path) -> None:
+    assert write(tmp_path, call(1)).reply(other, GRADER) is None
+
+
+def test_another_grader_has_other_replies(tmp_path: Path) -> None:
+    store, other = write(tmp_path, call(1)), {**GRADER, "name": "b"}
+    assert store.reply(call(1), other) is None and store.replies(other) == []
+    assert store.replies(dict(reversed(GRADER.items()))) == [REPLY]
+
+
+UNUSABLE: dict[str, object] = {
+    **{"text": ["7"], "finish_reason": 7, "model": ["m"], "input_tokens": "5", "output_tokens": None, "seconds": "1"},
+    "logprobs": {"7": None},
+}
+
+
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_a_stored_reply_of_another_type_is_asked_again(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Earlier versions sealed what an endpoint sent."""
+    grader = ScriptedGrader(lambda _: "8", name="a")
+    reply = replace(REPLY, **{name: UNUSABLE[name]})  # type: ignore[arg-type]
+    write(tmp_path, call(1), reply=reply)
+    write(tmp_path, call(2))
+    assert ReplyStore(tmp_path).reply(call(1), GRADER) is None and len(ReplyStore(tmp_path)) == 1
+    assert f"{GRADES}: 1 replies are of another type" in caplog.text
+    asked = ask_all([call(1), call(2)], grader, ReplyStore(tmp_path))
+    assert asked.whole and grader.asked == [call(1)] and asked.replies[call(1)].text == "8"
+    assert asked.cost(grader.price)["calls"] == 2 and asked.models == {"m": 1}
+    caplog.clear()
+    assert ask_all([call(1), call(2)], grader, ReplyStore(tmp_path)).whole
+    assert len(grader.asked) == 1 and not caplog.records
+
+
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_a_grader_of_ones_own_that_replies_in_another_type_fails_that_call(name: str, tmp_path: Path) -> None:
+    wrong = replace(REPLY, **{name: UNUSABLE[name]})  # type: ignore[arg-type]
+    grader = ScriptedGrader(lambda asked: wrong if asked == call(1) else REPLY, name="a")
+    asked = ask_all([call(1), call(2)], grader, ReplyStore(tmp_path))
+    assert list(asked.failures) == [call(1)] and "a reply whose" in asked.failures[call(1)]
+    assert len(ReplyStore(tmp_path)) == len((tmp_path / GRADES).read_text().splitlines()) == 1
+
+
+def test_of_two_replies_the_last_counts(tmp_path: Path) -> None:
+    write(tmp_path, call(1))
+    later = write(tmp_path, call(1), reply=GradingReply("9"))
+    assert later.reply(call(1), GRADER) == ReplyStore(tmp_path).reply(call(1), GRADER) == GradingReply("9")
+    assert len(later) == 1 and len((tmp_path / GRADES).read_bytes().splitlines()) == 2
+
+
+@pytest.mark.parametrize("cut", [1, 40, 400])
+def test_a_line_that_was_cut_off_is_removed_when_writing_goes_on(cut: int, tmp_path: Path) -> None:
+    write(tmp_path, call(1), call(2))
+    file = tmp_path / GRADES
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-cut])
+    assert len(ReplyStore(tmp_path)) == 1 and file.read_bytes() == whole[:-cut], "reading changes nothing"
+    write(tmp_path, call(3))
+    store = ReplyStore(tmp_path)
+    assert [store.reply(call(number), GRADER) for number in (1, 2, 3)] == [REPLY, None, REPLY]
+
+
+@pytest.mark.parametrize("damage", ["garbage", "edited", "key", "list", "empty"])
+def test_a_damaged_line_is_named(damage: str, tmp_path: Path, record_property: pytest.Function) -> None:
+    write(tmp_path, call(1), call(2), call(3))
+    file = tmp_path / GRADES
+    lines = file.read_text().splitlines()
+    swapped = {**json.loads(lines[1]), "key": call(9).key(GRADER)}
+    lines[1] = {
+        "garbage": "{not json",
+        "edited": lines[1].replace('"text": "8"', '"text": "9"'),
+        "key": json.dumps(swapped),
+        "list": "[1]",
+        "empty": "",
+    }[damage]
+    file.write_text("\n".join(lines) + "\n")
+    with pytest.raises(UserError) as refused:
+        ReplyStore(tmp_path)
+    assert str(refused.value).startswith(f"{file}, line 2: ") and "delete the line" in str(refused.value)
+    record_property("bad input", (f"store of grades: line {damage}", str(refused.value), "nothing, once deleted"))
+
+
+def test_an_empty_folder_is_an_empty_store_and_stays_one(tmp_path: Path) -> None:
+    assert len(ReplyStore(tmp_path / "none")) == 0 and not (tmp_path / "none").exists()
+
+
+def test_two_cannot_write_at_once(tmp_path: Path) -> None:
+    first, second = ReplyStore(tmp_path), ReplyStore(tmp_path)
+    with first.writing():
+        first.add(call(1), GRADER, REPLY)
+        with pytest.raises(UserError, match="in use by process"), second.writing():
+            pass
+        assert len(ReplyStore(tmp_path)) == 1, "reading needs no lock"
+    with second.writing():
+        assert second.reply(call(1), GRADER) == REPLY, "what the other wrote is read"
+
+
+def test_adding_without_writing_is_a_fault(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="not open for writing"):
+        ReplyStore(tmp_path).add(call(1), GRADER, REPLY)

@@ -1,0 +1,192 @@
+"""``load_run`` and ``load_study``: a tiny study that ran, read as frames; folders that are something else."""
+
+import csv
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+import attnpo
+from attnpo.lab.reports.finished import read_study
+from attnpo.lab.studies.report import finish_study
+from attnpo.lab.studies.runner import run_study
+from attnpo.run.result import RunResult
+from attnpo.schema import UserError
+from attnpo.system.files import clean, seal
+from tests.docs.test_own_data import write_model
+from tests.lab.reports.test_gains import Ran, a_study, record
+from tests.lab.reports.test_reporting import STUDY, TRUTH
+from tests.lab.reports.test_reporting import a_run as bare_run
+from tests.lab.reports.test_reporting import a_study as older_study
+from tests.run.worlds import VAL, World, build_world
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "python_api.md"
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return build_world(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(scope="module")
+def study(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished study of two arms with a known truth and sample answers."""
+    folder = tmp_path_factory.mktemp("study")
+    (folder / "configs" / "experiment").mkdir(parents=True)
+    (folder / "configs" / "truth").mkdir()
+    shown = STUDY.replace("callbacks=none", "callbacks=none, callbacks.samples=2").replace("max_steps=1", "max_steps=2")
+    (folder / "configs" / "experiment" / "tiny.yaml").write_text(shown)
+    (folder / "configs" / "truth" / "known.yaml").write_text(TRUTH)
+    words = ("experiment=tiny", "+truth=known", "study.layers=[2]", "~study.arms.broken")
+    outcome = run_study(world.config(*words, config_dir=folder / "configs"), folder / "out")
+    finish_study(outcome)
+    return folder / "out"
+
+
+def point_of(study: Path) -> Path:
+    """The folder of one of its points."""
+    (folder,) = study.glob(f"points/{clean('attention L2')}-*-beta=0.2-*")
+    return folder
+
+
+def test_a_run_as_frames(study: Path) -> None:
+    folder = point_of(study)
+    run = attnpo.load_run(str(folder))
+    assert run.result == RunResult.read((folder / "result.json").read_text(encoding="utf-8"))
+    assert run.notes == () and run.config["trainer"]["max_steps"] == 2  # type: ignore[index,call-overload]
+    with (folder / "metrics.csv").open(encoding="utf-8", newline="") as lines:
+        written = [{name: float(cell) for name, cell in row.items() if cell} for row in csv.DictReader(lines)]
+    assert len(run.metrics) == len(written) and str(run.metrics["step"].dtype) == "Int64"
+    last = written[-1]
+    assert {name: run.metrics.iloc[-1][name] for name in last} == last
+    curve = run.curves.query("split == 'train' and metric == 'loss'")
+    assert list(curve["value"]) == [row["train/loss"] for row in written if "train/loss" in row] and len(curve) == 2
+    lines_ = [json.loads(line) for line in (folder / "generations.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert list(run.samples["policy"]) == [line["policy"] for line in lines_] and len(lines_) == 2
+    assert run.samples["prompt"][0] == f"user: {lines_[0]['prompt'][0]['content']}"
+    assert run.result.truth is not None
+    assert dict(zip(run.scores["split"], run.scores["reward"], strict=True)) == {
+        split: scores.numbers["reward"] for split, scores in run.result.truth.items()
+    }
+
+
+def test_a_study_as_frames(study: Path) -> None:
+    found = attnpo.load_study(study)
+    folder = read_study(study)
+    assert found.finished and found.notes == folder.notes
+    arms = ["uniform", "attention L2"] * 2  # at two betas
+    assert list(found.points["arm"]) == [row["arm"] for row in folder.runs] == arms
+    assert list(found.points["test/reward"]) == [row["test/reward"] for row in folder.runs]
+    printed = folder.tables[0]
+    assert list(found.arms.columns) == list(printed.columns) and len(found.arms) == len(printed.rows)
+    for column in printed.digits:
+        for ours, shown in zip(found.arms[column], (row[column] for row in printed.rows), strict=True):
+            assert shown is None or float(ours) == pytest.approx(float(shown), abs=0.51 * 10 ** -printed.digits[column])
+    assert len(found.tables) == len(folder.tables)
+    assert list(found.samples["arm"]) == [arm for arm in arms for _ in range(2)]
+    assert set(found.samples.columns) >= {"seed", "prompt", "policy", "reference"} and len(found.predictions) == 0
+    assert [run.result.seed for run in found.runs("attention L2", 0)] == [0, 0] and found.runs("uniform", 1) == []
+    frontier = found.frontier
+    assert len(frontier) == 4 and frontier.groupby("arm")["chosen"].sum().to_dict() == dict.fromkeys(arms, 1)
+    rows = {row["kl"]: row for row in frontier.to_dict("records")}
+    assert len(rows) == 4
+    for run in found.runs():
+        assert run.result.truth is not None
+        test = run.result.truth["test"]
+        row = rows[test.numbers["kl"]]
+        assert row["low"] <= row["reward"] <= row["high"]
+        assert row["reward"] == pytest.approx(sum(test.rewards) / len(test.rewards))
+    chosen = frontier[frontier["chosen"]]
+    shown = dict(zip(found.arms["arm"], found.arms["KL"], strict=True))
+    assert {arm: shown[arm] for arm in chosen["arm"]} == dict(zip(chosen["arm"], chosen["kl"], strict=True))
+
+
+def test_reward_at_a_kl_by_hand(tmp_path: Path) -> None:
+    """One point a seed at KL 1 and 4: linear in the root of KL from the base, which is not known here."""
+    ran = {("w: a", 0): Ran(0.5, 0.9), ("w: a", 1): Ran(0.7, 0.9), ("w: b", 0): Ran(0.2, 4.0)}
+    folder = a_study(tmp_path / "s", {"w: a": record("x"), "w: b": record("y")}, ran)
+    (folder / "study.json").write_text(json.dumps({"kl_limit": 2.0}))
+    study = attnpo.load_study(folder)
+    (row,) = study.at_kl(1.0).to_dict("records")
+    assert (row["world"], row["arm"], row["mark"], row["seeds"]) == ("w", "a", "<", 2)
+    assert row["reward"] == pytest.approx(0.6) and row["kl"] == pytest.approx(0.9)
+    assert dict(zip(study.frontier["arm"], study.frontier["reward"], strict=True)) == pytest.approx(
+        {"a": 0.6, "b": 0.2}
+    )
+    with pytest.raises(UserError, match="expected a KL above 0"):
+        study.at_kl(-1.0)
+
+
+def test_what_is_not_finished_says_so(tmp_path: Path) -> None:
+    bare_run(tmp_path / "s" / "points" / "uniform-seed0-0", None)
+    (tmp_path / "s" / "predictions.json").write_text("{}")
+    study = attnpo.load_study(tmp_path / "s")
+    assert not study.finished and list(study.points["run"]) == ["uniform-seed0-0"] and len(study.samples) == 0
+    for frame in ("arms", "frontier"):
+        with pytest.raises(UserError, match=r"there is no table yet.*not finished, 1 of 1 begun points"):
+            getattr(study, frame)
+    (run,) = study.runs()
+    assert math.isclose(run.result.metrics["val/loss"], 0.5) and "not checked" in run.notes[0]
+    with pytest.raises(UserError, match=r"its setting has no known truth"):
+        run.scores  # noqa: B018
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "config.yaml").write_text("a: 1\n")
+    with pytest.raises(UserError, match=r"the run is not finished, it has config\.yaml and no result\.json.*name=r"):
+        attnpo.load_run(tmp_path / "r")
+
+
+def test_an_older_study_has_its_points_and_says_why(tmp_path: Path) -> None:
+    folder = older_study(tmp_path / "a", {"uniform": 0.5})
+    (folder / "tables.json").unlink()
+    (folder / "table.md").write_text("| arm |\n")
+    seal(folder, only=("study.json", "results.csv", "table.md"))
+    study = attnpo.load_study(folder)
+    assert list(study.points["reward"]) == [0.5]
+    with pytest.raises(UserError, match="of an older version"):
+        study.arms  # noqa: B018
+
+
+def test_other_folders_are_refused(tmp_path: Path) -> None:
+    run, study = bare_run(tmp_path / "r", 0.5), older_study(tmp_path / "s", {"uniform": 0.5})
+    with pytest.raises(UserError, match=r"found that of a run; load_run reads it"):
+        attnpo.load_study(run)
+    with pytest.raises(UserError, match=r"found that of a study; load_study reads it"):
+        attnpo.load_run(study)
+    for load in (attnpo.load_run, attnpo.load_study):
+        with pytest.raises(UserError, match=r"expected the folder of a finished study .* found r/, s/"):
+            load(tmp_path)
+        with pytest.raises(UserError, match=r"there is none"):
+            load(tmp_path / "nowhere")
+    (run / "result.json").write_text('{"seed": 1}')
+    with pytest.raises(UserError, match=r"expected the result of a run, but it cannot be read"):
+        attnpo.load_run(run)
+
+
+def test_without_pandas_the_error_says_where_it_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    run = attnpo.load_run(bare_run(tmp_path / "r", 0.5))
+    with pytest.raises(UserError, match=r"pandas, which comes with the package datasets"):
+        run.metrics  # noqa: B018
+
+
+def test_the_page_runs(world: World, study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/python_api.md, block after block; with TRL they run in its own environment, training in test_fitting.py."""
+    blocks = [part.partition("```")[0] for part in PAGE.read_text(encoding="utf-8").split("```python\n")[1:]]
+    mine = [block for block in blocks if "DPOTrainer" not in block and "attnpo.train(" not in block]
+    assert len(blocks) - len(mine) == 3 and len(mine) == 5
+    write_model("llama", tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ATTNPO_CACHE", str(tmp_path / "cache"))
+    names: dict[str, object] = {
+        "RUN": str(point_of(study)),
+        "STUDY": study,
+        "MODEL": str(tmp_path / "model"),
+        "PAIRS": world.data,
+    }
+    for block in mine:
+        exec(compile(block, "page", "exec"), names)
+    assert "<!DOCTYPE html>" in (tmp_path / "weights.html").read_text(encoding="utf-8")
+    assert len((tmp_path / "weights.jsonl").read_text(encoding="utf-8").splitlines()) > VAL
+    assert (tmp_path / "weights.parquet").is_file()

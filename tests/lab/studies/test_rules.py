@@ -1,0 +1,226 @@
+"""Rules of runs and studies that keep a command from meaning something else than it says."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from attnpo.config.compose import compose, load, read
+from attnpo.judge.judge import RunJudge
+from attnpo.lab.studies import bases
+from attnpo.lab.studies.arms import arm_config, check_user
+from attnpo.lab.studies.bases import COSTS, Basis, keep_costs, make_basis
+from attnpo.lab.studies.study import Cost
+from attnpo.lab.studies.workers import execute
+from attnpo.lab.testbed.grammar import Grammar
+from attnpo.lab.testbed.pretrain import new_model
+from attnpo.lab.testbed.tokenizer import build_tokenizer
+from attnpo.run.context import make_context
+from attnpo.run.inputs import make_inputs
+from attnpo.schema import UserError
+from attnpo.system.processes import process
+from tests.run.worlds import RECIPE, World, build_world
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return build_world(tmp_path_factory.mktemp("world"))
+
+
+STUDY = "experiment=quickstart"
+
+
+def test_an_override_that_fits_one_arm_is_left_out_of_the_other(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    cfg = world.config(STUDY, "weights.layer=2")
+    study = cfg.study
+    check_user(cfg, study)
+    with caplog.at_level("INFO"):
+        configs = {name: arm_config(cfg, study, overrides).config for name, overrides in study.arms.items()}
+    assert configs["AttentionPO"].weights.layer == 2
+    assert not hasattr(configs["uniform (DPO)"].weights, "layer")
+    assert caplog.messages == ["arm weights=uniform: weights.layer=2 does not apply and is left out"]
+
+
+def test_an_override_that_fits_no_arm_is_an_error(world: World) -> None:
+    """The setting's own weights have the key."""
+    arms = "study.arms={one:['weights=uniform'],two:['weights=verbalized']}"
+    cfg = world.config(STUDY, "~study.arms", f"+{arms}", "study.control=null", "weights.layer=2")
+    with pytest.raises(UserError, match=r"weights\.layer"):
+        check_user(cfg, cfg.study)
+
+
+def test_what_the_arms_choose_cannot_be_overridden(world: World) -> None:
+    cfg = world.config(STUDY, "weights=uniform")
+    with pytest.raises(
+        UserError, match=r"study quickstart chooses transform, weights .* weights=uniform would be lost"
+    ):
+        check_user(cfg, cfg.study)
+
+
+def test_the_studys_own_keys_do_not_reach_its_points(world: World) -> None:
+    cfg = world.config(STUDY, "study.seeds=2", "+study.kl_limit=1.5", "batch.micro=1")
+    overrides = arm_config(cfg, cfg.study, ["weights=uniform"]).overrides
+    assert "batch.micro=1" in overrides and not [item for item in overrides if "study." in item]
+
+
+MORE = """
+# @package _global_
+defaults: [layer_sweep, _self_]
+batch: {shuffle: false}
+seed: 4
+"""
+
+
+def test_an_experiment_that_sets_what_no_point_would_get_is_refused(tmp_path: Path) -> None:
+    """Its seed is the study's first; anything else on the command line reaches the points."""
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "more.yaml").write_text(MORE, encoding="utf-8")
+    cfg = load("fit", ["setting=real_smoke", "experiment=more"], tmp_path)
+    with pytest.raises(UserError, match=r"experiment sets batch\.shuffle, .*put it into study\.shared"):
+        check_user(cfg, cfg.study)
+    cfg = load("fit", ["setting=real_smoke", "experiment=more", "batch.shuffle=false"], tmp_path)
+    check_user(cfg, cfg.study)
+    made = arm_config(cfg, cfg.study, ["weights=uniform"]).config
+    assert (made.seed, made.batch.shuffle) == (4, False)
+
+
+OTHER = "+grids.other={beta:[0.7]}"
+
+
+@pytest.mark.parametrize(
+    ("experiment", "more", "idle"),
+    [
+        ("layer_sweep", [], {"+grids.other.beta=[0.7]": "study layer_sweep does not use it"}),
+        ("layer_sweep", ["+study.grids.attention=${grids.other}"], {}),
+        ("none", [], {"+grids.other.beta=[0.7]": "there is no study (experiment=none)"}),
+    ],
+)
+def test_a_named_grid_has_an_effect_where_an_arm_gets_it(
+    experiment: str, more: list[str], idle: dict[str, str]
+) -> None:
+    cfg = compose("fit", [f"experiment={experiment}", OTHER, *more])
+    cfg.composed.overrides = [*cfg.composed.overrides[:1], "+grids.other.beta=[0.7]"]
+    assert read(cfg).idle_overrides() == idle
+
+
+def test_weights_that_nobody_reads_are_refused(world: World) -> None:
+    with pytest.raises(UserError, match=r"DPO reads no token weights.*weights=uniform"):
+        make_inputs(world.config("objective=dpo"))
+
+
+def test_a_judge_with_another_vocabulary_needs_characters(world: World, tmp_path: Path) -> None:
+    other = Grammar()
+    tokenizer = build_tokenizer(other)
+    tokenizer.add_tokens(["zebra"])
+    model = new_model(RECIPE, tokenizer, seed=5)
+    model.save_pretrained(tmp_path / "judge")
+    tokenizer.save_pretrained(tmp_path / "judge")
+    cfg = world.config(f"judge.path={tmp_path / 'judge'}")
+    with pytest.raises(UserError, match=r"another vocabulary.*align\.method=characters"):
+        make_inputs(cfg)
+    inputs = make_inputs(world.config(f"judge.path={tmp_path / 'judge'}", "align.method=characters"))
+    assert inputs.examples["train"].examples
+
+
+def test_facts_follow_the_content_of_the_judges_file(world: World, tmp_path: Path) -> None:
+    facts = []
+    for wording in ("which is better , A or B ?", "which review is better , A or B ?"):
+        path = tmp_path / "judge.txt"
+        path.write_text("{question}\n{answer_a}\n{answer_b}\n" + wording, encoding="utf-8")
+        cfg = world.config(STUDY, f"judge.template_file={path}")
+        facts.append(make_basis(cfg, cfg.study, 0))
+    assert facts[0].keys["AttentionPO"] != facts[1].keys["AttentionPO"]
+    assert facts[0].keys["uniform (DPO)"] == facts[1].keys["uniform (DPO)"] == {}
+    assert facts[0].facts == facts[1].facts
+
+
+def spend(folder: Path, judge: float | None) -> float | None:
+    """The cost of the judge as it is told after a command that spent ``judge``."""
+    basis = Basis("", 0, cost=Cost(100.0, judge))
+    keep_costs(folder, {("", 0): basis})
+    assert basis.cost.base == 100.0
+    return basis.cost.judge
+
+
+def test_the_seconds_of_all_commands_are_added_up(tmp_path: Path) -> None:
+    """A later arm's small pass comes on top of the first one; a command without a pass takes over the sum."""
+    assert [spend(tmp_path, judge) for judge in (None, 3600.0, 12.5, None)] == [None, 3600.0, 3612.5, 3612.5]
+    assert [path.name for path in tmp_path.iterdir()] == [COSTS]
+
+
+@pytest.mark.parametrize("broken", ["", "[1]", '{"/0": null}', '{"/0": '])
+def test_a_broken_file_of_costs_is_written_anew(broken: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / COSTS).write_text(broken, encoding="utf-8")
+    assert spend(tmp_path, 12.0) == 12.0
+    assert "costs.json cannot be read and is written anew" in caplog.text
+    assert spend(tmp_path, None) == 12.0
+
+
+def test_a_judge_that_missed_its_gate_is_warned_of(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The study's own base and the one that only judges are told apart; a base without a gate says nothing."""
+    cfg = world.config(STUDY)
+    study = cfg.study
+    assert make_basis(cfg, study, 0).warnings == []
+    laid, settled = bases.make_context, bases.settle_judge
+    report = {"base": {"gate_passed": False, "seconds": 1.0}}
+    monkeypatch.setattr(bases, "make_context", lambda cfg: replace(laid(cfg), prepared=report))
+    monkeypatch.setattr(bases, "settle_judge", lambda cfg: (settled(cfg)[0], {"gate_passed": True}))
+    basis = make_basis(cfg, study, 0)
+    assert basis.gates == {"this base": False, "the second base": True}
+    (line,) = basis.warnings
+    assert line.startswith("WARNING seed 0: the judge of this base missed its gate; ")
+    monkeypatch.setattr(bases, "settle_judge", lambda cfg: (settled(cfg)[0], {"gate_passed": False}))
+    assert [line.partition(" missed")[0] for line in make_basis(cfg, study, 3).warnings] == [
+        "WARNING seed 3: the judge of this base",
+        "WARNING seed 3: the judge of the second base",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, (0, 1)),
+        ({"RANK": "1", "WORLD_SIZE": "4"}, (1, 4)),
+        ({"SLURM_PROCID": "2", "SLURM_NTASKS": "3"}, (2, 3)),
+    ],
+)
+def test_processes_are_counted_under_torchrun_and_slurm(
+    variables: dict[str, str], expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert process() == expected
+
+
+def test_cut_judge_prompts_are_counted_from_the_store_too(world: World) -> None:
+    """Some prompts of this world are longer than this bound; the second reading builds no prompt at all."""
+    context = make_context(world.config())
+    room = RunJudge(context.cfg.judge, context.model, context.chat)
+    pairs = context.cfg.data.load("train").pairs
+    lengths = sorted(len(item.input_ids) for pair in pairs for item in room.prompts.build(pair))
+    cfg = world.config(f"judge.max_length={lengths[len(lengths) // 2]}")
+    counts = []
+    for _ in range(2):
+        inputs = make_inputs(cfg)
+        counts.append(sum(item.cut for pair in inputs.weighed.captured.values() for item in pair.rounds))
+    assert inputs.weighed.report is not None and inputs.weighed.report.computed == 0
+    assert counts[0] == counts[1] > 0
+
+
+@pytest.mark.slow
+def test_points_in_processes_of_their_own_end_like_those_run_here(world: World, tmp_path: Path) -> None:
+    overrides = world.overrides("experiment=none", "callbacks=none", "trainer.max_steps=1", "weights=uniform")
+    jobs = [([*overrides, f"seed={seed}"], tmp_path / f"spawned{seed}") for seed in (0, 1)]
+    spawned = {place: result for place, result, error in execute(jobs, 2, None, None) if error is None}
+    here = {
+        place: result
+        for place, result, error in execute(
+            [(job, tmp_path / f"here{i}") for i, (job, _) in enumerate(jobs)], 1, None, None
+        )
+        if error is None
+    }
+    assert spawned.keys() == here.keys() == {0, 1}
+    for place in (0, 1):
+        assert spawned[place].metrics == pytest.approx(here[place].metrics, rel=1e-5, abs=1e-6)

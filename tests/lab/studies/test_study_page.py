@@ -1,0 +1,187 @@
+"""A study's page and figures: one look per arm, columns explained, runs linked, arms side by side, without a truth."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from attnpo.display.column_notes import column_notes
+from attnpo.display.heat import HeatRow, HeatSide, HeatToken, Verdict
+from attnpo.display.look import COLOURS, INK, svg_beside
+from attnpo.lab.studies.report import arms_section
+from attnpo.lab.studies.study import Arm, Grid, Outcome, Point, Study
+from attnpo.lab.studies.study_figures import study_figures, study_looks
+from attnpo.lab.studies.study_page import write_study_report
+from attnpo.lab.studies.yardstick import accuracy_of, margin_of
+from attnpo.run.for_page import FILE, keep_for_page, read_for_page
+from attnpo.run.result import RunResult
+from attnpo.schema import Message, PreferencePair
+from tests.display.test_page import HOSTILE, Reader
+
+STUDY = Study(
+    "s",
+    {"uniform": [], "attention": [], "shuffled": []},
+    truth_arms={"true importance": []},
+    grid=Grid(lr=(5e-5,), beta=(0.1, 0.3)),
+)
+ARMS = (
+    Arm("uniform", ("weights=uniform",)),
+    Arm("attention L1", ("weights=attention",), 1),
+    Arm("attention L2", ("weights=attention", "transform=null"), 2),
+    Arm("shuffled", ("weights=attention", "transform=shuffled")),
+    Arm("true importance", ()),
+)
+
+
+def result(place: int, seed: int, beta: float, known: bool) -> RunResult:
+    """A run whose numbers grow with its arm, seed and beta."""
+    value = 0.1 * place + 0.02 * seed + beta
+    scores = {"reward": value, "kl": 1.0 + value, "win_rate": 0.5, "length": 9.0, "broken": 0.0, "base_reward": 0.0,
+              "base_length": 9.0, "base_broken": 0.0, "rewards": [value, value + 0.1]}  # fmt: skip
+    both = {"validation": scores, "test": scores}
+    return RunResult.from_json(
+        {
+            "seed": seed,
+            "steps": 3,
+            "metrics": {
+                "val/loss": 9.0 + value,
+                "val/rewards/accuracies": 0.5 + 0.1 * beta,
+                "val/rewards/margins": 8.0,
+            },
+            "inputs": {"train": {"pairs": 4, "effective_share": 0.5, "coverage": 1.0}},
+            "seconds": {"all": 1.0},
+            "truth": {"scores": both, "base_rewards": {"test": [0.0, 0.1]}} if known else None,
+            "drift": {
+                "pairs": {"kl": 1.0 + value},
+                "ranking_accuracy": {"validation": 0.5 + 0.5 * value},
+                "displacement": {"validation_chosen": -1.0, "validation_rejected": -1.0 - value},
+            },
+        }
+    )
+
+
+def make(folder: Path, known: bool = True, worlds: tuple[str, ...] = ("",)) -> Outcome:
+    """A study of five arms, two points each and two seeds."""
+    arms = [replace(arm, world=world) for world in worlds for arm in (ARMS if known else ARMS[:-1])]
+    points = [
+        (Point(arm, ("optimizer.lr=5e-05", f"objective.beta={beta}"), seed), result(place, seed, beta, known))
+        for place, arm in enumerate(arms)
+        for beta in (0.1, 0.3)
+        for seed in (0, 1)
+    ]
+    study = STUDY if worlds == ("",) else replace(STUDY, worlds={world: [] for world in worlds})
+    folders = {point: folder / "points" / f"{number}" for number, (point, _) in enumerate(points)}
+    return Outcome(study, arms, points, [], {"grid": "g"}, folder, 1.0, folders=folders)
+
+
+def test_every_world_and_figure_has_one_look_per_arm(tmp_path: Path) -> None:
+    looks = study_looks(make(tmp_path))
+    assert looks["uniform"].colour == INK and looks["uniform"].note == "control"
+    assert [looks[arm.name].colour for arm in ARMS[1:]] == list(COLOURS[:4])
+    assert [looks[arm.name].filled for arm in ARMS] == [True, True, True, False, True], "a transform hollows its arm"
+    assert looks["true importance"].note == "knows the truth"
+    outcome = make(tmp_path, worlds=("calm", "noisy"))
+    assert study_looks(outcome) == looks
+    images = study_figures(outcome)
+    assert len(images) == 6, "arms, frontier and layers of each world"
+    for image in images:
+        drawn = svg_beside(image.source).read_text()
+        assert COLOURS[0].lower() in drawn and COLOURS[1].lower() in drawn, image.source.name
+
+
+def test_the_page_explains_its_columns_and_links_its_runs(tmp_path: Path) -> None:
+    outcome = make(tmp_path)
+    for folder in list(outcome.folders.values())[:3]:
+        folder.mkdir(parents=True)
+        (folder / "result.json").write_text("{}")
+    written = write_study_report(outcome, [arms_section(outcome)])
+    stems = ("arms", "frontier", "layers")
+    assert written == [f"{stem}.{kind}" for stem in stems for kind in ("png", "svg")]
+    code = (tmp_path / "report.html").read_text()
+    read = Reader(code)
+    heads = {attrs.get("title") for tag, attrs in read.seen if tag == "th"}
+    assert any(title and "nats" in title for title in heads) and "difference of true reward to uniform" in read.text
+    links = [attrs["href"] for tag, attrs in read.seen if tag == "a" and "points/" in str(attrs["href"])]
+    assert set(links) == {f"points/{number}/result.json" for number in range(3)}
+    assert all((tmp_path / str(link)).is_file() for link in links)
+    assert "What arms can be compared by" not in code
+    assert "http" not in code and len(code) < 700_000
+
+
+def test_every_column_of_the_main_tables_is_explained(tmp_path: Path) -> None:
+    for known in (True, False):
+        table = next(block for block in arms_section(make(tmp_path, known)).blocks if hasattr(block, "columns"))
+        assert set(column_notes(table.columns)) == set(table.columns)
+
+
+def rows(text: str) -> list[HeatRow]:
+    side = HeatSide((HeatToken(text, 0.5, token_id=3, begins=0, ends=1), HeatToken("!", 0.5, end=True)), 2.0, 1.0)
+    verdicts = (Verdict(True, (1.0, -1.0), "A"), Verdict(False))
+    return [HeatRow("pair", (Message(role="user", content=text),), side, side, verdicts, "note")]
+
+
+def sampled(name: str) -> list[PreferencePair]:
+    prompts = [[Message(role="user", content=f"prompt {number} {HOSTILE}")] for number in range(9)]
+    return [PreferencePair.make(prompt, f"answer of {name} {HOSTILE}", "answer of the base") for prompt in prompts]
+
+
+def test_what_a_run_keeps_is_read_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    keep_for_page(tmp_path, [*rows(HOSTILE), *rows("second")], sampled("x"))
+    kept = read_for_page(tmp_path)
+    assert kept is not None and kept.heat == rows(HOSTILE)
+    assert [answer.prompt[:8] for answer in kept.answers] == ["prompt 0", "prompt 2", "prompt 4", "prompt 6"]
+    assert kept.answers[0].base == "answer of the base"
+    (tmp_path / FILE).write_text('{"heat": [{}], "answers": []}')
+    assert read_for_page(tmp_path) is None and "left out of the page" in caplog.text
+    assert read_for_page(tmp_path / "none") is None
+
+
+def test_arms_stand_side_by_side_and_what_they_wrote_cannot_act(tmp_path: Path) -> None:
+    outcome = make(tmp_path)
+    for point, folder in outcome.folders.items():
+        folder.mkdir(parents=True)
+        keep_for_page(folder, rows(f"token {HOSTILE}"), sampled(f"{point.arm.name} seed {point.seed}"))
+    write_study_report(outcome, [arms_section(outcome)])
+    read = Reader((tmp_path / "report.html").read_text())
+    for arm in ARMS:
+        assert f"answer of {arm.name} seed 0 {HOSTILE}" in read.text
+    assert "seed 1 <" not in read.text and read.text.count("answer of the base") == 4
+    assert len([1 for tag, attrs in read.seen if attrs.get("class") == "heat-row"]) == len(ARMS)
+    assert len([tag for tag, _ in read.seen if tag == "script"]) == 1
+
+
+# ------------------------------------------------------------------------------------------------ without a truth
+
+
+def test_a_study_without_a_truth_is_compared_without_weights(tmp_path: Path) -> None:
+    outcome = make(tmp_path, known=False)
+    written = write_study_report(outcome, [arms_section(outcome)])
+    stems = ("yardstick-layers", "yardstick")
+    assert written == [f"{stem}.{kind}" for stem in stems for kind in ("png", "svg")]
+    read = Reader((tmp_path / "report.html").read_text())
+    assert "cannot be compared between arms" in read.text and "unweighted margin" in read.text
+    # Attention L1, place 1, beta 0.3: 0.4 and 0.42 over the seeds; uniform 0.3 and 0.32.
+    assert "0.705" in read.text and "+0.050 [" in read.text, "accuracy, and what it has more than the control"
+    assert "0.410" in read.text and "+0.100 [" in read.text, "margin in nats"
+    drawn = svg_beside(tmp_path / "yardstick.png").read_text()
+    for words in ("unweighted accuracy", "unweighted margin", "KL to the base", "uniform (control)", "a coin"):
+        assert words in drawn
+
+
+def test_the_margin_is_measured_or_what_validation_logged() -> None:
+    measured = result(1, 0, 0.1, known=False)
+    assert margin_of(measured) == pytest.approx(0.2) and accuracy_of(measured) == pytest.approx(0.6)
+    logged = {"val/logps/chosen": -3.0, "first/val/logps/chosen": -4.0, "val/logps/rejected": -9.0,
+              "first/val/logps/rejected": -7.5}  # fmt: skip
+    assert margin_of(replace(measured, drift={}, metrics=logged)) == pytest.approx(1.0 + 1.5)
+    assert math.isnan(margin_of(replace(measured, drift={}, metrics={}))) and math.isnan(
+        accuracy_of(replace(measured, drift={}))
+    )
+
+
+def test_where_nothing_was_measured_the_page_still_says_what_cannot_be_compared(tmp_path: Path) -> None:
+    made = make(tmp_path, known=False)
+    outcome = replace(made, points=[(point, replace(found, drift={})) for point, found in made.points])
+    assert write_study_report(outcome, [arms_section(outcome)]) == []
+    assert "cannot be compared between arms" in (tmp_path / "report.html").read_text()

@@ -1,0 +1,236 @@
+"""Which code and which files tell a study's points apart: all that can run one, and nothing that only shows results."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from attnpo.config.compose import CONFIG_DIR, as_yaml, load
+from attnpo.lab.studies.arms import point_folder
+from attnpo.lab.studies.bases import make_basis
+from attnpo.lab.studies.study import Arm, Point
+from attnpo.run import source_digest as sources
+from attnpo.run.identity import by_class, numbers_of, saved_numbers
+from attnpo.run.resume import check_same
+from attnpo.run.source_digest import SHOWING, source_digest
+from attnpo.schema import UserError
+from tests.run.worlds import build_world
+from tests.test_layering import imported_names
+
+PACKAGE = Path(sources.__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A copy of the package's sources."""
+    return shutil.copytree(PACKAGE, tmp_path / "attnpo", ignore=shutil.ignore_patterns("__pycache__"))
+
+
+def fresh(root: Path) -> str:
+    source_digest.cache_clear()
+    return source_digest(root=root)
+
+
+def shows(name: str) -> bool:
+    return any(name == one or name.startswith(f"{one}/") for one in SHOWING)
+
+
+def test_every_module_that_can_run_a_point_counts_and_no_other(package: Path) -> None:
+    """Each file is changed in turn: a comment is enough, what it means is not judged."""
+    names = sorted(path.relative_to(package).as_posix() for path in package.rglob("*.py"))
+    before, stayed = fresh(package), set()
+    for name in names:
+        content = (package / name).read_bytes()
+        (package / name).write_bytes(content + b"# changed\n")
+        if fresh(package) == before:
+            stayed.add(name)
+        (package / name).write_bytes(content)
+    assert fresh(package) == before and len(names) > 150
+    assert stayed == {name for name in names if shows(name)}
+    runs_a_point = {
+        *(
+            "run/run.py",
+            "run/training.py",
+            "run/inputs.py",
+            "judge/judge.py",
+            "run/models.py",
+        ),
+        *("judge/judge.py", "run/weighing.py", "lab/auto_layer.py", "weights/faithfulness.py"),
+        *("training/module.py", "weights/sources/attention.py", "lab/testbed/scoring.py", "config.py", "schema.py"),
+    }
+    assert runs_a_point <= set(names) - stayed
+
+
+def test_what_only_shows_results_is_named_once_and_is_there(package: Path) -> None:
+    """A file renamed, or named beside its room, would be a line that means nothing."""
+    assert [name for name in SHOWING if not (package / name).exists()] == []
+    assert len(set(SHOWING)) == len(SHOWING)
+    assert [name for name in SHOWING if any(name.startswith(f"{room}/") for room in SHOWING)] == []
+
+
+def test_what_counts_asks_what_shows_results_for_pages_alone() -> None:
+    """A number that came from there would change unseen: think, and take the module off the list, or add the line."""
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        name = path.relative_to(PACKAGE).as_posix()
+        for dotted, _, _ in imported_names(path, PACKAGE):
+            parts = dotted.split(".")[1:] if dotted.startswith("attnpo.") and not shows(name) else []
+            asked = {"/".join(parts[:end]) + ".py" for end in range(1, len(parts) + 1)}
+            found |= {(name, other) for other in asked if shows(other) and (PACKAGE / other).is_file()}
+    assert found == {
+        ("fitting.py", "fit.py"),  # the command, called from Python
+        ("fitting.py", "lab/reports/frames.py"),  # what it gave, read back
+        ("run/other_pairs.py", "evaluation/implicit_reward.py"),  # the type of what it weighs for a benchmark
+        ("run/for_page.py", "display/heat.py"),
+        ("run/for_page.py", "display/heat_record.py"),
+        ("run/heat_rows.py", "display/heat.py"),
+        ("run/report.py", "display/column_notes.py"),
+        ("run/report.py", "display/drift_figure.py"),
+        ("run/report.py", "display/figures.py"),
+        ("run/report.py", "display/heat.py"),
+        ("run/report.py", "display/heatmap.py"),
+        ("run/report.py", "display/page.py"),
+        ("run/report.py", "display/tables.py"),
+        ("lab/studies/plan.py", "lab/studies/benchmarks.py"),  # refuses what could not be measured
+        ("lab/studies/runner.py", "lab/studies/benchmarks.py"),  # measures what the points have left
+        ("lab/studies/runner.py", "lab/studies/exports.py"),  # sets callbacks, which count as any key does
+        ("lab/studies/runner.py", "lab/studies/predictions.py"),  # keeps what was predicted, before any point runs
+        ("lab/studies/runner.py", "lab/studies/selection.py"),  # a point in words, for the log
+        ("lab/studies/study.py", "display/page.py"),
+        ("lab/studies/study.py", "lab/studies/benchmark_scores.py"),  # what may be asked for
+    }
+
+
+def test_files_that_come_go_or_move_count_whatever_their_room(package: Path) -> None:
+    found = [fresh(package)]
+    (package / "rewards").mkdir()
+    for name in ("rewards/new.py", "studies/new.py"):
+        (package / name).write_text("one = 1\n", encoding="utf-8")
+        found.append(fresh(package))
+    (package / "studies/new.py").rename(package / "training/new.py")
+    found.append(fresh(package))
+    (package / "hub.py").unlink()
+    found.append(fresh(package))
+    assert len(set(found)) == len(found)
+
+
+def test_changed_code_of_the_reference_is_another_basis_for_the_points(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a study lays it: its points lie in folders named by these facts."""
+    cfg = build_world(tmp_path).config("experiment=quickstart")
+    study = cfg.study
+    monkeypatch.setattr(sources, "PACKAGE", package)
+    codes = []
+    for name in (None, "report.py", "run/models.py"):
+        if name is not None:
+            with (package / name).open("a", encoding="utf-8") as file:
+                file.write("# changed\n")
+        source_digest.cache_clear()
+        codes.append(make_basis(cfg, study, 0).facts["code"])
+    source_digest.cache_clear()
+    assert codes[0] == codes[1] != codes[2]
+    assert {"torch", "tokenizers", "numpy"} <= codes[0].keys()
+
+
+# ------------------------------------------------------------------------------------------------ files of a config
+
+
+def folder_of(*overrides: str) -> str:
+    cfg = load("fit", ["setting=testbed", "experiment=none", *overrides])
+    return point_folder(Path(), Point(Arm("arm", ()), (), 0), cfg, {}).name
+
+
+def test_a_run_saved_when_studies_were_a_group_of_their_own_is_the_same_run(tmp_path: Path) -> None:
+    """Its file has ``study=none`` among its overrides, ``_target_`` in its grids and no grids of the methods."""
+    given = ["setting=testbed", "experiment=none", "weights=attention"]
+    cfg = load("fit", given)
+    grid = {"_target_": "attnpo.lab.studies.study.Grid", **cfg.below("grid")}
+    choices = {**cfg.composed.choices, "study": "none", "experiment": None}
+    composed = {"overrides": ["setting=testbed", "study=none", "weights=attention"], "choices": choices}
+    old = {**cfg.values, "grid": grid, "grids": {"beta_sweep": grid}, "composed": composed}
+    (tmp_path / "config.yaml").write_text(as_yaml(old), encoding="utf-8")
+    stored = saved_numbers(tmp_path / "config.yaml", cfg)
+    check_same(stored, numbers_of(cfg), tmp_path)
+    assert stored == numbers_of(cfg)
+    with pytest.raises(UserError, match=r"resume: optimizer\.lr was"):
+        check_same(stored, numbers_of(load("fit", ["experiment=none", "optimizer.lr=1"])), tmp_path)
+
+
+@pytest.mark.parametrize("key", ["judge.template_file", "model.chat_template", "model.fallback_template"])
+def test_a_file_that_a_config_names_counts_by_what_it_holds(key: str, tmp_path: Path) -> None:
+    file = tmp_path / "wording.txt"
+    found = []
+    for text in ("one {{ messages }}", "two {{ messages }}", "one {{ messages }}"):
+        file.write_text(text, encoding="utf-8")
+        found.append(folder_of("weights=attention", f"{key}={file}"))
+    assert found[0] == found[2] != found[1]
+
+
+def test_a_file_that_happens_to_be_called_as_a_value_is_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a working directory with a file for every word of the configuration: columns, splits, formats, kernels."""
+    monkeypatch.chdir(tmp_path)
+    asked = ("weights=attention", "judge.template_file=judge/testbed.txt")
+    before = folder_of(*asked)
+    cfg = load("fit", ["setting=testbed", "experiment=none", *asked])
+    words = {value for key, value in numbers_of(cfg).items() if isinstance(value, str) and "/" not in value}
+    assert {"prompt", "validation", "constant", "sdpa"} <= words
+    for word in words:
+        (tmp_path / word).write_text("a file", encoding="utf-8")
+    assert folder_of(*asked) == before
+
+
+def test_a_component_from_elsewhere_may_name_a_file_by_any_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "my_tables.py").write_text("class Mine: pass\n", encoding="utf-8")
+    table = tmp_path / "table.json"
+    cfg = load("fit", ["setting=testbed", "experiment=none", "weights=uniform"])
+    cfg.values["transforms"] = {"mine": {"_target_": "my_tables.Mine", "words": str(table)}}
+    found = []
+    for text in ("{}", "[]"):
+        table.write_text(text, encoding="utf-8")
+        found.append(point_folder(Path(), Point(Arm("arm", ()), (), 0), cfg, {}).name)
+    assert found[0] != found[1]
+
+
+def test_a_file_that_nothing_reads_does_not_count(tmp_path: Path) -> None:
+    file = tmp_path / "wording.txt"
+    found = []
+    for text in ("one", "two"):
+        file.write_text(text, encoding="utf-8")
+        found.append(folder_of("weights=uniform", f"judge.template_file={file}"))
+    assert found[0] == found[1]
+
+
+def test_the_source_of_a_component_from_elsewhere_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package's own digest does not see it."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    cfg = load("fit", ["setting=testbed", "experiment=none", "weights=uniform"])
+    cfg.values["transforms"] = {"mine": {"_target_": "my_transforms.Mine"}}  # what is read alone; it is not built
+    point = Point(Arm("arm", ()), (), 0)
+    found = []
+    for text in ("class Mine: scale = 1\n", "class Mine: scale = 2\n"):
+        (tmp_path / "my_transforms.py").write_text(text, encoding="utf-8")
+        found.append(point_folder(Path(), point, cfg, {}).name)
+    assert found[0] != found[1]
+
+
+def test_a_class_counts_by_its_name_which_no_other_component_of_its_group_has() -> None:
+    """A class may move to another module: no point, analysis or registered study becomes another by that."""
+    moved = {"weights": {"_target_": "attnpo.elsewhere.Attention", "layer": "attnpo.kept"}, "form_target_": "other.Own"}
+    assert by_class(moved) == {
+        "weights._target_": "Attention",
+        "weights.layer": "attnpo.kept",
+        "form_target_": "other.Own",
+    }
+    groups: dict[str, set[str]] = {}
+    for path in CONFIG_DIR.rglob("*.yaml"):
+        group = path.relative_to(CONFIG_DIR).parts[0]
+        found = re.findall(r"_target_: *(attnpo\.[\w.]+)", path.read_text(encoding="utf-8"))
+        groups.setdefault(group, set()).update(found)
+    for group, dotted in groups.items():
+        assert len({name.rpartition(".")[2] for name in dotted}) == len(dotted), group
+    assert sum(map(len, groups.values())) > 100

@@ -1,0 +1,109 @@
+"""Which checkpoint ``best/`` keeps: the direction follows from ``callbacks.monitor``, and cannot contradict it."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from attnpo import fit
+from attnpo.cli.entry import run_entry
+from attnpo.run.identity import numbers_of
+from attnpo.run.result import RunResult
+from attnpo.run.resume import finished
+from attnpo.schema import UserError
+from attnpo.system.files import seal
+from attnpo.training.checkpoint_folders import read_account
+from attnpo.training.settings import CallbackSettings
+from tests.run.worlds import World, build_world
+
+LOUD = (
+    "callbacks=default",
+    "callbacks.report=false",
+    "callbacks.samples=0",
+    "optimizer.lr=0.3",
+    "trainer.max_epochs=2",
+)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return build_world(tmp_path_factory.mktemp("monitored"))
+
+
+def validated(folder: Path, name: str) -> dict[int, float]:
+    """The values of a metric after each optimiser step."""
+    with (folder / "metrics.csv").open(encoding="utf-8") as lines:
+        rows = [(int(row["step"]), row.get(name)) for row in csv.DictReader(lines)]
+    return {step: float(value) for step, value in rows if value and step > 0}
+
+
+@pytest.mark.parametrize(
+    ("metric", "pick"), [("val/rewards/margins", max), ("val/logps/rejected", min)], ids=["highest", "lowest"]
+)
+def test_best_is_the_best_in_the_direction_of_its_metric(
+    world: World, tmp_path: Path, metric: str, pick: type[max]
+) -> None:
+    argv = world.overrides(*LOUD, "experiment=none", "name=run", f"output={tmp_path}", "trainer.validate_every=1")
+    assert run_entry(fit.main, "fit", [*argv, f"callbacks.monitor={metric}"], "", "") == 0
+    values, kept = validated(tmp_path / "run", metric), read_account(tmp_path / "run" / "best")
+    assert len(set(values.values())) == 6, values
+    assert kept["step"] == pick(values, key=lambda step: values[step]), values
+    assert kept[metric] == pytest.approx(pick(values.values()))
+
+
+@pytest.mark.parametrize(
+    ("metric", "mode"),
+    [
+        ("val/loss", "min"),
+        ("val/losses/sft", "min"),
+        ("val/rewards/kl", "min"),
+        ("val/rewards/margins", "max"),
+        ("val/rewards/accuracies", "max"),
+        ("val/rewards/chosen", "max"),
+        ("val/rewards/rejected", "min"),
+        ("val/rewards/unweighted/chosen", "max"),
+        ("val/rewards/unweighted/rejected", "min"),
+        ("val/logps/chosen", "max"),
+        ("val/logps/rejected", "min"),
+    ],
+)
+def test_the_direction_follows_from_the_metric_and_a_contradiction_is_refused(metric: str, mode: str) -> None:
+    assert CallbackSettings(monitor=metric).direction == mode
+    assert CallbackSettings(monitor=metric, mode=mode).direction == mode
+    other = {"min": "max", "max": "min"}[mode]
+    with pytest.raises(
+        UserError, match=rf"callbacks\.mode={other} would keep the worst.*{metric}.*callbacks\.mode=null"
+    ):
+        CallbackSettings(monitor=metric, mode=other)
+
+
+@pytest.mark.parametrize("metric", ["val/weights/max", "val/los"])
+def test_a_metric_without_a_direction_asks_for_one(metric: str) -> None:
+    with pytest.raises(UserError, match=rf"callbacks\.monitor={metric}.*loss.*callbacks\.mode=min or max"):
+        CallbackSettings(monitor=metric)
+    assert CallbackSettings(monitor=metric, mode="max").direction == "max"
+
+
+@pytest.mark.parametrize("metric", ["train/loss", "train/lr", "loss"])
+@pytest.mark.parametrize("mode", [None, "min"])
+def test_a_metric_that_is_not_of_validation_is_refused(metric: str, mode: str | None) -> None:
+    with pytest.raises(UserError, match=rf"callbacks\.monitor={metric} is no validation metric.*val/NAME.*margins"):
+        CallbackSettings(monitor=metric, mode=mode)
+    assert CallbackSettings(checkpoints=False, monitor=metric).monitor == metric
+
+
+def test_a_run_whose_mode_was_written_out_is_the_same_run(world: World, tmp_path: Path) -> None:
+    """Configurations and checkpoints of before had callbacks.mode=min; null stands for the same."""
+    name = "callbacks.mode"
+    assert numbers_of(world.config("callbacks=default"))[name] == "min"
+    assert numbers_of(world.config("callbacks=default", "callbacks.monitor=val/rewards/margins"))[name] == "max"
+    old = world.composed("callbacks=default", "callbacks.mode=min", "callbacks.monitor=val/rewards/margins")
+    OmegaConf.save(old, tmp_path / "config.yaml")
+    result = RunResult(0, 1, {}, {}, {}, {}, None)
+    (tmp_path / "result.json").write_text(json.dumps(result.to_json()), encoding="utf-8")
+    seal(tmp_path)
+    now = ("callbacks=default", "resume=auto", "callbacks.monitor=val/rewards/margins")
+    with pytest.raises(UserError, match=r"callbacks\.mode was 'min' in .* and is 'max' now"):
+        finished(world.config(*now), tmp_path)
