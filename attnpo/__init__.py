@@ -1,5 +1,8 @@
 """attnpo: token-weighted preference optimisation on PyTorch Lightning.
 
+Pairs -> judge -> token weights -> objective -> training: ``PreferenceDataModule`` weighs pairs with a judge's attention
+(``attnpo.judge``, ``attnpo.weights``), ``PreferenceModule`` trains on them with an objective (``attnpo.objectives``).
+
 The names of the Python API (docs/python_api.md) are importable from here; each loads its module when it is first used.
 """
 
@@ -10,15 +13,19 @@ from attnpo.system.version import VERSION as __version__
 
 if TYPE_CHECKING:
     import attnpo.losses as losses
+    from attnpo.data.datamodule import PreferenceDataModule as PreferenceDataModule
     from attnpo.lab.api import run_study as run_study
     from attnpo.lab.api import train as train
     from attnpo.lab.reports.frames import load_run as load_run
     from attnpo.lab.reports.frames import load_study as load_study
     from attnpo.run.weight_export import export_weights as export_weights
+    from attnpo.training.module import PreferenceModule as PreferenceModule
     from attnpo.weigher import Weigher as Weigher
 
 # Public name -> the module that holds it, or that it is.
 _HOLDS = {
+    "PreferenceDataModule": "attnpo.data.datamodule",
+    "PreferenceModule": "attnpo.training.module",
     "Weigher": "attnpo.weigher",
     "export_weights": "attnpo.run.weight_export",
     "load_run": "attnpo.lab.reports.frames",
@@ -29,6 +36,8 @@ _HOLDS = {
 }
 
 __all__ = [
+    "PreferenceDataModule",
+    "PreferenceModule",
     "Weigher",
     "__version__",
     "export_weights",

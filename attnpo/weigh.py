@@ -25,9 +25,9 @@ def main(cfg: "WeighConfig") -> int:
 
     announce("weigh", cfg, None)
     with importing("loading transformers"):
+        from attnpo.data.prepared_rows import prune
         from attnpo.run.fill_store import fill_store
         from attnpo.run.folders import store_root
-        from attnpo.run.prepared_rows import prune
         from attnpo.run.weight_export import check_export, write_weights
 
     if cfg.prune is not None:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
+from typing import Protocol, runtime_checkable
 
 from attnpo.data.adapters import Columns, Note, RowProblem, adapt
 from attnpo.data.json_lines import Lines, Table
@@ -230,6 +231,14 @@ def _place(number: str, percent: bool, length: int) -> int:
 
 
 # ------------------------------------------------------------------------------------------------ sources
+
+
+@runtime_checkable
+class PairReader(Protocol):
+    """Where pairs come from (config node ``data``)."""
+
+    def load(self, split: str) -> PairSet:
+        """Returns the pairs of a split, "train" or "val"."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The Lightning data module: planned optimiser steps over prepared examples, resumable in mid-epoch."""
+"""The Lightning data module: pairs with token weights, in planned optimiser steps, resumable in mid-epoch."""
 
 import logging
 from collections.abc import Collection, Sequence
@@ -12,15 +12,38 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from attnpo.data.arrow_rows import pair_weights_of, sizes_of
+from attnpo.data.base import SPLITS, PairReader, PairSet
 from attnpo.data.collate import Layout, TrainingExample, collate
-from attnpo.data.micro_batches import PADDED, ByCount, ByTokens, Cutting, RowCost
+from attnpo.data.micro_batches import COSTS, PADDED, ByCount, ByTokens, Cutting, RowCost
 from attnpo.data.mismatched_rows import MAKERS, StepRows, cut
-from attnpo.data.rules import BatchPlan
+from attnpo.data.overlap import Overlap
+from attnpo.data.prepare import EncodedSet
+from attnpo.data.prepared import Examples, Recipe, facts_of_ids
+from attnpo.data.reading import encode, make_examples, read_pairs
+from attnpo.data.rules import AlignRules, BatchPlan, LengthRules
 from attnpo.data.sampler import PlannedBatch, SamplerState, StepBatches, steps_in
 from attnpo.data.token_budget import costs_of, require_room
+from attnpo.data.weighing import REFILL
+from attnpo.judge.base import WeightReader
+from attnpo.models.layouts import LAYOUTS, padded
 from attnpo.schema import PreferenceBatch, UserError
+from attnpo.system.machine import device_of
+from attnpo.system.processes import world_size
+from attnpo.system.store import Store
+from attnpo.text.chat import ChatFormat
+from attnpo.weights.base import WeightSource
+from attnpo.weights.transforms import WeightTransform
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Pairs of both splits, their training ids, and what validation shares with training."""
+
+    pairs: dict[str, PairSet]
+    encoded: dict[str, EncodedSet]
+    overlap: Overlap
 
 
 @dataclass
@@ -73,31 +96,75 @@ def regrouped(
 
 
 class PreferenceDataModule(L.LightningDataModule):
-    """Batches of prepared training and validation examples.
+    """Preference pairs with token weights: weighs what the store lacks, loads the rest, plans whole optimiser steps.
 
-    Every pair comes exactly once per epoch, on whatever number of ranks. The state saved with a checkpoint is what
-    training has consumed, so a resumed run sees exactly the remaining batches.
+    ``prepare_data`` and ``setup`` do the work, called by a Trainer or by hand before there is one. In a job of several
+    processes ``setup`` maps what the store has and refuses where weights are missing, as every process would compute
+    them. Every pair comes exactly once per epoch, on whatever number of ranks. The state saved with a checkpoint is
+    what training has consumed, so a resumed run sees exactly the remaining batches.
 
     Args:
-        train: training examples.
-        val: validation examples; all of them are one step.
+        pairs: where the pairs of the splits "train" and "val" come from, such as ``PairSource("pairs.jsonl")``.
+        chat: the chat format of the policy, with its tokenizer.
+        source: where token weights come from.
+        reader: the model that ``source`` reads, such as a judge; None for weights that no model is asked for.
+        store: where weights and large data are kept; needed with a reader.
+        lengths: how long prompts and pairs may be.
+        align: how weights are carried onto the training tokens.
+        transforms: changes of the weights, in their order.
+        plan: pairs per step and per micro-batch; validation is one step of all its pairs.
         layout: a function of ``models.layouts``.
-        pad_id: token id put on padding positions.
-        plan: pairs per step and per micro-batch.
         seed: the order of the training pairs, where the plan shuffles them.
         ahead: names of the rows that the objective looks at before each step (its "ahead:NAME").
-        max_length: tokens that a row of these may have, prompt included; None for any number.
-        cost: what pairs cost under ``layout``, where the plan has a budget of tokens.
-        epochs: how many the run has; which micro-batches its steps need is known from them.
+        epochs: how many the run has, from which the micro-batches of its steps follow; None asks the Trainer.
         max_steps: optimiser steps of the run, if they and not the epochs end it.
-        auto: whether the plan's budget of training tokens is a choice, so that another may take its place.
+        device: where the reader's model runs; None is a GPU if there is one.
+        refill: how the store is filled beforehand, for the refusal in a job of several processes.
 
     Raises:
-        UserError: a split is empty, or has one pair where rows are made of several, or one above the plan's budget.
+        UserError: in ``setup``, for data that cannot be read or trained on, and for missing weights in a job of
+            several processes.
     """
 
     def __init__(
         self,
+        pairs: PairReader,
+        chat: ChatFormat,
+        source: WeightSource,
+        *,
+        reader: WeightReader | None = None,
+        store: Store | None = None,
+        lengths: LengthRules | None = None,
+        align: AlignRules | None = None,
+        transforms: Sequence[WeightTransform] = (),
+        plan: BatchPlan | None = None,
+        layout: Layout = padded,
+        seed: int = 0,
+        ahead: Collection[str] = (),
+        epochs: int | None = None,
+        max_steps: int = -1,
+        device: torch.device | None = None,
+        refill: str = REFILL,
+    ) -> None:
+        super().__init__()
+        if source.requires and (reader is None or store is None):
+            raise UserError(
+                f"weights {type(source).__name__} are read with a model ({', '.join(sorted(source.requires))}) and "
+                "kept in a store: give reader=... and store=Store(FOLDER)"
+            )
+        self.source, self.chat = source, chat
+        self._from, self._reader, self._store, self._device = pairs, reader, store, device or device_of("auto")
+        self._lengths = LengthRules() if lengths is None else lengths
+        self._align = AlignRules() if align is None else align
+        self._transforms, self._refill = tuple(transforms), refill
+        self.texts: Texts | None = None
+        self.made: Examples | None = None
+        self._begin(layout, chat.rows.pad_id, plan or BatchPlan(), seed, ahead, self._lengths.max_length)
+        self.epochs, self.max_steps = epochs, max_steps
+
+    @classmethod
+    def from_examples(
+        cls,
         train: Sequence[TrainingExample],
         val: Sequence[TrainingExample],
         layout: Layout,
@@ -106,31 +173,119 @@ class PreferenceDataModule(L.LightningDataModule):
         seed: int,
         ahead: Collection[str] = (),
         max_length: int | None = None,
-        cost: RowCost = PADDED,
         epochs: int = 1,
         max_steps: int = -1,
         auto: bool = False,
+    ) -> "PreferenceDataModule":
+        """Makes a data module of examples that are there, without pairs or store.
+
+        ``max_length``: tokens that a row ahead of a step may have, prompt included; None for any number. ``auto``:
+        whether the plan's budget of training tokens is a choice, so that another may take its place.
+        """
+        data = cls.__new__(cls)
+        L.LightningDataModule.__init__(data)
+        data.texts, data.made, data.epochs, data.max_steps = None, None, epochs, max_steps
+        data._begin(layout, pad_id, plan, seed, ahead, max_length)
+        data.choose(layout, auto=auto)
+        data.put(train, val)
+        return data
+
+    def _begin(
+        self, layout: Layout, pad_id: int, plan: BatchPlan, seed: int, ahead: Collection[str], longest: int | None
     ) -> None:
-        super().__init__()
+        self.layout, self.pad_id, self.plan, self.seed = layout, pad_id, plan, seed
+        self._ahead = StepRows(ahead, longest) if ahead else None
+        self.auto = False
+        self.chosen: int | None = None
+        self._batches: tuple[Batches, Batches] | None = None
+        self.sampler: StepBatches | None = None
+        self._resume: SamplerState | None = None
+
+    # ------------------------------------------------------------------------------------------------ before training
+    def prepare_data(self) -> None:
+        """Weighs what the store lacks, in a job of one process; others leave it to ``setup``, which all of them run."""
+        if self._batches is None and world_size() == 1:
+            self.weigh()
+
+    def setup(self, stage: str) -> None:
+        """Maps or makes the examples, once, and makes the Trainer's accumulation that of the plan."""
+        if self._batches is None:
+            made = self.weigh()
+            self.put(*(made.sets[split].examples for split in SPLITS))
+        if self.trainer is None:
+            return
+        if self.trainer.world_size > 1 and vars(self.trainer._accelerator_connector)["use_distributed_sampler"]:
+            raise UserError(
+                "the Trainer would put a sampler of its own in the place of the planned steps of several processes: "
+                "give it use_distributed_sampler=False"
+            )
+        if self.epochs is None:
+            self.epochs = self.trainer.max_epochs or 1
+            self.max_steps = self.max_steps if self.max_steps > 0 else self.trainer.max_steps
+        self.trainer.accumulate_grad_batches = self.accumulation(self.trainer.world_size)
+
+    def read(self) -> "Texts":
+        """Returns the pairs of both splits and their training ids, read once."""
+        if self.texts is None:
+            pairs = read_pairs(self._from, self.source, self._store)
+            self.texts = Texts(pairs, *encode(pairs, self.chat, self._lengths, self._store))
+        return self.texts
+
+    def weigh(self) -> Examples:
+        """Returns weights and examples of both splits, made once; ``source`` has its layer settled by now."""
+        if self.made is None:
+            texts = self.read()
+            ids = None if self._store is None else facts_of_ids(self.chat, self._lengths, texts.pairs)
+            recipe = Recipe(self.source, self._reader, self._transforms, self._align, self._from)
+            self.made = make_examples(recipe, texts.pairs, texts.encoded, ids, self._store, self._device, self._refill)
+        return self.made
+
+    # ------------------------------------------------------------------------------------------------ the batches
+    def choose(self, layout: Layout, *, auto: bool) -> None:
+        """Takes a layout, and whether the plan's budget of tokens is a choice; before the examples are put in."""
+        self.layout, self.auto = layout, auto
+
+    def put(self, train: Sequence[TrainingExample], val: Sequence[TrainingExample]) -> None:
+        """Takes the examples of both splits, in the place of those before.
+
+        Raises:
+            UserError: a split is empty, or has one pair where rows are made of several, or one above the budget.
+        """
         if not train:
             raise UserError("no training pair is left after dropping; see the counts above, and data.path")
         if not val:
             raise UserError("no validation pair is left after dropping; see the counts above, and data.val_split")
         for split, examples, key in (("training", train, "data.path"), ("validation", val, "data.val_split")):
-            if ahead and len(examples) < 2:
+            if self._ahead and len(examples) < 2:
                 raise UserError(
                     f"the objective puts responses of one pair after the prompt of another: expected at least 2 "
                     f"{split} pairs, got 1; see the counts above for those dropped, and {key}"
                 )
-        made = StepRows(ahead, max_length) if ahead else None
+        plan = self.plan
+        cost = next((COSTS[name] for name, made in LAYOUTS.items() if made is self.layout), PADDED)
         by_train = make_cutting(train, cost, "batch.tokens", plan.budget, plan.per_forward)
         by_val = make_cutting(val, cost, "batch.eval_tokens", plan.eval_budget, plan.eval_per_forward)
-        self.train_batches = Batches(train, layout, pad_id, by_train, made)
-        self.val_batches = Batches(val, layout, pad_id, by_val, made)
-        self.plan, self.seed, self.epochs, self.max_steps = plan, seed, epochs, max_steps
-        self.chosen = plan.budget if auto else None
-        self.sampler: StepBatches | None = None
-        self._resume: SamplerState | None = None
+        self._batches = (
+            Batches(train, self.layout, self.pad_id, by_train, self._ahead),
+            Batches(val, self.layout, self.pad_id, by_val, self._ahead),
+        )
+        self.chosen = plan.budget if self.auto else None
+
+    def _of_split(self, place: int) -> Batches:
+        if self._batches is None:
+            self.setup("fit")
+        assert self._batches is not None
+        return self._batches[place]
+
+    @property
+    def train_batches(self) -> Batches:
+        """Training examples, indexed by planned batches."""
+        return self._of_split(0)
+
+    @property
+    def val_batches(self) -> Batches:
+        """Validation examples, indexed by planned batches."""
+        return self._of_split(1)
 
     def _ranks(self) -> tuple[int, int]:
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
@@ -146,7 +301,7 @@ class PreferenceDataModule(L.LightningDataModule):
             shuffle=self.plan.shuffle,
             rank=rank,
             world_size=world,
-            epochs=self.epochs if self.max_steps < 0 else max(1, -(-self.max_steps // max(1, steps))),
+            epochs=(self.epochs or 1) if self.max_steps < 0 else max(1, -(-self.max_steps // max(1, steps))),
         )
 
     def steps_per_epoch(self, processes: int) -> int:

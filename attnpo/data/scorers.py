@@ -8,6 +8,7 @@ import torch
 from attnpo.data.prepare import Tally, encode_pair
 from attnpo.data.rules import LengthRules
 from attnpo.data.scoring import ModelScorer
+from attnpo.judge.base import WeightReader
 from attnpo.models.described import token_rows
 from attnpo.models.loading import attention_of, load_model, load_tokenizer, text_config, weights_fingerprint
 from attnpo.models.scored import ScoredLM
@@ -76,7 +77,7 @@ def _with_instruction(pair: PreferencePair, instruction: str) -> list[Message]:
     return turns
 
 
-class RunScorers:
+class RunScorers(WeightReader):
     """The models that a source compares, described by their folders alone until ``load`` loads them.
 
     Args:
@@ -89,8 +90,10 @@ class RunScorers:
         UserError: a scorer that is not there, has another vocabulary, or is the other one under another path.
     """
 
+    name, done = "scorers", "scored"
+
     def __init__(self, source: ScoredSource, model: ModelSpec, chat: ChatFormat, rules: LengthRules) -> None:
-        self.models = source.scorers
+        self.models, self.reads = source.scorers, 2 * len(source.scorers)
         self.model, self.chat = model, chat
         self.texts = RunTexts(chat, rules)
         for name, scorer in self.models.items():
@@ -163,6 +166,14 @@ class RunScorers:
     def paths(self) -> str:
         """Both models for the log."""
         return " and ".join(f"{name} {self.place(scorer)[0]}" for name, scorer in self.models.items())
+
+    def describe_pass(self, rows: str) -> str:
+        """Returns in words what a pass does."""
+        return f"scorer pass: {self.paths()} read the training tokens of both responses"
+
+    def fingerprint_of_prompts(self) -> Mapping[str, object]:
+        """Returns what identifies the ids that they read."""
+        return self.texts.fingerprint()
 
     def load(self, device: torch.device) -> LoadedScorers:
         """Scorers and texts for capturing; loads a model that is asked in two ways once."""

@@ -48,7 +48,7 @@ class ImplicitReward:
     """The share of labelled pairs that the policy's own reward orders as the label does, over all and by subset.
 
     ``reference``: the model that training started from; auto, as a path of ``data``, is the run's whose ``best/`` or
-    ``last/`` is measured (``evaluation.weighted_implicit_reward``). ``accuracy`` sums log pi - log ref over the response,
+    ``last/`` is measured (``weighted_implicit_reward``). ``accuracy`` sums log pi - log ref over the response,
     ``accuracy_normalised`` is their mean; ``policy_alone`` and ``reference_alone`` order by log-probabilities, and
     ``gain`` is how much more the reward orders rightly than the reference alone, paired. With ``reference: null`` there
     is no such reward and ``policy_alone`` is all there is.

@@ -4,7 +4,7 @@ import logging
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from attnpo.data.base import PairSet
+from attnpo.data.base import PairReader, PairSet
 from attnpo.data.rules import LengthRules
 from attnpo.evaluation.base import Measured, Subject
 from attnpo.evaluation.evaluate_config import EvaluateConfig
@@ -14,7 +14,6 @@ from attnpo.models.spec import AUTO
 from attnpo.run.folders import run_of, saved_config
 from attnpo.run.identity import inputs_of
 from attnpo.run.run_config import RunConfig
-from attnpo.run.settings import PairReader
 from attnpo.schema import UserError
 from attnpo.weights.base import OnlineSource
 

@@ -3,14 +3,17 @@
 Owns no behaviour. Axes are named as in ``attnpo.schema``.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attnpo.schema import PreferencePair, TraceLength
+from attnpo.judge.trace_rules import TraceRules
+from attnpo.judge.verdicts import JudgeStatistics
+from attnpo.schema import PairWeights, PreferencePair, TraceLength
 
 
 class WrittenTrace(NamedTuple):
@@ -114,3 +117,57 @@ class LoadedJudge:
 # hours of judge passes away for a comment, and the code that moves them lies in the rooms below too. Whoever forgets to
 # raise one is told by tests/weights/test_versions.py, which pins numbers under each version.
 CAPTURE_VERSION = "2"
+
+
+class WeightReader:
+    """What reads token weights off a model, described without loading it; the store asks it for what is lacking.
+
+    ``name`` and ``done`` are its words in the log ("judge", "judged"). ``rounds``: rows for each response and layer.
+    ``reads``: sequences that models read of a pair, an answer that one writes counted once. ``verdict``: whether
+    verdicts are read as well. ``trace``: how a judge thinks before it is read, if it does.
+    """
+
+    name: ClassVar[str]
+    done: ClassVar[str]
+    rounds: ClassVar[int] = 1
+    reads: int = 2
+    trace: TraceRules | None = None
+
+    @property
+    def verdict(self) -> bool:
+        """Whether verdicts are read as well."""
+        return False
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model if they are read one by one, with those that have attention; 0 where none are."""
+        return 0
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads of each layer, read from its config alone; UserError when layers differ in it."""
+        return 0
+
+    def describe_pass(self, rows: str) -> str:
+        """Returns in words what a pass does that reads ``rows``."""
+        raise NotImplementedError
+
+    def fingerprint(self) -> dict[str, object]:
+        """Returns what identifies the model's numbers, for the store's key."""
+        raise NotImplementedError
+
+    def fingerprint_of_prompts(self) -> Mapping[str, object]:
+        """Returns every setting of what the model is shown that changes a number, for the store's key."""
+        raise NotImplementedError
+
+    def load(self, device: torch.device) -> object:
+        """Loads the model onto ``device`` and returns what its sources capture with."""
+        raise NotImplementedError
+
+    def count_verdicts(self, captured: Iterable[PairWeights]) -> JudgeStatistics | None:
+        """Returns the account of verdicts, where such were read."""
+        return None
+
+    def count_answers(self, pairs: Sequence[PreferencePair], captured: Mapping[str, PairWeights]) -> object | None:
+        """Returns the account of answers about parts of responses, where such were written."""
+        return None

@@ -1,18 +1,20 @@
 """Judge and verbalizer of a run: described cheaply, loaded once, and only when something is missing in the store."""
 
 import logging
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
 import torch
 
 from attnpo.config.files import read_template
-from attnpo.judge.base import JudgeModel, LoadedJudge
+from attnpo.judge.base import JudgeModel, LoadedJudge, WeightReader
 from attnpo.judge.layers import Depth
 from attnpo.judge.prompts import JudgePrompts
 from attnpo.judge.reader import CausalJudge, kernel_for
 from attnpo.judge.settings import TOKEN_BUDGET, Judge
 from attnpo.judge.trace_writer import TraceWriter
 from attnpo.judge.traces import TRACES, KeptTraces, ThinkingJudge, trace_key
+from attnpo.judge.verdicts import JudgeStatistics, judge_statistics
 from attnpo.models.described import describe, stated_positions, token_rows
 from attnpo.models.generate import ends_of_folder
 from attnpo.models.loading import (
@@ -27,7 +29,7 @@ from attnpo.models.loading import (
 )
 from attnpo.models.memory import MemoryEstimate, estimate_pass, most_tokens
 from attnpo.models.spec import ModelSpec
-from attnpo.schema import PreferencePair, UserError
+from attnpo.schema import PairWeights, PreferencePair, UserError
 from attnpo.system.machine import memory_of
 from attnpo.system.store import Store, Table
 from attnpo.text.chat import ChatFormat
@@ -35,7 +37,7 @@ from attnpo.text.chat import ChatFormat
 log = logging.getLogger(__name__)
 
 
-class RunJudge:
+class RunJudge(WeightReader):
     """A judge that is described cheaply and loaded at most once.
 
     Args:
@@ -46,6 +48,8 @@ class RunJudge:
         store: where the traces of a judge that thinks first are kept; None keeps them in memory, for each ``load``.
     """
 
+    name, done, rounds = "judge", "judged", 2  # in both orders
+
     def __init__(self, judge: Judge, model: ModelSpec, chat: ChatFormat, store: Store | None = None) -> None:
         own = judge.path is None
         if own and judge.other:
@@ -54,7 +58,7 @@ class RunJudge:
                 "other_judge.path=FOLDER_OR_HUB_NAME (with judge=other) or judge.path"
             )
         self.tokenizer = chat.tokenizer
-        self.settings = judge
+        self.settings, self.trace = judge, judge.trace
         self.path = model.path if judge.path is None else judge.path
         self.revision = model.revision if own else judge.revision
         if not own:
@@ -82,6 +86,23 @@ class RunJudge:
             return "the judge's prompt is its wording without a chat template (judge.chat=false)"
         whose = "it" if self.settings.path is None else f"{self.path}'s, {self.prompts.chat.chosen.origin}"
         return f"the judge's wording is a user turn of {whose}"
+
+    @property
+    def verdict(self) -> bool:
+        """Whether the two label logits are read as well."""
+        return self.settings.verdict
+
+    def describe_pass(self, rows: str) -> str:
+        """Returns in words what a pass does that reads ``rows``."""
+        return f"judge pass: reading {rows} of {self.path} in both orders"
+
+    def fingerprint_of_prompts(self) -> Mapping[str, object]:
+        """Returns every setting of the prompts that changes a number."""
+        return self.prompts.fingerprint()
+
+    def count_verdicts(self, captured: Iterable[PairWeights]) -> JudgeStatistics | None:
+        """Returns the account of verdicts, where such were read."""
+        return judge_statistics(captured, self.prompts.label_ids) if self.verdict else None
 
     @property
     def num_layers(self) -> Depth:

@@ -33,8 +33,7 @@ from attnpo.run.run_config import RunConfig
 from attnpo.run.settings import JudgePreparer, require_reader, wants_auto
 from attnpo.run.startup import log_once
 from attnpo.schema import UserError
-from attnpo.system.files import in_bytes
-from attnpo.system.store import Store, Table
+from attnpo.system.store import Store
 from attnpo.text.alignment import AlignMethod
 from attnpo.text.chat import ChatFormat
 from attnpo.weights.base import ScoredSource
@@ -240,16 +239,3 @@ def reference_fingerprint(context: RunContext) -> dict[str, object]:
         "precision": context.cfg.trainer.precision,
         **({} if context.model.quantize is None else {"quantize": context.model.quantize}),
     }
-
-
-def log_store(what: str, table: Table, total: int, lacking: int, size: int) -> None:
-    """Logs what the store holds of ``what`` and, if pairs are lacking, why and how much will be written.
-
-    Where all are, the first key part is named in which the nearest other table differs. ``size``: at most, in bytes.
-    """
-    line = f"{what}: {total - lacking} of {total} pairs in the store"
-    if lacking:
-        difference = table.nearest_difference() if lacking == total else None
-        nearest = f" (nearest stored: {difference})" if difference else ""
-        line += f"{nearest}; {lacking} to compute, at most about {in_bytes(size)} to write"
-    log.info("%s", line)

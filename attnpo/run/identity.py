@@ -3,21 +3,20 @@
 The one notion of it, for resuming a run, for finding a study's finished points and for telling a study's arms apart.
 """
 
-import os
 import re
-from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
+from collections.abc import Mapping
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from attnpo.config.compose import CONFIG_DIR, build, plain, readable
+from attnpo.config.compose import build, plain, readable
 from attnpo.config.fields import bookkeeping_keys
+from attnpo.config.named_files import below
 from attnpo.run.run_config import RunConfig
 from attnpo.run.settings import AUTO, LAYER
-from attnpo.run.source_digest import PACKAGE
 from attnpo.schema import UserError
-from attnpo.system.files import Json, file_digest, flat
+from attnpo.system.files import Json, flat
+from attnpo.system.source_digest import PACKAGE
 from attnpo.training.settings import CallbackSettings, direction
 from attnpo.weights.base import WeightSource
 
@@ -31,10 +30,6 @@ PATHS = (
     *(f"weights.{name}.path" for name in SCORERS),
 )
 OF_SETS = re.compile(r"data\.mix\.[^.]+\.path")
-# Keys whose text may name a file, which counts by what it holds.
-FILES = re.compile(r"(.*\.)?\w+_(file|template)")
-# Import paths of functions, whose modules are compared as those of components are.
-FUNCTIONS = ("weights.function",)
 # What is done beside the training: free to change while it goes on, but a result without it is another one.
 BESIDE = ("truth", "drift", "callbacks", "trainer.validate_every")
 # What of it decides which policy is the best.
@@ -138,11 +133,6 @@ def may_lack(key: str) -> bool:
     return below(key, (*ROOT, *OF_STUDIES, LAYER, *bookkeeping_keys(RunConfig), *PATHS, *BESIDE, *NEEDED))
 
 
-def below(key: str, parents: Sequence[str]) -> bool:
-    """Whether ``key`` is one of ``parents`` or lies below one."""
-    return any(key == parent or key.startswith(f"{parent}.") for parent in parents)
-
-
 def _unread(values: Mapping[str, Json], source: WeightSource | None) -> list[str]:
     """Parts that nothing reads as the others stand; where ``source`` is not known, all that weights may read count."""
     read = dict(flat(values))
@@ -170,40 +160,3 @@ def _values(values: Mapping[str, Json]) -> dict[str, object]:
 
 
 # ------------------------------------------------------------------------------------------------ contents
-
-
-def files_of(values: Mapping[str, object]) -> dict[str, str]:
-    """Digests of the files that flat settings name, and of the modules of components outside the package, by key.
-
-    A component outside the package may name a file by any key; in the package ``FILES`` says which keys do.
-    """
-    texts = {key: value for key, value in values.items() if isinstance(value, str)}
-    code = {key: _module(text) for key, text in texts.items() if _names_code(key)}
-    outside = [key.rpartition(".")[0] for key, path in code.items() if path is not None and key not in FUNCTIONS]
-    files = {key: _file(text) for key, text in texts.items() if FILES.fullmatch(key) or below(key, outside)}
-    return {key: file_digest(Path(path)) for key, path in {**files, **code}.items() if path is not None}
-
-
-def code_of(values: Mapping[str, Json]) -> dict[str, str]:
-    """Digests of the modules of functions outside the package that a config names, by key."""
-    return files_of({key: value for key, value in flat(values) if key in FUNCTIONS})
-
-
-def _names_code(key: str) -> bool:
-    """Whether a key's text is the import path of a class or a function."""
-    return key.endswith("_target_") or key in FUNCTIONS
-
-
-def _file(name: str) -> str | None:
-    """The file of a name, from the working directory or among the configs as ``find_file`` has it; None for others."""
-    return next(filter(os.path.isfile, (os.path.expanduser(name), str(CONFIG_DIR / name))), None)
-
-
-def _module(dotted: str) -> str | None:
-    """The file of the module that a component outside the package is in."""
-    name = dotted.rpartition(".")[0]
-    try:
-        spec = None if name.partition(".")[0] == PACKAGE.name else find_spec(name)
-    except (ImportError, ValueError):
-        return None  # told when it is built
-    return spec.origin if spec is not None and spec.has_location else None

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from attnpo.data.prepare import CUT, CUT_IN_FRONT, EncodedSet, Tally, calibration_pairs, prepare_examples, sample_of
+from attnpo.data.weighing import Weighed
 from attnpo.judge.layers import HeadRow, Row
 from attnpo.judge.prompts import Assembly
 from attnpo.run.context import RunContext
 from attnpo.run.run_config import RunConfig
-from attnpo.run.weighing import Weighed
 from attnpo.schema import SIDES
 from attnpo.text.alignment import AlignMethod
 from attnpo.weights.arrival import Arrival

@@ -20,7 +20,9 @@ from attnpo.cli.terminal import command_text
 from attnpo.data.arrow_rows import ExampleRows, pair_ids_of, sizes_of
 from attnpo.data.collate import TrainingExample
 from attnpo.data.prepare import ExampleSet
+from attnpo.data.prepared import prepare_logps
 from attnpo.data.scoring import score_examples
+from attnpo.data.weighing import log_store
 from attnpo.models.backbone import frozen, is_materialised
 from attnpo.models.compiled import compile_blocks, require_same_numbers
 from attnpo.models.layouts import LAYOUTS, Layout, padded
@@ -31,9 +33,8 @@ from attnpo.models.router import require_router, say_unused
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import AUTO
 from attnpo.models.trial import VERSION, asks_for_rows, choose, require_trainable
-from attnpo.run.context import RunContext, log_store, reference_fingerprint
+from attnpo.run.context import RunContext, reference_fingerprint
 from attnpo.run.memory_choice import fit_memory
-from attnpo.run.prepared_inputs import prepare_logps
 from attnpo.run.run_config import RunConfig
 from attnpo.schema import SIDES, UserError, digest
 from attnpo.system.files import Json, read_record, write_record

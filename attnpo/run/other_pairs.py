@@ -16,8 +16,9 @@ from attnpo.judge.base import LoadedJudge
 from attnpo.models.layouts import padded
 from attnpo.objectives.base import LengthScaled, PreferenceObjective, mean_factors
 from attnpo.run.inputs import Inputs
-from attnpo.run.weighing import capture_method
+from attnpo.run.weighing import make_reader
 from attnpo.schema import SIDES, Kind, PairWeights, PreferencePair, RowGroup
+from attnpo.system.machine import device_of
 from attnpo.system.store import Store
 from attnpo.weights.base import ColumnSource, WeightSource
 from attnpo.weights.capture import ensure_captured
@@ -68,13 +69,15 @@ def _with_columns(encoded: EncodedSet, source: WeightSource) -> EncodedSet:
 def _captured(inputs: Inputs, pairs: Sequence[PreferencePair]) -> dict[str, PairWeights]:
     """What the run's source captures for other pairs, through a store that is thrown away; empty if it asks nobody."""
     source = inputs.weighed.source
-    method = capture_method(inputs.context, source)
-    if method is None:
+    reader = make_reader(inputs.context, source)
+    if reader is None:
         return {}
-    load = method.load
+    device = device_of(inputs.context.cfg.trainer.accelerator)
     with tempfile.TemporaryDirectory() as folder:
         store = Store(Path(folder))
-        captured, _ = ensure_captured(pairs, source, source.wanted(), store, {}, lambda: _without_verdicts(load()))
+        captured, _ = ensure_captured(
+            pairs, source, source.wanted(), store, {}, lambda: _without_verdicts(reader.load(device))
+        )
         return dict(captured)
 
 

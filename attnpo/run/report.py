@@ -14,6 +14,7 @@ from lightning.pytorch.loggers import Logger
 from attnpo.cli.progress import phase
 from attnpo.config.compose import Composition, as_yaml
 from attnpo.config.fields import as_values
+from attnpo.data.weighing import SPLITS
 from attnpo.display.column_notes import column_notes
 from attnpo.display.drift_figure import drift_figure
 from attnpo.display.figures import training_curves
@@ -39,7 +40,6 @@ from attnpo.run.heat_rows import Logps, heat_rows
 from attnpo.run.input_summary import example_statistics, row_lines
 from attnpo.run.inputs import Inputs
 from attnpo.run.result import RunResult, Scores
-from attnpo.run.weighing import SPLITS
 from attnpo.system.credentials import mask
 from attnpo.system.files import Json, flat, parse_json, write_whole
 from attnpo.system.machine import versions

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from attnpo.config.compose import MISSING, Root
-from attnpo.data.base import PairSource
+from attnpo.data.base import PairReader, PairSource
 from attnpo.data.rules import AlignRules, BatchPlan, LengthRules
 from attnpo.judge.settings import Judge, OtherJudge
 from attnpo.models.kept_digests import CHOICES
@@ -17,7 +17,6 @@ from attnpo.run.settings import (
     LAYOUTS,
     DriftMeasure,
     LayerFinder,
-    PairReader,
     Preparer,
     Truth,
     is_auto,

@@ -9,7 +9,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from attnpo.data.base import PairSet
 from attnpo.data.rules import BatchPlan
 from attnpo.models.spec import FULL, ModelSpec
 from attnpo.objectives.base import PreferenceObjective
@@ -77,14 +76,6 @@ class JudgePreparer(Protocol):
 
 
 REFERENCES = ("live", "cached", "first_epoch", "adapter_off")
-
-
-@runtime_checkable
-class PairReader(Protocol):
-    """Where pairs come from (config node ``data``)."""
-
-    def load(self, split: str) -> PairSet:
-        """The pairs of a split."""
 
 
 @runtime_checkable

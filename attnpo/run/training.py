@@ -21,12 +21,12 @@ from attnpo.cli.terminal import training_began
 from attnpo.data.arrow_rows import pair_ids_of, sizes_of
 from attnpo.data.collate import TrainingExample
 from attnpo.data.datamodule import PreferenceDataModule
-from attnpo.data.micro_batches import COSTS
 from attnpo.data.prepare import ExampleSet
 from attnpo.data.rules import AUTO
-from attnpo.models.layouts import LAYOUTS, Layout, padded
+from attnpo.data.weighing import log_store
+from attnpo.models.layouts import padded
 from attnpo.models.scored import ScoredLM
-from attnpo.run.context import RunContext, log_store
+from attnpo.run.context import RunContext
 from attnpo.run.identity import numbers_of
 from attnpo.run.inputs import Inputs
 from attnpo.run.memory_choice import decision
@@ -53,7 +53,7 @@ from attnpo.training.processes import as_launched, environment, require_world
 from attnpo.training.reference_cache import KeptReference
 from attnpo.training.resume_state import Continuation, random_state, set_random_state
 from attnpo.training.sampled_rows import AnchoredObjective, Anchors
-from attnpo.training.settings import TrainerSettings, total_steps
+from attnpo.training.settings import total_steps
 from attnpo.training.signals import Interruption
 from attnpo.training.trainer import make_callbacks, make_trainer, quiet_lightning
 from attnpo.weights.base import OnlineSource, online_reads
@@ -109,7 +109,11 @@ def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | No
     models = [model for model in (policy, reference) if model is not None]
     layout = padded if inputs.context.model.reward else choose_layout(inputs.context, models, reads)
     inputs = replace(inputs, context=compile_policy(inputs.context, policy, layout))
-    data = _datamodule(inputs, examples, layout, settings)
+    data = inputs.data
+    assert data is not None
+    data.epochs, data.max_steps = settings.max_epochs, settings.max_steps
+    data.choose(layout, auto=cfg.batch.tokens == AUTO)
+    data.put(examples["train"], examples["val"])
     exporter = make_exporter(inputs, dtype=callbacks.export_dtype, card=callbacks.checkpoints and leading)
     gathered = WholePolicy()
     watched: list[L.Callback] = [gathered, *([kept] if kept else [])]
@@ -189,30 +193,6 @@ def saved_state(resume: Path) -> dict[str, Tensor]:
     saved = torch.load(resume, map_location="cpu", weights_only=True, mmap=True)["state_dict"]
     own = "policy.model."
     return {name.removeprefix(own): value for name, value in saved.items() if name.startswith(own)}
-
-
-def _datamodule(
-    inputs: Inputs,
-    examples: Mapping[str, Sequence[TrainingExample]],
-    layout: Layout,
-    settings: TrainerSettings,
-) -> PreferenceDataModule:
-    pad_id, cfg = inputs.context.chat.rows.pad_id, inputs.context.cfg
-    ahead = [name.removeprefix("ahead:") for name in cfg.objective.requires if name.startswith("ahead:")]
-    return PreferenceDataModule(
-        examples["train"],
-        examples["val"],
-        layout,
-        pad_id,
-        inputs.context.batch,
-        cfg.seed,
-        ahead=ahead,
-        max_length=cfg.lengths.max_length,
-        cost=next(COSTS[name] for name, made in LAYOUTS.items() if made is layout),
-        epochs=settings.max_epochs,
-        max_steps=settings.max_steps,
-        auto=cfg.batch.tokens == AUTO,
-    )
 
 
 @phase("training")

@@ -10,11 +10,11 @@ from torch import Tensor
 from attnpo.data.collate import TrainingExample
 from attnpo.data.prepare import make_example
 from attnpo.data.rules import AlignRules
+from attnpo.data.weighing import Weighed
 from attnpo.display.heat import HeatSide, heat_row
 from attnpo.display.shown_pair import ShownPair, ShownSide, View
 from attnpo.judge.layers import Row, attending, distinct_layers
 from attnpo.run.show_config import ALL, MEAN, ROUNDS, ShowConfig
-from attnpo.run.weighing import Weighed
 from attnpo.schema import EncodedResponse, PairWeights, PreferencePair, Round, UserError, check_choice
 from attnpo.weights.base import WeightSource
 from attnpo.weights.pipeline import raw_weights, training_weights

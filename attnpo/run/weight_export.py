@@ -15,10 +15,10 @@ import pyarrow.parquet as pq
 
 from attnpo.config.compose import load
 from attnpo.data.collate import TrainingExample
+from attnpo.data.weighing import SPLITS
 from attnpo.run.folders import saved_config
 from attnpo.run.inputs import Inputs, make_inputs
 from attnpo.run.run_config import RunConfig
-from attnpo.run.weighing import SPLITS
 from attnpo.schema import SIDES, PreferencePair, UserError, check_choice, digest
 from attnpo.system.credentials import redact
 from attnpo.system.files import require_marked, write_marked

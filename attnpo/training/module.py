@@ -13,6 +13,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from attnpo.models.backbone import frozen
 from attnpo.models.input_gradient import input_gradient
@@ -56,11 +57,11 @@ class PreferenceModule(L.LightningModule):
     pairs, and the step is saved as ``nonfinite-step-N.pt`` in the run's folder (steps counted from 1).
 
     Args:
-        policy: the model to train.
-        reference: a frozen copy (live) or None (cached, or an objective that needs none).
+        policy: the model to train, of transformers or wrapped already.
+        reference: a copy of it, which is frozen (live), or None (cached, or an objective that needs none).
         objective: asked for ``requires``; exactly that is computed.
-        optimizer: optimiser and schedule.
-        total_steps: optimiser steps of the whole run, for the schedule.
+        optimizer: optimiser and schedule; None takes ``Optimizer()``.
+        total_steps: optimiser steps of the whole run, for the schedule; None asks the Trainer.
         online: a source that weighs each batch from what the step computes; None leaves the batch's weights.
         makers: make the further row groups that the objective asks for, by the groups' names.
         kept: called with each batch and the log-probabilities [rows R] that the reference model gives it.
@@ -70,11 +71,11 @@ class PreferenceModule(L.LightningModule):
 
     def __init__(
         self,
-        policy: ScoredLM,
-        reference: ScoredLM | None,
+        policy: PreTrainedModel | ScoredLM,
+        reference: PreTrainedModel | ScoredLM | None,
         objective: PreferenceObjective,
-        optimizer: Optimizer,
-        total_steps: int,
+        optimizer: Optimizer | None = None,
+        total_steps: int | None = None,
         online: OnlineSource | None = None,
         makers: Mapping[str, RowMaker] | None = None,
         kept: Callable[[PreferenceBatch, Tensor], None] | None = None,
@@ -82,7 +83,9 @@ class PreferenceModule(L.LightningModule):
         router_coef: float = 0.0,
     ) -> None:
         super().__init__()
-        self.policy = policy
+        self.policy = policy if isinstance(policy, ScoredLM) else ScoredLM(policy)
+        if isinstance(reference, PreTrainedModel):
+            reference = ScoredLM(reference)
         object.__setattr__(self, "reference", reference)
         self.kept = kept
         self.objective = objective
@@ -90,8 +93,8 @@ class PreferenceModule(L.LightningModule):
         self.router_coef = router_coef
         self.reads = objective.requires | (online.statistics if online is not None else frozenset())
         self.reads |= {ROUTER} if router_coef else frozenset()
-        self.recipe = optimizer
-        self.total_steps = total_steps
+        self.recipe = Optimizer() if optimizer is None else optimizer
+        self._total_steps = total_steps
         self.window = PairMeans()
         self.validation = PairMeans()
         self.sharded = False
@@ -105,6 +108,11 @@ class PreferenceModule(L.LightningModule):
         self._amounts: dict[str, Tensor] = {}  # pairs and tokens of the current optimiser step
 
     reference: ScoredLM | None
+
+    @property
+    def total_steps(self) -> int:
+        """Optimiser steps of the whole run, which the Trainer estimates where they were not given."""
+        return int(self.trainer.estimated_stepping_batches) if self._total_steps is None else self._total_steps
 
     def configure_model(self) -> None:
         """Shards policy and reference over the data-parallel mesh when the strategy has one (FSDP2)."""

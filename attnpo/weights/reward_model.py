@@ -1,8 +1,11 @@
 """A run's reward model: described cheaply, loaded once, and only when something is missing in the store."""
 
+from collections.abc import Mapping
+
 import torch
 
 from attnpo.config.files import read_template
+from attnpo.judge.base import WeightReader
 from attnpo.judge.layers import Depth
 from attnpo.judge.reader import kernel_for
 from attnpo.judge.reward_reader import RewardModel
@@ -21,13 +24,15 @@ from attnpo.text.chat import ChatFormat
 from attnpo.weights.sources.reward_attention import LoadedReward, RewardAttention
 
 
-class RunReward:
+class RunReward(WeightReader):
     """A reward model that is described cheaply and loaded at most once.
 
     Args:
         source: the weights that name it. UserError when they name none, and for a tokenizer without characters.
         fallback: chat template for a tokenizer without one.
     """
+
+    name, done = "reward model", "read"
 
     def __init__(self, source: RewardAttention, fallback: str | None = None) -> None:
         if source.path is None:
@@ -66,6 +71,14 @@ class RunReward:
         """What identifies its numbers: weights, number format, attention kernel family."""
         weights = weights_fingerprint(self.path, self.revision)
         return {"weights": weights, "dtype": self.settings.dtype, "kernel": self.kernel}
+
+    def describe_pass(self, rows: str) -> str:
+        """Returns in words what a pass does that reads ``rows``."""
+        return f"reward model: reading {rows} of {self.path} on both responses"
+
+    def fingerprint_of_prompts(self) -> Mapping[str, object]:
+        """Returns what identifies the conversations that it reads."""
+        return self.chat.fingerprint()
 
     def load(self, device: torch.device) -> LoadedReward:
         """Model and conversations for capturing; loads the model onto ``device``."""

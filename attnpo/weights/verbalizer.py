@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnpo.config.files import read_template
+from attnpo.judge.base import WeightReader
 from attnpo.models.described import token_rows
 from attnpo.models.generate import chat_generator, ends_of_folder, longest_sequence
 from attnpo.models.loading import (
@@ -50,7 +51,7 @@ BATCHES_AT_ONCE = 4
 """Batches of answers that go into the store together."""
 
 
-class RunVerbalizer:
+class RunVerbalizer(WeightReader):
     """A verbalizer that is described cheaply and loaded only when an answer is missing.
 
     Args:
@@ -59,6 +60,8 @@ class RunVerbalizer:
         chat: the run's chat format: that of the prompts unless another model is named, and always that of the tokens.
         store: where the answers are kept.
     """
+
+    name, done = "verbalizer", "scored in words"
 
     def __init__(self, verbalizer: Verbalizer, model: ModelSpec, chat: ChatFormat, store: Store) -> None:
         own = verbalizer.path is None
@@ -115,7 +118,15 @@ class RunVerbalizer:
             return self.settings.known_parts.generator(model, self.chat.tokenizer)
         return chat_generator(model, self.chat, self.settings.batch_size, self.settings.token_budget)
 
-    def statistics(self, pairs: Sequence[PreferencePair], captured: Mapping[str, PairWeights]) -> AnswerStatistics:
+    def describe_pass(self, rows: str) -> str:
+        """Returns in words what a pass does."""
+        return f"verbalizer pass: {self.path} scores the parts of both responses"
+
+    def fingerprint_of_prompts(self) -> Mapping[str, object]:
+        """Returns every setting of questions and tokens that changes a number."""
+        return self.questions.fingerprint()
+
+    def count_answers(self, pairs: Sequence[PreferencePair], captured: Mapping[str, PairWeights]) -> AnswerStatistics:
         """How well the answers about ``pairs`` could be read, from the texts in the store."""
         asked = {
             (pair.pair_id, side): prompt_key(self.questions.messages(pair, side))

@@ -20,7 +20,9 @@ PLAN = BatchPlan(pairs=8, micro=2, eval_micro=2)
 def module(
     train: list[TrainingExample], val: int = 5, ahead: tuple[str, ...] = ("mismatched",)
 ) -> PreferenceDataModule:
-    return PreferenceDataModule(train, make_examples(val, seed=99), padded, 0, PLAN, 0, ahead=ahead, max_length=16)
+    return PreferenceDataModule.from_examples(
+        train, make_examples(val, seed=99), padded, 0, PLAN, 0, ahead=ahead, max_length=16
+    )
 
 
 def test_the_first_batch_of_a_step_carries_the_rows_of_all_its_micro_batches() -> None:
@@ -54,7 +56,7 @@ def test_pairs_in_the_order_of_their_rows(tokens: int | None) -> None:
     examples = make_examples(20)
 
     def ordered() -> PreferenceDataModule:
-        return PreferenceDataModule(examples, make_examples(5, seed=99), padded, 0, plan, 0, epochs=2)
+        return PreferenceDataModule.from_examples(examples, make_examples(5, seed=99), padded, 0, plan, 0, epochs=2)
 
     data = ordered()
     loader = data.train_dataloader()
@@ -76,7 +78,9 @@ def test_pairs_in_the_order_of_their_rows(tokens: int | None) -> None:
     again.load_state_dict(state)
     rest = list(again.train_dataloader())
     assert [b.pair_ids for b in rest] == [b.pair_ids for b in epochs[1][data.sampler.split.accumulation :]]
-    shuffled = PreferenceDataModule(examples, make_examples(5, seed=99), padded, 0, BatchPlan(8, 2), 0, epochs=2)
+    shuffled = PreferenceDataModule.from_examples(
+        examples, make_examples(5, seed=99), padded, 0, BatchPlan(8, 2), 0, epochs=2
+    )
     shuffled.load_state_dict(state)
     with pytest.raises(UserError, match="another order of the data: shuffle was False, is True"):
         shuffled.train_dataloader()
@@ -112,8 +116,8 @@ def budgeted(
     """20 pairs in steps of 8, five to validate."""
     plan = BatchPlan(8, tokens=tokens, eval_tokens=eval_tokens)
     layout = LAYOUTS[cost.name]
-    return PreferenceDataModule(
-        make_examples(20), make_examples(5, seed=99), layout, 0, plan, 0, cost=cost, epochs=epochs, **options
+    return PreferenceDataModule.from_examples(
+        make_examples(20), make_examples(5, seed=99), layout, 0, plan, 0, epochs=epochs, **options
     )
 
 
@@ -256,7 +260,9 @@ def of_lengths(name: str, prompt: int, response: int) -> TrainingExample:
 def test_rows_ahead_that_are_longer_than_any_pair_stand_alone() -> None:
     """Long prompts with short answers and the reverse: after a long prompt comes a long answer, 2 x 18 tokens."""
     examples = [of_lengths(f"pair{i}", *((9, 1) if i % 2 else (1, 9))) for i in range(6)]
-    data = PreferenceDataModule(examples, examples, padded, 0, BatchPlan(6, tokens=20), 0, ahead=("mismatched",))
+    data = PreferenceDataModule.from_examples(
+        examples, examples, padded, 0, BatchPlan(6, tokens=20), 0, ahead=("mismatched",)
+    )
     first = next(data.train_batches[planned] for planned in data._sampler(0, 1))
     groups = first.ahead["mismatched"]
     assert sum(len(group.response_ids) for group in groups) == 12

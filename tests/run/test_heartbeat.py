@@ -14,7 +14,8 @@ import pytest
 from attnpo import fit
 from attnpo.cli import progress as live
 from attnpo.cli.entry import run_entry
-from attnpo.run import models, report, run, weighing
+from attnpo.data import weighing
+from attnpo.run import models, report, run
 from attnpo.training.module import PreferenceModule
 from tests.run.worlds import World, build_world
 

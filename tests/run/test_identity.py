@@ -10,11 +10,11 @@ from attnpo.config.compose import CONFIG_DIR, as_yaml, load
 from attnpo.lab.studies.arms import point_folder
 from attnpo.lab.studies.bases import make_basis
 from attnpo.lab.studies.study import Arm, Point
-from attnpo.run import source_digest as sources
 from attnpo.run.identity import by_class, numbers_of, saved_numbers
 from attnpo.run.resume import check_same
-from attnpo.run.source_digest import SHOWING, source_digest
 from attnpo.schema import UserError
+from attnpo.system import source_digest as sources
+from attnpo.system.source_digest import SHOWING, source_digest
 from tests.run.worlds import build_world
 from tests.test_layering import imported_names
 
@@ -56,7 +56,7 @@ def test_every_module_that_can_run_a_point_counts_and_no_other(package: Path) ->
             "judge/judge.py",
             "run/models.py",
         ),
-        *("judge/judge.py", "run/weighing.py", "lab/auto_layer.py", "weights/faithfulness.py"),
+        *("judge/judge.py", "data/weighing.py", "lab/auto_layer.py", "weights/faithfulness.py"),
         *("training/module.py", "weights/sources/attention.py", "lab/testbed/scoring.py", "config.py", "schema.py"),
     }
     assert runs_a_point <= set(names) - stayed

@@ -196,7 +196,7 @@ def test_many_processes_refuse_weights_without_their_measurement(
     assert weighs(world) == 0
     (record,) = world.store.glob("label_mass/*.json")
     record.unlink()
-    monkeypatch.setattr("attnpo.run.weighing.world_size", lambda: 2)
+    monkeypatch.setattr("attnpo.data.weighing.world_size", lambda: 2)
     words = world.overrides("experiment=none", f"output={tmp_path}", "name=run", "trainer.max_steps=1")
     words += ["callbacks.checkpoints=false", "callbacks.samples=0", "judge.low_label_mass=stop"]
     capsys.readouterr()

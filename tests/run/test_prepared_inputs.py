@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from attnpo.config.compose import load
+from attnpo.data import prepared as prepared_inputs
+from attnpo.data.prepared_rows import FOLDER
 from attnpo.lab.studies.fit_config import FitConfig
-from attnpo.run import prepared_inputs
 from attnpo.run.inputs import make_inputs
-from attnpo.run.prepared_rows import FOLDER
 from attnpo.run.run import run
 from tests.run.worlds import build_world
 

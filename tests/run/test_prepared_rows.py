@@ -13,8 +13,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from attnpo.data.prepared_rows import FOLDER, Prepared, prepared_rows, prune, record_lines, repeat_lines
 from attnpo.models import kept_digests
-from attnpo.run.prepared_rows import FOLDER, Prepared, prepared_rows, prune, record_lines, repeat_lines
 from attnpo.schema import UserError
 from attnpo.system.files import WRITING
 

@@ -10,7 +10,8 @@ from transformers import AutoTokenizer
 
 from attnpo.config.compose import load
 from attnpo.config.fields import bookkeeping_keys
-from attnpo.run.identity import BESIDE, FUNCTIONS, KEPT, LATER, NEEDED, PATHS, numbers_of, result_of
+from attnpo.config.named_files import FUNCTIONS
+from attnpo.run.identity import BESIDE, KEPT, LATER, NEEDED, PATHS, numbers_of, result_of
 from attnpo.run.result import RunResult
 from attnpo.run.resume import check_same, find_resume, finished, refuse_taken
 from attnpo.run.run import run

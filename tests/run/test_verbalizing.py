@@ -143,7 +143,7 @@ def test_true_importance_trains(world: World, tmp_path: Path) -> None:
 
 
 def test_several_processes_do_not_ask_the_same(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attnpo.run.weighing.world_size", lambda: 2)
+    monkeypatch.setattr("attnpo.data.weighing.world_size", lambda: 2)
     with pytest.raises(UserError, match="weights are missing in the store and this job has 2 processes"):
         make_inputs(world.config(*KNOWN, f"store={tmp_path}"))
 

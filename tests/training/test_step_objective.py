@@ -28,7 +28,9 @@ Fit = Callable[..., list[dict[str, float]]]
 
 
 def kto_data(train: list[TrainingExample], plan: BatchPlan) -> PreferenceDataModule:
-    return PreferenceDataModule(train, make_examples(5, seed=99), padded, 0, plan, 0, ahead=("mismatched",))
+    return PreferenceDataModule.from_examples(
+        train, make_examples(5, seed=99), padded, 0, plan, 0, ahead=("mismatched",)
+    )
 
 
 def kto_module(steps: int, double: bool = False, lr: float = 1e-2) -> PreferenceModule:

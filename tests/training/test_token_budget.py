@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from attnpo.data.datamodule import PreferenceDataModule
-from attnpo.data.micro_batches import COSTS
 from attnpo.data.rules import BatchPlan
 from attnpo.models.trial import choose
 from attnpo.training.callbacks import FinalValidation
@@ -38,8 +37,8 @@ def make(
     layout = choose(name, [module.policy, module.reference])
     assert layout.__name__ == name
     val = make_examples(5, seed=99)
-    return PreferenceDataModule(
-        make_examples(PAIRS), val, layout, 0, plan, 0, ahead=ahead, cost=COSTS[name], epochs=epochs, auto=auto
+    return PreferenceDataModule.from_examples(
+        make_examples(PAIRS), val, layout, 0, plan, 0, ahead=ahead, epochs=epochs, auto=auto
     )
 
 

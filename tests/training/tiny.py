@@ -56,7 +56,7 @@ def make_examples(count: int, seed: int = 0) -> list[TrainingExample]:
 
 
 def make_data(train: list[TrainingExample], plan: BatchPlan, val: int = 5, seed: int = 0) -> PreferenceDataModule:
-    return PreferenceDataModule(train, make_examples(val, seed=99), padded, 0, plan, seed, epochs=2)
+    return PreferenceDataModule.from_examples(train, make_examples(val, seed=99), padded, 0, plan, seed, epochs=2)
 
 
 def make_module(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from attnpo.config.compose import groups, load
-from attnpo.run.identity import code_of, files_of
+from attnpo.config.named_files import code_of, files_of
 from attnpo.schema import EncodedResponse, Kind, PreferencePair, UserError
 from attnpo.system.files import file_digest
 from attnpo.weights.base import NativeSource, is_neutral

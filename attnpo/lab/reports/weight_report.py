@@ -16,6 +16,7 @@ from attnpo.config.compose import as_yaml
 from attnpo.data.base import PairSet
 from attnpo.data.prepare import EncodedSet, ExampleSet, fit_transforms, prepare_examples
 from attnpo.data.rules import AlignRules
+from attnpo.data.weighing import Weighed
 from attnpo.display.heat import HeatRow
 from attnpo.display.heatmap import heatmap_html
 from attnpo.display.output import terminal
@@ -43,7 +44,7 @@ from attnpo.run.context import RunContext, make_context, run_judge
 from attnpo.run.heat_rows import heat_rows
 from attnpo.run.input_summary import describe_split_loss
 from attnpo.run.inputs import Inputs, encode, read_pairs
-from attnpo.run.weighing import Weighed, weigh
+from attnpo.run.weighing import weigh
 from attnpo.schema import SIDES, UserError
 from attnpo.system.files import clean
 from attnpo.system.machine import versions

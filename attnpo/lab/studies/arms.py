@@ -12,11 +12,12 @@ from typing import TypedDict, cast
 from omegaconf import DictConfig, OmegaConf
 
 from attnpo.config.compose import compose, load, plain, typed
+from attnpo.config.named_files import below, files_of
 from attnpo.judge.layers import resolve_layer
 from attnpo.lab.studies.fit_config import FitConfig
 from attnpo.lab.studies.scorer_names import scorers_of
 from attnpo.lab.studies.study import BETA, LR, ONLY, Arm, Grid, Point, Study, short
-from attnpo.run.identity import LATER, LAYERS, below, files_of, paths_of, result_of
+from attnpo.run.identity import LATER, LAYERS, paths_of, result_of
 from attnpo.run.settings import LAYER, is_auto
 from attnpo.schema import UserError, digest
 from attnpo.system.files import Json, clean

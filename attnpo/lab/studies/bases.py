@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from attnpo.config.named_files import below, files_of
 from attnpo.data.prepare import EncodedSet
+from attnpo.data.weighing import Weighed
 from attnpo.lab.studies.arms import Composed, arm_config
 from attnpo.lab.studies.fit_config import FitConfig
 from attnpo.lab.studies.reads import Reads, reads_again
@@ -18,14 +20,14 @@ from attnpo.lab.studies.study import ONLY, Arm, Cost, Study, error_text, last_li
 from attnpo.models.loading import weights_fingerprint
 from attnpo.models.spec import ModelSpec
 from attnpo.run.context import RunContext, make_context, open_paths, settle, settle_judge
-from attnpo.run.identity import APART, below, by_class, files_of, inputs_of, settings_of
+from attnpo.run.identity import APART, by_class, inputs_of, settings_of
 from attnpo.run.inputs import encode, read_pairs
 from attnpo.run.run_config import RunConfig
-from attnpo.run.source_digest import source_digest
-from attnpo.run.weighing import Weighed, weigh
+from attnpo.run.weighing import weigh
 from attnpo.schema import digest
 from attnpo.system.files import clean, file_digest, read_record, write_record
 from attnpo.system.machine import versions
+from attnpo.system.source_digest import source_digest
 from attnpo.weights.base import OnlineSource
 from attnpo.weights.pipeline import finished_weights
 

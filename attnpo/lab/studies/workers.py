@@ -20,8 +20,8 @@ from attnpo.cli.progress import behind, importing, noting_in
 from attnpo.cli.terminal import Lines, end_quickly, end_with_parent, ending_of
 from attnpo.config.compose import load
 from attnpo.run.result import RunResult
-from attnpo.run.source_digest import source_digest
 from attnpo.system.credentials import mask
+from attnpo.system.source_digest import source_digest
 
 if TYPE_CHECKING:
     from attnpo.run.run_config import RunConfig

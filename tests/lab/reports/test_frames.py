@@ -172,10 +172,11 @@ def test_without_pandas_the_error_says_where_it_comes_from(tmp_path: Path, monke
 
 
 def test_the_page_runs(world: World, study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """docs/python_api.md, block after block; with TRL they run in its own environment, training in test_fitting.py."""
+    """docs/python_api.md, block after block; others: tests/test_fitting.py, run/test_plain_lightning.py, TRL's own."""
     blocks = [part.partition("```")[0] for part in PAGE.read_text(encoding="utf-8").split("```python\n")[1:]]
-    mine = [block for block in blocks if "DPOTrainer" not in block and "attnpo.train(" not in block]
-    assert len(blocks) - len(mine) == 3 and len(mine) == 5
+    elsewhere = ("DPOTrainer", "attnpo.train(", "L.Trainer(")
+    mine = [block for block in blocks if not any(word in block for word in elsewhere)]
+    assert len(blocks) - len(mine) == 4 and len(mine) == 5
     write_model("llama", tmp_path / "model")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ATTNPO_CACHE", str(tmp_path / "cache"))

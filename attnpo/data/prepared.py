@@ -17,6 +17,8 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from attnpo.config.fields import as_values
+from attnpo.config.named_files import files_of as named_files
 from attnpo.data.arrow_rows import (
     AT_ONCE,
     ENCODED,
@@ -35,26 +37,29 @@ from attnpo.data.arrow_rows import (
 )
 from attnpo.data.base import SPLITS, PairSet, PairSource
 from attnpo.data.collate import TrainingExample
+from attnpo.data.example_numbers import Measured
 from attnpo.data.mixture import SetAccount
 from attnpo.data.overlap import Overlap, Overlaps, key_of_prompt
 from attnpo.data.prepare import EncodedSet, ExampleSet, Tally, fit_transforms
+from attnpo.data.prepared_rows import Account, prepared_rows, record_lines, repeat_lines
+from attnpo.data.rules import AlignRules, LengthRules
 from attnpo.data.tables import files_of, read_table
+from attnpo.data.weighing import Weighed
+from attnpo.judge.base import WeightReader
+from attnpo.judge.judge import RunJudge
+from attnpo.judge.label_check import LabelCheck
 from attnpo.judge.label_mass import LabelMass
 from attnpo.judge.trace_lengths import TraceStatistics
 from attnpo.judge.verdicts import JudgeStatistics
 from attnpo.models.kept_digests import unchanged_digest
-from attnpo.run.context import RunContext
-from attnpo.run.example_numbers import Measured
-from attnpo.run.identity import files_of as named_files
-from attnpo.run.prepared_rows import Account, prepared_rows, record_lines, repeat_lines
-from attnpo.run.source_digest import PACKAGE, source_digest
-from attnpo.run.weighing import CaptureMethod, Weighed
 from attnpo.schema import SIDES, EncodedResponse, PreferencePair, digest, ids_of
 from attnpo.system.files import flat
-from attnpo.system.store import Table
+from attnpo.system.source_digest import PACKAGE, source_digest
+from attnpo.system.store import Store, Table
+from attnpo.text.chat import ChatFormat
 from attnpo.weights.answer_statistics import AnswerStatistics
 from attnpo.weights.arrival import Arrival
-from attnpo.weights.base import ColumnSource
+from attnpo.weights.base import ColumnSource, WeightSource
 from attnpo.weights.capture import WEIGHTS, CapturedRows, CaptureReport, LogpPair, weights_key
 from attnpo.weights.transforms import WeightTransform
 
@@ -72,12 +77,11 @@ PAIRS_HELD = 4096
 # ------------------------------------------------------------------------------------------------ pairs
 
 
-def facts_of_data(context: RunContext) -> tuple[dict[str, object], int] | None:
-    """Returns what decides the pairs of a run, by name, and how many bytes they are.
+def facts_of_data(source: object) -> tuple[dict[str, object], int] | None:
+    """Returns what decides the pairs of a data set, by name, and how many bytes they are.
 
     None for few of them, and for sources from outside the package.
     """
-    source = context.cfg.data
     if type(source) is not PairSource:
         return None
     found, size = dict[str, str](), 0
@@ -90,7 +94,7 @@ def facts_of_data(context: RunContext) -> tuple[dict[str, object], int] | None:
         for file in files or ():
             found[str(file)] = unchanged_digest(file)
             size += file.stat().st_size
-    facts = {"data": context.cfg.values["data"], "files": found, "code": source_digest()}
+    facts = {"data": as_values(source), "files": found, "code": source_digest()}
     return (facts, size) if size >= BYTES else None
 
 
@@ -143,17 +147,16 @@ def prepare_pairs(
 Take = Callable[[int, PreferencePair, dict[str, EncodedResponse]], None]
 
 
-def facts_of_ids(context: RunContext, pairs: Mapping[str, PairSet]) -> dict[str, object] | None:
-    """Returns what decides the training ids of a run's pairs, by name; None for few of them."""
+def facts_of_ids(chat: ChatFormat, rules: LengthRules, pairs: Mapping[str, PairSet]) -> dict[str, object] | None:
+    """Returns what decides the training ids of pairs, by name; None for few of them."""
     if sum(map(len, pairs.values())) <= PAIRS_HELD:
         return None
-    chat = context.chat
     return {
         "pairs": {split: found.fingerprint for split, found in pairs.items()},
         "tokenizer and chat template": chat.fingerprint(),
         "date": str(datetime.date.today()) if "strftime_now" in chat.chat_template else None,
         "embeddings": chat.rows.count,
-        "lengths": context.cfg.values["lengths"],
+        "lengths": as_values(rules),
         "code": source_digest(),
         "versions": {name: version(name) for name in ("tokenizers", "transformers", "jinja2")},
     }
@@ -204,40 +207,52 @@ def _tally(stored: Account) -> Tally:
 # ------------------------------------------------------------------------------------------------ examples
 
 
-def facts_of_examples(
-    context: RunContext, facts: Mapping[str, object] | None, method: CaptureMethod | None
-) -> dict[str, object] | None:
-    """Returns what decides the examples that a run's weights make of training ids with these ``facts``, by name.
+@dataclass(frozen=True)
+class Recipe:
+    """How weights are made of pairs: their source and what reads it, transforms, the rules of alignment.
 
-    None for few of them, and for weights or transforms from outside the package, which may read what nobody knows.
+    ``pairs``: where the pairs come from, for a source that reads columns of the data.
     """
-    cfg = context.cfg
-    parts = [cfg.weights, *cfg.transforms.values()]
-    if facts is None or any(type(part).__module__.partition(".")[0] != PACKAGE.name for part in parts):
-        return None
-    named = {name: cfg.values[name] for name in ("weights", "transforms", "align")}
-    captured: dict[str, object] = {}
-    if method is not None:
-        key = weights_key(cfg.weights.resolve(method.depth or 1), method.model, method.prompts)
-        captured = {"key": key, "verdicts": method.verdict}
-        captured |= {"low_label_mass": cfg.judge.low_label_mass} if method.labels is not None else {}
-    columns = facts_of_data(context) if isinstance(cfg.weights, ColumnSource) else ({}, 0)
-    if columns is None:
-        return None
-    return {
-        "ids": dict(facts),
-        **named,
-        "columns": columns[0],
-        "captured": captured,
-        "files": named_files(dict(flat(named))),
-        "objective": type(cfg.objective).__name__,
-        "versions": {name: version(name) for name in ("torch", "numpy", "Levenshtein")},
-    }
+
+    source: WeightSource
+    reader: WeightReader | None
+    transforms: Sequence[WeightTransform]
+    align: AlignRules
+    pairs: object = None
+
+    def facts(self, ids: Mapping[str, object] | None) -> dict[str, object] | None:
+        """Returns what decides the examples that this makes of training ids with these facts, by name.
+
+        None for few of them, and for weights or transforms from outside the package, which may read what nobody knows.
+        """
+        parts = [self.source, *self.transforms]
+        if ids is None or any(type(part).__module__.partition(".")[0] != PACKAGE.name for part in parts):
+            return None
+        transforms = {str(place): as_values(one) for place, one in enumerate(self.transforms)}
+        named = {"weights": as_values(self.source), "transforms": transforms, "align": as_values(self.align)}
+        captured: dict[str, object] = {}
+        if self.reader is not None:
+            source = self.source.resolve(self.reader.num_layers or 1)
+            key = weights_key(source, self.reader.fingerprint(), self.reader.fingerprint_of_prompts())
+            captured = {"key": key, "verdicts": self.reader.verdict}
+        if isinstance(self.reader, RunJudge):
+            captured["low_label_mass"] = self.reader.settings.low_label_mass
+        columns = facts_of_data(self.pairs) if isinstance(self.source, ColumnSource) else ({}, 0)
+        if columns is None:
+            return None
+        return {
+            "ids": dict(ids),
+            **named,
+            "columns": columns[0],
+            "captured": captured,
+            "files": named_files(dict(flat(named))),
+            "versions": {name: version(name) for name in ("torch", "numpy", "Levenshtein")},
+        }
 
 
 @dataclass(frozen=True)
 class Examples:
-    """Weights of a run, the examples that they make of both splits, and what these are like."""
+    """Weights, the examples that they make of both splits, and what these are like."""
 
     weighed: Weighed
     sets: dict[str, ExampleSet]
@@ -245,10 +260,10 @@ class Examples:
 
 
 def prepare_examples_of(
-    context: RunContext,
+    store: Store,
     facts: Mapping[str, object],
     encoded: Mapping[str, EncodedSet],
-    method: CaptureMethod | None,
+    recipe: Recipe,
     make_all: Callable[[Callable[[str, int, TrainingExample], None]], Examples],
 ) -> Examples:
     """Prepares the weighed examples of both splits: ``make_all`` hands on each with its split and place there."""
@@ -270,7 +285,7 @@ def prepare_examples_of(
         return {"weighed": _told(just[0].weighed), **{split: _account(just[0], split, rows) for split in SPLITS}}
 
     tokens = sum(int(np.sum(sizes_of(one.encoded).responses)) for one in encoded.values())
-    made = prepared_rows(Path(context.store.root), "weighed", facts, BYTES_OF_WEIGHT * tokens, make)
+    made = prepared_rows(Path(store.root), "weighed", facts, BYTES_OF_WEIGHT * tokens, make)
     start, sets, measured = 0, {}, {}
     for split in SPLITS:
         account, ids = made.account[split], encoded[split].encoded
@@ -281,15 +296,15 @@ def prepare_examples_of(
         sets[split] = ExampleSet(rows, _tally(account["tally"]), **numbers)
         measured[split] = Measured(account["numbers"], Arrival(**account["arrival"]))
         start += account["kept"]
-    weighed = just.pop().weighed if just else _recalled(context, made.account["weighed"], encoded, method)
-    if method is not None:
-        weighed = replace(weighed, captured=_stored(context, weighed, encoded))
+    weighed = just.pop().weighed if just else _recalled(store, made.account["weighed"], encoded, recipe)
+    if recipe.reader is not None:
+        weighed = replace(weighed, captured=_stored(store, weighed, encoded))
     return Examples(weighed, sets, measured)
 
 
-def _stored(context: RunContext, weighed: Weighed, encoded: Mapping[str, EncodedSet]) -> CapturedRows:
+def _stored(store: Store, weighed: Weighed, encoded: Mapping[str, EncodedSet]) -> CapturedRows:
     ids = dict.fromkeys(pair_id for split in SPLITS for pair_id in ids_of(encoded[split].pairs))
-    return CapturedRows(context.store.table(WEIGHTS, weighed.key), list(ids), weighed.layers)
+    return CapturedRows(store.table(WEIGHTS, weighed.key), list(ids), weighed.layers)
 
 
 def _account(made: Examples, split: str, rows: Mapping[str, Rows]) -> dict[str, object]:
@@ -315,31 +330,28 @@ def _told(weighed: Weighed) -> dict[str, object]:
     return {**{name: getattr(weighed, name) for name in _PLAIN}, **statistics, "pairs": len(weighed.captured)}
 
 
-def _recalled(
-    context: RunContext, told: Account, encoded: Mapping[str, EncodedSet], method: CaptureMethod | None
-) -> Weighed:
+def _recalled(store: Store, told: Account, encoded: Mapping[str, EncodedSet], recipe: Recipe) -> Weighed:
     """Makes the weights of prepared examples again, without rows; says what the judge does with its labels."""
-    cfg = context.cfg
     statistics: dict[str, Any] = {
         name: None if told[name] is None else kind(**{key: _frozen(value) for key, value in told[name].items()})
         for name, kind in _STATISTICS.items()
     }
-    if method is not None and method.labels is not None and statistics["label_mass"] is not None:
-        method.labels.hold(statistics["label_mass"])
-    source = cfg.weights.resolve(told["depth"] or 1)
+    if isinstance(recipe.reader, RunJudge) and statistics["label_mass"] is not None:
+        LabelCheck(recipe.reader, store).hold(statistics["label_mass"])
+    source = recipe.source.resolve(told["depth"] or 1)
     weighed = Weighed(
         source=source,
         captured={},
-        report=None if method is None else CaptureReport(told["pairs"], 0, 0.0, None),
+        report=None if recipe.reader is None else CaptureReport(told["pairs"], 0, 0.0, None),
         **{name: told[name] for name in _PLAIN},
-        layers=source.wanted() if method is not None else (),
+        layers=source.wanted() if recipe.reader is not None else (),
         **statistics,
     )
-    chosen = list(cfg.transforms.values())
+    chosen = list(recipe.transforms)
 
     def fit() -> Sequence[WeightTransform]:
-        captured = {} if method is None else _stored(context, weighed, encoded)
-        return fit_transforms(chosen, encoded["train"], source, captured, weighed.layers, cfg.align)
+        captured = {} if recipe.reader is None else _stored(store, weighed, encoded)
+        return fit_transforms(chosen, encoded["train"], source, captured, weighed.layers, recipe.align)
 
     fitted = FittedLater(fit) if any(one.needs_fit for one in chosen) else tuple(chosen)
     return replace(weighed, transforms=fitted)

@@ -1,0 +1,58 @@
+"""Files and modules that settings name, which count by what they hold."""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from attnpo.config.compose import CONFIG_DIR
+from attnpo.system.files import Json, file_digest, flat
+from attnpo.system.source_digest import PACKAGE
+
+# Keys whose text may name a file, which counts by what it holds.
+FILES = re.compile(r"(.*\.)?\w+_(file|template)")
+# Import paths of functions, whose modules are compared as those of components are.
+FUNCTIONS = ("weights.function",)
+
+
+def below(key: str, parents: Sequence[str]) -> bool:
+    """Whether ``key`` is one of ``parents`` or lies below one."""
+    return any(key == parent or key.startswith(f"{parent}.") for parent in parents)
+
+
+def files_of(values: Mapping[str, object]) -> dict[str, str]:
+    """Digests of the files that flat settings name, and of the modules of components outside the package, by key.
+
+    A component outside the package may name a file by any key; in the package ``FILES`` says which keys do.
+    """
+    texts = {key: value for key, value in values.items() if isinstance(value, str)}
+    code = {key: _module(text) for key, text in texts.items() if _names_code(key)}
+    outside = [key.rpartition(".")[0] for key, path in code.items() if path is not None and key not in FUNCTIONS]
+    files = {key: _file(text) for key, text in texts.items() if FILES.fullmatch(key) or below(key, outside)}
+    return {key: file_digest(Path(path)) for key, path in {**files, **code}.items() if path is not None}
+
+
+def code_of(values: Mapping[str, Json]) -> dict[str, str]:
+    """Digests of the modules of functions outside the package that a config names, by key."""
+    return files_of({key: value for key, value in flat(values) if key in FUNCTIONS})
+
+
+def _names_code(key: str) -> bool:
+    """Whether a key's text is the import path of a class or a function."""
+    return key.endswith("_target_") or key in FUNCTIONS
+
+
+def _file(name: str) -> str | None:
+    """The file of a name, from the working directory or among the configs as ``find_file`` has it; None for others."""
+    return next(filter(os.path.isfile, (os.path.expanduser(name), str(CONFIG_DIR / name))), None)
+
+
+def _module(dotted: str) -> str | None:
+    """The file of the module that a component outside the package is in."""
+    name = dotted.rpartition(".")[0]
+    try:
+        spec = None if name.partition(".")[0] == PACKAGE.name else find_spec(name)
+    except (ImportError, ValueError):
+        return None  # told when it is built
+    return spec.origin if spec is not None and spec.has_location else None

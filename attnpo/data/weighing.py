@@ -1,0 +1,280 @@
+"""Captured weights of pairs: read from the store, or computed where it lacks them."""
+
+import hashlib
+import json
+import logging
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from attnpo.cli.progress import phase
+from attnpo.data.arrow_rows import Joined, Picked, sizes_of
+from attnpo.data.prepare import EncodedSet, Tally
+from attnpo.judge.base import LoadedJudge, WeightReader
+from attnpo.judge.judge import RunJudge
+from attnpo.judge.label_check import LabelCheck
+from attnpo.judge.label_mass import LabelMass
+from attnpo.judge.layers import Row, layer_column, rows_in_words
+from attnpo.judge.trace_lengths import TraceStatistics, trace_statistics
+from attnpo.judge.verdicts import JudgeStatistics
+from attnpo.schema import PairWeights, PreferencePair, UserError, ids_of
+from attnpo.system.files import in_bytes
+from attnpo.system.processes import world_size
+from attnpo.system.store import Store, Table
+from attnpo.weights.answer_statistics import AnswerStatistics
+from attnpo.weights.base import ColumnSource, WeightSource
+from attnpo.weights.capture import (
+    TOKENS,
+    VERDICTS,
+    WEIGHTS,
+    CapturedRows,
+    CaptureReport,
+    ensure_captured,
+    estimate_bytes,
+    rows_to_store,
+    unreadable_pairs,
+    weights_key,
+)
+from attnpo.weights.transforms import WeightTransform
+
+log = logging.getLogger(__name__)
+
+
+SPLITS = ("train", "val")
+
+Captured = Mapping[str, PairWeights]
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """A resolved weight source and what it captured for the pairs at hand (empty for sources that capture nothing).
+
+    ``layers`` names the rows of ``captured``; ``depth`` is the number of the judge's layers, 0 without a judge; ``key``
+    is the store's key of the captured rows, or what identifies the columns of the data that the source reads.
+    ``verdicts`` and ``answers`` are the account of the judge's verdicts and of the answers about parts, where such were
+    read; ``label_mass`` is what was measured of the judge's labels, ``traces`` how long its traces are. ``transforms``
+    are the run's, fitted on its training pairs. ``reads``: sequences that models read of each pair to capture it;
+    ``seconds``: what that took per pair, None where it is not known. ``rounds``: prompts that were read, ``cut``: those
+    that had to be cut.
+    """
+
+    source: WeightSource
+    captured: Captured
+    report: CaptureReport | None
+    verdicts: JudgeStatistics | None
+    layers: tuple[Row, ...]
+    depth: int
+    key: dict[str, object]
+    answers: AnswerStatistics | None = None
+    transforms: Sequence[WeightTransform] = ()
+    reads: int = 0
+    seconds: float | None = None
+    label_mass: LabelMass | None = None
+    traces: TraceStatistics | None = None
+    rounds: int = 0
+    cut: int = 0
+
+
+REFILL = "in one process, with data.prepare_data() and data.setup('fit')"
+
+
+def weigh(
+    source: WeightSource,
+    reader: WeightReader | None,
+    store: Store | None,
+    encoded: Mapping[str, EncodedSet],
+    device: torch.device,
+    *,
+    shard: tuple[int, int] | None = None,
+    every_row: bool = False,
+    refill: str = REFILL,
+) -> Weighed:
+    """Returns ``source`` with everything it captured for the pairs of ``encoded``; computes what the store lacks.
+
+    Logs the pairs that the model cannot be shown.
+
+    Args:
+        source: the weights, their layer settled.
+        reader: what they are read with; None for a source that captures nothing.
+        store: where they are kept.
+        encoded: pairs with their training ids, by split.
+        device: where the reader's model is loaded if something is lacking.
+        shard: (rank, ranks) restricts the work to every ranks-th pair, for several workers filling one store. Without
+            it, missing rows in a job of several processes are refused: they would be computed by every process.
+        every_row: all stored rows are given, not only those that the source reads.
+        refill: how to fill the store first, for that refusal.
+
+    Raises:
+        UserError: the model can be shown none of the pairs, whichever process stored that; rows are missing in a job
+            of several processes.
+    """
+    if reader is None:
+        return Weighed(source.resolve(1), {}, None, None, (), 0, _columns_key(source, encoded))
+    assert store is not None
+    source = source.resolve(reader.num_layers or 1)
+    layers = rows_to_store(source, reader.num_layers or 1, lambda: reader.num_heads)
+    wanted: Sequence[PreferencePair] = Joined([encoded[split].pairs for split in SPLITS])
+    share = wanted if shard is None else Picked(wanted, range(shard[0], len(wanted), shard[1]))
+    key = weights_key(source, reader.fingerprint(), reader.fingerprint_of_prompts())
+    columns = [TOKENS, *(layer_column(layer) for layer in layers), *([VERDICTS] if reader.verdict else [])]
+    table = store.table(WEIGHTS, key)
+    lacking = _log_stored(table, set(ids_of(share)), encoded, columns, reader.rounds, len(layers))
+    labels = LabelCheck(reader, store) if isinstance(reader, RunJudge) else None
+
+    def refuse_many(lacks: str) -> None:
+        if shard is None and world_size() > 1:
+            raise UserError(
+                f"{lacks} missing in the store and this job has {world_size()} processes; fill the store first, "
+                f"{refill}"
+            )
+
+    def load_judge() -> LoadedJudge:
+        refuse_many("the measurement of the judge's labels is")
+        judge = reader.load(device)
+        assert isinstance(judge, LoadedJudge)
+        return judge
+
+    def load() -> object:
+        refuse_many("weights are")
+        log.info("%s", reader.describe_pass(rows_in_words(layers)))
+        if reader.trace is not None:
+            most = reader.trace.max_new_tokens
+            log.info(
+                "judge: a trace before each of %d verdicts, at most %d tokens to write (judge.trace.max_new_tokens=%d)",
+                reader.rounds * lacking,
+                reader.rounds * lacking * most,
+                most,
+            )
+        made = reader.load(device)
+        if labels is not None and isinstance(made, LoadedJudge):
+            labels.before(made, wanted)
+        return made
+
+    rows = layers if every_row else source.wanted()
+    with phase(f"{reader.name} pass"):
+        captured, report = ensure_captured(
+            share,
+            source,
+            layers,
+            store,
+            key,
+            load,
+            load_layers=rows,
+            verdicts=reader.verdict,
+            progress=partial(log.info, "%s: %d of %d pairs", reader.name),
+        )
+    if report.computed:
+        log.info("weights: %d pairs computed in %.1f s", report.computed, report.seconds)
+    if labels is not None and not report.computed:
+        labels.recall(load_judge, wanted)
+    _log_unreadable(table, list(dict.fromkeys(ids_of(wanted))), columns, reader)
+    told = captured.without_tokens if isinstance(captured, CapturedRows) else captured.values
+    prompts = Counter[str]()
+    seen = _counting(told(), prompts)
+    verdicts = reader.count_verdicts(seen)
+    deque(seen, maxlen=0)  # where no verdicts were asked for, none is looked at before
+    answers = reader.count_answers(share, captured)
+    assert answers is None or isinstance(answers, AnswerStatistics)
+    return Weighed(
+        source,
+        captured,
+        report,
+        verdicts,
+        rows,
+        reader.num_layers,
+        key,
+        answers,
+        reads=reader.reads,
+        seconds=table.seconds_per_pair(captured),
+        label_mass=None if labels is None else labels.known(wanted),
+        traces=None if reader.trace is None else trace_statistics(told(), reader.trace),
+        rounds=prompts["read"],
+        cut=prompts["cut"],
+    )
+
+
+def _counting(captured: Iterable[PairWeights], prompts: Counter[str]) -> Iterator[PairWeights]:
+    """Yields ``captured``; counts the prompts that were read, and those that had to be cut."""
+    for pair in captured:
+        prompts["read"] += len(pair.rounds)
+        prompts["cut"] += sum(item.cut for item in pair.rounds)
+        yield pair
+
+
+def _columns_key(source: WeightSource, encoded: Mapping[str, EncodedSet]) -> dict[str, object]:
+    """What identifies the columns that a source reads, which the pairs' ids do not cover; empty for other sources."""
+    if not isinstance(source, ColumnSource):
+        return {}
+    found = hashlib.sha256()
+    for split in SPLITS:
+        for pair in encoded[split].pairs:
+            values = [pair.extra.get(name) for name in source.columns]
+            found.update(json.dumps([pair.pair_id, values], default=repr).encode())
+    return {"columns": list(source.columns), "values": found.hexdigest()}
+
+
+def _log_stored(
+    table: Table, wanted: set[str], encoded: Mapping[str, EncodedSet], columns: list[str], rounds: int, layers: int
+) -> int:
+    """Logs what the store holds of the wanted pairs and about how much will be written for the others.
+
+    Their size goes by the training tokens, in each round. Returns the number of the others.
+    """
+    lacking = set(table.missing(sorted(wanted), columns))
+    tokens = 0
+    for made in encoded.values():
+        of_pairs = np.sum(sizes_of(made.encoded).responses, axis=0)
+        tokens += rounds * int(of_pairs[[pair_id in lacking for pair_id in ids_of(made.pairs)]].sum())
+    log_store("weights", table, len(wanted), len(lacking), estimate_bytes(tokens, layers))
+    return len(lacking)
+
+
+def _log_unreadable(table: Table, wanted: list[str], columns: list[str], reader: WeightReader) -> None:
+    """Logs by reason which of the wanted pairs the model cannot be shown, as far as they are stored by now.
+
+    UserError when that is every pair: the last of several processes sees what all of them stored.
+    """
+    found = unreadable_pairs(table, wanted)
+    if not found:
+        return
+    first = next(iter(found.values()))
+    if len(found) == len(wanted):
+        raise UserError(
+            f"the {reader.name} can be shown none of {len(wanted)} pairs; the first, pair {first.pair_id}: "
+            f"{first.story}"
+        )
+    tally = Tally()
+    for pair_id, pair in found.items():
+        tally.add(pair.reason, pair_id)
+        tally.words.setdefault(pair.reason, "" if pair.story == pair.reason else f"; the first: {pair.story}")
+    pending = len(table.missing(wanted, columns))
+    stored = f" ({pending} more are still with other processes)" if pending else ""
+    for reason, count in sorted(tally.counts.items()):
+        log.warning(
+            "%d of %d pairs%s cannot be %s and get no weights: %s: %s%s%s",
+            count,
+            len(wanted) - pending,
+            stored,
+            reader.done,
+            reason,
+            ", ".join(tally.first[reason]),
+            ", ..." if count > len(tally.first[reason]) else "",
+            tally.words[reason],
+        )
+
+
+def log_store(what: str, table: Table, total: int, lacking: int, size: int) -> None:
+    """Logs what the store holds of ``what`` and, if pairs are lacking, why and how much will be written.
+
+    Where all are, the first key part is named in which the nearest other table differs. ``size``: at most, in bytes.
+    """
+    line = f"{what}: {total - lacking} of {total} pairs in the store"
+    if lacking:
+        difference = table.nearest_difference() if lacking == total else None
+        nearest = f" (nearest stored: {difference})" if difference else ""
+        line += f"{nearest}; {lacking} to compute, at most about {in_bytes(size)} to write"
+    log.info("%s", line)
