@@ -85,7 +85,7 @@ def test_commands_do_not_pay_for_what_they_do_not_use() -> None:
         "attnpo.run.fill_store",
         "attnpo.lab.reports.weight_report",
         "attnpo.lab.reports.passport",
-        "tests.conformance",
+        "tests.conformance.recompute",
     ]
     models = [*answers, *judges, "attnpo.run.resume", "attnpo.run.run"]
     found = loaded_by_turns(*tables, *models, "attnpo.lab.reports.gains_report")

@@ -27,7 +27,7 @@ from enum import Enum
 from functools import partial
 from pathlib import Path
 from types import ModuleType, NoneType, UnionType
-from typing import Any, Literal, Protocol, TypeGuard, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NewType, Protocol, TypeGuard, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
@@ -37,6 +37,8 @@ from attnpo.system.credentials import is_masked, note_reads, remember
 from attnpo.system.errors import UserError
 from attnpo.system.packages import missing_package
 
+Untouched = NewType("Untouched", dict[str, Any])
+"""Keys that are kept as they stand, for whom they are meant."""
 ABSENT: object = object()  # stands for a value that is missing, was refused, or is built later
 MISSING = "???"  # OmegaConf's mark of a value that the user must give
 ALLOW = "ATTNPO_ALLOW_TARGETS"  # packages beside attnpo whose classes a configuration may name, with commas between
@@ -280,6 +282,8 @@ class Reader:
                 f"{path}: expected the credentials that were left out where it was saved, got {value!r}: put them "
                 "there again, best as ${oc.env:VARIABLE}, which is saved as it stands"
             )
+        if hint is Untouched:
+            return value if isinstance(value, dict) else self.mismatch(value, "keys with _target_", path)
         origin = get_origin(hint)
         container = origin or hint
         if inspect.isclass(hint) and hint in _ACCEPTED:

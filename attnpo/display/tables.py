@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from decimal import ROUND_HALF_UP, Decimal
 
 from rich import box
-from rich.cells import cell_len
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -50,24 +49,6 @@ def half_up(value: float, digits: int) -> float:
 def fixed(value: float, digits: int) -> str:
     """A number with ``digits`` decimals, halves away from zero; inf and nan as these words."""
     return f"{half_up(value, digits):.{digits}f}" if math.isfinite(value) else str(value)
-
-
-def table_text(columns: Sequence[str], rows: Sequence[Row], *, digits: Digits = DEFAULT_DIGITS, title: str = "") -> str:
-    """The table as aligned plain text without a trailing newline: numbers to the right, a rule below the head.
-
-    Args:
-        columns: heads, in order.
-        rows: cells in that order, or mappings by head (a missing head is an empty cell).
-        digits: decimals of floats, for all columns or by head (``DEFAULT_DIGITS`` where a head is not named).
-        title: a line above the table.
-    """
-    cells, right = cell_texts(columns, rows, digits)
-    cells = [[" ".join(cell.split()) for cell in line] for line in cells]
-    heads = [" ".join(head.split()) for head in columns]
-    widths = [max(cell_len(line[i]) for line in [heads, *cells]) for i in range(len(heads))]
-    lines = [_padded(heads, widths, right), "  ".join("-" * width for width in widths)]
-    lines += [_padded(line, widths, right) for line in cells]
-    return "\n".join([title, *lines] if title else lines)
 
 
 def table_rich(
@@ -179,15 +160,6 @@ def cell_texts(
 
 def _is_number(value: Cell) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _padded(line: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> str:
-    """One line; widths are columns of a terminal, so that wide characters line up."""
-    parts = []
-    for cell, width, numeric in zip(line, widths, right, strict=True):
-        space = " " * (width - cell_len(cell))
-        parts.append(space + cell if numeric else cell + space)
-    return "  ".join(parts).rstrip()
 
 
 def _markdown_cell(cell: str) -> str:

@@ -63,6 +63,7 @@ LATER = {
     **{"data.columns.input": None, "data.columns.system": None, "data.columns.role": "role"},
     **{"data.columns.content": "content", "data.columns.traces": "keep", "data.columns.tools": None},
     **{"prepare.base.easy_length": 1.0, "prepare.base.answer_tokens": 64, "truth.max_new_tokens": 64},
+    "callbacks.extra": None,
 }
 
 

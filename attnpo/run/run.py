@@ -86,6 +86,10 @@ def run(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | None:
     if before is not None:
         return before if leading else None
     check_tracker(cfg.logger)
+    if cfg.callbacks.extra:  # refused before anything is loaded or read
+        from attnpo.training.trainer import make_extra
+
+        make_extra(cfg.callbacks.extra)
     warn_low_rate(cfg)
     resume = find_resume(cfg, folder, point)
     cfg = go_on(cfg, resume)

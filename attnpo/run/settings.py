@@ -4,11 +4,11 @@ Light: read before anything heavy is loaded.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from attnpo.data.built import Prepared, PreparedJudge
 from attnpo.data.rules import BatchPlan
 from attnpo.models.spec import FULL, ModelSpec
 from attnpo.objectives.base import PreferenceObjective
@@ -46,25 +46,6 @@ def wants_auto(source: WeightSource) -> bool:
             "them out"
         )
     return True
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """Where the artefacts are, what was measured when they were built, and whether both were already there."""
-
-    model_path: Path
-    data_path: Path
-    report: dict[str, object]
-    reused: bool
-
-
-@dataclass(frozen=True)
-class PreparedJudge:
-    """Where the second base is, what was measured when it was built, and whether it was already there."""
-
-    path: Path
-    report: dict[str, object]
-    reused: bool
 
 
 @runtime_checkable

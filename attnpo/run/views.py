@@ -33,11 +33,6 @@ class Asked:
     rows: tuple[Row, ...]
     align: AlignRules
 
-    @property
-    def final(self) -> str:
-        """The stage that is trained with."""
-        return list(self.transforms)[-1] if self.transforms else SOURCE
-
     def of(self, pair: PreferencePair, encoded: Mapping[str, EncodedResponse], raw: PairWeights | None) -> Iterator[
         tuple[View, TrainingExample, PairWeights | None]
     ]:  # fmt: skip

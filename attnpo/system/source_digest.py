@@ -11,18 +11,8 @@ PACKAGE = Path(__file__).resolve().parents[1]
 # Rooms and files of the package that no number of a run comes from: they start a command, show what is finished, or
 # measure beside the runs (an analysis counts for its own results). All others count, a new one without being named.
 SHOWING = (
-    *(
-        "__init__.py",
-        "__main__.py",
-        "fit.py",
-        "weigh.py",
-        "show.py",
-        "generate.py",
-        "report.py",
-        "verify.py",
-        "pair.py",
-    ),
-    *("evaluate.py", "theory.py", "losses.py", "weigher.py", "display", "evaluation", "lab/reports"),
+    *("__init__.py", "__main__.py", "fit.py", "weigh.py", "show.py", "generate.py", "report.py", "pair.py"),
+    *("evaluate.py", "theory.py", "verify.py", "losses.py", "weigher.py", "display", "evaluation", "lab/reports"),
     *("cli/typed_texts.py", "run/bad_batch.py", "run/ending.py", "run/show.py", "run/show_config.py"),
     *("run/token_numbers.py", "run/views.py", "lab/analysis/passport.py", "lab/analysis/prediction.py"),
     *("lab/freedom_figure.py", "lab/testbed/benchmark.py", "lab/testbed/truth_grader.py"),
@@ -31,7 +21,7 @@ SHOWING = (
         for name in (
             *("benchmark_scores", "benchmark_table", "benchmarks", "cost_table", "drift_table", "ending", "exports"),
             *("faithfulness", "faithfulness_pages", "footnotes", "frontier", "predictions", "ranking", "report"),
-            *("selection", "study_figures", "study_page", "tables", "yardstick"),
+            *("selection", "show_config", "study_figures", "study_page", "tables", "yardstick"),
         )
     ),
 )

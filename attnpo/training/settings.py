@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass, field
 
+from attnpo.config.reader import Untouched
 from attnpo.models.spec import DTYPES
 from attnpo.schema import BOOKKEEPING, UserError, check_choice, check_least
 
@@ -126,6 +127,7 @@ class CallbackSettings:
     ``save_every``, every so many optimiser steps.
     ``export_dtype`` (bfloat16, ...) is the number format of exported weights; null leaves them as they are trained, and
     merged adapters in that of their base.
+    ``extra`` names Lightning callbacks of one's own, each by ``_target_`` with the arguments of its class.
     ``samples`` validation prompts are answered by policy and reference after training (``generations.jsonl``).
     """
 
@@ -138,6 +140,7 @@ class CallbackSettings:
     report: bool = True
     heat_maps: int = 4
     export_dtype: str | None = None
+    extra: dict[str, Untouched] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         if self.mode not in (None, "min", "max"):

@@ -10,11 +10,14 @@ import lightning as L
 import torch
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import ModelParallelStrategy
 
+from attnpo.config.reader import located
+from attnpo.schema import UserError
 from attnpo.training.callbacks import FinalValidation, Movement, Progress, StepValidation
 from attnpo.training.checkpoints import BestCheckpoint, LastCheckpoint, StraightIO
 from attnpo.training.export import Exporter
@@ -50,7 +53,28 @@ def make_callbacks(
         callbacks.append(BestCheckpoint(folder / "best", exporter, settings.monitor, settings.direction, account))
     if trainer.progress:
         callbacks.append(Progress(folder.name))
-    return callbacks
+    return [*callbacks, *make_extra(settings.extra or {})]
+
+
+def make_extra(extra: Mapping[str, Mapping[str, object]]) -> list[Callback]:
+    """Makes the callbacks of ``callbacks.extra`` by name.
+
+    UserError for a class that may not or cannot be imported, for one that is no Lightning callback, and for arguments
+    that it refuses.
+    """
+    made = []
+    for name, node in extra.items():
+        key, given = f"callbacks.extra.{name}", {word: value for word, value in node.items() if word != "_target_"}
+        target, problem = located(str(node.get("_target_")), "class")
+        if problem:
+            raise UserError(f"{key}._target_: {problem}")
+        if not (isinstance(target, type) and issubclass(target, Callback)):
+            raise UserError(f"{key}._target_: expected a Lightning Callback, got {node['_target_']}")
+        try:
+            made.append(target(**given))
+        except (TypeError, ValueError, MisconfigurationException) as error:
+            raise UserError(f"{key}: {error}") from error
+    return made
 
 
 class FullySharded(ModelParallelStrategy):

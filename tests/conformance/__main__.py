@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _verify(paths: Sequence[str], only: Sequence[str]) -> int:
-    from tests.conformance import passed, summary, verify
+    from tests.conformance.recompute import passed, summary, verify
 
     outcomes = []
     for outcome in verify(paths, only):
@@ -105,7 +105,7 @@ def _families(words: Sequence[str]) -> int:
     ordered = [done[name] for name in names]
     sys.stdout.write(f"{summary(ordered)}. {share(ordered)}\n")
     if table is not None:
-        write_page(table, ordered, versions(), shlex.join(["python", "-m", "attnpo.verify", "families", *words]))
+        write_page(table, ordered, versions(), shlex.join(["python", "-m", "tests.conformance", "families", *words]))
     return 1 if any(one.status == FAILED for one in ordered) else 0
 
 

@@ -16,9 +16,9 @@ from attnpo.judge.wording import JudgeTemplate, Rendered
 from attnpo.objectives.base import LengthFrom
 from attnpo.objectives.terms import LossType, Sft
 from attnpo.text.chat import ChatFormat
-from attnpo.verify import main
 from tests.conformance import records as records_module
-from tests.conformance import verify
+from tests.conformance.__main__ import main
+from tests.conformance.recompute import verify
 from tests.conformance.records import Absent, Check, Comparison, Status
 
 KEPT = (2, 6, 16)  # with rows per head and a shared last token; an empty response; equal responses
@@ -610,7 +610,8 @@ def test_errors_and_tolerances() -> None:
 
 
 def test_help_is_quick_to_come() -> None:
-    code = "import sys, attnpo.verify as v\ntry: v.main(['--help'])\nfinally: assert 'torch' not in sys.modules"
+    code = "import sys, tests.conformance.__main__ as v\n"
+    code += "try: v.main(['--help'])\nfinally: assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "python -m tests.conformance golden/ --only" in done.stdout

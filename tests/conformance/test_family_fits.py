@@ -29,7 +29,7 @@ def commands(word: str) -> list[list[str]]:
 
 def test_the_page_has_a_command_for_every_kind() -> None:
     (left,) = commands("keep=outputs/tiny")
-    assert f"only={','.join(KINDS)}" in left and left[1:4] == ["-m", "attnpo.verify", "families"]
+    assert f"only={','.join(KINDS)}" in left and left[1:4] == ["-m", "tests.conformance", "families"]
     assert [word for words in commands("model.path=outputs/tiny/") for word in words if "model.path" in word] == [
         f"model.path=outputs/tiny/{kind}" for kind in KINDS
     ]

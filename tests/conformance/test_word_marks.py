@@ -1,4 +1,4 @@
-"""Tokenizers with word marks, where the reference ends spans and tokenises differently; ``attnpo.verify`` on one."""
+"""Tokenizers with word marks, where the reference ends spans and tokenises differently; `tests.conformance` on one."""
 
 import json
 from collections.abc import Callable
@@ -14,8 +14,8 @@ from attnpo.judge.prompts import JudgePrompts
 from attnpo.models.loading import load_tokenizer
 from attnpo.schema import PreferencePair
 from attnpo.text.chat import ChatFormat
-from attnpo.verify import main
-from tests.conformance import verify
+from tests.conformance.__main__ import main
+from tests.conformance.recompute import verify
 from tests.conformance.records import Status
 from tests.conformance.weights import is_tied
 

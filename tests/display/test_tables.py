@@ -9,7 +9,7 @@ from rich.console import Console
 
 from attnpo.display.output import print_sections
 from attnpo.display.page import Section, TableBlock
-from attnpo.display.tables import format_cell, table_csv, table_html, table_markdown, table_rich, table_text
+from attnpo.display.tables import format_cell, table_csv, table_html, table_markdown, table_rich
 from attnpo.schema import UserError
 
 COLUMNS = ["arm", "reward", "seeds", "lr"]
@@ -29,24 +29,7 @@ def test_format_cell(value: float | str | None, text: str) -> None:
     assert format_cell(value) == text
 
 
-def test_text_lines_up() -> None:
-    assert table_text(COLUMNS, ROWS, digits={"reward": 2}, title="Results") == (
-        "Results\n"
-        "arm            reward  seeds       lr\n"
-        "-------------  ------  -----  -------\n"
-        "uniform = DPO    0.46      5  5.0e-07\n"
-        "layer 1         -0.10     10"
-    )
-
-
-def test_text_counts_wide_characters_and_joins_lines() -> None:
-    lines = table_text(["a", "b"], [["日本", 1], ["x\ny", 2]]).split("\n")
-    assert lines[2:] == ["日本  1", "x y   2"]
-
-
 def test_control_characters_never_reach_a_terminal() -> None:
-    rows = [["\x1b[31mred", 1]]
-    assert "\x1b" not in table_text(["a", "b"], rows)
     out = io.StringIO()
     Console(file=out, color_system=None, width=60).print(table_rich(["a", "[b]"], [["[red]x[/red]\x1b", 1]]))
     assert "[red]x[/red]␛" in out.getvalue() and "[b]" in out.getvalue()
@@ -74,15 +57,15 @@ def test_html_escapes_everything() -> None:
 
 def test_mistakes_are_named() -> None:
     with pytest.raises(UserError, match=r"row 1: expected 2 cells \(a, b\), got 1"):
-        table_text(["a", "b"], [[1, 2], [1]])
+        table_markdown(["a", "b"], [[1, 2], [1]])
     with pytest.raises(UserError, match="no column c"):
-        table_text(["a", "b"], [{"c": 1}])
+        table_markdown(["a", "b"], [{"c": 1}])
     with pytest.raises(UserError, match="twice"):
         table_csv(["a", "a"], [])
 
 
 def test_a_table_without_rows_has_its_head() -> None:
-    assert table_text(["a", "bb"], []) == "a  bb\n-  --"
+    assert table_markdown(["a", "bb"], []) == "| a | bb |\n| --- | --- |"
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])

@@ -40,7 +40,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[list[PreferencePair]]:
     measure = DriftSettings.measure
 
     def measured(settings: DriftSettings, inputs: Inputs, policy: ScoredLM, sampled: list[PreferencePair]) -> object:
-        seen.append(sampled[: settings.answers])
+        seen.append(list(sampled))
         return measure(settings, inputs, policy, sampled)
 
     monkeypatch.setattr(DriftSettings, "measure", measured)
@@ -114,7 +114,7 @@ def test_without_a_truth_the_pairs_are_measured(world: World, tmp_path: Path) ->
     assert set(result.drift["ranking_accuracy"]) == {"train", "validation"}
     assert "truth" not in result.drift["pairs"]
     plain = world.config("callbacks=none")
-    assert plain.unread()["drift.answers"] == "drift.pairs=0 measures nothing"
+    assert plain.drift.unread()["answers"] == "drift.pairs=0 measures nothing"
     assert run(plain, tmp_path / "off").drift == {}
 
 

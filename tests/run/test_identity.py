@@ -49,15 +49,9 @@ def test_every_module_that_can_run_a_point_counts_and_no_other(package: Path) ->
     assert fresh(package) == before and len(names) > 150
     assert stayed == {name for name in names if shows(name)}
     runs_a_point = {
-        *(
-            "run/run.py",
-            "run/training.py",
-            "run/inputs.py",
-            "judge/judge.py",
-            "run/models.py",
-        ),
-        *("judge/judge.py", "data/weighing.py", "lab/auto_layer.py", "weights/faithfulness.py"),
-        *("training/module.py", "weights/sources/attention.py", "lab/testbed/scoring.py", "config.py", "schema.py"),
+        *("run/run.py", "run/training.py", "run/inputs.py", "run/models.py", "judge/judge.py", "data/weighing.py"),
+        *("lab/auto_layer.py", "weights/faithfulness.py", "training/module.py", "weights/sources/attention.py"),
+        *("lab/testbed/scoring.py", "config/compose.py", "schema.py"),
     }
     assert runs_a_point <= set(names) - stayed
 
@@ -79,9 +73,8 @@ def test_what_counts_asks_what_shows_results_for_pages_alone() -> None:
             asked = {"/".join(parts[:end]) + ".py" for end in range(1, len(parts) + 1)}
             found |= {(name, other) for other in asked if shows(other) and (PACKAGE / other).is_file()}
     assert found == {
-        ("fitting.py", "fit.py"),  # the command, called from Python
-        ("fitting.py", "lab/reports/frames.py"),  # what it gave, read back
-        ("run/other_pairs.py", "evaluation/implicit_reward.py"),  # the type of what it weighs for a benchmark
+        ("lab/api.py", "fit.py"),  # the command, called from Python
+        ("lab/api.py", "lab/reports/frames.py"),  # what it gave, read back
         ("run/for_page.py", "display/heat.py"),
         ("run/for_page.py", "display/heat_record.py"),
         ("run/heat_rows.py", "display/heat.py"),
@@ -105,12 +98,12 @@ def test_what_counts_asks_what_shows_results_for_pages_alone() -> None:
 def test_files_that_come_go_or_move_count_whatever_their_room(package: Path) -> None:
     found = [fresh(package)]
     (package / "rewards").mkdir()
-    for name in ("rewards/new.py", "studies/new.py"):
+    for name in ("rewards/new.py", "lab/new.py"):
         (package / name).write_text("one = 1\n", encoding="utf-8")
         found.append(fresh(package))
-    (package / "studies/new.py").rename(package / "training/new.py")
+    (package / "lab/new.py").rename(package / "training/new.py")
     found.append(fresh(package))
-    (package / "hub.py").unlink()
+    (package / "system/hub.py").unlink()
     found.append(fresh(package))
     assert len(set(found)) == len(found)
 

@@ -1,6 +1,5 @@
 """The two classes in plain Lightning: the page's lines run, and train as the command does, in one process or two."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -145,4 +144,24 @@ def test_two_processes_are_refused_without_weights_and_train_with_them(world: Wo
     assert first == second
     codes, said = in_two_processes([*arguments, "own"], tmp_path)
     assert codes == [1, 1] and said.count("give it use_distributed_sampler=False") == 2, said
-    assert sys.executable
+
+
+EARLY = "{early:{_target_:lightning.pytorch.callbacks.EarlyStopping,monitor:val/loss,stopping_threshold:100.0}}"
+
+
+def test_the_command_takes_callbacks_of_ones_own(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["trainer.validate_every=1", "callbacks.samples=0", "callbacks.report=false"]
+    monkeypatch.setenv("ATTNPO_ALLOW_TARGETS", "lightning")
+    stopped = run(world.config(*words, f"callbacks.extra={EARLY}"), tmp_path / "stopped")
+    assert stopped is not None and stopped.steps == 1  # any loss is below 100
+    for extra, problem in {
+        "{a:{_target_:lightning.pytorch.callbacks.EarlyStopping}}": r"callbacks.extra.a: .*monitor",
+        "{a:{_target_:lightning.pytorch.Trainer}}": r"callbacks.extra.a._target_: expected a Lightning Callback, got",
+        "{a:{_target_:os.path.join}}": r"callbacks.extra.a._target_: expected a class of attnpo, got os.path.join",
+        "{a:{patience:3}}": r"callbacks.extra.a._target_: expected a class of attnpo, got None",
+    }.items():
+        with pytest.raises(UserError, match=problem):
+            run(world.config(*words, f"callbacks.extra={extra}"), tmp_path / "refused")
+    with pytest.raises(UserError, match=r"callbacks.extra.a: expected keys with _target_, got 3"):
+        world.config("callbacks.extra={a:3}")
+    assert not (tmp_path / "refused").exists()

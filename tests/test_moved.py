@@ -1,0 +1,105 @@
+"""Older names: a saved configuration is read with them, and two commands of before say where they went."""
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from attnpo.config.moved import MOVED, find_present
+from attnpo.config.reader import located
+from attnpo.run.identity import component
+from attnpo.run.resume import MADE
+from attnpo.run.run import run
+from attnpo.system.files import file_digest, seal
+from tests.run.worlds import build_world
+
+ROOT = Path(__file__).resolve().parents[1]
+# The components of configs/ whose modules were others before the rooms of DESIGN were built, with what they are now.
+BEFORE = {
+    "attnpo.answers.answer_config.AnswerConfig": "AnswerConfig",
+    "attnpo.answers.hf_answering.HFAnswering": "HFAnswering",
+    "attnpo.answers.openai_answering.OpenAIAnswering": "OpenAIAnswering",
+    "attnpo.evaluation.testbed.TestbedBenchmark": "TestbedBenchmark",
+    "attnpo.grading.limits.GradingLimits": "GradingLimits",
+    "attnpo.grading.local_grader.LocalGrader": "LocalGrader",
+    "attnpo.grading.openai_grader.OpenAIGrader": "OpenAIGrader",
+    "attnpo.grading.truth_grader.TruthGrader": "TruthGrader",
+    "attnpo.inspection.show_config.ShowConfig": "ShowRoot",
+    "attnpo.pairing.answer_sets.AnswerSource": "AnswerSource",
+    "attnpo.pairing.pair_config.PairConfig": "PairConfig",
+    "attnpo.pairing.rankers.JudgeRanker": "JudgeRanker",
+    "attnpo.reports.passport_config.PassportConfig": "PassportConfig",
+    "attnpo.reports.report_config.ReportConfig": "ReportConfig",
+    "attnpo.runs.implicit_reward.WeightedImplicitReward": "WeightedImplicitReward",
+    "attnpo.runs.settings.AutoLayer": "AutoLayer",
+    "attnpo.runs.settings.DriftSettings": "DriftSettings",
+    "attnpo.runs.settings.Judge": "Judge",
+    "attnpo.runs.settings.OtherJudge": "OtherJudge",
+    "attnpo.runs.settings.Verbalizer": "Verbalizer",
+    "attnpo.studies.faithfulness.Faithfulness": "Faithfulness",
+    "attnpo.studies.fit_config.FitConfig": "FitConfig",
+    "attnpo.studies.study.Grid": "Grid",
+    "attnpo.studies.study.Study": "Study",
+    "attnpo.studies.weigh_config.WeighConfig": "WeighConfig",
+    "attnpo.testbed.grammar.Grammar": "Grammar",
+    "attnpo.testbed.importance.TrueImportance": "TrueImportance",
+    "attnpo.testbed.known_parts.KnownParts": "KnownParts",
+    "attnpo.testbed.prepare.Testbed": "Testbed",
+    "attnpo.testbed.scoring.TruthScorer": "TruthScorer",
+}
+
+
+@pytest.mark.parametrize("before", BEFORE)
+def test_an_older_import_path_gives_the_class_of_today(before: str) -> None:
+    found, problem = located(before, "class")
+    assert problem == "" and isinstance(found, type) and found.__name__ == BEFORE[before]
+    assert not found.__module__.startswith(before.rpartition(".")[0])
+
+
+def test_every_older_beginning_is_tried() -> None:
+    assert [old for old in MOVED if not any(before.startswith(old) for before in BEFORE)] == []
+
+
+def test_an_older_name_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    find_present.cache_clear()
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            assert find_present("attnpo.testbed.grammar.Grammar") == "attnpo.lab.testbed.grammar.Grammar"
+    assert [line for line in caplog.messages if "testbed" in line] == [
+        "attnpo.testbed.grammar.Grammar is attnpo.lab.testbed.grammar.Grammar now; the older name is read until "
+        "version 0.2.0"
+    ]
+    assert find_present("attnpo.weights.sources.attention.Attention").endswith("sources.attention.Attention")
+
+
+def test_a_run_that_was_saved_with_older_names_goes_on(tmp_path: Path) -> None:
+    """Its configuration counts as the same: a component is its class, wherever that is."""
+    world, folder = build_world(tmp_path), tmp_path / "run"
+    words = ["callbacks.samples=0", "callbacks.report=false"]
+    first = run(world.config(*words, "trainer.max_epochs=1"), folder)
+    saved = folder / "config.yaml"
+    text = saved.read_text(encoding="utf-8")
+    older = text
+    for before in BEFORE:
+        present = find_present(before)
+        if component(before) == component(present):
+            older = older.replace(f"_target_: {present}\n", f"_target_: {before}\n")
+    assert older != text and "attnpo.runs.settings.Judge" in older
+    saved.write_text(older, encoding="utf-8")
+    seal(folder, {"result.json": file_digest(folder / "result.json")}, only=MADE)  # as that version had written it
+    assert OmegaConf.load(saved)["judge"]["_target_"] == "attnpo.runs.settings.Judge"
+    again = run(world.config(*words, "trainer.max_epochs=1", "resume=auto"), folder)
+    assert first is not None and again is not None and again.to_json() == first.to_json()
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [("verify", "python -m tests.conformance PATH"), ("theory", "python -m experiments.theory")],
+)
+def test_a_command_of_before_says_where_it_went(command: str, words: str) -> None:
+    for how in (["-m", f"attnpo.{command}"], ["-m", "attnpo", command, "PATH"]):
+        done = subprocess.run([sys.executable, *how], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 2 and words in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
