@@ -37,7 +37,7 @@ from attnpo.system.machine import device_of
 from attnpo.text.chat import ChatFormat
 from attnpo.weights.arrival import Arrival
 from attnpo.weights.base import OnlineSource, WeightSource
-from attnpo.weights.capture import capture_now, rows_to_store
+from attnpo.weights.capture import capture_now
 from attnpo.weights.postprocess import Postprocess
 from attnpo.weights.sources.attention import Attention
 from attnpo.weights.sources.rollout import Rollout
@@ -181,7 +181,7 @@ class Weigher:
         judge = CausalJudge(loaded, token_budget=token_budget, kernel=kernel_for(found))
         self.depth = Depth(judge.num_layers, found.layers)
         self.source = chosen_source.resolve(self.depth)
-        self._rows = rows_to_store(self.source, self.depth, partial(heads_of, config, name))
+        self._rows = self.source.rows_to_store(self.depth, partial(heads_of, config, name))
         asked = thinking(judge, self.prompts, KeptTraces(None))
         self._judge = LoadedJudge(asked, self.prompts, verdict)
         self._least: float | None = settings.min_label_mass  # of the labels' probability; None once it was looked at

@@ -768,7 +768,7 @@ def test_warnings_become_lines_but_those_for_library_authors_are_dropped(configs
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0
     first, warning = done.stderr.splitlines()
-    assert first.endswith("checking the configuration") and "warning: UserWarning: first second (<string>:3)" in warning
+    assert first.endswith("checking the configuration") and "warning: UserWarning: first second (<string>:4)" in warning
 
 
 # --------------------------------------------------------------------------------------------- the shipped folder

@@ -83,10 +83,10 @@ def _describe(hint: object) -> str:
 
 
 def _is_role(hint: object) -> TypeGuard[type]:
-    """Whether ``hint`` is a protocol that objects can be tested for: what a component must be able to do."""
-    return (
-        inspect.isclass(hint) and getattr(hint, "_is_protocol", False) and getattr(hint, "_is_runtime_protocol", False)
-    )
+    """Whether ``hint`` says what a component must be: a protocol that objects can be tested for, or a base class."""
+    if not inspect.isclass(hint) or dataclasses.is_dataclass(hint) or issubclass(hint, Enum):
+        return False
+    return bool(getattr(hint, "_is_runtime_protocol", False)) or hint.__module__.startswith("attnpo.")
 
 
 def _is_frozen(target: type) -> bool:
@@ -104,6 +104,8 @@ def _members(role: type) -> set[str]:
 
 def _can_be(target: type, role: type) -> bool:
     """Whether instances of the dataclass ``target`` can be of a role, told without making one."""
+    if not getattr(role, "_is_protocol", False):
+        return issubclass(target, role)
     has = {name for parent in target.__mro__ for name in vars(parent)} | {
         item.name for item in dataclasses.fields(target)
     }

@@ -15,7 +15,7 @@ from attnpo.judge.layers import Row
 from attnpo.schema import SIDES, EncodedResponse, Message, PairWeights, PreferencePair, UserError, ids_of
 from attnpo.text.chat import ChatFormat, EncodedAnswers
 from attnpo.text.truncation import truncate
-from attnpo.weights.base import PairWeigher, PartialSource, WeightSource, least_coverage
+from attnpo.weights.base import TextSource, WeightSource, least_coverage
 from attnpo.weights.capture import Unreadable
 from attnpo.weights.pipeline import (
     Finished,
@@ -297,7 +297,7 @@ def prepare_examples(
     least = least_coverage(source, align.min_coverage)
     uncovered = f"{DROPPED_FOR_COVERAGE} below {'weights' if align.min_coverage is None else 'align'}.min_coverage"
     unreadable = next((words for need, words in REFUSED.items() if need in source.requires), UNASKED)
-    partial, weigher = isinstance(source, PartialSource), source if isinstance(source, PairWeigher) else None
+    weigher = source if isinstance(source, TextSource) else None
     told, again = tee(_to_weigh(encoded, captured))
     weighed = weigh_pairs(source, filter(_is_readable, again), align.method, transforms, layers=layers)
     for place, asked in enumerate(told):
@@ -312,7 +312,7 @@ def prepare_examples(
         unmatched += sum(weights.unmatched)
         if weights.realigned:
             tally.add("judge rounds cut a response into different tokens; aligned by characters", pair_id)
-        if partial and min(weights.coverage) == 0:
+        if source.partial and min(weights.coverage) == 0:
             tally.add(SILENT, pair_id)
             continue
         if min(weights.coverage) < least:

@@ -59,7 +59,7 @@ from attnpo.system.store import Store, Table
 from attnpo.text.chat import ChatFormat
 from attnpo.weights.answer_statistics import AnswerStatistics
 from attnpo.weights.arrival import Arrival
-from attnpo.weights.base import ColumnSource, WeightSource
+from attnpo.weights.base import WeightSource
 from attnpo.weights.capture import WEIGHTS, CapturedRows, CaptureReport, LogpPair, weights_key
 from attnpo.weights.transforms import WeightTransform
 
@@ -237,7 +237,7 @@ class Recipe:
             captured = {"key": key, "verdicts": self.reader.verdict}
         if isinstance(self.reader, RunJudge):
             captured["low_label_mass"] = self.reader.settings.low_label_mass
-        columns = facts_of_data(self.pairs) if isinstance(self.source, ColumnSource) else ({}, 0)
+        columns = facts_of_data(self.pairs) if self.source.columns else ({}, 0)
         if columns is None:
             return None
         return {

@@ -35,7 +35,7 @@ from attnpo.data.weighing import REFILL, weigh
 from attnpo.schema import UserError
 from attnpo.system.store import Store
 from attnpo.text.chat import ChatFormat
-from attnpo.weights.base import ColumnSource, WeightSource
+from attnpo.weights.base import WeightSource
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def read_pairs(source: PairReader, weights: WeightSource, store: Store | None) -
             pairs = prepare_pairs(Path(store.root), *found, source.load)
     if pairs is None:
         pairs = {split: source.load(split) for split in SPLITS}
-    name_unused(pairs["train"], weights.columns if isinstance(weights, ColumnSource) else ())
+    name_unused(pairs["train"], weights.columns)
     return pairs
 
 

@@ -26,7 +26,7 @@ from attnpo.system.files import in_bytes
 from attnpo.system.processes import world_size
 from attnpo.system.store import Store, Table
 from attnpo.weights.answer_statistics import AnswerStatistics
-from attnpo.weights.base import ColumnSource, WeightSource
+from attnpo.weights.base import WeightSource
 from attnpo.weights.capture import (
     TOKENS,
     VERDICTS,
@@ -35,7 +35,6 @@ from attnpo.weights.capture import (
     CaptureReport,
     ensure_captured,
     estimate_bytes,
-    rows_to_store,
     unreadable_pairs,
     weights_key,
 )
@@ -116,7 +115,7 @@ def weigh(
         return Weighed(source.resolve(1), {}, None, None, (), 0, _columns_key(source, encoded))
     assert store is not None
     source = source.resolve(reader.num_layers or 1)
-    layers = rows_to_store(source, reader.num_layers or 1, lambda: reader.num_heads)
+    layers = source.rows_to_store(reader.num_layers or 1, lambda: reader.num_heads)
     wanted: Sequence[PreferencePair] = Joined([encoded[split].pairs for split in SPLITS])
     share = wanted if shard is None else Picked(wanted, range(shard[0], len(wanted), shard[1]))
     key = weights_key(source, reader.fingerprint(), reader.fingerprint_of_prompts())
@@ -207,7 +206,7 @@ def _counting(captured: Iterable[PairWeights], prompts: Counter[str]) -> Iterato
 
 def _columns_key(source: WeightSource, encoded: Mapping[str, EncodedSet]) -> dict[str, object]:
     """What identifies the columns that a source reads, which the pairs' ids do not cover; empty for other sources."""
-    if not isinstance(source, ColumnSource):
+    if not source.columns:
         return {}
     found = hashlib.sha256()
     for split in SPLITS:

@@ -20,7 +20,7 @@ from attnpo.run.weighing import make_reader
 from attnpo.schema import SIDES, Kind, PairWeights, PreferencePair, RowGroup
 from attnpo.system.machine import device_of
 from attnpo.system.store import Store
-from attnpo.weights.base import ColumnSource, WeightSource
+from attnpo.weights.base import WeightSource
 from attnpo.weights.capture import ensure_captured
 
 
@@ -59,7 +59,7 @@ def weigh_others(inputs: Inputs, pairs: Sequence[PreferencePair], ask: bool = Fa
 
 def _with_columns(encoded: EncodedSet, source: WeightSource) -> EncodedSet:
     """The pairs that have every column that ``source`` reads."""
-    if not isinstance(source, ColumnSource):
+    if not source.columns:
         return encoded
     both = zip(encoded.pairs, encoded.encoded, strict=True)
     kept = [(pair, sides) for pair, sides in both if all(name in pair.extra for name in source.columns)]

@@ -1,15 +1,17 @@
 """What a weight source is and what it works with. Layers are counted from 1 as in the paper (32 = last of 32)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, TypeVar, runtime_checkable
+from typing import ClassVar, TypeVar
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from attnpo.judge.layers import Row
 from attnpo.judge.layers import resolve_layer as resolve_layer
 from attnpo.schema import (
+    SIDES,
     EncodedResponse,
     Kind,
     PairWeights,
@@ -23,7 +25,7 @@ from attnpo.weights.postprocess import Postprocess
 PairedWeights = tuple[Float[Tensor, "rows R"], Float[Tensor, " pairs"]]
 """Weights of a batch's rows, and a weight for each of its pairs, by which the pair's loss is multiplied."""
 
-SomeSource = TypeVar("SomeSource", bound="Layerless")
+SomeSource = TypeVar("SomeSource", bound="WeightSource")
 
 
 @dataclass(frozen=True)
@@ -52,186 +54,157 @@ class ScorerModel:
         return {} if self.instruction is None else {"instruction": self.instruction}
 
 
-@runtime_checkable
-class WeightSource(Protocol):
-    """Where token weights come from: captured once, stored raw, selected on every use."""
+class WeightSource:
+    """Where token weights come from. A source of one's own is a frozen dataclass of one of the classes below.
 
-    @property
-    def kind(self) -> Kind:
-        """Whether a row is a distribution over the response or a factor used as it is."""
+    ``kind``: whether a row is a distribution over the response or a factor used as it is. ``signed``: whether negative
+    weights are legal. ``tokens``: "source", rows live on the source's own tokens and are aligned; "train", they are on
+    the training ids. ``requires``: what is read to make them, of "judge", "generator", "scorers" and "reward"; empty,
+    nothing is. ``columns``: columns of the data that are read, which ``PreferencePair.extra`` holds. ``postprocess``:
+    how rounds become one distribution; None takes their mean as it is. ``partial``: it may be silent about tokens, a
+    raw 0 says nothing about the token, and a pair with less than ``min_coverage`` of a response's tokens is dropped
+    unless the run says otherwise.
+    """
 
-    @property
-    def signed(self) -> bool:
-        """Whether negative weights are legal."""
-
-    @property
-    def tokens(self) -> str:
-        """ "source": rows live on the source's own tokens and are aligned; "train": on the training ids."""
-
-    @property
-    def requires(self) -> frozenset[str]:
-        """What capturing needs: a subset of {"judge", "generator", "scorers", "reward"}; empty: nothing is captured."""
-
-    @property
-    def postprocess(self) -> Postprocess | None:
-        """How the rounds become one distribution; None takes the mean over rounds as it is."""
-
-    def resolve(self, num_layers: int) -> "WeightSource":
-        """The same source with every layer name turned into a 1-based number; UserError when outside the range."""
-
-    def capture_layers(self, num_layers: int) -> tuple[int, ...]:
-        """The 1-based layers to store, rising; (0,) for the one row of a source without layers; () stores nothing."""
-
-    def wanted(self) -> tuple[Row, ...]:
-        """The stored rows that ``select`` reads, of a resolved source; empty for a source without layers."""
-
-    def capture_fingerprint(self) -> Mapping[str, object]:
-        """Every setting that changes a stored number; never the layer, the heads or the post-processing."""
-
-    def capture(self, pairs: Sequence[PreferencePair], reader: object, layers: tuple[Row, ...]) -> list[PairWeights]:
-        """Raw weights of ``pairs`` in their order, a row for each of ``layers``, read by the model that was loaded."""
-
-    def select(self, captured: PairWeights, layers: tuple[Row, ...]) -> PairWeights:
-        """``captured`` (rows of ``layers``) with the one row left that this source is about."""
-
-
-class Layerless:
-    """What sources without layers do where others choose one; ``rows`` are the numbers theirs are stored under."""
-
-    rows: ClassVar[tuple[int, ...]] = (0,)
+    kind: ClassVar[Kind] = Kind.DISTRIBUTION
+    signed: ClassVar[bool] = False
+    tokens: ClassVar[str] = "train"
+    requires: ClassVar[frozenset[str]] = frozenset()
+    columns: ClassVar[tuple[str, ...]] = ()
+    partial: ClassVar[bool] = False
+    postprocess: Postprocess | None
+    min_coverage: float
 
     def resolve(self: SomeSource, num_layers: int) -> SomeSource:
-        """The source itself: it has no layer."""
+        """Returns the source with each layer's name as a number from 1; UserError when outside the range."""
         return self
 
     def capture_layers(self, num_layers: int) -> tuple[int, ...]:
-        """One row, under the number 0 of what belongs to no single layer; none where nothing is captured."""
-        return self.rows
+        """Returns the layers to store, from 1 and rising; (0,) is one row of no layer, () stores nothing."""
+        return ()
 
-    def wanted(self) -> tuple[int, ...]:
-        """The same row."""
-        return self.rows
+    def rows_to_store(self, num_layers: int, num_heads: Callable[[], int]) -> tuple[Row, ...]:
+        """Returns the rows to store; ``num_heads`` is asked only when heads are chosen."""
+        return self.capture_layers(num_layers)
+
+    def wanted(self) -> tuple[Row, ...]:
+        """Returns the stored rows that ``select`` reads, of a resolved source; empty without layers."""
+        return ()
+
+    def capture_fingerprint(self) -> Mapping[str, object]:
+        """Returns every setting that changes a stored number; never the layer, the heads or the post-processing."""
+        return {"source": type(self).__name__.lower()}
+
+    def capture(self, pairs: Sequence[PreferencePair], reader: object, layers: tuple[Row, ...]) -> list[PairWeights]:
+        """Returns raw weights of ``pairs`` in their order, a row for each of ``layers``, read by the loaded model."""
+        raise NotImplementedError
 
     def select(self, captured: PairWeights, layers: tuple[Row, ...]) -> PairWeights:
-        """``captured`` as it is."""
+        """Returns ``captured`` (rows of ``layers``) with the one row left that this source is about."""
         return captured
 
 
-class Uncaptured(Layerless):
+class CapturedSource(WeightSource):
+    """A source that a model is read for: captured once, stored raw, selected on every use.
+
+    Without layers, as here, it has one row, under the number 0 of what belongs to no single layer.
+    """
+
+    tokens: ClassVar[str] = "source"
+
+    def capture_layers(self, num_layers: int) -> tuple[int, ...]:
+        """Returns the layers to store, from 1 and rising; (0,) is one row of no layer."""
+        return (0,)
+
+    def wanted(self) -> tuple[Row, ...]:
+        """Returns the stored rows that ``select`` reads, of a resolved source."""
+        return (0,)
+
+
+class ScoredSource(CapturedSource):
+    """A source that reads what other models make of the training tokens (``requires`` "scorers").
+
+    ``compares_whole``: whether whole distributions of two models are compared: vocabularies must be of one size then.
+    """
+
+    kind: ClassVar[Kind] = Kind.FACTOR
+    tokens: ClassVar[str] = "train"
+    requires: ClassVar[frozenset[str]] = frozenset({"scorers"})
+    compares_whole: bool = False
+    postprocess = None
+
+    @property
+    def scorers(self) -> Mapping[str, ScorerModel]:
+        """The models by the config key that describes each, the first before the one it is compared with."""
+        raise NotImplementedError
+
+
+class TextSource(WeightSource):
     """A source whose weights each run makes anew: on the training tokens, without a model, stored by no one.
 
     ``name`` is the option of the config, ``why_not_captured`` what a command is told that would store them.
+    ``neutral``: whether its weights say no more than an objective without weights does (equal weights).
     """
 
-    name: ClassVar[str]
-    why_not_captured: ClassVar[str]
-    rows: ClassVar[tuple[int, ...]] = ()
-    tokens: ClassVar[str] = "train"
-    requires: ClassVar[frozenset[str]] = frozenset()
-    postprocess: ClassVar[Postprocess | None] = None
+    name: ClassVar[str] = "of one's own"
+    why_not_captured: ClassVar[str] = "these weights are made anew by each run, nothing is captured"
     neutral: ClassVar[bool] = False
+    postprocess = None
 
-    def capture_fingerprint(self) -> dict[str, object]:
-        """The name of the source."""
+    def capture_fingerprint(self) -> Mapping[str, object]:
+        """Returns the name of the source; nothing is stored under it."""
         return {"source": self.name}
 
     def capture(self, pairs: Sequence[PreferencePair], reader: object, layers: tuple[Row, ...]) -> list[PairWeights]:
         """Raises UserError: these weights are not stored."""
         raise UserError(f"{self.why_not_captured}; run attnpo.fit directly")
 
-
-class Unlayered(Layerless):
-    """A source without layers: a distribution on the source's own tokens unless it says otherwise."""
-
-    kind: ClassVar[Kind] = Kind.DISTRIBUTION
-    signed: ClassVar[bool] = False
-    tokens: ClassVar[str] = "source"
-
-
-@runtime_checkable
-class NativeSource(WeightSource, Protocol):
-    """A source that needs no capture: it weighs the training tokens from what they are."""
-
-    @property
-    def neutral(self) -> bool:
-        """Whether its weights say no more than an objective without weights does (equal weights)."""
-
     def weigh(self, pair: PreferencePair, side: str, encoded: EncodedResponse) -> Float[Tensor, " m"]:
-        """A weight for every training token of ``pair``'s response ``side``."""
-
-
-@runtime_checkable
-class PairedSource(WeightSource, Protocol):
-    """A source without capture whose weights of a response depend on the other response's training tokens too."""
-
-    @property
-    def neutral(self) -> bool:
-        """As for ``NativeSource``."""
+        """Returns a weight for every training token of ``pair``'s response ``side``."""
+        raise NotImplementedError
 
     def weigh_pair(
         self, pair: PreferencePair, encoded: Mapping[str, EncodedResponse]
     ) -> dict[str, Float[Tensor, " _"]]:
-        """A weight for every training token of each response, by side."""
+        """Returns a weight for every training token of each response, by side."""
+        return {side: self.weigh(pair, side, encoded[side]) for side in SIDES}
+
+    def pair_weight(self, pair: PreferencePair) -> float:
+        """Returns what multiplies the pair's loss, finite and 0 or more; UserError naming the pair otherwise."""
+        return 1.0
 
 
-@runtime_checkable
-class ColumnSource(WeightSource, Protocol):
-    """A source that reads columns of the data, which ``PreferencePair.extra`` holds."""
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Their names."""
+Uncaptured = TextSource  # the name of before 0.2.0
 
 
-@runtime_checkable
-class OnlineSource(NativeSource, Protocol):
-    """A source that weighs each batch from what the training step computes; ``weigh`` fills its place until then."""
+class OnlineSource(TextSource):
+    """A source that weighs each batch from what the training step computes; equal weights until then.
 
-    @property
-    def statistics(self) -> frozenset[str]:
-        """What it reads of ``TokenStats`` beside the log-probabilities, named as in an objective's ``requires``."""
+    ``statistics``: what it reads of ``TokenStats`` beside the log-probabilities, named as in an objective's
+    ``requires``.
+    """
+
+    statistics: ClassVar[frozenset[str]] = frozenset()
+
+    def weigh(self, pair: PreferencePair, side: str, encoded: EncodedResponse) -> Float[Tensor, " m"]:
+        """Returns equal weights."""
+        return equal_weights(encoded)
 
     def weights(
         self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch
     ) -> Float[Tensor, "rows R"] | PairedWeights:
-        """The weights of the batch's main rows, from detached statistics; 0 off the response.
+        """Returns the weights of the batch's main rows, from detached statistics; 0 off the response.
 
         A source may give a weight for each pair as well (finite, 0 or more; 0 takes the pair out of the step's loss,
         whose normaliser stays its number of pairs).
         """
+        raise NotImplementedError
 
 
-@runtime_checkable
-class PairWeigher(NativeSource, Protocol):
-    """A source that also weighs whole pairs, from what the data says of them."""
-
-    def pair_weight(self, pair: PreferencePair) -> float:
-        """What multiplies the pair's loss, finite and 0 or more; UserError naming the pair otherwise."""
-
-
-@runtime_checkable
-class ScoredSource(WeightSource, Protocol):
-    """A source that reads what other models make of the training tokens (``requires`` "scorers")."""
-
-    @property
-    def scorers(self) -> Mapping[str, ScorerModel]:
-        """The models by the config key that describes each, the first before the one it is compared with."""
-
-    @property
-    def compares_whole(self) -> bool:
-        """Whether whole distributions of two models are compared, so that their vocabularies must be of one size."""
-
-
-@runtime_checkable
-class PartialSource(WeightSource, Protocol):
-    """A source that may be silent about tokens: a raw 0 means that nothing was said about the token.
-
-    Silence counts against coverage; a response about which nothing was said never becomes uniform.
-    """
-
-    @property
-    def min_coverage(self) -> float:
-        """The share of a response's tokens with a weight below which its pair is dropped, unless the run says."""
+def equal_weights(encoded: EncodedResponse) -> Float[Tensor, " m"]:
+    """Returns 1/m for each of a response's m training tokens, float32."""
+    count = len(encoded.response_ids)
+    return torch.full((count,), 1.0 / max(1, count))
 
 
 def online_reads(source: WeightSource) -> frozenset[str]:
@@ -244,11 +217,11 @@ def online_reads(source: WeightSource) -> frozenset[str]:
 
 def is_neutral(source: WeightSource) -> bool:
     """Whether an objective that reads no weights loses nothing with ``source``: it costs nothing and says nothing."""
-    return not source.requires and not (isinstance(source, NativeSource | PairedSource) and not source.neutral)
+    return not source.requires and not (isinstance(source, TextSource) and not source.neutral)
 
 
 def least_coverage(source: WeightSource, asked: float | None = None) -> float:
     """The coverage a pair must have: what was asked for, else the source's own; 0 if that weighs every token."""
     if asked is not None:
         return asked
-    return source.min_coverage if isinstance(source, PartialSource) else 0.0
+    return source.min_coverage if source.partial else 0.0

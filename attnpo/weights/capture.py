@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from attnpo.judge.base import CAPTURE_VERSION, JudgePrompt, LoadedJudge, PromptBuilder
-from attnpo.judge.layers import HeadRow, Row, layer_column
+from attnpo.judge.layers import Row, layer_column
 from attnpo.schema import SIDES, PairWeights, PreferencePair, UserError, ids_of
 from attnpo.system.store import Cell, Store, Table, array_in, fields_in
 from attnpo.text.chat import RefusedText
@@ -85,28 +84,6 @@ def reference_key(
         "code": REFERENCE_VERSION,
         **({} if keep == "start" else {"keep": keep}),  # tables from before there was a choice stay those of "start"
     }
-
-
-# --------------------------------------------------------------------------------------------- which rows
-
-
-@runtime_checkable
-class HeadSource(WeightSource, Protocol):
-    """A source that can be about some of the judge's query heads."""
-
-    @property
-    def heads(self) -> tuple[int, ...]:
-        """The chosen query heads, from 1; empty for the mean over all."""
-
-    def capture_heads(self, num_layers: int, num_heads: int) -> tuple[HeadRow, ...]:
-        """The rows to store when heads are chosen; UserError when one is outside 1..``num_heads``."""
-
-
-def rows_to_store(source: WeightSource, num_layers: int, num_heads: Callable[[], int]) -> tuple[Row, ...]:
-    """The rows that a judge pass stores for ``source``; ``num_heads`` is asked only when heads are chosen."""
-    if isinstance(source, HeadSource) and source.heads:
-        return source.capture_heads(num_layers, num_heads())
-    return source.capture_layers(num_layers)
 
 
 # --------------------------------------------------------------------------------------------- captured weights

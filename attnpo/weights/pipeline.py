@@ -29,7 +29,7 @@ from attnpo.text.alignment import Aligned, AlignMethod, Ranges, align, range_arr
 from attnpo.text.traces import before, start_apart
 from attnpo.weights.apart import beside_trace, rows_with_trace
 from attnpo.weights.arrival import shares_that_arrived
-from attnpo.weights.base import NativeSource, OnlineSource, PairedSource, PartialSource, WeightSource, is_neutral
+from attnpo.weights.base import OnlineSource, TextSource, WeightSource, is_neutral
 from attnpo.weights.many_rows import Landed, carry, distributions
 from attnpo.weights.postprocess import (
     EndToken,
@@ -54,7 +54,7 @@ class TrainingWeights:
     """Weights of one pair on its training tokens; tuples are (chosen, rejected).
 
     ``lengths``: |y|, the number of source tokens. ``coverage``: share of the training tokens with characters that got
-    a partner (from a ``PartialSource``: a partner about which something was said), those of a trace that is weighed
+    a partner (from a partial source: a partner about which something was said), those of a trace that is weighed
     apart left out. ``content``: how many such tokens there are; ``unmatched``: how many of them got none.
     ``source_coverage``, ``kept_mass``: shares of the source's tokens and of their absolute weights, after transforms,
     that arrived (``weights.arrival``); a trace that is weighed apart is left out.
@@ -81,7 +81,7 @@ class Finished:
     """One response's weights, combined and post-processed, still on the source's tokens.
 
     ``row`` holds these tokens (and what was stored on them); ``realigned`` says that a round had other ones. ``flat``:
-    a raw row was all 0 and counts as uniform. ``said``: the tokens about which a ``PartialSource`` said something,
+    a raw row was all 0 and counts as uniform. ``said``: the tokens about which a partial source said something,
     None for sources that weigh every token. ``open``: the tokens that transforms may change, None for all. ``begins``:
     the first character that the source weighs, above 0 behind a trace that is weighed apart.
     """
@@ -116,25 +116,17 @@ class PairToWeigh(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """What a source is beside a ``WeightSource``: asked once for many pairs, as a protocol's ``isinstance`` is slow."""
+    """A source, asked once for many pairs: ``text``, where it weighs a pair's own text."""
 
     itself: WeightSource
     online: bool
-    partial: bool
-    paired: PairedSource | None
-    native: NativeSource | None
+    text: TextSource | None
 
     @classmethod
     def of(cls, source: WeightSource) -> "_Source":
         if source.postprocess is not None:
             require_distribution(source.kind, source.signed)
-        return cls(
-            source,
-            isinstance(source, OnlineSource),
-            isinstance(source, PartialSource),
-            source if isinstance(source, PairedSource) else None,
-            source if isinstance(source, NativeSource) else None,
-        )
+        return cls(source, isinstance(source, OnlineSource), source if isinstance(source, TextSource) else None)
 
 
 def training_weights(
@@ -262,8 +254,8 @@ def _averaged(
     known: _Source, chunk: Sequence[PairToWeigh], selected: Sequence[PairWeights | None]
 ) -> list[Finished | None]:
     """Both responses of each pair, chosen first, from plain rounds of distributions; None for the others."""
-    rule = known.itself.postprocess
-    if type(rule) is not Postprocess or known.paired is not None or known.itself.kind is not Kind.DISTRIBUTION:
+    rule, partial = known.itself.postprocess, known.itself.partial
+    if type(rule) is not Postprocess or known.itself.kind is not Kind.DISTRIBUTION:
         return [None] * (2 * len(selected))
     responses = [
         []
@@ -273,14 +265,14 @@ def _averaged(
         for side in SIDES
     ]
     return [
-        None if made is None else Finished(parts[0], made[0], False, made[1] and not known.partial, _said(known, parts))
+        None if made is None else Finished(parts[0], made[0], False, made[1] and not partial, _said(known, parts))
         for parts, made in zip(responses, distributions(rule, responses), strict=True)
     ]
 
 
 def _said(known: _Source, rounds: Sequence[TokenWeights]) -> Bool[Tensor, " n"] | None:
-    """The tokens about which a ``PartialSource`` said something in one of the rounds."""
-    return torch.cat([row.weights for row in rounds]).ne(0).any(dim=0) if known.partial else None
+    """The tokens about which a partial source said something in one of the rounds."""
+    return torch.cat([row.weights for row in rounds]).ne(0).any(dim=0) if known.itself.partial else None
 
 
 def _carried(
@@ -320,8 +312,9 @@ def _finish_pair(known: _Source, asked: PairToWeigh, layers: tuple[Row, ...]) ->
 def _finish_selected(known: _Source, asked: PairToWeigh, captured: PairWeights | None) -> dict[str, Finished]:
     """The same from ``captured`` with the one row that the source selected."""
     source, encoded, pair = known.itself, asked.encoded, asked.pair
-    both = None if known.paired is None else known.paired.weigh_pair(_given(source, pair), encoded)
-    rule = None if known.partial else source.postprocess
+    own = known.text if captured is None else None
+    both = None if own is None else own.weigh_pair(_given(source, pair), encoded)
+    rule = None if known.itself.partial else source.postprocess
     finished = {}
     for side in SIDES:
         where = f"pair {asked.pair_id if captured is None else captured.pair_id}, {side}"
@@ -465,14 +458,13 @@ def _raw_rows(
     if captured is not None:
         return [item.side(side) for item in captured.rounds]
     source, encoded = known.itself, asked.encoded[side]
-    if own is None and known.native is None:
+    if own is None:
         raise UserError(
             f"pair {asked.pair_id}: expected captured weights for {type(source).__name__}; run attnpo.weigh first"
         )
     pair = _given(source, asked.pair)
-    weights = known.native.weigh(pair, side, encoded) if own is None and known.native is not None else own
+    weights = own
     count = len(encoded.response_ids)
-    assert weights is not None
     if weights.shape != (count,):
         raise UserError(
             f"pair {pair.pair_id}, {side}: expected {count} weights of {type(source).__name__}, one for each training "
@@ -522,7 +514,7 @@ def _finish(known: _Source, raw: Sequence[Float[Tensor, " n"]], where: str, trac
             raise UserError(
                 f"{where}: {type(source).__name__} states that its weights are not signed, got {row.min():g}"
             )
-        if source.kind is Kind.DISTRIBUTION and not known.partial and not bool(row.any()):
+        if source.kind is Kind.DISTRIBUTION and not known.itself.partial and not bool(row.any()):
             raise UserError(
                 f"{where}: {type(source).__name__} states that its weights are a distribution, and all {row.numel()} "
                 "of them are 0; drop the pair or correct the source"

@@ -12,6 +12,7 @@ from torch import Tensor
 from attnpo.lab.testbed.pretrain import new_model
 from attnpo.lab.testbed.tokenizer import build_tokenizer
 from attnpo.schema import SIDES, PairWeights, PreferencePair, TokenWeights
+from attnpo.weights.base import TextSource
 from attnpo.weights.score_parser import read_answer
 from attnpo.weights.sources.attention import Attention
 from tests.bad_input.attempts import Attempts
@@ -157,42 +158,11 @@ def _filled(row: TokenWeights, value: float) -> TokenWeights:
 
 
 @dataclass(frozen=True)
-class Native:
+class Native(TextSource):
     """Weights of the training tokens, the same number on each of them in the chosen response of one pair."""
 
     value: str = "0.0"
     pair: str = ""
-
-    kind = Attention.kind
-    signed = False
-    tokens = "train"
-    requires: frozenset[str] = frozenset()
-    postprocess = None
-    neutral = False
-
-    def resolve(self, num_layers: int) -> "Native":
-        """Itself."""
-        return self
-
-    def capture_layers(self, num_layers: int) -> tuple[int, ...]:
-        """None."""
-        return ()
-
-    def wanted(self) -> tuple[int, ...]:
-        """None."""
-        return ()
-
-    def capture_fingerprint(self) -> dict[str, Any]:
-        """Nothing is stored."""
-        return {}
-
-    def capture(self, pairs: Any, tools: Any, layers: Any) -> list[PairWeights]:
-        """Never called."""
-        raise AssertionError
-
-    def select(self, captured: PairWeights, layers: Any) -> PairWeights:
-        """Never called."""
-        raise AssertionError
 
     def weigh(self, pair: PreferencePair, side: str, encoded: Any) -> Tensor:
         """1/|y|, or the number."""

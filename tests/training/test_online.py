@@ -27,7 +27,6 @@ from attnpo.training.module import PreferenceModule
 from attnpo.training.optimizer import Optimizer
 from attnpo.weights.base import OnlineSource
 from attnpo.weights.sources.transport import Transport
-from attnpo.weights.sources.uniform import Uniform
 from tests.run.worlds import build_world
 from tests.training.stored import spoil, stored_data, stored_reference
 from tests.training.tiny import make_data, make_examples, tiny_model
@@ -37,7 +36,7 @@ PLAN = BatchPlan(8, 4)
 
 
 @dataclass(frozen=True)
-class Norms(Uniform):
+class Norms(OnlineSource):
     """Weights that hold the graph of what they are computed from: shares of the hidden states' norms."""
 
     kind: ClassVar[Kind] = Kind.DISTRIBUTION

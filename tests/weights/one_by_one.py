@@ -35,11 +35,8 @@ from attnpo.text.traces import before, start_apart
 from attnpo.weights.apart import beside_trace, rows_with_trace
 from attnpo.weights.arrival import shares_that_arrived
 from attnpo.weights.base import (
-    NativeSource,
     OnlineSource,
-    PairedSource,
-    PairWeigher,
-    PartialSource,
+    TextSource,
     WeightSource,
     least_coverage,
 )
@@ -47,6 +44,7 @@ from attnpo.weights.capture import Unreadable
 from attnpo.weights.pipeline import Finished, TrainingWeights, transformed
 from attnpo.weights.postprocess import EndToken, average_rounds, check_finite, flat_rounds, require_distribution
 from attnpo.weights.sources.attention import Attention
+from attnpo.weights.sources.edits import Edits
 from attnpo.weights.transforms import WeightTransform
 
 
@@ -74,7 +72,7 @@ def prepare_examples(
         unmatched += sum(weights.unmatched)
         if weights.realigned:
             tally.add("judge rounds cut a response into different tokens; aligned by characters", pair_id)
-        if isinstance(source, PartialSource) and min(weights.coverage) == 0:
+        if source.partial and min(weights.coverage) == 0:
             tally.add(SILENT, pair_id)
             continue
         if min(weights.coverage) < least:
@@ -83,7 +81,7 @@ def prepare_examples(
         for side in weights.flat:
             tally.add(f"all raw weights of the {side} response are 0: uniform instead", pair_id)
         example = make_example(
-            pair_id, sides, weights, source.pair_weight(pair) if isinstance(source, PairWeigher) else 1.0
+            pair_id, sides, weights, source.pair_weight(pair) if isinstance(source, TextSource) else 1.0
         )
         for side, row in zip(SIDES, example.weights, strict=True):
             if not bool(row.any()):
@@ -182,7 +180,7 @@ def finished_weights(
         require_distribution(source.kind, source.signed)
     if captured is not None:
         captured = select(source, captured, layers)
-    both = source.weigh_pair(_given(source, pair), encoded) if isinstance(source, PairedSource) else None
+    both = source.weigh_pair(_given(source, pair), encoded) if isinstance(source, Edits) else None
     finished = {}
     for side in SIDES:
         where = f"pair {_name(captured, pair)}, {side}"
@@ -194,7 +192,7 @@ def finished_weights(
         rows, trace = rows_with_trace(source, rows, encoded[side], begins)
         raw = [row.weights[0].double() for row in rows]
         weights = _finish(source, raw, where, trace)
-        said = torch.stack(raw).ne(0).any(dim=0) if isinstance(source, PartialSource) else None
+        said = torch.stack(raw).ne(0).any(dim=0) if source.partial else None
         rule = None if said is not None else source.postprocess
         flat = rule is not None and flat_rounds([row[trace:] for row in raw], rule.round_order)
         open_to = rows[0].offsets[:, 1] > rows[0].offsets[:, 0] if source.kind is Kind.FACTOR else None
@@ -222,13 +220,13 @@ def _raw_rows(
     """One entry per round, each with the one row that the source selected; ``own``: a paired source's weights."""
     if captured is not None:
         return [item.side(side) for item in captured.rounds]
-    if own is None and not isinstance(source, NativeSource):
+    if own is None and not isinstance(source, TextSource):
         raise UserError(
             f"pair {_name(captured, pair)}: expected captured weights for {type(source).__name__}; run attnpo.weigh "
             "first"
         )
     pair = _given(source, pair)
-    weights = source.weigh(pair, side, encoded) if own is None and isinstance(source, NativeSource) else own
+    weights = source.weigh(pair, side, encoded) if own is None and isinstance(source, TextSource) else own
     count = len(encoded.response_ids)
     assert weights is not None
     if weights.shape != (count,):
@@ -287,7 +285,7 @@ def _finish(
             raise UserError(
                 f"{where}: {type(source).__name__} states that its weights are not signed, got {row.min():g}"
             )
-        if source.kind is Kind.DISTRIBUTION and not isinstance(source, PartialSource) and not bool(row.any()):
+        if source.kind is Kind.DISTRIBUTION and not source.partial and not bool(row.any()):
             raise UserError(
                 f"{where}: {type(source).__name__} states that its weights are a distribution, and all {row.numel()} "
                 "of them are 0; drop the pair or correct the source"

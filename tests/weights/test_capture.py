@@ -21,7 +21,6 @@ from attnpo.weights.capture import (
     load_captured,
     load_logps,
     reference_key,
-    rows_to_store,
     store_captured,
     store_logps,
     unreadable_pairs,
@@ -388,7 +387,7 @@ def weigh_heads(
     root: Path, judge: HeadJudge, pairs: list[PreferencePair], source: Attention, **options: Any
 ) -> tuple[dict[str, PairWeights], CaptureReport]:
     source = source.resolve(judge.num_layers)
-    rows = rows_to_store(source, judge.num_layers, lambda: judge.num_heads)
+    rows = source.rows_to_store(judge.num_layers, lambda: judge.num_heads)
     key = weights_key(source, FakeJudge().fingerprint(), FakePrompts().fingerprint())
     options = {"load_layers": source.wanted(), **options}
     return ensure_captured(pairs, source, rows, Store(root), key, lambda: LoadedJudge(judge, FakePrompts()), **options)
@@ -432,9 +431,9 @@ def test_the_number_of_heads_is_asked_for_only_when_some_are_chosen() -> None:
     def never() -> int:
         pytest.fail("the judge's heads were asked for")
 
-    assert rows_to_store(Attention(), 2, never) == (1, 2)
-    assert rows_to_store(Rollout(), 2, never) == (0,)
-    assert len(rows_to_store(Attention(heads=(1,)), 2, lambda: 5)) == 10
+    assert Attention().rows_to_store(2, never) == (1, 2)
+    assert Rollout().rows_to_store(2, never) == (0,)
+    assert len(Attention(heads=(1,)).rows_to_store(2, lambda: 5)) == 10
 
 
 def test_many_rows_make_smaller_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -447,7 +446,7 @@ def test_many_rows_make_smaller_chunks(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_the_size_estimate_counts_every_head(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(1)
-    rows = rows_to_store(Attention(heads=(1,)), 4, lambda: 8)
+    rows = Attention(heads=(1,)).rows_to_store(4, lambda: 8)
 
     def noise(weights: TokenWeights) -> TokenWeights:
         count = 400

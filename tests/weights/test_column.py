@@ -16,7 +16,7 @@ from attnpo.run.other_pairs import weigh_others
 from attnpo.run.resume import contents_of
 from attnpo.run.run import run
 from attnpo.schema import SIDES, EncodedResponse, Kind, PreferencePair, UserError
-from attnpo.weights.base import ColumnSource, NativeSource, WeightSource, is_neutral
+from attnpo.weights.base import TextSource, WeightSource, is_neutral
 from attnpo.weights.pipeline import training_weights
 from attnpo.weights.sources.column import Column, Form
 from tests.run.worlds import World, build_world
@@ -164,7 +164,7 @@ def test_settings_that_contradict_each_other_are_refused(values: dict[str, Any],
 
 def test_what_it_says_of_itself() -> None:
     source = Column("a", "b", kind=Kind.DISTRIBUTION)
-    assert isinstance(source, WeightSource) and isinstance(source, NativeSource) and isinstance(source, ColumnSource)
+    assert isinstance(source, WeightSource) and isinstance(source, TextSource) and bool(source.columns)
     assert source.columns == ("a", "b") and not is_neutral(source) and not source.requires
     assert source.resolve(3) == source and source.capture_layers(3) == source.wanted() == ()
     assert (Column().kind, Column(signed=True).signed, source.tokens) == (Kind.FACTOR, True, "train")

@@ -12,7 +12,7 @@ from attnpo.run.settings import require_reader
 from attnpo.schema import Kind, PreferenceBatch, PreferencePair, TokenStats, UserError
 from attnpo.training.online_weights import weighed
 from attnpo.training.pair_values import pair_values
-from attnpo.weights.base import NativeSource, OnlineSource, PairWeigher, is_neutral, online_reads
+from attnpo.weights.base import OnlineSource, TextSource, is_neutral, online_reads
 from attnpo.weights.sources.confidence import Confidence, Entropy, Selective, above_quantile, below_mean, highest
 from attnpo.weights.sources.pair_strength import MWPO, WPO, PairColumn
 from tests.conformance.records import built
@@ -183,7 +183,7 @@ def pair_with(**extra: object) -> PreferencePair:
 def test_a_column_weighs_pairs_as_it_is() -> None:
     source = PairColumn("trust")
     assert [source.pair_weight(pair_with(trust=value)) for value in (0, 2, 0.25, True)] == [0.0, 2.0, 0.25, 1.0]
-    assert source.columns == ("trust",) and is_neutral(source) and isinstance(source, PairWeigher)
+    assert source.columns == ("trust",) and is_neutral(source) and isinstance(source, TextSource)
 
 
 @pytest.mark.parametrize("value", [None, "1", math.nan, math.inf, -0.5, [1.0]])
@@ -214,7 +214,7 @@ def source_of(option: str) -> OnlineSource:
 @pytest.mark.parametrize("option", ONLINE)
 def test_what_holds_of_every_source(option: str) -> None:
     source = source_of(option)
-    assert isinstance(source, OnlineSource) and isinstance(source, NativeSource) and not source.signed
+    assert isinstance(source, OnlineSource) and isinstance(source, TextSource) and not source.signed
     assert source.requires == frozenset() and source.tokens == "train" and source.capture_layers(4) == ()
     assert source.capture_fingerprint() == {"source": option}
     assert online_reads(source) == source.statistics <= {"reference", "vocab:entropy", "vocab:collision"}

@@ -16,7 +16,7 @@ from attnpo.schema import SIDES, EncodedResponse, Kind, PairWeights, PreferenceP
 from attnpo.training.module import PreferenceModule
 from attnpo.training.online_weights import weighed
 from attnpo.training.optimizer import Optimizer
-from attnpo.weights.base import NativeSource, OnlineSource, PairedSource, WeightSource, is_neutral, online_reads
+from attnpo.weights.base import OnlineSource, TextSource, WeightSource, is_neutral, online_reads
 from attnpo.weights.pipeline import FOR_FACTORS, TrainingWeights, check_transforms, training_weights
 from attnpo.weights.sources.formula import ResponseTokens
 from attnpo.weights.sources.lengths import Lengths
@@ -105,7 +105,7 @@ def test_what_a_source_says_of_itself(option: str) -> None:
     source = source_of(option)
     assert isinstance(source, WeightSource) and source.tokens in ("source", "train")
     assert source.requires <= {"judge", "generator", "scorers", "reward"}
-    assert isinstance(source, NativeSource | PairedSource) == (not source.requires)
+    assert isinstance(source, TextSource) == (not source.requires)
     assert len(source.wanted()) == bool(source.requires) and set(source.wanted()) <= set(source.capture_layers(3))
     assert not (source.signed and source.kind is Kind.DISTRIBUTION)
     assert source_of(option).capture_fingerprint() == source.capture_fingerprint()

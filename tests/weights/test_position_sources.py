@@ -27,7 +27,7 @@ from attnpo.text.alignment import differing
 from attnpo.training import module
 from attnpo.training.module import PreferenceModule
 from attnpo.training.optimizer import Optimizer
-from attnpo.weights.base import NativeSource, OnlineSource, PairedSource, WeightSource, is_neutral
+from attnpo.weights.base import OnlineSource, TextSource, WeightSource, is_neutral
 from attnpo.weights.pipeline import training_weights
 from attnpo.weights.sources.decay import Decay
 from attnpo.weights.sources.edits import Edits
@@ -260,8 +260,7 @@ def test_what_they_say_of_themselves(source: Decay | Edits | Lengths) -> None:
     assert isinstance(source, WeightSource) and source.kind is Kind.FACTOR and source.tokens == "train"
     assert not source.signed and not source.requires and not is_neutral(source)
     assert source.resolve(4) == source and source.capture_layers(4) == source.wanted() == ()
-    assert isinstance(source, PairedSource) == isinstance(source, Edits)
-    assert isinstance(source, NativeSource) != isinstance(source, Edits)
+    assert isinstance(source, TextSource)
     assert isinstance(source, OnlineSource) == isinstance(source, Lengths)
     assert source.capture_fingerprint() == {"source": type(source).__name__.lower()}
     with pytest.raises(UserError, match=rf"weights={type(source).__name__.lower()} .*attnpo\.fit"):

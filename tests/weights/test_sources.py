@@ -9,7 +9,7 @@ from omegaconf import OmegaConf, ValidationError
 from attnpo.judge.base import LoadedJudge
 from attnpo.judge.layers import HeadRow, Row
 from attnpo.schema import SIDES, EncodedResponse, PairWeights, UserError
-from attnpo.weights.base import NativeSource, WeightSource
+from attnpo.weights.base import TextSource, WeightSource
 from attnpo.weights.pipeline import training_weights
 from attnpo.weights.postprocess import Postprocess, RoundOrder
 from attnpo.weights.sources.attention import Attention
@@ -196,7 +196,7 @@ def test_uniform_is_one_over_the_training_tokens() -> None:
 def test_sources_keep_the_interface() -> None:
     sources: list[WeightSource] = [Attention(), Uniform()]
     assert all(isinstance(source, WeightSource) for source in sources)
-    assert [isinstance(source, NativeSource) for source in sources] == [False, True]
+    assert [isinstance(source, TextSource) for source in sources] == [False, True]
     assert [source.tokens for source in sources] == ["source", "train"]
 
 

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import pytest
 import torch
@@ -240,11 +239,8 @@ def test_equal_weights_stand_in_until_training() -> None:
 
 
 @dataclass(frozen=True)
-class Spread(Uniform):
+class Spread(OnlineSource):
     """An online source of distributions."""
-
-    neutral: ClassVar[bool] = False
-    statistics: ClassVar[frozenset[str]] = frozenset()
 
     def weights(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> Tensor:
         return batch.main.token_weights["reward"]

@@ -13,7 +13,7 @@ from attnpo.schema import Message, PairWeights, PreferencePair, Sampling, UserEr
 from attnpo.system.store import Store
 from attnpo.text.chat import RefusedText
 from attnpo.weights.answer_statistics import AnswerStatistics, answer_statistics
-from attnpo.weights.base import PartialSource, WeightSource, least_coverage
+from attnpo.weights.base import WeightSource, least_coverage
 from attnpo.weights.capture import Unreadable, ensure_captured, weights_key
 from attnpo.weights.score_parser import NO_PARTS, NOT_IN_RESPONSE, ScoredSpan, read_answer
 from attnpo.weights.sources.attention import Attention
@@ -76,7 +76,7 @@ def tools(generator: Recorded, **more: Any) -> LoadedVerbalizer:
 
 def test_it_is_a_source_with_a_least_coverage_of_its_own() -> None:
     source = Verbalized()
-    assert isinstance(source, WeightSource) and isinstance(source, PartialSource)
+    assert isinstance(source, WeightSource) and source.partial
     assert isinstance(Words(), QuestionBuilder)
     assert (least_coverage(source), least_coverage(source, 0.5), least_coverage(Attention(1))) == (0.9, 0.5, 0.0)
     with pytest.raises(UserError, match=r"^weights\.min_coverage must lie in \[0, 1\], got 1\.5$"):

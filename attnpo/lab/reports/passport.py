@@ -58,7 +58,7 @@ from attnpo.system.processes import world_size
 from attnpo.system.store import Store
 from attnpo.weights.arrival import Arrival
 from attnpo.weights.base import WeightSource
-from attnpo.weights.capture import Unreadable, ensure_captured, rows_to_store
+from attnpo.weights.capture import Unreadable, ensure_captured
 from attnpo.weights.faithfulness import Mode, Rankings, Removal, measure, rankings
 from attnpo.weights.postprocess import effective_number
 
@@ -264,7 +264,7 @@ def judge_sample(context: RunContext, judge: RunJudge, pool: EncodedSet, setting
     layered = by_layer(context)
     every = list(attending(judge.num_layers))
     source = at_layers(layered, every[0], every).cfg.weights.resolve(judge.num_layers)
-    rows = rows_to_store(source, judge.num_layers, lambda: judge.num_heads)
+    rows = source.rows_to_store(judge.num_layers, lambda: judge.num_heads)
     with TemporaryDirectory(prefix="attnpo-passport-") as folder:
         store, key = Store(Path(folder)), {"passport": judge.path}
         kept, _ = ensure_captured(sample, source, rows, store, key, lambda: asked, verdicts=True, progress=progress)

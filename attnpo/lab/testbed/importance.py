@@ -9,11 +9,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attnpo.lab.testbed.grammar import Grammar
-from attnpo.schema import SIDES, EncodedResponse, Kind, PairWeights, PreferencePair, UserError
+from attnpo.schema import SIDES, EncodedResponse, PreferencePair, UserError
+from attnpo.weights.base import TextSource
 
 
 @dataclass(frozen=True)
-class TrueImportance:
+class TrueImportance(TextSource):
     """1/k on the k training tokens that hold a decisive character of the response, 0 on all others.
 
     A response without any decisive token gets equal weights on the tokens that hold its characters. |y| is the number
@@ -22,36 +23,12 @@ class TrueImportance:
 
     grammar: Grammar = field(default_factory=Grammar)
 
-    kind: ClassVar[Kind] = Kind.DISTRIBUTION
-    signed: ClassVar[bool] = False
-    tokens: ClassVar[str] = "train"
-    requires: ClassVar[frozenset[str]] = frozenset()
-    postprocess: ClassVar[None] = None
-    neutral: ClassVar[bool] = False
-
-    def resolve(self, num_layers: int) -> "TrueImportance":
-        """Returns itself, since it reads no layer."""
-        return self
-
-    def capture_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Returns no layer."""
-        return ()
-
-    def wanted(self) -> tuple[int, ...]:
-        """Returns no layer."""
-        return ()
+    name: ClassVar[str] = "true_importance"
+    why_not_captured: ClassVar[str] = "weights=true_importance needs no capture"
 
     def capture_fingerprint(self) -> dict[str, object]:
-        """The grammar's identity; nothing is stored under it."""
-        return {"source": "true_importance", "grammar": self.grammar.digest()}
-
-    def capture(self, pairs: Sequence[PreferencePair], reader: object, layers: tuple[int, ...]) -> list[PairWeights]:
-        """Raises UserError: there is nothing to capture."""
-        raise UserError("weights=true_importance needs no capture; run attnpo.fit directly")
-
-    def select(self, captured: PairWeights, layers: tuple[int, ...]) -> PairWeights:
-        """Returns ``captured`` as it is."""
-        return captured
+        """Returns the grammar's identity; nothing is stored under it."""
+        return {"source": self.name, "grammar": self.grammar.digest()}
 
     def weigh(self, pair: PreferencePair, side: str, encoded: EncodedResponse) -> Float[Tensor, " m"]:
         """A weight per training token, float32. UserError naming the pair whose prompt is not of the grammar."""

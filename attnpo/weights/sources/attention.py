@@ -1,6 +1,6 @@
 """Judge attention: the row of the verdict position on the tokens of both responses."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar
@@ -11,14 +11,15 @@ from torch import Tensor
 from attnpo.judge.base import JudgeReading
 from attnpo.judge.layers import HeadRow, Row, attending, distinct_layers, layer_column, resolve_layer
 from attnpo.judge.rounds import judge_rounds
-from attnpo.schema import BOOKKEEPING, Kind, PairWeights, PreferencePair, Round, TokenWeights, UserError
+from attnpo.schema import BOOKKEEPING, PairWeights, PreferencePair, Round, TokenWeights, UserError
+from attnpo.weights.base import CapturedSource
 from attnpo.weights.postprocess import Postprocess
 
 STORE_LAYERS = ("all", "selected")
 
 
 @dataclass(frozen=True)
-class Attention:
+class Attention(CapturedSource):
     """Attention of the last prompt token (the one that predicts the verdict).
 
     ``layer``: 1-based number, "last", or a fraction of the layers with attention. ``layers``: when not empty, the mean
@@ -35,9 +36,6 @@ class Attention:
     store_layers: str = field(default="all", metadata=BOOKKEEPING)
     heads: tuple[int, ...] = ()
 
-    kind: ClassVar[Kind] = Kind.DISTRIBUTION
-    signed: ClassVar[bool] = False
-    tokens: ClassVar[str] = "source"
     requires: ClassVar[frozenset[str]] = frozenset({"judge"})
 
     def __post_init__(self) -> None:
@@ -72,6 +70,13 @@ class Attention:
             return attending(num_layers)
         means = replace(self, heads=()).resolve(num_layers)
         return tuple(row for row in means.wanted() if isinstance(row, int))
+
+    def rows_to_store(self, num_layers: int, num_heads: Callable[[], int]) -> tuple[Row, ...]:
+        """Returns the layers to store or, where heads are chosen, every head of each.
+
+        UserError when a chosen head is none of the judge's ``num_heads``.
+        """
+        return self.capture_heads(num_layers, num_heads()) if self.heads else self.capture_layers(num_layers)
 
     def capture_heads(self, num_layers: int, num_heads: int) -> tuple[HeadRow, ...]:
         """Every head of the layers to store; UserError when a chosen head is none of the judge's ``num_heads``."""

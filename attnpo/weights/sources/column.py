@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnpo.schema import EncodedResponse, Kind, PreferencePair, UserError
 from attnpo.system.files import shortened
-from attnpo.weights.base import Uncaptured
+from attnpo.weights.base import TextSource
 from attnpo.weights.postprocess import normalize
 
 
@@ -24,7 +24,7 @@ class Form(Enum):
 
 
 @dataclass(frozen=True)
-class Column(Uncaptured):
+class Column(TextSource):
     """Weights from the columns ``chosen`` and ``rejected`` of the data, factors or a distribution as ``kind`` declares.
 
     TOKENS: a list with a number for every training token of the whole response that holds one of its characters; true
@@ -41,8 +41,8 @@ class Column(Uncaptured):
     chosen: str = "chosen_weights"
     rejected: str = "rejected_weights"
     form: Form = Form.TOKENS
-    kind: Kind = Kind.FACTOR
-    signed: bool = False
+    kind: Kind = Kind.FACTOR  # type: ignore[misc]
+    signed: bool = False  # type: ignore[misc]
     elsewhere: float = 0.0
     end_token: float | None = 0.0
 
@@ -65,7 +65,7 @@ class Column(Uncaptured):
                 raise UserError(f"weights.{name} must be {least}, got {value}")
 
     @property
-    def columns(self) -> tuple[str, str]:
+    def columns(self) -> tuple[str, str]:  # type: ignore[override]
         """The columns of the chosen and the rejected response."""
         return self.chosen, self.rejected
 

@@ -9,8 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from attnpo.schema import Kind, PreferenceBatch, TokenStats, UserError
-from attnpo.weights.base import PairedWeights
-from attnpo.weights.sources.uniform import Uniform
+from attnpo.weights.base import OnlineSource, PairedWeights
 
 TIE = 1e-9
 """Nats within which a log-probability equals the mean: what rounding leaves of equal ones, in float64."""
@@ -52,7 +51,7 @@ def both_kept(kept: Bool[Tensor, "rows R"]) -> Float[Tensor, " pairs"]:
 
 
 @dataclass(frozen=True)
-class Confidence(Uniform):
+class Confidence(OnlineSource):
     """ConfPO: the tokens less probable than their response's mean probability, alike; equal weights until training.
 
     Under SimPO the weighted sums are means over these tokens, which is the method. A pair of which one side keeps no
@@ -61,8 +60,6 @@ class Confidence(Uniform):
 
     name: ClassVar[str] = "confidence"
     why_not_captured: ClassVar[str] = "weights=confidence are computed in each training step"
-    neutral: ClassVar[bool] = False
-    statistics: ClassVar[frozenset[str]] = frozenset()
 
     def weights(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> PairedWeights:
         """1/k on the k kept tokens of each row, and 0 or 1 for each pair."""
@@ -71,7 +68,7 @@ class Confidence(Uniform):
 
 
 @dataclass(frozen=True)
-class Selective(Uniform):
+class Selective(OnlineSource):
     """Selective-DPO: tokens that the policy has not yet learnt, as factors of 0 and 1; equal weights until training.
 
     The score is ``r - p`` on the chosen and ``p - r`` on the rejected response (log-probabilities of reference and
@@ -84,7 +81,6 @@ class Selective(Uniform):
     name: ClassVar[str] = "selective"
     why_not_captured: ClassVar[str] = "weights=selective are computed in each training step"
     kind: ClassVar[Kind] = Kind.FACTOR
-    neutral: ClassVar[bool] = False
     statistics: ClassVar[frozenset[str]] = frozenset({"reference"})
 
     def __post_init__(self) -> None:
@@ -103,7 +99,7 @@ class Selective(Uniform):
 
 
 @dataclass(frozen=True)
-class Entropy(Uniform):
+class Entropy(OnlineSource):
     """The tokens at which the policy is least settled, alike: the highest entropies; equal weights until training.
 
     ``share``: of each response's tokens (0.2 in arXiv 2506.01939, which selects over a batch of samples in RL; here
@@ -114,7 +110,6 @@ class Entropy(Uniform):
 
     name: ClassVar[str] = "entropy"
     why_not_captured: ClassVar[str] = "weights=entropy are computed in each training step"
-    neutral: ClassVar[bool] = False
     statistics: ClassVar[frozenset[str]] = frozenset({"vocab:entropy"})
 
     def __post_init__(self) -> None:

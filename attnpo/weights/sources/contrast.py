@@ -15,9 +15,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from attnpo.judge.layers import Row
-from attnpo.schema import Kind, PairWeights, PreferencePair, UserError
-from attnpo.weights.base import ScorerModel, Unlayered
-from attnpo.weights.postprocess import Postprocess
+from attnpo.schema import PairWeights, PreferencePair, UserError
+from attnpo.weights.base import ScoredSource, ScorerModel
 from attnpo.weights.scored_rows import CONTRAST, LOG_RATIO, check_scorers, scored_rows, weighed_by
 
 
@@ -195,7 +194,7 @@ class TokenGuided:
 
 
 @dataclass(frozen=True)
-class Contrast(Unlayered):
+class Contrast(ScoredSource):
     """Factors on the training tokens from what ``positive`` and ``negative`` make of them, by ``form``."""
 
     positive: ScorerModel
@@ -203,10 +202,6 @@ class Contrast(Unlayered):
     form: ContrastForm
 
     name: ClassVar[str] = "contrast"
-    kind: ClassVar[Kind] = Kind.FACTOR
-    tokens: ClassVar[str] = "train"
-    requires: ClassVar[frozenset[str]] = frozenset({"scorers"})
-    postprocess: ClassVar[Postprocess | None] = None
 
     def __post_init__(self) -> None:
         check_scorers(self.scorers)
@@ -228,7 +223,7 @@ class Contrast(Unlayered):
         return {"positive": self.positive, "negative": self.negative}
 
     @property
-    def compares_whole(self) -> bool:
+    def compares_whole(self) -> bool:  # type: ignore[override]
         """Whether the form reads both distributions, not the token's own probabilities alone."""
         return self.form.statistic == CONTRAST
 

@@ -8,13 +8,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attnpo.schema import EncodedResponse, Kind, PreferencePair, UserError
-from attnpo.weights.sources.uniform import Uniform
+from attnpo.weights.base import TextSource
 
 EXPONENTS = (0, 1)
 
 
 @dataclass(frozen=True)
-class Decay(Uniform):
+class Decay(TextSource):
     """Factors ``gamma ** t`` on the training tokens in their order, end of turn included.
 
     ``first_exponent``: the exponent of the first token, 1 in D2PO's code, where that token decays already; 0 gives it
@@ -27,7 +27,6 @@ class Decay(Uniform):
     name: ClassVar[str] = "decay"
     why_not_captured: ClassVar[str] = "weights=decay follow from positions"
     kind: ClassVar[Kind] = Kind.FACTOR
-    neutral: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not 0 < self.gamma <= 1:

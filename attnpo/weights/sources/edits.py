@@ -11,11 +11,11 @@ from torch import Tensor
 
 from attnpo.schema import SIDES, EncodedResponse, Kind, PreferencePair, UserError, check_least
 from attnpo.text.alignment import differing
-from attnpo.weights.base import Uncaptured
+from attnpo.weights.base import TextSource
 
 
 @dataclass(frozen=True)
-class Edits(Uncaptured):
+class Edits(TextSource):
     """Factors: ``changed`` on tokens that the other answer lacks at this place, ``same`` on those that both share.
 
     Shared runs below ``min_match`` tokens count as changed. Tokens without a character of the response (end of turn)
@@ -34,7 +34,6 @@ class Edits(Uncaptured):
     name: ClassVar[str] = "edits"
     why_not_captured: ClassVar[str] = "weights=edits follow from the two answers' tokens"
     kind: ClassVar[Kind] = Kind.FACTOR
-    signed: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for name, value in (("changed", self.changed), ("same", self.same)):

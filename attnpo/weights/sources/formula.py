@@ -14,7 +14,7 @@ from torch import Tensor
 from attnpo.config.reader import MISSING, located
 from attnpo.schema import SIDES, EncodedResponse, Kind, Message, PreferencePair, UserError
 from attnpo.system.files import file_digest
-from attnpo.weights.base import Uncaptured
+from attnpo.weights.base import TextSource
 from attnpo.weights.postprocess import normalize
 
 
@@ -41,7 +41,7 @@ Weigh = Callable[[ResponseTokens], Sequence[float] | Tensor]
 
 
 @dataclass(frozen=True)
-class Formula(Uncaptured):
+class Formula(TextSource):
     """The numbers that ``function`` ("package.module.name") gives to the tokens of each response.
 
     It is called with a ``ResponseTokens`` and returns a number for each token, the end of turn's among them. ``kind``
@@ -51,8 +51,8 @@ class Formula(Uncaptured):
     """
 
     function: str
-    kind: Kind = Kind.FACTOR
-    signed: bool = False
+    kind: Kind = Kind.FACTOR  # type: ignore[misc]
+    signed: bool = False  # type: ignore[misc]
 
     name: ClassVar[str] = "formula"
     why_not_captured: ClassVar[str] = "weights=formula are computed from the texts of each run"

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from attnpo.schema import Kind, PreferenceBatch, TokenStats, UserError
-from attnpo.weights.sources.uniform import Uniform
+from attnpo.weights.base import OnlineSource
 
 
 class Scope(Enum):
@@ -59,7 +59,7 @@ def importance_weights(
 
 
 @dataclass(frozen=True)
-class Gradient(Uniform):
+class Gradient(OnlineSource):
     """Factors from the current policy at every step, of each response by itself: TI-DPO's token importance.
 
     ``lam``: the share of the gradients, the rest is the prior's (0.7 in the TI-DPO paper, 0.2 in its code).
@@ -74,7 +74,6 @@ class Gradient(Uniform):
     name: ClassVar[str] = "gradient"
     why_not_captured: ClassVar[str] = "weights=gradient are computed in each training step"
     kind: ClassVar[Kind] = Kind.FACTOR
-    neutral: ClassVar[bool] = False
     statistics: ClassVar[frozenset[str]] = frozenset({"input_gradient"})
 
     def __post_init__(self) -> None:

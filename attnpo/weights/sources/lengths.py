@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from attnpo.schema import SIDES, Kind, PreferenceBatch, TokenStats, UserError, check_seed, digest
-from attnpo.weights.sources.uniform import Uniform
+from attnpo.weights.base import OnlineSource
 
 
 class Rule(Enum):
@@ -20,7 +20,7 @@ class Rule(Enum):
 
 
 @dataclass(frozen=True)
-class Lengths(Uniform):
+class Lengths(OnlineSource):
     """Factors of 1 on as many tokens of either response as the shorter one has, end of turn included.
 
     TAIL: these are the first ones, and all later ones weigh ``alpha`` (LD-DPO; 0 is POET). SUBSAMPLE: they are drawn
@@ -38,8 +38,6 @@ class Lengths(Uniform):
     name: ClassVar[str] = "lengths"
     why_not_captured: ClassVar[str] = "weights=lengths are computed in each training step"
     kind: ClassVar[Kind] = Kind.FACTOR
-    neutral: ClassVar[bool] = False
-    statistics: ClassVar[frozenset[str]] = frozenset()
 
     def __post_init__(self) -> None:
         if not 0 <= self.alpha <= 1:

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from attnpo.schema import PreferenceBatch, PreferencePair, TokenStats, UserError
-from attnpo.weights.base import PairedWeights
+from attnpo.weights.base import OnlineSource, PairedWeights
 from attnpo.weights.sources.uniform import Uniform
 
 
@@ -24,7 +24,7 @@ def token_mean(values: Float[Tensor, "rows R"], mask: Bool[Tensor, "rows R"]) ->
 
 
 @dataclass(frozen=True)
-class WPO(Uniform):
+class WPO(OnlineSource):
     """Pairs weigh as much as the current policy might have written them: ``min(1, exp(A(c_w) + A(c_l)))``.
 
     ``c_t = p_t - log sum_v prob_v^2``: a token's log-probability against what a token drawn from the policy itself has
@@ -37,6 +37,7 @@ class WPO(Uniform):
 
     name: ClassVar[str] = "wpo"
     why_not_captured: ClassVar[str] = "weights=wpo are computed in each training step"
+    neutral: ClassVar[bool] = True
     statistics: ClassVar[frozenset[str]] = frozenset({"vocab:collision"})
 
     def weights(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> PairedWeights:
@@ -51,7 +52,7 @@ class WPO(Uniform):
 
 
 @dataclass(frozen=True)
-class MWPO(Uniform):
+class MWPO(OnlineSource):
     """Pairs weigh more that the policy ranks clearly, and whose rejected response is longer.
 
     ``sigmoid(m)^alpha sigmoid(length_scale (n_l - n_w))^gamma`` with the implicit reward margin
@@ -69,6 +70,7 @@ class MWPO(Uniform):
 
     name: ClassVar[str] = "mwpo"
     why_not_captured: ClassVar[str] = "weights=mwpo are computed in each training step"
+    neutral: ClassVar[bool] = True
     statistics: ClassVar[frozenset[str]] = frozenset({"reference"})
 
     def __post_init__(self) -> None:
@@ -115,7 +117,7 @@ class PairColumn(Uniform):
     why_not_captured: ClassVar[str] = "weights=pair_column are read from the data"
 
     @property
-    def columns(self) -> tuple[str, ...]:
+    def columns(self) -> tuple[str, ...]:  # type: ignore[override]
         """The column of the data that is read beside prompt and responses."""
         return (self.column,)
 

@@ -11,12 +11,12 @@ from attnpo.judge.base import JudgeReading
 from attnpo.judge.layers import Row, attending
 from attnpo.judge.rounds import judge_rounds
 from attnpo.schema import PairWeights, PreferencePair, UserError
-from attnpo.weights.base import Unlayered
+from attnpo.weights.base import CapturedSource
 from attnpo.weights.postprocess import Postprocess
 
 
 @dataclass(frozen=True)
-class Rollout(Unlayered):
+class Rollout(CapturedSource):
     """The last prompt token's row of ``prod_l (A_l + I) / 2``, newest layer from the left, A_l the head mean.
 
     Rows already sum to 1, so nothing is renormalised between layers (LOSSES 3.2; Abnar and Zuidema 2020).

@@ -9,9 +9,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from attnpo.judge.layers import Row
-from attnpo.schema import Kind, PairWeights, PreferencePair, UserError
-from attnpo.weights.base import ScorerModel, Unlayered
-from attnpo.weights.postprocess import Postprocess
+from attnpo.schema import PairWeights, PreferencePair, UserError
+from attnpo.weights.base import ScoredSource, ScorerModel
 from attnpo.weights.scored_rows import LOG_RATIO, check_scorers, scored_rows, weighed_by
 
 
@@ -28,7 +27,7 @@ def select_top(scores: Float[Tensor, " n"], top_fraction: float, highest: bool) 
 
 
 @dataclass(frozen=True)
-class Selection(Unlayered):
+class Selection(ScoredSource):
     """The ``top_fraction`` of the tokens: on the chosen side those that the oracle raises most, on the rejected lowest.
 
     The score of a token is its log-probability under ``oracle`` less that under ``reference``, the model that the
@@ -44,11 +43,6 @@ class Selection(Unlayered):
     as_mean: bool = True
 
     name: ClassVar[str] = "selection"
-    kind: ClassVar[Kind] = Kind.FACTOR
-    tokens: ClassVar[str] = "train"
-    requires: ClassVar[frozenset[str]] = frozenset({"scorers"})
-    postprocess: ClassVar[Postprocess | None] = None
-    compares_whole: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_scorers(self.scorers)

@@ -9,15 +9,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attnpo.schema import Kind, PreferenceBatch, TokenStats, UserError
+from attnpo.weights.base import OnlineSource
 from attnpo.weights.optimal_transport import LEAST_REG, Plan, sweeps_needed, token_costs, transport
-from attnpo.weights.sources.uniform import Uniform
 
 MOST_REG_M = 1e9  # beyond it the masses are as good as fixed
 LEAST_TOLERANCE = 1e-11  # what rounding in float64 leaves
 
 
 @dataclass(frozen=True)
-class Transport(Uniform):
+class Transport(OnlineSource):
     """How much of each token the optimal transport between a pair's two responses keeps; equal weights until training.
 
     Unbalanced, with an entropy term ``reg`` and a penalty ``reg_m`` on masses other than 1 per token; costs are
@@ -36,7 +36,6 @@ class Transport(Uniform):
     name: ClassVar[str] = "transport"
     why_not_captured: ClassVar[str] = "weights=transport are computed while training, nothing is captured"
     kind: ClassVar[Kind] = Kind.FACTOR
-    neutral: ClassVar[bool] = False
     statistics: ClassVar[frozenset[str]] = frozenset({"hidden"})
 
     def __post_init__(self) -> None:

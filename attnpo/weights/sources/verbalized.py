@@ -26,7 +26,7 @@ from attnpo.schema import (
 )
 from attnpo.text.chat import RefusedText
 from attnpo.text.traces import judged, start_apart
-from attnpo.weights.base import Unlayered
+from attnpo.weights.base import CapturedSource
 from attnpo.weights.capture import Unreadable
 from attnpo.weights.postprocess import Postprocess
 from attnpo.weights.score_parser import ScoredSpan, read_answer
@@ -59,7 +59,7 @@ class LoadedVerbalizer:
 
 
 @dataclass(frozen=True)
-class Verbalized(Unlayered):
+class Verbalized(CapturedSource):
     """The score of the part a token belongs to, from the model's own words; 0 where no part was found.
 
     ``min_coverage``: the share of a response's tokens that must have a score (paper: 0.9); pairs with a side below it
@@ -69,6 +69,7 @@ class Verbalized(Unlayered):
     postprocess: Postprocess = field(default_factory=lambda: Postprocess(sink_tokens=0))
     min_coverage: float = 0.9
 
+    partial: ClassVar[bool] = True
     requires: ClassVar[frozenset[str]] = frozenset({"generator"})
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ from attnpo.lab.testbed.importance import TrueImportance, decisive
 from attnpo.lab.testbed.tokenizer import build_tokenizer
 from attnpo.schema import EncodedResponse, PreferencePair, UserError
 from attnpo.text.chat import ChatFormat
-from attnpo.weights.base import NativeSource, is_neutral
+from attnpo.weights.base import TextSource, is_neutral
 from attnpo.weights.pipeline import training_weights
 
 GRAMMAR = Grammar(negation=0.4)
@@ -35,7 +35,7 @@ def words(encoded: EncodedResponse, text: str, row: torch.Tensor) -> dict[str, f
 
 
 def test_it_is_a_source_that_needs_no_capture_but_says_something() -> None:
-    assert isinstance(SOURCE, NativeSource)
+    assert isinstance(SOURCE, TextSource)
     assert not SOURCE.requires and not is_neutral(SOURCE)
     with pytest.raises(UserError, match="needs no capture"):
         SOURCE.capture([], None, ())
