@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from attnpo.config.files import read_template
 from attnpo.data.adapters import Columns, RowProblem, adapt
+from attnpo.data.collate import TrainingExample
 from attnpo.data.prepare import EncodedSet, Tally, encode_pair, prepare_examples, warn_of_rendered
 from attnpo.data.rules import AlignRules, LengthRules
 from attnpo.display.heat import heat_row
@@ -237,9 +238,26 @@ class Weigher:
         rows = enumerate(zip(*columns, strict=True))
         return self._weigh([_from_texts(row[0], row[1], row[2], f"pair {place}") for place, row in rows])
 
+    def examples(self, rows: Iterable[PairRow]) -> list[TrainingExample]:
+        """Returns training examples with the weights of rows, for ``PreferenceDataModule.from_examples``.
+
+        Args:
+            rows: with the columns ``prompt``, ``chosen`` and ``rejected``, as for a call.
+
+        Raises:
+            UserError: for a row that cannot be weighed, with its place and the reason.
+        """
+        pairs = [_from_row(row, f"row {place}") for place, row in enumerate(_rows(rows))]
+        return [self._example(item, self.source, item.raw) for item in self._capture(pairs)]
+
     # ------------------------------------------------------------------------------------------ weighing
 
     def _weigh(self, pairs: Sequence[PreferencePair]) -> WeighedPairs:
+        weighed = WeighedPairs([self._finished(item, None, None) for item in self._capture(pairs)])
+        self._warn_of_lost(weighed)
+        return weighed
+
+    def _capture(self, pairs: Sequence[PreferencePair]) -> list[_Captured]:
         several = len(pairs) > 1
         encoded = [self._encoded(pair, f"pair {place}" if several else "the pair") for place, pair in enumerate(pairs)]
         rendered = [pair.pair_id[:8] for pair in pairs if self.chat.spells_special(pair.prompt)]
@@ -249,13 +267,10 @@ class Weigher:
         if self._rows and unique:
             raw = {item.pair_id: item for item in capture_now(unique, self.source, self._rows, self._judge)}
             self._check_labels([pair for pair in unique if raw[pair.pair_id].rounds][:PAIRS])
-        captured = [
+        return [
             _Captured(pair, sides, raw.get(pair.pair_id), self._rows)
             for pair, sides in zip(pairs, encoded, strict=True)
         ]
-        weighed = WeighedPairs([self._finished(item, None, None) for item in captured])
-        self._warn_of_lost(weighed)
-        return weighed
 
     def _check_labels(self, pairs: Sequence[PreferencePair]) -> None:
         """Warns once if the judge puts little probability on its labels, measured on the first pairs."""
@@ -313,12 +328,7 @@ class Weigher:
         raw = item.raw
         if raw is not None and raw.rounds:
             raw = replace(raw, rounds=self._rounds(raw, chosen_round))
-        kept = EncodedSet([item.pair], [dict(item.encoded)], Tally(), 1)
-        captured = {} if raw is None else {item.pair.pair_id: raw}
-        made = prepare_examples(kept, source, captured, AlignRules(), item.rows)
-        if not made.examples:
-            raise UserError(f"pair {item.pair.pair_id}: {'; '.join(made.tally.counts)}; change its texts or template")
-        example = made.examples[0]
+        example = self._example(item, source, raw)
         read = source.layer if isinstance(source, Attention) and not source.layers else None
         heat = heat_row(
             item.pair,
@@ -337,6 +347,16 @@ class Weigher:
         number = read if isinstance(read, int) else None
         again = partial(self._finished, item)
         return WeighedPair(item.pair, chosen, rejected, heat.verdicts, number, heat, raw, again)
+
+    def _example(self, item: _Captured, source: WeightSource, raw: PairWeights | None) -> TrainingExample:
+        if raw is not None and not self.both_orders:
+            raw = replace(raw, rounds=raw.rounds[:1])
+        kept = EncodedSet([item.pair], [dict(item.encoded)], Tally(), 1)
+        captured = {} if raw is None else {item.pair.pair_id: raw}
+        made = prepare_examples(kept, source, captured, AlignRules(), item.rows)
+        if not made.examples:
+            raise UserError(f"pair {item.pair.pair_id}: {'; '.join(made.tally.counts)}; change its texts or template")
+        return made.examples[0]
 
     def _rounds(self, raw: PairWeights, chosen_round: int | None) -> tuple[Round, ...]:
         if chosen_round is None:

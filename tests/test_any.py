@@ -30,12 +30,12 @@ REASONS = {
     "run/report.py::_table": "a class of wandb, which is imported inside functions only",
     **{f"run/report.py::{name}": CARD for name in ("card_facts", "_data_facts", "_judge_facts", "_place")},
     **{
-        f"run/settings.py::{name}": "a setting's own scorer: what it takes and gives is its own"
+        f"run/components.py::{name}": "a setting's own scorer: what it takes and gives is its own"
         for name in ("score", "base_answers")
     },
     **{
         f"{file}.py::{name}": "a part of the lab, which knows the run's types; the run, below it, does not"
-        for file in ("lab/measures", "run/settings")
+        for file in ("lab/measures", "run/components")
         for name in ("settle", "measure")
     },
     "lab/studies/runner.py::_record": "a testbed's digest of its world, whatever its form",

@@ -26,7 +26,7 @@ from attnpo.config import fields as component_fields
 from attnpo.config import kept_choices as kept_configs
 from attnpo.config.reader import located
 from attnpo.lab.reports.report_config import ReportConfig
-from attnpo.run import settings
+from attnpo.run import combinations as settings
 from attnpo.schema import UserError
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -9,7 +9,7 @@ import pytest
 
 from attnpo.cli.help import WIDTH, Group, described
 from attnpo.config.compose import CONFIG_DIR, compose, groups
-from attnpo.run.settings import LAYOUTS, REFERENCES
+from attnpo.run.combinations import LAYOUTS, REFERENCES
 from attnpo.schema import UserError
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -13,7 +13,7 @@ from attnpo.config.compose import expand, load
 from attnpo.lab.studies.arms import yaml_value
 from attnpo.lab.studies.fit_config import FitConfig
 from attnpo.lab.studies.study import Study
-from attnpo.run import settings
+from attnpo.run import combinations as settings
 from attnpo.run.identity import flat, numbers_of
 
 FOLDER = Path(__file__).resolve().parents[1] / "experiments" / "sweeps"

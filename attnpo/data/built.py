@@ -2,12 +2,6 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,12 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from attnpo.data.arrow_rows import pair_weights_of, sizes_of
-from attnpo.data.base import SPLITS, PairReader, PairSet
+from attnpo.data.base import SPLITS, PairReader
 from attnpo.data.collate import Layout, TrainingExample, collate
 from attnpo.data.micro_batches import COSTS, PADDED, ByCount, ByTokens, Cutting, RowCost
 from attnpo.data.mismatched_rows import MAKERS, StepRows, cut
-from attnpo.data.overlap import Overlap
-from attnpo.data.prepare import EncodedSet
 from attnpo.data.prepared import Examples, Recipe, facts_of_ids
-from attnpo.data.reading import encode, make_examples, read_pairs
+from attnpo.data.reading import Texts, encode, make_examples, read_pairs
 from attnpo.data.rules import AlignRules, BatchPlan, LengthRules
 from attnpo.data.sampler import PlannedBatch, SamplerState, StepBatches, steps_in
 from attnpo.data.token_budget import costs_of, require_room
@@ -35,15 +33,6 @@ from attnpo.weights.base import WeightSource
 from attnpo.weights.transforms import WeightTransform
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Texts:
-    """Pairs of both splits, their training ids, and what validation shares with training."""
-
-    pairs: dict[str, PairSet]
-    encoded: dict[str, EncodedSet]
-    overlap: Overlap
 
 
 @dataclass
@@ -118,6 +107,7 @@ class PreferenceDataModule(L.LightningDataModule):
         ahead: names of the rows that the objective looks at before each step (its "ahead:NAME").
         epochs: how many the run has, from which the micro-batches of its steps follow; None asks the Trainer.
         max_steps: optimiser steps of the run, if they and not the epochs end it.
+        auto: whether the plan's budget of training tokens is a choice, so that another may take its place.
         device: where the reader's model runs; None is a GPU if there is one.
         refill: how the store is filled beforehand, for the refusal in a job of several processes.
 
@@ -143,6 +133,7 @@ class PreferenceDataModule(L.LightningDataModule):
         ahead: Collection[str] = (),
         epochs: int | None = None,
         max_steps: int = -1,
+        auto: bool = False,
         device: torch.device | None = None,
         refill: str = REFILL,
     ) -> None:
@@ -159,7 +150,7 @@ class PreferenceDataModule(L.LightningDataModule):
         self._transforms, self._refill = tuple(transforms), refill
         self.texts: Texts | None = None
         self.made: Examples | None = None
-        self._begin(layout, chat.rows.pad_id, plan or BatchPlan(), seed, ahead, self._lengths.max_length)
+        self._begin(layout, chat.rows.pad_id, plan or BatchPlan(), seed, ahead, self._lengths.max_length, auto=auto)
         self.epochs, self.max_steps = epochs, max_steps
 
     @classmethod
@@ -167,36 +158,41 @@ class PreferenceDataModule(L.LightningDataModule):
         cls,
         train: Sequence[TrainingExample],
         val: Sequence[TrainingExample],
-        layout: Layout,
-        pad_id: int,
-        plan: BatchPlan,
-        seed: int,
+        layout: Layout = padded,
+        pad_id: int = 0,
+        plan: BatchPlan | None = None,
+        seed: int = 0,
         ahead: Collection[str] = (),
         max_length: int | None = None,
-        epochs: int = 1,
+        epochs: int | None = None,
         max_steps: int = -1,
         auto: bool = False,
     ) -> "PreferenceDataModule":
         """Makes a data module of examples that are there, without pairs or store.
 
-        ``max_length``: tokens that a row ahead of a step may have, prompt included; None for any number. ``auto``:
-        whether the plan's budget of training tokens is a choice, so that another may take its place.
+        ``max_length``: tokens that a row ahead of a step may have, prompt included; None for any number.
         """
         data = cls.__new__(cls)
         L.LightningDataModule.__init__(data)
         data.texts, data.made, data.epochs, data.max_steps = None, None, epochs, max_steps
-        data._begin(layout, pad_id, plan, seed, ahead, max_length)
-        data.choose(layout, auto=auto)
+        data._begin(layout, pad_id, plan or BatchPlan(), seed, ahead, max_length, auto=auto)
         data.put(train, val)
         return data
 
     def _begin(
-        self, layout: Layout, pad_id: int, plan: BatchPlan, seed: int, ahead: Collection[str], longest: int | None
+        self,
+        layout: Layout,
+        pad_id: int,
+        plan: BatchPlan,
+        seed: int,
+        ahead: Collection[str],
+        longest: int | None,
+        *,
+        auto: bool,
     ) -> None:
         self.layout, self.pad_id, self.plan, self.seed = layout, pad_id, plan, seed
         self._ahead = StepRows(ahead, longest) if ahead else None
-        self.auto = False
-        self.chosen: int | None = None
+        self.chosen = plan.budget if auto else None
         self._batches: tuple[Batches, Batches] | None = None
         self.sampler: StepBatches | None = None
         self._resume: SamplerState | None = None
@@ -222,13 +218,16 @@ class PreferenceDataModule(L.LightningDataModule):
         if self.epochs is None:
             self.epochs = self.trainer.max_epochs or 1
             self.max_steps = self.max_steps if self.max_steps > 0 else self.trainer.max_steps
-        self.trainer.accumulate_grad_batches = self.accumulation(self.trainer.world_size)
+        asked, planned = self.trainer.accumulate_grad_batches, self.accumulation(self.trainer.world_size)
+        if asked not in (1, planned):
+            log.warning("accumulate_grad_batches=%d of the Trainer becomes the %d of the plan", asked, planned)
+        self.trainer.accumulate_grad_batches = planned
 
     def read(self) -> "Texts":
         """Returns the pairs of both splits and their training ids, read once."""
         if self.texts is None:
             pairs = read_pairs(self._from, self.source, self._store)
-            self.texts = Texts(pairs, *encode(pairs, self.chat, self._lengths, self._store))
+            self.texts = encode(pairs, self.chat, self._lengths, self._store)
         return self.texts
 
     def weigh(self) -> Examples:
@@ -241,10 +240,6 @@ class PreferenceDataModule(L.LightningDataModule):
         return self.made
 
     # ------------------------------------------------------------------------------------------------ the batches
-    def choose(self, layout: Layout, *, auto: bool) -> None:
-        """Takes a layout, and whether the plan's budget of tokens is a choice; before the examples are put in."""
-        self.layout, self.auto = layout, auto
-
     def put(self, train: Sequence[TrainingExample], val: Sequence[TrainingExample]) -> None:
         """Takes the examples of both splits, in the place of those before.
 
@@ -269,7 +264,6 @@ class PreferenceDataModule(L.LightningDataModule):
             Batches(train, self.layout, self.pad_id, by_train, self._ahead),
             Batches(val, self.layout, self.pad_id, by_val, self._ahead),
         )
-        self.chosen = plan.budget if self.auto else None
 
     def _of_split(self, place: int) -> Batches:
         if self._batches is None:

@@ -6,7 +6,7 @@ Large data is prepared once in the store and mapped from there (``attnpo.data.pr
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -42,6 +42,15 @@ log = logging.getLogger(__name__)
 UNKNOWN = 0.05  # of the response tokens; above it, a warning
 
 
+@dataclass(frozen=True)
+class Texts:
+    """Pairs of both splits, their training ids, and what validation shares with training."""
+
+    pairs: dict[str, PairSet]
+    encoded: dict[str, EncodedSet]
+    overlap: Overlap
+
+
 @phase("reading the pairs")
 def read_pairs(source: PairReader, weights: WeightSource, store: Store | None) -> dict[str, PairSet]:
     """Returns the pairs of both splits; logs which columns of the training data neither pairs nor ``weights`` read."""
@@ -56,10 +65,8 @@ def read_pairs(source: PairReader, weights: WeightSource, store: Store | None) -
 
 
 @phase("tokenising the pairs")
-def encode(
-    pairs: Mapping[str, PairSet], chat: ChatFormat, rules: LengthRules, store: Store | None
-) -> tuple[dict[str, EncodedSet], Overlap]:
-    """Returns the training ids of both splits under the length rules, and what the splits share.
+def encode(pairs: Mapping[str, PairSet], chat: ChatFormat, rules: LengthRules, store: Store | None) -> Texts:
+    """Returns both splits with their training ids under the length rules, and what they share.
 
     Warns of text that the tokenizer does not know. UserError naming the split when nothing is left of it.
     """
@@ -86,7 +93,7 @@ def encode(
                 100 * share,
                 chat.tokenizer.unk_token,
             )
-    return encoded, overlap
+    return Texts(dict(pairs), encoded, overlap)
 
 
 @phase("weights of the training tokens")

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING
 
 from attnpo.config.files import find_file
 from attnpo.judge.prompts import JudgeRules
@@ -10,9 +9,6 @@ from attnpo.models.spec import AUTO, DTYPES
 from attnpo.objectives.base import LengthFrom
 from attnpo.schema import BOOKKEEPING, UserError, check_choice, check_least
 from attnpo.text.alignment import AlignMethod
-
-if TYPE_CHECKING:
-    pass
 
 TOKEN_BUDGET = 16384  # tokens of a judge's forward
 WARN, STOP = "warn", "stop"

@@ -16,8 +16,8 @@ from attnpo.judge.base import CAPTURE_VERSION
 from attnpo.judge.judge import RunJudge
 from attnpo.judge.layers import attending
 from attnpo.lab.layer_rules import LayerRules
+from attnpo.run.combinations import CHOICE, wants_auto
 from attnpo.run.context import RunContext, run_judge
-from attnpo.run.settings import CHOICE, wants_auto
 from attnpo.run.weighing import weigh
 from attnpo.schema import PreferencePair, UserError, digest
 from attnpo.system.credentials import identify

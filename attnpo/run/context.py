@@ -28,9 +28,10 @@ from attnpo.models.memory import count_parameters
 from attnpo.models.shape import Shape
 from attnpo.models.spec import AUTO, ModelSpec
 from attnpo.objectives.base import LengthFrom
+from attnpo.run.combinations import require_reader, wants_auto
+from attnpo.run.components import JudgePreparer
 from attnpo.run.folders import store_root
 from attnpo.run.run_config import RunConfig
-from attnpo.run.settings import JudgePreparer, require_reader, wants_auto
 from attnpo.run.startup import log_once
 from attnpo.schema import UserError
 from attnpo.system.store import Store

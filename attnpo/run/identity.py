@@ -12,8 +12,8 @@ from omegaconf import DictConfig, OmegaConf
 from attnpo.config.compose import build, plain, readable
 from attnpo.config.fields import bookkeeping_keys
 from attnpo.config.named_files import below
+from attnpo.run.combinations import AUTO, LAYER
 from attnpo.run.run_config import RunConfig
-from attnpo.run.settings import AUTO, LAYER
 from attnpo.schema import UserError
 from attnpo.system.files import Json, flat
 from attnpo.system.source_digest import PACKAGE

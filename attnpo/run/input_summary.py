@@ -16,10 +16,10 @@ from attnpo.data.sampler import steps_in
 from attnpo.data.token_budget import require_room
 from attnpo.data.weighing import SPLITS, Weighed
 from attnpo.judge.verdicts import judge_lines, judge_warning
+from attnpo.run.combinations import CHOICE
 from attnpo.run.inputs import Inputs
 from attnpo.run.lost_weights import describe_loss
 from attnpo.run.result import OVERLAP
-from attnpo.run.settings import CHOICE
 from attnpo.schema import SIDES, UserError
 from attnpo.training.processes import planned_processes
 from attnpo.training.settings import total_steps

@@ -7,19 +7,19 @@ from pathlib import Path
 from attnpo.data import reading
 from attnpo.data.arrow_rows import ExampleRows, sizes_of
 from attnpo.data.base import PairSet
-from attnpo.data.datamodule import PreferenceDataModule, Texts
 from attnpo.data.example_numbers import Measured
 from attnpo.data.overlap import Overlap, key_of_prompt, write_prompts
 from attnpo.data.prepare import EncodedSet, ExampleSet
-from attnpo.data.prepared import Examples
+from attnpo.data.prepared import Examples, Recipe, facts_of_ids
+from attnpo.data.reading import Texts
 from attnpo.data.weighing import Weighed
 from attnpo.models.described import beyond_positions
 from attnpo.models.loading import text_config
+from attnpo.run.combinations import require_reader
 from attnpo.run.context import RunContext, make_context
 from attnpo.run.identity import inputs_of
 from attnpo.run.recall import Memory
 from attnpo.run.run_config import RunConfig
-from attnpo.run.settings import require_reader
 from attnpo.run.weighing import describe_refill, make_reader
 from attnpo.schema import UserError
 from attnpo.system.machine import device_of
@@ -30,8 +30,8 @@ from attnpo.training.processes import planned_processes
 class Inputs:
     """Pairs, weights and training examples of both splits.
 
-    ``overlap``: what validation shares with training. ``measured``: what the examples are like, by split. ``data``: the
-    data module that made them, which trains.
+    ``overlap``: what validation shares with training. ``measured``: what the examples are like, by split. ``recipe``:
+    how the weights were made.
     """
 
     context: RunContext
@@ -40,7 +40,7 @@ class Inputs:
     examples: dict[str, ExampleSet]
     overlap: Overlap | None = None
     measured: Mapping[str, Measured] = field(default_factory=dict)
-    data: PreferenceDataModule | None = None
+    recipe: Recipe | None = None
 
 
 def read_pairs(context: RunContext) -> dict[str, PairSet]:
@@ -50,7 +50,7 @@ def read_pairs(context: RunContext) -> dict[str, PairSet]:
 
 def encode(context: RunContext, pairs: Mapping[str, PairSet]) -> dict[str, EncodedSet]:
     """Returns the training ids of both splits under the run's length rules. UserError beyond the model's positions."""
-    encoded, _ = reading.encode(pairs, context.chat, context.cfg.lengths, context.store)
+    encoded = reading.encode(pairs, context.chat, context.cfg.lengths, context.store).encoded
     check_positions(context, encoded)
     return encoded
 
@@ -72,38 +72,28 @@ def make_inputs(cfg: RunConfig) -> Inputs:
     return inputs_on(make_context(cfg))
 
 
-def make_data(context: RunContext) -> PreferenceDataModule:
-    """Returns the run's data module; nothing is read yet."""
-    cfg = context.cfg
-    return PreferenceDataModule(
-        cfg.data,
-        context.chat,
-        cfg.weights,
-        reader=make_reader(context, cfg.weights),
-        store=context.store,
-        lengths=cfg.lengths,
-        align=cfg.align,
-        transforms=tuple(cfg.transforms.values()),
-        plan=context.batch,
-        seed=cfg.seed,
-        ahead=[name.removeprefix("ahead:") for name in cfg.objective.requires if name.startswith("ahead:")],
-        device=device_of(cfg.trainer.accelerator),
-        refill=describe_refill(context),
-    )
-
-
 def inputs_on(context: RunContext) -> Inputs:
     """Returns the same in a context that is made already."""
     cfg = context.cfg
     cfg.batch.accumulation(planned_processes(cfg.trainer))  # refuses what cannot be split evenly
     require_reader(cfg.weights, cfg.objective)
-    data = make_data(context)
-    texts = data.texts = _memory.recall(lambda: _of_texts(context), data.read, _pairs_in)
+    texts = _memory.recall(lambda: _of_texts(context), lambda: _read(context), _pairs_in)
     check_positions(context, texts.encoded)
     context = cfg.auto_layer.settle(context, texts.encoded)
-    data.source = context.cfg.weights
-    made = data.made = _memory.recall(lambda: _of_weights(context), data.weigh, _examples_in)
-    return Inputs(context, texts.pairs, made.weighed, made.sets, texts.overlap, made.measured, data)
+    recipe, made = _memory.recall(lambda: _of_weights(context), lambda: _weigh(context, texts), _examples_in)
+    return Inputs(context, texts.pairs, made.weighed, made.sets, texts.overlap, made.measured, recipe)
+
+
+def _read(context: RunContext) -> Texts:
+    return reading.encode(read_pairs(context), context.chat, context.cfg.lengths, context.store)
+
+
+def _weigh(context: RunContext, texts: Texts) -> tuple[Recipe, Examples]:
+    cfg, store = context.cfg, context.store
+    recipe = Recipe(cfg.weights, make_reader(context, cfg.weights), [*cfg.transforms.values()], cfg.align, cfg.data)
+    ids = facts_of_ids(context.chat, cfg.lengths, texts.pairs)
+    device, refill = device_of(cfg.trainer.accelerator), describe_refill(context)
+    return recipe, reading.make_examples(recipe, texts.pairs, texts.encoded, ids, store, device, refill)
 
 
 def write_training_prompts(inputs: Inputs, folder: Path) -> None:
@@ -126,8 +116,8 @@ def _pairs_in(made: Texts) -> int:
     return sum(part.read for part in made.encoded.values())
 
 
-def _examples_in(made: Examples) -> int:
-    return sum(part.read for part in made.sets.values())
+def _examples_in(made: tuple[Recipe, Examples]) -> int:
+    return sum(part.read for part in made[1].sets.values())
 
 
 def _of_texts(context: RunContext) -> dict[str, object]:

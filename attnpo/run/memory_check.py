@@ -14,9 +14,9 @@ from attnpo.models.loading import load_config
 from attnpo.models.memory import MemoryEstimate, estimate_training
 from attnpo.models.spec import ModelSpec
 from attnpo.objectives.base import PreferenceObjective
+from attnpo.run.combinations import AUTO
 from attnpo.run.context import RunContext, run_judge
 from attnpo.run.run_config import RunConfig
-from attnpo.run.settings import AUTO
 from attnpo.run.startup import log_once
 from attnpo.schema import UserError
 from attnpo.system.machine import device_of, memory_of

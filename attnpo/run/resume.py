@@ -12,12 +12,12 @@ from attnpo.config.compose import as_yaml, readable
 from attnpo.config.named_files import code_of
 from attnpo.data.overlap import FILE as PROMPTS
 from attnpo.models.loading import weights_fingerprint
+from attnpo.run.combinations import CHOICE, LAYER, is_auto
 from attnpo.run.folders import CONFIG, POLICIES
 from attnpo.run.identity import DECAY_ALL, FALLBACK, LATER, RECOMPUTED, component, may_lack, numbers_of, saved_numbers
 from attnpo.run.inputs import Inputs
 from attnpo.run.result import RunResult
 from attnpo.run.run_config import RunConfig
-from attnpo.run.settings import CHOICE, LAYER, is_auto
 from attnpo.schema import UserError, digest
 from attnpo.system.credentials import is_same_identity, redact
 from attnpo.system.files import (

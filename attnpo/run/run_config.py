@@ -13,12 +13,8 @@ from attnpo.models.kept_digests import CHOICES
 from attnpo.models.spec import ModelSpec
 from attnpo.objectives.base import PreferenceObjective
 from attnpo.objectives.terms import AnchorOn
-from attnpo.run.settings import (
+from attnpo.run.combinations import (
     LAYOUTS,
-    DriftMeasure,
-    LayerFinder,
-    Preparer,
-    Truth,
     is_auto,
     require_format,
     require_margin,
@@ -29,6 +25,7 @@ from attnpo.run.settings import (
     require_reference,
     require_whole,
 )
+from attnpo.run.components import DriftMeasure, LayerFinder, Preparer, Truth
 from attnpo.schema import BOOKKEEPING, UserError, check_choice, check_seed
 from attnpo.system.locks import TIMEOUT
 from attnpo.training.optimizer import Optimizer

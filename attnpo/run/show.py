@@ -19,12 +19,12 @@ from attnpo.judge.settings import WARN
 from attnpo.models.loading import load_model
 from attnpo.models.scored import ScoredLM
 from attnpo.run.bad_batch import bad_pairs
+from attnpo.run.combinations import wants_auto
 from attnpo.run.context import RunContext, make_context, open_paths, run_judge
 from attnpo.run.folders import POLICIES, saved_config
 from attnpo.run.inputs import inputs_on
 from attnpo.run.models import autocast, load_start
 from attnpo.run.run_config import RunConfig
-from attnpo.run.settings import wants_auto
 from attnpo.run.show_config import ShowConfig, TypedPair
 from attnpo.run.token_numbers import Scores
 from attnpo.run.views import asked_views, shown

@@ -24,8 +24,9 @@ from attnpo.data.datamodule import PreferenceDataModule
 from attnpo.data.prepare import ExampleSet
 from attnpo.data.rules import AUTO
 from attnpo.data.weighing import log_store
-from attnpo.models.layouts import padded
+from attnpo.models.layouts import Layout, padded
 from attnpo.models.scored import ScoredLM
+from attnpo.run.combinations import require_parts
 from attnpo.run.context import RunContext
 from attnpo.run.identity import numbers_of
 from attnpo.run.inputs import Inputs
@@ -42,7 +43,6 @@ from attnpo.run.models import (
 )
 from attnpo.run.report import make_exporter
 from attnpo.run.resume import contents_of
-from attnpo.run.settings import require_parts
 from attnpo.schema import SIDES
 from attnpo.system.credentials import identify
 from attnpo.system.processes import leads
@@ -53,7 +53,7 @@ from attnpo.training.processes import as_launched, environment, require_world
 from attnpo.training.reference_cache import KeptReference
 from attnpo.training.resume_state import Continuation, random_state, set_random_state
 from attnpo.training.sampled_rows import AnchoredObjective, Anchors
-from attnpo.training.settings import total_steps
+from attnpo.training.settings import TrainerSettings, total_steps
 from attnpo.training.signals import Interruption
 from attnpo.training.trainer import make_callbacks, make_trainer, quiet_lightning
 from attnpo.weights.base import OnlineSource, online_reads
@@ -109,10 +109,7 @@ def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | No
     models = [model for model in (policy, reference) if model is not None]
     layout = padded if inputs.context.model.reward else choose_layout(inputs.context, models, reads)
     inputs = replace(inputs, context=compile_policy(inputs.context, policy, layout))
-    data = inputs.data
-    assert data is not None
-    data.epochs, data.max_steps = settings.max_epochs, settings.max_steps
-    data.choose(layout, auto=cfg.batch.tokens == AUTO)
+    data = make_data(inputs, layout, settings)
     data.put(examples["train"], examples["val"])
     exporter = make_exporter(inputs, dtype=callbacks.export_dtype, card=callbacks.checkpoints and leading)
     gathered = WholePolicy()
@@ -193,6 +190,29 @@ def saved_state(resume: Path) -> dict[str, Tensor]:
     saved = torch.load(resume, map_location="cpu", weights_only=True, mmap=True)["state_dict"]
     own = "policy.model."
     return {name.removeprefix(own): value for name, value in saved.items() if name.startswith(own)}
+
+
+def make_data(inputs: Inputs, layout: Layout, settings: TrainerSettings) -> PreferenceDataModule:
+    """Returns the run's data module, whose examples are there already."""
+    context, recipe = inputs.context, inputs.recipe
+    assert recipe is not None
+    return PreferenceDataModule(
+        context.cfg.data,
+        context.chat,
+        recipe.source,
+        reader=recipe.reader,
+        store=context.store,
+        lengths=context.cfg.lengths,
+        align=recipe.align,
+        transforms=recipe.transforms,
+        plan=context.batch,
+        layout=layout,
+        seed=context.cfg.seed,
+        ahead=[name.removeprefix("ahead:") for name in context.cfg.objective.requires if name.startswith("ahead:")],
+        epochs=settings.max_epochs,
+        max_steps=settings.max_steps,
+        auto=context.cfg.batch.tokens == AUTO,
+    )
 
 
 @phase("training")

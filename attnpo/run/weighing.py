@@ -7,8 +7,8 @@ from attnpo.data import weighing
 from attnpo.data.prepare import EncodedSet
 from attnpo.data.weighing import Weighed
 from attnpo.judge.base import WeightReader
+from attnpo.run.combinations import require_reader
 from attnpo.run.context import RunContext, run_judge, run_reward, run_scorers, run_verbalizer
-from attnpo.run.settings import require_reader
 from attnpo.schema import UserError
 from attnpo.system.machine import device_of
 from attnpo.weights.base import WeightSource

@@ -1,7 +1,4 @@
-"""What a command runs on: versions and commit, devices, and how many processes train.
-
-As many processes train as a launcher started, else as many as ``trainer`` asks for. Light: torch waits in functions.
-"""
+"""What a command runs on: versions and commit, the device of models that are not trained. Light: torch waits."""
 
 import platform
 import subprocess

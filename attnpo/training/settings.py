@@ -43,7 +43,7 @@ class TrainerSettings:
 
     ``validate_every`` counts optimiser steps (paper: 500), or is "epoch" for the end of every epoch; validation also
     runs before the first step and at the end.
-    Under a launcher ``devices`` and ``num_nodes`` are the launcher's (``machine``).
+    Under a launcher ``devices`` and ``num_nodes`` are the launcher's (``training.processes``).
     ``strategy`` "auto" is one process or DDP; "fsdp" is FSDP2 through ModelParallelStrategy.
     """
 

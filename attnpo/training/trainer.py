@@ -120,11 +120,11 @@ class SlurmTasks(SLURMEnvironment):
         super().__init__(auto_requeue=False)
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Leaves the comparison to ``machine``."""
+        """Leaves the comparison to ``training.processes``."""
 
     @staticmethod
     def _validate_srun_variables() -> None:
-        """Leaves the comparison to ``machine``."""
+        """Leaves the comparison to ``training.processes``."""
 
 
 def make_trainer(

@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -37,10 +36,6 @@ from attnpo.weights.sources.verbalized import LoadedVerbalizer
 from attnpo.weights.verbalizer_settings import Verbalizer
 
 log = logging.getLogger(__name__)
-
-
-if TYPE_CHECKING:
-    pass
 
 
 ANSWERS = "answers"

@@ -6,7 +6,7 @@ from attnpo.data.prepare import Tally, encode_pair
 from attnpo.data.rules import LengthRules
 from attnpo.lab.testbed.grammar import Grammar
 from attnpo.lab.testbed.tokenizer import build_tokenizer
-from attnpo.run import settings
+from attnpo.run import combinations as settings
 from attnpo.schema import PreferencePair
 from attnpo.text.chat import ChatFormat
 from tests.bad_input.attempts import Attempts

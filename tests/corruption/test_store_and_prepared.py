@@ -18,10 +18,10 @@ from attnpo.config.compose import load
 from attnpo.lab.studies.fit_config import FitConfig
 from attnpo.lab.testbed import pairs, prepare
 from attnpo.lab.testbed.prepare import REPORT
+from attnpo.run.combinations import CHOICE
 from attnpo.run.context import settle
 from attnpo.run.inputs import make_inputs
 from attnpo.run.models import reference_table, with_reference
-from attnpo.run.settings import CHOICE
 from attnpo.system.files import SEAL
 from attnpo.system.store import Store
 from attnpo.weigh import main

@@ -15,7 +15,7 @@ import pytest
 from attnpo.cli.entry import run_entry
 from attnpo.config.compose import CONFIG_DIR, Root, check, compose, expand, read
 from attnpo.lab.studies.arms import arm_config
-from attnpo.run import settings
+from attnpo.run import combinations as settings
 from attnpo.schema import digest
 from tests.docs.commands import FENCE, PAGES, ROOT, Command, every_command
 from tests.run.worlds import World, build_world

@@ -13,10 +13,10 @@ from attnpo.data.prepare import EncodedSet, calibration_pairs
 from attnpo.judge.layers import resolve_layer
 from attnpo.lab.auto_layer import LayerChoice, best_layer, standard_error
 from attnpo.lab.measures import AutoLayer
+from attnpo.run.combinations import CHOICE, wants_auto
 from attnpo.run.context import RunContext, make_context
 from attnpo.run.inputs import encode, read_pairs
 from attnpo.run.run import run
-from attnpo.run.settings import CHOICE, wants_auto
 from attnpo.schema import UserError
 from tests.run.worlds import World, build_world, judge_loads
 

@@ -10,11 +10,11 @@ import pytest
 
 from attnpo.lab.studies.fit_config import FitConfig
 from attnpo.run import training
+from attnpo.run.combinations import require_reference
 from attnpo.run.context import make_context
 from attnpo.run.inputs import inputs_on
 from attnpo.run.models import load_reference, reference_table
 from attnpo.run.run import run
-from attnpo.run.settings import require_reference
 from attnpo.schema import UserError
 from attnpo.training.metrics_file import read_metrics
 from tests.run.worlds import TRAIN, VAL, World, build_world

@@ -1,16 +1,19 @@
 """The two classes in plain Lightning: the page's lines run, and train as the command does, in one process or two."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from attnpo import PreferenceDataModule, PreferenceModule
+from attnpo import PreferenceDataModule, PreferenceModule, Weigher
 from attnpo.data.rules import BatchPlan
 from attnpo.judge.judge import RunJudge
 from attnpo.objectives.dpo import DPO
+from attnpo.objectives.twdpo import TwDPO
 from attnpo.run.run import run
 from attnpo.schema import UserError
 from attnpo.system.store import Store
@@ -60,9 +63,9 @@ def test_the_pages_lines_train(page: str, world: World, tmp_path: Path, monkeypa
     assert len([line for line in block.splitlines() if line.strip()]) <= 20
     monkeypatch.chdir(tmp_path)
     block = block.replace("judge/pairwise.txt", "judge/testbed.txt")  # words that the tiny model's tokenizer has
-    names: dict[str, Any] = {"MODEL": str(world.model), "PAIRS": str(world.data)}
+    names: dict[str, Any] = {"MODEL": str(world.model), "PAIRS": str(world.data / "train.jsonl")}
     exec(compile(block, page, "exec"), names)
-    assert names["module"].trainer.global_step == 1
+    assert names["module"].trainer.global_step in (1, 3)  # 11 pairs in steps of 32, as many epochs as the page has
     assert list((tmp_path / "store" / "weights").rglob("*.parquet"))
 
 
@@ -99,16 +102,18 @@ def test_a_second_run_asks_no_judge(world: World, tmp_path: Path) -> None:
     assert data.weigh() is data.weigh() and data.weigh().weighed.report.computed == 0  # type: ignore[union-attr]
 
 
-def test_a_source_that_reads_a_model_needs_one(world: World) -> None:
+def test_a_source_that_reads_a_model_needs_one(world: World, caplog: pytest.LogCaptureFixture) -> None:
     chat = ChatFormat(AutoTokenizer.from_pretrained(world.model))
     pairs = world.config().data
     with pytest.raises(UserError, match=r"weights Attention are read with a model \(judge\).*give reader="):
         PreferenceDataModule(pairs, chat, Attention())
     data = PreferenceDataModule(pairs, chat, Uniform(), plan=BatchPlan(4))
-    trainer = L.Trainer(max_steps=1, accelerator="cpu", logger=False, enable_checkpointing=False)
+    options: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+    trainer = L.Trainer(max_steps=1, accumulate_grad_batches=3, **options)
     model = AutoModelForCausalLM.from_pretrained(world.model)
     trainer.fit(PreferenceModule(model, AutoModelForCausalLM.from_pretrained(world.model), DPO(beta=0.1)), data)
     assert trainer.global_step == 1
+    assert "accumulate_grad_batches=3 of the Trainer becomes the 4 of the plan" in caplog.messages
 
 
 SCRIPT = """
@@ -165,3 +170,19 @@ def test_the_command_takes_callbacks_of_ones_own(world: World, tmp_path: Path, m
     with pytest.raises(UserError, match=r"callbacks.extra.a: expected keys with _target_, got 3"):
         world.config("callbacks.extra={a:3}")
     assert not (tmp_path / "refused").exists()
+
+
+def test_weights_in_hand_train_without_a_store(world: World) -> None:
+    """As a data module weighs the same pairs."""
+    weigher = Weigher(world.model, template="judge/testbed.txt", max_length=512, max_response_length=200)
+    rows = {split: [json.loads(line) for line in (world.data / f"{split}.jsonl").open()] for split in ("train", "test")}
+    data = PreferenceDataModule.from_examples(*map(weigher.examples, rows.values()), plan=BatchPlan(4))
+    again, _ = make_data(world, world.store, "judge.max_length=512", "judge.max_response_length=200")
+    for mine, theirs in zip(data.train_batches.examples, again.train_batches.examples, strict=True):
+        assert mine.pair_id == theirs.pair_id
+        assert all(torch.equal(one, other) for one, other in zip(mine.weights, theirs.weights, strict=True))
+    trainer = L.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False)
+    models = [AutoModelForCausalLM.from_pretrained(world.model) for _ in range(2)]
+    module = PreferenceModule(*models, TwDPO(beta=0.1))
+    trainer.fit(module, data)
+    assert trainer.global_step == module.total_steps == 3

@@ -22,7 +22,7 @@ from attnpo.lab.studies.fit_config import FitConfig
 from attnpo.lab.studies.study import expand_arms
 from attnpo.models.memory import GIB, MOST, ROUND, MemoryEstimate, estimate_pass, estimate_training, most_tokens
 from attnpo.models.spec import ModelSpec
-from attnpo.run import settings
+from attnpo.run import combinations as settings
 from attnpo.run.memory_choice import chosen, fill_card
 from attnpo.schema import SIDES, Message, PreferencePair
 from attnpo.text.alignment import align

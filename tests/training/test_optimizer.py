@@ -17,7 +17,7 @@ from attnpo.models.lora import add_lora
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import LoraSpec
 from attnpo.objectives.twdpo import TwDPO
-from attnpo.run import settings
+from attnpo.run import combinations as settings
 from attnpo.schema import UserError
 from attnpo.training.optimizer import Optimizer, fusible
 from tests.conformance.family_models import tiny_model

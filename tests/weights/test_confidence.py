@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnpo.config.compose import groups
-from attnpo.run.settings import require_reader
+from attnpo.run.combinations import require_reader
 from attnpo.schema import Kind, PreferenceBatch, PreferencePair, TokenStats, UserError
 from attnpo.training.online_weights import weighed
 from attnpo.training.pair_values import pair_values

@@ -21,7 +21,7 @@ from attnpo.objectives.dpo import DPO
 from attnpo.objectives.ipo import IPO
 from attnpo.objectives.otpo import OTPO
 from attnpo.objectives.twdpo import TwDPO
-from attnpo.run.settings import require_reader
+from attnpo.run.combinations import require_reader
 from attnpo.schema import SIDES, EncodedResponse, Kind, PreferenceBatch, TokenStats, UserError
 from attnpo.text.alignment import differing
 from attnpo.training import module

@@ -11,7 +11,7 @@ from attnpo.config.compose import load
 from attnpo.objectives.dpo import DPO
 from attnpo.objectives.otpo import OTPO
 from attnpo.objectives.twdpo import TwDPO
-from attnpo.run.settings import require_reader
+from attnpo.run.combinations import require_reader
 from attnpo.schema import EncodedResponse, Kind, PreferenceBatch, PreferencePair, RowGroup, TokenStats, UserError
 from attnpo.weights.base import OnlineSource, is_neutral
 from attnpo.weights.optimal_transport import LEAST_REG, sweeps_needed, token_costs, transport

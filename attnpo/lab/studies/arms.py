@@ -17,8 +17,8 @@ from attnpo.judge.layers import resolve_layer
 from attnpo.lab.studies.fit_config import FitConfig
 from attnpo.lab.studies.scorer_names import scorers_of
 from attnpo.lab.studies.study import BETA, LR, ONLY, Arm, Grid, Point, Study, short
+from attnpo.run.combinations import LAYER, is_auto
 from attnpo.run.identity import LATER, LAYERS, paths_of, result_of
-from attnpo.run.settings import LAYER, is_auto
 from attnpo.schema import UserError, digest
 from attnpo.system.files import Json, clean
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 from attnpo.cli.terminal import command_text
 from attnpo.lab.studies.study import Grid, Study
+from attnpo.run.components import Preparer
 from attnpo.run.run_config import RunConfig
-from attnpo.run.settings import Preparer
 from attnpo.schema import BOOKKEEPING, UserError
 from attnpo.system.processes import launcher, world_size
 

@@ -18,8 +18,8 @@ from attnpo.lab.studies.report import finish_study
 from attnpo.lab.studies.runner import run_study
 from attnpo.lab.studies.study import Arm, Grid, Outcome, Point, Study, expand_arms, make_points
 from attnpo.lab.studies.tables import main_table
+from attnpo.run.combinations import require_reference
 from attnpo.run.result import RunResult
-from attnpo.run.settings import require_reference
 from attnpo.schema import UserError
 from tests.run.worlds import build_world
 

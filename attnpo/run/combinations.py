@@ -1,28 +1,14 @@
-"""A run's components as plain values, and which of them go together.
+"""Which components of a run go together, and which are refused. Light: read before anything heavy is loaded."""
 
-Light: read before anything heavy is loaded.
-"""
-
-from collections.abc import Sequence
 from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from attnpo.data.built import Prepared, PreparedJudge
 from attnpo.data.rules import BatchPlan
 from attnpo.models.spec import FULL, ModelSpec
 from attnpo.objectives.base import PreferenceObjective
-from attnpo.schema import Json, Kind, PreferencePair, UserError
+from attnpo.schema import Kind, UserError
 from attnpo.training.optimizer import Optimizer
 from attnpo.training.settings import TrainerSettings
 from attnpo.weights.base import WeightSource, is_neutral
-
-if TYPE_CHECKING:
-    pass
-
-if TYPE_CHECKING:
-    pass
-
 
 AUTO = "auto"
 LAYER = "weights.layer"
@@ -48,60 +34,7 @@ def wants_auto(source: WeightSource) -> bool:
     return True
 
 
-@runtime_checkable
-class JudgePreparer(Protocol):
-    """A ``prepare`` component that can also build another model to judge."""
-
-    def prepare_judge(self, root: Path) -> PreparedJudge:
-        """Where it is, built if it is missing."""
-
-
 REFERENCES = ("live", "cached", "first_epoch", "adapter_off")
-
-
-@runtime_checkable
-class Preparer(Protocol):
-    """What builds model and data first (config node ``prepare``)."""
-
-    def prepare(self, root: Path) -> Prepared:
-        """Where the artefacts are."""
-
-
-@runtime_checkable
-class Truth(Protocol):
-    """What scores a policy against a known truth (config node ``truth``)."""
-
-    def score(self, *arguments: Any, **named: Any) -> Any:
-        """The scores."""
-
-    def base_answers(self, *arguments: Any, **named: Any) -> Any:
-        """The base's answers to the prompts of a split, to be sampled once for several scores."""
-
-    def decisive(self, pair: PreferencePair, side: str, places: Sequence[tuple[int, int]]) -> list[bool]:
-        """Whether each token, given by its characters of the response, decides the true reward."""
-
-    def is_flipped(self, pair: PreferencePair) -> bool:
-        """Whether the rejected response is truly the better one."""
-
-
-@runtime_checkable
-class LayerFinder(Protocol):
-    """What finds the layer of ``weights.layer=auto`` (config node ``auto_layer``)."""
-
-    def settle(self, context: Any, encoded: Any) -> Any:
-        """Returns the run's context with the layer found, or as it is where none is to be found."""
-
-
-@runtime_checkable
-class DriftMeasure(Protocol):
-    """What measures where the policy moved, after training (config node ``drift``)."""
-
-    @property
-    def pairs(self) -> int:
-        """Validation pairs that it reads; 0: nothing is measured."""
-
-    def measure(self, inputs: Any, policy: Any, sampled: Sequence[PreferencePair]) -> dict[str, Json]:
-        """Returns ``RunResult.drift``; ``sampled`` are the policy's answers as chosen, the base's as rejected."""
 
 
 def require_reader(source: WeightSource, objective: PreferenceObjective) -> None:

@@ -1,0 +1,61 @@
+"""Components that a run calls, by what they can do: builders of model and data, truth, measures beside training."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from attnpo.data.built import Prepared, PreparedJudge
+from attnpo.schema import Json, PreferencePair
+
+
+@runtime_checkable
+class JudgePreparer(Protocol):
+    """A ``prepare`` component that can also build another model to judge."""
+
+    def prepare_judge(self, root: Path) -> PreparedJudge:
+        """Where it is, built if it is missing."""
+
+
+@runtime_checkable
+class Preparer(Protocol):
+    """What builds model and data first (config node ``prepare``)."""
+
+    def prepare(self, root: Path) -> Prepared:
+        """Where the artefacts are."""
+
+
+@runtime_checkable
+class Truth(Protocol):
+    """What scores a policy against a known truth (config node ``truth``)."""
+
+    def score(self, *arguments: Any, **named: Any) -> Any:
+        """The scores."""
+
+    def base_answers(self, *arguments: Any, **named: Any) -> Any:
+        """The base's answers to the prompts of a split, to be sampled once for several scores."""
+
+    def decisive(self, pair: PreferencePair, side: str, places: Sequence[tuple[int, int]]) -> list[bool]:
+        """Whether each token, given by its characters of the response, decides the true reward."""
+
+    def is_flipped(self, pair: PreferencePair) -> bool:
+        """Whether the rejected response is truly the better one."""
+
+
+@runtime_checkable
+class LayerFinder(Protocol):
+    """What finds the layer of ``weights.layer=auto`` (config node ``auto_layer``)."""
+
+    def settle(self, context: Any, encoded: Any) -> Any:
+        """Returns the run's context with the layer found, or as it is where none is to be found."""
+
+
+@runtime_checkable
+class DriftMeasure(Protocol):
+    """What measures where the policy moved, after training (config node ``drift``)."""
+
+    @property
+    def pairs(self) -> int:
+        """Validation pairs that it reads; 0: nothing is measured."""
+
+    def measure(self, inputs: Any, policy: Any, sampled: Sequence[PreferencePair]) -> dict[str, Json]:
+        """Returns ``RunResult.drift``; ``sampled`` are the policy's answers as chosen, the base's as rejected."""
