@@ -60,5 +60,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """The public names beside what is loaded."""
+    """Returns the public names beside what is loaded."""
     return sorted({*globals(), *_HOLDS})

@@ -41,17 +41,19 @@ What a command takes, with examples:
 
 
 def present() -> dict[str, str]:
-    """The commands of this version with a line on each; their modules are found, not imported."""
+    """Returns the commands of this version with a line on each; their modules are found, not imported."""
     return {name: line for name, line in COMMANDS.items() if find_spec(f"attnpo.{name}") is not None}
 
 
 def usage() -> str:
-    """What ``attnpo`` alone prints."""
+    """Returns what ``attnpo`` alone prints."""
     return as_called(USAGE.format(commands="\n".join(f"  {name:<9} {line}" for name, line in present().items())))
 
 
 def main(words: Sequence[str]) -> int:
-    """The exit status of the command that ``words`` begin with: 0, 2 for one that there is not, else its own."""
+    """Returns the exit status of the command that ``words`` begin with: 0, 2 for one that there is not,
+    else its own.
+    """
     if not words or words[0] in ("-h", "--help"):
         sys.stdout.write(usage())
         return 0
@@ -79,7 +81,7 @@ def _refusal(words: Sequence[str]) -> str:
 
 
 def script() -> int:
-    """What the command ``attnpo`` of an installation runs."""
+    """Runs as the command ``attnpo`` of an installation; returns its exit status."""
     os.environ[CALLED] = sys.argv[0]
     return main(sys.argv[1:])
 

@@ -104,7 +104,7 @@ def token_kl(
     labels: Int[Tensor, "rows T"],
     kind: str = "kl_ref_policy",
 ) -> Float[Tensor, "rows T"]:
-    """The KL over the whole vocabulary at each labelled token in nats, laid out as ``token_logps``.
+    """Returns the KL over the whole vocabulary at each labelled token in nats, laid out as ``token_logps``.
 
     ``kind``: "kl_ref_policy" is KL(reference || policy), which TDPO and TI-DPO read as ``position_kl``; "kl_policy_ref"
     the other way round, for TIS-DPO. Carries gradient to the policy's logits alone.

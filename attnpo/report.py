@@ -32,7 +32,7 @@ def main(cfg: "ReportConfig") -> int:
 
 
 def complete(cfg: "ReportConfig") -> bool:
-    """Whether nothing may be open any more: statistics of weights need a model and data."""
+    """Returns whether nothing may be open any more: statistics of weights need a model and data."""
     return list(cfg.what[:1]) == ["weights"] and cfg.prepare is None
 
 

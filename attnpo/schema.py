@@ -72,7 +72,7 @@ REASONING = "reasoning_content"
 
 
 def copied(turn: Message) -> Message:
-    """A new turn with the role, the content and what else ``turn`` has, in the order of ``Message``."""
+    """Returns a new turn with the role, the content and what else ``turn`` has, in the order of ``Message``."""
     made = Message(role=turn["role"], content=turn["content"])
     if turn.get("reasoning_content"):
         made["reasoning_content"] = turn["reasoning_content"]
@@ -88,7 +88,9 @@ def copied(turn: Message) -> Message:
 
 
 def asked_by(prompt: Sequence[Message]) -> list[list[str]]:
-    """What tells one prompt from another, for digests: role and content of each turn, its calls and tools if any."""
+    """Returns what tells one prompt from another, for digests: role and content of each turn, its calls and tools if
+    any.
+    """
     more = [[turn[name] for name in ("tool_calls", "tools") if turn.get(name)] for turn in prompt]
     return [[turn["role"], turn["content"], *rest] for turn, rest in zip(prompt, more, strict=True)]
 
@@ -121,13 +123,13 @@ class PreferencePair:
         extra: Mapping[str, object] | None = None,
         apart: bool = False,
     ) -> "PreferencePair":
-        """The pair with its content digest as id, another one where traces are weighed apart."""
+        """Returns the pair with its content digest as id, another one where traces are weighed apart."""
         turns = tuple(copied(turn) for turn in prompt)
         key = digest([[list(turn.values()) for turn in turns], chosen, rejected, *(["apart"] if apart else [])])
         return cls(key[:32], turns, chosen, rejected, dict(extra or {}), apart)
 
     def response(self, side: str) -> str:
-        """The text of ``side``, "chosen" or "rejected"."""
+        """Returns the text of ``side``, "chosen" or "rejected"."""
         return self.chosen if side == "chosen" else self.rejected
 
 
@@ -192,7 +194,7 @@ class Round:
     trace: TraceLength | None = None
 
     def side(self, name: str) -> TokenWeights:
-        """The weights of ``name``, "chosen" or "rejected"."""
+        """Returns the weights of ``name``, "chosen" or "rejected"."""
         return self.chosen if name == "chosen" else self.rejected
 
 
@@ -248,7 +250,9 @@ class Sampling:
             raise UserError(f"stop_ids must be token ids, none of them negative, got {list(self.stop_ids)}")
 
     def fingerprint(self) -> dict[str, object]:
-        """What identifies the settings in a store. Those that came later are left out where they change nothing."""
+        """Returns what identifies the settings in a store. Those that came later are left out where they change
+        nothing.
+        """
         first = ("max_new_tokens", "temperature", "top_p", "top_k", "seed")
         later = {
             "presence_penalty": self.presence_penalty,
@@ -263,7 +267,7 @@ class Generator(Protocol):
     """Answers prompts with text."""
 
     def generate(self, prompts: Sequence[Sequence[Message]], sampling: Sampling) -> list[str]:
-        """One answer per prompt, in their order, special tokens removed."""
+        """Returns one answer per prompt, in their order, special tokens removed."""
 
 
 # --------------------------------------------------------------------------------------------- training
@@ -292,7 +296,7 @@ class ModelInputs:
     scored: Int[Tensor, "N 2"] | None = None
 
     def to(self, device: torch.device | str) -> "ModelInputs":
-        """The same inputs on ``device``."""
+        """Returns the same inputs on ``device``."""
         return _move(self, torch.device(device))
 
 
@@ -345,7 +349,7 @@ class RowGroup:
     factors: bool = False
 
     def to(self, device: torch.device | str) -> "RowGroup":
-        """The same rows with every tensor on ``device``."""
+        """Returns the same rows with every tensor on ``device``."""
         return _move(self, torch.device(device))
 
 
@@ -371,7 +375,7 @@ class PreferenceBatch:
 
     @property
     def main(self) -> RowGroup:
-        """The group of the pairs themselves."""
+        """Returns the group of the pairs themselves."""
         return self.groups["main"]
 
     @property
@@ -380,7 +384,7 @@ class PreferenceBatch:
         return len(self.pair_ids)
 
     def to(self, device: torch.device | str) -> "PreferenceBatch":
-        """The same batch with every tensor on ``device``."""
+        """Returns the same batch with every tensor on ``device``."""
         return _move(self, torch.device(device))
 
 

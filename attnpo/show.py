@@ -35,7 +35,7 @@ def main(texts: dict[str, str], cfg: "ShowConfig") -> int:
 
 
 def entry(argv: Sequence[str] | None = None) -> int:
-    """The command's exit status."""
+    """Returns the command's exit status."""
     from attnpo.cli.entry import run_entry
     from attnpo.cli.typed_texts import take_texts
 

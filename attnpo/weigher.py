@@ -206,7 +206,7 @@ class Weigher:
         chosen: Iterable[object] | None = None,
         rejected: Iterable[object] | None = None,
     ) -> WeighedPair | WeighedPairs:
-        """The weights of one pair, or of many in their order.
+        """Returns the weights of one pair, or of many in their order.
 
         Args:
             prompt: a text or chat messages; a list of these for many pairs. Given alone: a row, or many, with the
@@ -319,7 +319,7 @@ class Weigher:
         return encoded
 
     def _finished(self, item: _Captured, layer: int | str | None, chosen_round: int | None) -> WeighedPair:
-        """The pair at ``layer`` and by one round; None of either is the weigher's own choice."""
+        """Returns the pair at ``layer`` and by one round; None of either is the weigher's own choice."""
         source = self.source
         if layer is not None:
             if not isinstance(source, Attention):
@@ -426,7 +426,7 @@ def _rows(rows: str | Iterable[object]) -> Iterable[Mapping[str, object]]:
 
 
 def _from_row(row: Mapping[str, object], where: str) -> PreferencePair:
-    """The pair of a row, as the data of a run is read."""
+    """Returns the pair of a row, as the data of a run is read."""
     try:
         return adapt(row, Columns()).pair
     except RowProblem as problem:
@@ -437,7 +437,7 @@ def _from_row(row: Mapping[str, object], where: str) -> PreferencePair:
 
 
 def _from_texts(prompt: object, chosen: object, rejected: object, where: str) -> PreferencePair:
-    """The pair of three texts as they are; where messages are among them, as a row of such is read."""
+    """Returns the pair of three texts as they are; where messages are among them, as a row of such is read."""
     if isinstance(prompt, str) and isinstance(chosen, str) and isinstance(rejected, str):
         return PreferencePair.make([Message(role="user", content=prompt)], chosen, rejected)
     return _from_row({"prompt": prompt, "chosen": chosen, "rejected": rejected}, where)

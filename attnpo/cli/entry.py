@@ -118,7 +118,7 @@ def _run(
 
 
 def _whole(cfg: DictConfig, complete: Callable[[SomeRoot], bool]) -> Reading:
-    """What a job's configuration was read as; UserError also for values that ``complete`` asks for."""
+    """Returns what a job's configuration was read as; UserError also for values that ``complete`` asks for."""
     reading = read(cfg)
     root = cast(SomeRoot, reading.of(Root))
     if complete(root):

@@ -30,7 +30,7 @@ class Group:
     heading: str
 
     def lines(self, options: Sequence[str]) -> list[str]:
-        """The group with its options, the default first, and what it is for."""
+        """Returns the group with its options, the default first, and what it is for."""
         ordered = sorted(options, key=lambda option: option != self.default)
         text = f"{self.name}={' | '.join(ordered)}"
         lines = folded(f"[{text}]" if self.default == "null" else text)
@@ -41,12 +41,12 @@ class Group:
 
 
 def folded(text: str) -> list[str]:
-    """A group with its options as lines of at most the width of a screen."""
+    """Returns a group with its options as lines of at most the width of a screen."""
     return textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
 
 
 def described(root: Path) -> list[Group]:
-    """The groups of a root file's defaults list in its order, with those of the roots it builds on.
+    """Returns the groups of a root file's defaults list in its order, with those of the roots it builds on.
 
     ``- model: causal_lm  # the policy`` gives a group with its default and meaning; a line of comment above groups is
     their heading. ``# no other`` leaves a group out, and ``- fit  # without logger, callbacks`` those that the command
@@ -69,7 +69,7 @@ def described(root: Path) -> list[Group]:
 
 
 def groups_text(root: Path, options: Mapping[str, Sequence[str]]) -> str:
-    """The groups of a root with their ``options`` under headings; last those that no shipped root has.
+    """Returns the groups of a root with their ``options`` under headings; last those that no shipped root has.
 
     A group whose one option is the default leaves nothing to choose and is not shown.
     """
@@ -120,6 +120,6 @@ class Arguments(argparse.ArgumentParser):
         raise UserError(f"{message}; see --help")
 
     def text(self, root: Path, options: Mapping[str, Sequence[str]]) -> str:
-        """All that ``--help`` shows."""
+        """Returns all that ``--help`` shows."""
         self.description = f"{self.description}\n\n{groups_text(root, options)}"
         return as_called(self.format_help())

@@ -42,7 +42,9 @@ class Row:
 
 
 def on_terminal() -> bool:
-    """Whether this process may draw: it reports, and the error stream is a terminal that can move its cursor."""
+    """Returns whether this process may draw: it reports, and the error stream is a terminal that can
+    move its cursor.
+    """
     return leads() and sys.stderr.isatty() and not Console(stderr=True).is_dumb_terminal
 
 
@@ -54,7 +56,7 @@ def duration(seconds: float) -> str:
 
 
 def drawn(rows: Sequence[Row], width: int) -> Table:
-    """The rows as they stand on a terminal of ``width`` columns: a label may be cut, no number is."""
+    """Returns the rows as they stand on a terminal of ``width`` columns: a label may be cut, no number is."""
     table = Table(box=None, pad_edge=False, show_header=False)
     cells = [
         (
@@ -81,7 +83,8 @@ _drawing: list[object] = []  # what stands at the foot of the terminal
 
 @contextmanager
 def display(rows: Callable[[], Sequence[Row]]) -> Iterator[None]:
-    """A context in which ``rows`` are drawn at the foot of the terminal twice a second; log lines stand above them.
+    """Opens a context in which ``rows`` are drawn at the foot of the terminal twice a second; log lines stand above
+    them.
 
     Draws on a terminal alone, and once where displays lie within each other.
     """
@@ -108,7 +111,9 @@ def display(rows: Callable[[], Sequence[Row]]) -> Iterator[None]:
 
 @contextmanager
 def behind() -> Iterator[None]:
-    """A context whose log lines below warnings do not reach a terminal that rows are drawn on: they are in a file."""
+    """Opens a context whose log lines below warnings do not reach a terminal that rows are drawn on: they are in a
+    file.
+    """
     handlers = [one for one in logging.getLogger().handlers if type(one) is logging.StreamHandler] if _drawing else []
     levels = [handler.level for handler in handlers]
     for handler in handlers:
@@ -137,7 +142,7 @@ _phases: list[tuple[str, float]] = []  # what is at work, the innermost last, an
 
 @contextmanager
 def phase(what: str) -> Iterator[None]:
-    """A context, or a function's decorator, that ``heartbeat`` tells of as ``what``."""
+    """Opens a context, or a function's decorator, that ``heartbeat`` tells of as ``what``."""
     this = (what, time.monotonic())
     _phases.append(this)
     try:
@@ -148,7 +153,7 @@ def phase(what: str) -> Iterator[None]:
 
 @contextmanager
 def importing(what: str) -> Iterator[None]:
-    """A ``phase`` that imports packages, in which garbage is looked for rarely.
+    """Opens a ``phase`` that imports packages, in which garbage is looked for rarely.
 
     What an import makes stays, and looking through hundreds of thousands of such objects takes a quarter of its time.
     """
@@ -163,7 +168,7 @@ def importing(what: str) -> Iterator[None]:
 
 @contextmanager
 def heartbeat(what: str) -> Iterator[None]:
-    """A context that names the innermost ``phase`` (outside any, ``what``) whenever it has long been quiet.
+    """Opens a context that names the innermost ``phase`` (outside any, ``what``) whenever it has long been quiet.
 
     Quiet: for ``QUIET_FOR`` seconds no line was logged, and nothing is drawn. Only the process that leads a job tells.
     """
@@ -193,7 +198,7 @@ def heartbeat(what: str) -> Iterator[None]:
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """A ``phase`` told of at once: on a terminal until it is over, elsewhere by a line of the log."""
+    """Opens a ``phase`` told of at once: on a terminal until it is over, elsewhere by a line of the log."""
     if not on_terminal():
         log.info(what)
         with phase(what):
@@ -218,7 +223,7 @@ _notes: list[Path] = []
 
 @contextmanager
 def noting_in(folder: Path) -> Iterator[None]:
-    """A context in which ``note`` writes into ``folder``, for another process to show; nothing is drawn here."""
+    """Opens a context in which ``note`` writes into ``folder``, for another process to show; nothing is drawn here."""
     path = folder / NOTE
     _notes.append(path)
     try:
@@ -229,7 +234,7 @@ def noting_in(folder: Path) -> Iterator[None]:
 
 
 def is_noted() -> bool:
-    """Whether another one shows the progress of this process."""
+    """Returns whether another one shows the progress of this process."""
     return bool(_notes)
 
 
@@ -242,7 +247,7 @@ def note(row: Row) -> None:
 
 
 def noted(folder: Path) -> Row | None:
-    """The row that was left in a folder last; None where there is none."""
+    """Returns the row that was left in a folder last; None where there is none."""
     try:
         return Row(**json.loads((folder / NOTE).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):

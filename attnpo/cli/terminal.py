@@ -122,7 +122,9 @@ def command_text(name: str, *arguments: str) -> str:
 
 
 def override(key: str, text: str) -> str:
-    """A text as the value of ``key`` on the command line, quoted where Hydra would read more than a text in it."""
+    """Returns a text as the value of ``key`` on the command line, quoted where Hydra would read more
+    than a text in it.
+    """
     if re.fullmatch(r"[\w./+@-]+", text):
         return f"{key}={text}"
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
@@ -151,7 +153,7 @@ _once = _Once()
 
 @contextmanager
 def reporting(*, bars: bool = True) -> Iterator[None]:
-    """A context in which attnpo logs to the error stream and libraries are quiet.
+    """Opens a context in which attnpo logs to the error stream and libraries are quiet.
 
     Progress bars are for terminals: there are none in a file, in processes that do not report, or with ``bars`` false.
     Warnings become one log line each, except those on what only a library's authors can change; one that is repeated in
@@ -320,7 +322,7 @@ def _is_fragile(frame: FrameType | None) -> bool:
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """A context in which signals are heard as ``hear_signals`` says; training puts its own handlers in place."""
+    """Opens a context in which signals are heard as ``hear_signals`` says; training puts its own handlers in place."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -337,7 +339,7 @@ def stoppable() -> Iterator[None]:
 
 @contextmanager
 def _raising() -> Iterator[None]:
-    """A context in which a signal raises an exception."""
+    """Opens a context in which a signal raises an exception."""
     before, _state.raises = _state.raises, True
     try:
         yield
@@ -372,7 +374,8 @@ def end_quickly() -> None:
 
 
 def guarded(command: Callable[[], int]) -> int:
-    """The exit status of ``command``; what ended it early is one line on the error stream where a user can act on it.
+    """Returns the exit status of ``command``; what ended it early is one line on the error stream where a user can act
+    on it.
 
     2 for an error the user can mend (UserError, a package that is not installed, a full disk), 128 + n for signal n,
     and the ``exit_status`` of exceptions that carry one. Other errors propagate with their traceback.
@@ -420,7 +423,7 @@ def leave(status: int) -> NoReturn:
 
 
 def ending_of(error: BaseException) -> tuple[int, str] | None:
-    """The exit status and the last line for ``error``, or None for a fault that needs its traceback."""
+    """Returns the exit status and the last line for ``error``, or None for a fault that needs its traceback."""
     status = getattr(error, "exit_status", None)
     if isinstance(status, int):
         return status, str(error)

@@ -11,7 +11,7 @@ KEYS = ("prompt", "chosen", "rejected")
 
 
 def take_texts(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """The texts given as KEY=TEXT for ``KEYS``, and the other words of ``argv`` in their order.
+    """Returns the texts given as KEY=TEXT for ``KEYS``, and the other words of ``argv`` in their order.
 
     ``@FILE`` reads a file, ``-`` standard input, both without the line break at their end. A text that begins with @ is
     typed with two.

@@ -103,7 +103,7 @@ def _initialized(config_dir: Path | None) -> Iterator[list[str]]:
 
 
 def compose(name: str, overrides: Sequence[str] = (), config_dir: Path | None = None) -> DictConfig:
-    """The configuration ``name`` with ``overrides`` applied, in struct mode, interpolations not yet resolved.
+    """Returns the configuration ``name`` with ``overrides`` applied, in struct mode, interpolations not yet resolved.
 
     ``config_dir`` is searched after the shipped folder. A configuration with a key ``composed`` gets ``overrides`` and
     ``config_dir`` put there, so that a study can compose its points from them. Raises UserError that names the
@@ -118,7 +118,9 @@ def compose(name: str, overrides: Sequence[str] = (), config_dir: Path | None = 
 
 
 def _of_parts(name: str, overrides: Sequence[str], config_dir: Path | None, folders: Sequence[Path]) -> DictConfig:
-    """The same as ``_compose``, from what was kept of the options chosen; what is wrong is told by ``_compose``."""
+    """Returns the same as ``_compose``, from what was kept of the options chosen; what is wrong is told by
+    ``_compose``.
+    """
     refuse_moved(overrides, groups(config_dir))
     choices, values = choices_and_values(overrides, folders)
     if not values or any("={" in choice for choice in choices):  # a dict for a group is a value in Hydra's eyes
@@ -167,7 +169,7 @@ def _noted(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
 
 
 def expand(overrides: Sequence[str], config_dir: Path | None = None) -> list[list[str]]:
-    """One list of overrides per job of a grid: ``a=1,2 b=3,4`` are four jobs; the last key varies fastest.
+    """Returns one list of overrides per job of a grid: ``a=1,2 b=3,4`` are four jobs; the last key varies fastest.
 
     Hydra's sweep syntax holds (``range``, ``choice``, ``glob``). Raises UserError for what cannot be parsed.
     """
@@ -203,7 +205,7 @@ class Composition:
     environment: dict[str, str] = field(default_factory=dict)
 
     def arguments(self) -> list[str]:
-        """What a command is given to compose this again."""
+        """Returns what a command is given to compose this again."""
         return [*self.overrides, *([] if self.config_dir is None else ["--config-dir", str(self.config_dir)])]
 
 
@@ -218,7 +220,7 @@ class Root:
     values: dict[str, Json] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def with_value(self: SomeRoot, key: str, value: Json | tuple[Json, ...]) -> SomeRoot:
-        """The same with another value at the dotted ``key``, in its component and in ``values``."""
+        """Returns the same with another value at the dotted ``key``, in its component and in ``values``."""
         names = key.split(".")
         made: SomeRoot = _changed(self, names, value)
         plain_value = list(value) if isinstance(value, tuple) else value
@@ -226,13 +228,13 @@ class Root:
         return made
 
     def with_component(self: SomeRoot, key: str, component: object) -> SomeRoot:
-        """The same with another component at the key ``key`` of the root."""
+        """Returns the same with another component at the key ``key`` of the root."""
         made: SomeRoot = _changed(self, [key], component)
         object.__setattr__(made, "values", {**self.values, key: as_values(component)})
         return made
 
     def below(self, key: str) -> dict[str, Json]:
-        """The plain values of the node ``key``."""
+        """Returns the plain values of the node ``key``."""
         node = self.values[key]
         return dict(node) if isinstance(node, dict) else {}
 
@@ -258,7 +260,7 @@ def _is_same(path: Path, other: Path) -> bool:
 
 
 def _changed(node: Any, names: Sequence[str], value: object) -> Any:
-    """A copy of a dataclass or mapping with another value at the end of ``names``."""
+    """Returns a copy of a dataclass or mapping with another value at the end of ``names``."""
     if not names:
         return value
     if isinstance(node, Mapping):
@@ -280,7 +282,7 @@ class Reading:
     unread: dict[str, str]
 
     def of(self, kind: type[SomeRoot]) -> SomeRoot:
-        """The root, which must be of the class ``kind``. Raises one UserError with all problems."""
+        """Returns the root, which must be of the class ``kind``. Raises one UserError with all problems."""
         report_problems(self.problems or [required(path) for path in self.missing if self.root is ABSENT])
         if not isinstance(self.root, kind):
             got = type(self.root).__name__
@@ -288,11 +290,11 @@ class Reading:
         return self.root
 
     def is_idle(self, key: str) -> bool:
-        """Whether ``key`` has no effect as the others stand."""
+        """Returns whether ``key`` has no effect as the others stand."""
         return any(f"{key}.".startswith(f"{path}.") for path in self.unread)
 
     def idle_overrides(self) -> dict[str, str]:
-        """The overrides it was composed with that have no effect in it, each with the reason."""
+        """Returns the overrides it was composed with that have no effect in it, each with the reason."""
         idle = {}
         for override in self.root.composed.overrides if isinstance(self.root, Root) else ():
             key = override.partition("=")[0].lstrip("+~")
@@ -324,7 +326,9 @@ def check(cfg: DictConfig, *, complete: bool = True) -> None:
 
 
 def load(name: str, overrides: Sequence[str] = (), config_dir: Path | None = None) -> Any:
-    """The typed root of the configuration ``name`` with ``overrides`` applied. Raises UserError like ``check``."""
+    """Returns the typed root of the configuration ``name`` with ``overrides`` applied. Raises UserError
+    like ``check``.
+    """
     return read(compose(name, overrides, config_dir)).of(Root)
 
 
@@ -334,14 +338,14 @@ def typed(cfg: DictConfig, kind: type[SomeRoot]) -> SomeRoot:
 
 
 def part(cfg: DictConfig, kind: type[SomeRoot]) -> SomeRoot:
-    """A root of fewer keys, read from the same keys of ``cfg``: what the others need may be absent."""
+    """Returns a root of fewer keys, read from the same keys of ``cfg``: what the others need may be absent."""
     values, reader = plain(cfg), Reader(complete=False)
     root = reader.make(kind, {item.name: values[item.name] for item in fields(kind) if item.init}, "")
     return Reading(root, reader.problems, reader.missing, reader.unread).of(kind)
 
 
 def build(node: object) -> Any:
-    """The component of one ``_target_`` node of a composed configuration, nested components included.
+    """Returns the component of one ``_target_`` node of a composed configuration, nested components included.
 
     Raises UserError like ``check``.
     """

@@ -42,7 +42,7 @@ def bookkeeping_keys(part: object, path: str = "") -> Iterator[str]:
 
 
 def as_values(component: object) -> dict[str, Json]:
-    """A component as its configuration would say it: its keys with ``_target_``, enums by value."""
+    """Returns a component as its configuration would say it: its keys with ``_target_``, enums by value."""
     kind = type(component)
     keys = {item.name: _as_value(getattr(component, item.name)) for item in _fields(component) if item.init}
     return {"_target_": f"{kind.__module__}.{kind.__qualname__}", **keys}

@@ -7,7 +7,7 @@ from attnpo.system.errors import UserError
 
 
 def find_file(name: str, key: str) -> Path:
-    """The existing file ``name``; ``key`` is the config key that names it, for the error."""
+    """Returns the existing file ``name``; ``key`` is the config key that names it, for the error."""
     for candidate in (Path(name).expanduser(), CONFIG_DIR / name):
         if candidate.is_file():
             return candidate.resolve()
@@ -15,7 +15,7 @@ def find_file(name: str, key: str) -> Path:
 
 
 def read_template(template: str | None, key: str = "model.chat_template") -> str | None:
-    """A chat template's text: as given when it holds Jinja, else the content of the file it names."""
+    """Returns a chat template's text: as given when it holds Jinja, else the content of the file it names."""
     if template is None or "{%" in template or "{{" in template:
         return template
     path = find_file(template, key)

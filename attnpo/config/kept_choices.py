@@ -34,7 +34,7 @@ _composed: dict[Hashable, bytes] = {}
 
 @contextmanager
 def readable(file: Path) -> Iterator[None]:
-    """A context in which OmegaConf reads ``file``, once its aliases are known to name no more than it can hold.
+    """Opens a context in which OmegaConf reads ``file``, once its aliases are known to name no more than it can hold.
 
     UserError for a file that is not YAML, and for one that is nested too deeply or multiplies itself by aliases.
     """
@@ -67,7 +67,7 @@ class ParsedFiles(FileConfigSource):
     """Hydra's source of ``file://``, which keeps what it has parsed and gives copies of it."""
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """The configuration at ``config_path``, Hydra's own error where there is no such file."""
+        """Returns the configuration at ``config_path``, Hydra's own error where there is no such file."""
         file = os.path.join(self.path, self._normalize_file_name(config_path))
         if not os.path.exists(file):
             return super().load_config(config_path)
@@ -80,14 +80,14 @@ class ParsedPackage(ImportlibResourcesConfigSource):
     """The same of ``pkg://``: Hydra's own configuration, which stays as it was installed."""
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """The configuration at ``config_path``, Hydra's own error where there is no such file."""
+        """Returns the configuration at ``config_path``, Hydra's own error where there is no such file."""
         return _copy(self, config_path, (), super().load_config)
 
 
 def _copy(
     source: ConfigSource, config_path: str, state: tuple[int, ...], parse: Callable[[str], ConfigResult]
 ) -> ConfigResult:
-    """What is parsed at ``config_path``, as a copy: Hydra takes the defaults list out of it.
+    """Returns what is parsed at ``config_path``, as a copy: Hydra takes the defaults list out of it.
 
     Pickle makes one five times as fast as OmegaConf's deepcopy.
     """
@@ -106,7 +106,8 @@ def keep_parsed() -> None:
 
 
 def kept(key: Hashable, folders: Sequence[Path], make: Callable[[], DictConfig]) -> DictConfig:
-    """A copy of what ``make`` composed for this ``key`` from the files in ``folders``; ``make`` is called if need be.
+    """Returns a copy of what ``make`` composed for this ``key`` from the files in ``folders``; ``make`` is called if
+    need be.
 
     What ``make`` raises is passed on and not kept.
     """
@@ -144,7 +145,7 @@ def put(values: Sequence[str], cfg: DictConfig) -> None:
 
 
 def _state(folders: Sequence[Path]) -> str:
-    """A digest of the names, times and sizes of all configuration files in ``folders``."""
+    """Returns a digest of the names, times and sizes of all configuration files in ``folders``."""
     files = sorted(file for folder in folders for file in folder.rglob("*.yaml"))
     found = [(str(file), file.stat()) for file in files]
     return hashlib.sha256(repr([(file, at.st_mtime_ns, at.st_size) for file, at in found]).encode()).hexdigest()

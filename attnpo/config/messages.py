@@ -64,7 +64,9 @@ def nearest_option(text: str, overrides: Sequence[str], known: dict[str, list[st
 
 
 def unknown_key(text: str, name: str, overrides: list[str], group_names: list[str]) -> str | None:
-    """What to say where Hydra's ``text`` is about an override of a key that there is not; None for any other text."""
+    """Returns what to say where Hydra's ``text`` is about an override of a key that there is not; None for any other
+    text.
+    """
     refused = re.search(r"Could not override '([^']+)'", text)
     if refused is None:
         return None
@@ -95,7 +97,7 @@ def unknown_key(text: str, name: str, overrides: list[str], group_names: list[st
 
 
 def _single(node: DictConfig, path: str = "") -> Iterator[str]:
-    """The dotted path of every key below ``node`` that holds a single value; no interpolation is resolved."""
+    """Yields the dotted path of every key below ``node`` that holds a single value; no interpolation is resolved."""
     for key in node:
         child, found = node._get_node(key), join(path, str(key))
         if not isinstance(child, Container) or child._is_interpolation():

@@ -17,7 +17,7 @@ FUNCTIONS = ("weights.function",)
 
 
 def below(key: str, parents: Sequence[str]) -> bool:
-    """Whether ``key`` is one of ``parents`` or lies below one."""
+    """Returns whether ``key`` is one of ``parents`` or lies below one."""
     return any(key == parent or key.startswith(f"{parent}.") for parent in parents)
 
 
@@ -39,17 +39,19 @@ def code_of(values: Mapping[str, Json]) -> dict[str, str]:
 
 
 def _names_code(key: str) -> bool:
-    """Whether a key's text is the import path of a class or a function."""
+    """Returns whether a key's text is the import path of a class or a function."""
     return key.endswith("_target_") or key in FUNCTIONS
 
 
 def _file(name: str) -> str | None:
-    """The file of a name, from the working directory or among the configs as ``find_file`` has it; None for others."""
+    """Returns the file of a name, from the working directory or among the configs as ``find_file`` has it; None for
+    others.
+    """
     return next(filter(os.path.isfile, (os.path.expanduser(name), str(CONFIG_DIR / name))), None)
 
 
 def _module(dotted: str) -> str | None:
-    """The file of the module that a component outside the package is in."""
+    """Returns the file of the module that a component outside the package is in."""
     name = dotted.rpartition(".")[0]
     try:
         spec = None if name.partition(".")[0] == PACKAGE.name else find_spec(name)

@@ -55,18 +55,18 @@ BOUNDED: dict[object, str] = {int: "a whole number of at most 64 bits", float: "
 
 
 def join(path: str, key: object) -> str:
-    """The key below ``path`` as the user types it."""
+    """Returns the key below ``path`` as the user types it."""
     return f"{path}.{key}" if path else str(key)
 
 
 def did_you_mean(word: str, names: Sequence[str], prefix: str = "") -> str:
-    """A remark with the name nearest to ``word``; empty if none is near."""
+    """Returns a remark with the name nearest to ``word``; empty if none is near."""
     close = difflib.get_close_matches(word, names, n=1)
     return f"; did you mean {prefix}{close[0]}?" if close else ""
 
 
 def required(path: str) -> str:
-    """The problem of a value that the user must give."""
+    """Returns the problem of a value that the user must give."""
     return f"{path}: required; give {path}=VALUE"
 
 
@@ -83,27 +83,29 @@ def _describe(hint: object) -> str:
 
 
 def _is_role(hint: object) -> TypeGuard[type]:
-    """Whether ``hint`` says what a component must be: a protocol that objects can be tested for, or a base class."""
+    """Returns whether ``hint`` says what a component must be: a protocol that objects can be tested for, or a base
+    class.
+    """
     if not inspect.isclass(hint) or dataclasses.is_dataclass(hint) or issubclass(hint, Enum):
         return False
     return bool(getattr(hint, "_is_runtime_protocol", False)) or hint.__module__.startswith("attnpo.")
 
 
 def _is_frozen(target: type) -> bool:
-    """Whether a class is a frozen dataclass."""
+    """Returns whether a class is a frozen dataclass."""
     settings = getattr(target, "__dataclass_params__", None)
     return settings is not None and bool(settings.frozen)
 
 
 def _members(role: type) -> set[str]:
-    """The names that an object must have to be of a role."""
+    """Returns the names that an object must have to be of a role."""
     parents = [parent for parent in role.__mro__ if getattr(parent, "_is_protocol", False) and parent is not Protocol]
     named = {name for parent in parents for name in (*vars(parent), *inspect.get_annotations(parent))}
     return {name for name in named if name == "__call__" or not name.startswith("_")}
 
 
 def _can_be(target: type, role: type) -> bool:
-    """Whether instances of the dataclass ``target`` can be of a role, told without making one."""
+    """Returns whether instances of the dataclass ``target`` can be of a role, told without making one."""
     if not getattr(role, "_is_protocol", False):
         return issubclass(target, role)
     has = {name for parent in target.__mro__ for name in vars(parent)} | {
@@ -113,18 +115,18 @@ def _can_be(target: type, role: type) -> bool:
 
 
 def spelling(member: Enum) -> str:
-    """A member of an enum as a configuration writes it."""
+    """Returns a member of an enum as a configuration writes it."""
     return member.value if isinstance(member.value, str) else member.name.lower()
 
 
 def _may_import(dotted: str) -> bool:
-    """Whether the package of a target is attnpo, or one that the user's environment names."""
+    """Returns whether the package of a target is attnpo, or one that the user's environment names."""
     allowed = {name.strip() for name in os.environ.get(ALLOW, "").split(",")}
     return dotted.partition(".")[0] in {"attnpo", *allowed} - {""}
 
 
 def _locate(dotted: str) -> object:
-    """What ``module.name`` or ``module.Class.name`` names, its module imported."""
+    """Returns what ``module.name`` or ``module.Class.name`` names, its module imported."""
     module, _, name = dotted.rpartition(".")
     try:
         target: object = getattr(importlib.import_module(module), name)
@@ -149,7 +151,7 @@ def _home(target: object) -> str | None:
 
 
 def located(dotted: str, what: str) -> tuple[object, str]:
-    """What an import path names, and an empty text; or None, and why it may not or cannot be imported.
+    """Returns what an import path names, and an empty text; or None, and why it may not or cannot be imported.
 
     The rule for every name of code in a configuration: attnpo, and packages that ATTNPO_ALLOW_TARGETS names, for the
     path and for the module that what it leads to is of. ``what`` is expected there, in a word ("class").
@@ -179,7 +181,7 @@ def _refused(what: str, got: str, module: str) -> str:
 
 
 def _parameters(target: type) -> dict[str, bool]:
-    """Each field of a dataclass with whether it is required."""
+    """Returns each field of a dataclass with whether it is required."""
     return {
         field.name: field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         for field in sorted(dataclasses.fields(target), key=lambda field: bool(field.kw_only))  # a base's own come last
@@ -188,7 +190,7 @@ def _parameters(target: type) -> dict[str, bool]:
 
 
 def hints_of(target: type) -> dict[str, object]:
-    """The type hints of a class's fields; none where a name of them exists for type checkers alone."""
+    """Returns the type hints of a class's fields; none where a name of them exists for type checkers alone."""
     try:
         return get_type_hints(target)
     except NameError:
@@ -225,7 +227,7 @@ def resolve(node: object, path: str, problems: list[str], origins: dict[str, str
 
 
 def _null_parent(node: DictConfig | ListConfig, key: str) -> str | None:
-    """The nearest node above ``key`` that is null in the configuration ``node`` is part of, if there is one."""
+    """Returns the nearest node above ``key`` that is null in the configuration ``node`` is part of, if there is one."""
     root, parents = node._get_root(), key.split(".")[:-1]
     paths = [".".join(parents[:depth]) for depth in range(1, len(parents) + 1)]
     return next((path for path in paths if OmegaConf.select(root, path, default=ABSENT) is None), None)
@@ -372,7 +374,9 @@ class Reader:
         return self.whole(items if container is list else tuple(items))
 
     def component(self, value: dict[object, object], hint: object, path: str) -> object:
-        """The component that a node with ``_target_`` names; its package and its role are checked before it is made."""
+        """Returns the component that a node with ``_target_`` names; its package and its role are checked before it is
+        made.
+        """
         dotted, key = str(value["_target_"]), join(path, "_target_")
         if dotted == MISSING:
             return self.refuse(required(key))
@@ -390,7 +394,7 @@ class Reader:
         return self.make(target, {name: item for name, item in value.items() if name != "_target_"}, path)
 
     def make(self, target: type, keys: dict[object, object], path: str) -> object:
-        """The dataclass ``target`` with the values of ``keys``, once all of them hold."""
+        """Returns the dataclass ``target`` with the values of ``keys``, once all of them hold."""
         known = _parameters(target)
         hints = hints_of(target)
         before = len(self.problems)

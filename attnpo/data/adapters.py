@@ -92,7 +92,7 @@ class Columns:
     traces: Traces = Traces.KEEP
 
     def unused(self, names: Iterable[str]) -> list[str]:
-        """The columns among ``names`` that no option maps, in their order."""
+        """Returns the columns among ``names`` that no option maps, in their order."""
         mapped = {self.prompt, self.chosen, self.rejected, self.system, self.input, self.tools}
         return [name for name in names if name not in mapped]
 
@@ -134,7 +134,8 @@ class AdaptedRow:
 
 
 def adapt(row: Mapping[str, object], columns: Columns) -> AdaptedRow:
-    """The pair that a row stands for, whichever convention it follows (table in the module docstring), with notes.
+    """Returns the pair that a row stands for, whichever convention it follows (table in the module docstring), with
+    notes.
 
     Columns that are neither mapped nor lists of messages go to ``extra``.
 
@@ -232,7 +233,9 @@ _ROLES = {"human": "user", "gpt": "assistant"}
 
 
 def _joined(content: object) -> object:
-    """The text of a content that is a list of text parts, as multimodal chats write it; anything else as it is."""
+    """Returns the text of a content that is a list of text parts, as multimodal chats write it;
+    anything else as it is.
+    """
     parts = content if isinstance(content, Sequence) and not isinstance(content, str | bytes) else ()
     if not parts or not all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts):
         return content
@@ -240,7 +243,7 @@ def _joined(content: object) -> object:
 
 
 def _messages(value: object, columns: Columns) -> list[Message]:
-    """The messages of a cell: a list of mappings, or one mapping."""
+    """Returns the messages of a cell: a list of mappings, or one mapping."""
     cells = [value] if isinstance(value, Mapping) else value
     if not isinstance(cells, Sequence) or isinstance(cells, str | bytes):
         raise RowProblem(Reason.NOT_TEXT)
@@ -251,7 +254,7 @@ def _messages(value: object, columns: Columns) -> list[Message]:
 
 
 def _turn(role: str, cell: Mapping[str, object], columns: Columns) -> Message:
-    """One message; the content of one that only calls tools may be missing."""
+    """Returns one message; the content of one that only calls tools may be missing."""
     content, of_assistant = cell.get(columns.content), role == "assistant"
     calls = _functions(cell.get("tool_calls"), Reason.MALFORMED) if of_assistant else None
     if content is None and of_assistant and not calls and cell.get("function_call"):
@@ -280,7 +283,7 @@ def _functions(value: object, reason: Reason) -> str | None:
 
 
 def _cell(value: object, columns: Columns) -> str | list[Message]:
-    """What a cell of the table holds: a text, or messages."""
+    """Returns what a cell of the table holds: a text, or messages."""
     return _text(value) if isinstance(value, str) else _messages(value, columns)
 
 
@@ -325,7 +328,7 @@ def _answer(turn: Message) -> str:
 
 
 def _traced(turns: _Turns, traces: Traces) -> tuple[_Turns, Note | None]:
-    """The turns under the rule for traces, and what was done to a response's."""
+    """Returns the turns under the rule for traces, and what was done to a response's."""
     both = (turns.chosen, turns.rejected)
     if any(map(is_unclosed, both)):
         raise RowProblem(Reason.UNCLOSED)
@@ -337,7 +340,7 @@ def _traced(turns: _Turns, traces: Traces) -> tuple[_Turns, Note | None]:
 
 
 def _after(prompt: list[Message], turns: list[Message]) -> list[Message]:
-    """The whole conversation, whether ``turns`` repeats the prompt or not."""
+    """Returns the whole conversation, whether ``turns`` repeats the prompt or not."""
     return turns if prompt and turns[: len(prompt)] == prompt else [*prompt, *turns]
 
 
@@ -389,7 +392,7 @@ def _from_texts(prompt: str | list[Message] | None, chosen: str, rejected: str) 
 
 
 def _opens_answer(text: str) -> bool:
-    """Whether ``text`` is a labelled dialogue that ends with the label of the assistant."""
+    """Returns whether ``text`` is a labelled dialogue that ends with the label of the assistant."""
     return _is_dialogue(text) and text.rstrip().endswith("\n\nAssistant:")
 
 
@@ -399,7 +402,7 @@ def _is_dialogue(text: str) -> bool:
 
 
 def _dialogue(text: str) -> list[Message]:
-    """The turns of a labelled dialogue, surrounding blanks removed."""
+    """Returns the turns of a labelled dialogue, surrounding blanks removed."""
     labels = list(_LABEL.finditer(text))
     ends = [*(label.start() for label in labels[1:]), len(text)]
     return [

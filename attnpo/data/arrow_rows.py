@@ -167,7 +167,7 @@ class PairRows(RowsOnDemand[PreferencePair]):
 
     @property
     def size(self) -> int:
-        """Bytes of their texts."""
+        """Returns bytes of their texts."""
         return int(self._pairs.nbytes)
 
     def take(self, rows: Counts) -> "PairRows":
@@ -290,12 +290,12 @@ class Sizes:
 
     @property
     def branches(self) -> Counts:
-        """Tokens of prompt and response, [2 pairs]."""
+        """Returns tokens of prompt and response, [2 pairs]."""
         return np.stack([prompt + response for prompt, response in zip(self.prompts, self.responses, strict=True)])
 
     @property
     def longest(self) -> Counts:
-        """Tokens of the longer branch."""
+        """Returns tokens of the longer branch."""
         longest: Counts = self.branches.max(axis=0)
         return longest
 

@@ -81,7 +81,7 @@ class PairSet:
         return digest(ids_of(self.pairs))
 
     def summary(self) -> str:
-        """One line with all counts, with the first row numbers of each reason and note."""
+        """Returns one line with all counts, with the first row numbers of each reason and note."""
         events = [*sorted(self.counts.items()), *sorted(self.notes.items())]
         parts = [counted(name, count, self.examples.get(name, ())) for name, count in events]
         parts += ["the first row is row 0"] if parts else []
@@ -107,7 +107,7 @@ def name_unused(pairs: PairSet, read: Collection[str] = ()) -> None:
 
 
 def counted(event: str, count: int, rows: Sequence[int]) -> str:
-    """How often something happened to rows, with the numbers of the first of them."""
+    """Returns how often something happened to rows, with the numbers of the first of them."""
     listed = ", ".join(map(str, rows[:EXAMPLES])) + (", ..." if count > EXAMPLES else "")
     return f"{event}: {count}" + (f" ({'row' if count == 1 else 'rows'} {listed})" if rows else "")
 
@@ -118,7 +118,7 @@ def pairs_from_rows(
     numbers: Iterable[int] | None = None,
     write: Write | None = None,
 ) -> PairSet:
-    """The pairs of an iterable of rows with their account; ``numbers`` are those of the rows (None: 0, 1, ...).
+    """Returns the pairs of an iterable of rows with their account; ``numbers`` are those of the rows (None: 0, 1, ...).
 
     Pairs that ``write`` is given are not held.
 
@@ -158,7 +158,9 @@ def pairs_from_rows(
 
 
 def merged(sources: "Mapping[str, PairSource]", found: Mapping[str, PairSet], taken: Taken) -> PairSet:
-    """One set of pairs: those ``taken``, in their order, each with the name of its set; says what each set gave."""
+    """Returns one set of pairs: those ``taken``, in their order, each with the name of its set; says what each set
+    gave.
+    """
     counts: Counter[str] = Counter()
     notes: Counter[str] = Counter()
     examples: dict[str, list[int]] = {}
@@ -196,7 +198,7 @@ def _written(found: PairSet, write: Write | None) -> PairSet:
 
 
 def row_range(selection: str | None, length: int, option: str = "data.train_rows") -> range:
-    """The row numbers that a selection names out of ``length`` rows; None names all of them.
+    """Returns the row numbers that a selection names out of ``length`` rows; None names all of them.
 
     "500" is the first 500 rows, "100:300" rows 100 to 299, "10%" the first tenth (rounded down), "10%:20%" the second
     tenth; either side of the colon may be left out. Rows past the end are not there: the range is the shorter for it.
@@ -289,13 +291,13 @@ class PairSource:
 
     @property
     def weighs_apart(self) -> bool:
-        """Whether reasoning traces of any of its sets are weighed apart from their answers."""
+        """Returns whether reasoning traces of any of its sets are weighed apart from their answers."""
         every = [self.columns, *(one.columns for one in (self.mix or {}).values() if one.columns is not None)]
         return any(columns.traces is Traces.WEIGH_APART for columns in every)
 
     @property
     def place(self) -> str:
-        """Where the pairs are, for readers: the path, or the sets of the mixture with theirs."""
+        """Returns where the pairs are, for readers: the path, or the sets of the mixture with theirs."""
         named = ", ".join(f"{name} ({one.path})" for name, one in (self.mix or {}).items())
         return f"mixture of {named}" if self.mix else self.path
 
@@ -334,14 +336,14 @@ class PairSource:
         return f"data.path={self.path} ({split})"
 
     def _table(self, split: str) -> Table:
-        """All rows of a split, with the columns that are asked for."""
+        """Returns all rows of a split, with the columns that are asked for."""
         table = self._read(split)
         first_line = "the first line of " if isinstance(table, Lines) and table.headed else ""
         self.columns.check(table.column_names, first_line + self._where(split))
         return table
 
     def _pairs(self, table: Table, split: str, there: Sequence[int], write: Write | None = None) -> PairSet:
-        """The pairs of the rows ``there``, as far as the split's choice of rows has them."""
+        """Returns the pairs of the rows ``there``, as far as the split's choice of rows has them."""
         where = self._where(split)
         asked = self.train_rows if split == "train" else self.val_rows
         rows = row_range(asked, len(there), f"data.{split}_rows")
@@ -378,7 +380,9 @@ class PairSource:
     # -------------------------------------------------------------------------------------------- mixtures
 
     def _mixed(self, mix: Mapping[str, MixedSet], split: str) -> PairSet:
-        """The pairs of all sets: of training those that are taken, in an order drawn by the seed; else all in turn."""
+        """Returns the pairs of all sets: of training those that are taken, in an order drawn by the seed; else all in
+        turn.
+        """
         sources = {name: self._of_set(one) for name, one in mix.items()}
         tables = {}
         for name, source in sources.items():
@@ -403,7 +407,7 @@ class PairSource:
     def _shared(
         self, split: str, sources: Mapping[str, "PairSource"], tables: Mapping[str, Table]
     ) -> dict[str, Sequence[int]]:
-        """The numbers of each set's rows in a split, prompts being shared out over all sets at once."""
+        """Returns the numbers of each set's rows in a split, prompts being shared out over all sets at once."""
         prompts = [prompt for name, source in sources.items() for prompt in source._prompts(tables[name])]
         found = share_out(prompts, self.val_share or 0.0, "data.mix")
         self._say_share(split, found, len(prompts))
@@ -430,7 +434,7 @@ class PairSource:
             _LOG.warning("%s: data.val_rows and data.train_rows name some of the same rows", where)
 
     def _read(self, split: str) -> Table:
-        """All rows of a split."""
+        """Returns all rows of a split."""
         return read_table(self.path, *self._split(split), self.subset, self.revision)
 
     def _split(self, split: str) -> tuple[str, str]:

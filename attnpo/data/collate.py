@@ -45,12 +45,12 @@ class TrainingExample:
 
     @property
     def scales(self) -> tuple[float, float]:
-        """What makes a weight of either side relative to uniform: |y| of a distribution, 1 of factors."""
+        """Returns what makes a weight of either side relative to uniform: |y| of a distribution, 1 of factors."""
         return (1.0, 1.0) if self.factors else self.lengths
 
     @property
     def longest(self) -> int:
-        """Tokens of the longer branch, prompt included."""
+        """Returns tokens of the longer branch, prompt included."""
         return max(len(side.prompt_ids) + len(side.response_ids) for side in self.sides)
 
 
@@ -69,7 +69,7 @@ def collate(
     step_pairs: int,
     step_tokens: tuple[int, int] = (0, 0),
 ) -> PreferenceBatch:
-    """The batch of ``examples``: chosen rows first, then rejected rows, in the same order of pairs.
+    """Returns the batch of ``examples``: chosen rows first, then rejected rows, in the same order of pairs.
 
     Args:
         examples: P pairs, at least one; all with reference log-probabilities or none, all with factors or none.

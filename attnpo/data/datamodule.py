@@ -50,7 +50,7 @@ class Batches(Dataset[PreferenceBatch]):
         self._trained = np.stack(sizes_of(self.examples).responses) * (pair_weights_of(self.examples) > 0)
 
     def __getitem__(self, planned: PlannedBatch) -> PreferenceBatch:
-        """The collated batch of a plan's indices; the first of a step has what is looked at before the step."""
+        """Returns the collated batch of a plan's indices; the first of a step has what is looked at before the step."""
         examples = [self.examples[i] for i in planned.indices]
         batch = collate(examples, self.layout, self.pad_id, planned.step_pairs, self._step_tokens(planned.whole))
         if self.ahead is None or planned.micro > 0:
@@ -68,7 +68,7 @@ class Batches(Dataset[PreferenceBatch]):
 def regrouped(
     examples: Sequence[TrainingExample], planned: PlannedBatch, ahead: StepRows, cutting: ByTokens
 ) -> PlannedBatch:
-    """The same step with its pairs shared out anew for the rows ahead of it, whose lengths are others.
+    """Returns the same step with its pairs shared out anew for the rows ahead of it, whose lengths are others.
 
     They keep the budget of ``cutting`` where their longest does, in as many groups for every rank; a sum over the rows
     of all ranks is the same.
@@ -373,7 +373,7 @@ class PreferenceDataModule(L.LightningDataModule):
         return loader(self.val_batches, sampler)
 
     def state_dict(self) -> dict[str, object]:
-        """The training sampler's state at the micro-batches that training has consumed."""
+        """Returns the training sampler's state at the micro-batches that training has consumed."""
         if self.trainer is None or self.sampler is None:
             return {}
         consumed: int = vars(self.trainer.fit_loop.epoch_loop.batch_progress.current)["processed"]
@@ -391,7 +391,8 @@ class PreferenceDataModule(L.LightningDataModule):
 def make_cutting(
     examples: Sequence[TrainingExample], cost: RowCost, key: str, tokens: int | None, micro: int
 ) -> Cutting:
-    """What cuts the steps of ``examples``: a budget of ``tokens``, given as ``key``, or else ``micro`` pairs at a time.
+    """Returns what cuts the steps of ``examples``: a budget of ``tokens``, given as ``key``, or else ``micro`` pairs at
+    a time.
 
     UserError for a budget below the longest pair.
     """
@@ -419,5 +420,7 @@ def _say(sampler: StepBatches, cutting: ByTokens) -> None:
 
 
 def loader(batches: Batches, sampler: StepBatches) -> DataLoader[PreferenceBatch]:
-    """The loader of planned batches. It draws from its own generator, so training's random numbers stay apart."""
+    """Returns the loader of planned batches. It draws from its own generator, so training's random
+    numbers stay apart.
+    """
     return DataLoader(batches, sampler=sampler, batch_size=None, generator=torch.Generator())

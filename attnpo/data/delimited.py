@@ -25,7 +25,7 @@ _LIKE_MISSING = frozenset({"nan", "null", "none", "n/a", "<na>"})
 
 
 def read_delimited(files: Iterable[Path], path: str) -> Lines:
-    """All rows of CSV or TSV files of one header; a row's empty cells are None.
+    """Returns all rows of CSV or TSV files of one header; a row's empty cells are None.
 
     Logs how many cells hold nothing but a word for a missing value, which are texts like others.
 
@@ -59,7 +59,7 @@ def _mark(file: Path) -> str:
 
 
 def _cells(file: Path, path: str, where: str) -> Iterator[tuple[int, list[str]]]:
-    """The cells of each row that is not blank, with the number of its last line."""
+    """Yields the cells of each row that is not blank, with the number of its last line."""
     try:
         text = content_of(file, path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -82,7 +82,7 @@ def _cells(file: Path, path: str, where: str) -> Iterator[tuple[int, list[str]]]
 
 
 def _names(header: list[str], mark: str, where: str) -> list[str]:
-    """The names of the columns; "" only for the first, where libraries put the row's number."""
+    """Returns the names of the columns; "" only for the first, where libraries put the row's number."""
     names = [name.strip() for name in header]
     other = next((one for one in _NAMED if one != mark and len(names) == 1 and one in names[0]), None)
     if other is not None:

@@ -31,7 +31,7 @@ class Table(Protocol):
         """Number of rows."""
 
     def select(self, indices: Sequence[int]) -> Iterable[Mapping[str, object]]:
-        """The rows with these numbers."""
+        """Returns the rows with these numbers."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Lines:
         return len(self.rows)
 
     def select(self, indices: Sequence[int]) -> list[Mapping[str, object]]:
-        """The rows with these numbers."""
+        """Returns the rows with these numbers."""
         return [self.rows[index] for index in indices]
 
 
@@ -84,7 +84,7 @@ class LinesOnDisk:
 
 
 def read_lines(files: Iterable[Path], path: str) -> Table:
-    """All rows of JSON files: an object per line, or one array of objects per file.
+    """Returns all rows of JSON files: an object per line, or one array of objects per file.
 
     Of plain files with lines no row is held: they are looked through, and parsed again where they are asked for.
     Bytes that are no UTF-8 become lone surrogates, which the adapters refuse row by row.
@@ -108,7 +108,9 @@ def read_lines(files: Iterable[Path], path: str) -> Table:
 
 
 def content_of(file: Path, path: str) -> bytes:
-    """The bytes of a file, unpacked where its name ends in .gz. UserError naming file and ``path`` otherwise."""
+    """Returns the bytes of a file, unpacked where its name ends in .gz. UserError naming file and
+    ``path`` otherwise.
+    """
     with _reading(file, path):
         return gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
 
@@ -163,12 +165,12 @@ def _object(row: Json, number: int, file: Path, path: str) -> dict[str, Json]:
 
 
 def _decoded(content: bytes) -> str:
-    """Text with what is no UTF-8 as lone surrogates, without a mark of byte order at its beginning."""
+    """Returns text with what is no UTF-8 as lone surrogates, without a mark of byte order at its beginning."""
     return content.decode("utf-8", errors="surrogateescape").removeprefix("\ufeff")
 
 
 def _parsed(text: str) -> Json | Exception:
-    """The value of a JSON text, or the exception that says why it is none."""
+    """Returns the value of a JSON text, or the exception that says why it is none."""
     try:
         value: Json = parse_json(text)
     except ValueError as error:

@@ -31,7 +31,7 @@ class RowCost:
     shared: bool = False
 
     def of(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> int:
-        """Tokens of one pair by itself, whose rows are (prompt ids, response ids)."""
+        """Returns tokens of one pair by itself, whose rows are (prompt ids, response ids)."""
         lengths = [len(prompt) + len(response) for prompt, response in rows]
         if self.padded:
             return len(lengths) * max(lengths)
@@ -40,7 +40,7 @@ class RowCost:
         return sum(lengths) - (len(rows) - 1) * len(first) * same
 
     def together(self, sizes: Sequence[int]) -> int:
-        """Tokens of pairs in one forward, each of which takes one of ``sizes`` by itself."""
+        """Returns tokens of pairs in one forward, each of which takes one of ``sizes`` by itself."""
         return len(sizes) * max(sizes) if self.padded else sum(sizes)
 
 
@@ -61,7 +61,8 @@ def shares(total: int, parts: int) -> list[range]:
 
 
 def fill(sizes: Sequence[int], cost: RowCost, limit: int) -> list[int]:
-    """Where the fewest consecutive parts begin that take at most ``limit`` tokens each; ``sizes`` longest first.
+    """Returns where the fewest consecutive parts begin that take at most ``limit`` tokens each; ``sizes`` longest
+    first.
 
     A single pair above the limit is a part of its own.
     """
@@ -103,13 +104,13 @@ def _taken(sizes: Sequence[int], cost: RowCost, part: range) -> int:
 
 
 def _halves(sizes: Sequence[int], cost: RowCost, part: range) -> tuple[range, range]:
-    """The cut of a part after which the larger half costs least."""
+    """Returns the cut of a part after which the larger half costs least."""
     cuts = ((range(part.start, cut), range(cut, part.stop)) for cut in part[1:])
     return min(cuts, key=lambda halves: max(_taken(sizes, cost, half) for half in halves))
 
 
 def deal(costs: Sequence[int], ranks: int) -> list[list[int]]:
-    """The parts of each rank, costliest first: as many for each, the totals within one part of each other.
+    """Returns the parts of each rank, costliest first: as many for each, the totals within one part of each other.
 
     Dealt in rounds of alike parts, so that what the ranks compute at the same time takes them as long; in a round the
     costliest part goes to the rank that has least so far. The number of parts is a multiple of ``ranks``.
@@ -140,7 +141,7 @@ class ByCount:
 
     @property
     def rule(self) -> str:
-        """The rule in words; two cuttings of the same pairs with the same rule are the same."""
+        """Returns the rule in words; two cuttings of the same pairs with the same rule are the same."""
         return f"micro-batch {self.micro}"
 
     def micros(self, steps: Iterable[Sequence[int]], pairs: int, ranks: int, *, short: bool = False) -> int:
@@ -161,7 +162,9 @@ class ByCount:
         return micros
 
     def hands(self, step: Sequence[int], micros: int, ranks: int) -> Hands:
-        """The step in as many micro-batches on each rank: consecutive shares, each in consecutive micro-batches."""
+        """Returns the step in as many micro-batches on each rank: consecutive shares, each in consecutive
+        micro-batches.
+        """
         return [
             [tuple(step[share.start + i] for i in part) for part in shares(len(share), micros)]
             for share in shares(len(step), ranks)
@@ -183,11 +186,11 @@ class ByTokens:
 
     @property
     def rule(self) -> str:
-        """The rule in words; two cuttings of the same pairs with the same rule are the same."""
+        """Returns the rule in words; two cuttings of the same pairs with the same rule are the same."""
         return f"at most {self.budget} tokens of {self.cost.name} rows"
 
     def tokens(self, part: Sequence[int]) -> int:
-        """Tokens of pairs in one forward."""
+        """Returns tokens of pairs in one forward."""
         return self.cost.together([self.sizes[i] for i in part])
 
     def micros(self, steps: Iterable[Sequence[int]], pairs: int, ranks: int, *, short: bool = False) -> int:
@@ -218,11 +221,12 @@ class ByTokens:
         return micros
 
     def needed(self, step: Sequence[int], ranks: int) -> int:
-        """The fewest micro-batches per rank that keep the budget in one step."""
+        """Returns the fewest micro-batches per rank that keep the budget in one step."""
         return ceil(len(fill(self._line(step), self.cost, self.budget)) / ranks)
 
     def hands(self, step: Sequence[int], micros: int, ranks: int) -> Hands:
-        """The step in as many micro-batches on each rank, the totals of the ranks alike, the longest pairs first.
+        """Returns the step in as many micro-batches on each rank, the totals of the ranks alike, the longest pairs
+        first.
 
         Raises:
             ValueError: the step does not keep the budget in so few; ``micros`` has not seen it.
@@ -234,7 +238,7 @@ class ByTokens:
         return hands
 
     def closest(self, step: Sequence[int], micros: int, ranks: int) -> Hands:
-        """The same whatever the budget."""
+        """Returns the same whatever the budget."""
         line = sorted(step, key=lambda i: -self.sizes[i])
         parts = [tuple(line[i] for i in part) for part in partition(self._line(step), micros * ranks, self.cost)]
         return [[parts[i] for i in hand] for hand in deal([self.tokens(part) for part in parts], ranks)]

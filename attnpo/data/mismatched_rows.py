@@ -50,7 +50,8 @@ def partners(examples: Sequence[TrainingExample], step: Sequence[int]) -> dict[i
 
 
 def mismatched(examples: Sequence[TrainingExample], planned: PlannedBatch) -> list[list[Ids]]:
-    """Each pair's prompt with both responses of its partner: first the chosen ones of a micro-batch, then the rejected.
+    """Returns each pair's prompt with both responses of its partner: first the chosen ones of a micro-batch, then the
+    rejected.
 
     The mismatched sequences of KTO's reference point (Ethayarajh et al. 2024, section 4).
     """
@@ -67,7 +68,7 @@ MAKERS: Mapping[str, RowsOf] = {"mismatched": mismatched}
 
 
 def cut(row: Ids, max_length: int) -> Ids:
-    """The row with its response cut to what the prompt leaves of ``max_length``, one token at least."""
+    """Returns the row with its response cut to what the prompt leaves of ``max_length``, one token at least."""
     prompt, response = row
     return prompt, response[: max(1, max_length - len(prompt))]
 

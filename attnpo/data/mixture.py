@@ -42,7 +42,7 @@ class MixedSet:
             raise UserError(f"weight={self.weight:g} and count={self.count} both say how much is taken: give one")
 
     def own(self) -> dict[str, object]:
-        """The keys of ``data`` that it does not take from the mixture."""
+        """Returns the keys of ``data`` that it does not take from the mixture."""
         return {name: value for name, value in vars(self).items() if value is not None and name not in AMOUNTS}
 
 
@@ -79,7 +79,7 @@ def check_mixture(sets: Mapping[str, MixedSet]) -> None:
 
 
 def amounts(kept: Mapping[str, int], sets: Mapping[str, MixedSet]) -> dict[str, int]:
-    """How many of the ``kept`` pairs of each set are taken; none is taken twice.
+    """Returns how many of the ``kept`` pairs of each set are taken; none is taken twice.
 
     Counts as they are. With weights as many as there can be: the set that is scarcest for its weight gives all it has.
 
@@ -110,13 +110,15 @@ def amounts(kept: Mapping[str, int], sets: Mapping[str, MixedSet]) -> dict[str, 
 
 
 def draws(name: str, kept: int, seed: int) -> list[tuple[str, str, int]]:
-    """A number drawn for each pair of a set, with the set and the pair's place, in order: the first ones are taken."""
+    """Returns a number drawn for each pair of a set, with the set and the pair's place, in order: the first ones are
+    taken.
+    """
     return sorted((digest([seed, name, place]), name, place) for place in range(kept))
 
 
 @contextmanager
 def of_set(name: str) -> Iterator[None]:
-    """A context whose errors name the set of the mixture that they are about."""
+    """Opens a context whose errors name the set of the mixture that they are about."""
     try:
         yield
     except UserError as error:

@@ -61,11 +61,11 @@ class Tally:
             ids.append(pair_id[:8])
 
     def total(self, opening: str) -> int:
-        """How many events there were whose name begins with ``opening``."""
+        """Returns how many events there were whose name begins with ``opening``."""
         return sum(count for event, count in self.counts.items() if event.startswith(opening))
 
     def lines(self) -> list[str]:
-        """One line per event, e.g. ``dropped: response cut to nothing: 2 (3f2a..., 77b0...)``."""
+        """Returns one line per event, e.g. ``dropped: response cut to nothing: 2 (3f2a..., 77b0...)``."""
         return [f"{event}: {count} ({', '.join(self.first[event])})" for event, count in sorted(self.counts.items())]
 
 
@@ -89,7 +89,7 @@ class ExampleSet:
 def encode_pair(
     pair: PreferencePair, chat: ChatFormat, rules: LengthRules, tally: Tally, *, keep_same: bool = False
 ) -> dict[str, EncodedResponse] | None:
-    """Both truncated branches of a pair by side, or None when the pair is dropped (counted in ``tally``).
+    """Returns both truncated branches of a pair by side, or None when the pair is dropped (counted in ``tally``).
 
     A text that the chat template refuses or rewrites drops its pair; the first one of each kind is logged in full.
     Responses of the same token ids, which a trim or a cut may leave, tell no preference and drop their pair too;
@@ -149,7 +149,7 @@ def _take(
 def make_example(
     pair_id: str, encoded: Mapping[str, EncodedResponse], weights: TrainingWeights, pair_weight: float = 1.0
 ) -> TrainingExample:
-    """The example of one encoded pair; its pair weight is 0 when no token of either side carries weight."""
+    """Returns the example of one encoded pair; its pair weight is 0 when no token of either side carries weight."""
     void = not (bool(weights.chosen.any()) or bool(weights.rejected.any()))
     return TrainingExample(
         pair_id=pair_id,
@@ -223,7 +223,9 @@ def warn_of_rendered(count: int, prompts: int, first: Sequence[str]) -> None:
 
 
 def unknown_share(encoded: EncodedSet, tokenizer: PreTrainedTokenizerBase) -> float:
-    """The share of response tokens that stand for text the tokenizer does not know; 0 where it marks none as such."""
+    """Returns the share of response tokens that stand for text the tokenizer does not know; 0 where it marks none as
+    such.
+    """
     unknown = tokenizer.unk_token_id
     if unknown is None or unknown == tokenizer.eos_token_id:
         return 0.0
@@ -242,7 +244,7 @@ def fit_transforms(
     layers: tuple[Row, ...] = (),
     align: AlignRules | None = None,
 ) -> tuple[WeightTransform, ...]:
-    """The transforms, those that learn from data fitted on the pairs of ``encoded`` (the training split).
+    """Returns the transforms, those that learn from data fitted on the pairs of ``encoded`` (the training split).
 
     Pairs about which the source said too little for ``align`` teach nothing: they will be dropped.
     """
@@ -335,7 +337,7 @@ def prepare_examples(
 
 
 def percentiles(counts: Sequence[int]) -> dict[str, int]:
-    """The 50th, 90th and 99th percentile of ``counts`` and their maximum; empty for none."""
+    """Returns the 50th, 90th and 99th percentile of ``counts`` and their maximum; empty for none."""
     ordered = sorted(counts)
     if not ordered:
         return {}
@@ -344,7 +346,7 @@ def percentiles(counts: Sequence[int]) -> dict[str, int]:
 
 
 def calibration_pairs(pairs: Sequence[PreferencePair], count: int) -> list[PreferencePair]:
-    """The first ``count`` different pairs in the order of their ids, which is that of no file."""
+    """Returns the first ``count`` different pairs in the order of their ids, which is that of no file."""
     unique = {pair_id: place for place, pair_id in enumerate(ids_of(pairs))}
     return [pairs[unique[pair_id]] for pair_id in sorted(unique)[:count]]
 

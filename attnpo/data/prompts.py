@@ -53,19 +53,19 @@ class PromptSet:
 
     @property
     def counts(self) -> Counter[str]:
-        """How many rows gave no new prompt, by reason."""
+        """Returns how many rows gave no new prompt, by reason."""
         counts = Counter({reason: len(rows) for reason, rows in self.left_out.items()})
         return counts + Counter({REPEATED: len(self.repeated)})
 
     def summary(self) -> str:
-        """One line with all counts and the first row numbers of each."""
+        """Returns one line with all counts and the first row numbers of each."""
         events = sorted({**self.left_out, **({REPEATED: self.repeated} if self.repeated else {})}.items())
         parts = [counted(reason, len(rows), rows) for reason, rows in events]
         return "; ".join([f"{self.read} rows read, {len(self.prompts)} prompts", *parts])
 
 
 def prompts_from_rows(rows: Iterable[Mapping[str, object]], columns: PromptColumns, first: int = 0) -> PromptSet:
-    """The prompts of an iterable of rows; ``first`` is the number of the first row.
+    """Returns the prompts of an iterable of rows; ``first`` is the number of the first row.
 
     Raises:
         UserError: two rows have the same id but ask different things, or a mapped column does not exist.
@@ -96,7 +96,7 @@ def prompts_from_rows(rows: Iterable[Mapping[str, object]], columns: PromptColum
 
 
 def prompt_of(row: Mapping[str, object], columns: PromptColumns) -> Prompt:
-    """The prompt of a row. RowProblem for one that holds none."""
+    """Returns the prompt of a row. RowProblem for one that holds none."""
     if columns.chosen not in row or columns.rejected not in row:
         if columns.prompt is None or row.get(columns.prompt) is None:
             raise RowProblem(Reason.MISSING)
@@ -127,7 +127,7 @@ class PromptSource:
     subset: str | None = None
 
     def load(self) -> PromptSet:
-        """The prompts.
+        """Returns the prompts.
 
         Raises:
             UserError: nothing is found at ``path``, a column or split is missing, a file cannot be read, ids are not
@@ -171,7 +171,7 @@ class EncodedPrompts:
 def encode_prompts(
     prompts: Iterable[Prompt], chat: ChatFormat | None, new_tokens: int, max_length: int | None
 ) -> EncodedPrompts:
-    """The prompts' ids; left out is what the chat template refuses and what leaves no room for ``new_tokens``.
+    """Returns the prompts' ids; left out is what the chat template refuses and what leaves no room for ``new_tokens``.
 
     ``refusal`` is the template's first one. Without a chat format all are kept and have no ids.
     """

@@ -111,7 +111,7 @@ class BatchPlan:
 
     @property
     def budget(self) -> int | None:
-        """Tokens per forward of training; None where pairs are counted, or nothing is decided yet."""
+        """Returns tokens per forward of training; None where pairs are counted, or nothing is decided yet."""
         return self.tokens if isinstance(self.tokens, int) else None
 
     @property

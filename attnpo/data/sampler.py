@@ -144,7 +144,7 @@ class StepBatches(Sampler[PlannedBatch]):
         self._passed = False
 
     def _planned(self, world_size: int, epochs: int) -> Split:
-        """The split whose micro-batches are as few as every step of ``epochs`` allows."""
+        """Returns the split whose micro-batches are as few as every step of ``epochs`` allows."""
         steps = (step for epoch in range(epochs) for step in self._steps(epoch)[: self._full])
         accumulation, short = self.cutting.micros(steps, self.size, world_size), 0
         if self._short:
@@ -174,7 +174,7 @@ class StepBatches(Sampler[PlannedBatch]):
         self.epoch, self.consumed, self._start, self._passed = epoch, 0, 0, False
 
     def order(self, epoch: int) -> list[int]:
-        """The permutation of an epoch."""
+        """Returns the permutation of an epoch."""
         if not self.shuffle:
             return list(range(self.num_pairs))
         generator = torch.Generator().manual_seed(int(digest([self.seed, epoch])[:15], 16))
@@ -182,12 +182,12 @@ class StepBatches(Sampler[PlannedBatch]):
         return permutation
 
     def _steps(self, epoch: int) -> list[list[int]]:
-        """The pairs of each step of an epoch."""
+        """Returns the pairs of each step of an epoch."""
         order = self.order(epoch)
         return [order[step * self.size : (step + 1) * self.size] for step in range(self.steps_per_epoch)]
 
     def parts(self) -> Iterator[tuple[int, ...]]:
-        """The pairs of every micro-batch of the current epoch, of all ranks."""
+        """Yields the pairs of every micro-batch of the current epoch, of all ranks."""
         for number, step in enumerate(self._steps(self.epoch)):
             for hand in self.cutting.hands(step, self._micros(number), self.split.world_size):
                 yield from hand
@@ -196,7 +196,7 @@ class StepBatches(Sampler[PlannedBatch]):
         return self.split.accumulation if step < self._full else self.split.short
 
     def _plan(self, start: int) -> Iterator[PlannedBatch]:
-        """The batches of the current epoch from number ``start`` on."""
+        """Yields the batches of the current epoch from number ``start`` on."""
         epoch, steps, ranks = self.epoch, self._steps(self.epoch), self.split.world_size
         first, skip = divmod(start, self.split.accumulation)
         for step in range(first, len(steps)):
@@ -259,7 +259,9 @@ class StepBatches(Sampler[PlannedBatch]):
         self.consumed = self._start = batches
 
     def _split_of(self, saved: SavedSplit | Sequence[int] | None) -> Split:
-        """The split of a saved state, also of one that tells micro-batch, accumulation and number of processes."""
+        """Returns the split of a saved state, also of one that tells micro-batch, accumulation and number
+        of processes.
+        """
         if saved is None:
             return self.split
         if not isinstance(saved, Sequence):
@@ -278,7 +280,7 @@ class StepBatches(Sampler[PlannedBatch]):
         return batches != last + split.short and (batches > last or batches % split.accumulation > 0)
 
     def _translate(self, batches: int, saved: Split) -> int:
-        """The number of batches consumed in the split ``saved``, counted in this one."""
+        """Returns the number of batches consumed in the split ``saved``, counted in this one."""
         if saved == self.split:
             return batches
         rest = self.num_pairs % self.size

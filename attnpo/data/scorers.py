@@ -28,7 +28,7 @@ class RunTexts:
         self.chat, self.rules = chat, rules
 
     def encode(self, pair: PreferencePair) -> Mapping[str, EncodedResponse]:
-        """The ids by side that training reads; ``RefusedText`` for a pair that the length rules drop."""
+        """Returns the ids by side that training reads; ``RefusedText`` for a pair that the length rules drop."""
         tally = Tally()
         encoded = encode_pair(pair, self.chat, self.rules, tally, keep_same=True)
         if encoded is None:
@@ -39,7 +39,7 @@ class RunTexts:
     def instructed(
         self, pair: PreferencePair, encoded: Mapping[str, EncodedResponse], instruction: str
     ) -> tuple[Mapping[str, EncodedResponse], bool]:
-        """The same responses under a prompt with ``instruction``, and whether that prompt had to be shortened.
+        """Returns the same responses under a prompt with ``instruction``, and whether that prompt had to be shortened.
 
         The instruction ends the last user turn, so that a prompt that keeps its last tokens keeps it. ``RefusedText``
         for a prompt without a user turn, and for one that the chat template refuses.
@@ -57,7 +57,7 @@ class RunTexts:
         return found, cut
 
     def fingerprint(self) -> dict[str, object]:
-        """What identifies the ids: chat format and truncation."""
+        """Returns what identifies the ids: chat format and truncation."""
         rules = self.rules
         return {
             "chat": self.chat.fingerprint(),
@@ -153,7 +153,9 @@ class RunScorers(WeightReader):
         return weights_fingerprint(*self.place(scorer))
 
     def fingerprint(self) -> dict[str, object]:
-        """What identifies both models' numbers, in their order: weights, number format, attention kernel family."""
+        """Returns what identifies both models' numbers, in their order: weights, number format, attention kernel
+        family.
+        """
         described: dict[str, object] = {}
         for rank, scorer in zip(("first", "second"), self.models.values(), strict=True):
             described[rank] = {
@@ -164,7 +166,7 @@ class RunScorers(WeightReader):
         return described
 
     def paths(self) -> str:
-        """Both models for the log."""
+        """Returns both models for the log."""
         return " and ".join(f"{name} {self.place(scorer)[0]}" for name, scorer in self.models.items())
 
     def describe_pass(self, rows: str) -> str:

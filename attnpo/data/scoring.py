@@ -62,11 +62,13 @@ class ModelScorer:
     pad_id: int
 
     def scores(self, ids: Sequence[EncodedResponse], names: Collection[str]) -> list[Scores]:
-        """The statistics ``names`` of each response's tokens, in the order of ``ids``; UserError for unknown names."""
+        """Returns the statistics ``names`` of each response's tokens, in the order of ``ids``; UserError for unknown
+        names.
+        """
         return self._scores(ids, names, None)
 
     def pair_scores(self, ids: Sequence[EncodedResponse], other: Scorer, names: Collection[str]) -> list[Scores]:
-        """The same with joint statistics, in which ``other`` is the second model.
+        """Returns the same with joint statistics, in which ``other`` is the second model.
 
         UserError for models whose vocabularies differ in size, TypeError for a scorer that is no ``ModelScorer``.
         """

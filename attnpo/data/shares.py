@@ -40,7 +40,7 @@ def share_out(prompts: Sequence[str | None], share: float, where: str) -> Shares
 
 
 def prompts_of(rows: Iterable[Mapping[str, object]], columns: Columns) -> list[str | None]:
-    """The digest of all messages of each row's prompt; None for a row that is no pair."""
+    """Returns the digest of all messages of each row's prompt; None for a row that is no pair."""
     return [_prompt(row, columns) for row in rows]
 
 

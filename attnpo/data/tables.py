@@ -31,7 +31,7 @@ _SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"
 
 
 def read_table(path: str, split: str, option: str, subset: str | None = None, revision: str | None = None) -> Table:
-    """All rows of a file, of a split of a folder, or of a dataset on the hub.
+    """Returns all rows of a file, of a split of a folder, or of a dataset on the hub.
 
     ``option`` is the config key that names the split, for errors. UserError when nothing is there or it cannot be read.
     """
@@ -105,13 +105,15 @@ def require_validation(path: str, split: str | None, rows: bool) -> None:
 
 
 def is_one_table(path: str) -> bool:
-    """Whether there is one table without splits at ``path``: a file, or a data set saved without splits."""
+    """Returns whether there is one table without splits at ``path``: a file, or a data set saved without splits."""
     place = Path(path).expanduser()
     return place.is_file() or (place / _SAVED).is_file()
 
 
 def has_split(path: str, split: str) -> bool:
-    """Whether a split has this name; True on the hub, which only loading would tell. UserError: nothing is there."""
+    """Returns whether a split has this name; True on the hub, which only loading would tell. UserError: nothing is
+    there.
+    """
     place = Path(path).expanduser()
     if not place.exists():
         _require_hub_name(path)
@@ -140,12 +142,12 @@ def _require_saved(folder: Path, path: str, split: str, option: str) -> None:
 
 
 def _suffix(file: Path) -> str | None:
-    """The ending of a file that can be read, None for others."""
+    """Returns the ending of a file that can be read, None for others."""
     return next((suffix for suffix in _SUFFIXES if file.name.endswith(suffix)), None)
 
 
 def _split_files(folder: Path, split: str, option: str) -> list[Path]:
-    """The files of one split: one file, or its shards in order."""
+    """Returns the files of one split: one file, or its shards in order."""
     stems = _stems(folder)
     files = [file for file, stem in stems.items() if stem == split]
     if not files:
@@ -163,20 +165,22 @@ def _split_files(folder: Path, split: str, option: str) -> list[Path]:
 
 
 def _stems(folder: Path) -> dict[Path, str]:
-    """The files of a folder that can be read, also in a sub-folder ``data``, and the split that each belongs to."""
+    """Returns the files of a folder that can be read, also in a sub-folder ``data``, and the split that each belongs
+    to.
+    """
     files = [file for place in (folder, folder / "data") if place.is_dir() for file in sorted(place.iterdir())]
     readable = [file for file in files if file.is_file() and _suffix(file) is not None]
     return {file: _SHARD.sub("", file.name[: -len(_suffix(file) or "")]) for file in readable}
 
 
 def _near(split: str, names: Sequence[str], option: str) -> str:
-    """A remark with the split whose name holds ``split``, is held by it, or is nearest to it."""
+    """Returns a remark with the split whose name holds ``split``, is held by it, or is nearest to it."""
     holding = next((name for name in names if name in split or split in name), None)
     return f"; did you mean {option}={holding}?" if holding else did_you_mean(split, names, f"{option}=")
 
 
 def _neighbours(place: Path) -> str:
-    """A sentence on what does exist near a path that does not."""
+    """Returns a sentence on what does exist near a path that does not."""
     parent = next(parent for parent in place.absolute().parents if parent.is_dir())
     names = sorted(entry.name + ("/" if entry.is_dir() else "") for entry in parent.iterdir())
     shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
@@ -188,7 +192,7 @@ def _neighbours(place: Path) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The library without progress bars and log lines (what matters in them is raised), and back afterwards."""
+    """Opens the library without progress bars and log lines (what matters in them is raised), and back afterwards."""
     import datasets
 
     shown, level = not datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
@@ -238,7 +242,7 @@ def _from_parquet(files: list[Path], path: str) -> Table:
 
 
 def _from_saved(folder: Path, path: str) -> Table:
-    """The rows of a folder that ``Dataset.save_to_disk`` wrote."""
+    """Returns the rows of a folder that ``Dataset.save_to_disk`` wrote."""
     import datasets
 
     try:
@@ -259,7 +263,7 @@ def _from_saved(folder: Path, path: str) -> Table:
 
 
 def _saved_splits(folder: Path, path: str) -> list[str]:
-    """The names of the splits of a saved data set."""
+    """Returns the names of the splits of a saved data set."""
     file = folder / _SAVED_SPLITS
     try:
         return [str(name) for name in parse_json(file.read_text(encoding="utf-8"))["splits"]]

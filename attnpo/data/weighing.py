@@ -205,7 +205,9 @@ def _counting(captured: Iterable[PairWeights], prompts: Counter[str]) -> Iterato
 
 
 def _columns_key(source: WeightSource, encoded: Mapping[str, EncodedSet]) -> dict[str, object]:
-    """What identifies the columns that a source reads, which the pairs' ids do not cover; empty for other sources."""
+    """Returns what identifies the columns that a source reads, which the pairs' ids do not cover; empty for other
+    sources.
+    """
     if not source.columns:
         return {}
     found = hashlib.sha256()

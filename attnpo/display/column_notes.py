@@ -55,7 +55,7 @@ MINUS = re.compile(r"minus (.+?)(?:, KL ([\d.e+-]+))?")
 
 
 def column_notes(columns: Sequence[str]) -> dict[str, str]:
-    """What is known of the columns, by head."""
+    """Returns what is known of the columns, by head."""
     found = {name: _note(name) for name in columns}
     return {name: note for name, note in found.items() if note}
 

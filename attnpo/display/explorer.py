@@ -46,7 +46,7 @@ class ExplorerSide:
 
     @classmethod
     def of(cls, text: str, encoded: EncodedResponse, ends: Mapping[int, str]) -> "ExplorerSide":
-        """The side of an encoded response, log-probabilities unknown."""
+        """Returns the side of an encoded response, log-probabilities unknown."""
         return cls(text, encoded.response_ids, encoded.offsets, ends)
 
 
@@ -114,14 +114,14 @@ class Scale:
 
     @classmethod
     def over(cls, relative: Array) -> "Scale":
-        """The scale from the smallest to the largest finite weight apart from 0, at most 24 octaves."""
+        """Returns the scale from the smallest to the largest finite weight apart from 0, at most 24 octaves."""
         sizes = np.abs(relative[np.isfinite(relative) & (relative != 0)])
         high = math.log2(float(sizes.max())) if sizes.size else 0.0
         low = max(math.log2(float(sizes.min())), high - SPAN) if sizes.size else 0.0
         return cls(low, high, bool((relative[np.isfinite(relative)] < 0).any()))
 
     def encode(self, relative: Array) -> bytes:
-        """A byte per weight."""
+        """Returns a byte per weight."""
         top = SIGNED_TOP if self.signed else TOP
         finite = np.isfinite(relative)
         present = finite & (relative != 0)
@@ -132,7 +132,7 @@ class Scale:
         return codes.astype(np.uint8).tobytes()
 
     def decode(self, packed: bytes) -> Array:
-        """The weights of the codes, NaN where unknown; the page's script does the same."""
+        """Returns the weights of the codes, NaN where unknown; the page's script does the same."""
         codes = np.frombuffer(packed, dtype=np.uint8).astype(np.float64)
         negative = self.signed & (codes > SIGNED_TOP) & (codes < UNKNOWN)
         places = codes - 1 - np.where(negative, SIGNED_TOP, 0)
@@ -149,7 +149,7 @@ def encode_logps(logps: Array) -> tuple[bytes, float]:
 
 
 def packed(data: bytes) -> Markup:
-    """Bytes as the page holds them: deflated, in base64."""
+    """Returns bytes as the page holds them: deflated, in base64."""
     return Markup(base64.b64encode(zlib.compress(data, 6)).decode("ascii"))
 
 
@@ -157,7 +157,7 @@ def packed(data: bytes) -> Markup:
 
 
 def explorer_html(pairs: Sequence[ExplorerPair], *, title: str = "Token weights", note: str = "") -> str:
-    """The explorer of ``pairs`` as one HTML page; ``note`` is a line below its title.
+    """Returns the explorer of ``pairs`` as one HTML page; ``note`` is a line below its title.
 
     Weights relative to uniform are kept to half a step of their ``Scale`` (at most 3.4 %, 6.8 % where there are
     negative ones), which the page states; weights of exactly 0 are exact. Log-probabilities are kept to 1/131068 of the
@@ -247,7 +247,9 @@ def write_explorer(path: Path, pairs: Sequence[ExplorerPair], *, title: str = "T
 
 
 def _looked_at_first(views: Sequence[View]) -> set[int]:
-    """The view that the page opens with and the one it is compared with: the next source's first, or the next."""
+    """Returns the view that the page opens with and the one it is compared with: the next source's
+    first, or the next.
+    """
     return {0, next((number for number, view in enumerate(views) if view.source != views[0].source), 1)}
 
 

@@ -134,7 +134,7 @@ def _series(
 
 
 def _running_mean(values: Float[np.ndarray, " points"]) -> Float[np.ndarray, " points"]:
-    """The mean over a centred window of about a fifteenth of the curve, shorter at its ends."""
+    """Returns the mean over a centred window of about a fifteenth of the curve, shorter at its ends."""
     half = max(2, len(values) // 30)
     total = np.concatenate([[0.0], np.cumsum(values)])
     index = np.arange(len(values))

@@ -52,7 +52,7 @@ class FrontierPoint:
 
     @property
     def finite(self) -> bool:
-        """Whether it can be drawn."""
+        """Returns whether it can be drawn."""
         return math.isfinite(self.kl) and math.isfinite(self.reward)
 
 

@@ -42,7 +42,7 @@ class HeatToken:
     reference_logp: float | int | None = None
 
     def facts(self) -> str:
-        """What is known of it apart from its weight relative to uniform, in words."""
+        """Returns what is known of it apart from its weight relative to uniform, in words."""
         parts = [] if self.token_id is None else [f"weight {self.weight:.4g}", f"id {self.token_id}"]
         if self.begins is not None and self.ends is not None:
             parts.append(f"characters {self.begins} to {self.ends}")
@@ -68,7 +68,7 @@ class HeatSide:
     kept_mass: float | int | None = None
 
     def relative(self, token: HeatToken) -> float:
-        """The weight of ``token`` relative to uniform, w * |y|."""
+        """Returns the weight of ``token`` relative to uniform, w * |y|."""
         return token.weight * (len(self.tokens) if self.length is None else self.length)
 
     @property
@@ -79,7 +79,7 @@ class HeatSide:
 
     @property
     def right_to_left(self) -> bool:
-        """Whether the first letter with a direction is written from right to left."""
+        """Returns whether the first letter with a direction is written from right to left."""
         kinds = (unicodedata.bidirectional(char) for token in self.tokens if not token.end for char in token.text)
         return next((kind != "L" for kind in kinds if kind in ("L", "R", "AL")), False)
 
@@ -117,14 +117,16 @@ class Verdict:
 
     @property
     def preference(self) -> float | None:
-        """The probability of the chosen response between the two labels, or None when the verdict was not read."""
+        """Returns the probability of the chosen response between the two labels, or None when the verdict
+        was not read.
+        """
         if self.logits is None:
             return None
         margin = (self.logits[0] - self.logits[1]) * (1 if self.chosen_is_a else -1)
         return 0.5 * (1 + math.tanh(margin / 2))
 
     def summary(self) -> str:
-        """The round in words."""
+        """Returns the round in words."""
         order = "chosen is A" if self.chosen_is_a else "chosen is B"
         if self.preference is None:
             return f"{order}: verdict not read"
@@ -191,7 +193,7 @@ def heat_row(
     logps: Sequence[tuple[Sequence[float] | None, Sequence[float] | None]] = ((None, None), (None, None)),
     note: str = "",
 ) -> HeatRow:
-    """The heat map's row of one pair; tuples are (chosen, rejected), as a training example holds them.
+    """Returns the heat map's row of one pair; tuples are (chosen, rejected), as a training example holds them.
 
     Args:
         pair: texts of prompt and responses.
@@ -240,7 +242,7 @@ def _round_view(pair: PreferencePair, place: int, one: Round, layers: Sequence[s
 
 
 def _side_view(text: str, found: TokenWeights) -> SideView:
-    """The source's tokens and its rows of weights as multiples of their mean."""
+    """Returns the source's tokens and its rows of weights as multiples of their mean."""
     tokens, shown = [], 0
     for token_id, (start, end) in zip(found.token_ids.tolist(), found.offsets.tolist(), strict=True):
         tokens.append((text[shown : max(shown, end)], token_id, start, end))
@@ -319,7 +321,8 @@ def _visible(char: str) -> str:
 
 
 def level(relative: float | int) -> int:
-    """The shade of a weight relative to uniform, from -16 (1/8 or less, 0 included) over 0 (uniform) to 16 (8 or more).
+    """Returns the shade of a weight relative to uniform, from -16 (1/8 or less, 0 included) over 0 (uniform) to 16 (8
+    or more).
 
     Negative weights have the shade of their size; NaN has 0.
     """

@@ -89,7 +89,7 @@ def _head_lines(row: HeatRow) -> list[tuple[str, str, str]]:
 
 
 def _pieces(tokens: tuple[HeatToken, ...]) -> Iterator[_Piece]:
-    """Tokens laid out on lines of ``CELLS`` cells; a token breaks where its text does or the line ends."""
+    """Yields tokens laid out on lines of ``CELLS`` cells; a token breaks where its text does or the line ends."""
     line = column = 0
     for token in tokens:
         for number, part in enumerate((visible(token.text) or "▯").replace("\t", " ").split("\n")):

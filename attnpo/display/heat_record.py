@@ -53,12 +53,12 @@ class RowData(TypedDict):
 
 
 def heat_record(rows: Sequence[HeatRow]) -> list[dict[str, object]]:
-    """The rows as JSON can hold them, without what they can be switched to."""
+    """Returns the rows as JSON can hold them, without what they can be switched to."""
     return [asdict(replace(row, rounds=())) for row in rows]
 
 
 def read_heat(rows: Sequence[RowData]) -> list[HeatRow]:
-    """The rows that ``heat_record`` gave. KeyError or TypeError for what it did not give."""
+    """Returns the rows that ``heat_record`` gave. KeyError or TypeError for what it did not give."""
     return [
         HeatRow(
             row["pair_id"],

@@ -38,7 +38,9 @@ _DARK_INK = 9  # from this shade on the tint is opaque enough to need dark lette
 
 
 def heatmap_html(rows: Sequence[HeatRow], *, page: bool = True, title: str = "Token weights") -> str:
-    """The heat maps of ``rows``: a whole page, or with ``page`` False a fragment to put into one (style included)."""
+    """Returns the heat maps of ``rows``: a whole page, or with ``page`` False a fragment to put into one (style
+    included).
+    """
     signed = any(token.weight < 0 for row in rows for _, side in row.sides for token in side.tokens)
     legend = [(name, _shade_class(value)) for name, value in (*LEGEND, *([("negative", -1.0)] if signed else []))]
     fragment = render(
@@ -69,7 +71,7 @@ def _shade_class(relative: float) -> str:
 
 
 def _look(side: HeatSide, token: HeatToken) -> tuple[str, str]:
-    """The classes of a token and the text that appears over it."""
+    """Returns the classes of a token and the text that appears over it."""
     relative = side.relative(token)
     classes = _shade_class(relative) if math.isfinite(relative) else "bad"
     facts = f", {token.facts()}" if token.facts() else ""
@@ -81,7 +83,7 @@ def _look(side: HeatSide, token: HeatToken) -> tuple[str, str]:
 
 
 def _rounds(row: HeatRow) -> Markup:
-    """What a row can be switched to, as JSON that is safe within a script element."""
+    """Returns what a row can be switched to, as JSON that is safe within a script element."""
     data = [
         {
             "name": one.name,

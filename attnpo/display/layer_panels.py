@@ -41,6 +41,6 @@ def layer_panels(panels: Sequence[LayerPanel], path: Path | str) -> Path:
 
 
 def _mean(values: Sequence[Number]) -> float:
-    """The mean of what is finite; NaN when nothing is."""
+    """Returns the mean of what is finite; NaN when nothing is."""
     finite = [value for value in values if math.isfinite(value)]
     return sum(finite) / len(finite) if finite else math.nan

@@ -36,7 +36,7 @@ Corner = Literal["best", "upper left", "lower left", "lower right", "upper cente
 
 
 def new_figure(width: Number, height: Number) -> Figure:
-    """An empty figure of ``width`` x ``height`` inches that no window shows."""
+    """Returns an empty figure of ``width`` x ``height`` inches that no window shows."""
     return Figure(figsize=(width, height), dpi=DPI, facecolor=PAPER)
 
 
@@ -62,7 +62,7 @@ def save(figure: Figure, path: Path | str, *, adapts: bool = True, svg: bool = T
 
 
 def adaptive(svg: str) -> str:
-    """An SVG of matplotlib's with a style that changes its colours on a dark page."""
+    """Returns an SVG of matplotlib's with a style that changes its colours on a dark page."""
     rules = "".join(
         f'[style*="{part}: {light.lower()}"]{{{part}:{dark} !important}}'
         for light, dark in _DARK.items()
@@ -88,11 +88,11 @@ class Look:
 
     @property
     def face(self) -> str:
-        """The colour inside of its markers."""
+        """Returns the colour inside of its markers."""
         return self.colour if self.filled else PAPER
 
     def named(self, arm: str) -> str:
-        """The arm's name for a legend or an axis."""
+        """Returns the arm's name for a legend or an axis."""
         return f"{arm} ({self.note})" if self.note else arm
 
 
@@ -106,7 +106,8 @@ def looks_of(
     altered: Collection[str] = (),
     told: Collection[str] = (),
 ) -> dict[str, Look]:
-    """A look for each arm that depends on the list of arms alone, so that it is the same in every figure of a study.
+    """Returns a look for each arm that depends on the list of arms alone, so that it is the same in every figure of a
+    study.
 
     The ``control`` that others are compared with is black (white on a dark page), dashed and square; arms in
     ``altered``, whose weights a transform has changed, have hollow markers; those in ``told``, which know the truth,
@@ -137,17 +138,17 @@ class Level:
 
     @property
     def bounded(self) -> bool:
-        """Whether there is an interval."""
+        """Returns whether there is an interval."""
         return math.isfinite(self.low) and math.isfinite(self.high)
 
 
 def level_of(value: "Level | Number") -> Level:
-    """A number as a level without an interval."""
+    """Returns a number as a level without an interval."""
     return value if isinstance(value, Level) else Level(value)
 
 
 def fitting(values: Sequence[Number], ends: Sequence[Number] = (), margin: float = 0.06) -> tuple[float, float]:
-    """The limits of an axis that shows ``values``, and ``ends`` of intervals as far as one span beyond them.
+    """Returns the limits of an axis that shows ``values``, and ``ends`` of intervals as far as one span beyond them.
 
     Of eight values and more those are left out that lie three times the distance between the quartiles, and a fifth of
     the largest value, beyond them: such a value would press all others together and is drawn at the edge instead.

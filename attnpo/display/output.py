@@ -33,7 +33,9 @@ WIDTH = 190  # columns, where the output is no terminal
 
 
 def terminal() -> Console:
-    """The console that tables are printed to: as wide as the terminal, or as COLUMNS says; text in a notebook too."""
+    """Returns the console that tables are printed to: as wide as the terminal, or as COLUMNS says; text in a notebook
+    too.
+    """
     wide = Console().is_terminal or "COLUMNS" in os.environ
     return Console(width=None if wide else WIDTH, force_jupyter=False)
 
@@ -62,7 +64,7 @@ def print_sections(console: Console, sections: Sequence[Section]) -> None:
 
 
 def _note(console: Console, line: str) -> str:
-    """A line below a table, set in: broken between words on a terminal, whole where programs read it."""
+    """Returns a line below a table, set in: broken between words on a terminal, whole where programs read it."""
     if console.width >= WIDTH:
         return f"  {line}"
     lines = wrap(line, console.width - 2, break_long_words=False, break_on_hyphens=False)
@@ -70,7 +72,7 @@ def _note(console: Console, line: str) -> str:
 
 
 def fitting(console: Console, table: TableBlock) -> list[TableBlock]:
-    """A table as parts that are as narrow as the console, each with the columns that name its rows.
+    """Returns a table as parts that are as narrow as the console, each with the columns that name its rows.
 
     As it is where it has room. Numbers are kept whole, with their intervals; the names of rows and texts above a third
     of the console are broken between words, and heads to their cells. Of the widths for names the one that takes the
@@ -92,7 +94,9 @@ def fitting(console: Console, table: TableBlock) -> list[TableBlock]:
 
 
 def _naming(table: TableBlock) -> int:
-    """How many columns name the rows: as many as the table says, with the texts after them that tell its rows apart."""
+    """Returns how many columns name the rows: as many as the table says, with the texts after them that tell its rows
+    apart.
+    """
     lines, least = ordered_cells(table.columns, table.rows), min(table.naming, len(table.columns))
     for count in range(least, len(table.columns)):
         if len({tuple(line[:count]) for line in lines}) == len(lines):
@@ -103,7 +107,7 @@ def _naming(table: TableBlock) -> int:
 
 
 def _parts_of(console: Console, table: TableBlock, naming: int, width: int) -> list[list[int]]:
-    """The columns of each part of a table whose names are in lines of ``width``."""
+    """Returns the columns of each part of a table whose names are in lines of ``width``."""
     names = list(range(naming))
     parts = [names]
     for place in range(naming, len(table.columns)):
@@ -116,7 +120,7 @@ def _parts_of(console: Console, table: TableBlock, naming: int, width: int) -> l
 
 
 def _cut(table: TableBlock, places: Sequence[int], naming: int, width: int) -> TableBlock:
-    """The columns at ``places``, the names of rows in lines of ``width`` where words allow."""
+    """Returns the columns at ``places``, the names of rows in lines of ``width`` where words allow."""
     columns = [table.columns[place] for place in places]
     lines = [
         [*(_broken(cell, width) for cell in line[:naming]), *line[naming:]]
@@ -126,7 +130,7 @@ def _cut(table: TableBlock, places: Sequence[int], naming: int, width: int) -> T
 
 
 def _broken(cell: Cell, width: int) -> Cell:
-    """A text in lines between words, what stands in brackets kept together; numbers as they are."""
+    """Returns a text in lines between words, what stands in brackets kept together; numbers as they are."""
     if not isinstance(cell, str) or cell_len(cell) <= width:
         return cell
     kept = re.sub(r"\[[^\[\]]*\]|\([^()]*\)", lambda found: found[0].replace(" ", _KEPT), cell)
@@ -140,7 +144,9 @@ _KEPT = "\ue000"  # of no font: stands for a blank that is not broken at
 
 
 def _with_narrow_heads(table: TableBlock) -> TableBlock:
-    """The table with heads in lines no longer than its cells need, where words allow: Rich would break words."""
+    """Returns the table with heads in lines no longer than its cells need, where words allow: Rich
+    would break words.
+    """
     cells, _ = cell_texts(table.columns, table.rows, table.digits)
     heads = {
         name: "\n".join(
@@ -161,7 +167,7 @@ def _width(console: Console, table: TableBlock) -> int:
 
 
 def latex(sections: Sequence[Section], title: str = "") -> str:
-    """The tables of the sections in LaTeX (package booktabs), what else they say as comments."""
+    """Returns the tables of the sections in LaTeX (package booktabs), what else they say as comments."""
     told = [title] if title else []
     parts = ["\n".join(f"% {line}" for line in [*told, r"needs \usepackage{booktabs}"])]
     for section in sections:
@@ -175,7 +181,7 @@ def latex(sections: Sequence[Section], title: str = "") -> str:
 
 
 def markdown(sections: Sequence[Section], title: str = "") -> str:
-    """The sections in Markdown, below ``title`` if there is one; text in lists."""
+    """Returns the sections in Markdown, below ``title`` if there is one; text in lists."""
     parts = [f"# {title}"] if title else []
     for section in sections:
         parts.append(f"## {section.title}")
@@ -188,7 +194,9 @@ def markdown(sections: Sequence[Section], title: str = "") -> str:
 
 
 def _parts(section: Section) -> Iterator[tuple[list[TableBlock], list[str]]]:
-    """The section's tables and lines of text in order: tables that follow each other, or the text between them."""
+    """Yields the section's tables and lines of text in order: tables that follow each other, or the
+    text between them.
+    """
     for _, group in groupby(section.blocks, lambda block: isinstance(block, TableBlock)):
         blocks = list(group)
         tables = [block for block in blocks if isinstance(block, TableBlock)]
@@ -196,7 +204,7 @@ def _parts(section: Section) -> Iterator[tuple[list[TableBlock], list[str]]]:
 
 
 def _lines(block: Block) -> list[str]:
-    """A block as lines of text; none for tables and HTML."""
+    """Returns a block as lines of text; none for tables and HTML."""
     match block:
         case Paragraph(text) | Banner(text):
             return [readable(text)]
@@ -214,7 +222,9 @@ def _lines(block: Block) -> list[str]:
 
 
 def tables_json(sections: Sequence[Section]) -> str:
-    """The sections as JSON: of each its title, its tables with the numbers in full, its other text line by line."""
+    """Returns the sections as JSON: of each its title, its tables with the numbers in full, its other text line by
+    line.
+    """
     told = [
         {
             "title": section.title,
@@ -238,7 +248,7 @@ def _table_json(table: TableBlock) -> dict[str, object]:
 
 
 def read_tables(path: Path) -> list[Section]:
-    """The sections in a file that ``tables_json`` wrote, each with its tables and below them its lines of text.
+    """Returns the sections in a file that ``tables_json`` wrote, each with its tables and below them its lines of text.
 
     UserError for a file that holds none.
     """

@@ -14,7 +14,7 @@ _PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def svg_beside(path: Path) -> Path:
-    """Where the SVG of a PNG lies."""
+    """Returns where the SVG of a PNG lies."""
     return path.with_suffix(".svg")
 
 
@@ -112,7 +112,7 @@ class Section:
 
 
 def report_page(title: str, sections: Sequence[Section]) -> str:
-    """A whole HTML page: title, links to the sections, the sections in order.
+    """Returns a whole HTML page: title, links to the sections, the sections in order.
 
     Images are embedded; style and script stand in the page; it needs nothing from the net, follows the reader's light
     or dark setting, and fits a phone and paper. The script sorts tables by a press on a head; without it all can be

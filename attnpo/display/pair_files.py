@@ -14,7 +14,7 @@ MAKER = "attnpo.show"
 
 
 def json_lines(pairs: Sequence[ShownPair]) -> Iterator[str]:
-    """A line of JSON per token; numbers that are not finite, which JSON has not, as words."""
+    """Yields a line of JSON per token; numbers that are not finite, which JSON has not, as words."""
     for pair in pairs:
         for row in pair.rows():
             plain = {

@@ -37,11 +37,11 @@ class KeyedTable:
     reading: "KeyedTable | None" = None
 
     def groups(self) -> list[Cell]:
-        """The values of ``group`` in their order; [None] for a table without one."""
+        """Returns the values of ``group`` in their order; [None] for a table without one."""
         return list(dict.fromkeys(None if self.group is None else row.get(self.group) for row in self.rows))
 
     def of(self, value: Cell) -> tuple[Mapping[str, Cell], ...]:
-        """The rows of one group."""
+        """Returns the rows of one group."""
         return tuple(row for row in self.rows if self.group is None or row.get(self.group) == value)
 
 
@@ -56,7 +56,7 @@ class PrintedTable:
 
 
 def read_printed(path: Path, keys: Sequence[str], names: Mapping[str, str] | None = None) -> PrintedTable:
-    """The table in a CSV file with a head line.
+    """Returns the table in a CSV file with a head line.
 
     ``keys`` are columns that stay text even where all their cells are numbers (a token can be "1"). ``names`` maps
     heads to the names we have for them. UserError for what is no such table.
@@ -88,7 +88,7 @@ def read_printed(path: Path, keys: Sequence[str], names: Mapping[str, str] | Non
 
 
 def _numbers(texts: Sequence[str]) -> list[Cell] | None:
-    """The cells as numbers (None for an empty one or a dash), or None when one of them is something else."""
+    """Returns the cells as numbers (None for an empty one or a dash), or None when one of them is something else."""
     numbers: list[Cell] = []
     for text in texts:
         try:
@@ -100,7 +100,9 @@ def _numbers(texts: Sequence[str]) -> list[Cell] | None:
 
 
 def counterpart(tables: Sequence[KeyedTable], printed: PrintedTable) -> int:
-    """The place of the table that shares most columns of numbers with ``printed``; UserError when none shares any."""
+    """Returns the place of the table that shares most columns of numbers with ``printed``; UserError when none shares
+    any.
+    """
     shared = [
         len(set(table.columns) & set(printed.columns) - set(table.keys)) * bool(set(table.keys) & set(printed.columns))
         for table in tables
@@ -114,7 +116,7 @@ def counterpart(tables: Sequence[KeyedTable], printed: PrintedTable) -> int:
 
 
 def beside(table: KeyedTable, printed: PrintedTable, *, fold: bool = False) -> KeyedTable:
-    """The printed rows in the columns of their file, each with ours that meets it; for each group of ours anew.
+    """Returns the printed rows in the columns of their file, each with ours that meets it; for each group of ours anew.
 
     Rows meet by the key columns both have; ours has a number only where ``table`` has a column of that name. ``fold``:
     upper and lower case are the same in keys, for names (never for tokens). UserError when no key is shared.
@@ -163,7 +165,7 @@ def beside(table: KeyedTable, printed: PrintedTable, *, fold: bool = False) -> K
 
 
 def shared_keys(table: KeyedTable, printed: PrintedTable) -> list[str]:
-    """The key columns both have. UserError when there is none."""
+    """Returns the key columns both have. UserError when there is none."""
     keys = [name for name in table.keys if name in printed.columns]
     if not keys:
         raise UserError(
@@ -173,23 +175,23 @@ def shared_keys(table: KeyedTable, printed: PrintedTable) -> list[str]:
 
 
 def meets(ours: Mapping[str, Cell], theirs: Mapping[str, Cell], keys: Sequence[str], *, fold: bool = False) -> bool:
-    """Whether a row of ours and a printed one have the same keys."""
+    """Returns whether a row of ours and a printed one have the same keys."""
     return all(_same(ours.get(key), theirs[key], fold) for key in keys)
 
 
 def label_of(path: Path) -> str:
-    """What notes and titles call a file of printed numbers: its folder and name."""
+    """Returns what notes and titles call a file of printed numbers: its folder and name."""
     return "/".join(path.parts[-2:])
 
 
 def unmet(table: KeyedTable) -> list[str]:
-    """The columns of a joined table that have printed numbers and none of ours."""
+    """Returns the columns of a joined table that have printed numbers and none of ours."""
     names = [name.removesuffix(PRINTED) for name in table.columns if name.endswith(PRINTED)]
     return [name for name in names if all(row.get(name) is None for row in table.rows)]
 
 
 def for_reading(table: KeyedTable) -> KeyedTable:
-    """The table as people read it: its own form, or a dash where ours or the printed number is missing."""
+    """Returns the table as people read it: its own form, or a dash where ours or the printed number is missing."""
     if table.reading is not None:
         return table.reading
     compared = [name.removesuffix(PRINTED) for name in table.columns if name.endswith(PRINTED)]
@@ -201,7 +203,7 @@ def for_reading(table: KeyedTable) -> KeyedTable:
 
 
 def _parts(name: str, number: bool, known: Container[str], compared: Container[str]) -> list[str]:
-    """The columns that one of a printed file becomes."""
+    """Returns the columns that one of a printed file becomes."""
     if not number:
         return [name]
     return [*([name] if name in known else []), name + PRINTED, *([name + DIFFERENCE] if name in compared else [])]

@@ -22,7 +22,7 @@ class View:
     stage: str
 
     def words(self) -> str:
-        """The view in words."""
+        """Returns the view in words."""
         layer = [] if self.layer is None else [f"layer {self.layer}"]
         rounds = "mean of the rounds" if self.round == "mean" else f"round {self.round}"
         return ", ".join([*layer, rounds, f"stage {self.stage}"])
@@ -62,7 +62,7 @@ class ShownPair:
         return ("chosen", self.chosen), ("rejected", self.rejected)
 
     def rows(self) -> list[dict[str, object]]:
-        """A mapping per token, chosen first: pair, view, token, its characters, and the columns' numbers."""
+        """Returns a mapping per token, chosen first: pair, view, token, its characters, and the columns' numbers."""
         view = {} if self.view is None else vars(self.view)
         return [
             {

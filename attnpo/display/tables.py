@@ -22,7 +22,7 @@ DEFAULT_DIGITS = 3
 
 
 def format_cell(value: Cell, digits: int = DEFAULT_DIGITS) -> str:
-    """The text of a cell: floats with ``digits`` decimals, whole numbers as they are, None as an empty cell.
+    """Returns the text of a cell: floats with ``digits`` decimals, whole numbers as they are, None as an empty cell.
 
     A float that would read as zero without being zero (a learning rate among win rates) is written as 5.0e-07.
     """
@@ -39,7 +39,8 @@ def format_cell(value: Cell, digits: int = DEFAULT_DIGITS) -> str:
 
 
 def half_up(value: float, digits: int) -> float:
-    """A finite number rounded to ``digits`` decimals, halves away from zero, as papers print (10.125 gives 10.13).
+    """Returns a finite number rounded to ``digits`` decimals, halves away from zero, as papers print (10.125 gives
+    10.13).
 
     Reads the shortest decimal that stands for the number, without what arithmetic leaves in its last places.
     """
@@ -47,14 +48,14 @@ def half_up(value: float, digits: int) -> float:
 
 
 def fixed(value: float, digits: int) -> str:
-    """A number with ``digits`` decimals, halves away from zero; inf and nan as these words."""
+    """Returns a number with ``digits`` decimals, halves away from zero; inf and nan as these words."""
     return f"{half_up(value, digits):.{digits}f}" if math.isfinite(value) else str(value)
 
 
 def table_rich(
     columns: Sequence[str], rows: Sequence[Row], *, digits: Digits = DEFAULT_DIGITS, title: str = ""
 ) -> RichTable:
-    """The table for a rich console; cells are shown as they are, never read as markup, and none is cut off."""
+    """Returns the table for a rich console; cells are shown as they are, never read as markup, and none is cut off."""
     cells, right = cell_texts(columns, rows, digits)
     table = RichTable(
         title=Text(readable(title)) if title else None, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False
@@ -69,7 +70,7 @@ def table_rich(
 
 
 def table_markdown(columns: Sequence[str], rows: Sequence[Row], *, digits: Digits = DEFAULT_DIGITS) -> str:
-    """The table in GitHub's Markdown, without a trailing newline; bars and line breaks in cells are escaped."""
+    """Returns the table in GitHub's Markdown, without a trailing newline; bars and line breaks in cells are escaped."""
     cells, right = cell_texts(columns, rows, digits)
     lines = [list(columns), ["---:" if numeric else "---" for numeric in right], *cells]
     return "\n".join("| " + " | ".join(_markdown_cell(cell) for cell in line) + " |" for line in lines)
@@ -78,7 +79,9 @@ def table_markdown(columns: Sequence[str], rows: Sequence[Row], *, digits: Digit
 def table_latex(
     columns: Sequence[str], rows: Sequence[Row], *, digits: Digits = DEFAULT_DIGITS, caption: str = ""
 ) -> str:
-    """The table as a LaTeX float with the rules of booktabs, without a trailing newline; every text is escaped."""
+    """Returns the table as a LaTeX float with the rules of booktabs, without a trailing newline; every
+    text is escaped.
+    """
     cells, right = cell_texts(columns, rows, digits)
     told = [" & ".join(_latex_text(cell) for cell in line) + r" \\" for line in [columns, *cells]]
     lines = [
@@ -98,7 +101,7 @@ def table_latex(
 
 
 def table_csv(columns: Sequence[str], rows: Sequence[Row]) -> str:
-    """The table as CSV with a head line; floats in full: the shortest text that reads back equal."""
+    """Returns the table as CSV with a head line; floats in full: the shortest text that reads back equal."""
     cells = [["" if value is None else str(value) for value in line] for line in ordered_cells(columns, rows)]
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows([list(columns), *cells])
@@ -113,7 +116,7 @@ def table_html(
     caption: str = "",
     notes: Mapping[str, str] | None = None,
 ) -> str:
-    """The table as an HTML element without style; numeric columns carry the class "num"; everything is escaped.
+    """Returns the table as an HTML element without style; numeric columns carry the class "num"; everything is escaped.
 
     ``notes``: what columns hold, by head; shown over the head, and in a folded list below the table.
     """
@@ -126,7 +129,7 @@ def table_html(
 
 
 def ordered_cells(columns: Sequence[str], rows: Sequence[Row]) -> list[list[Cell]]:
-    """The cells of every row in the order of the columns."""
+    """Returns the cells of every row in the order of the columns."""
     if not columns or len(set(columns)) != len(columns):
         raise UserError(f"table: expected at least one column and no name twice, got {list(columns)}")
     out: list[list[Cell]] = []

@@ -63,7 +63,7 @@ class WeighedResponse:
 
     @property
     def relative(self) -> Float[Tensor, " m"]:
-        """The weights relative to uniform, w * |y|: 1 where a token counts as much as the mean token."""
+        """Returns the weights relative to uniform, w * |y|: 1 where a token counts as much as the mean token."""
         return self.weights * self.length
 
     def to_dict(self) -> dict[str, object]:
@@ -106,7 +106,7 @@ class WeighedPair:
 
     @property
     def tokens(self) -> list[WeighedToken]:
-        """A row per training token, those of the chosen response first."""
+        """Returns a row per training token, those of the chosen response first."""
         return [
             WeighedToken(self.pair.pair_id, side, place, token, token_id, span[0], span[1], weight, relative, matched)
             for side, one in self.sides
@@ -119,7 +119,8 @@ class WeighedPair:
         ]
 
     def at(self, layer: int | str | None = None, *, round: int | None = None) -> "WeighedPair":
-        """The same pair at another layer, or by one of the judge's rounds (1: chosen is A, 2: chosen is B) alone.
+        """Returns the same pair at another layer, or by one of the judge's rounds (1: chosen is A, 2: chosen is B)
+        alone.
 
         Read from the same forward pass of the judge. UserError for a layer or round that was not read.
         """
@@ -139,7 +140,7 @@ class WeighedPair:
         }
 
     def to_frame(self) -> "pd.DataFrame":
-        """A pandas table with the fields of ``WeighedToken`` as columns. UserError without pandas."""
+        """Returns a pandas table with the fields of ``WeighedToken`` as columns. UserError without pandas."""
         return frame_of(self.tokens)
 
     def show(self, console: Console | None = None) -> None:
@@ -183,19 +184,19 @@ class WeighedPairs(Sequence[WeighedPair]):
 
     @property
     def tokens(self) -> list[WeighedToken]:
-        """A row per training token of every pair."""
+        """Returns a row per training token of every pair."""
         return [token for pair in self for token in pair.tokens]
 
     def at(self, layer: int | str | None = None, *, round: int | None = None) -> "WeighedPairs":
-        """The same pairs at another layer, or by one of the judge's rounds alone."""
+        """Returns the same pairs at another layer, or by one of the judge's rounds alone."""
         return WeighedPairs([pair.at(layer, round=round) for pair in self])
 
     def to_dict(self) -> list[dict[str, object]]:
-        """One mapping of plain values per pair."""
+        """Returns one mapping of plain values per pair."""
         return [pair.to_dict() for pair in self]
 
     def to_frame(self) -> "pd.DataFrame":
-        """One pandas table of all pairs' tokens. UserError without pandas."""
+        """Returns one pandas table of all pairs' tokens. UserError without pandas."""
         return frame_of(self.tokens)
 
     def show(self, console: Console | None = None) -> None:
@@ -215,7 +216,7 @@ class WeighedPairs(Sequence[WeighedPair]):
 
 def weighed_responses(heat: HeatRow, pair: PreferencePair, ids: Sequence[tuple[Sequence[int], Sequence[Range]]],
                       weights: Sequence[Float[Tensor, " _"]]) -> tuple[WeighedResponse, WeighedResponse]:  # fmt: skip
-    """Both responses of ``heat`` with token ids, characters and weights; sequences are (chosen, rejected)."""
+    """Returns both responses of ``heat`` with token ids, characters and weights; sequences are (chosen, rejected)."""
     made = [
         WeighedResponse(
             text=pair.response(side),
@@ -235,7 +236,7 @@ def weighed_responses(heat: HeatRow, pair: PreferencePair, ids: Sequence[tuple[S
 
 
 def frame_of(rows: Sequence[object]) -> "pd.DataFrame":
-    """A pandas table of named tuples or mappings. UserError without pandas."""
+    """Returns a pandas table of named tuples or mappings. UserError without pandas."""
     try:
         import pandas as pd
     except ImportError as error:
@@ -265,7 +266,7 @@ def show_heat(rows: Sequence[HeatRow], console: Console | None = None) -> None:
 
 
 def in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook."""
+    """Returns whether this process is the kernel of a notebook."""
     module = sys.modules.get("IPython")
     shell = None if module is None else module.get_ipython()
     return shell is not None and hasattr(shell, "kernel")

@@ -73,19 +73,19 @@ class AlpacaEval:
 
     @property
     def scores(self) -> tuple[str, ...]:
-        """The length-controlled win rate first, where its auxiliary file can be had."""
+        """Returns the length-controlled win rate first, where its auxiliary file can be had."""
         return (LENGTH_CONTROLLED, RAW, DISCRETE) if self._auxiliary else (RAW, DISCRETE)
 
     def questions(self) -> Sequence[Question]:
-        """The instructions; a question's id is its position in the reference set."""
+        """Returns the instructions; a question's id is its position in the reference set."""
         return self._reference.questions
 
     def baseline_answers(self) -> Mapping[str, str]:
-        """The baseline's output of each row, by the question's id."""
+        """Returns the baseline's output of each row, by the question's id."""
         return dict(zip((question.id for question in self.questions()), self._reference.outputs, strict=True))
 
     def versions(self) -> dict[str, object]:
-        """What decides calls and rates beside the answers."""
+        """Returns what decides calls and rates beside the answers."""
         rates = {} if self._auxiliary is None else {"scikit-learn": version("scikit-learn")}
         return {
             "reference": self._reference.digest,
@@ -98,7 +98,7 @@ class AlpacaEval:
         }
 
     def calls(self, answers: Mapping[str, ModelAnswer], round_: int) -> Sequence[GradingCall]:
-        """A call for each row whose two answers differ; two equal ones are a tie, as the library has it."""
+        """Returns a call for each row whose two answers differ; two equal ones are a tie, as the library has it."""
         asked = self._annotator
         return [
             GradingCall(
@@ -118,7 +118,8 @@ class AlpacaEval:
         ]
 
     def grade(self, answers: Mapping[str, ModelAnswer], replies: Replies) -> Graded:
-        """The library's win rates over the answers that have a reply or are a tie; one without a verdict is left out.
+        """Returns the library's win rates over the answers that have a reply or are a tie; one without a verdict is
+        left out.
 
         ``answers`` may be to some questions only: nothing is said of the others.
 
@@ -154,7 +155,7 @@ class AlpacaEval:
         )
 
     def given_answers(self, path: Path) -> dict[str, ModelAnswer]:
-        """The answers in a file of the library's form (``model_outputs.json``), by question id.
+        """Returns the answers in a file of the library's form (``model_outputs.json``), by question id.
 
         UserError names the rows that are missing, repeated, in another order or unknown to the reference set.
         """
@@ -182,7 +183,9 @@ class AlpacaEval:
 
     @cached_property
     def _auxiliary(self) -> Path | None:
-        """The auxiliary file; None without length control, or where the file cannot be had, which is said once."""
+        """Returns the auxiliary file; None without length control, or where the file cannot be had, which
+        is said once.
+        """
         if not self.length_controlled:
             return None
         if self.auxiliary is not None:
@@ -224,7 +227,9 @@ def _by_prompt(prompts: Mapping[str, str | None], replies: Replies) -> dict[str,
 
 @lru_cache(maxsize=8)
 def _prompts_of(annotator: str, rows: tuple[Compared, ...]) -> tuple[str | None, ...]:
-    """The library's prompts: its pass over 805 rows takes seconds, and the same rows are graded several times."""
+    """Returns the library's prompts: its pass over 805 rows takes seconds, and the same rows are graded
+    several times.
+    """
     return tuple(alpaca_library.prompts(annotator, rows))
 
 
@@ -232,7 +237,7 @@ def _prompts_of(annotator: str, rows: tuple[Compared, ...]) -> tuple[str | None,
 
 
 def read_reference(path: str | None, rows: int = ROWS) -> Reference:
-    """The reference set under ``benchmark.reference_outputs``; None takes it from the hub or its cache.
+    """Returns the reference set under ``benchmark.reference_outputs``; None takes it from the hub or its cache.
 
     UserError where the file cannot be had, is not of the library's form, has another number of rows than ``rows``, or
     answers of several generators.

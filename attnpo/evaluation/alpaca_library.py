@@ -62,7 +62,7 @@ class Annotator:
 
 @cache
 def library() -> ModuleType:
-    """The package ``alpaca_eval``, imported without its traces: a .env file read, the log's level changed.
+    """Returns the package ``alpaca_eval``, imported without its traces: a .env file read, the log's level changed.
 
     Raises:
         ImportError: it is not installed (``system.packages.missing_package`` names the extra).
@@ -96,7 +96,7 @@ def library() -> ModuleType:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """A context in which the library says nothing: it logs on the root logger, warns, prints, draws bars.
+    """Opens a context in which the library says nothing: it logs on the root logger, warns, prints, draws bars.
 
     Records of other loggers pass. What the library reports is counted by those who call it.
     """
@@ -124,7 +124,7 @@ def quiet() -> Iterator[None]:
 
 
 def from_hub(file: str) -> Path | str:
-    """A file of the library's data set, from the hub or its cache; in words why it cannot be had."""
+    """Returns a file of the library's data set, from the hub or its cache; in words why it cannot be had."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 
@@ -147,7 +147,7 @@ def how_to_get(file: str) -> str:
 
 
 def annotator(name: str) -> Annotator:
-    """What the annotator of this name asks for; a path of a folder with a ``configs.yaml`` is one too.
+    """Returns what the annotator of this name asks for; a path of a folder with a ``configs.yaml`` is one too.
 
     Raises:
         UserError: there is no such annotator, or it asks for what a grader cannot be given (tools, favoured tokens,
@@ -208,7 +208,8 @@ def _unusable(name: str, why: str) -> UserError:
 
 
 def prompts(name: str, rows: Sequence[Compared]) -> list[str | None]:
-    """The judge's prompt for each row as the library writes it; None where both answers are the same text, a tie.
+    """Returns the judge's prompt for each row as the library writes it; None where both answers are the same text, a
+    tie.
 
     The instruction seeds the order of the two answers, the library's way: the same in every round.
     """
@@ -221,7 +222,8 @@ def prompts(name: str, rows: Sequence[Compared]) -> list[str | None]:
 
 
 def preferences(name: str, rows: Sequence[Compared], replies: Mapping[str, GradingReply]) -> Float[np.ndarray, " rows"]:
-    """The library's preferences: 1 where the baseline's answer is surely better, 2 where the model's is, 1.5 for ties.
+    """Returns the library's preferences: 1 where the baseline's answer is surely better, 2 where the model's is, 1.5
+    for ties.
 
     NaN where the reply to a row's prompt holds no verdict, or is not among ``replies`` (by prompt). A reply without
     log-probabilities counts as if its text had all the probability.
@@ -237,13 +239,15 @@ def preferences(name: str, rows: Sequence[Compared], replies: Mapping[str, Gradi
 
 
 def messages(prompt: str) -> tuple[Message, ...]:
-    """A prompt of the library as messages."""
+    """Returns a prompt of the library as messages."""
     turns = library().utils.prompt_to_chatml(prompt.strip())
     return tuple(Message(role=turn["role"], content=turn["content"]) for turn in turns)
 
 
 def _completion(reply: GradingReply, completion_key: str) -> Json:
-    """A reply in the form of the library's client: a text, or a choice with the first token's log-probabilities."""
+    """Returns a reply in the form of the library's client: a text, or a choice with the first token's
+    log-probabilities.
+    """
     text = reply.text or " "
     if completion_key == "completions":
         return text
@@ -258,7 +262,8 @@ def _annotated(
     complete: Callable[[Sequence[str], str], dict[str, Sequence[object]]],
     parser: Callable[[str], list[int]] | None = None,
 ) -> list[dict[str, object]]:
-    """Each row's preference and raw completion after a pass of the library in which ``complete`` stands for its client.
+    """Returns each row's preference and raw completion after a pass of the library in which ``complete`` stands for its
+    client.
 
     Rows stay in their order: the library drops none, it gives None where it has no preference.
     """

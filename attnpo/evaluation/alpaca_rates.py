@@ -41,7 +41,7 @@ class Rates:
 
 
 def named_auxiliary(path: str, instructions: int) -> Path:
-    """The auxiliary file under a path. UserError where there is none, or it is not for so many instructions."""
+    """Returns the auxiliary file under a path. UserError where there is none, or it is not for so many instructions."""
     file = Path(path).expanduser()
     if not file.is_file():
         raise UserError(
@@ -52,7 +52,7 @@ def named_auxiliary(path: str, instructions: int) -> Path:
 
 
 def checked_auxiliary(file: Path, instructions: int, named: str) -> Path:
-    """The file itself. UserError, in which it is called ``named``, where it is not for so many instructions."""
+    """Returns the file itself. UserError, in which it is called ``named``, where it is not for so many instructions."""
     import pandas
 
     wanted = {"index", "model", "preference", "std_delta_len", "instruction_difficulty", "not_gamed_baseline"}
@@ -74,7 +74,7 @@ def checked_auxiliary(file: Path, instructions: int, named: str) -> Path:
 
 @contextmanager
 def _in_place_of_download(file: Path) -> Iterator[None]:
-    """A context in which the library gets ``file`` where it would download its auxiliary file."""
+    """Opens a context in which the library gets ``file`` where it would download its auxiliary file."""
     module = library().metrics.glm_winrate
     download = module.hf_hub_download
     module.hf_hub_download = lambda **named: str(file)
@@ -93,7 +93,7 @@ def win_rates(
     auxiliary: Path | None,
     places: Sequence[int] | None = None,
 ) -> Rates:
-    """The library's win rates of a model, from its preferences (1 to 2, NaN where the judge gave no verdict).
+    """Returns the library's win rates of a model, from its preferences (1 to 2, NaN where the judge gave no verdict).
 
     ``places``: the rows' positions in the reference set, by which they have their difficulty; all in order by default.
     ``auxiliary`` None: no length-controlled rate. Raw rates leave rows without a preference out; the length-controlled
@@ -144,7 +144,9 @@ def _length_differences(rows: Sequence[Compared]) -> Float[np.ndarray, " rows"]:
 
 
 def _metrics(annotations: object, auxiliary: Path | None) -> dict[str, float]:
-    """The library's metrics; with the auxiliary file the length-controlled ones and the three fitted weights too."""
+    """Returns the library's metrics; with the auxiliary file the length-controlled ones and the three fitted weights
+    too.
+    """
     import pandas
     import sklearn
 
@@ -168,7 +170,7 @@ def _standard_error(
     places: Int[np.ndarray, " rows"],
     auxiliary: Path,
 ) -> float:
-    """The standard error over questions of the length-controlled rate, in percent.
+    """Returns the standard error over questions of the length-controlled rate, in percent.
 
     The library's own (``lc_standard_error``) is the spread of predictions whose fit is taken as certain, though it is
     the questions that decide the fit: about half of what resampling them gives. Here a question counts by what it adds

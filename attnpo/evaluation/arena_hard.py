@@ -56,7 +56,7 @@ class ArenaHard:
 
     @property
     def scores(self) -> tuple[str, ...]:
-        """The win rates, in percent."""
+        """Returns the win rates, in percent."""
         return tuple(self.figures)
 
     @cached_property
@@ -64,7 +64,7 @@ class ArenaHard:
         return read_files(self.path, self.release, tuple(dict.fromkeys(self.figures.values())))
 
     def questions(self) -> Sequence[Question]:
-        """The questions of the figures' categories, in the file's order."""
+        """Returns the questions of the figures' categories, in the file's order."""
         return self._files.questions
 
     def versions(self) -> dict[str, object]:
@@ -81,7 +81,7 @@ class ArenaHard:
         }
 
     def baseline_answers(self) -> Mapping[str, str]:
-        """The baseline's answer to each question, by its id."""
+        """Returns the baseline's answer to each question, by its id."""
         return self._files.baselines
 
     def calls(self, answers: Mapping[str, ModelAnswer], round_: int) -> Sequence[GradingCall]:

@@ -37,7 +37,7 @@ class ArenaHardFiles:
 
 
 def read_files(path: str, release: str, categories: Sequence[str]) -> ArenaHardFiles:
-    """The files of a ``release`` (arena-hard-v0.1) for the questions of some ``categories``.
+    """Returns the files of a ``release`` (arena-hard-v0.1) for the questions of some ``categories``.
 
     Raises:
         UserError: a file is missing, damaged or laid out otherwise, or lacks what the questions need.
@@ -78,7 +78,7 @@ def _settings(checkout: Checkout) -> Mapping[str, Json]:
 
 
 def _judge(checkout: Checkout, settings: Mapping[str, Json], category: str) -> tuple[str, str]:
-    """The baseline's name and the system prompt of a category."""
+    """Returns the baseline's name and the system prompt of a category."""
     setting = settings.get(category)
     values = [setting.get(key) for key in ("baseline", "system_prompt")] if isinstance(setting, dict) else []
     texts = [value for value in values if isinstance(value, str) and value]
@@ -88,7 +88,7 @@ def _judge(checkout: Checkout, settings: Mapping[str, Json], category: str) -> t
 
 
 def _asking(checkout: Checkout, name: str) -> tuple[PromptTemplate, tuple[re.Pattern[str], ...]]:
-    """The template of the judge's user message, and the patterns of verdicts in their order."""
+    """Returns the template of the judge's user message, and the patterns of verdicts in their order."""
     try:
         values = yaml.safe_load(checkout.text(name))
     except (yaml.YAMLError, RecursionError) as error:
@@ -106,7 +106,7 @@ def _asking(checkout: Checkout, name: str) -> tuple[PromptTemplate, tuple[re.Pat
 
 
 def _answers(checkout: Checkout, name: str, asked: Sequence[str]) -> dict[str, str]:
-    """A baseline's answers to the questions ``asked``, the last one where a question has several (as there)."""
+    """Returns a baseline's answers to the questions ``asked``, the last one where a question has several (as there)."""
     rows = checkout.rows(name)
     found = {row.id("uid"): row for row in rows}
     if len(found) < len(rows):

@@ -60,7 +60,7 @@ class VerdictRules:
     strong_weight: int = 3
 
     def read(self, text: str, counts: Counter[str]) -> tuple[float, float] | None:
-        """What answer A gets and the verdict's weight; None, counted by reason, where there is no verdict."""
+        """Returns what answer A gets and the verdict's weight; None, counted by reason, where there is no verdict."""
         agree = self.verdicts == AGREE
         patterns = self.patterns[:1] if agree else self.patterns
         found: Sequence[str] = ()

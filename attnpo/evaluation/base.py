@@ -53,19 +53,21 @@ class Benchmark(Protocol):
 
     @property
     def sampling(self) -> Sampling:
-        """How answers are drawn; ``sampling.seed`` plus the round seeds a round."""
+        """Returns how answers are drawn; ``sampling.seed`` plus the round seeds a round."""
 
     def questions(self) -> Sequence[Question]:
         """In the benchmark's own order. UserError for a missing file, with the way to get it."""
 
     def versions(self) -> dict[str, object]:
-        """What decides calls and scores beside the answers: digests of files, versions of prompts and rules."""
+        """Returns what decides calls and scores beside the answers: digests of files, versions of prompts and rules."""
 
     def calls(self, answers: Mapping[str, ModelAnswer], round_: int) -> Sequence[GradingCall]:
-        """Every call that grades one round's answers (by question id). UserError names answers that are missing."""
+        """Returns every call that grades one round's answers (by question id). UserError names answers that are
+        missing.
+        """
 
     def grade(self, answers: Mapping[str, ModelAnswer], replies: Replies) -> Graded:
-        """The scores of one round. A reply without a verdict is counted and follows the protocol's rule.
+        """Returns the scores of one round. A reply without a verdict is counted and follows the protocol's rule.
 
         ``replies`` may hold only some questions' calls (``limits.max_items``, calls that failed): what is missing is
         counted and left out of every mean.
@@ -125,7 +127,7 @@ class Measure(Protocol):
         """Names of the figures, the one that counts first; empty where only the run shows them."""
 
     def versions(self) -> dict[str, object]:
-        """What decides the scores beside the model."""
+        """Returns what decides the scores beside the model."""
 
     def measure(self, subject: Subject) -> Measured:
-        """The scores. UserError for data that cannot be had, with the way to get them."""
+        """Returns the scores. UserError for data that cannot be had, with the way to get them."""

@@ -25,7 +25,7 @@ class Checkout:
     digests: dict[str, str] = field(default_factory=dict)
 
     def text(self, name: str) -> str:
-        """The UTF-8 text of the file ``name``. UserError where it is missing, empty or no such text."""
+        """Returns the UTF-8 text of the file ``name``. UserError where it is missing, empty or no such text."""
         path = self.folder / name
         try:
             content = path.read_bytes()
@@ -40,7 +40,7 @@ class Checkout:
         return text
 
     def rows(self, name: str) -> "list[Row]":
-        """The objects of the JSON lines file ``name``. UserError names the line that is damaged."""
+        """Returns the objects of the JSON lines file ``name``. UserError names the line that is damaged."""
         return list(self._rows(name))
 
     def _rows(self, name: str) -> Iterator["Row"]:
@@ -70,19 +70,19 @@ class Row:
     values: Mapping[str, Json]
 
     def text(self, key: str) -> str:
-        """A text."""
+        """Returns a text."""
         value = self.values.get(key)
         return value if isinstance(value, str) else self._unexpected(key, "a text")
 
     def id(self, key: str) -> str:
-        """A name: a text, or a whole number as text."""
+        """Returns a name: a text, or a whole number as text."""
         value = self.values.get(key)
         if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
             self._unexpected(key, "a name or a whole number")
         return str(value)
 
     def texts(self, key: str) -> tuple[str, ...]:
-        """A list of texts, not empty."""
+        """Returns a list of texts, not empty."""
         value = self.values.get(key)
         if not isinstance(value, list) or not value:
             self._unexpected(key, "a list of texts")
@@ -90,7 +90,7 @@ class Row:
         return texts if len(texts) == len(value) else self._unexpected(key, "a list of texts")
 
     def item(self, key: str, place: int) -> "Row":
-        """The object at ``place`` of a list: 0 is the first, -1 the last."""
+        """Returns the object at ``place`` of a list: 0 is the first, -1 the last."""
         value = self.values.get(key)
         item = value[place] if isinstance(value, list) and value else None
         if not isinstance(item, dict):
@@ -98,7 +98,7 @@ class Row:
         return Row(self.checkout, f"{self.where}: {key}[{place}]", item)
 
     def within(self, key: str) -> "Row":
-        """The object below ``key``."""
+        """Returns the object below ``key``."""
         value = self.values.get(key)
         if not isinstance(value, dict):
             self._unexpected(key, "an object")

@@ -36,7 +36,7 @@ class GradingRules:
             raise UserError(f"grading.again: expected a share from 0 to 1, got {self.again}")
 
     def twice(self, questions: int) -> int:
-        """How many of so many questions are graded twice; none with ``again`` 0."""
+        """Returns how many of so many questions are graded twice; none with ``again`` 0."""
         return min(questions, max(self.again_least, math.ceil(self.again * questions))) if self.again else 0
 
 
@@ -66,11 +66,11 @@ class EvaluateConfig(Root):
         return dict.fromkeys(("answering", "grader", "grading", "limits"), why)
 
     def model_label(self) -> str:
-        """What tables call the model."""
+        """Returns what tables call the model."""
         return self.label or "/".join(_last_parts(self.model.path))
 
     def folder(self) -> Path:
-        """Where the evaluation lies: ``output``, or a folder named after model and benchmark."""
+        """Returns where the evaluation lies: ``output``, or a folder named after model and benchmark."""
         if self.output is not None:
             return Path(self.output).expanduser()
         named = "-".join([*_last_parts(self.model.path), self.benchmark.name])

@@ -47,7 +47,7 @@ LEFT_OUT = "questions left out by limits.max_items"
 
 
 def evaluate(cfg: EvaluateConfig) -> int:
-    """The exit status of the command: 0, or 1 where calls are left that got no reply.
+    """Returns the exit status of the command: 0, or 1 where calls are left that got no reply.
 
     Prints the scores and writes them into the evaluation's folder; what is finished already is printed again.
 
@@ -77,7 +77,9 @@ def evaluate(cfg: EvaluateConfig) -> int:
 
 
 def measured(cfg: EvaluateConfig, folder: Path) -> EvaluationResult | None:
-    """The result, computed unless the folder has it; None after a dry run, and where calls are left without a reply."""
+    """Returns the result, computed unless the folder has it; None after a dry run, and where calls are left without a
+    reply.
+    """
     before = read_result(folder)
     there = [name for name in PAGES if (folder / name).exists()]
     if before is None and len(there) == 1:  # an evaluation leaves both, after its result
@@ -97,7 +99,7 @@ def measured(cfg: EvaluateConfig, folder: Path) -> EvaluationResult | None:
 
 
 def _same(before: EvaluationResult | None, key: Mapping[str, object], folder: Path) -> bool:
-    """Whether a folder's result stands; a key that differs is named, and the result is made anew."""
+    """Returns whether a folder's result stands; a key that differs is named, and the result is made anew."""
     if before is None:
         return False
     for name, was, now in differences(by_class(identify(before.key)), by_class(key)):
@@ -210,7 +212,7 @@ def _grade(
 
 
 def grader_name(cfg: EvaluateConfig) -> str:
-    """What tables call the grader: its model, else the option that was chosen."""
+    """Returns what tables call the grader: its model, else the option that was chosen."""
     identity = cfg.grader.identity()
     return str(identity.get("model") or identity.get("grader") or type(cfg.grader).__name__)
 
@@ -247,7 +249,7 @@ def _dry_run(cfg: EvaluateConfig, benchmark: Benchmark, questions: Sequence[Ques
 
 
 def estimated(cfg: EvaluateConfig, benchmark: Benchmark, folder: Path) -> Estimate:
-    """What grading would take. Answers are not made for it: each counts as long as it may be."""
+    """Returns what grading would take. Answers are not made for it: each counts as long as it may be."""
     return _foreseen(cfg, benchmark, benchmark.questions()[: cfg.limits.max_items], folder)[1]
 
 
@@ -272,7 +274,7 @@ def _say_missing(asked: Asked, missing: int, calls: int) -> None:
 
 
 def _round(benchmark: Benchmark, answers: Mapping[str, ModelAnswer], rules: GradingRules, number: int) -> RoundGrades:
-    """A round's calls about ``answers``, which may be to the first questions alone (``limits.max_items``)."""
+    """Returns a round's calls about ``answers``, which may be to the first questions alone (``limits.max_items``)."""
     # A benchmark asks for an answer to each of its questions, since places are keys: nothing is asked about the others.
     every = {question.id: ModelAnswer(question.id, ("",) * len(question.turns)) for question in benchmark.questions()}
     calls = tuple(call for call in benchmark.calls({**every, **answers}, number) if call.item in answers)
@@ -282,14 +284,14 @@ def _round(benchmark: Benchmark, answers: Mapping[str, ModelAnswer], rules: Grad
 
 
 def graded_twice(questions: Sequence[str], count: int, round_: int) -> frozenset[str]:
-    """The questions whose answers are graded a second time: drawn by a digest, others in every round."""
+    """Returns the questions whose answers are graded a second time: drawn by a digest, others in every round."""
     return frozenset(sorted(questions, key=lambda name: digest(["graded twice", round_, name]))[:count])
 
 
 def scores_of(
     benchmark: Benchmark, rounds: Sequence[RoundGrades], replies: Replies
 ) -> tuple[tuple[Score, ...], Counter[str]]:
-    """The benchmark's figures with their spreads, and what was missing or replaced over all rounds.
+    """Returns the benchmark's figures with their spreads, and what was missing or replaced over all rounds.
 
     Second grades serve the spread of grading alone: they move no figure.
     """
@@ -315,6 +317,6 @@ def scores_of(
 
 
 def _of_all(spreads: Sequence[float | None], rounds: int) -> float | None:
-    """The spread of a mean over rounds from the spread of each: their gradings are independent."""
+    """Returns the spread of a mean over rounds from the spread of each: their gradings are independent."""
     known = [spread for spread in spreads if spread is not None]
     return None if not known else float((sum(spread**2 for spread in known) / len(known) / rounds) ** 0.5)

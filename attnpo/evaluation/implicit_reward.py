@@ -70,7 +70,7 @@ class ImplicitReward:
         return (PLAIN, NORMALISED, *alone, REFERENCE, REFERENCE + PER_TOKEN, GAIN, GAIN + PER_TOKEN)
 
     def versions(self) -> dict[str, object]:
-        """The pairs themselves, the reference's weights, and the rules."""
+        """Returns the pairs themselves, the reference's weights, and the rules."""
         from attnpo.models.loading import weights_fingerprint
 
         self.require_paths()
@@ -94,7 +94,7 @@ class ImplicitReward:
         return self.measured(subject)
 
     def measured(self, subject: Subject, weigh: Weigh | None = None) -> Measured:
-        """The same; with ``weigh`` the reward whose log-ratios it weighs comes first, ``accuracy_weighted``."""
+        """Returns the same; with ``weigh`` the reward whose log-ratios it weighs comes first, ``accuracy_weighted``."""
         self.require_paths()
         _require_room(subject.model, self.lengths)
         found = self.data.load()
@@ -191,7 +191,7 @@ class ImplicitReward:
 
 
 def bare_example(pair_id: str, sides: Mapping[str, EncodedResponse]) -> TrainingExample:
-    """A pair to be scored, which nothing weighs."""
+    """Returns a pair to be scored, which nothing weighs."""
     chosen, rejected = (sides[side] for side in SIDES)
     nothing = torch.zeros(0)
     return TrainingExample(pair_id, chosen, rejected, (nothing, nothing), (0.0, 0.0), (0.0, 0.0))
@@ -201,7 +201,7 @@ def bare_example(pair_id: str, sides: Mapping[str, EncodedResponse]) -> Training
 
 
 def reward_gaps(pair_ids: Sequence[str], policy: Logps, reference: Logps | None) -> dict[str, Values]:
-    """How far each chosen response is ahead, by reward in nats: summed over its tokens, and as their mean.
+    """Returns how far each chosen response is ahead, by reward in nats: summed over its tokens, and as their mean.
 
     The first is log pi - log ref where there is a reference. Log-ratios are formed per token before any sum.
     """
@@ -216,7 +216,7 @@ def reward_gaps(pair_ids: Sequence[str], policy: Logps, reference: Logps | None)
 def weighted_gaps(
     pair_ids: Sequence[str], policy: Logps, reference: Logps, weighed: Mapping[str, RewardFactors]
 ) -> Values:
-    """The same of ``sum_t f_t (log pi - log ref)_t``; NaN for a pair without factors f."""
+    """Returns the same of ``sum_t f_t (log pi - log ref)_t``; NaN for a pair without factors f."""
     ratios = _ratios(policy, reference)
     made = {
         pair_id: tuple(f.double() * ratio for f, ratio in zip(pair.factors, ratios[pair_id], strict=True))
@@ -297,7 +297,7 @@ def _require_same_tokens(
 def _matching(
     weighed: Mapping[str, RewardFactors], examples: Mapping[str, TrainingExample]
 ) -> Mapping[str, RewardFactors]:
-    """The weights, as far as there is such a pair; UserError where they were made for other tokens."""
+    """Returns the weights, as far as there is such a pair; UserError where they were made for other tokens."""
     found = {pair_id: pair for pair_id, pair in weighed.items() if pair_id in examples}
     for pair_id, pair in found.items():
         ids = tuple(side.response_ids for side in examples[pair_id].sides)

@@ -45,11 +45,11 @@ class Interval:
 
     @property
     def excludes_zero(self) -> bool:
-        """Whether 0 lies outside the interval; False where there is no interval."""
+        """Returns whether 0 lies outside the interval; False where there is no interval."""
         return self.low > 0 or self.high < 0
 
     def text(self, digits: int = 3) -> str:
-        """The interval as "0.123 [0.100, 0.150]"; "0.123 [no interval]" where there is none."""
+        """Returns the interval as "0.123 [0.100, 0.150]"; "0.123 [no interval]" where there is none."""
         if math.isnan(self.low):
             return f"{self.mean:.{digits}f} [no interval]"
         return f"{self.mean:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
@@ -67,7 +67,7 @@ def hierarchical_bootstrap(
     prompts: Prompts = Prompts.SHARED,
     expand: bool = True,
 ) -> Interval:
-    """The mean of ``values`` with a percentile interval from resampling seeds, then prompts.
+    """Returns the mean of ``values`` with a percentile interval from resampling seeds, then prompts.
 
     Args:
         values: a row per training seed, a column per held-out prompt; all finite. One row: prompts only are drawn.
@@ -101,7 +101,8 @@ def hierarchical_bootstrap(
 
 
 def paired_difference(first: Scores, second: Float[np.ndarray, "other_seeds other_prompts"]) -> Interval:
-    """The mean of ``first - second`` with the interval of ``hierarchical_bootstrap``, paired by seed and prompt.
+    """Returns the mean of ``first - second`` with the interval of ``hierarchical_bootstrap``, paired by seed and
+    prompt.
 
     Row i of both is the same seed (base model, data, order), column j the same held-out prompt. UserError when the
     shapes differ.
@@ -143,7 +144,9 @@ def _resampled_means(scores: Scores, draws: int, seed: int, prompts: Prompts) ->
 def _shared_draws(
     seeds: int, width: int, draws: int, seed: int
 ) -> tuple[Int[np.ndarray, "draws seeds"], Int[np.ndarray, "draws width"]]:
-    """The counts of ``draws`` resamples: they depend on no score, and a study asks for the same ones at every point."""
+    """Returns the counts of ``draws`` resamples: they depend on no score, and a study asks for the same ones at every
+    point.
+    """
     random = np.random.default_rng(seed)
     chosen = random.multinomial(seeds, np.full(seeds, 1 / seeds), size=draws)
     return chosen, random.multinomial(width, np.full(width, 1 / width), size=draws)
@@ -163,7 +166,7 @@ def _freedom(scores: Scores) -> int:
 
 
 def widened_tail(level: float, freedom: int) -> float:
-    """The share cut off at each end so that percentiles over few units reach as far as a t interval does."""
+    """Returns the share cut off at each end so that percentiles over few units reach as far as a t interval does."""
     reach = math.sqrt((freedom + 1) / freedom) * t_quantile((1 + level) / 2, freedom)
     return NormalDist().cdf(-reach)
 
@@ -178,7 +181,7 @@ def _method(seeds: int, width: int, expand: bool) -> str:
 
 
 def t_quantile(probability: float, freedom: int) -> float:
-    """The quantile of Student's t with a whole number of degrees of freedom, to about 1e-12.
+    """Returns the quantile of Student's t with a whole number of degrees of freedom, to about 1e-12.
 
     Bisection on the angle atan(t / sqrt(freedom)), in which the distribution function is a finite sum of powers of
     sine and cosine (Abramowitz and Stegun 26.7.3 and 26.7.4).
@@ -209,7 +212,7 @@ def _t_factors(freedom: int) -> Float[np.ndarray, " terms"]:
 
 
 def _t_centre(angle: float, freedom: int, factors: Float[np.ndarray, " terms"]) -> float:
-    """The probability that |t| stays below sqrt(freedom) * tan(angle)."""
+    """Returns the probability that |t| stays below sqrt(freedom) * tan(angle)."""
     cosine = math.cos(angle)
     series = float(factors @ cosine ** (2.0 * np.arange(len(factors)))) * math.sin(angle)
     if freedom % 2 == 0:
@@ -221,7 +224,7 @@ def _t_centre(angle: float, freedom: int, factors: Float[np.ndarray, " terms"]) 
 
 
 def tied_ranks(scores: Float[np.ndarray, " methods"]) -> Float[np.ndarray, " methods"]:
-    """The rank of each score, 1 the highest; equal scores share the mean of the ranks they take up."""
+    """Returns the rank of each score, 1 the highest; equal scores share the mean of the ranks they take up."""
     if scores.ndim != 1 or not np.isfinite(scores).all():
         raise UserError(f"ranks: expected one row of finite scores, got shape {scores.shape}: {scores.tolist()}")
     _, group, counts = np.unique(-scores, return_inverse=True, return_counts=True)
@@ -232,7 +235,7 @@ def tied_ranks(scores: Float[np.ndarray, " methods"]) -> Float[np.ndarray, " met
 def average_ranks(
     scores: Float[np.ndarray, "methods metrics"], higher: Sequence[bool] | None = None
 ) -> Float[np.ndarray, " methods"]:
-    """The mean over metrics of each method's tied rank (the paper's Avg Rank, best = 1).
+    """Returns the mean over metrics of each method's tied rank (the paper's Avg Rank, best = 1).
 
     ``higher`` says of each metric whether its higher scores are the better ones, as they are where it is not given.
     """

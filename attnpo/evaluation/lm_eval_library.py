@@ -47,7 +47,7 @@ class _Heard(logging.Handler):
 
 @contextmanager
 def quiet(folder: Path, device: torch.device) -> Iterator[Counter[str]]:
-    """A context in which lm_eval may print and seed: its words go to ``lm_eval.log``, its warnings are counted.
+    """Opens a context in which lm_eval may print and seed: its words go to ``lm_eval.log``, its warnings are counted.
 
     Python's, numpy's and torch's random states are afterwards what they were; lm_eval seeds all three. Subprocesses and
     progress bars are caught too, as the process's own outputs are turned away meanwhile.
@@ -80,7 +80,7 @@ def quiet(folder: Path, device: torch.device) -> Iterator[Counter[str]]:
 
 @contextmanager
 def _outputs_to(target: int) -> Iterator[None]:
-    """A context in which file descriptors 1 and 2, which subprocesses inherit, are those of another file."""
+    """Opens a context in which file descriptors 1 and 2, which subprocesses inherit, are those of another file."""
     sys.stdout.flush()
     sys.stderr.flush()
     kept = [os.dup(number) for number in (1, 2)]
@@ -108,7 +108,7 @@ class FoundTask:
 
 
 def find_task(name: str, include_path: Path | None) -> FoundTask:
-    """The task, group or tag of a name, from the folder of the user's own ones or from lm_eval.
+    """Returns the task, group or tag of a name, from the folder of the user's own ones or from lm_eval.
 
     Raises:
         UserError: there is none of that name, or it cannot be made, as where its data cannot be had.
@@ -123,7 +123,7 @@ def find_task(name: str, include_path: Path | None) -> FoundTask:
 
 
 def _index_with(name: str, include_path: Path | None) -> "TaskManager":
-    """An index that has ``name``: of the user's folder, of lm_eval's folder of that name, or of all there is.
+    """Returns an index that has ``name``: of the user's folder, of lm_eval's folder of that name, or of all there is.
 
     lm_eval's own takes ten seconds to read. From the first two only what names nothing of another folder is taken.
     """
@@ -150,7 +150,7 @@ def _index_with(name: str, include_path: Path | None) -> "TaskManager":
 
 
 def _stands_alone(name: str, manager: "TaskManager") -> bool:
-    """Whether an index has a task, or a group with all that it names; tags may have tasks of any folder."""
+    """Returns whether an index has a task, or a group with all that it names; tags may have tasks of any folder."""
     if name not in manager.all_groups:
         return name in manager.all_subtasks
     parts = (manager.task_index[name].cfg or {}).get("task", ())

@@ -82,7 +82,7 @@ class LmEvalTasks:
         }
 
     def measure(self, subject: Subject) -> Measured:
-        """The figures of every task with 1.96 standard errors, and a row for each figure of each part.
+        """Returns the figures of every task with 1.96 standard errors, and a row for each figure of each part.
 
         A task that is done is kept in the subject's folder, and read from there by a repeated command.
 
@@ -116,7 +116,7 @@ class LmEvalTasks:
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """A digest of every file below a folder of tasks, by its path there."""
+    """Returns a digest of every file below a folder of tasks, by its path there."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and "__pycache__" not in path.parts]
     return {path.relative_to(folder).as_posix(): file_digest(path) for path in files}
 
@@ -133,7 +133,7 @@ class _Runner:
         self._key = self._of_all()
 
     def _of_all(self) -> dict[str, object]:
-        """What decides the figures of any task of this measure."""
+        """Returns what decides the figures of any task of this measure."""
         from attnpo.models.loading import attention_of, weights_fingerprint
 
         model = self.subject.model
@@ -148,7 +148,7 @@ class _Runner:
         }
 
     def task(self, name: str) -> Measured:
-        """The figures of one task, group or tag; read from the folder where they are there."""
+        """Returns the figures of one task, group or tag; read from the folder where they are there."""
         path, key = self.subject.folder / f"task-{clean(name)}.json", digest([name, self._key])
         kept = read_record(path)
         if kept is not None and kept.get("key") == key:
@@ -191,7 +191,7 @@ class _Runner:
         return measured_of(name, results, counts)
 
     def _model(self) -> "HFLM":
-        """The model for lm_eval: loaded as for training, with training's chat format and ends of turn."""
+        """Returns the model for lm_eval: loaded as for training, with training's chat format and ends of turn."""
         from lm_eval.models.huggingface import HFLM
 
         from attnpo.models.loading import load_model, load_tokenizer
@@ -249,7 +249,7 @@ class Figure:
     higher_is_better: bool | None = None
 
     def score(self) -> Score:
-        """The figure as a score, with 1.96 standard errors."""
+        """Returns the figure as a score, with 1.96 standard errors."""
         name = ".".join(part for part in (self.task, self.metric, self.filter) if part != NO_FILTER)
         half = None if self.stderr is None else NORMAL * self.stderr
         interval = None if half is None else (self.value - half, self.value + half)
@@ -270,7 +270,7 @@ def measured_of(name: str, results: "EvalResults", counts: Mapping[str, int]) ->
 
 
 def figures_of(results: "EvalResults") -> list[Figure]:
-    """Every number of every task and group; what is no number is left out."""
+    """Returns every number of every task and group; what is no number is left out."""
     figures = []
     rows: dict[str, dict[str, Any]] = {task: dict(metrics) for task, metrics in results["results"].items()}
     for task, metrics in rows.items():
@@ -297,7 +297,7 @@ def figures_of(results: "EvalResults") -> list[Figure]:
 
 
 def measured_again(kept: Mapping[str, Json]) -> Measured:
-    """What ``asdict`` made of a ``Measured``, as one again."""
+    """Returns what ``asdict`` made of a ``Measured``, as one again."""
     read: Any = kept
     scores = [
         Score(

@@ -12,7 +12,7 @@ SHOWN = 5  # ids named in an error
 
 
 def matched(benchmark: str, questions: Sequence[Question], answers: Mapping[str, ModelAnswer]) -> list[ModelAnswer]:
-    """The answers in the order of the questions, whatever order they came in.
+    """Returns the answers in the order of the questions, whatever order they came in.
 
     Raises:
         UserError: answers are missing, answer something else, stand under another question's id, or lack a turn.
@@ -36,7 +36,7 @@ def matched(benchmark: str, questions: Sequence[Question], answers: Mapping[str,
 
 
 def answered(questions: Sequence[Question], answers: Mapping[str, ModelAnswer]) -> list[Question]:
-    """The questions that ``answers`` is about, in the benchmark's order."""
+    """Returns the questions that ``answers`` is about, in the benchmark's order."""
     return [question for question in questions if question.id in answers]
 
 

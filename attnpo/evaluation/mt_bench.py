@@ -49,7 +49,7 @@ CUT = "judgments cut at the judge's most tokens"
 
 
 def rating(text: str) -> float | None:
-    """The first number in double brackets, else the first in single ones; None where there is neither."""
+    """Returns the first number in double brackets, else the first in single ones; None where there is neither."""
     for pattern in _RATINGS:
         found = pattern.search(text)
         if found is not None:
@@ -96,7 +96,7 @@ class MTBench:
 
     @property
     def scores(self) -> tuple[str, ...]:
-        """The mean rating of both turns, that of each turn, that of each category."""
+        """Returns the mean rating of both turns, that of each turn, that of each category."""
         return ("score", *TURNS, *self.temperatures)
 
     @cached_property
@@ -104,7 +104,7 @@ class MTBench:
         return _read(self)
 
     def questions(self) -> Sequence[Question]:
-        """The questions in the file's order."""
+        """Returns the questions in the file's order."""
         return self._files.questions
 
     def versions(self) -> dict[str, object]:
@@ -153,7 +153,7 @@ class MTBench:
 def grade_ratings(
     questions: Sequence[Question], categories: Sequence[str], answers: Mapping[str, ModelAnswer], replies: Replies
 ) -> Graded:
-    """The scores of ``questions``: of all, by turn, by category."""
+    """Returns the scores of ``questions``: of all, by turn, by category."""
     place = {question.id: index for index, question in enumerate(questions)}
     total, number = np.zeros((len(TURNS), len(questions))), np.zeros((len(TURNS), len(questions)))
     judged = np.zeros((len(TURNS), len(questions)), dtype=bool)

@@ -44,7 +44,7 @@ class Orders:
 
     @property
     def main(self) -> str:
-        """The reward that counts."""
+        """Returns the reward that counts."""
         return next(iter(self.gaps))
 
     def right(self, name: str) -> Values:
@@ -55,7 +55,7 @@ class Orders:
         return np.where(np.isnan(gap), np.nan, ordered)
 
     def ties_of(self, name: str) -> int:
-        """How many pairs have equal rewards."""
+        """Returns how many pairs have equal rewards."""
         return int((self.gaps[name] == 0).sum())
 
     # -------------------------------------------------------------------------------------------- scores
@@ -85,7 +85,9 @@ class Orders:
     # -------------------------------------------------------------------------------------------- table
 
     def table(self) -> tuple[dict[str, object], ...]:
-        """A row for each part of the set: pairs, ties, the accuracy of every reward, the interval of the main one."""
+        """Returns a row for each part of the set: pairs, ties, the accuracy of every reward, the interval of the main
+        one.
+        """
         rows: list[dict[str, object]] = []
         for group, places in by_group(self.groups).items():
             of_main = self.right(self.main)[places]
@@ -97,7 +99,7 @@ class Orders:
         return tuple(rows)
 
     def account(self) -> dict[str, int]:
-        """What is worth knowing of the pairs, by reason: ties, and which parts are missing."""
+        """Returns what is worth knowing of the pairs, by reason: ties, and which parts are missing."""
         present = {group for group in self.groups if group is not None}
         counts = {f"ties in {self.main}, counted {self.ties.value}": self.ties_of(self.main)}
         if present:
@@ -108,7 +110,7 @@ class Orders:
 
 
 def mean_score(name: str, values: Values) -> Score:
-    """The mean of what pairs give, NaN left out."""
+    """Returns the mean of what pairs give, NaN left out."""
     kept = values[~np.isnan(values)]
     figure = float(kept.mean()) if kept.size else float("nan")
     return Score(name, figure, (figure,), interval(kept), None, int(kept.size))
@@ -128,7 +130,7 @@ def _mean(values: Values) -> float | None:
 
 
 def stratified(name: str, parts: Mapping[str, Values], shares: Mapping[str, float]) -> Score:
-    """A mean of the means of parts, each with its share.
+    """Returns a mean of the means of parts, each with its share.
 
     The interval is that of the mean's linear terms f + n s / n_k (v - f_k) of the n pairs, with a part's share s, its
     n_k pairs and their mean f_k: only the scatter within parts counts, the shares being fixed.

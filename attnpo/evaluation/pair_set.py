@@ -38,7 +38,9 @@ class UnseenPairs:
         return dict.fromkeys(("split", "rows", "columns", "revision", "subset"), why) if self.path == AUTO else {}
 
     def load(self) -> PairSet:
-        """All usable pairs, with the account of every row. UserError when there is none, or nothing can be read."""
+        """Returns all usable pairs, with the account of every row. UserError when there is none, or nothing can be
+        read.
+        """
         try:
             return self._load()
         except UserError as error:
@@ -60,7 +62,7 @@ class UnseenPairs:
         return pairs
 
     def group_of(self, pair: PreferencePair) -> str | None:
-        """The part of the set that a pair belongs to; None where its row names none."""
+        """Returns the part of the set that a pair belongs to; None where its row names none."""
         value = None if self.group is None else pair.extra.get(self.group)
         return None if value is None or not str(value).strip() else str(value).strip()
 

@@ -68,11 +68,11 @@ class PairwiseRules:
 
     @cached_property
     def template(self) -> JudgeTemplate:
-        """The wording. Raises UserError when it cannot be read or lacks a placeholder."""
+        """Returns the wording. Raises UserError when it cannot be read or lacks a placeholder."""
         return JudgeTemplate.from_file(find_file(self.template_file, "benchmark.pairwise.template_file"))
 
     def versions(self) -> dict[str, object]:
-        """What decides calls and values beside the answers."""
+        """Returns what decides calls and values beside the answers."""
         return {"template": digest(self.template.text), "labels": list(self.labels), "strip": self.strip}
 
     def calls(self, benchmark: str, round_: int, contests: Iterable[Contest]) -> list[GradingCall]:
@@ -96,7 +96,7 @@ class PairwiseRules:
         )
 
     def preferences(self, items: Sequence[str], replies: Replies) -> "Preferences":
-        """What the replies say of each item. An item counts only when both of its orders have a verdict."""
+        """Returns what the replies say of each item. An item counts only when both of its orders have a verdict."""
         found = {(call.item, call.part): reply for call, reply in replies.items()}
         counts: Counter[str] = Counter()
         values = np.full(len(items), math.nan)
@@ -111,7 +111,8 @@ class PairwiseRules:
         return Preferences(tuple(items), values, {reason: count for reason, count in counts.items() if count})
 
     def _lean(self, reply: GradingReply | None, counts: Counter[str]) -> float | None:
-        """How far a reply leans to the answer shown first, from -1 to 1: P(first) - P(second); None: no verdict.
+        """Returns how far a reply leans to the answer shown first, from -1 to 1: P(first) - P(second); None: no
+        verdict.
 
         The probabilities are those of the two labels alone. It is odd in the exchange of the labels, so that what both
         orders say together does not depend on which answer is called the model's.
@@ -135,7 +136,9 @@ class PairwiseRules:
 
 
 def _of_label(logprobs: Mapping[str, float], label: str) -> float:
-    """The log-probability of a label; of a served judge's tokens that differ by blanks around it, the likeliest."""
+    """Returns the log-probability of a label; of a served judge's tokens that differ by blanks around it, the
+    likeliest.
+    """
     near = (value for text, value in logprobs.items() if text.strip() == label)
     return logprobs[label] if label in logprobs else max(near, default=-math.inf)
 
@@ -158,7 +161,7 @@ class Preferences:
 
     @property
     def percent(self) -> Float[np.ndarray, " items"]:
-        """The values in percent."""
+        """Returns the values in percent."""
         return 100 * self.values
 
     @property
@@ -188,16 +191,16 @@ class WithBaseline(Protocol):
 
     @property
     def sampling(self) -> Sampling:
-        """How answers are drawn."""
+        """Returns how answers are drawn."""
 
     def questions(self) -> Sequence[Question]:
-        """The questions, of one turn each."""
+        """Returns the questions, of one turn each."""
 
     def versions(self) -> dict[str, object]:
-        """What decides its questions and its baseline's answers."""
+        """Returns what decides its questions and its baseline's answers."""
 
     def baseline_answers(self) -> Mapping[str, str]:
-        """The baseline's answer to each question, by its id."""
+        """Returns the baseline's answer to each question, by its id."""
 
 
 @dataclass(frozen=True)
@@ -214,16 +217,16 @@ class PairwiseBenchmark:
 
     @property
     def scores(self) -> tuple[str, ...]:
-        """One figure: the mean probability of the model's answer being better, in percent."""
+        """Returns one figure: the mean probability of the model's answer being better, in percent."""
         return ("win_rate",)
 
     @property
     def sampling(self) -> Sampling:
-        """The benchmark's."""
+        """Returns the benchmark's."""
         return self.of.sampling
 
     def questions(self) -> Sequence[Question]:
-        """The benchmark's. UserError for questions of several turns."""
+        """Returns the benchmark's. UserError for questions of several turns."""
         found = self.of.questions()
         several = [question.id for question in found if len(question.turns) > 1]
         if several:
@@ -234,7 +237,7 @@ class PairwiseBenchmark:
         return found
 
     def versions(self) -> dict[str, object]:
-        """The benchmark's, and the wording."""
+        """Returns the benchmark's, and the wording."""
         return {"of": self.of.versions(), "pairwise": self.pairwise.versions()}
 
     def calls(self, answers: Mapping[str, ModelAnswer], round_: int) -> Sequence[GradingCall]:
@@ -255,7 +258,7 @@ class PairwiseBenchmark:
         return self.pairwise.calls(self.name, round_, contests)
 
     def grade(self, answers: Mapping[str, ModelAnswer], replies: Replies) -> Graded:
-        """The win rate of one round's answers."""
+        """Returns the win rate of one round's answers."""
         items = [question.id for question in self.questions() if question.id in answers]
         found = self.pairwise.preferences(items, replies)
         return Graded(
@@ -268,5 +271,5 @@ class PairwiseBenchmark:
 
 
 def asked_text(question: Question) -> str:
-    """A question of one turn as the judge reads it, its system text first."""
+    """Returns a question of one turn as the judge reads it, its system text first."""
     return question_text(first_turn(question))

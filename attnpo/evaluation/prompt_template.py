@@ -21,7 +21,7 @@ class PromptTemplate:
 
     @classmethod
     def read(cls, text: str, places: Sequence[str], checkout: Checkout, where: str) -> "PromptTemplate":
-        """The template ``text``. UserError unless it has each of ``places`` at least once and no other."""
+        """Returns the template ``text``. UserError unless it has each of ``places`` at least once and no other."""
         literals, found = [""], []
         try:
             for literal, name, form, conversion in Formatter().parse(text):
@@ -37,7 +37,7 @@ class PromptTemplate:
         return cls(tuple(literals), tuple(found))
 
     def fill(self, values: Mapping[str, str]) -> str:
-        """The text with every place filled."""
+        """Returns the text with every place filled."""
         parts = [self.literals[0]]
         for place, literal in zip(self.places, self.literals[1:], strict=True):
             parts += [values[place], literal]
@@ -52,6 +52,6 @@ class GraderPrompt:
     template: PromptTemplate
 
     def messages(self, values: Mapping[str, str]) -> tuple[Message, ...]:
-        """The messages to the grader."""
+        """Returns the messages to the grader."""
         system = (Message(role="system", content=self.system),) if self.system else ()
         return (*system, Message(role="user", content=self.template.fill(values)))

@@ -8,7 +8,8 @@ from attnpo.schema import Json
 
 
 def constant(text: str, name: str) -> Json:
-    """The value that the file ``text`` gives ``name`` at its top: texts, numbers, lists and dicts of them, other names.
+    """Returns the value that the file ``text`` gives ``name`` at its top: texts, numbers, lists and dicts of them,
+    other names.
 
     Raises:
         ValueError: the file is no Python, has no such name, or gives it something that only running it would tell.

@@ -43,7 +43,7 @@ class EvaluationResult:
     table: tuple[Mapping[str, object], ...] = ()
 
     def score(self, name: str) -> Score | None:
-        """The score of a name."""
+        """Returns the score of a name."""
         return next((score for score in self.scores if score.name == name), None)
 
     def write(self, folder: Path) -> None:
@@ -52,7 +52,9 @@ class EvaluationResult:
 
 
 def read_result(folder: Path) -> EvaluationResult | None:
-    """The result in an evaluation's folder; None where it is not finished. UserError for a file that was changed."""
+    """Returns the result in an evaluation's folder; None where it is not finished. UserError for a file that was
+    changed.
+    """
     path = folder / RESULT
     if not path.is_file():
         return None

@@ -44,13 +44,13 @@ SECTION_OF = {subset: section for section, subsets in SECTIONS.items() for subse
 
 
 def section_shares(section: str) -> dict[str, float]:
-    """How much each subset counts in the accuracy of its section; the shares sum to 1."""
+    """Returns how much each subset counts in the accuracy of its section; the shares sum to 1."""
     counts = SECTIONS[section]
     return {subset: count / sum(counts.values()) for subset, count in counts.items()}
 
 
 def overall_shares() -> dict[str, float]:
-    """How much each subset counts in the mean of the four sections, which count alike.
+    """Returns how much each subset counts in the mean of the four sections, which count alike.
 
     The leaderboard's average also has older test sets, at half a section's weight; they are no part of this data.
     """

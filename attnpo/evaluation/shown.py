@@ -21,7 +21,7 @@ NOTE = (
 
 
 def result_sections(result: EvaluationResult) -> list[Section]:
-    """The tables of one result."""
+    """Returns the tables of one result."""
     rows = [_row(score) for score in result.scores]
     blocks = [TableBlock(["score", "mean", "rounds", "questions", "grading", "n"], rows, digits={"mean": DIGITS})]
     sections = [Section(f"{result.label} on {result.benchmark}", [*blocks, Paragraph(NOTE)])]
@@ -49,7 +49,9 @@ def _row(score: Score) -> list[Cell]:
 
 
 def rounds_text(score: Score, digits: int) -> str:
-    """Both half widths over rounds: ``± 1.57 (t 3.45)``, the second by Student's t; empty for fewer than two rounds."""
+    """Returns both half widths over rounds: ``± 1.57 (t 3.45)``, the second by Student's t; empty for fewer than two
+    rounds.
+    """
     normal, student = half_widths(score.rounds)
     if normal is None or student is None:
         return ""

@@ -19,7 +19,8 @@ NORMAL = 1.96
 
 
 def half_widths(rounds: Sequence[float]) -> tuple[float | None, float | None]:
-    """The 95 % half widths of a mean over n rounds: 1.96 s / sqrt(n), the paper's, and Student's t; s with n - 1.
+    """Returns the 95 % half widths of a mean over n rounds: 1.96 s / sqrt(n), the paper's, and Student's t; s with n -
+    1.
 
     None for a single round, which has no spread.
     """
@@ -38,7 +39,7 @@ def grading_noise(one: float, other: float) -> float:
 
 
 def score_of(name: str, rounds: Sequence[Graded], grading: float | None, seed: int = 0) -> Score:
-    """A figure over the rounds of generation.
+    """Returns a figure over the rounds of generation.
 
     ``questions`` counts those with a value in any round; all of them where the figure has no values of its own.
     """
@@ -97,7 +98,7 @@ def grading_spread(
     exchange: Callable[[frozenset[str]], Graded] | None = None,
     seed: int = 0,
 ) -> float | None:
-    """The standard deviation that one grading gives a figure, from questions that were graded twice.
+    """Returns the standard deviation that one grading gives a figure, from questions that were graded twice.
 
     ``first`` holds all questions, ``again`` the second grades of some. For a weighted mean f = sum(w v) / sum(w)
     a question's part in f moves by e = w2 (v2 - f) - w1 (v1 - f), so that the variance of f over N questions is
@@ -143,7 +144,9 @@ def exchanged(
     again: Replies,
     grade: Callable[[Mapping[str, ModelAnswer], Replies], Graded],
 ) -> Callable[[frozenset[str]], Graded]:
-    """A function that grades with the second replies of the given questions and the first ones of all others."""
+    """Returns a function that grades with the second replies of the given questions and the first ones
+    of all others.
+    """
     second = {(call.item, call.part): reply for call, reply in again.items()}
 
     def graded(questions: frozenset[str]) -> Graded:

@@ -101,11 +101,13 @@ class WeightedImplicitReward(ImplicitReward):
 
     @property
     def scores(self) -> tuple[str, ...]:
-        """The weighted accuracy, which counts, those of the plain measure, and what the weighted one is ahead by."""
+        """Returns the weighted accuracy, which counts, those of the plain measure, and what the weighted one is ahead
+        by.
+        """
         return (WEIGHTED, *super().scores, f"{GAIN}_weighted")
 
     def versions(self) -> dict[str, object]:
-        """Those of the plain measure, and the settings of the run that touch weights."""
+        """Returns those of the plain measure, and the settings of the run that touch weights."""
         cfg = self._config()
         return {**replace_lengths(self, cfg)._plain_versions(), "weights": inputs_of(cfg)}
 
@@ -143,7 +145,7 @@ class WeightedImplicitReward(ImplicitReward):
 
 
 def replace_lengths(measure: WeightedImplicitReward, cfg: RunConfig) -> WeightedImplicitReward:
-    """The measure with the run's length rules; logs where they differ."""
+    """Returns the measure with the run's length rules; logs where they differ."""
     if asdict(measure.lengths) != asdict(cfg.lengths):
         log.info("%slengths: those of %s hold, since its weights are on tokens that they cut", KEY, measure.run)
     return replace(measure, lengths=cfg.lengths)

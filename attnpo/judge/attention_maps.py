@@ -28,7 +28,7 @@ class GivenMap:
     maps: Float[Tensor, "batch heads T T"]
 
     def rows(self, last: Int[Tensor, " batch"]) -> Float[Tensor, "batch heads T"]:
-        """The softmax row of each sequence's position ``last``, per query head; float32 or better."""
+        """Returns the softmax row of each sequence's position ``last``, per query head; float32 or better."""
         rows = self.maps[torch.arange(len(last), device=last.device), :, last]
         return rows.to(torch.promote_types(rows.dtype, torch.float32))
 

@@ -44,7 +44,7 @@ class MaskRule:
         return (0 if self.local_size is None else max(0, start - self.local_size + 1)), stop
 
     def within(self, longest: int) -> bool:
-        """Whether the mask is plain causal for sequences of at most ``longest`` tokens."""
+        """Returns whether the mask is plain causal for sequences of at most ``longest`` tokens."""
         return self.causal and self.padding is None and (self.local_size is None or longest <= self.local_size)
 
     def window(self, longest: int) -> tuple[int, int] | None:
@@ -98,7 +98,7 @@ class LayerAttention:
         return softmax(scores.masked_fill_(~allowed, -torch.inf), self.sinks)
 
     def rows(self, last: Int[Tensor, " batch"]) -> Float[Tensor, "batch heads T"]:
-        """The softmax row of each sequence's position ``last``, per query head."""
+        """Returns the softmax row of each sequence's position ``last``, per query head."""
         batch, length = len(last), self.length
         each = torch.arange(batch, device=last.device)
         if self.branches is None:
@@ -110,7 +110,7 @@ class LayerAttention:
 
     @property
     def length(self) -> int:
-        """Tokens of the longest sequence."""
+        """Returns tokens of the longest sequence."""
         return self.query.shape[2] if self.branches is None else self.branches.shape[1]
 
     def of_sequences(self, states: Tensor, part: slice = slice(None)) -> Tensor:
@@ -165,7 +165,7 @@ class AttentionMap(Protocol):
     """One layer's attention map as rollout reads it."""
 
     def rows(self, last: Int[Tensor, " batch"]) -> Float[Tensor, "batch heads T"]:
-        """The softmax row of each sequence's position ``last``, per query head."""
+        """Returns the softmax row of each sequence's position ``last``, per query head."""
 
     def pull(self, weights: Float[Tensor, "batch T"]) -> Float[Tensor, "batch T"]:
         """``weights @ A`` for the head-mean attention map A."""

@@ -91,7 +91,9 @@ class Probe:
             raise Enough
 
     def end(self) -> Tensor | None:
-        """The attention output [1 batch H d] of the last positions, once the forward is trimmed to them; else None."""
+        """Returns the attention output [1 batch H d] of the last positions, once the forward is trimmed to them; else
+        None.
+        """
         if self._end is None:
             return None
         rows, values = self._end
@@ -100,7 +102,9 @@ class Probe:
         return merged.flatten(1, 2)[None]
 
     def rollout(self) -> Float[Tensor, "batch T"]:
-        """The last position's row of the product of ``(I + A_l) / 2`` over all layers; frees the kept tensors."""
+        """Returns the last position's row of the product of ``(I + A_l) / 2`` over all layers; frees the
+        kept tensors.
+        """
         self.require(self.kept, range(self.depth))
         return rollout_row((self.kept.pop(layer) for layer in range(self.depth - 1, -1, -1)), self.last)
 
@@ -117,7 +121,7 @@ class Probe:
 
 @contextmanager
 def tapped(backbone: PreTrainedModel, kernel: str) -> Iterator[None]:
-    """A context in which ``backbone``'s attention hands its queries and keys to the call's probe.
+    """Opens a context in which ``backbone``'s attention hands its queries and keys to the call's probe.
 
     ``kernel``: one of ``KERNELS``. The model's own attention implementation is restored, after errors too.
     """
@@ -134,7 +138,7 @@ def tapped(backbone: PreTrainedModel, kernel: str) -> Iterator[None]:
 
 @contextmanager
 def trimmed(last: nn.Module) -> Iterator[None]:
-    """A context in which the layer ``last`` is run for the probe's last positions of a row only, [1 batch d].
+    """Opens a context in which the layer ``last`` is run for the probe's last positions of a row only, [1 batch d].
 
     Of the other positions only keys and values are needed, so the rest of the layer is not computed for them.
     """
@@ -181,7 +185,7 @@ def tap_mask(
     allow_is_causal_skip: bool = True,
     **unused: object,
 ) -> MaskRule | None:
-    """The mask as a rule instead of a tensor; None for the plain causal mask.
+    """Returns the mask as a rule instead of a tensor; None for the plain causal mask.
 
     Replaces transformers' sdpa mask function, whose windowed masks have T x T entries.
     """

@@ -25,7 +25,7 @@ class WrittenTrace(NamedTuple):
 
     @property
     def length(self) -> TraceLength:
-        """What is kept of it beside the weights."""
+        """Returns what is kept of it beside the weights."""
         return TraceLength(len(self.ids), self.closed)
 
 
@@ -64,7 +64,7 @@ class JudgeReading:
 
     @property
     def label_mass(self) -> float | None:
-        """The probability of the two labels together at the verdict position; None where they were not read."""
+        """Returns the probability of the two labels together at the verdict position; None where they were not read."""
         return None if self.verdict_logps is None else min(1.0, float(self.verdict_logps[:2].double().exp().sum()))
 
 
@@ -101,7 +101,7 @@ class PromptBuilder(Protocol):
         """Round 0 with the chosen response as answer A, round 1 with the rejected one."""
 
     def fingerprint(self) -> Mapping[str, object]:
-        """Every setting of the prompts that changes a number."""
+        """Returns every setting of the prompts that changes a number."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class WeightReader:
 
     @property
     def verdict(self) -> bool:
-        """Whether verdicts are read as well."""
+        """Returns whether verdicts are read as well."""
         return False
 
     @property

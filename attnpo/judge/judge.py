@@ -89,7 +89,7 @@ class RunJudge(WeightReader):
 
     @property
     def verdict(self) -> bool:
-        """Whether the two label logits are read as well."""
+        """Returns whether the two label logits are read as well."""
         return self.settings.verdict
 
     def describe_pass(self, rows: str) -> str:
@@ -124,7 +124,7 @@ class RunJudge(WeightReader):
         return model_heads(self.path, self.revision)
 
     def fingerprint(self) -> dict[str, object]:
-        """What identifies the judge's numbers: weights, number format, attention kernel family."""
+        """Returns what identifies the judge's numbers: weights, number format, attention kernel family."""
         return {
             "weights": weights_fingerprint(self.path, self.revision),
             "dtype": self.settings.dtype,
@@ -132,7 +132,7 @@ class RunJudge(WeightReader):
         }
 
     def written(self, token: int) -> str:
-        """A token of the judge as text."""
+        """Returns a token of the judge as text."""
         return str(self.tokenizer.decode([token]))
 
     def estimate(self, budget: int) -> MemoryEstimate:
@@ -170,7 +170,7 @@ class RunJudge(WeightReader):
         return LoadedJudge(judge, self.prompts, self.settings.verdict)
 
     def _traces(self) -> Table | None:
-        """The table of the traces; None without traces or a store."""
+        """Returns the table of the traces; None without traces or a store."""
         if self.settings.trace is None or self._store is None:
             return None
         key = {
@@ -181,7 +181,8 @@ class RunJudge(WeightReader):
         return self._store.table(TRACES, key)
 
     def stored_traces(self, pair: PreferencePair) -> tuple[str, ...]:
-        """What the judge wrote about ``pair`` before its verdicts, by round; empty where the store has not all of it.
+        """Returns what the judge wrote about ``pair`` before its verdicts, by round; empty where the store has not all
+        of it.
 
         UserError for a pair that it cannot be shown.
         """

@@ -33,7 +33,7 @@ class LabelCheck:
     store: Store
 
     def known(self, pairs: Sequence[PreferencePair]) -> LabelMass | None:
-        """What the store has of the first of ``pairs``; None where they were not measured."""
+        """Returns what the store has of the first of ``pairs``; None where they were not measured."""
         return self._read_stored(self._find_shown(pairs))
 
     def _read_stored(self, shown: Sequence[JudgePrompt]) -> LabelMass | None:

@@ -27,18 +27,18 @@ class LabelMass:
     written: tuple[tuple[str, int], ...]
 
     def numbers(self) -> dict[str, object]:
-        """All of it as plain data."""
+        """Returns all of it as plain data."""
         return {**asdict(self), "written": [list(one) for one in self.written]}
 
     def text(self) -> str:
-        """The share with what the judge would write, for the log."""
+        """Returns the share with what the judge would write, for the log."""
         return (
             f"judge: {100 * self.share:.3g} % of the probability at the verdict position is on its two labels (mean of "
             f"{self.prompts} prompts); it would write {in_words(self.written, self.prompts)}"
         )
 
     def problem(self, minimum: float) -> str | None:
-        """What is wrong below ``minimum`` and which options help, in words; None from there on."""
+        """Returns what is wrong below ``minimum`` and which options help, in words; None from there on."""
         if self.share >= minimum:
             return None
         return (
@@ -57,12 +57,12 @@ def measured(
     label_ids: tuple[int, int],
     decode: Callable[[int], str],
 ) -> LabelMass:
-    """The mass on ``label_ids`` after ``prompts`` (at least one), read in the judge's full depth."""
+    """Returns the mass on ``label_ids`` after ``prompts`` (at least one), read in the judge's full depth."""
     return mass_of(judge.read(prompts, layers=(), verdict=True, label_ids=label_ids), decode)
 
 
 def mass_of(readings: Sequence[JudgeReading], decode: Callable[[int], str]) -> LabelMass:
-    """The same of readings that have verdicts. ValueError for one that has none."""
+    """Returns the same of readings that have verdicts. ValueError for one that has none."""
     masses = [reading.label_mass for reading in readings]
     tokens = [reading.verdict_token for reading in readings]
     shares = [mass for mass in masses if mass is not None]
@@ -72,11 +72,11 @@ def mass_of(readings: Sequence[JudgeReading], decode: Callable[[int], str]) -> L
 
 
 def written(tokens: Iterable[int | None], decode: Callable[[int], str]) -> tuple[tuple[str, int], ...]:
-    """The most frequent of ``tokens`` as text with their counts; equally frequent ones as they first come."""
+    """Returns the most frequent of ``tokens`` as text with their counts; equally frequent ones as they first come."""
     counts = Counter(token for token in tokens if token is not None)
     return tuple((decode(token), count) for token, count in counts.most_common(TOP))
 
 
 def in_words(texts: Sequence[tuple[str, int]], prompts: int) -> str:
-    """What would be written in how many of the prompts."""
+    """Returns what would be written in how many of the prompts."""
     return ", ".join(f"{text!r} ({count} of {prompts})" for text, count in texts) or "unknown tokens"

@@ -7,7 +7,7 @@ from attnpo.text.chat import ChatFormat
 
 
 def label_tokens(chat: ChatFormat, prompt: str, labels: Sequence[str], key: str = "judge.labels") -> tuple[int, ...]:
-    """The id of each label as the model would write it after ``prompt``, a rendered text.
+    """Returns the id of each label as the model would write it after ``prompt``, a rendered text.
 
     Raises UserError, naming ``key``, when a label is more than one token there and also on its own, when it is not in
     the vocabulary, or when two are the same token.

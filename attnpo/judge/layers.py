@@ -22,14 +22,16 @@ class Depth(int):
     attending: tuple[int, ...]
 
     def __new__(cls, layers: int, attending: Sequence[int] | None = None) -> "Depth":
-        """The depth; without ``attending`` every layer has attention."""
+        """Returns the depth; without ``attending`` every layer has attention."""
         made = super().__new__(cls, layers)
         made.attending = tuple(range(1, layers + 1) if attending is None else attending)
         return made
 
 
 def attending(num_layers: int) -> tuple[int, ...]:
-    """The numbers of the layers with softmax attention, rising: all of them unless ``num_layers`` is a ``Depth``."""
+    """Returns the numbers of the layers with softmax attention, rising: all of them unless ``num_layers`` is a
+    ``Depth``.
+    """
     return Depth(num_layers).attending if not isinstance(num_layers, Depth) else num_layers.attending
 
 
@@ -45,12 +47,14 @@ Row = int | HeadRow
 
 
 def layer_column(row: Row) -> str:
-    """The name of the column that holds a stored row: L08, or L08H03 for one head."""
+    """Returns the name of the column that holds a stored row: L08, or L08H03 for one head."""
     return f"L{row.layer:02d}H{row.head:02d}" if isinstance(row, HeadRow) else f"L{row:02d}"
 
 
 def rows_in_words(rows: Sequence[Row]) -> str:
-    """What a judge pass reads, for the log: "4 layers", "4 layers x 32 heads", or "1 row" of no single layer."""
+    """Returns what a judge pass reads, for the log: "4 layers", "4 layers x 32 heads", or "1 row" of no
+    single layer.
+    """
     if set(rows) == {0}:
         return "1 row"
     heads = [row for row in rows if isinstance(row, HeadRow)]
@@ -63,7 +67,7 @@ _FRACTION = re.compile(r"^\s*(\d+)\s*/\s*(\d+)\s*$")
 
 
 def resolve_layer(layer: int | str, num_layers: int, key: str = "weights.layer") -> int:
-    """The 1-based number of ``layer`` in a model of ``num_layers`` layers.
+    """Returns the 1-based number of ``layer`` in a model of ``num_layers`` layers.
 
     ``layer``: a number, "last", or a fraction of the depth such as "1/4" (rounded down, at least 1: 8, 16 and 24
     of 32 as in the paper). Both count layers with softmax attention only: "last" is the last that has any. "auto" has
@@ -96,7 +100,7 @@ def in_words(layers: Sequence[int]) -> str:
 
 
 def distinct_layers(layers: Sequence[int | str], num_layers: int, key: str) -> dict[int, list[str]]:
-    """The names given for each layer, by its number in a model of ``num_layers`` layers, rising.
+    """Returns the names given for each layer, by its number in a model of ``num_layers`` layers, rising.
 
     Names that differ but mean one layer here (a fraction or "last" on a shallow model) are merged and logged.
     UserError naming ``key`` for one name given twice, and for a layer out of range.
@@ -117,7 +121,7 @@ def distinct_layers(layers: Sequence[int | str], num_layers: int, key: str) -> d
 
 
 def _named_layer(name: str, layers: Sequence[int]) -> int | None:
-    """The number meant by a name; fractions are of ``layers``, those with attention."""
+    """Returns the number meant by a name; fractions are of ``layers``, those with attention."""
     if name == "last":
         return layers[-1]
     if re.fullmatch(r"-?\d+", name):

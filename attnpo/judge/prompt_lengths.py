@@ -6,7 +6,7 @@ from attnpo.text.ranges import Range
 
 
 def share_room(room: int, question: int, sizes: Sequence[int], max_response: int) -> tuple[int, list[int]]:
-    """How many tokens the question and the two responses keep of ``room`` tokens.
+    """Returns how many tokens the question and the two responses keep of ``room`` tokens.
 
     Responses keep at most ``max_response`` tokens each, the question what is left (decision 10). Where that would leave
     the question less than an eighth of the room (a small judge.max_length), it keeps an eighth, or all of a shorter

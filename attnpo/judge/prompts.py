@@ -104,7 +104,9 @@ class _Shown:
     tokens: tuple[list[int], list[Range]] | None = None
 
     def first(self, places: list[Range], count: int) -> "_Shown":
-        """The response cut after its first ``count`` tokens, whose characters in the shown text are ``places``."""
+        """Returns the response cut after its first ``count`` tokens, whose characters in the shown text are
+        ``places``.
+        """
         if count == len(places):
             return self
         if self.tokens is None:
@@ -121,7 +123,7 @@ class _Placed(NamedTuple):
 
 
 def question_text(prompt: Sequence[Message]) -> str:
-    """The question as the judge reads it: the content of a lone user turn, else "role: content" per turn.
+    """Returns the question as the judge reads it: the content of a lone user turn, else "role: content" per turn.
 
     Turns are separated by a blank line; system turns are shown like the others, an assistant's calls of tools as JSON.
     The tools themselves are not shown.
@@ -132,7 +134,7 @@ def question_text(prompt: Sequence[Message]) -> str:
 
 
 def _said(turn: Message) -> str:
-    """A turn's content, and the calls it makes as they are written down."""
+    """Returns a turn's content, and the calls it makes as they are written down."""
     return "\n".join(text for text in (turn["content"], turn.get("tool_calls")) if text)
 
 
@@ -194,7 +196,7 @@ class JudgePrompts:
             check_prefill(chat, self._to_label(), rules.prefill, rules.labels)
 
     def fingerprint(self) -> dict[str, object]:
-        """Everything that changes a prompt, a span or a label: wording, rules, tokenizer and chat template."""
+        """Returns everything that changes a prompt, a span or a label: wording, rules, tokenizer and chat template."""
         rules = self.rules
         reference = rules.span is SpanMode.REFERENCE
         return {
@@ -214,13 +216,13 @@ class JudgePrompts:
         }
 
     def _of_training(self) -> dict[str, object]:
-        """What identifies the ids of training where another chat format gives them than the judge's."""
+        """Returns what identifies the ids of training where another chat format gives them than the judge's."""
         other = self.rules.assembly is Assembly.IDS and self._training is not self.chat
         return {"training": self._training.fingerprint()} if other else {}
 
     @cached_property
     def label_ids(self) -> tuple[int, int]:
-        """Ids of the two labels as the judge would write them right after its prompt.
+        """Returns ids of the two labels as the judge would write them right after its prompt.
 
         Raises UserError when a label is more than one token there and also on its own, when it is not in the
         vocabulary, or when both are the same token.
@@ -229,20 +231,20 @@ class JudgePrompts:
         return first, second
 
     def _to_label(self) -> str:
-        """A prompt as text, to where a label follows it; after an empty trace, if there is one."""
+        """Returns a prompt as text, to where a label follows it; after an empty trace, if there is one."""
         before = self._full(self.template.render("x", "x", "x").text)[0]
         trace = self.rules.trace
         return before if trace is None else before + trace.until + (self.rules.prefill or "")
 
     def _kept_free(self) -> int:
-        """Tokens of ``rules.max_length`` that a trace and what follows it may take."""
+        """Returns tokens of ``rules.max_length`` that a trace and what follows it may take."""
         trace = self.rules.trace
         return 0 if trace is None or self.after_trace is None else trace.max_new_tokens + self.after_trace.size
 
     # ------------------------------------------------------------------------------------------ building
 
     def build(self, pair: PreferencePair) -> tuple[JudgePrompt, JudgePrompt]:
-        """The two rounds: first with chosen as answer A, then with rejected as answer A.
+        """Returns the two rounds: first with chosen as answer A, then with rejected as answer A.
 
         A token range is empty only when nothing of a response reaches the judge (dropped by the tokenizer, or blank at
         the end of a trimmed message). Raises UserError naming the pair for text that cannot be encoded or fitted.
@@ -271,7 +273,7 @@ class JudgePrompts:
         return first, second
 
     def _show(self, pair: PreferencePair, side: str) -> _Shown:
-        """A response as the judge sees it, without a trace that is weighed apart."""
+        """Returns a response as the judge sees it, without a trace that is weighed apart."""
         response, begins = pair.response(side), start_apart(pair, side)
         check_text(response, f"the {side} response")
         if self.rules.assembly is Assembly.IDS:
@@ -355,7 +357,9 @@ class JudgePrompts:
         return self.chat.render([Message(role="user", content=text)], add_generation_prompt=True)
 
     def _full(self, text: str) -> tuple[str, int, int, int]:
-        """The whole prompt, what to add to a position in ``text`` to find it there, and the range ``text`` has."""
+        """Returns the whole prompt, what to add to a position in ``text`` to find it there, and the range
+        ``text`` has.
+        """
         prefill = (self.rules.prefill or "") if self.rules.trace is None else ""
         if not self.rules.chat:
             return text + prefill, 0, 0, len(text)
@@ -376,7 +380,9 @@ class JudgePrompts:
         return as_ranges(hold_every_character(places, text, 0, len(text)))
 
     def _shortened(self, question: str, shown: Mapping[str, _Shown]) -> list[_Placed]:
-        """Both rounds with fewer than ``_limit`` tokens: responses keep their beginning, the question its end."""
+        """Returns both rounds with fewer than ``_limit`` tokens: responses keep their beginning, the
+        question its end.
+        """
         asked = self.chat.tokenize(question, start=False)[1]
         tokens = {
             side: view.tokens[1] if view.tokens else self._whole_ranges(view.text) for side, view in shown.items()

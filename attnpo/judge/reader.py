@@ -47,7 +47,9 @@ KERNEL = "sdpa"
 
 
 def kernel_for(found: Described) -> str:
-    """The kernel family for a class: blocks where torch's fused kernel cannot do it (soft-caps), maps as a last way."""
+    """Returns the kernel family for a class: blocks where torch's fused kernel cannot do it (soft-caps), maps as a last
+    way.
+    """
     return MAPS if found.mapped else KERNEL if found.attention == KERNEL else "blocks"
 
 
@@ -129,7 +131,7 @@ class CausalJudge:
             raise UserError(f"judge prompt {empty[0]} has no token; check judge.template_file and the chat template")
 
     def _row(self, prompts: Sequence[Sequence[int]]) -> int:
-        """Tokens of a row: the token budget; on a CPU fewer, but always room for both rounds of a pair."""
+        """Returns tokens of a row: the token budget; on a CPU fewer, but always room for both rounds of a pair."""
         if self.model.device.type != "cpu":
             return self.token_budget
         config = self.model.config.get_text_config()
@@ -173,7 +175,7 @@ class CausalJudge:
         rollout: bool = False,
         stop: bool = False,
     ) -> tuple[dict[str, object], Probe]:
-        """The keyword arguments of the model, and the probe among them."""
+        """Returns the keyword arguments of the model, and the probe among them."""
         inputs: Mapping[str, object]
         if shared:
             row = one_row(prompts, self.model.device)
@@ -216,7 +218,9 @@ class CausalJudge:
         return trimmed(next(stack[-1] for stack in stacks if len(stack) == self.num_layers))
 
     def _follows_rows(self) -> bool:
-        """Whether rows of several prompts give the numbers of a padded batch, tried once on a few dozen tokens."""
+        """Returns whether rows of several prompts give the numbers of a padded batch, tried once on a few
+        dozen tokens.
+        """
         if self._follows is None:
             reason = self._reason_against_rows()
             self._follows = reason is None
@@ -345,7 +349,7 @@ class CausalJudge:
 
 
 def _in_words(error: Exception) -> str:
-    """What is told of an exception of a model's code."""
+    """Returns what is told of an exception of a model's code."""
     words = " ".join(str(error).split())[:200]
     if isinstance(error, UserError):
         return words
@@ -361,7 +365,7 @@ def readings_of(
     label_ids: tuple[int, int] | None,
     lengths: Sequence[int],
 ) -> list[JudgeReading]:
-    """What a filled probe and the logits [batch vocab] of the last positions say of prompts of these lengths.
+    """Returns what a filled probe and the logits [batch vocab] of the last positions say of prompts of these lengths.
 
     ``wanted``: 0-based layers. UserError when one of them gave no attention, or layers differ in their heads.
     """

@@ -43,7 +43,7 @@ class RewardModel:
     def read(
         self, conversations: Sequence[Sequence[int]], *, layers: Sequence[int], per_head: bool = False
     ) -> list[JudgeReading]:
-        """The rows of each conversation's last token, in their order, on the CPU; 1-based ``layers`` as asked.
+        """Returns the rows of each conversation's last token, in their order, on the CPU; 1-based ``layers`` as asked.
 
         UserError for a layer out of range, an empty conversation, and a model whose attention cannot be read.
         """
@@ -70,7 +70,9 @@ class RewardModel:
     def _run(
         self, conversations: Sequence[Sequence[int]], layers: Sequence[int], per_head: bool, *, stop: bool
     ) -> tuple[Probe, torch.Tensor | None]:
-        """The filled probe of one batch, and the last tokens' hidden states [batch d] unless the forward stopped."""
+        """Returns the filled probe of one batch, and the last tokens' hidden states [batch d] unless the forward
+        stopped.
+        """
         ids, last = right_padded(conversations, self.model.device)
         wanted = [layer - 1 for layer in layers]
         probe = Probe(last, wanted, depth=self.num_layers, per_head=per_head, rollout=False, stop=stop)

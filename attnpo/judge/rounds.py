@@ -20,7 +20,7 @@ def judge_rounds(
     per_head: bool = False,
     rollout: bool = False,
 ) -> list[PairWeights]:
-    """Both judge rounds of each pair, with ``rows_of`` what the judge gave; all prompts go to it in one call.
+    """Returns both judge rounds of each pair, with ``rows_of`` what the judge gave; all prompts go to it in one call.
 
     UserError naming the ``source`` when there is no judge.
     """
@@ -40,7 +40,7 @@ def judge_rounds(
 
 
 def cut_round(prompt: JudgePrompt, rows: Float[Tensor, "layers T"], reading: JudgeReading) -> Round:
-    """The round of one prompt: the spans of both responses cut out of ``rows``, and the verdict of ``reading``.
+    """Returns the round of one prompt: the spans of both responses cut out of ``rows``, and the verdict of ``reading``.
 
     UserError naming the pair and the side when a span is empty or outside the rows.
     """

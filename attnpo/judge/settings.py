@@ -55,7 +55,7 @@ class Judge(JudgeRules):
         return {"chat_template_kwargs": "judge.chat=false"} if idle else {}
 
     def rules(self, positions: int | None = None) -> JudgeRules:
-        """The prompt rules alone, with the template's path settled, for a judge of as many ``positions``.
+        """Returns the prompt rules alone, with the template's path settled, for a judge of as many ``positions``.
 
         Prompts are cut to what the judge can read. None: a judge that states no end.
         """

@@ -27,15 +27,15 @@ class TraceStatistics:
     first: tuple[str, ...] = ()
 
     def numbers(self) -> dict[str, object]:
-        """All of it as plain data."""
+        """Returns all of it as plain data."""
         return {**asdict(self), "mean": round(self.mean, 2), "first": list(self.first)}
 
     def text(self) -> str:
-        """The lengths, for the log."""
+        """Returns the lengths, for the log."""
         return f"judge: {self.traces} traces of {self.mean:.1f} tokens in the mean, {self.longest} at most"
 
     def problem(self) -> str | None:
-        """How many were cut, why and what was done, in words; None where none was."""
+        """Returns how many were cut, why and what was done, in words; None where none was."""
         if not self.cut:
             return None
         ended = self.cut - self.at_limit
@@ -48,7 +48,9 @@ class TraceStatistics:
 
 
 def trace_statistics(captured: Iterable[PairWeights], rules: TraceRules) -> TraceStatistics | None:
-    """The statistics of all captured rounds with a trace, which was written under ``rules``; None without any."""
+    """Returns the statistics of all captured rounds with a trace, which was written under ``rules``;
+    None without any.
+    """
     traced = [(pair.pair_id, item.trace) for pair in captured for item in pair.rounds if item.trace is not None]
     if not traced:
         return None

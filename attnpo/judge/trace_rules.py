@@ -32,7 +32,7 @@ class TraceRules:
             raise UserError(f"until: expected the text that ends a trace, such as {CLOSE}, got {self.until!r}")
 
     def sampling(self) -> Sampling:
-        """The decoding settings."""
+        """Returns the decoding settings."""
         return Sampling(self.max_new_tokens, self.temperature, self.top_p, self.top_k, self.seed)
 
     def unread(self) -> dict[str, str]:
@@ -40,7 +40,7 @@ class TraceRules:
         return dict.fromkeys(("top_p", "top_k", "seed"), "judge.trace.temperature=0") if self.temperature == 0 else {}
 
     def fingerprint(self) -> dict[str, object]:
-        """Every setting that changes a trace."""
+        """Returns every setting that changes a trace."""
         drawn = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "seed": self.seed}
         return {
             "max_new_tokens": self.max_new_tokens,
@@ -59,12 +59,12 @@ class AfterTrace:
 
     @property
     def size(self) -> int:
-        """Tokens that may follow a trace."""
+        """Returns tokens that may follow a trace."""
         return len(self.closing) + len(self.prefill)
 
 
 def after_trace(chat: ChatFormat, prompt: str, rules: TraceRules, prefill: str | None) -> AfterTrace:
-    """The ids after a trace to ``prompt``, a rendered text that ends where the judge begins to write.
+    """Returns the ids after a trace to ``prompt``, a rendered text that ends where the judge begins to write.
 
     UserError for a prompt or a prefill that closes a trace by itself, and for an ``until`` that the judge's tokenizer
     has no tokens for.
@@ -97,6 +97,6 @@ def require_open(prompt: str, frame_end: str, until: str) -> None:
 
 
 def _following(chat: ChatFormat, before: str, text: str) -> list[int]:
-    """The ids of ``text`` after ``before``; on its own where both would merge into one token."""
+    """Returns the ids of ``text`` after ``before``; on its own where both would merge into one token."""
     head, whole = chat.tokenize(before)[0], chat.tokenize(before + text)[0]
     return whole[len(head) :] if whole[: len(head)] == head else chat.tokenize(text, start=False)[0]

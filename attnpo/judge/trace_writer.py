@@ -38,7 +38,7 @@ class TraceWriter:
         self._ends = end_ids_of(self.model, tokenizer, end_ids)
 
     def write(self, prompts: Sequence[Sequence[int]]) -> Iterator[dict[int, WrittenTrace]]:
-        """The traces by the prompt's place, batch by batch, longest prompts first.
+        """Yields the traces by the prompt's place, batch by batch, longest prompts first.
 
         UserError where the model's own code fails in generating.
         """

@@ -24,7 +24,7 @@ LOG_EVERY = 60.0  # seconds
 
 
 def trace_key(prompt: Sequence[int]) -> str:
-    """The name under which the trace to a prompt is kept."""
+    """Returns the name under which the trace to a prompt is kept."""
     return digest(list(prompt))[:32]
 
 
@@ -36,7 +36,7 @@ class KeptTraces:
         self._held: dict[str, WrittenTrace] = {}
 
     def find(self, keys: Sequence[str]) -> dict[str, WrittenTrace]:
-        """Those of ``keys`` that are known."""
+        """Returns those of ``keys`` that are known."""
         if self.table is None:
             return {key: self._held[key] for key in keys if key in self._held}
         known = [key for key, columns in self.table.columns_present(keys).items() if IDS in columns]
@@ -83,7 +83,7 @@ class ThinkingJudge:
         verdict: bool = True,
         label_ids: tuple[int, int] | None = None,
     ) -> list[JudgeReading]:
-        """The judge's readings at the position after each prompt's trace, with the trace's length."""
+        """Returns the judge's readings at the position after each prompt's trace, with the trace's length."""
         traces = self.traces(prompts)
         readings = self.judge.read(
             [self.whole(prompt, trace) for prompt, trace in zip(prompts, traces, strict=True)],
@@ -104,12 +104,12 @@ class ThinkingJudge:
         ]
 
     def whole(self, prompt: Sequence[int], trace: WrittenTrace) -> list[int]:
-        """The ids up to the verdict position: a trace that the judge did not end is closed."""
+        """Returns the ids up to the verdict position: a trace that the judge did not end is closed."""
         closing = () if trace.closed else self.after.closing
         return [*prompt, *trace.ids, *closing, *self.after.prefill]
 
     def traces(self, prompts: Sequence[Sequence[int]]) -> list[WrittenTrace]:
-        """The trace to each prompt; those that are not kept yet are written and kept."""
+        """Returns the trace to each prompt; those that are not kept yet are written and kept."""
         keys = [trace_key(prompt) for prompt in prompts]
         found = self.kept.find(list(dict.fromkeys(keys)))
         missing = {key: prompt for key, prompt in zip(keys, prompts, strict=True) if key not in found}

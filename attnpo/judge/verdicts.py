@@ -46,7 +46,9 @@ class Standing(Enum):
 
 
 def judge_statistics(captured: Iterable[PairWeights], label_ids: tuple[int, int]) -> JudgeStatistics:
-    """The statistics of all captured pairs that carry verdicts; ``label_ids`` are the tokens of labels (A, B)."""
+    """Returns the statistics of all captured pairs that carry verdicts; ``label_ids`` are the tokens of
+    labels (A, B).
+    """
     margins: list[list[float]] = []
     tokens: list[int] = []
     first: list[float] = []
@@ -72,7 +74,8 @@ def judge_statistics(captured: Iterable[PairWeights], label_ids: tuple[int, int]
 
 
 def judge_standing(verdicts: JudgeStatistics) -> Standing:
-    """Where the 95 % interval of the accuracy (both orders averaged) lies: above one half, below it, or around it.
+    """Returns where the 95 % interval of the accuracy (both orders averaged) lies: above one half, below it, or around
+    it.
 
     The interval is Wilson's, which holds one half exactly where a test of size 5 % cannot tell the judge from a coin.
     """
@@ -83,7 +86,7 @@ def judge_standing(verdicts: JudgeStatistics) -> Standing:
 
 
 def accuracy_in_words(verdicts: JudgeStatistics) -> str:
-    """Where the judge stands, with its accuracy over both orders and the interval."""
+    """Returns where the judge stands, with its accuracy over both orders and the interval."""
     right = f"right in {100 * verdicts.pair_accuracy:.1f} % of {verdicts.pairs} pairs, both orders averaged"
     if verdicts.pairs >= ENOUGH:
         low, high = wilson(verdicts.pair_accuracy, verdicts.pairs)
@@ -92,7 +95,7 @@ def accuracy_in_words(verdicts: JudgeStatistics) -> str:
 
 
 def judge_lines(verdicts: JudgeStatistics) -> tuple[str, str]:
-    """The judge's passport in two lines: whether it knows the better answer, and how steadily it says so."""
+    """Returns the judge's passport in two lines: whether it knows the better answer, and how steadily it says so."""
     return (
         f"judge {accuracy_in_words(verdicts)}; {100 * verdicts.chosen_first:.1f} % where the chosen answer "
         f"comes first, {100 * verdicts.chosen_second:.1f} % where it comes second",
@@ -102,7 +105,7 @@ def judge_lines(verdicts: JudgeStatistics) -> tuple[str, str]:
 
 
 def judge_warning(verdicts: JudgeStatistics) -> str | None:
-    """What is wrong with a judge whose verdicts tell nothing of preference, in words; None for any other.
+    """Returns what is wrong with a judge whose verdicts tell nothing of preference, in words; None for any other.
 
     It does not know which answer is better where it is at chance (``judge_standing``). It does not answer where more
     than half of its verdicts name no label. How often the orders agree is no criterion of its own: a judge drawn to one
@@ -123,7 +126,7 @@ def judge_warning(verdicts: JudgeStatistics) -> str | None:
 
 
 def is_silent(verdicts: JudgeStatistics) -> bool:
-    """Whether more than half of the verdicts name no label; false where no verdict's token was read."""
+    """Returns whether more than half of the verdicts name no label; false where no verdict's token was read."""
     return verdicts.other_tokens > 0.5
 
 
@@ -135,7 +138,7 @@ def wilson(share: float, count: int) -> tuple[float, float]:
 
 
 def with_verdicts(captured: Sequence[PairWeights]) -> list[PairWeights]:
-    """The pairs that the judge was shown and whose verdicts were read in every round."""
+    """Returns the pairs that the judge was shown and whose verdicts were read in every round."""
     return [pair for pair in captured if pair.rounds and all(item.verdict_logits is not None for item in pair.rounds)]
 
 

@@ -18,7 +18,7 @@ class Rendered(NamedTuple):
 
 
 def file_text(path: str | Path, key: str) -> str:
-    """A UTF-8 text file as it is. Raises UserError naming the ``key`` of the file when it cannot be read."""
+    """Returns a UTF-8 text file as it is. Raises UserError naming the ``key`` of the file when it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as problem:
@@ -41,11 +41,11 @@ class JudgeTemplate:
 
     @classmethod
     def from_file(cls, path: str | Path) -> "JudgeTemplate":
-        """The template in a UTF-8 text file, as it is. Raises UserError when it cannot be read."""
+        """Returns the template in a UTF-8 text file, as it is. Raises UserError when it cannot be read."""
         return cls(file_text(path, "judge.template_file"))
 
     def render(self, question: str, answer_a: str, answer_b: str) -> Rendered:
-        """The text with all three values put in at once (a placeholder inside a value stays as it is)."""
+        """Returns the text with all three values put in at once (a placeholder inside a value stays as it is)."""
         values = {"question": question, "answer_a": answer_a, "answer_b": answer_b}
         parts, spans, position = [self.literals[0]], {}, len(self.literals[0])
         for name, literal in zip(self.order, self.literals[1:], strict=True):

@@ -75,7 +75,7 @@ def _load(overrides: Sequence[str], config_dir: str | Path | None) -> "FitConfig
 
 
 def _fit(cfg: "FitConfig", progress: bool) -> int:
-    """The command's own work and exit status; what it prints is in the folder as well."""
+    """Returns the command's own work and exit status; what it prints is in the folder as well."""
     from attnpo.fit import main
 
     with _reported(progress):
@@ -84,7 +84,7 @@ def _fit(cfg: "FitConfig", progress: bool) -> int:
 
 @contextmanager
 def _reported(progress: bool) -> Iterator[None]:
-    """A context that reports as the command does, log lines below warnings only with ``progress``, tables not.
+    """Opens a context that reports as the command does, log lines below warnings only with ``progress``, tables not.
 
     Levels and handlers are afterwards as they were before.
     """

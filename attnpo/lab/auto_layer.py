@@ -57,7 +57,7 @@ class LayerChoice:
     rules: LayerRules
 
     def doubts(self) -> list[str]:
-        """What the sample leaves open, each with what to do; empty when it carries the choice."""
+        """Returns what the sample leaves open, each with what to do; empty when it carries the choice."""
         more = "raise auto_layer.pairs"
         if self.pairs + self.left_out < self.rules.pairs:
             more = "there are no more training pairs, so name a layer by weights.layer"
@@ -82,12 +82,12 @@ class LayerChoice:
         return self.scores[self.layer] - self.scores[layer]
 
     def numbers(self) -> dict[str, object]:
-        """All of it as plain data, ``doubts`` included."""
+        """Returns all of it as plain data, ``doubts`` included."""
         values: dict[str, object] = json.loads(json.dumps(asdict(self)))  # the keys of ``scores`` become text
         return {**values, "doubts": self.doubts()}
 
     def text(self) -> str:
-        """The choice with the scores of all layers, for the log."""
+        """Returns the choice with the scores of all layers, for the log."""
         scores = ", ".join(f"{layer}: {score:+.3f}" for layer, score in self.scores.items())
         return (
             f"weights.layer=auto is layer {self.layer} of {len(self.scores)}; fall of the verdict's log-odds beyond "
@@ -114,7 +114,7 @@ def settle_layer(context: RunContext, encoded: Mapping[str, EncodedSet], rules: 
 
 
 def find_layer(context: RunContext, train: EncodedSet, rules: LayerRules) -> LayerChoice:
-    """The layer for these training pairs, from the store or computed and stored."""
+    """Returns the layer for these training pairs, from the store or computed and stored."""
     sample = calibration_pairs(train.pairs, rules.pairs)
     judge = run_judge(context)
     key = {
@@ -183,19 +183,20 @@ def _score(
 
 
 def standard_error(values: Sequence[float]) -> float | None:
-    """The standard error of the mean of ``values``, None for fewer than two."""
+    """Returns the standard error of the mean of ``values``, None for fewer than two."""
     return round(stdev(values) / math.sqrt(len(values)), 6) if len(values) > 1 else None
 
 
 def best_layer(scores: Mapping[int, float]) -> int:
-    """The layer with the highest score; of equal ones the deepest, which has read most of the context."""
+    """Returns the layer with the highest score; of equal ones the deepest, which has read most of the context."""
     return max(scores, key=lambda layer: (scores[layer], layer))
 
 
 def layer_rankings(
     context: RunContext, encoded: EncodedSet, sample: list[PreferencePair], layers: "tuple[int | str, ...]" = ()
 ) -> dict[int, Rankings]:
-    """The finished weights of ``sample`` under the run's weights, once for each of ``layers`` (none: every layer).
+    """Returns the finished weights of ``sample`` under the run's weights, once for each of ``layers`` (none: every
+    layer).
 
     ``sample`` are pairs of ``encoded``; what the store lacks of them is judged, all layers at once.
     """
@@ -209,7 +210,7 @@ def layer_rankings(
 
 
 def pooled(encoded: Mapping[str, EncodedSet]) -> EncodedSet:
-    """The pairs of all splits as one set, those of training first."""
+    """Returns the pairs of all splits as one set, those of training first."""
     others = [made for split, made in encoded.items() if split != "train"]
     return replace(
         encoded["train"],
@@ -219,13 +220,15 @@ def pooled(encoded: Mapping[str, EncodedSet]) -> EncodedSet:
 
 
 def at_layers(context: RunContext, layer: int, layers: list[int]) -> RunContext:
-    """The same context with weights that read ``layer``, or ``layers`` when there are any."""
+    """Returns the same context with weights that read ``layer``, or ``layers`` when there are any."""
     cfg = context.cfg.with_value("weights.layer", layer).with_value("weights.layers", tuple(layers))
     return replace(context, cfg=cfg)
 
 
 def _read(path: Path, key: Mapping[str, object]) -> LayerChoice | None:
-    """The choice in a file, or None when there is none; with a warning also when it is damaged or of another key."""
+    """Returns the choice in a file, or None when there is none; with a warning also when it is damaged or of another
+    key.
+    """
     if not path.exists():
         return None
     stored = read_record(path)

@@ -131,7 +131,8 @@ class _Sides:
 def _both_sides(
     models: _Models, examples: Sequence[TrainingExample], pairs: Mapping[str, PreferencePair] | None
 ) -> _Sides:
-    """How far the policy moved at each token of the examples' responses. UserError for a model without a plain head.
+    """Returns how far the policy moved at each token of the examples' responses. UserError for a model without a plain
+    head.
 
     ``pairs``: theirs, where it is of interest which tokens are decisive.
     """
@@ -180,7 +181,7 @@ def _scored(models: _Models, sides: Sequence[EncodedResponse]) -> list[tuple[Row
 
 
 def _on_base(models: _Models, sequences: Sequences) -> tuple[RowGroup, TokenStats]:
-    """The rows of one forward with the base's statistics, which most points of a study ask for again."""
+    """Returns the rows of one forward with the base's statistics, which most points of a study ask for again."""
     context = models.inputs.context
     device = device_of(context.cfg.trainer.accelerator)
     group = bare_rows(sequences, padded, context.chat.rows.pad_id).to(device)
@@ -203,7 +204,9 @@ def _bytes_of(stats: TokenStats) -> int:
 
 
 def _relative(inputs: Inputs, example: TrainingExample, place: int) -> Row | None:
-    """A response's weights relative to uniform (|y| w; factors as they are); None where training computes them."""
+    """Returns a response's weights relative to uniform (|y| w; factors as they are); None where
+    training computes them.
+    """
     source = inputs.weighed.source
     if isinstance(source, OnlineSource) or not example.weights[place].numel():
         return None
@@ -212,7 +215,7 @@ def _relative(inputs: Inputs, example: TrainingExample, place: int) -> Row | Non
 
 
 def _factors(inputs: Inputs, examples: Sequence[TrainingExample]) -> Iterator[Row]:
-    """What multiplies beta at each response token of the examples, as the objective has it."""
+    """Yields what multiplies beta at each response token of the examples, as the objective has it."""
     for start in range(0, len(examples), EXAMPLES_AT_ONCE):
         chunk = examples[start : start + EXAMPLES_AT_ONCE]
         rows = collate(chunk, padded, 0, len(chunk)).main

@@ -37,7 +37,7 @@ class Parts:
     softcap: float | None
 
     def projection(self) -> Head:
-        """The head as a map from hidden states to final logits."""
+        """Returns the head as a map from hidden states to final logits."""
         return Head.of(self.head, scale=self.scale, softcap=self.softcap)
 
 
@@ -60,7 +60,7 @@ def find_parts(model: PreTrainedModel) -> Parts | None:
 
 
 def layer_stack(model: nn.Module) -> nn.ModuleList:
-    """The module list with the most parameters: the decoder blocks of a causal LM.
+    """Returns the module list with the most parameters: the decoder blocks of a causal LM.
 
     Raises:
         ValueError: the model has no module list.
@@ -72,7 +72,7 @@ def layer_stack(model: nn.Module) -> nn.ModuleList:
 
 
 def parameter_count(module: nn.Module) -> int:
-    """The number of parameters, trained or not; tied ones count once."""
+    """Returns the number of parameters, trained or not; tied ones count once."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
@@ -89,13 +89,13 @@ def final_hidden(backbone: nn.Module, input_ids: Tensor, **inputs: object) -> Te
 
 
 def is_materialised(model: nn.Module) -> bool:
-    """Whether every parameter is a plain tensor with data: not on the meta device and not sharded."""
+    """Returns whether every parameter is a plain tensor with data: not on the meta device and not sharded."""
     return not any(parameter.is_meta or isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 @torch.no_grad()
 def parts_agree(model: PreTrainedModel) -> bool:
-    """Whether backbone and head reproduce the model's own logits on a probe of four tokens.
+    """Returns whether backbone and head reproduce the model's own logits on a probe of four tokens.
 
     False, with one warning that says by how much, when they do not: such a model has a step between them that its
     config does not name.
@@ -123,7 +123,7 @@ def parts_agree(model: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def first_position(model: PreTrainedModel) -> int:
-    """The position of a text's first token: 0, or the one after the padding id, as RoBERTa's kind has it.
+    """Returns the position of a text's first token: 0, or the one after the padding id, as RoBERTa's kind has it.
 
     Found by trying four tokens. Raises ``UserError`` for a model that counts in another way.
     """
@@ -144,14 +144,14 @@ def first_position(model: PreTrainedModel) -> int:
 
 
 def probe_bound(expected: Tensor) -> float:
-    """How far numbers of a probe may lie from ``expected`` by rounding alone."""
+    """Returns how far numbers of a probe may lie from ``expected`` by rounding alone."""
     tolerance = PROBE_TOLERANCE.get(expected.dtype, PROBE_TOLERANCE_LOW_PRECISION)
     return tolerance * max(1.0, float(expected.abs().max()))
 
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """A context in which ``model`` is in eval mode; each module's own mode is restored, after errors too."""
+    """Opens a context in which ``model`` is in eval mode; each module's own mode is restored, after errors too."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -163,7 +163,9 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def training_mode(model: nn.Module) -> Iterator[None]:
-    """A context in which ``model`` is in training mode without dropout modules, its random state and buffers kept."""
+    """Opens a context in which ``model`` is in training mode without dropout modules, its random state and buffers
+    kept.
+    """
     modes = {module: module.training for module in model.modules()}
     kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
@@ -196,5 +198,5 @@ def _kind(model: nn.Module) -> str:
 
 
 def frozen(model: nn.Module) -> nn.Module:
-    """The same model in eval mode with every gradient switched off."""
+    """Returns the same model in eval mode with every gradient switched off."""
     return model.eval().requires_grad_(False)

@@ -30,7 +30,7 @@ class Described(NamedTuple):
 
     @property
     def reading(self) -> str:
-        """The ``attn_implementation`` that a judge is loaded with: maps need eager attention from the start."""
+        """Returns the ``attn_implementation`` that a judge is loaded with: maps need eager attention from the start."""
         return "eager" if self.mapped else "sdpa"
 
 
@@ -41,7 +41,7 @@ _on_meta: dict[tuple[str, str | None], PreTrainedModel] = {}
 
 
 def describe(config: PretrainedConfig) -> Described:
-    """The description of the causal LM that ``config`` makes. Raises ``UserError`` when it makes none."""
+    """Returns the description of the causal LM that ``config`` makes. Raises ``UserError`` when it makes none."""
     model = on_meta(config)
     backbone = backbone_of(model)
     name, attention = type(model).__name__, str(backbone.config._attn_implementation)
@@ -59,7 +59,9 @@ def attending_layers(backbone: PreTrainedModel) -> tuple[int, ...]:
 
 
 def _mapped_layers(config: PretrainedConfig) -> tuple[tuple[int, ...], str]:
-    """The layers whose maps eager attention gives, tried on six tokens without memory; the reason where none does."""
+    """Returns the layers whose maps eager attention gives, tried on six tokens without memory; the reason where none
+    does.
+    """
     ids = torch.zeros(1, TRIED, dtype=torch.long, device="meta")
     try:
         asked = {"attention_mask": torch.ones_like(ids), "output_attentions": True, "use_cache": False}
@@ -86,7 +88,7 @@ def _mapped_layers(config: PretrainedConfig) -> tuple[tuple[int, ...], str]:
 
 
 def _can_give_maps(model: PreTrainedModel) -> bool:
-    """Whether the class says that it can hand out attention maps: as recorded outputs, or as an argument."""
+    """Returns whether the class says that it can hand out attention maps: as recorded outputs, or as an argument."""
     return any(
         "attentions" in (getattr(part, "_can_record_outputs", None) or ())
         or "output_attentions" in inspect.signature(type(part).forward).parameters
@@ -95,7 +97,7 @@ def _can_give_maps(model: PreTrainedModel) -> bool:
 
 
 def on_meta(config: PretrainedConfig, attention: str | None = None) -> PreTrainedModel:
-    """The module tree of the causal LM that ``config`` describes, without memory.
+    """Returns the module tree of the causal LM that ``config`` describes, without memory.
 
     Built once per config and process, and shared by all who ask: it is not to be changed. ``attention``: an
     implementation that must be possible. Raises ``UserError`` when there is no such model.
@@ -117,7 +119,7 @@ def on_meta(config: PretrainedConfig, attention: str | None = None) -> PreTraine
 
 
 def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
-    """The part of a causal LM that gives hidden states; the model itself where it has none."""
+    """Returns the part of a causal LM that gives hidden states; the model itself where it has none."""
     decoder: object = model.get_decoder()  # type: ignore[no-untyped-call]
     if not isinstance(decoder, PreTrainedModel):  # a vocabulary head may have the library's name for a decoder
         decoder = model.base_model
@@ -134,12 +136,12 @@ def token_rows(config: PretrainedConfig) -> int | None:
 
 
 def widest(config: PretrainedConfig, name: str) -> int | None:
-    """The largest value of a width over the layers; None where none is stated."""
+    """Returns the largest value of a width over the layers; None where none is stated."""
     return max(per_layer(config, name), default=None)
 
 
 def per_layer(config: PretrainedConfig, name: str) -> list[int]:
-    """The values of a width: one for all layers, or one for each of them; empty where none is stated.
+    """Returns the values of a width: one for all layers, or one for each of them; empty where none is stated.
 
     A config states one, a list of them, or configs of single layers in which it differs.
     """
@@ -152,7 +154,8 @@ def per_layer(config: PretrainedConfig, name: str) -> list[int]:
 
 
 def exact_length(config: PretrainedConfig) -> tuple[int, str] | None:
-    """The length up to which a row's numbers do not depend on its batch, and the rope type that limits it; or None.
+    """Returns the length up to which a row's numbers do not depend on its batch, and the rope type that limits it; or
+    None.
 
     Beyond it these types (longrope, dynamic) set the frequencies of all rows of a batch by the longest of them.
     """
@@ -185,7 +188,7 @@ def require_exact(config: PretrainedConfig, path: str, key: str, length: int) ->
 
 
 def stated_positions(config: PretrainedConfig) -> int | None:
-    """The number of positions that a model's config states, or None where it states none.
+    """Returns the number of positions that a model's config states, or None where it states none.
 
     Where its rotary positions are stretched by a factor, at least the original number times that: not every such config
     states the product.
@@ -204,7 +207,8 @@ def stated_positions(config: PretrainedConfig) -> int | None:
 
 
 def beyond_positions(config: PretrainedConfig, path: str, key: str, length: int) -> str | None:
-    """What to say of ``length`` tokens where the model at ``path`` states fewer positions; None where they suffice.
+    """Returns what to say of ``length`` tokens where the model at ``path`` states fewer positions; None where they
+    suffice.
 
     ``key``: the option that bounds such lengths.
     """

@@ -91,7 +91,7 @@ class HFGenerator:
         self.end_ids = end_ids_of(self.model, tokenizer, end_ids)
 
     def generate(self, prompts: Sequence[Sequence[Message]], sampling: Sampling) -> list[str]:
-        """One answer per prompt, in their order, special tokens removed.
+        """Returns one answer per prompt, in their order, special tokens removed.
 
         ``sampling.max_new_tokens`` counts new tokens only; temperature 0 is greedy. A prompt that stands in the list
         twice is answered by two draws. Raises ``UserError`` for settings out of range or an empty prompt.
@@ -108,7 +108,8 @@ class HFGenerator:
         return [answers[index].text for index in range(len(requests))]
 
     def batches(self, requests: Sequence[Request], sampling: Sampling) -> list[list[int]]:
-        """The indices of ``requests`` in batches, longest prompts first, so that a lack of memory shows at once.
+        """Returns the indices of ``requests`` in batches, longest prompts first, so that a lack of memory shows at
+        once.
 
         Raises ``UserError`` for settings out of range or an empty prompt.
         """
@@ -123,7 +124,7 @@ class HFGenerator:
         return list(longest_first([len(request.ids) for request in requests], size))
 
     def answer(self, requests: Sequence[Request], sampling: Sampling) -> list[Answer]:
-        """The answers to one batch, in its order; torch's own random state is neither read nor moved."""
+        """Returns the answers to one batch, in its order; torch's own random state is neither read nor moved."""
         pad_id = padding_id(self.model, self.tokenizer, self.end_ids)
         made = new_tokens(self.model, requests, sampling, sampling.max_new_tokens, self.end_ids, pad_id)
         ends = self.end_ids.union(sampling.stop_ids)
@@ -187,13 +188,13 @@ class Until(StoppingCriteria):
         self._window = len(text.encode()) + 4
 
     def after(self, width: int) -> "Until":
-        """The same, made ready for a batch of prompts that are ``width`` tokens wide."""
+        """Returns the same, made ready for a batch of prompts that are ``width`` tokens wide."""
         self._width = width
         self.found.clear()
         return self
 
     def __call__(self, input_ids: Int[Tensor, "rows T"], scores: object, **kwargs: object) -> Bool[Tensor, " rows"]:
-        """Which of the rows are done."""
+        """Returns which of the rows are done."""
         written = input_ids.shape[1] - self._width
         for row, ids in enumerate(input_ids[:, self._width :][:, -self._window :].tolist()):
             if row not in self.found and self.text in written_text(self.tokenizer, ids):
@@ -203,7 +204,7 @@ class Until(StoppingCriteria):
 
 
 def written_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    """Tokens as text, special ones among them."""
+    """Returns tokens as text, special ones among them."""
     return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
@@ -221,7 +222,7 @@ def longest_first(lengths: Sequence[int], size: Callable[[int], int]) -> Iterato
 
 
 def context_length(config: PretrainedConfig) -> int | None:
-    """The number of positions a model's config states, or None where it states none.
+    """Returns the number of positions a model's config states, or None where it states none.
 
     No more than the model's exact length (``described.exact_length``): beyond it an answer would depend on its batch.
     """
@@ -233,7 +234,8 @@ def context_length(config: PretrainedConfig) -> int | None:
 
 
 def longest_sequence(path: str, revision: str | None, key: str, asked: int | None) -> int | None:
-    """Tokens that prompt and answer may have together: ``asked``, set by ``key``, or the model's positions if stated.
+    """Returns tokens that prompt and answer may have together: ``asked``, set by ``key``, or the model's positions if
+    stated.
 
     UserError for more than the model's exact length.
     """
@@ -257,7 +259,7 @@ class Penalties(LogitsProcessor):
     def __call__(
         self, input_ids: Int[Tensor, "rows T"], scores: Float[Tensor, "rows vocab"]
     ) -> Float[Tensor, "rows vocab"]:
-        """The logits less the penalties."""
+        """Returns the logits less the penalties."""
         written = input_ids[:, self.width :]
         counts = torch.zeros_like(scores).scatter_add_(1, written, torch.ones_like(written, dtype=scores.dtype))
         return scores - self.frequency * counts - self.presence * (counts > 0)
@@ -281,7 +283,7 @@ class _Draw(LogitsProcessor):
 def processors(
     requests: Sequence[Request], sampling: Sampling, width: int, device: torch.device
 ) -> LogitsProcessorList:
-    """The processors that turn logits into a draw: penalties, then the library's in its order.
+    """Returns the processors that turn logits into a draw: penalties, then the library's in its order.
 
     Greedy decoding has the penalties alone.
     """
@@ -302,7 +304,7 @@ def processors(
 
 
 def uniforms_of(request: Request, sampling: Sampling) -> Float[Tensor, " steps"]:
-    """One number in [0, 1) per step, from the seed, the prompt and the draw alone."""
+    """Returns one number in [0, 1) per step, from the seed, the prompt and the draw alone."""
     seed = int(digest([sampling.seed, list(request.ids), request.draw])[:15], 16)
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(sampling.max_new_tokens, generator=generator, dtype=torch.float64)
@@ -316,7 +318,7 @@ def padding_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, end_i
 
 
 def end_ids_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, more: Sequence[int]) -> frozenset[int]:
-    """The ids that end an answer: those of the model's folder, that of the tokenizer, and ``more``."""
+    """Returns the ids that end an answer: those of the model's folder, that of the tokenizer, and ``more``."""
     ids = set(more) | _end_ids(model.generation_config)
     if tokenizer.eos_token_id is not None:
         ids.add(int(tokenizer.eos_token_id))
@@ -345,7 +347,7 @@ def _end_ids(config: GenerationConfig | PretrainedConfig | None) -> set[int]:
 
 @contextmanager
 def own_settings(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
-    """A context in which ``config`` replaces the folder's generation config, which would fill unset values."""
+    """Opens a context in which ``config`` replaces the folder's generation config, which would fill unset values."""
     folder = model.generation_config
     model.generation_config = config
     try:
@@ -360,7 +362,7 @@ def chat_generator(
     batch_size: int = BATCH_SIZE,
     token_budget: int | None = TOKEN_BUDGET,
 ) -> HFGenerator:
-    """The generator that answers in a chat format: its prompts, its ends of turn."""
+    """Returns the generator that answers in a chat format: its prompts, its ends of turn."""
     return HFGenerator(
         model,
         chat.tokenizer,

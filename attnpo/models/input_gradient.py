@@ -28,7 +28,7 @@ class _WithLogits(Protocol):
 
 
 def input_gradient(policy: ScoredLM, rows: RowGroup) -> InputGradient:
-    """The L1 norm of ``d (largest next-token logit of the row's last token) / d (input embedding)``, per token.
+    """Returns the L1 norm of ``d (largest next-token logit of the row's last token) / d (input embedding)``, per token.
 
     TI-DPO's importance (latent-lm/TIDPO, ``gradient_attribution.py``): the policy in eval mode (its modes are
     restored), rows summed before the backward, which keeps them apart. Only the last position of a row meets the
@@ -50,7 +50,7 @@ def input_gradient(policy: ScoredLM, rows: RowGroup) -> InputGradient:
 
 @contextmanager
 def _without_dropout(policy: ScoredLM) -> Iterator[None]:
-    """A context in eval mode in which layers that recompute their activations still do.
+    """Opens a context in eval mode in which layers that recompute their activations still do.
 
     They do so in training mode only, so that mode is left on for those of them that hold no dropout.
     """
@@ -70,13 +70,13 @@ def _without_dropout(policy: ScoredLM) -> Iterator[None]:
 
 
 def _drops(layer: nn.Module) -> bool:
-    """Whether a layer applies dropout in training mode, by a module or by a rate it holds."""
+    """Returns whether a layer applies dropout in training mode, by a module or by a rate it holds."""
     held = any(isinstance(module, nn.Dropout) and module.p > 0 for module in layer.modules())
     return held or any("dropout" in name and bool(value) for name, value in vars(layer).items())
 
 
 def prompt_lengths(rows: RowGroup) -> Int[Tensor, " rows"]:
-    """The prompt's tokens of every row, for rows that ``models.layouts.padded`` laid out.
+    """Returns the prompt's tokens of every row, for rows that ``models.layouts.padded`` laid out.
 
     Raises:
         UserError: another layout, where row i of the model's input is not prompt and response of row i alone.
@@ -112,7 +112,7 @@ def _last_logits(policy: ScoredLM, inputs: ModelInputs) -> tuple[Float[Tensor, "
     whole: list[Tensor] = []
 
     def cut_off(made: Tensor) -> Tensor:
-        """The embeddings apart from their table, so that a gradient ends here."""
+        """Returns the embeddings apart from their table, so that a gradient ends here."""
         embeddings.append(made.detach().requires_grad_())
         return embeddings[-1]
 
@@ -144,7 +144,7 @@ def _embedding(policy: ScoredLM) -> nn.Module:
 
 @contextmanager
 def _hooked(module: nn.Module, see: Callable[[Output], Tensor | None]) -> Iterator[None]:
-    """A context in which ``see`` gets each output of ``module`` and may replace it.
+    """Opens a context in which ``see`` gets each output of ``module`` and may replace it.
 
     Not in forwards without gradient: these are the scored model's own trials.
     """

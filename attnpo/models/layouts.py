@@ -36,7 +36,7 @@ Layout = Callable[[Sequences, int], Laid]
 
 
 def padded(sequences: Sequences, pad_id: int) -> Laid:
-    """One right-padded model row per (prompt ids, response ids): the layout that any model can take.
+    """Returns one right-padded model row per (prompt ids, response ids): the layout that any model can take.
 
     Row i of the batch is row i of response space. ``position_ids`` count on through the padding, so that no library
     takes the padding for a second packed sequence. ``predict_index[i, t]`` is the flat index (into batch*T) of the
@@ -62,7 +62,7 @@ def padded(sequences: Sequences, pad_id: int) -> Laid:
 
 
 def packed(sequences: Sequences, pad_id: int) -> Laid:
-    """All sequences one after the other in one row, without padding; positions restart with each.
+    """Returns all sequences one after the other in one row, without padding; positions restart with each.
 
     Raises ``UserError`` as ``padded`` does.
     """
@@ -70,7 +70,7 @@ def packed(sequences: Sequences, pad_id: int) -> Laid:
 
 
 def shared_prefix(sequences: Sequences, pad_id: int) -> Laid:
-    """One row of pairs, each its prompt once, then the chosen and then the rejected response; no padding.
+    """Returns one row of pairs, each its prompt once, then the chosen and then the rejected response; no padding.
 
     Rows i and P+i of 2P are a pair. The rejected response sees the prompt and itself; its positions go on after the
     prompt, and its first token is predicted by the prompt's last state, as that of the chosen one is. A pair whose
@@ -97,7 +97,9 @@ def check_rows(sequences: Sequences) -> None:
 
 
 def _in_one_row(sequences: Sequences, pad_id: int, pairs: int) -> Laid:
-    """The row of ``packed``; if ``pairs`` is not 0, with one prompt for rows i and ``pairs``+i that have the same."""
+    """Returns the row of ``packed``; if ``pairs`` is not 0, with one prompt for rows i and ``pairs``+i that have the
+    same.
+    """
     check_rows(sequences)
     ids: list[int] = []
     positions: list[int] = []
@@ -160,7 +162,7 @@ def _predict(sequences: Sequences, before: Sequence[int], starts: Sequence[int])
 
 
 def padded_right(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Int[Tensor, "rows T"], Bool[Tensor, "rows T"]]:
-    """Ids of the rows, padded at their right, and a mask of those that are no padding."""
+    """Returns ids of the rows, padded at their right, and a mask of those that are no padding."""
     each = [torch.tensor(list(row), dtype=torch.long) for row in rows]
     mask = pad_sequence([torch.ones_like(ids, dtype=torch.bool) for ids in each], batch_first=True)
     return pad_sequence(each, batch_first=True, padding_value=pad_id), mask

@@ -75,7 +75,7 @@ def load_model(
     fresh_head: bool = False,
     tried: bool = False,
 ) -> PreTrainedModel:
-    """A causal LM in eval mode from a local folder or a hub name, its weights in ``dtype``.
+    """Returns a causal LM in eval mode from a local folder or a hub name, its weights in ``dtype``.
 
     ``reward``: with a head for sequences instead; ``fresh_head`` draws one with one output where the folder has none.
     ``dtype``: float32, bfloat16, float16 or float64. ``quantize`` (nf4 or fp4, through bitsandbytes) keeps the blocks'
@@ -126,7 +126,9 @@ def load_model(
 
 
 def attention_of(path: str | Path, revision: str | None, asked: str) -> str:
-    """The attention implementation that ``load_model`` gives a model, read from its config: "sdpa", "eager", ..."""
+    """Returns the attention implementation that ``load_model`` gives a model, read from its config: "sdpa", "eager",
+    ...
+    """
     return described(path, revision).attention if asked == "sdpa" else asked
 
 
@@ -148,7 +150,9 @@ def _require_attention(path: str | Path, revision: str | None, attention: str) -
 
 
 def _four_bits(quantize: str, compute: torch.dtype, device: torch.device | str) -> dict[str, object]:
-    """The library's arguments for weights of 4 bits, their scales quantised once more (Dettmers et al. 2023)."""
+    """Returns the library's arguments for weights of 4 bits, their scales quantised once more (Dettmers
+    et al. 2023).
+    """
     if find_spec("bitsandbytes") is None:
         raise UserError(
             f"model.quantize={quantize} needs the package bitsandbytes: pip install 'attnpo[qlora]', or set "
@@ -203,7 +207,7 @@ def check_rotary(model: nn.Module) -> None:
 
 
 def load_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer of a local folder or hub name.
+    """Returns the tokenizer of a local folder or hub name.
 
     One without a padding token pads with its end (or unknown) token: no id is added or moved.
     """
@@ -237,7 +241,7 @@ def model_heads(path: str | Path, revision: str | None = None) -> int:
 
 
 def heads_of(config: PretrainedConfig, path: str | Path) -> int:
-    """The same from a config of the text part; ``path`` names the model in errors."""
+    """Returns the same from a config of the text part; ``path`` names the model in errors."""
     counts = per_layer(config, "num_attention_heads_per_layer") or per_layer(config, "num_attention_heads")
     if len(set(counts)) > 1:
         raise UserError(
@@ -251,12 +255,14 @@ def heads_of(config: PretrainedConfig, path: str | Path) -> int:
 
 
 def text_config(path: str | Path, revision: str | None) -> PretrainedConfig:
-    """The config of a model's text part; ``UserError`` for a folder that holds none, or a hub that is out of reach."""
+    """Returns the config of a model's text part; ``UserError`` for a folder that holds none, or a hub that is out of
+    reach.
+    """
     return load_config(path, revision).get_text_config()
 
 
 def described(path: str | Path, revision: str | None = None) -> Described:
-    """The class of a model, its attention and the layers that have any, read from its config alone.
+    """Returns the class of a model, its attention and the layers that have any, read from its config alone.
 
     Raises ``UserError`` when there is none to read, or it describes no causal LM.
     """
@@ -264,7 +270,7 @@ def described(path: str | Path, revision: str | None = None) -> Described:
 
 
 def load_config(path: str | Path, revision: str | None = None) -> PretrainedConfig:
-    """A model's config with all its parts, its weights untouched.
+    """Returns a model's config with all its parts, its weights untouched.
 
     Raises ``UserError`` for a folder that holds none, for a model that brings code of its own, and for a hub that is
     out of reach.
@@ -299,7 +305,7 @@ def weights_fingerprint(path: str | Path, revision: str | None = None) -> dict[s
 
 
 def _locate(path: str | Path, what: str) -> Path | str:
-    """An existing folder, or a hub name; else a ``UserError``."""
+    """Returns an existing folder, or a hub name; else a ``UserError``."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
@@ -382,7 +388,9 @@ def _weight_files(folder: Path) -> list[Path]:
 
 @contextmanager
 def _loading(what: str, path: str | Path, revision: str | None) -> Iterator[None]:
-    """A context in which transformers logs nothing below critical and each of its errors becomes a ``UserError``."""
+    """Opens a context in which transformers logs nothing below critical and each of its errors becomes
+    a ``UserError``.
+    """
     local = Path(path).expanduser().is_dir()
     level = library.get_verbosity()
     library.set_verbosity(logging.CRITICAL)  # it logs tables of keys; their problems are raised or logged here

@@ -34,17 +34,17 @@ class Head:
 
     @classmethod
     def of(cls, module: nn.Linear, *, scale: float = 1.0, softcap: float | None = None) -> "Head":
-        """The head of a linear layer; sharded parameters are gathered once, here."""
+        """Returns the head of a linear layer; sharded parameters are gathered once, here."""
         bias = None if module.bias is None else gathered(module.bias)
         return cls(weight=gathered(module.weight), bias=bias, scale=scale, softcap=softcap)
 
     def cast(self, dtype: torch.dtype) -> "Head":
-        """The same map with its parameters in ``dtype``."""
+        """Returns the same map with its parameters in ``dtype``."""
         return replace(self, weight=self.weight.to(dtype), bias=None if self.bias is None else self.bias.to(dtype))
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """The whole of a sharded tensor (a collective: every rank must call it); any other tensor as it is."""
+    """Returns the whole of a sharded tensor (a collective: every rank must call it); any other tensor as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -151,7 +151,9 @@ def statistics_of_logits(
     joint: Sequence[str] = (),
     other: Float[Tensor, "N vocab"] | None = None,
 ) -> dict[str, Float[Tensor, " N"]]:
-    """The same statistics from logits that exist already, by ordinary autograd: for models without a plain head."""
+    """Returns the same statistics from logits that exist already, by ordinary autograd: for models without a plain
+    head.
+    """
     logp = torch.log_softmax(logits.to(_accumulate(logits.dtype)), -1)
     second = None if other is None else torch.log_softmax(other.detach().to(logp.dtype), -1)
     distributions = Distributions(logp, logp.exp(), second, labels)
@@ -189,7 +191,7 @@ class _Model(NamedTuple):
         return cls(head.scale, head.softcap, _compute_dtype(hidden, head.weight))
 
     def head(self, weight: Tensor, bias: Tensor | None) -> Head:
-        """The head in the dtype of the products, cast once for all chunks."""
+        """Returns the head in the dtype of the products, cast once for all chunks."""
         return Head(weight, bias, self.scale, self.softcap).cast(self.compute)
 
 
@@ -202,19 +204,23 @@ class _Plan:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of log-probabilities, normalisers and the head's gradient."""
+        """Returns the dtype of log-probabilities, normalisers and the head's gradient."""
         return _accumulate(self.model.compute)
 
     @property
     def part(self) -> int:
-        """How many tokens of a chunk are worked on at once: all of them when nothing is made beside the logits."""
+        """Returns how many tokens of a chunk are worked on at once: all of them when nothing is made beside
+        the logits.
+        """
         more = bool(self.statistics) or self.model.softcap is not None
         return -(-self.chunk // PARTS) if more else self.chunk
 
     def second_logits(
         self, hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None
     ) -> Callable[[slice], Tensor | None]:
-        """A function from tokens to the second model's logits of them, or to None when there is no second model."""
+        """Returns a function from tokens to the second model's logits of them, or to None when there is no second
+        model.
+        """
         if self.second is None or hidden is None or weight is None:
             return lambda rows: None
         head = self.second.head(weight, bias)
@@ -325,7 +331,9 @@ def _evaluate(
 def _distributions(
     logits: Tensor, other: Tensor | None, labels: Tensor, normalisers: Tensor, unknown: bool
 ) -> Distributions:
-    """The distributions of some tokens, made in place of their logits; ``unknown`` normalisers are filled in first."""
+    """Returns the distributions of some tokens, made in place of their logits; ``unknown`` normalisers are filled in
+    first.
+    """
     for index, mine in enumerate((logits,) if other is None else (logits, other)):
         if unknown:
             normalisers[index] = _normaliser(mine.clone())

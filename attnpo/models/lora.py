@@ -70,7 +70,7 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec) -> PreTrainedModel:
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether the model carries adapters."""
+    """Returns whether the model carries adapters."""
     return bool(getattr(model, "peft_config", None))
 
 
@@ -198,7 +198,7 @@ class AdapterOff(ScoredLM):
         return self
 
     def head(self) -> Head:
-        """The vocabulary head, which policy and reference share."""
+        """Returns the vocabulary head, which policy and reference share."""
         return self.policy.head()
 
     def forward(
@@ -217,7 +217,7 @@ class AdapterOff(ScoredLM):
 
 @contextmanager
 def adapters_disabled(model: nn.Module) -> Iterator[None]:
-    """A context in which the adapters of ``model`` add nothing; restored after errors too.
+    """Opens a context in which the adapters of ``model`` add nothing; restored after errors too.
 
     peft's own switch also sets requires_grad, and ends in adapters that train even where they were frozen. Only the
     flag that its layers read is turned here.
@@ -233,7 +233,7 @@ def adapters_disabled(model: nn.Module) -> Iterator[None]:
 
 
 def _adapted(model: nn.Module) -> "dict[str, LoraLayer]":
-    """Every module that carries an adapter, by its name; peft is imported only if there can be one."""
+    """Returns every module that carries an adapter, by its name; peft is imported only if there can be one."""
     if not has_adapters(model):
         return {}
     from peft.tuners.lora import LoraLayer
@@ -313,7 +313,9 @@ def refused_names(model: PreTrainedModel) -> list[str]:
 
 
 def reach(model: PreTrainedModel, spec: LoraSpec) -> str:
-    """Which share of a model's parameters lies in modules that get an adapter, and what does not; for the log."""
+    """Returns which share of a model's parameters lies in modules that get an adapter, and what does
+    not; for the log.
+    """
     targets, experts = target_names(model, spec), expert_names(model, spec)
     owned = {f"{name}.weight" for name in targets} | set(experts)
     reached, stacked, total = 0, 0, 0
@@ -341,7 +343,7 @@ def _ends_with(name: str, target: str) -> bool:
 
 
 def parents(name: str) -> Iterator[str]:
-    """Every module path above a tensor's name, the longest first."""
+    """Yields every module path above a tensor's name, the longest first."""
     while "." in name:
         name = name.rpartition(".")[0]
         yield name

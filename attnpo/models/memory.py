@@ -68,24 +68,25 @@ class MemoryEstimate:
 
     @property
     def peak(self) -> str:
-        """The moment at which most memory is needed."""
+        """Returns the moment at which most memory is needed."""
         return max(MOMENTS, key=self.at)
 
     @property
     def total(self) -> int:
-        """Bytes on each device at the peak."""
+        """Returns bytes on each device at the peak."""
         return self.at(self.peak)
 
     def at(self, moment: str) -> int:
-        """Bytes on each device at a moment of the step."""
+        """Returns bytes on each device at a moment of the step."""
         return sum(row.at(moment) for row in self.rows)
 
     def fits(self, capacity: int) -> bool:
-        """Whether devices of ``capacity`` bytes hold it, with a share left free for what is not counted."""
+        """Returns whether devices of ``capacity`` bytes hold it, with a share left free for what is not counted."""
         return self.total <= capacity * (1 - FREE_SHARE)
 
     def lines(self, capacity: int | None = None, others: "Mapping[str, MemoryEstimate] | None" = None) -> list[str]:
-        """The table for the log in GiB (MiB for small models), with the total and whether a device's bytes hold it.
+        """Returns the table for the log in GiB (MiB for small models), with the total and whether a device's bytes hold
+        it.
 
         ``others`` are estimates of the same run under other options (``hardware=1x80gb``); those that would fit are
         named when this one does not.
@@ -170,7 +171,8 @@ def estimate_training(
     tokens: int | None = None,
     eval_tokens: int | None = None,
 ) -> MemoryEstimate:
-    """What training needs on each device for the longest micro-batch: 2 x ``micro`` rows of ``max_length`` tokens.
+    """Returns what training needs on each device for the longest micro-batch: 2 x ``micro`` rows of ``max_length``
+    tokens.
 
     ``tokens`` and ``eval_tokens`` are budgets that stand for such rows, in training and in validation.
     ``reference`` is "live", "first_epoch" (live until all is stored), "cached", "adapter_off" or None (an objective
@@ -219,7 +221,8 @@ def estimate_pass(
     title: str = "the judge pass",
     mapped: int = 0,
 ) -> MemoryEstimate:
-    """What a pass over the data without gradients needs: weights in ``dtype`` and ``tokens`` tokens per forward.
+    """Returns what a pass over the data without gradients needs: weights in ``dtype`` and ``tokens`` tokens per
+    forward.
 
     For the judge that is ``judge.token_budget`` (one prompt at least), read at a few positions; each process of
     several holds all of it. ``mapped``: tokens of the longest prompt whose whole attention maps are kept, if they are.
@@ -264,31 +267,31 @@ class _Step:
 
     @property
     def saved(self) -> int:
-        """Bytes per token that a block keeps which is not recomputed."""
+        """Returns bytes per token that a block keeps which is not recomputed."""
         count = compiled_bytes_per_token if self.compiled else activation_bytes_per_token
         repeated = 2 * (self.shape.queries - self.shape.keys) if REPEATS and self.compute == BF16 else 0
         return count(self.shape, self.compute, self.weight) + self.compute * repeated
 
     @property
     def held(self) -> int:
-        """Bytes of the model's weights."""
+        """Returns bytes of the model's weights."""
         packed = self.shape.linear if self.quantized else 0
         return int(packed * FOUR_BITS) + (self.shape.parameters - packed) * self.weight
 
     @property
     def unpacked(self) -> int:
-        """Bytes of the largest matrix of 4 bits as it is multiplied, under autocast in two formats."""
+        """Returns bytes of the largest matrix of 4 bits as it is multiplied, under autocast in two formats."""
         size = self.weight + (self.compute if self.copies else 0)
         return size * self.shape.hidden * self.shape.inner if self.quantized else 0
 
     @property
     def copies(self) -> bool:
-        """Whether autocast copies the weights: they are wider than the products."""
+        """Returns whether autocast copies the weights: they are wider than the products."""
         return self.weight > self.compute
 
 
 def _recomputed(shape: Shape, model: ModelSpec) -> tuple[int, bool]:
-    """How many blocks keep their input alone, and whether the last is one of them."""
+    """Returns how many blocks keep their input alone, and whether the last is one of them."""
     if not model.recomputes:
         return 0, False
     return -(-shape.layers // model.checkpoint_every), (shape.layers - 1) % model.checkpoint_every == 0
@@ -318,7 +321,7 @@ def _states(step: _Step, model: ModelSpec, moments: str, sharded: int) -> list[M
 
 
 def _traffic(shape: Shape, weight: int, strategy: str, devices: int, *, trained: bool) -> list[MemoryRow]:
-    """What several devices exchange: whole blocks under FSDP2, buckets of gradients under DDP."""
+    """Returns what several devices exchange: whole blocks under FSDP2, buckets of gradients under DDP."""
     if devices == 1:
         return []
     if strategy != "fsdp":
@@ -333,7 +336,7 @@ def _traffic(shape: Shape, weight: int, strategy: str, devices: int, *, trained:
 
 
 def _reference_rows(step: _Step, reference: str | None, sharded: int) -> list[MemoryRow]:
-    """The resident copy of a live reference, and the forward of one that reads each batch."""
+    """Returns the resident copy of a live reference, and the forward of one that reads each batch."""
     rows = []
     if reference in ("live", "first_epoch"):
         over = "" if sharded == 1 else f" / {sharded} devices"
@@ -374,7 +377,7 @@ def _step_rows(step: _Step) -> list[MemoryRow]:
 
 
 def _compiled_rows(step: _Step, *, trained: bool) -> list[MemoryRow]:
-    """The gradients of a compiled block's weights: its backward gives them all at its end, to be added then.
+    """Returns the gradients of a compiled block's weights: its backward gives them all at its end, to be added then.
 
     Sharded ones are among those that are gathered.
     """
@@ -384,7 +387,9 @@ def _compiled_rows(step: _Step, *, trained: bool) -> list[MemoryRow]:
 
 
 def _head_row(step: _Step, chunk: int, *, trained: bool) -> MemoryRow:
-    """The vocabulary head's backward: one chunk of logits, the head's gradient, the states it reads and their own."""
+    """Returns the vocabulary head's backward: one chunk of logits, the head's gradient, the states it reads and their
+    own.
+    """
     shape = step.shape
     matrix = shape.vocab * shape.hidden
     size = _logits(shape, chunk, step.compute) + step.tokens * 3 * FP32 * shape.hidden
@@ -405,12 +410,12 @@ def _update_rows(shape: Shape, moments: str, sharded: int) -> list[MemoryRow]:
 
 
 def _forward(step: _Step, tokens: int) -> int:
-    """A forward without gradients: one block in its widest place, with the copies of its widest weight."""
+    """Returns a forward without gradients: one block in its widest place, with the copies of its widest weight."""
     shape = step.shape
     copy = step.compute * shape.hidden * shape.inner if step.copies and not step.quantized else 0
     return tokens * forward_bytes_per_token(shape, step.compute, step.weight) + copy
 
 
 def _logits(shape: Shape, chunk: int, compute: int) -> int:
-    """One chunk, in float32 and in a shorter format."""
+    """Returns one chunk, in float32 and in a shorter format."""
     return chunk * shape.vocab * (FP32 + (compute if compute < FP32 else 0))

@@ -32,7 +32,7 @@ def open_to_readers(folder: Path) -> None:
 
 
 def older_config(config: dict[str, object]) -> dict[str, object]:
-    """A model's configuration with ``torch_dtype``, ``rope_theta`` and ``rope_scaling`` beside the newer keys.
+    """Returns a model's configuration with ``torch_dtype``, ``rope_theta`` and ``rope_scaling`` beside the newer keys.
 
     Nested configurations get them too. There are no such keys for rotary settings that differ from layer to layer.
     """
@@ -49,7 +49,7 @@ def older_config(config: dict[str, object]) -> dict[str, object]:
 
 
 def older_tokenizer(config: dict[str, object]) -> dict[str, object]:
-    """A tokenizer's configuration with a class and special tokens that both versions know."""
+    """Returns a tokenizer's configuration with a class and special tokens that both versions know."""
     made = dict(config)
     if made.get("tokenizer_class") == "TokenizersBackend":
         made["tokenizer_class"] = "PreTrainedTokenizerFast"
@@ -59,7 +59,7 @@ def older_tokenizer(config: dict[str, object]) -> dict[str, object]:
 
 
 def warning_for(config: PretrainedConfig) -> str | None:
-    """A warning when 4.x may not find a model's rotary settings under the keys that are written; else None."""
+    """Returns a warning when 4.x may not find a model's rotary settings under the keys that are written; else None."""
     rotary = getattr(config, "rope_parameters", None) or {}
     renamed = type(config).convert_rope_params_to_dict is not PretrainedConfig.convert_rope_params_to_dict
     layered = any(isinstance(value, dict) for value in rotary.values())

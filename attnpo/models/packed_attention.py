@@ -66,11 +66,11 @@ class Bucket:
 
     @property
     def prefixed(self) -> bool:
-        """Whether some segment has a prefix."""
+        """Returns whether some segment has a prefix."""
         return self.shared[1] > 0
 
     def to(self, device: torch.device) -> "Bucket":
-        """The same bucket on ``device``."""
+        """Returns the same bucket on ``device``."""
         queries, keys, query_at, key_at = (
             part.to(device, non_blocking=True) for part in (self.queries, self.keys, self.query_at, self.key_at)
         )
@@ -108,7 +108,7 @@ class Plan:
 
     @classmethod
     def of(cls, segments: Int[Tensor, "segments 4"], length: int, device: torch.device = HOST) -> "Plan":
-        """The plan of a row of ``length`` tokens; segments as in ``ModelInputs``.
+        """Returns the plan of a row of ``length`` tokens; segments as in ``ModelInputs``.
 
         Raises ``ValueError`` when they do not cover the row once.
         """
@@ -259,7 +259,7 @@ def window_of(
 
 
 def boundaries(segments: Int[Tensor, "segments 4"], device: torch.device = HOST) -> dict[str, Tensor]:
-    """Where the sequences of a row begin, in the keywords that transformers documents for packed rows.
+    """Returns where the sequences of a row begin, in the keywords that transformers documents for packed rows.
 
     Layers with a state that runs along the row (convolutions, linear attention) hand them to a kernel, which keeps the
     sequences apart; transformers' own torch code for them refuses them. None for a row where a prefix is shared: its
@@ -366,7 +366,7 @@ class Rule:
         return whole(self, index)
 
     def whole(self, skip: bool) -> Tensor | None:
-        """The mask of the whole batch; None for a causal one if ``skip`` allows."""
+        """Returns the mask of the whole batch; None for a causal one if ``skip`` allows."""
         if skip not in self._whole:
             allowed = self.described.get("allow_is_causal_skip", True) and skip
             described: MaskSettings = {**self.described, "allow_is_causal_skip": allowed}
@@ -374,7 +374,7 @@ class Rule:
         return self._whole[skip]
 
     def causal(self, longest: int) -> bool:
-        """Whether the rule is plain causal masking for sequences of at most ``longest`` tokens."""
+        """Returns whether the rule is plain causal masking for sequences of at most ``longest`` tokens."""
         local = self.described.get("local_size")
         return bool(self.described.get("allow_is_causal_skip", True)) and (local is None or longest <= local)
 
@@ -390,7 +390,7 @@ class Rule:
         return self._window[0]
 
     def mask(self, plan: Plan, index: int, dtype: torch.dtype, *, skip: bool) -> Tensor | None:
-        """The mask added to a bucket's scores, [n 1 q k]: 0 or -inf; None for a causal one if ``skip`` allows.
+        """Returns the mask added to a bucket's scores, [n 1 q k]: 0 or -inf; None for a causal one if ``skip`` allows.
 
         In ``dtype``, that of the queries: of a boolean mask every layer would make and keep its own copy. The rule is
         evaluated at positions within a branch instead of places in the row, as for a row of that branch alone. Raises

@@ -35,7 +35,7 @@ class PromptRow:
     plan: Plan
 
     def inputs(self) -> dict[str, Tensor | Plan]:
-        """The keyword arguments of a backbone whose attention follows plans.
+        """Returns the keyword arguments of a backbone whose attention follows plans.
 
         A mask of ones goes along: without any, transformers would cut the row itself where positions restart.
         """
@@ -44,7 +44,7 @@ class PromptRow:
 
 
 def in_order(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """The indices of ``prompts`` such that those which begin alike stand together."""
+    """Returns the indices of ``prompts`` such that those which begin alike stand together."""
     return sorted(range(len(prompts)), key=lambda index: tuple(prompts[index]))
 
 

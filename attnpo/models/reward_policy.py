@@ -70,7 +70,8 @@ class RewardPolicy(ScoredLM):
 def rewards_of(
     model: PreTrainedModel, conversations: Sequence[Sequence[int]], token_budget: int
 ) -> Float[Tensor, " conversations"]:
-    """The reward of each conversation's token ids, float64 on the CPU, from right-padded batches of similar lengths.
+    """Returns the reward of each conversation's token ids, float64 on the CPU, from right-padded batches of similar
+    lengths.
 
     A batch has at most ``token_budget`` tokens, padding included, or one conversation. UserError as ``RewardPolicy``.
     """
@@ -86,7 +87,7 @@ def rewards_of(
 
 
 def _head(model: PreTrainedModel) -> nn.Linear:
-    """The linear layer with one output beside the backbone."""
+    """Returns the linear layer with one output beside the backbone."""
     heads = [part for part in model.children() if isinstance(part, nn.Linear) and part.out_features == 1]
     if len(heads) != 1:
         raise UserError(

@@ -52,7 +52,8 @@ def say_unused(model: PreTrainedModel) -> None:
 
 
 def loads(logits: Sequence[Float[Tensor, "..."]], inputs: ModelInputs, chosen: int) -> Float[Tensor, "rows 2 experts"]:
-    """How often each sequence's tokens chose each expert, and the sum of their probabilities of it, over all layers.
+    """Returns how often each sequence's tokens chose each expert, and the sum of their probabilities of it, over all
+    layers.
 
     Padding counts in neither; a prompt that two responses share counts in both, as it does in every other layout.
 
@@ -74,7 +75,7 @@ def loads(logits: Sequence[Float[Tensor, "..."]], inputs: ModelInputs, chosen: i
 
 
 def sequence_tokens(inputs: ModelInputs) -> Bool[Tensor, "rows tokens"]:
-    """Which tokens (flat over batch and T) are part of each response row's sequence."""
+    """Returns which tokens (flat over batch and T) are part of each response row's sequence."""
     batch, width = inputs.input_ids.shape
     place = torch.arange(batch * width, device=inputs.input_ids.device)
     if inputs.segments is not None:
@@ -91,7 +92,7 @@ def _rows(segments: Int[Tensor, "segments 4"], rows: Int[Tensor, " segments"] | 
 
 
 def load_balancing(routing: Float[Tensor, "rows 2 experts"]) -> Float[Tensor, " pairs"]:
-    """The load-balancing loss of each pair's two sequences: chosen experts per token when the load is even.
+    """Returns the load-balancing loss of each pair's two sequences: chosen experts per token when the load is even.
 
     Equations 4 to 6 of Switch Transformer (https://huggingface.co/papers/2101.03961) as transformers has them
     (``load_balancing_loss_func``), over the tokens of a pair and all layers: experts x sum over experts of (share of

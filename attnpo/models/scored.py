@@ -57,7 +57,7 @@ class ScoredLM(nn.Module):
         self._split, self._first = parts_agree(self.model), first_position(self.model)
 
     def head(self) -> Head:
-        """The vocabulary head, to be given to another model's ``other``.
+        """Returns the vocabulary head, to be given to another model's ``other``.
 
         Raises ``UserError`` when the model has no plain linear head, or logits that do not follow from it alone.
         """
@@ -117,7 +117,7 @@ class ScoredLM(nn.Module):
         )
 
     def _chosen(self) -> int:
-        """How many experts each token is given to."""
+        """Returns how many experts each token is given to."""
         return int(getattr(self.model.config.get_text_config(), CHOSEN))
 
     def _reads(self, inputs: ModelInputs) -> dict[str, object]:

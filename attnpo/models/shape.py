@@ -42,7 +42,7 @@ class Shape:
 
     @classmethod
     def of(cls, config: PretrainedConfig, lora: LoraSpec | None = None) -> "Shape":
-        """The shape of the causal LM that ``config`` describes; layers that differ count as the widest of them.
+        """Returns the shape of the causal LM that ``config`` describes; layers that differ count as the widest of them.
 
         Raises UserError when it describes none.
         """
@@ -73,7 +73,9 @@ class Shape:
 
 
 def adapters_of(model: PreTrainedModel, lora: LoraSpec) -> int:
-    """The number of parameters LoRA adds: rank x (inputs + outputs) of every linear layer or expert with an adapter."""
+    """Returns the number of parameters LoRA adds: rank x (inputs + outputs) of every linear layer or expert with an
+    adapter.
+    """
     weights = (model.get_submodule(name).get_parameter("weight") for name in target_names(model, lora))
     experts = (model.get_parameter(name).shape for name in expert_names(model, lora))
     return lora.rank * (sum(sum(weight.shape) for weight in weights) + sum(n * (a + b) for n, a, b in experts))

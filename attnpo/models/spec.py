@@ -117,12 +117,12 @@ class ModelSpec:
 
     @property
     def recomputes(self) -> bool:
-        """Whether activations are computed again in the backward pass."""
+        """Returns whether activations are computed again in the backward pass."""
         return bool(self.gradient_checkpointing)
 
     @property
     def chunk(self) -> int:
-        """How many tokens meet the vocabulary head at once."""
+        """Returns how many tokens meet the vocabulary head at once."""
         return CHUNKS[-1] if isinstance(self.logps_chunk, str) else self.logps_chunk
 
     @property
@@ -143,7 +143,9 @@ class ModelSpec:
         return COMPILER, "on a CUDA device"
 
     def choices(self) -> list["ModelSpec"]:
-        """What this may become once every ``auto`` is decided, the quickest first and the one of least memory last."""
+        """Returns what this may become once every ``auto`` is decided, the quickest first and the one of least memory
+        last.
+        """
         blocks = (False, True) if self.gradient_checkpointing == AUTO else (self.gradient_checkpointing,)
         chunks = CHUNKS if self.logps_chunk == AUTO else (self.logps_chunk,)
         return [

@@ -47,7 +47,7 @@ class Blocks:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """A context in which forwards are followed."""
+        """Opens a context in which forwards are followed."""
         handles = []
         for number, block in enumerate(self.blocks, 1):
             handles.append(block.register_forward_pre_hook(partial(self._enter, number)))
@@ -87,7 +87,7 @@ def probe_prompts(words: int, kept: int | None = None) -> list[list[int]]:
 
 
 def right_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Ids [batch T] and last positions [batch]. Padding is id 0; nothing reads it."""
+    """Returns ids [batch T] and last positions [batch]. Padding is id 0; nothing reads it."""
     ids, mask = padded_right(prompts, 0)
     return ids.to(device), (mask.sum(1) - 1).to(device)
 

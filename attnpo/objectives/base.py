@@ -43,7 +43,9 @@ def reduce(
     mask: Bool[Tensor, "rows R"],
     how: Reduction,
 ) -> Float[Tensor, " rows"]:
-    """One number per row; positions with a false mask never matter, whatever they hold (infinities included)."""
+    """Returns one number per row; positions with a false mask never matter, whatever they hold
+    (infinities included).
+    """
     zero = torch.zeros((), dtype=values.dtype, device=values.device)
     kept = torch.where(mask, values, zero)
     if weights is None:
@@ -104,7 +106,9 @@ class LengthScaled:
 
 
 def mean_factors(rows: RowGroup) -> Float[Tensor, "rows R"]:
-    """What multiplies each token's term in a mean over the response: a distribution as it is, factors over n."""
+    """Returns what multiplies each token's term in a mean over the response: a distribution as it is,
+    factors over n.
+    """
     weights = rows.token_weights["reward"]
     if not rows.factors:
         return weights
@@ -112,13 +116,13 @@ def mean_factors(rows: RowGroup) -> Float[Tensor, "rows R"]:
 
 
 def split_pairs(rows: Float[Tensor, " rows"]) -> tuple[Float[Tensor, " pairs"], Float[Tensor, " pairs"]]:
-    """The chosen and the rejected half of a per-row tensor."""
+    """Returns the chosen and the rejected half of a per-row tensor."""
     chosen, rejected = rows.chunk(2)
     return chosen, rejected
 
 
 def by_side(name: str, rows: Float[Tensor, " rows"]) -> dict[str, Float[Tensor, " pairs"]]:
-    """The halves of a per-row tensor as NAME/chosen and NAME/rejected."""
+    """Returns the halves of a per-row tensor as NAME/chosen and NAME/rejected."""
     chosen, rejected = split_pairs(rows)
     return {f"{name}/chosen": chosen, f"{name}/rejected": rejected}
 
@@ -158,7 +162,7 @@ def log_ratios(
 
 
 def logps_of(reference: TokenStats | None, rows: str = "the batch") -> Float[Tensor, "rows R"]:
-    """The reference's log-probabilities.
+    """Returns the reference's log-probabilities.
 
     Raises:
         ValueError: no reference statistics were given.

@@ -30,7 +30,7 @@ def cpo_loss(
     nll: Float[Tensor, " pairs"] | None = None,
     sft_coef: float = 1.0,
 ) -> ObjectiveOutput:
-    """The CPO loss of each pair: ``-log sigmoid(beta (S(p_w) - S(p_l))) + sft_coef nll``.
+    """Returns the CPO loss of each pair: ``-log sigmoid(beta (S(p_w) - S(p_l))) + sft_coef nll``.
 
     ``S(p) = |y| sum_t a_t p_t`` sums the policy's log-probabilities p (nats); ``nll`` is ``terms.chosen_nll``, None for
     no such term. Rewards are ``beta S(p)``. Source: Xu et al. 2024, Eq. 5 (arXiv 2401.08417); TRL 1.16

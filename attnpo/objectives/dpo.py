@@ -35,7 +35,7 @@ def dpo_loss(
     sft_coef: float = 1.0,
     clip_ratio: float | None = None,
 ) -> ObjectiveOutput:
-    """The DPO loss of each pair: ``-log sigmoid(beta (S(d_w) - S(d_l)))``, ``+ sft_coef nll`` where given.
+    """Returns the DPO loss of each pair: ``-log sigmoid(beta (S(d_w) - S(d_l)))``, ``+ sft_coef nll`` where given.
 
     d is the log-ratio of a token in nats, S its sum over the response. Rewards are ``beta S(d)``. ``loss_type`` and
     ``label_smoothing`` say what the margin costs (``margin_loss``), ``clip_ratio`` bounds d (``clipped``). Source:
@@ -80,7 +80,7 @@ class DPO:
 
     @property
     def requires(self) -> frozenset[str]:
-        """The reference, and its KL from the policy at each token for an anchor."""
+        """Returns the reference, and its KL from the policy at each token for an anchor."""
         return anchor_needs(self.anchor) | {"reference"}
 
     def unread(self) -> dict[str, str]:

@@ -34,7 +34,7 @@ def ipo_loss(
     lengths: Float[Tensor, " rows"] | None,
     beta: float,
 ) -> ObjectiveOutput:
-    """The IPO loss of each pair: ``((A(d_w) - A(d_l)) - 1 / (2 beta))^2``.
+    """Returns the IPO loss of each pair: ``((A(d_w) - A(d_l)) - 1 / (2 beta))^2``.
 
     ``A(d) = sum_t a_t d_t`` is the mean of a response's log-ratios d in nats, a (``weights``) 1/n or another
     distribution. With ``lengths`` it is a sum, ``|y| sum_t a_t d_t``. Rewards are ``beta A(d)``. ``beta`` is the tau of

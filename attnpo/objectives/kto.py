@@ -30,7 +30,9 @@ def example_losses(
     desirable_weight: float,
     undesirable_weight: float,
 ) -> tuple[Float[Tensor, " pairs"], Float[Tensor, " pairs"]]:
-    """The losses of the desirable and of the undesirable examples, from their rewards ``b S(d)``, chosen rows first."""
+    """Returns the losses of the desirable and of the undesirable examples, from their rewards ``b S(d)``, chosen rows
+    first.
+    """
     desirable, undesirable = split_pairs(rewards - beta * z)
     # The exponential of a log-sigmoid is the sigmoid, with a gradient that does not vanish where it rounds to 1.
     return desirable_weight * F.logsigmoid(-desirable).exp(), undesirable_weight * F.logsigmoid(undesirable).exp()
@@ -47,7 +49,8 @@ def kto_loss(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> ObjectiveOutput:
-    """The KTO loss of each pair: the mean of ``lam_D sigmoid(-b (S(d_w) - z))`` and ``lam_U sigmoid(-b (z - S(d_l)))``.
+    """Returns the KTO loss of each pair: the mean of ``lam_D sigmoid(-b (S(d_w) - z))`` and ``lam_U sigmoid(-b (z -
+    S(d_l)))``.
 
     ``S(d) = |y| sum_t a_t d_t`` sums the log-ratios d (nats); rewards are ``b S(d)``, b is ``beta``. ``z = max(0,
     mismatched_mean)``, without gradient, from the mean of the unweighted S(d) over the step's mismatched rows; it is
@@ -91,7 +94,7 @@ class KTO(LengthScaled):
         check_positive(desirable_weight=self.desirable_weight, undesirable_weight=self.undesirable_weight)
 
     def sums(self, policy: TokenStats, reference: TokenStats | None, rows: RowGroup) -> dict[str, Float[Tensor, ""]]:
-        """The sum of S(d) over mismatched rows and their number, from which z is made.
+        """Returns the sum of S(d) over mismatched rows and their number, from which z is made.
 
         Raises:
             ValueError: no reference statistics were given.
@@ -101,7 +104,7 @@ class KTO(LengthScaled):
         return {"kl_sum": sums.double().sum(), "kl_rows": sums.new_tensor(len(sums)).double()}
 
     def mismatched_mean(self, state: Mapping[str, Float[Tensor, ""]]) -> Float[Tensor, ""]:
-        """The mean of S(d) over the mismatched rows of the step, not clamped.
+        """Returns the mean of S(d) over the mismatched rows of the step, not clamped.
 
         Raises:
             ValueError: no mismatched rows were looked at before this step.

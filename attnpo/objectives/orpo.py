@@ -17,7 +17,7 @@ def orpo_loss(
     lam: float,
     nll: Float[Tensor, " pairs"] | None = None,
 ) -> ObjectiveOutput:
-    """The ORPO loss of each pair: ``nll - lam log sigmoid(o_w - o_l)``, ``o = A(p) - log(1 - exp A(p))``.
+    """Returns the ORPO loss of each pair: ``nll - lam log sigmoid(o_w - o_l)``, ``o = A(p) - log(1 - exp A(p))``.
 
     ``A(p) = sum_t a_t p_t`` is the mean of the policy's log-probabilities p (nats), a (``weights``) 1/n or another
     distribution; ``nll`` is ``terms.chosen_nll``, None for no such term. Rewards are ``lam A(p)``. Source: Hong et al.

@@ -20,7 +20,7 @@ def rdpo_loss(
     alpha: float,
     label_smoothing: float = 0.0,
 ) -> ObjectiveOutput:
-    """The R-DPO loss of each pair: ``-log sigmoid(beta (S(d_w) - S(d_l)) + alpha (n_w - n_l))``.
+    """Returns the R-DPO loss of each pair: ``-log sigmoid(beta (S(d_w) - S(d_l)) + alpha (n_w - n_l))``.
 
     ``S(d) = |y| sum_t a_t d_t`` sums the log-ratios d (nats), n counts the tokens in ``mask``, so that alpha is in nats
     per token. Rewards are ``beta S(d)``. Source: Park et al. 2024, Eq. 9 (arXiv 2403.19159); there is no public code.

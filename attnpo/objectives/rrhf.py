@@ -19,7 +19,7 @@ def rrhf_loss(
     nll: Float[Tensor, " pairs"] | None = None,
     sft_coef: float = 1.0,
 ) -> ObjectiveOutput:
-    """The pairwise RRHF loss: ``max(0, s_l - s_w) + sft_coef nll``, ``s = n^(1-k) A(p)``; s is the reward.
+    """Returns the pairwise RRHF loss: ``max(0, s_l - s_w) + sft_coef nll``, ``s = n^(1-k) A(p)``; s is the reward.
 
     ``A(p) = sum_t a_t p_t`` is the mean of the policy's log-probabilities p (nats), a (``weights``) 1/n or another
     distribution, n the tokens in ``mask``, k the length penalty, so that ``s = S(p) / n^k``; ``nll`` is

@@ -30,7 +30,8 @@ def simpo_loss(
     nll: Float[Tensor, " pairs"] | None = None,
     sft_coef: float = 1.0,
 ) -> ObjectiveOutput:
-    """The SimPO loss of each pair: ``-log sigmoid(beta (A(p_w) - A(p_l)) - gamma)``, ``+ sft_coef nll`` where given.
+    """Returns the SimPO loss of each pair: ``-log sigmoid(beta (A(p_w) - A(p_l)) - gamma)``, ``+ sft_coef nll`` where
+    given.
 
     ``A(p) = sum_t a_t p_t`` is the mean of the policy's log-probabilities p (nats), a (``weights``) 1/n or another
     distribution; ``gamma`` is the target margin itself. Rewards are ``beta A(p)``. Source: Meng et al. 2024, Eq. 6
@@ -73,7 +74,7 @@ class SimPO:
 
     @property
     def gamma(self) -> float:
-        """The target margin."""
+        """Returns the target margin."""
         return self.beta * self.gamma_beta_ratio
 
     def unread(self) -> dict[str, str]:

@@ -20,7 +20,7 @@ def slic_hf_loss(
     nll: Float[Tensor, " pairs"] | None = None,
     sft_coef: float = 1.0,
 ) -> ObjectiveOutput:
-    """The SLiC-HF loss of each pair: ``max(0, delta - S(p_w) + S(p_l)) + sft_coef nll``.
+    """Returns the SLiC-HF loss of each pair: ``max(0, delta - S(p_w) + S(p_l)) + sft_coef nll``.
 
     ``S(p) = |y| sum_t a_t p_t`` sums the policy's log-probabilities p, in nats as delta is; ``nll`` is
     ``terms.chosen_nll``, None for no such term. Rewards are ``S(p)``. Source: Zhao et al. 2023, Eq. 1 (arXiv

@@ -52,7 +52,7 @@ def tdpo1_loss(
     position_kl: Float[Tensor, "rows R"],
     beta: float,
 ) -> ObjectiveOutput:
-    """The TDPO1 loss of each pair: ``-log sigmoid(beta [S(d_w) - S(d_l) - (K_l - K_w)])``.
+    """Returns the TDPO1 loss of each pair: ``-log sigmoid(beta [S(d_w) - S(d_l) - (K_l - K_w)])``.
 
     ``S(d) = |y| sum_t a_t d_t`` sums the log-ratios d, ``K = sum_t KL(ref || policy)`` the unweighted ``position_kl``,
     all in nats; both K pass gradient and are extras. Rewards are ``beta (S(d) + K)``. Source: Zeng et al. 2024 (arXiv
@@ -84,7 +84,7 @@ def tdpo2_loss(
     beta: float,
     alpha: float,
 ) -> ObjectiveOutput:
-    """The TDPO2 loss of each pair: ``-log sigmoid(beta [S(d_w) - S(d_l) - alpha (K_l - sg(K_w))])``.
+    """Returns the TDPO2 loss of each pair: ``-log sigmoid(beta [S(d_w) - S(d_l) - alpha (K_l - sg(K_w))])``.
 
     As ``tdpo1_loss``, but sg stops the gradient of the chosen side's K, and alpha scales the difference.
 

@@ -38,7 +38,7 @@ def sigmoid_loss(margin: Float[Tensor, " pairs"], label_smoothing: float = 0.0) 
 def margin_loss(
     margin: Float[Tensor, " pairs"], loss_type: LossType, label_smoothing: float = 0.0
 ) -> Float[Tensor, " pairs"]:
-    """What the margins of the pairs cost."""
+    """Returns what the margins of the pairs cost."""
     if loss_type is LossType.HINGE:
         return F.relu(1.0 - margin)
     if loss_type is LossType.SIGMOID:
@@ -85,7 +85,8 @@ class Sft(Enum):
 def chosen_nll(
     policy_logps: Float[Tensor, "rows R"], mask: Bool[Tensor, "rows R"], form: Sft, pairs_per_token: float = 0.0
 ) -> Float[Tensor, " pairs"]:
-    """The negative log-likelihood of each chosen response (the first half of the rows): ``-A(p)``, or ``-S(p)``.
+    """Returns the negative log-likelihood of each chosen response (the first half of the rows): ``-A(p)``, or
+    ``-S(p)``.
 
     Under BATCH it is the pair's share ``-S(p) pairs_per_token``, the pairs of the whole optimiser step over its chosen
     tokens: its mean over the step is that over the tokens, however the step is split.
@@ -126,7 +127,7 @@ def with_sft(
 
 
 def idle_sft(coef: float) -> dict[str, str]:
-    """The key of the SFT term's form with the reason why it has no effect; empty if it has one."""
+    """Returns the key of the SFT term's form with the reason why it has no effect; empty if it has one."""
     return {} if coef else {"sft": "the SFT term's coefficient is 0"}
 
 
@@ -184,7 +185,7 @@ def with_anchor(
 
 
 def anchor_needs(coef: float) -> frozenset[str]:
-    """What an objective requires for its anchor."""
+    """Returns what an objective requires for its anchor."""
     return frozenset({f"joint:{ANCHOR_STATISTIC}"} if coef else ())
 
 

@@ -65,7 +65,8 @@ def tidpo_loss(
     alpha: float,
     gamma_triplet: float,
 ) -> ObjectiveOutput:
-    """The TI-DPO loss: ``-log sigmoid(beta [M_w - M_l - alpha (K_l - sg(K_w))]) + gamma_triplet triplet`` of each pair.
+    """Returns the TI-DPO loss: ``-log sigmoid(beta [M_w - M_l - alpha (K_l - sg(K_w))]) + gamma_triplet triplet`` of
+    each pair.
 
     ``M = sum_t w_t d_t`` sums the log-ratios d with factors w (``weights``), ``K = sum_t KL(ref || policy)`` the
     unweighted ``position_kl``, all in nats; sg stops the gradient; rewards are ``beta (M + K)``. Without
@@ -154,7 +155,9 @@ class TIDPO:
         )
 
     def _triplet(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> Triplet:
-        """The term of each pair. Its mean over the step's pairs is the batch mean that the code adds to every one."""
+        """Returns the term of each pair. Its mean over the step's pairs is the batch mean that the code adds to every
+        one.
+        """
         rows, mask = batch.groups["anchor"], batch.main.response_mask
         other = None if reference is None else reference.groups["anchor"]
         ratios = log_ratios(policy.logps, logps_of(reference), mask)

@@ -32,7 +32,8 @@ def tis_dpo_loss(
     alpha: float = 0.5,
     label_smoothing: float = 0.0,
 ) -> ObjectiveOutput:
-    """The TIS-DPO loss of each pair: ``-log sigmoid(beta (S_w - S_l - alpha (K_w - K_l)))``, S = ``sum_t w_t d_t``.
+    """Returns the TIS-DPO loss of each pair: ``-log sigmoid(beta (S_w - S_l - alpha (K_w - K_l)))``, S = ``sum_t w_t
+    d_t``.
 
     d is the log-ratio of a token in nats, w (``weights``) a factor, or a distribution times |y| (``lengths``). K is
     ``sum_t w_t KL_t`` with ``position_kl`` the KL from policy to reference at each position; without it there is no
@@ -80,7 +81,7 @@ class TISDPO(LengthScaled):
 
     @property
     def requires(self) -> frozenset[str]:
-        """The reference and token weights, and with ``token_level`` the KL at each position."""
+        """Returns the reference and token weights, and with ``token_level`` the KL at each position."""
         return frozenset({"reference", "token_weights"} | ({f"joint:{KL}"} if self.token_level else set()))
 
     def unread(self) -> dict[str, str]:

@@ -129,7 +129,7 @@ class TwDPO(LengthScaled):
 
     @property
     def requires(self) -> frozenset[str]:
-        """The reference, token weights, and for an anchor the KL from policy to reference at each token."""
+        """Returns the reference, token weights, and for an anchor the KL from policy to reference at each token."""
         return anchor_needs(self.anchor) | {"reference", "token_weights"}
 
     def unread(self) -> dict[str, str]:

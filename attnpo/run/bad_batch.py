@@ -18,7 +18,7 @@ from attnpo.schema import SIDES, UserError
 
 
 def bad_pairs(cfg: ShowConfig) -> list[ShownPair]:
-    """The pairs of ``bad_batch`` whose loss is not finite (all where none is), or those that ``ids`` names.
+    """Returns the pairs of ``bad_batch`` whose loss is not finite (all where none is), or those that ``ids`` names.
 
     UserError for a file that is none of these, for a column that it has not, and where no tokenizer is known.
     """
@@ -62,7 +62,7 @@ def _contents(path: Path) -> dict[str, Any]:
 
 
 def _decoder(cfg: ShowConfig, path: Path) -> Callable[[int], str]:
-    """The text of a token: by ``model.path``, else by the model of the run that left the file."""
+    """Returns the text of a token: by ``model.path``, else by the model of the run that left the file."""
     model = cfg.model
     if model.path == MISSING:
         if not (path.parent / CONFIG).is_file():

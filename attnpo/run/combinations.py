@@ -17,12 +17,12 @@ CHOICE = "auto_layer"
 
 
 def is_auto(layer: object) -> bool:
-    """Whether a value of ``weights.layer`` asks for the layer to be found."""
+    """Returns whether a value of ``weights.layer`` asks for the layer to be found."""
     return isinstance(layer, str) and layer.strip().lower() == AUTO
 
 
 def wants_auto(source: WeightSource) -> bool:
-    """Whether the layer of the weights is yet to be found. UserError when it would not be read."""
+    """Returns whether the layer of the weights is yet to be found. UserError when it would not be read."""
     if not is_auto(getattr(source, "layer", None)):
         return False
     layers = getattr(source, "layers", ())

@@ -13,7 +13,7 @@ class JudgePreparer(Protocol):
     """A ``prepare`` component that can also build another model to judge."""
 
     def prepare_judge(self, root: Path) -> PreparedJudge:
-        """Where it is, built if it is missing."""
+        """Returns where it is, built if it is missing."""
 
 
 @runtime_checkable
@@ -21,7 +21,7 @@ class Preparer(Protocol):
     """What builds model and data first (config node ``prepare``)."""
 
     def prepare(self, root: Path) -> Prepared:
-        """Where the artefacts are."""
+        """Returns where the artefacts are."""
 
 
 @runtime_checkable
@@ -29,16 +29,16 @@ class Truth(Protocol):
     """What scores a policy against a known truth (config node ``truth``)."""
 
     def score(self, *arguments: Any, **named: Any) -> Any:
-        """The scores."""
+        """Returns the scores."""
 
     def base_answers(self, *arguments: Any, **named: Any) -> Any:
-        """The base's answers to the prompts of a split, to be sampled once for several scores."""
+        """Returns the base's answers to the prompts of a split, to be sampled once for several scores."""
 
     def decisive(self, pair: PreferencePair, side: str, places: Sequence[tuple[int, int]]) -> list[bool]:
-        """Whether each token, given by its characters of the response, decides the true reward."""
+        """Returns whether each token, given by its characters of the response, decides the true reward."""
 
     def is_flipped(self, pair: PreferencePair) -> bool:
-        """Whether the rejected response is truly the better one."""
+        """Returns whether the rejected response is truly the better one."""
 
 
 @runtime_checkable

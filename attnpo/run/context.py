@@ -65,7 +65,8 @@ class RunContext:
 
 @phase("building or finding model and data")
 def settle(cfg: Config) -> tuple[Config, dict[str, object]]:
-    """The config with the paths of model, data and judge known, and what ``prepare`` reports (empty without one).
+    """Returns the config with the paths of model, data and judge known, and what ``prepare`` reports (empty without
+    one).
 
     A path given by hand is kept. UserError when a path is still missing.
     """
@@ -84,14 +85,15 @@ def settle(cfg: Config) -> tuple[Config, dict[str, object]]:
 
 
 def open_paths(cfg: RunConfig) -> list[str]:
-    """The keys of the paths of model and data that are still to be given."""
+    """Returns the keys of the paths of model and data that are still to be given."""
     mixed = getattr(cfg.data, "mix", None)
     paths = {"model.path": cfg.model.path, "data.path": None if mixed else getattr(cfg.data, "path", None)}
     return [key for key, path in paths.items() if path == MISSING]
 
 
 def settle_judge(cfg: Config) -> tuple[Config, dict[str, object]]:
-    """The config with the path of a judge that is another model, and what ``prepare`` reports of one it built for it.
+    """Returns the config with the path of a judge that is another model, and what ``prepare`` reports of one it built
+    for it.
 
     Nothing is built (and the report is empty) for weights without a judge, for the own model and for a path that is
     given. UserError when another model is meant, none is named and ``prepare`` has none.
@@ -113,7 +115,7 @@ def settle_judge(cfg: Config) -> tuple[Config, dict[str, object]]:
 
 @phase("reading the model's configuration and tokenizer")
 def make_context(cfg: RunConfig) -> RunContext:
-    """The settled config with store, model description, tokenizer and chat format.
+    """Returns the settled config with store, model description, tokenizer and chat format.
 
     Logs what the model is. Raises UserError for a judge, a layer, a verbalizer or a scorer that could not be read, and
     for weights that nothing would read, before any data is.
@@ -171,7 +173,7 @@ def log_model(spec: ModelSpec) -> None:
 
 
 def run_judge(context: RunContext) -> RunJudge:
-    """The run's judge, not loaded. UserError when its tokens cannot be matched with those of training."""
+    """Returns the run's judge, not loaded. UserError when its tokens cannot be matched with those of training."""
     judge = RunJudge(settle_judge(context.cfg)[0].judge, context.model, context.chat, context.store)
     key, length = "judge.max_length", judge.settings.max_length
     config = text_config(judge.path, judge.revision)
@@ -183,12 +185,14 @@ def run_judge(context: RunContext) -> RunJudge:
 
 
 def run_verbalizer(context: RunContext) -> RunVerbalizer:
-    """The run's verbalizer, not loaded. UserError for wording, tokenizer or lengths that cannot be used."""
+    """Returns the run's verbalizer, not loaded. UserError for wording, tokenizer or lengths that cannot be used."""
     return RunVerbalizer(context.cfg.verbalizer, context.model, context.chat, context.store)
 
 
 def run_scorers(context: RunContext) -> RunScorers:
-    """The models that the run's weights compare, not loaded. UserError for what is missing or of another vocabulary."""
+    """Returns the models that the run's weights compare, not loaded. UserError for what is missing or of another
+    vocabulary.
+    """
     source = context.cfg.weights
     if not isinstance(source, ScoredSource):
         raise UserError(f"weights {type(source).__name__} require scorers and name none; give it a property `scorers`")
@@ -196,7 +200,7 @@ def run_scorers(context: RunContext) -> RunScorers:
 
 
 def run_reward(context: RunContext) -> RunReward:
-    """The run's reward model, not loaded. UserError where none is named, or its tokens cannot be matched."""
+    """Returns the run's reward model, not loaded. UserError where none is named, or its tokens cannot be matched."""
     source = context.cfg.weights
     if not isinstance(source, RewardAttention):
         raise UserError(
@@ -232,7 +236,7 @@ def check_vocabulary(context: RunContext, tokenizer: PreTrainedTokenizerBase, pa
 
 
 def reference_fingerprint(context: RunContext) -> dict[str, object]:
-    """What identifies the reference's numbers: weights, number format, attention kernel family."""
+    """Returns what identifies the reference's numbers: weights, number format, attention kernel family."""
     return {
         "weights": weights_fingerprint(context.model.path, context.model.revision),
         "dtype": context.model.dtype,

@@ -24,7 +24,7 @@ def ending(cfg: RunConfig, folder: Path, result: RunResult) -> Iterator[str]:
 
 
 def outcome_text(result: RunResult) -> str:
-    """The outcome in words; one run tells nothing of other weights, which is said."""
+    """Returns the outcome in words; one run tells nothing of other weights, which is said."""
     if result.truth is not None:
         scores = result.truth["test"].numbers
         text = (
@@ -74,7 +74,7 @@ def _replace_overrides(cfg: RunConfig, *given: str) -> tuple[str, ...]:
 
 
 def again(cfg: RunConfig, folder: Path) -> list[str]:
-    """What ``fit`` is given to go on with the run in ``folder``."""
+    """Returns what ``fit`` is given to go on with the run in ``folder``."""
     name = folder.relative_to(cfg.output).as_posix()
     kept = [item for item in cfg.composed.overrides if _key(item) not in PLACES]
     return replace(cfg.composed, overrides=(*kept, override("name", name), "resume=auto")).arguments()

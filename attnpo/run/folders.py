@@ -25,12 +25,13 @@ STUDY_FILES = ("study.json", "results.csv", "table.md", TABLES)  # what a finish
 
 
 def store_root(cfg: RunConfig) -> Path:
-    """The folder of stored weights, reference log-probabilities and testbed bases."""
+    """Returns the folder of stored weights, reference log-probabilities and testbed bases."""
     return Path(cfg.store).expanduser() if cfg.store is not None else cache_root()
 
 
 def run_folder(cfg: RunConfig) -> Path:
-    """The folder of a run or study: ``name`` if given; else study and setting; for what starts anew, a time stamp.
+    """Returns the folder of a run or study: ``name`` if given; else study and setting; for what starts anew, a time
+    stamp.
 
     Raises:
         UserError: a study under several processes; ``resume=auto`` or a job of several processes without a name, which
@@ -45,7 +46,8 @@ def run_folder(cfg: RunConfig) -> Path:
 
 
 def saved_config(folder: Path, said: str) -> RunConfig:
-    """The typed configuration of the run in ``folder``, which the user named by ``said``, such as "run=outputs/RUN".
+    """Returns the typed configuration of the run in ``folder``, which the user named by ``said``, such as
+    "run=outputs/RUN".
 
     Raises:
         UserError: there is no run, or its configuration cannot be read.

@@ -53,7 +53,7 @@ def keep_for_page(folder: Path, heat: Sequence[HeatRow], sampled: Sequence[Prefe
 
 
 def read_for_page(folder: Path) -> ForPage | None:
-    """What a run has kept; None where there is nothing, or nothing that can be read, which is logged."""
+    """Returns what a run has kept; None where there is nothing, or nothing that can be read, which is logged."""
     path = folder / FILE
     try:
         record = parse_json(path.read_text(encoding="utf-8"))

@@ -11,7 +11,8 @@ Logps = Sequence[tuple[Sequence[float], Sequence[float]]]  # of pairs, chosen an
 
 
 def heat_rows(inputs: Inputs, count: int, policy: Logps = ()) -> list[HeatRow]:
-    """The first ``count`` training pairs with their weights, and the judge's rounds and verdicts where it was asked.
+    """Returns the first ``count`` training pairs with their weights, and the judge's rounds and verdicts where it was
+    asked.
 
     None where training computes the weights. ``policy``: log-probabilities of these pairs' tokens after training.
     """

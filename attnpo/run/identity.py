@@ -68,7 +68,7 @@ LATER = {
 
 
 def numbers_of(cfg: RunConfig) -> dict[str, object]:
-    """The keys of a config that can move a number of the training, flat: ``optimizer.lr`` and its like."""
+    """Returns the keys of a config that can move a number of the training, flat: ``optimizer.lr`` and its like."""
     return _numbers(cfg, cfg.values, cfg.weights)
 
 
@@ -96,25 +96,25 @@ def _numbers(cfg: RunConfig, values: Mapping[str, Json], source: WeightSource | 
 
 
 def result_of(cfg: RunConfig) -> dict[str, object]:
-    """The same of a whole result: what is scored, validated and kept beside the training counts as well."""
+    """Returns the same of a whole result: what is scored, validated and kept beside the training counts as well."""
     idle = (*ROOT, *bookkeeping_keys(cfg), *PATHS, *_unread(cfg.values, cfg.weights))
     return {key: value for key, value in _values(cfg.values).items() if not below(key, idle)}
 
 
 def settings_of(cfg: RunConfig) -> dict[str, object]:
-    """The same whatever the weights are: for what reads a judge or other parts that its weights do not need."""
+    """Returns the same whatever the weights are: for what reads a judge or other parts that its weights do not need."""
     idle = (*ROOT, *bookkeeping_keys(cfg), "model.path", "data.path")
     return {key: value for key, value in _values(cfg.values).items() if not below(key, idle)}
 
 
 def paths_of(cfg: RunConfig) -> dict[str, object]:
-    """The paths that stand for their contents, as far as the weights need them."""
+    """Returns the paths that stand for their contents, as far as the weights need them."""
     unread = _unread(cfg.values, cfg.weights)
     return {key: value for key, value in flat(cfg.values) if key in PATHS and not below(key, unread)}
 
 
 def inputs_of(cfg: RunConfig) -> dict[str, object]:
-    """The nodes of a config that can touch its pairs or their weights, by name."""
+    """Returns the nodes of a config that can touch its pairs or their weights, by name."""
     return {name: node for name, node in cfg.values.items() if name not in APART}
 
 
@@ -130,7 +130,7 @@ def by_class(values: Mapping[str, object]) -> dict[str, object]:
 
 
 def may_lack(key: str) -> bool:
-    """Whether a config may lack ``key`` among its numbers and still be that of the same run."""
+    """Returns whether a config may lack ``key`` among its numbers and still be that of the same run."""
     return below(key, (*ROOT, *OF_STUDIES, LAYER, *bookkeeping_keys(RunConfig), *PATHS, *BESIDE, *NEEDED))
 
 
@@ -146,7 +146,8 @@ def _unread(values: Mapping[str, Json], source: WeightSource | None) -> list[str
 
 
 def _values(values: Mapping[str, Json]) -> dict[str, object]:
-    """Every key with its value, but paths in a mixture; a mode that follows from the metric as what it stands for.
+    """Returns every key with its value, but paths in a mixture; a mode that follows from the metric as what it stands
+    for.
 
     Components of the package are their classes, so that a class may move to another module.
     """

@@ -81,7 +81,7 @@ def describe_split_loss(inputs: Inputs, split: str) -> str | None:
 
 
 def split_lines(inputs: Inputs, split: str, statistics: dict[str, Any]) -> Iterator[str]:
-    """What became of a split's rows, how long they are, and how much of their weights arrived."""
+    """Yields what became of a split's rows, how long they are, and how much of their weights arrived."""
     pairs, made = inputs.pairs[split], inputs.examples[split]
     dropped = f"{pairs.dropped} dropped on reading, {made.dropped} later"
     yield f"{split}: {statistics['pairs']} pairs of {pairs.read} rows ({dropped})"
@@ -103,7 +103,7 @@ def split_lines(inputs: Inputs, split: str, statistics: dict[str, Any]) -> Itera
 
 
 def plan_lines(inputs: Inputs) -> Iterator[str]:
-    """How the pairs become optimiser steps, and when the run is validated and saved."""
+    """Yields how the pairs become optimiser steps, and when the run is validated and saved."""
     cfg = inputs.context.cfg
     plan, settings, kept = inputs.context.batch, cfg.trainer, cfg.callbacks
     processes = planned_processes(cfg.trainer)
@@ -217,7 +217,7 @@ def _require_budgets(inputs: Inputs) -> None:
 
 
 def answer_lines(answers: AnswerStatistics) -> Iterator[str]:
-    """How well the answers about importance could be read, and what could not be used of them."""
+    """Yields how well the answers about importance could be read, and what could not be used of them."""
     yield (
         f"verbalizer: {answers.parse_rate:.1%} of {answers.answers} answers have a usable part, {answers.parts} parts "
         f"in all; {answers.coverage:.1%} of a response's tokens have a score, in the mean"
@@ -229,7 +229,8 @@ def answer_lines(answers: AnswerStatistics) -> Iterator[str]:
 
 
 def row_lines(inputs: Inputs, example: TrainingExample, width: int = 24) -> list[str]:
-    """An example as it is trained: prompt tail, then the first ``width`` tokens of each side as text|relative weight.
+    """Returns an example as it is trained: prompt tail, then the first ``width`` tokens of each side as text|relative
+    weight.
 
     Relative to uniform: a distribution times |y|, a factor as it is. Prompt tokens are outside the loss; those without
     weight (no partner on the judge's side, or 0) show a dot.

@@ -77,7 +77,9 @@ def _log_training(context: RunContext, config: PretrainedConfig, capacity: int |
 
 @contextmanager
 def estimating(path: str) -> Iterator[None]:
-    """A context in which an estimate that fails is a warning: configs of some kinds say less, or say it otherwise."""
+    """Opens a context in which an estimate that fails is a warning: configs of some kinds say less, or say it
+    otherwise.
+    """
     try:
         yield
     except UserError:
@@ -88,7 +90,7 @@ def estimating(path: str) -> Iterator[None]:
 
 
 def capacity_of(cfg: RunConfig) -> int | None:
-    """Bytes of the device this process will use; None without a GPU."""
+    """Returns bytes of the device this process will use; None without a GPU."""
     return memory_of(device_of(cfg.trainer.accelerator))
 
 
@@ -120,7 +122,7 @@ def training_estimate(
 
 
 def alternatives(cfg: RunConfig, config: PretrainedConfig) -> Iterator[tuple[str, MemoryEstimate]]:
-    """The same command under every option of the group hardware that this machine has the devices for."""
+    """Yields the same command under every option of the group hardware that this machine has the devices for."""
     given = [word for word in cfg.composed.overrides if not str(word).startswith("hardware=")]
     folder = cfg.composed.config_dir
     for option in groups(folder).get("hardware", []):

@@ -71,7 +71,7 @@ def fill_card(cfg: RunConfig | Planned, config: PretrainedConfig, model: ModelSp
 
 
 def chosen(estimates: Sequence[MemoryEstimate], capacity: int | None) -> tuple[int, str]:
-    """Which of some estimates, the quickest choice's first, is taken on a device of so many bytes, and why."""
+    """Returns which of some estimates, the quickest choice's first, is taken on a device of so many bytes, and why."""
     if capacity is None:
         return len(estimates) - 1, "of least memory: there is no GPU whose memory could be read"
     for place, estimate in enumerate(estimates):
@@ -81,7 +81,8 @@ def chosen(estimates: Sequence[MemoryEstimate], capacity: int | None) -> tuple[i
 
 
 def least_capacity(cfg: RunConfig) -> int | None:
-    """Bytes of the device this process will use, in a job of several processes those of the node's smallest GPU.
+    """Returns bytes of the device this process will use, in a job of several processes those of the node's smallest
+    GPU.
 
     So all processes of a node decide alike; those of several nodes are compared when training begins.
     """
@@ -93,7 +94,7 @@ def least_capacity(cfg: RunConfig) -> int | None:
 
 
 def decision(asked: ModelSpec, made: ModelSpec) -> tuple[str, str, str]:
-    """What was left to the estimate, what it became, and what to set instead, in words."""
+    """Returns what was left to the estimate, what it became, and what to set instead, in words."""
     keys = [key for key in (*KEYS, "compile") if getattr(asked, key) == AUTO]
     what = _named([f"model.{key}" for key in keys])
     least = replace(asked.choices()[-1], compile=None)

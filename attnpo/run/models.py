@@ -58,7 +58,7 @@ COMPILED_CODE = "TORCHINDUCTOR_CACHE_DIR"  # names the folder in which torch kee
 def fill_reference(
     context: RunContext, sets: Mapping[str, ExampleSet], model: ScoredLM, shard: tuple[int, int] | None = None
 ) -> Table:
-    """The store's table of reference log-probabilities, with what the examples need computed and added.
+    """Returns the store's table of reference log-probabilities, with what the examples need computed and added.
 
     ``model`` is the reference (the policy before its first step). ``shard`` (rank, ranks) computes only every ranks-th
     example; without it a job of several processes is refused, since each would compute everything.
@@ -154,7 +154,7 @@ def _load_trial(context: RunContext) -> Path:
 
 
 def reference_table(context: RunContext) -> Table:
-    """The store's table of this run's reference log-probabilities."""
+    """Returns the store's table of this run's reference log-probabilities."""
     rules = context.cfg.lengths
     limits = rules.max_prompt_length, rules.max_length
     key = reference_key(reference_fingerprint(context), context.chat.fingerprint(), *limits, keep=rules.keep.value)
@@ -162,13 +162,17 @@ def reference_table(context: RunContext) -> Table:
 
 
 def autocast(cfg: RunConfig) -> torch.autocast:
-    """The number formats the policy will run in, so that stored and live log-probabilities come the same way."""
+    """Returns the number formats the policy will run in, so that stored and live log-probabilities come
+    the same way.
+    """
     device = device_of(cfg.trainer.accelerator).type
     return torch.autocast(device, torch.bfloat16, enabled=cfg.trainer.precision == "bf16-mixed")
 
 
 def with_reference(store: Path, table: Table, made: ExampleSet) -> Sequence[TrainingExample]:
-    """The examples of a split with the stored log-probabilities; UserError when one is missing or of another length."""
+    """Returns the examples of a split with the stored log-probabilities; UserError when one is missing or of another
+    length.
+    """
     examples, ids = made.examples, pair_ids_of(made.examples)
     chosen, rejected = (counts.tolist() for counts in sizes_of(examples).responses)
 
@@ -185,7 +189,7 @@ def with_reference(store: Path, table: Table, made: ExampleSet) -> Sequence[Trai
 
 @phase("loading the model")
 def load_start(context: RunContext) -> PreTrainedModel:
-    """The model that training starts from, in eval mode and without adapters."""
+    """Returns the model that training starts from, in eval mode and without adapters."""
     model = context.model
     return load_model(
         model.path,
@@ -199,7 +203,8 @@ def load_start(context: RunContext) -> PreTrainedModel:
 
 
 def load_policy(context: RunContext) -> ScoredLM:
-    """The model to train; under ``model.lora`` with fresh adapters, which change no number before the first step.
+    """Returns the model to train; under ``model.lora`` with fresh adapters, which change no number before the first
+    step.
 
     Under ``model.reward`` a reward model on the same base.
     """
@@ -312,7 +317,7 @@ def _uncompiled(context: RunContext, policy: ScoredLM) -> RunContext:
 
 
 def load_reference(context: RunContext, policy: ScoredLM) -> ScoredLM:
-    """The reference that is run during training: a frozen copy, or the policy without its adapters."""
+    """Returns the reference that is run during training: a frozen copy, or the policy without its adapters."""
     if context.cfg.reference == "adapter_off":
         return AdapterOff(policy)
     reference = ScoredLM(load_start(context), chunk=context.model.chunk)

@@ -58,7 +58,7 @@ def weigh_others(inputs: Inputs, pairs: Sequence[PreferencePair], ask: bool = Fa
 
 
 def _with_columns(encoded: EncodedSet, source: WeightSource) -> EncodedSet:
-    """The pairs that have every column that ``source`` reads."""
+    """Returns the pairs that have every column that ``source`` reads."""
     if not source.columns:
         return encoded
     both = zip(encoded.pairs, encoded.encoded, strict=True)
@@ -67,7 +67,9 @@ def _with_columns(encoded: EncodedSet, source: WeightSource) -> EncodedSet:
 
 
 def _captured(inputs: Inputs, pairs: Sequence[PreferencePair]) -> dict[str, PairWeights]:
-    """What the run's source captures for other pairs, through a store that is thrown away; empty if it asks nobody."""
+    """Returns what the run's source captures for other pairs, through a store that is thrown away; empty if it asks
+    nobody.
+    """
     source = inputs.weighed.source
     reader = make_reader(inputs.context, source)
     if reader is None:
@@ -86,7 +88,7 @@ def _without_verdicts(reader: object) -> object:
 
 
 def token_factors(objective: PreferenceObjective, rows: RowGroup) -> Float[Tensor, "rows R"]:
-    """What multiplies beta at each response token, as the objective has it."""
+    """Returns what multiplies beta at each response token, as the objective has it."""
     if "token_weights" not in objective.requires:
         return torch.ones_like(rows.token_weights["reward"])
     if not isinstance(objective, LengthScaled):
@@ -96,7 +98,9 @@ def token_factors(objective: PreferenceObjective, rows: RowGroup) -> Float[Tenso
 
 
 def reward_factors(inputs: Inputs, pairs: Sequence[PreferencePair]) -> Mapping[str, RewardFactors]:
-    """What the run's objective multiplies the log-ratios of other pairs by; pairs without any weight are left out."""
+    """Returns what the run's objective multiplies the log-ratios of other pairs by; pairs without any weight are left
+    out.
+    """
     found = {}
     objective, factors = inputs.context.cfg.objective, inputs.weighed.source.kind is Kind.FACTOR
     for example in weigh_others(inputs, pairs, ask=True):

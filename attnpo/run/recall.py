@@ -32,7 +32,7 @@ class Memory:
     def recall(
         self, key: Callable[[], dict[str, object]], make: Callable[[], Some], size: Callable[[Some], int]
     ) -> Some:
-        """What ``make`` gives, or gave for the same ``key``; a "what" in the key is its name in the log."""
+        """Returns what ``make`` gives, or gave for the same ``key``; a "what" in the key is its name in the log."""
         if not _open:
             return make()
         parts = key()
@@ -53,7 +53,7 @@ _open: list[object] = []
 
 @contextmanager
 def remembering() -> Iterator[None]:
-    """A context in which what is made is kept for further runs of this process; ``forget`` lets go of it.
+    """Opens a context in which what is made is kept for further runs of this process; ``forget`` lets go of it.
 
     What the paths of the configs hold must not change meanwhile.
     """

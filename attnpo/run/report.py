@@ -107,7 +107,7 @@ def _heat(rows: Sequence[HeatRow]) -> Fragment:
 
 
 def sample_blocks(path: Path) -> list[Beside]:
-    """The sampled answers of policy and reference, side by side; none where the run has written none."""
+    """Returns the sampled answers of policy and reference, side by side; none where the run has written none."""
     if not path.is_file():
         return []
     rows = [parse_json(line) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -121,7 +121,7 @@ def sample_blocks(path: Path) -> list[Beside]:
 
 
 def truth_table(truth: Mapping[str, Scores]) -> TableBlock:
-    """The scores against the truth, a row for each set of prompts."""
+    """Returns the scores against the truth, a row for each set of prompts."""
     names = list(truth["test"].numbers)
     heads = ["prompts", *("KL" if name == "kl" else in_words(name) for name in names)]
     rows: list[list[Cell]] = [[split, *(scores.numbers[name] for name in names)] for split, scores in truth.items()]
@@ -129,7 +129,9 @@ def truth_table(truth: Mapping[str, Scores]) -> TableBlock:
 
 
 def inputs_section(result: RunResult) -> Section:
-    """What became of the inputs: a column per split, lengths with theirs in a table of its own, and what is of none."""
+    """Returns what became of the inputs: a column per split, lengths with theirs in a table of its own, and what is of
+    none.
+    """
     every = {
         part: {name: value for name, value in flat(result.split(part), " ") if value != {}} for part in result.inputs
     }
@@ -161,12 +163,12 @@ PLACES = ("p50", "p90", "p99", "max")
 
 
 def in_words(name: str) -> str:
-    """A key as a page shows it."""
+    """Returns a key as a page shows it."""
     return name.replace("_", " ")
 
 
 def _plain(value: object) -> Cell:
-    """A value as a cell; a list of [text, count] in words."""
+    """Returns a value as a cell; a list of [text, count] in words."""
     if isinstance(value, list):
         return ", ".join(f"{one[0]!r} ({one[1]})" if isinstance(one, list) else str(one) for one in value)
     return value if isinstance(value, str | float | int | None) else str(value)
@@ -178,7 +180,9 @@ KL = {"tokens": "share of tokens", "kl": "share of KL", "kl_per_token": "KL per 
 
 
 def drift_section(result: RunResult, folder: Path) -> Section:
-    """Where the policy moved: KL by class of token, the figure ``drift.png``, which is drawn here, and the rest."""
+    """Returns where the policy moved: KL by class of token, the figure ``drift.png``, which is drawn here, and the
+    rest.
+    """
     every = dict(numbers(result.drift))
     parts = {part: words for part, words in PARTS.items() if part in result.drift}
     paths = [name.split("/") for name in every]
@@ -209,7 +213,7 @@ def drift_section(result: RunResult, folder: Path) -> Section:
 
 
 def _below(every: Mapping[str, float | int], opening: str) -> Iterator[tuple[str, float | int]]:
-    """The entries whose name begins with ``opening``, by the rest of it."""
+    """Returns the entries whose name begins with ``opening``, by the rest of it."""
     return ((name.removeprefix(opening), value) for name, value in every.items() if name.startswith(opening))
 
 
@@ -279,7 +283,7 @@ def numbers(node: Mapping[str, object]) -> Iterator[tuple[str, float | int]]:
 
 
 def _table(table: Table) -> Any:
-    """A W&B table; columns that mix numbers and texts are allowed."""
+    """Returns a W&B table; columns that mix numbers and texts are allowed."""
     import wandb
 
     return wandb.Table(columns=list(table[0]), data=table[1], allow_mixed_types=True)
@@ -289,7 +293,8 @@ def _table(table: Table) -> Any:
 
 
 def make_exporter(inputs: Inputs, *, dtype: str | None = None, card: bool = True) -> Exporter:
-    """The exporter of a run: its tokenizer and template, every id that ends a turn, and the facts of its model card.
+    """Returns the exporter of a run: its tokenizer and template, every id that ends a turn, and the facts of its model
+    card.
 
     Logs what users of the folder must know, which the card tells too. ``card`` false spares facts and log, since the
     digest of a large base's weights takes a while: for runs that keep no checkpoint and for processes that write
@@ -321,7 +326,9 @@ def make_exporter(inputs: Inputs, *, dtype: str | None = None, card: bool = True
 
 
 def card_facts(inputs: Inputs) -> dict[str, Any]:
-    """What a run's model card tells apart from its metrics, as plain data (keys: ``attnpo/training/model_card.py``)."""
+    """Returns what a run's model card tells apart from its metrics, as plain data (keys:
+    ``attnpo/training/model_card.py``).
+    """
     cfg, model = inputs.context.cfg, inputs.context.model
     statistics = example_statistics(inputs)
     return {
@@ -364,7 +371,7 @@ def card_facts(inputs: Inputs) -> dict[str, Any]:
 
 
 def command(composed: Composition) -> list[str]:
-    """The command that composes a run's config, without the overrides that only say where things lie."""
+    """Returns the command that composes a run's config, without the overrides that only say where things lie."""
     kept = [
         mask(override)
         for override in composed.overrides
@@ -374,7 +381,7 @@ def command(composed: Composition) -> list[str]:
 
 
 def settings_of(node: Mapping[str, object]) -> dict[str, object]:
-    """The settings of a component's config node, nested ones under dotted names."""
+    """Returns the settings of a component's config node, nested ones under dotted names."""
     return {key: value for key, value in flat(node) if value != {} and key.rpartition(".")[2] != "_target_"}
 
 
@@ -408,7 +415,7 @@ def _judge_facts(inputs: Inputs, node: Mapping[str, Any]) -> dict[str, Any] | No
 
 
 def _place(inputs: Inputs, path: str) -> dict[str, Any]:
-    """What a card says of a model's or data set's path: as the user gave it, never where the store lies."""
+    """Returns what a card says of a model's or data set's path: as the user gave it, never where the store lies."""
     prepared = store_root(inputs.context.cfg) / "prepared"
     if Path(path).is_relative_to(prepared):
         return {"name": "a testbed base", "path": "built from nothing by `prepare`", "hub": None}

@@ -50,26 +50,26 @@ class RunResult:
     merged: dict[str, Json] = field(default_factory=dict)
 
     def split(self, name: str) -> dict[str, Json]:
-        """What became of a split's pairs; empty where it is not said."""
+        """Returns what became of a split's pairs; empty where it is not said."""
         part = self.inputs.get(name)
         return part if isinstance(part, dict) else {}
 
     def input(self, split: str, name: str) -> float:
-        """A number of a split's account by its dotted ``name``; NaN where it is missing."""
+        """Returns a number of a split's account by its dotted ``name``; NaN where it is missing."""
         return _number(self.split(split), name, ".")
 
     def moved(self, name: str) -> float:
-        """A number of ``drift`` by its path (``answers/kl``); NaN where it is missing."""
+        """Returns a number of ``drift`` by its path (``answers/kl``); NaN where it is missing."""
         return _number(self.drift, name, "/")
 
     @property
     def judge(self) -> dict[str, Json]:
-        """How good the judge's verdicts are; empty where none were read."""
+        """Returns how good the judge's verdicts are; empty where none were read."""
         return self.split("judge")
 
     @property
     def judge_warning(self) -> str | None:
-        """What is wrong with the judge's verdicts, if they tell nothing of preference."""
+        """Returns what is wrong with the judge's verdicts, if they tell nothing of preference."""
         warning = self.judge.get("warning")
         return None if warning is None else str(warning)
 
@@ -113,7 +113,7 @@ class RunResult:
         return [text for text in found if text is not None]
 
     def to_json(self) -> dict[str, object]:
-        """The content of ``result.json``."""
+        """Returns the content of ``result.json``."""
         truth = None
         if self.truth is not None:
             truth = {
@@ -126,7 +126,7 @@ class RunResult:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "RunResult":
-        """The result that ``to_json`` wrote. ValueError for what is no result of a run."""
+        """Returns the result that ``to_json`` wrote. ValueError for what is no result of a run."""
         try:
             truth = None
             if data["truth"]:
@@ -150,7 +150,7 @@ class RunResult:
 
     @classmethod
     def read(cls, text: str) -> "RunResult":
-        """The result in the text of a ``result.json``. ValueError for what is none."""
+        """Returns the result in the text of a ``result.json``. ValueError for what is none."""
         data = parse_json(text)
         if not isinstance(data, dict):
             raise ValueError(f"it is no result of a run: expected keys with values, got {type(data).__name__}")
@@ -158,6 +158,6 @@ class RunResult:
 
 
 def _number(node: Mapping[str, Json], name: str, between: str) -> float:
-    """The number at ``name``, its keys joined by ``between``; NaN where it is missing."""
+    """Returns the number at ``name``, its keys joined by ``between``; NaN where it is missing."""
     value = dict(flat(node, between)).get(name)
     return float(value) if isinstance(value, int | float) else math.nan

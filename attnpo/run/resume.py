@@ -97,7 +97,7 @@ def with_saved_reference(cfg: RunConfig, folder: Path) -> RunConfig:
 
 
 def find_resume(cfg: RunConfig, folder: Path, point: bool = False) -> Path | None:
-    """The checkpoint to continue from: ``resume`` auto (``last/`` if there), a path, or None.
+    """Returns the checkpoint to continue from: ``resume`` auto (``last/`` if there), a path, or None.
 
     What is read of it is compared with the digests taken when it was written. ``point``: the run is one of a study's,
     whose folder is named by all that moves a number; what is damaged there is said and made anew.
@@ -179,14 +179,15 @@ def _chosen(path: Path) -> Path:
 
 
 def _unchecked(place: Path) -> str | None:
-    """What to say of a checkpoint that cannot be compared with digests, or None."""
+    """Returns what to say of a checkpoint that cannot be compared with digests, or None."""
     if is_sealed(place) or not place.is_dir():
         return None
     return f"it has no {SEAL} (an earlier version wrote none); resume={place} takes it unchecked"
 
 
 def _problem(cfg: RunConfig, place: Path) -> str | None:
-    """What is damaged in a checkpoint folder of what a run goes on with, or None; UserError when it is another run's.
+    """Returns what is damaged in a checkpoint folder of what a run goes on with, or None; UserError when it is another
+    run's.
 
     A folder without digests is asked whether its state has the form of one.
     """
@@ -199,7 +200,9 @@ def _problem(cfg: RunConfig, place: Path) -> str | None:
 
 
 def _problem_of_best(folder: Path, resume: Path) -> str | None:
-    """What is wrong with the account of the run's own ``best/``, which tells what a better policy is; or None."""
+    """Returns what is wrong with the account of the run's own ``best/``, which tells what a better
+    policy is; or None.
+    """
     best = whole(folder / "best")
     if not best.is_dir() or best == resume.parent or forked(folder, resume) or not is_sealed(resume.parent):
         return None
@@ -218,7 +221,7 @@ def _damaged(cfg: RunConfig, path: Path, problem: str) -> UserError:
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with a training state, or None. Reads its structure and no tensor, whatever its size."""
+    """Returns what is wrong with a training state, or None. Reads its structure and no tensor, whatever its size."""
     if not path.is_file():
         return "it is missing"
     if path.stat().st_size == 0:
@@ -245,7 +248,7 @@ def check_contents(inputs: Inputs, resume: Path) -> None:
 
 
 def read_result(folder: Path) -> tuple[RunResult | None, str | None]:
-    """The result of the run in ``folder``, or None and why there is none although its file is there.
+    """Returns the result of the run in ``folder``, or None and why there is none although its file is there.
 
     Result and config are compared with the digests that the run wrote as its last act.
     """
@@ -261,7 +264,7 @@ def read_result(folder: Path) -> tuple[RunResult | None, str | None]:
 
 
 def finished(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | None:
-    """The result of a run that ``resume=auto`` asks to go on with and that is over already, or None.
+    """Returns the result of a run that ``resume=auto`` asks to go on with and that is over already, or None.
 
     One that is damaged, or whose config is, does not count, which is said (for a study's ``point`` the study has).
 
@@ -303,7 +306,7 @@ def _held(folder: Path) -> str | None:
 
 
 def forked(folder: Path, resume: Path | None) -> bool:
-    """Whether a run in ``folder`` goes on from the checkpoint of another folder's run."""
+    """Returns whether a run in ``folder`` goes on from the checkpoint of another folder's run."""
     if resume is None:
         return False
     own, place = folder.resolve(), resume.parent

@@ -67,7 +67,7 @@ log = logging.getLogger(__name__)
 
 
 def run(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | None:
-    """The result of one run, also written to ``result.json`` in its folder.
+    """Returns the result of one run, also written to ``result.json`` in its folder.
 
     Config, metrics, curves, report, checkpoints and samples lie beside it. In a job of several processes the first one
     writes and scores; the others get None. ``resume`` auto in the folder of a finished run gives its result;

@@ -103,29 +103,31 @@ class RunConfig(Root):
         self.check_combination()
 
     def seed_count(self) -> int:
-        """How many seeds are counted from ``seed``."""
+        """Returns how many seeds are counted from ``seed``."""
         return 1
 
     def title(self) -> str:
-        """What a run folder without a name is called, before its time stamp."""
+        """Returns what a run folder without a name is called, before its time stamp."""
         return "run"
 
     def headline(self) -> str:
-        """What is about to be done, in a few words."""
+        """Returns what is about to be done, in a few words."""
         return f"one run, setting {self.composed.choices.get('setting') or 'none'}"
 
     def budget(self) -> str:
-        """How long is trained."""
+        """Returns how long is trained."""
         trainer = self.trainer
         epochs = f"{trainer.max_epochs} epoch{'s' * (trainer.max_epochs != 1)}"
         return epochs if trainer.max_steps < 0 else f"{trainer.max_steps} optimiser steps"
 
     def grid_note(self) -> str:
-        """What replaces the learning rate and beta that stand in the configuration; empty for a single run."""
+        """Returns what replaces the learning rate and beta that stand in the configuration; empty for a single run."""
         return ""
 
     def kept_folder(self) -> str | None:
-        """The folder below ``output`` that a repeated command finds again without a name; None for a fresh one."""
+        """Returns the folder below ``output`` that a repeated command finds again without a name; None for
+        a fresh one.
+        """
         return None
 
     def check_combination(self) -> None:

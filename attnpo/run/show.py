@@ -64,7 +64,7 @@ class _Subject:
 
 
 def weighed_pairs(cfg: ShowConfig) -> list[ShownPair]:
-    """The typed pair, or rows of a run's or the configuration's data, under every view that is asked for.
+    """Returns the typed pair, or rows of a run's or the configuration's data, under every view that is asked for.
 
     UserError where nothing is named, a row is not there, or it cannot be weighed or scored.
     """
@@ -139,7 +139,7 @@ def _subject(cfg: ShowConfig) -> _Subject:
 
 
 def _chosen(cfg: ShowConfig, typed: TypedPair | None, context: RunContext) -> Sequence[PreferencePair]:
-    """The typed pair, or those that ``rows`` or ``ids`` name."""
+    """Returns the typed pair, or those that ``rows`` or ``ids`` name."""
     if typed is not None:
         return typed.load("train").pairs
     found: PairSet = context.cfg.data.load(cfg.split)
@@ -170,7 +170,7 @@ def _scores(cfg: ShowConfig, context: RunContext, examples: Sequence[TrainingExa
 
 
 def _policy(cfg: ShowConfig) -> str | None:
-    """Where the policy lies; None where the model itself is meant. UserError for a run that kept none."""
+    """Returns where the policy lies; None where the model itself is meant. UserError for a run that kept none."""
     if cfg.policy is not None or cfg.run is None:
         return cfg.policy
     for name in POLICIES:

@@ -25,7 +25,7 @@ class TypedPair:
     rejected: str
 
     def load(self, split: str) -> PairSet:
-        """The pair as "train"; "val" has none."""
+        """Returns the pair as "train"; "val" has none."""
         if split != "train":
             return PairSet([])
         turn = Message(role="user", content=self.prompt)
@@ -70,11 +70,11 @@ class ShowConfig(RunConfig):
 
     @property
     def reads_logps(self) -> bool:
-        """Whether models have to score the tokens."""
+        """Returns whether models have to score the tokens."""
         return self.column in LOGPS
 
     def out_file(self) -> Path | None:
-        """The file that is written; None where there is none."""
+        """Returns the file that is written; None where there is none."""
         return None if self.out in (None, "-") else Path(str(self.out)).expanduser()
 
     def unread(self) -> dict[str, str]:

@@ -51,7 +51,7 @@ def _data(cfg: RunConfig) -> str:
 
 
 def _place(cfg: RunConfig, path: str) -> str:
-    """A path or hub name; where the setting builds what lies there, its name."""
+    """Returns a path or hub name; where the setting builds what lies there, its name."""
     if path in (MISSING, "None") and cfg.prepare is not None:
         return (
             f"built by {cfg.composed.choices.get('prepare') or type(cfg.prepare).__name__} (once, then from the store)"
@@ -81,7 +81,7 @@ def _objective(cfg: RunConfig) -> str:
 
 
 def _name(cfg: RunConfig, group: str, component: object) -> str:
-    """The option of a group that was chosen, else the component's own name."""
+    """Returns the option of a group that was chosen, else the component's own name."""
     return cfg.composed.choices.get(group) or type(component).__name__
 
 

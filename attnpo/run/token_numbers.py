@@ -24,7 +24,7 @@ class Scores:
     reference: LogpPair
 
     def columns(self, objective: PreferenceObjective, example: TrainingExample) -> list[dict[str, Float[Tensor, " _"]]]:
-        """The columns of either side: log-probabilities, log-ratio, contribution to the margin."""
+        """Returns the columns of either side: log-probabilities, log-ratio, contribution to the margin."""
         parts = contributions(objective, example, self)
         return [
             {"logp": policy, "reference_logp": reference, "log_ratio": policy - reference, "contribution": part}
@@ -33,7 +33,8 @@ class Scores:
 
 
 def contributions(objective: PreferenceObjective, example: TrainingExample, scores: Scores) -> LogpPair:
-    """How much smaller the pair's reward margin is where the policy gives a token the reference's log-probability.
+    """Returns how much smaller the pair's reward margin is where the policy gives a token the reference's
+    log-probability.
 
     The margin is the objective's own (chosen minus rejected reward), so beta, |y| and weights are in it. Where it is
     linear in the log-ratios, as in DPO and TwDPO, the contributions of all tokens add up to it. UserError for an
@@ -59,7 +60,9 @@ def _margins(
     scores: Scores,
     left_out: Sequence[tuple[int, int] | None],
 ) -> Float[Tensor, " _"]:
-    """The margin with each of the tokens (side, place) as the reference has it; None leaves the policy as it is."""
+    """Returns the margin with each of the tokens (side, place) as the reference has it; None leaves the policy as it
+    is.
+    """
     copies = len(left_out)
     batch = collate([example] * copies, padded, 0, copies)
     shape = batch.main.response_mask.shape

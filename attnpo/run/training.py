@@ -81,7 +81,7 @@ class Trained:
 
 @phase("setting up training")
 def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | None = None) -> Trained:
-    """The trained policy of a run; writes logs and checkpoint folders under ``folder``."""
+    """Returns the trained policy of a run; writes logs and checkpoint folders under ``folder``."""
     cfg = inputs.context.cfg
     settings = as_launched(cfg.trainer)
     callbacks, objective = cfg.callbacks, cfg.objective
@@ -150,7 +150,9 @@ def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | No
 
 
 def keeper(context: RunContext, sets: Mapping[str, ExampleSet]) -> KeptReference | None:
-    """What stores the reference log-probabilities of a run while it computes them; None if all are stored already."""
+    """Returns what stores the reference log-probabilities of a run while it computes them; None if all are stored
+    already.
+    """
     store, table = Path(context.store.root), reference_table(context)
     pair_ids = list(dict.fromkeys(pair_id for made in sets.values() for pair_id in pair_ids_of(made.examples)))
     lacking = table.missing(pair_ids, SIDES)
@@ -169,7 +171,7 @@ def keeper(context: RunContext, sets: Mapping[str, ExampleSet]) -> KeptReference
 
 
 def makers_of(inputs: Inputs) -> dict[str, RowMaker]:
-    """What makes the further rows that the objective asks for with each micro-batch."""
+    """Returns what makes the further rows that the objective asks for with each micro-batch."""
     context, objective = inputs.context, inputs.context.cfg.objective
     if "group:anchor" not in objective.requires:
         return {}
@@ -181,7 +183,7 @@ def makers_of(inputs: Inputs) -> dict[str, RowMaker]:
 
 
 def sharded(policy: ScoredLM) -> bool:
-    """Whether the weights of a policy lie spread over processes."""
+    """Returns whether the weights of a policy lie spread over processes."""
     return any(isinstance(parameter, DTensor) for parameter in policy.parameters())
 
 

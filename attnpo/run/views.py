@@ -36,7 +36,7 @@ class Asked:
     def of(self, pair: PreferencePair, encoded: Mapping[str, EncodedResponse], raw: PairWeights | None) -> Iterator[
         tuple[View, TrainingExample, PairWeights | None]
     ]:  # fmt: skip
-        """Each view with the pair weighed so, and the rounds it read."""
+        """Yields each view with the pair weighed so, and the rounds it read."""
         for view, source in self.views:
             rounds = raw if raw is None else replace(raw, rounds=_rounds(raw, view.round))
             yield view, self._example(view, source, pair, encoded, rounds), rounds
@@ -69,7 +69,7 @@ class Asked:
 def asked_views(
     cfg: ShowConfig, weighed: Weighed, transforms: Mapping[str, WeightTransform], align: AlignRules
 ) -> Asked:
-    """The views that ``cfg`` asks for. UserError for a layer, round or stage that these weights have not."""
+    """Returns the views that ``cfg`` asks for. UserError for a layer, round or stage that these weights have not."""
     source, name = weighed.source, type(weighed.source).__name__
     stages = [*([CAPTURED] if source.requires else []), SOURCE, *transforms]
     chosen = stages if list(cfg.stages) == [ALL] else list(cfg.stages) or stages[-1:]
@@ -90,7 +90,7 @@ def asked_views(
 
 
 def _layer(source: WeightSource) -> int | None:
-    """The number of the one layer that a resolved source reads."""
+    """Returns the number of the one layer that a resolved source reads."""
     return (
         source.layer if isinstance(source, Attention) and not source.layers and isinstance(source.layer, int) else None
     )
@@ -115,7 +115,7 @@ def shown(
     note: str,
     traces: tuple[str, ...] = (),
 ) -> ShownPair:
-    """The pair under ``view``; ``more`` are further columns of (chosen, rejected)."""
+    """Returns the pair under ``view``; ``more`` are further columns of (chosen, rejected)."""
     heat = heat_row(
         pair,
         example.sides,
@@ -145,6 +145,6 @@ def shown_side(
     scale: float,
     more: Mapping[str, Float[Tensor, " _"]],
 ) -> ShownSide:
-    """One response with its weights, these times ``scale`` (relative to uniform), and ``more`` columns."""
+    """Returns one response with its weights, these times ``scale`` (relative to uniform), and ``more`` columns."""
     columns = {"weight": weights, "relative": weights * scale, **more}
     return ShownSide(side.tokens, tuple(ids), None if offsets is None else tuple(offsets), columns, side.summary())

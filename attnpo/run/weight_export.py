@@ -79,7 +79,7 @@ def export_weights(
 
 
 def write_weights(cfg: RunConfig, path: Path, split: str = "train") -> Path:
-    """The same for a typed configuration."""
+    """Returns the same for a typed configuration."""
     check_export(cfg, path)
     check_choice("split", split, SPLITS)
     path = path.expanduser()
@@ -116,7 +116,9 @@ def check_export(cfg: RunConfig, path: Path) -> None:
 
 
 def rows_of(inputs: Inputs, split: str) -> Iterator[dict[str, object]]:
-    """The row of every pair that is trained on, in the order of the data. UserError for a pair with two prompts."""
+    """Yields the row of every pair that is trained on, in the order of the data. UserError for a pair
+    with two prompts.
+    """
     pairs = {pair.pair_id: pair for pair in inputs.pairs[split].pairs}
     source, layers = type(inputs.weighed.source).__name__, inputs.weighed.layers
     layer = layers[0] if len(layers) == 1 and isinstance(layers[0], int) and layers[0] > 0 else None
@@ -148,7 +150,9 @@ def _row(pair: PreferencePair, example: TrainingExample) -> dict[str, object]:
 
 
 def about(inputs: Inputs, split: str) -> dict[str, object]:
-    """What the numbers were made with: model, tokenizer, length rules, weights; and what became of the pairs."""
+    """Returns what the numbers were made with: model, tokenizer, length rules, weights; and what became
+    of the pairs.
+    """
     context, weighed = inputs.context, inputs.weighed
     cfg, made = context.cfg, inputs.examples[split]
     return {

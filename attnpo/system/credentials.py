@@ -41,7 +41,7 @@ def note_read(variable: str) -> None:
 
 @contextmanager
 def note_reads() -> Iterator[list[str]]:
-    """A context whose list has the names of the variables that were read in it."""
+    """Opens a context whose list has the names of the variables that were read in it."""
     _reads.clear()
     yield _reads
 

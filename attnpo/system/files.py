@@ -78,7 +78,7 @@ def to_disk(path: Path) -> None:
 
 
 def file_digest(path: Path) -> str:
-    """The sha256 of a file's bytes, in hexadecimal."""
+    """Returns the sha256 of a file's bytes, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -97,12 +97,12 @@ def seal(folder: Path, known: Mapping[str, str] | None = None, only: Sequence[st
 
 
 def is_sealed(folder: Path) -> bool:
-    """Whether ``folder`` holds the digests of its files."""
+    """Returns whether ``folder`` holds the digests of its files."""
     return (folder / SEAL).is_file()
 
 
 def sealed(folder: Path) -> dict[str, str]:
-    """The digests that ``folder`` holds of its files; none where there is no seal that can be read."""
+    """Returns the digests that ``folder`` holds of its files; none where there is no seal that can be read."""
     digests = _read_seal(folder)
     return {} if isinstance(digests, str) else digests
 
@@ -141,7 +141,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _read_seal(folder: Path) -> dict[str, str] | str:
-    """The digests in a folder's seal, or what is wrong with it."""
+    """Returns the digests in a folder's seal, or what is wrong with it."""
     try:
         content = parse_json((folder / SEAL).read_text(encoding="utf-8"))
         files: dict[str, str] = content["files"]
@@ -242,7 +242,7 @@ def mend_lines(path: Path) -> bool:
 
 
 def _files(folder: Path) -> list[str]:
-    """The files below ``folder`` that count: not its seal, and nothing hidden."""
+    """Returns the files below ``folder`` that count: not its seal, and nothing hidden."""
     names = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     return sorted(
         name.as_posix()
@@ -266,17 +266,17 @@ def set_aside(path: Path) -> Path:
 
 
 def clean(name: str) -> str:
-    """A name as part of a file's name."""
+    """Returns a name as part of a file's name."""
     return "".join(letter if letter.isalnum() or letter in "=.-" else "_" for letter in name)
 
 
 def folder_size(folder: Path) -> int:
-    """Bytes of all files below ``folder``; 0 where there is none."""
+    """Returns bytes of all files below ``folder``; 0 where there is none."""
     return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def in_bytes(count: int) -> str:
-    """A number of bytes for readers: ``1.4 GiB``."""
+    """Returns a number of bytes for readers: ``1.4 GiB``."""
     if count < 1024:
         return f"{count} B"
     size = count / 1024
@@ -314,6 +314,6 @@ def differences(stored: Mapping[str, object], asked: Mapping[str, object]) -> li
 
 
 def shortened(value: object, most: int = 60) -> str:
-    """A JSON value as text of at most ``most`` characters."""
+    """Returns a JSON value as text of at most ``most`` characters."""
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= most else f"{text[: most - 3]}..."

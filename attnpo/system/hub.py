@@ -36,7 +36,7 @@ def out_of_reach() -> str | None:
 
 @contextmanager
 def hub() -> Iterator[None]:
-    """A context in which the libraries use what they have downloaded before if the hub is out of reach."""
+    """Opens a context in which the libraries use what they have downloaded before if the hub is out of reach."""
     from huggingface_hub import constants
 
     # The switches these libraries read at each request; their environment variable is read at import only.

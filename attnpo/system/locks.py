@@ -65,7 +65,7 @@ class Holder:
         return f"process {self.pid} on host {self.host} since {self.since}"
 
     def lives(self) -> bool | None:
-        """Whether its process is there; None where this one cannot see it."""
+        """Returns whether its process is there; None where this one cannot see it."""
         if self.machine != _machine() or self.pid < 1:
             return None
         try:
@@ -78,11 +78,11 @@ class Holder:
         return None if began is None else began == self.began
 
     def follows(self, other: "Holder") -> bool:
-        """Whether it is a later attempt of the scheduler's job that ``other`` was an attempt of."""
+        """Returns whether it is a later attempt of the scheduler's job that ``other`` was an attempt of."""
         return any(count > other.attempts.get(job, count) for job, count in self.attempts.items())
 
     def shares(self, other: "Holder") -> bool:
-        """Whether both are processes of one job; Lightning starts the others from the leading one."""
+        """Returns whether both are processes of one job; Lightning starts the others from the leading one."""
         return bool(self.job and self.job == other.job) or other.pid == os.getppid()
 
 
@@ -90,7 +90,7 @@ class Holder:
 def locked(
     folder: Path, timeout: float = TIMEOUT, *, leading: bool = True, file: str = "", instead: str = "name="
 ) -> Iterator[None]:
-    """A context in which no other job works in ``folder``, or on its file ``file``.
+    """Opens a context in which no other job works in ``folder``, or on its file ``file``.
 
     The leading process of a job holds the lock; its others (``leading`` false) wait until it has it or it is free. A
     holder that is gone is replaced: at once on this machine, on another when its heartbeat is ``timeout`` seconds old.
@@ -183,7 +183,7 @@ def _claim(mark: Path, this: Holder) -> bool:
 
 
 def _read(lock: Path) -> tuple[Path, float, Holder] | None:
-    """The lock's file, the time of its last heartbeat, and its holder; None where there is no lock."""
+    """Returns the lock's file, the time of its last heartbeat, and its holder; None where there is no lock."""
     try:
         path = next(lock.iterdir(), None)
         if path is None:
@@ -198,7 +198,7 @@ def _read(lock: Path) -> tuple[Path, float, Holder] | None:
 
 
 def _silent(age: float, unchanged: float, moves: bool, patience: float, silence: float) -> bool | None:
-    """Whether a heartbeat has stopped; None when it is too early to tell.
+    """Returns whether a heartbeat has stopped; None when it is too early to tell.
 
     ``age``: seconds since the last one by the file system's clock; ``unchanged``: seconds in which no new one was seen;
     ``moves``: whether one was ever seen. Clocks of machines may disagree, so an old one counts as stopped only after
@@ -247,7 +247,9 @@ def _keep(mark: Path, beat: float, stop: threading.Event) -> None:
 
 
 def _machine() -> str:
-    """An identity of this machine since its start, and of this container: process numbers are unique within it."""
+    """Returns an identity of this machine since its start, and of this container: process numbers are
+    unique within it.
+    """
     names = [socket.gethostname()]
     with suppress(OSError):
         names.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -270,7 +272,7 @@ def _began(pid: int) -> str | None:
 
 
 def _job() -> str:
-    """An identity shared by the processes of a job, from their launcher; empty where there is none."""
+    """Returns an identity shared by the processes of a job, from their launcher; empty where there is none."""
     torchrun = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
     slurm = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
     names = torchrun if "MASTER_PORT" in os.environ else slurm
@@ -280,7 +282,7 @@ def _job() -> str:
 
 
 def _attempts() -> dict[str, int]:
-    """The jobs of SLURM and torchrun that this process is part of, each with how often it was restarted."""
+    """Returns the jobs of SLURM and torchrun that this process is part of, each with how often it was restarted."""
     names = (("SLURM_JOB_ID", "SLURM_RESTART_COUNT"), ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"))
     return {
         f"{job}={os.environ[job]}": int(os.environ.get(restarts) or 0)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def device_of(accelerator: str) -> "torch.device":
-    """Where models that are not trained run: the GPU of this process if ``trainer.accelerator`` allows one."""
+    """Returns where models that are not trained run: the GPU of this process if ``trainer.accelerator`` allows one."""
     import torch
 
     if accelerator == "cpu" or not torch.cuda.is_available():
@@ -24,7 +24,7 @@ def device_of(accelerator: str) -> "torch.device":
 
 
 def memory_of(device: "torch.device") -> int | None:
-    """Bytes of memory that a device has; None where it is no GPU."""
+    """Returns bytes of memory that a device has; None where it is no GPU."""
     import torch
 
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
@@ -50,7 +50,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The commit this package is checked out at, marked where files differ from it; None outside a checkout."""
+    """Returns the commit this package is checked out at, marked where files differ from it; None outside a checkout."""
     if not (ROOT / ".git").exists():
         return None
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=, changed", "--exclude=*"]
@@ -62,7 +62,7 @@ def commit() -> str | None:
 
 
 def version_line() -> str:
-    """All versions in one line."""
+    """Returns all versions in one line."""
     found, at = versions(), commit()
     own = f"{found.pop('attnpo')} (commit {at})" if at else found.pop("attnpo")
     return f"versions: attnpo {own} " + " ".join(f"{name} {version}" for name, version in found.items())

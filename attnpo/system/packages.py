@@ -8,7 +8,9 @@ from pathlib import Path
 
 
 def missing_package(error: BaseException) -> str | None:
-    """What to install when ``error`` says that a package attnpo can use is not there; None for any other error."""
+    """Returns what to install when ``error`` says that a package attnpo can use is not there; None for
+    any other error.
+    """
     if not isinstance(error, ImportError):  # PackageNotFoundError is one too
         return None
     named = [str(error.name).partition(".")[0]] if error.name else re.findall(r"[A-Za-z][\w-]*", str(error))
@@ -23,7 +25,9 @@ def missing_package(error: BaseException) -> str | None:
 
 
 def install_line(extra: str) -> str:
-    """The command that installs what an extra brings, from the checkout or into an installation from a wheel."""
+    """Returns the command that installs what an extra brings, from the checkout or into an installation
+    from a wheel.
+    """
     checkout = Path(__file__).resolve().parents[2]
     if not (checkout / "setup.cfg").is_file():
         return f"pip install 'attnpo[{extra}]'"
@@ -32,7 +36,7 @@ def install_line(extra: str) -> str:
 
 
 def _installed(package: str) -> bool:
-    """Whether a package is installed and not blocked by a None in ``sys.modules``."""
+    """Returns whether a package is installed and not blocked by a None in ``sys.modules``."""
     try:
         metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -41,7 +45,7 @@ def _installed(package: str) -> bool:
 
 
 def _requirements() -> dict[str, list[str]]:
-    """The packages attnpo can use, each with the extras it is part of (none: it is always needed)."""
+    """Returns the packages attnpo can use, each with the extras it is part of (none: it is always needed)."""
     try:
         listed = metadata.requires("attnpo") or []
     except metadata.PackageNotFoundError:  # run from a checkout that was not installed

@@ -39,7 +39,7 @@ def local_rank() -> int:
 
 
 def leads() -> bool:
-    """Whether this process reports for its job."""
+    """Returns whether this process reports for its job."""
     return process()[0] == 0 and os.environ.get("NODE_RANK", "0") == "0"
 
 
@@ -48,7 +48,7 @@ _last_acts: list[Callable[[], None]] = []
 
 @contextmanager
 def before_sudden_end(act: Callable[[], None]) -> Iterator[None]:
-    """A context in which ``act`` is called before a signal ends this process at once, without an exception."""
+    """Opens a context in which ``act`` is called before a signal ends this process at once, without an exception."""
     _last_acts.append(act)
     try:
         yield
@@ -57,12 +57,12 @@ def before_sudden_end(act: Callable[[], None]) -> Iterator[None]:
 
 
 def by_slurm() -> bool:
-    """Whether it is SLURM that numbers this job's processes, and no launcher inside its job."""
+    """Returns whether it is SLURM that numbers this job's processes, and no launcher inside its job."""
     return "WORLD_SIZE" not in os.environ and launched() is not None
 
 
 def launcher() -> tuple[str, str]:
-    """What started this job's processes, and what to put before a command that is to be one process there."""
+    """Returns what started this job's processes, and what to put before a command that is to be one process there."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return "torchrun", ""
     if "WORLD_SIZE" not in os.environ and "SLURM_NTASKS" in os.environ:

@@ -48,7 +48,9 @@ class Store:
     _tables: dict[Path, "Table"] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def table(self, kind: str, key: Mapping[str, object]) -> "Table":
-        """The table of ``kind`` whose numbers depend on exactly ``key`` (JSON-serialisable); one object per key."""
+        """Returns the table of ``kind`` whose numbers depend on exactly ``key`` (JSON-serialisable); one object per
+        key.
+        """
         folder = Path(self.root) / kind / _name(key)
         return self._tables.setdefault(folder, Table(folder, dict(key)))
 
@@ -93,7 +95,7 @@ class Table:
     # ------------------------------------------------------------------------------------------- looking
 
     def columns_present(self, pair_ids: Iterable[str]) -> dict[str, set[str]]:
-        """The stored columns of each pair id; an empty set for an unknown one."""
+        """Returns the stored columns of each pair id; an empty set for an unknown one."""
         present: dict[str, set[str]] = {pair_id: set() for pair_id in pair_ids}
         for shard in self._index():
             for pair_id in present.keys() & shard.rows.keys():
@@ -101,13 +103,13 @@ class Table:
         return present
 
     def missing(self, pair_ids: Sequence[str], columns: Iterable[str]) -> list[str]:
-        """The pair ids that lack one of ``columns``, in their order, without repeats."""
+        """Returns the pair ids that lack one of ``columns``, in their order, without repeats."""
         wanted = set(columns)
         present = self.columns_present(pair_ids)
         return [pair_id for pair_id, have in present.items() if wanted - have]
 
     def seconds_per_pair(self, pair_ids: Iterable[str]) -> float | None:
-        """What computing one of these pairs took, by what was noted beside them; None where nothing was."""
+        """Returns what computing one of these pairs took, by what was noted beside them; None where nothing was."""
         wanted = set(pair_ids)
         timed = [
             (shard.seconds, len(shard.rows))
@@ -118,7 +120,7 @@ class Table:
         return sum(seconds for seconds, _ in timed) / pairs if pairs else None
 
     def nearest_difference(self) -> str | None:
-        """The first part of the key in which the most similar other table of this kind differs, or None.
+        """Returns the first part of the key in which the most similar other table of this kind differs, or None.
 
         Reads like "judge.dtype: stored float32, asked bfloat16".
         """
@@ -233,7 +235,7 @@ class Table:
     # ------------------------------------------------------------------------------------------- index
 
     def _index(self) -> list[_Shard]:
-        """Every sound shard, by name; an entry is read and its shard's checksum tested once per process."""
+        """Returns every sound shard, by name; an entry is read and its shard's checksum tested once per process."""
         names = {path.stem for path in self.folder.glob("*.json")} - {Path(KEY_FILE).stem}
         for name in self._shards.keys() - names:
             del self._shards[name]
@@ -275,7 +277,7 @@ class Table:
         write_whole(self.folder / KEY_FILE, json.dumps(identify(self.key), indent=1, sort_keys=True))
 
     def _check(self, name: str) -> _Shard:
-        """The shard of an entry.
+        """Returns the shard of an entry.
 
         ``_Stranger`` when it is of another key; else an error of some kind when either of its two files is not what was
         written.
@@ -310,12 +312,12 @@ class Table:
 
 
 def _name(key: Mapping[str, object]) -> str:
-    """The name of the folder of a key."""
+    """Returns the name of the folder of a key."""
     return digest(dict(key))[:20]
 
 
 def _read_json(path: Path) -> dict[str, object] | None:
-    """The JSON object in a file; None where there is none."""
+    """Returns the JSON object in a file; None where there is none."""
     try:
         value = parse_json(path.read_text())
     except (OSError, ValueError):
@@ -332,21 +334,21 @@ def _whole(column: str) -> str:
 
 
 def array_in(cell: Cell) -> Array:
-    """The array that a cell holds. TypeError when it holds something else."""
+    """Returns the array that a cell holds. TypeError when it holds something else."""
     if not isinstance(cell, np.ndarray):
         raise TypeError(f"expected a column of arrays, got {type(cell).__name__}")
     return cell
 
 
 def fields_in(cell: Cell) -> Mapping[str, Cell]:
-    """The dict that a cell holds. TypeError when it holds something else."""
+    """Returns the dict that a cell holds. TypeError when it holds something else."""
     if not isinstance(cell, Mapping):
         raise TypeError(f"expected a column of dicts, got {type(cell).__name__}")
     return cell
 
 
 def _array(values: Sequence[Cell]) -> pa.Array:
-    """An Arrow column of scalars, of one-dimensional arrays (as lists), or of dicts of these (as structs)."""
+    """Returns an Arrow column of scalars, of one-dimensional arrays (as lists), or of dicts of these (as structs)."""
     if isinstance(values[0], Mapping):
         names = list(values[0])
         return pa.StructArray.from_arrays(

@@ -57,7 +57,7 @@ def align(
     target_offsets: Ranges,
     method: AlignMethod = AlignMethod.LEVENSHTEIN,
 ) -> Aligned:
-    """The weights on the target's tokens, in the dtype and on the device of ``weights``.
+    """Returns the weights on the target's tokens, in the dtype and on the device of ``weights``.
 
     ``offsets`` and ``target_offsets`` are half-open character ranges in the same response text; LEVENSHTEIN reads the
     target's only (for the coverage). Weights are neither renormalised nor rescaled: LEVENSHTEIN loses the weight of
@@ -221,7 +221,8 @@ def _by_characters(
 def _equal_tokens(
     source: list[int], source_places: NDArray[np.int64], target: list[int], target_places: NDArray[np.int64]
 ) -> tuple[int, list[tuple[int, int]]]:
-    """Tokens of equal id and range, the first of each with the first: how many both begin with, and index pairs behind.
+    """Returns tokens of equal id and range, the first of each with the first: how many both begin with, and index pairs
+    behind.
 
     A common beginning would be matched with itself in any case.
     """

@@ -240,7 +240,7 @@ class ChatFormat:
     # ------------------------------------------------------------------------------------------ text and ids
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool, template: str | None = None) -> str:
-        """The conversation as text; ``template`` is used in place of the format's own.
+        """Returns the conversation as text; ``template`` is used in place of the format's own.
 
         Raises UserError with the template's own words when it refuses the messages, and when it runs away: after
         RENDERING seconds the first time, at once from then on.
@@ -316,7 +316,7 @@ class ChatFormat:
         return str(text)
 
     def tokenize(self, text: str, start: bool = True) -> tuple[list[int], list[Range]]:
-        """Ids of rendered text and the half-open character range of each; no special tokens are added.
+        """Returns ids of rendered text and the half-open character range of each; no special tokens are added.
 
         The exception is one BOS, with the range (0, 0), when ``start`` says that the text begins a sequence, the
         tokenizer would add it and the text has none. Raises UserError for text with lone surrogates, and for a token
@@ -334,14 +334,15 @@ class ChatFormat:
         return ids, offsets
 
     def prompt_ids(self, prompt: Sequence[Message]) -> list[int]:
-        """Ids of the prompt followed by the generation prompt, exactly one BOS where the tokenizer has one to add.
+        """Returns ids of the prompt followed by the generation prompt, exactly one BOS where the tokenizer has one to
+        add.
 
         Raises UserError when the template refuses the messages or the text cannot be encoded.
         """
         return list(self._prompt(self.render(prompt, add_generation_prompt=True))[0])
 
     def inference_template(self) -> str:
-        """The chat template whose text alone gives ``prompt_ids``: with a BOS where training puts one in front.
+        """Returns the chat template whose text alone gives ``prompt_ids``: with a BOS where training puts one in front.
 
         Libraries for generation tokenise what the template renders and add no special token. Where no template with or
         without a BOS gives the ids of training, which is logged, it is the format's own.
@@ -493,7 +494,7 @@ class ChatFormat:
             )
 
     def _answer(self, response: str) -> Message:
-        """The assistant's turn; a trace stands in a variable of its own where the template reads one."""
+        """Returns the assistant's turn; a trace stands in a variable of its own where the template reads one."""
         apart = trace_of(response) if REASONING in self.chat_template else None
         if apart is None:
             return Message(role="assistant", content=response)
@@ -516,7 +517,7 @@ class ChatFormat:
         )
 
     def _locate(self, prompt: Sequence[Message], before: str, full: str, response: str) -> list[Piece]:
-        """Where the response stands in ``full``: in one piece, or tags, trace and answer apart."""
+        """Returns where the response stands in ``full``: in one piece, or tags, trace and answer apart."""
         for learn in (False, True):
             if learn or self._frame is None:
                 self._frame = self._learned(prompt, before, has_trace(response))
@@ -535,7 +536,7 @@ class ChatFormat:
         )
 
     def _learned(self, prompt: Sequence[Message], before: str, traced: bool) -> tuple[str, str]:
-        """The text around an answer, which may have to follow a trace to be one that follows this prompt."""
+        """Returns the text around an answer, which may have to follow a trace to be one that follows this prompt."""
         try:
             probe = self._with_response(prompt, before, SENTINEL)
         except RefusedText:
@@ -545,7 +546,7 @@ class ChatFormat:
         return split_frame(probe[len(before) :])
 
     def _close(self, ids: list[int], offsets: list[Range], end: int) -> tuple[list[int], list[Range]]:
-        """Tokens up to the first special one after the content's last character, or all of them and EOS."""
+        """Returns tokens up to the first special one after the content's last character, or all of them and EOS."""
         # A special token written inside the response ends at or before ``end``, so it is never taken for the end.
         for index in range(bisect_right(offsets, end, key=lambda place: place[1]), len(ids)):
             if ids[index] in self._special:
@@ -560,7 +561,7 @@ class ChatFormat:
         return [*ids, self._eos], [*offsets, (end, end)]
 
     def special_inside(self, encoded: EncodedResponse, response: str) -> int:
-        """How many special tokens of ``encoded`` are spelled out in ``response`` itself (a literal "</s>")."""
+        """Returns how many special tokens of ``encoded`` are spelled out in ``response`` itself (a literal "</s>")."""
         if self._special.isdisjoint(encoded.response_ids[:-1]):  # the last one mostly is the end of turn
             places = zip(encoded.response_ids[-1:], encoded.offsets[-1:], strict=True)
         else:
@@ -577,7 +578,7 @@ class ChatFormat:
 
     @property
     def end_ids(self) -> frozenset[int]:
-        """Ids that end an assistant turn: EOS and the end-of-turn tokens the template was seen to write."""
+        """Returns ids that end an assistant turn: EOS and the end-of-turn tokens the template was seen to write."""
         if not self._probed:
             self._probed, counts, self.counts = True, self.counts, Counter()
             try:
@@ -588,7 +589,9 @@ class ChatFormat:
         return frozenset(self._ends)
 
     def _head(self) -> str:
-        """The text between the generation prompt and an answer to one turn; empty where the template refuses it."""
+        """Returns the text between the generation prompt and an answer to one turn; empty where the template refuses
+        it.
+        """
         try:
             turns = [Message(role="user", content="a")]
             with self._limited():

@@ -7,7 +7,9 @@ SENTINEL = "ATTNPOPLACEHOLDER"
 
 
 def split_frame(rendered: str) -> tuple[str, str]:
-    """The text before and after the sentinel. Raises UserError unless the sentinel stands there exactly once."""
+    """Returns the text before and after the sentinel. Raises UserError unless the sentinel stands there
+    exactly once.
+    """
     before, sentinel, after = rendered.partition(SENTINEL)
     if not sentinel or SENTINEL in after:
         raise UserError(
@@ -18,7 +20,7 @@ def split_frame(rendered: str) -> tuple[str, str]:
 
 
 def place_in_frame(rendered: str, frame: tuple[str, str], content: str) -> tuple[int, int, int] | None:
-    """How ``content`` stands between the two texts of ``frame``; None when ``rendered`` is anything else.
+    """Returns how ``content`` stands between the two texts of ``frame``; None when ``rendered`` is anything else.
 
     The leading characters of the content that were trimmed away, and the half-open range of what is left in
     ``rendered``. Only blanks at either end may be missing.

@@ -98,7 +98,7 @@ class _Generation(Extension):
 
 
 def variables(template: str) -> frozenset[str]:
-    """The names that a chat template looks up from outside, functions of Jinja not among them.
+    """Returns the names that a chat template looks up from outside, functions of Jinja not among them.
 
     Raises UserError for text that is not valid Jinja.
     """
@@ -113,7 +113,9 @@ def variables(template: str) -> frozenset[str]:
 
 
 def settable(template: str, tokenizer: "PreTrainedTokenizerBase") -> list[str]:
-    """The variables that a chat template reads and its user may set. Raises UserError for text that is not Jinja."""
+    """Returns the variables that a chat template reads and its user may set. Raises UserError for text that is not
+    Jinja.
+    """
     return sorted(variables(template) - SUPPLIED - set(tokenizer.special_tokens_map))
 
 

@@ -18,7 +18,8 @@ TOOL = "tool"
 
 
 def written(functions: object) -> str | None:
-    """The JSON text of a list of mappings, or of a JSON text of one, its keys in their order; None for an empty value.
+    """Returns the JSON text of a list of mappings, or of a JSON text of one, its keys in their order; None for an empty
+    value.
 
     Outside JSON text a key with the value None is left out: tables write it where another row has that key.
     Raises ValueError for anything else.
@@ -46,13 +47,13 @@ def _present(value: object) -> object:
 
 
 def tools_of(messages: Sequence[Message]) -> list[dict[str, Any]] | None:
-    """The tools of a conversation, as chat templates and servers take them; None without any."""
+    """Returns the tools of a conversation, as chat templates and servers take them; None without any."""
     text = messages[0].get("tools") if messages else None
     return None if text is None else cast("list[dict[str, Any]]", parse_json(text))
 
 
 def without_tools(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The turns as chat templates and servers take them: calls as mappings, and no turn with tools."""
+    """Returns the turns as chat templates and servers take them: calls as mappings, and no turn with tools."""
     turns = []
     for message in messages:
         turn: dict[str, Any] = {name: str(value) for name, value in message.items() if name != "tools"}
@@ -75,7 +76,7 @@ class ToolUse:
 
     @property
     def reads(self) -> bool:
-        """Whether the template reads the variable ``tools``."""
+        """Returns whether the template reads the variable ``tools``."""
         if self._reads is None:
             self._reads = "tools" in variables(self._template)
         return self._reads

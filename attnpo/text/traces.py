@@ -34,18 +34,18 @@ class Piece(NamedTuple):
 
 
 def has_trace(response: str) -> bool:
-    """Whether a closed trace begins the response."""
+    """Returns whether a closed trace begins the response."""
     return _TRACED.match(response) is not None
 
 
 def trace_of(response: str) -> str | None:
-    """The text of the trace that begins the response, without blanks around it; None without one."""
+    """Returns the text of the trace that begins the response, without blanks around it; None without one."""
     found = _TRACED.match(response)
     return None if found is None else found[1].strip()
 
 
 def is_unclosed(response: str) -> bool:
-    """Whether the response begins with a trace that never ends."""
+    """Returns whether the response begins with a trace that never ends."""
     return response.lstrip().startswith(OPEN) and CLOSE not in response
 
 
@@ -55,35 +55,41 @@ def with_trace(trace: str, answer: str) -> str:
 
 
 def answer_start(response: str) -> int:
-    """The first character of the answer, after the trace and the blanks behind it; 0 in a response without a trace."""
+    """Returns the first character of the answer, after the trace and the blanks behind it; 0 in a response without a
+    trace.
+    """
     found = _TRACED.match(response)
     return 0 if found is None else len(response) - len(response[found.end() :].lstrip())
 
 
 def without_trace(response: str) -> str:
-    """The answer alone; a response without a trace as it is."""
+    """Returns the answer alone; a response without a trace as it is."""
     return response[answer_start(response) :]
 
 
 def start_apart(pair: PreferencePair, side: str) -> int:
-    """The first character of what is weighed in a response: its answer's where a trace is weighed apart, else 0."""
+    """Returns the first character of what is weighed in a response: its answer's where a trace is weighed apart, else
+    0.
+    """
     return answer_start(pair.response(side)) if pair.apart else 0
 
 
 def judged(pair: PreferencePair, side: str) -> str:
-    """What a judge reads of a response: all of it, or its answer where a trace is weighed apart."""
+    """Returns what a judge reads of a response: all of it, or its answer where a trace is weighed apart."""
     return pair.response(side)[start_apart(pair, side) :]
 
 
 def before(start: int, offsets: Sequence[Sequence[int]]) -> int:
-    """How many tokens stand in front of the first one that holds a character of the response from ``start`` on."""
+    """Returns how many tokens stand in front of the first one that holds a character of the response
+    from ``start`` on.
+    """
     if not start:
         return 0
     return next((place for place, (first, end) in enumerate(offsets) if end > max(first, start)), len(offsets))
 
 
 def place_traced(body: str, response: str) -> list[Piece] | None:
-    """Where the tags, the trace and the answer of ``response`` stand in ``body``, what a template made of it.
+    """Returns where the tags, the trace and the answer of ``response`` stand in ``body``, what a template made of it.
 
     The template may have changed the blanks around trace and answer, and may have the opening tag in its prompt. None
     for a response without a trace, and where the template did more than that.
@@ -119,7 +125,7 @@ def all_in_response(places: Places, pieces: list[Piece], last: int) -> Places:
 
 
 def in_response(start: int, end: int, pieces: list[Piece], last: int) -> Range:
-    """The characters of the response that [start, end) of the rendered text holds; (last, last) for none."""
+    """Returns the characters of the response that [start, end) of the rendered text holds; (last, last) for none."""
     held = [piece for piece in pieces if start < piece.end and end > piece.start]
     if not held:
         return last, last

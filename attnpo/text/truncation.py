@@ -15,7 +15,7 @@ class Cut(NamedTuple):
 def truncate(
     encoded: EncodedResponse, max_prompt_length: int, max_length: int, *, keep_end: bool = False
 ) -> tuple[EncodedResponse, Cut]:
-    """The sequence cut to length, and which sides lost tokens.
+    """Returns the sequence cut to length, and which sides lost tokens.
 
     The prompt keeps its last ``max_prompt_length`` tokens (a BOS in front goes with the rest, as in the paper's run),
     then the response keeps its first ``max_length`` less the prompt's length. The response may come out empty: the

@@ -119,7 +119,7 @@ class StepValidation(L.Callback):
 
 
 def _steps_per_epoch(trainer: L.Trainer) -> int:
-    """The optimiser steps of an epoch on as many processes as there are, as the data module counts them."""
+    """Returns the optimiser steps of an epoch on as many processes as there are, as the data module counts them."""
     data: Any = trainer.datamodule  # type: ignore[attr-defined]
     return int(data.steps_per_epoch(trainer.world_size))
 

@@ -30,7 +30,8 @@ def _beside(folder: Path, mark: str) -> Path:
 
 
 def whole(folder: Path) -> Path:
-    """The folder that holds the newest complete contents of ``folder``: itself unless a replacement was cut short.
+    """Returns the folder that holds the newest complete contents of ``folder``: itself unless a replacement was cut
+    short.
 
     The old folder is moved aside only when the new one is complete, so a missing folder beside an old one means that
     the new one is whole.
@@ -42,7 +43,7 @@ def whole(folder: Path) -> Path:
 
 @contextmanager
 def replaced(folder: Path) -> Iterator[Path]:
-    """An empty folder beside ``folder`` to write into; it takes the place of ``folder`` when the block ends well.
+    """Opens an empty folder beside ``folder`` to write into; it takes the place of ``folder`` when the block ends well.
 
     What was written is on the disk, not only in its cache, before it takes the place. When the block or the disk fails,
     ``folder`` is as it was and the new one is gone.
@@ -86,7 +87,7 @@ def write_account(folder: Path, account: Mapping[str, object]) -> None:
 
 
 def read_account(folder: Path) -> Account:
-    """What the checkpoint folder says it holds; empty where it has no ``checkpoint.json`` that can be read."""
+    """Returns what the checkpoint folder says it holds; empty where it has no ``checkpoint.json`` that can be read."""
     try:
         account: Account = parse_json((whole(folder) / ACCOUNT).read_text(encoding="utf-8"))
     except (OSError, ValueError):

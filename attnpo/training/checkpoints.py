@@ -84,7 +84,7 @@ class CheckpointFolder(L.Callback):
 
     @property
     def state_key(self) -> str:
-        """One key per folder."""
+        """Returns one key per folder."""
         return f"{type(self).__name__}[{self.folder.name}]"
 
     def save(
@@ -346,7 +346,7 @@ class LastCheckpoint(CheckpointFolder):
 
 
 def unsaved(folder: Path, step: int, problem: Exception) -> str:
-    """What to tell the user when ``folder`` could not be saved after ``step``, in one line."""
+    """Returns what to tell the user when ``folder`` could not be saved after ``step``, in one line."""
     lines = str(problem).strip().splitlines() or [type(problem).__name__]
     place = next(path for path in folder.parents if path.is_dir())
     free = shutil.disk_usage(place).free

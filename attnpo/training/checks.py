@@ -46,7 +46,7 @@ def check_ready(policy: nn.Module, reference: nn.Module | None, *, rounding: boo
 
 
 def frozen_names(module: nn.Module) -> set[str]:
-    """The names of all parameters that are not trained, tied ones under each of their names."""
+    """Returns the names of all parameters that are not trained, tied ones under each of their names."""
     return {name for name, value in module.named_parameters(remove_duplicate=False) if not value.requires_grad}
 
 

@@ -28,7 +28,9 @@ ADAPTER = "adapter"
 
 
 def shell(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """A model of the same class and config without adapters, shards or values: its ``save_pretrained`` is called."""
+    """Returns a model of the same class and config without adapters, shards or values: its ``save_pretrained`` is
+    called.
+    """
     config = copy.deepcopy(model.config)
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config  # what is saved are the dequantised, merged weights

@@ -15,7 +15,7 @@ Value = TypeVar("Value")
 
 
 def from_all_ranks(value: Value, processes: int) -> list[Value]:
-    """The ``value`` of every process in the order of their ranks (a collective: every rank must call it)."""
+    """Returns the ``value`` of every process in the order of their ranks (a collective: every rank must call it)."""
     values = [value] * processes
     if processes > 1:
         dist.all_gather_object(values, value)

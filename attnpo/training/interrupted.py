@@ -19,7 +19,7 @@ class Interrupted(KeyboardInterrupt):
 
     @property
     def exit_status(self) -> int:
-        """The exit status of a process that this signal ended."""
+        """Returns the exit status of a process that this signal ended."""
         return 128 + self.signum
 
     def __str__(self) -> str:

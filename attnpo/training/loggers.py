@@ -46,7 +46,7 @@ class TrackedRun(WandbLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """The W&B run, started on the first call. Raises UserError when W&B refuses to start it."""
+        """Returns the W&B run, started on the first call. Raises UserError when W&B refuses to start it."""
         if self._experiment is None:
             self._start()
         return self._experiment
@@ -98,7 +98,7 @@ class TrackedRun(WandbLogger):
 
 
 def kept_id(folder: Path) -> str:
-    """The id of the folder's W&B run; a new one is written where there is none that can be read."""
+    """Returns the id of the folder's W&B run; a new one is written where there is none that can be read."""
     path = folder / LOGS / RUN_ID
     try:
         return str(parse_json(path.read_text(encoding="utf-8"))["id"])
@@ -110,7 +110,8 @@ def kept_id(folder: Path) -> str:
 
 
 def make_loggers(settings: LoggerSettings, folder: Path, config: Mapping[str, Json]) -> list[Logger]:
-    """The CSV logger (``logs/version_N/metrics.csv``, a version per session) and, if asked for, Weights & Biases.
+    """Returns the CSV logger (``logs/version_N/metrics.csv``, a version per session) and, if asked for, Weights &
+    Biases.
 
     ``config`` is plain data (dicts, lists, numbers), as the run's folder keeps it.
     """
@@ -121,7 +122,7 @@ def make_loggers(settings: LoggerSettings, folder: Path, config: Mapping[str, Js
 
 
 def trackers(loggers: Sequence[Logger]) -> list[TrackedRun]:
-    """The W&B runs among ``loggers``."""
+    """Returns the W&B runs among ``loggers``."""
     return [logger for logger in loggers if isinstance(logger, TrackedRun)]
 
 

@@ -31,7 +31,7 @@ class PairMeans(torchmetrics.Metric):
         self.pairs = self.pairs + len(next(iter(values.values())))
 
     def compute(self) -> dict[str, Tensor]:
-        """The mean of every name seen so far."""
+        """Returns the mean of every name seen so far."""
         return {name: getattr(self, self._state(name)) / self.pairs.clamp(min=1) for name in self.names}
 
     @staticmethod

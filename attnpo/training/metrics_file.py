@@ -19,7 +19,9 @@ Row = dict[str, float]
 
 
 def read_metrics(path: Path) -> list[Row]:
-    """The rows of a metrics file, empty cells left out; a last line that was not written to its end does not count."""
+    """Returns the rows of a metrics file, empty cells left out; a last line that was not written to its end does not
+    count.
+    """
     if not path.is_file():
         return []
     text = path.read_bytes().decode(errors="replace")
@@ -28,7 +30,8 @@ def read_metrics(path: Path) -> list[Row]:
 
 
 def merge_metrics(folder: Path) -> list[Row]:
-    """A row per optimiser step from ``metrics.csv`` and all sessions since (``logs/version_N``), written to it again.
+    """Returns a row per optimiser step from ``metrics.csv`` and all sessions since (``logs/version_N``), written to it
+    again.
 
     Where a resumed session repeats a step, its values win.
     """

@@ -102,7 +102,7 @@ def model_card(
     dtype: str = "float32",
     notes: Sequence[str] = (),
 ) -> str:
-    """The text of README.md. ``metrics``: those of validation at ``step`` (others are left out).
+    """Returns the text of README.md. ``metrics``: those of validation at ``step`` (others are left out).
 
     ``notes`` are remarks for the section on use.
     """
@@ -132,7 +132,9 @@ def model_card(
 
 
 def front_matter(facts: Facts) -> str:
-    """The Hub's YAML metadata. Base and data are named only if they are on the Hub: it refuses cards with others."""
+    """Returns the Hub's YAML metadata. Base and data are named only if they are on the Hub: it refuses cards with
+    others.
+    """
     base, data, method = facts.get("base", {}), facts.get("data", {}), facts.get("method", {})
     task = "text-classification" if facts.get("reward", False) else "text-generation"
     values: dict[str, str | list[str]] = {"library_name": "transformers", "pipeline_tag": task}
@@ -240,7 +242,7 @@ def _made(facts: Facts) -> str:
 
 
 def show(value: object) -> str:
-    """A value as text of the card: floats with six significant digits, lists joined, None as ``none``."""
+    """Returns a value as text of the card: floats with six significant digits, lists joined, None as ``none``."""
     if value is None:
         return "none"
     if isinstance(value, bool):

@@ -181,7 +181,7 @@ class PreferenceModule(L.LightningModule):
 
     # ------------------------------------------------------------------------------------------------ the step
     def score(self, batch: PreferenceBatch) -> tuple[PreferenceBatch, TokenStats, TokenStats | None, ObjectiveOutput]:
-        """The batch as the objective read it, statistics of policy and reference (if required), the output.
+        """Returns the batch as the objective read it, statistics of policy and reference (if required), the output.
 
         The returned batch has the weights of an online source.
         """
@@ -211,7 +211,7 @@ class PreferenceModule(L.LightningModule):
         return batch, policy, reference, output
 
     def _statistics(self, rows: RowGroup, reads: frozenset[str]) -> tuple[TokenStats, TokenStats | None]:
-        """The statistics of a group's rows that ``reads`` names: policy's, and reference's if it is read."""
+        """Returns the statistics of a group's rows that ``reads`` names: policy's, and reference's if it is read."""
         if rows.inputs is None:
             raise ValueError("the rows have no model inputs")
         read = (rows.inputs, rows.response_ids, rows.response_mask)
@@ -237,7 +237,7 @@ class PreferenceModule(L.LightningModule):
         return stats
 
     def _look_ahead(self, batch: PreferenceBatch) -> dict[str, Tensor]:
-        """The objective's sums over the rows scored before the step, over all ranks."""
+        """Returns the objective's sums over the rows scored before the step, over all ranks."""
         assert isinstance(self.objective, StepObjective)
         sums: dict[str, Tensor] = {}
         with torch.no_grad():
@@ -252,7 +252,7 @@ class PreferenceModule(L.LightningModule):
         return sums
 
     def training_step(self, batch: PreferenceBatch, batch_idx: int) -> Tensor:
-        """The micro-batch's share of the optimiser step's mean loss.
+        """Returns the micro-batch's share of the optimiser step's mean loss.
 
         Lightning divides by the accumulation and averages gradients over ranks; both are undone here, so the gradient
         of a step is exactly that of the mean over its ``step_pairs`` pairs, also in a short last step.
@@ -344,7 +344,9 @@ class PreferenceModule(L.LightningModule):
         self._losses.clear()
 
     def _warn_nonfinite(self) -> int:
-        """The validation pairs with a non-finite loss, counted over all ranks; the first time a warning names them."""
+        """Returns the validation pairs with a non-finite loss, counted over all ranks; the first time a warning names
+        them.
+        """
         of_ranks = from_all_ranks(nonfinite_pairs(self._losses), self.trainer.world_size)
         pairs = [pair_id for pair_ids in of_ranks for pair_id in pair_ids]
         if not self._warned and self.trainer.is_global_zero:

@@ -36,7 +36,7 @@ class Scored:
     def of(
         cls, batch: PreferenceBatch, policy: TokenStats, reference: TokenStats | None, output: ObjectiveOutput
     ) -> "Scored":
-        """The micro-batch with its pairs' losses as they enter the step; hidden states are not kept."""
+        """Returns the micro-batch with its pairs' losses as they enter the step; hidden states are not kept."""
         losses = output.losses.detach() * batch.pair_weight
         return cls(batch, _kept(policy), None if reference is None else _kept(reference), losses)
 
@@ -56,7 +56,7 @@ class NonfiniteStep:
 
 
 def nonfinite_pairs(scored: Iterable[tuple[Sequence[str], Float[Tensor, " pairs"]]]) -> list[str]:
-    """The ids of the pairs whose loss is not finite; of each batch the ids and the losses are given."""
+    """Returns the ids of the pairs whose loss is not finite; of each batch the ids and the losses are given."""
     return [
         pair_id
         for pair_ids, losses in scored
@@ -108,7 +108,7 @@ def save_step(
 
 
 def message(bad: NonfiniteStep, step: int, norm: float, lr: float, precision: str) -> str:
-    """One line for the user: which step and pairs are not finite, where the step is kept, what to try."""
+    """Returns one line for the user: which step and pairs are not finite, where the step is kept, what to try."""
     if bad.pairs:
         what = f"the loss of optimiser step {step} is not finite for {len(bad.pairs)} of {len(bad.step_pairs)} pairs"
         also = ", ".join(bad.inputs) or "nothing that it is computed from"
@@ -196,7 +196,7 @@ def _what_stands(trainer: L.Trainer) -> str:
 
 
 def named(pair_ids: Sequence[str]) -> str:
-    """The ids for a message: all if few, else the first and how many more."""
+    """Returns the ids for a message: all if few, else the first and how many more."""
     more = f" and {len(pair_ids) - SHOWN} more" if len(pair_ids) > SHOWN else ""
     return ", ".join(pair_ids[:SHOWN]) + more
 
@@ -222,12 +222,12 @@ def _finite_pairs(finite: Bool[Tensor, "rows R"]) -> Bool[Tensor, " pairs"]:
 
 
 def _kept(stats: TokenStats) -> TokenStats:
-    """The statistics as they are kept until the optimiser steps: without their graph and hidden states."""
+    """Returns the statistics as they are kept until the optimiser steps: without their graph and hidden states."""
     return replace(detached(stats), hidden=None, groups={name: _kept(value) for name, value in stats.groups.items()})
 
 
 def _plain(value: object) -> object:
-    """The value as plain containers: dataclasses as dicts, tuples as lists, tensors on the CPU."""
+    """Returns the value as plain containers: dataclasses as dicts, tuples as lists, tensors on the CPU."""
     if isinstance(value, Tensor):
         return value.detach().cpu()
     if isinstance(value, Scored):

@@ -18,7 +18,8 @@ def weighed(
     reference: TokenStats | None,
     transforms: Sequence[WeightTransform] = (),
 ) -> PreferenceBatch:
-    """The batch with the weights that an online source gives its main rows, and its pairs if it weighs these too.
+    """Returns the batch with the weights that an online source gives its main rows, and its pairs if it weighs these
+    too.
 
     ``transforms`` change the weights of the rows. Pair weights are logged as ``weights/pair``, and the share of pairs
     that it made void as ``weights/void``.
@@ -41,7 +42,7 @@ def weighed(
 
 
 def detached(stats: TokenStats) -> TokenStats:
-    """The same statistics without their graph."""
+    """Returns the same statistics without their graph."""
     return replace(
         stats,
         logps=stats.logps.detach(),

@@ -84,7 +84,7 @@ class Optimizer:
         return found
 
     def factor(self, step: int, total: int) -> float:
-        """What lr is multiplied with at optimiser step ``step`` (0-based) of ``total``."""
+        """Returns what lr is multiplied with at optimiser step ``step`` (0-based) of ``total``."""
         warmup = math.ceil(self.warmup * total) if self.warmup < 1 else int(self.warmup)
         if step < warmup:
             return (step + (self.warmup_from == "first")) / warmup
@@ -96,7 +96,7 @@ class Optimizer:
     def make(
         self, parameters: "Iterable[torch.nn.Parameter]", undecayed: "Collection[torch.nn.Parameter]" = ()
     ) -> "torch.optim.Optimizer":
-        """The optimiser over ``parameters``; ``factor`` gives its schedule.
+        """Returns the optimiser over ``parameters``; ``factor`` gives its schedule.
 
         Those among ``undecayed`` form a group without weight decay, unless ``decay_all`` or there is none.
 
@@ -173,7 +173,9 @@ def norms_and_biases(model: "torch.nn.Module") -> "list[torch.nn.Parameter]":
 
 
 def fusible(parameters: "list[torch.nn.Parameter]") -> bool:
-    """Whether one kernel can update every parameter: all lie on a GPU, or all on the CPU and none is sharded."""
+    """Returns whether one kernel can update every parameter: all lie on a GPU, or all on the CPU and
+    none is sharded.
+    """
     from torch.distributed.tensor import DTensor
 
     kinds = {parameter.device.type for parameter in parameters}

@@ -11,7 +11,7 @@ from attnpo.schema import ModelInputs, ObjectiveOutput, PreferenceBatch, TokenSt
 def pair_values(
     policy: TokenStats, output: ObjectiveOutput, batch: PreferenceBatch
 ) -> dict[str, Float[Tensor, " pairs"]]:
-    """Everything logged per pair: loss, rewards, margins, accuracies, log-probabilities, weight statistics.
+    """Returns everything logged per pair: loss, rewards, margins, accuracies, log-probabilities, weight statistics.
 
     ``rewards/*`` are the objective's own rewards (weighted where it weighs tokens); equal rewards count as half an
     accuracy, so that it starts at 0.5 where policy and reference are the same. ``weights/effective_share`` is the
@@ -45,7 +45,7 @@ def pair_values(
 
 
 def read_tokens(batch: PreferenceBatch) -> Float[Tensor, " pairs"]:
-    """Tokens of the batch's rows, prompts included and padding not, as equal shares of its pairs.
+    """Returns tokens of the batch's rows, prompts included and padding not, as equal shares of its pairs.
 
     A prompt that two rows share counts twice, as it does in every other layout.
     """

@@ -17,13 +17,17 @@ PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK")  # by wh
 
 
 def planned_processes(settings: TrainerSettings) -> int:
-    """How many processes will train: those that were started, else what trainer.devices and num_nodes ask for."""
+    """Returns how many processes will train: those that were started, else what trainer.devices and
+    num_nodes ask for.
+    """
     started = launched()
     return wanted_processes(settings) if started is None else started[0]
 
 
 def wanted_processes(settings: TrainerSettings) -> int:
-    """How many processes ``settings`` ask for; ``auto`` is one for each GPU that may be used, and one on a CPU."""
+    """Returns how many processes ``settings`` ask for; ``auto`` is one for each GPU that may be used,
+    and one on a CPU.
+    """
     return _on_a_node(settings) * settings.num_nodes
 
 
@@ -35,14 +39,15 @@ def _on_a_node(settings: TrainerSettings) -> int:
 
 
 def visible_gpus(settings: TrainerSettings) -> int:
-    """The GPUs that this process sees and may use."""
+    """Returns the GPUs that this process sees and may use."""
     import torch
 
     return torch.cuda.device_count() if settings.accelerator != "cpu" and torch.cuda.is_available() else 0
 
 
 def as_launched(settings: TrainerSettings) -> TrainerSettings:
-    """The settings with the launcher's number of devices on each node and of nodes; as they are without a launcher.
+    """Returns the settings with the launcher's number of devices on each node and of nodes; as they are without a
+    launcher.
 
     Raises:
         UserError: trainer.devices or trainer.num_nodes, where they are given, contradict the launcher; SLURM's
@@ -121,7 +126,7 @@ def _require_possible(settings: TrainerSettings) -> None:
 
 
 def environment() -> "ClusterEnvironment | None":
-    """What tells Lightning its place in the job; None where Lightning finds the launcher by itself.
+    """Returns what tells Lightning its place in the job; None where Lightning finds the launcher by itself.
 
     In a SLURM job of one task, Lightning starts the processes of ``trainer.devices`` as it does anywhere else.
     """

@@ -51,7 +51,7 @@ class Checkpoint(TypedDict, total=False):
 
 
 def typed(checkpoint: dict[str, object]) -> Checkpoint:
-    """The same dictionary, as Lightning gives it to its hooks, with the types of what it holds."""
+    """Returns the same dictionary, as Lightning gives it to its hooks, with the types of what it holds."""
     return cast(Checkpoint, checkpoint)
 
 
@@ -134,7 +134,7 @@ def _all(count: int) -> dict[str, int]:
 
 
 def random_state() -> RandomState:
-    """The states of Python's, NumPy's and torch's generators (this process's GPU included) as plain data."""
+    """Returns the states of Python's, NumPy's and torch's generators (this process's GPU included) as plain data."""
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     state: RandomState = {
         "python": random.getstate(),

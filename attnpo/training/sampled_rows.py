@@ -41,7 +41,7 @@ class Anchors:
     limit: int | None = None
 
     def __call__(self, policy: ScoredLM, batch: PreferenceBatch, step: int) -> RowGroup:
-        """The rows, sampled in eval mode, without gradient, with the policy's adapters; modes are restored.
+        """Returns the rows, sampled in eval mode, without gradient, with the policy's adapters; modes are restored.
 
         Raises:
             UserError: sharded weights, or a main group in another layout than the padded one.
@@ -79,7 +79,9 @@ class Anchors:
 
 
 def prompts_of(batch: PreferenceBatch) -> list[list[int]]:
-    """The prompt ids of each pair, read off its chosen row; UserError for another layout than the padded one."""
+    """Returns the prompt ids of each pair, read off its chosen row; UserError for another layout than
+    the padded one.
+    """
     lengths = prompt_lengths(batch.main).tolist()
     assert batch.main.inputs is not None
     ids = batch.main.inputs.input_ids[: batch.pairs].tolist()
@@ -87,5 +89,5 @@ def prompts_of(batch: PreferenceBatch) -> list[list[int]]:
 
 
 def _draw(step: int, pair_id: str) -> int:
-    """A number that differs between steps and between pairs, for the random draws of one response."""
+    """Returns a number that differs between steps and between pairs, for the random draws of one response."""
     return int(digest([step, pair_id])[:15], 16)

@@ -65,7 +65,7 @@ class Interruption(L.Callback):
 
     # ------------------------------------------------------------------------------------------- obeying
     def _agreed(self, trainer: L.Trainer) -> bool:
-        """Whether a signal came on any rank; then ``signum`` is set on every rank."""
+        """Returns whether a signal came on any rank; then ``signum`` is set on every rank."""
         number = self._noted or 0
         if trainer.world_size > 1:
             mine = torch.tensor(float(number), device=trainer.strategy.root_device)
@@ -116,7 +116,7 @@ class Interruption(L.Callback):
 
     @contextmanager
     def reported(self, trainer: L.Trainer, total: int, saved: Path | None) -> Iterator[None]:
-        """A context for validating and fitting, in which signals are noted from beginning to end.
+        """Opens a context for validating and fitting, in which signals are noted from beginning to end.
 
         Raises:
             Interrupted: a signal ended them; ``saved`` is the folder that holds the state then.
@@ -139,10 +139,10 @@ class Interruption(L.Callback):
 
 
 def step_ended(trainer: L.Trainer, batch_idx: int) -> bool:
-    """Whether the micro-batch ``batch_idx`` of the epoch, which has just ended, ended an optimiser step."""
+    """Returns whether the micro-batch ``batch_idx`` of the epoch, which has just ended, ended an optimiser step."""
     return (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
 
 
 def validation_follows(trainer: L.Trainer) -> bool:
-    """Whether Lightning validates after the micro-batch that just ended (``StepValidation`` has decided)."""
+    """Returns whether Lightning validates after the micro-batch that just ended (``StepValidation`` has decided)."""
     return trainer.enable_validation and (trainer.should_stop or trainer.val_check_batch == 1)

@@ -136,7 +136,7 @@ def make_trainer(
     *,
     environment: ClusterEnvironment | None = None,
 ) -> L.Trainer:
-    """The Trainer of a run.
+    """Returns the Trainer of a run.
 
     ``accumulation`` is micro-batches per optimiser step on one process; ``environment`` gives this process its place in
     the job, where Lightning would not find it.
@@ -168,7 +168,7 @@ def make_trainer(
 
 @contextmanager
 def quiet_lightning() -> Iterator[None]:
-    """A context without Lightning's banners, tips and notes on choices that are deliberate here."""
+    """Opens a context without Lightning's banners, tips and notes on choices that are deliberate here."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric", "lightning")]
     before = [logger.level for logger in loggers]
     with warnings.catch_warnings():

@@ -33,7 +33,7 @@ class AnswerStatistics:
         return self.parsed / max(1, self.answers)
 
     def numbers(self) -> dict[str, object]:
-        """The statistics as plain data."""
+        """Returns the statistics as plain data."""
         return {
             "pairs": self.pairs,
             "answers": self.answers,
@@ -52,7 +52,9 @@ def answer_statistics(
     captured: Mapping[str, PairWeights],
     answers: Mapping[tuple[str, str], str],
 ) -> AnswerStatistics:
-    """The statistics of ``pairs``: their rows in ``captured``, the texts of their ``answers`` by (pair id, side)."""
+    """Returns the statistics of ``pairs``: their rows in ``captured``, the texts of their ``answers`` by (pair id,
+    side).
+    """
     problems: Counter[str] = Counter()
     shares, parsed, parts, read, lost, unasked = [], 0, 0, 0, 0, 0
     unique = {pair.pair_id: pair for pair in pairs if pair.pair_id in captured}

@@ -32,7 +32,7 @@ def check_apart(source: WeightSource) -> None:
 def rows_with_trace(
     source: WeightSource, rows: Sequence[TokenWeights], encoded: EncodedResponse, begins: int
 ) -> tuple[list[TokenWeights], int]:
-    """The rounds of one response on the tokens of trace and answer, and how many of these are the trace's.
+    """Returns the rounds of one response on the tokens of trace and answer, and how many of these are the trace's.
 
     ``begins``: the answer's first character; 0 when nothing is weighed apart. A judge has read the answer alone: the
     trace's training tokens, those that hold a character of it, are put in front with a weight of 0.
@@ -60,6 +60,8 @@ def _prepended(row: TokenWeights, encoded: EncodedResponse, begins: int) -> Toke
 
 
 def beside_trace(answer: Float[Tensor, " n"], trace: int) -> Float[Tensor, " m"]:
-    """The distribution of trace and answer: ``trace`` tokens at the mean, the answer's weights in the rest; sum 1."""
+    """Returns the distribution of trace and answer: ``trace`` tokens at the mean, the answer's weights in the rest; sum
+    1.
+    """
     tokens = max(1, trace + answer.numel())
     return torch.cat([answer.new_full((trace,), 1 / tokens), normalize(answer) * (answer.numel() / tokens)])

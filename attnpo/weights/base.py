@@ -50,7 +50,7 @@ class ScorerModel:
         return {"revision": "the scorer is the model itself (path=null)"} if self.path is None else {}
 
     def fingerprint(self) -> dict[str, object]:
-        """What it is asked; its weights are the run's to identify."""
+        """Returns what it is asked; its weights are the run's to identify."""
         return {} if self.instruction is None else {"instruction": self.instruction}
 
 
@@ -135,7 +135,7 @@ class ScoredSource(CapturedSource):
 
     @property
     def scorers(self) -> Mapping[str, ScorerModel]:
-        """The models by the config key that describes each, the first before the one it is compared with."""
+        """Returns the models by the config key that describes each, the first before the one it is compared with."""
         raise NotImplementedError
 
 
@@ -208,7 +208,8 @@ def equal_weights(encoded: EncodedResponse) -> Float[Tensor, " m"]:
 
 
 def online_reads(source: WeightSource) -> frozenset[str]:
-    """What a run computes for ``source`` in every step, named as in an objective's ``requires``; empty if not online.
+    """Returns what a run computes for ``source`` in every step, named as in an objective's ``requires``; empty if not
+    online.
 
     "reference" among it: the log-probabilities of the frozen reference.
     """
@@ -216,12 +217,16 @@ def online_reads(source: WeightSource) -> frozenset[str]:
 
 
 def is_neutral(source: WeightSource) -> bool:
-    """Whether an objective that reads no weights loses nothing with ``source``: it costs nothing and says nothing."""
+    """Returns whether an objective that reads no weights loses nothing with ``source``: it costs nothing and says
+    nothing.
+    """
     return not source.requires and not (isinstance(source, TextSource) and not source.neutral)
 
 
 def least_coverage(source: WeightSource, asked: float | None = None) -> float:
-    """The coverage a pair must have: what was asked for, else the source's own; 0 if that weighs every token."""
+    """Returns the coverage a pair must have: what was asked for, else the source's own; 0 if that
+    weighs every token.
+    """
     if asked is not None:
         return asked
     return source.min_coverage if source.partial else 0.0

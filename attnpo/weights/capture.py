@@ -51,7 +51,7 @@ UNPACKED = 256
 def weights_key(
     source: WeightSource, judge: Mapping[str, object] | None, prompts: Mapping[str, object] | None
 ) -> dict[str, object]:
-    """The key of captured weights, from the fingerprints of ``judge`` and ``prompts``.
+    """Returns the key of captured weights, from the fingerprints of ``judge`` and ``prompts``.
 
     The judge's names its weights, dtype and attention kernel family, so that it need not be loaded; the prompts' its
     tokenizer, chat template, judge template, assembly and length rules. The text of a pair is in its ``pair_id``.
@@ -72,7 +72,7 @@ def reference_key(
     *,
     keep: str = "start",
 ) -> dict[str, object]:
-    """The key of reference log-probabilities: model (weights, dtype, kernel family), training ids, truncation.
+    """Returns the key of reference log-probabilities: model (weights, dtype, kernel family), training ids, truncation.
 
     ``model`` and ``chat`` are fingerprints; ``keep`` is the end truncation keeps.
     """
@@ -127,7 +127,7 @@ def store_captured(
 
 
 def load_captured(table: Table, pair_ids: Sequence[str], layers: Sequence[Row]) -> dict[str, PairWeights]:
-    """The stored pairs with rows of ``layers`` in that order, and verdicts where they were read.
+    """Returns the stored pairs with rows of ``layers`` in that order, and verdicts where they were read.
 
     What a judge could not be shown is ``Unreadable``. UserError when a pair or a layer is missing.
     """
@@ -168,7 +168,8 @@ class CapturedRows(Mapping[str, PairWeights]):
 
 
 def unreadable_pairs(table: Table, pair_ids: Sequence[str]) -> dict[str, Unreadable]:
-    """Those of ``pair_ids`` that are stored as pairs which the judge cannot be shown, in their order, with the reason.
+    """Returns those of ``pair_ids`` that are stored as pairs which the judge cannot be shown, in their order, with the
+    reason.
 
     Pairs that are not stored (yet) are no error.
     """
@@ -176,7 +177,7 @@ def unreadable_pairs(table: Table, pair_ids: Sequence[str]) -> dict[str, Unreada
 
 
 def _unreadable_among(table: Table, present: Mapping[str, set[str]]) -> dict[str, Unreadable]:
-    """The same of pairs whose stored columns are known."""
+    """Returns the same of pairs whose stored columns are known."""
     refused = [pair_id for pair_id, columns in present.items() if REFUSED in columns]
     unreadable = {}
     for pair_id, row in table.read(refused, [REFUSED]).items():
@@ -304,7 +305,7 @@ class _Built:
 
 
 def _readable(pairs: Sequence[PreferencePair], reader: object) -> tuple[list[PreferencePair], object, list[Unreadable]]:
-    """The pairs a judge can be shown, the judge with their prompts, and the other pairs with the reason."""
+    """Returns the pairs a judge can be shown, the judge with their prompts, and the other pairs with the reason."""
     if not isinstance(reader, LoadedJudge):
         return list(pairs), reader, []
     rounds, unreadable = {}, []
@@ -331,7 +332,7 @@ def _readable(pairs: Sequence[PreferencePair], reader: object) -> tuple[list[Pre
 def _by_missing_layers(
     table: Table, pair_ids: Sequence[str], layers: tuple[Row, ...]
 ) -> list[tuple[list[str], tuple[Row, ...]]]:
-    """The pairs' ids grouped by the layers they lack, so that no stored layer is computed again."""
+    """Returns the pairs' ids grouped by the layers they lack, so that no stored layer is computed again."""
     present = table.columns_present(pair_ids)
     groups: dict[tuple[Row, ...], list[str]] = {}
     for pair_id in pair_ids:
@@ -354,7 +355,7 @@ def store_logps(table: Table, logps: Mapping[str, LogpPair]) -> None:
 def load_logps(
     table: Table, pair_ids: Sequence[str], lengths: Mapping[str, tuple[int, int]] | None = None
 ) -> dict[str, LogpPair]:
-    """The stored log-probabilities (chosen, rejected) of each pair id.
+    """Returns the stored log-probabilities (chosen, rejected) of each pair id.
 
     UserError when one is missing, or when a row is not as long as ``lengths`` (response tokens of both sides) says.
     """

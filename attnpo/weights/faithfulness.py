@@ -122,7 +122,7 @@ class Measured:
 
 
 def rankings(source: WeightSource, captured: Mapping[str, PairWeights], layers: tuple[Row, ...]) -> Rankings:
-    """The finished weights of a resolved source on its own tokens, by pair and side.
+    """Returns the finished weights of a resolved source on its own tokens, by pair and side.
 
     ``layers`` names the rows of ``captured``. Pairs that the judge could not be shown are left out.
     """
@@ -139,24 +139,24 @@ def rankings(source: WeightSource, captured: Mapping[str, PairWeights], layers: 
 
 
 def ranking(offsets: Sequence[Sequence[int]], weights: Sequence[float]) -> Ranking:
-    """The tokens that hold characters; what holds none cannot be removed from a text."""
+    """Returns the tokens that hold characters; what holds none cannot be removed from a text."""
     whole = [((start, end), weight) for (start, end), weight in zip(offsets, weights, strict=True) if end > start]
     return Ranking(tuple(place for place, _ in whole), tuple(float(weight) for _, weight in whole))
 
 
 def count_of(share: float, tokens: int) -> int:
-    """How many of ``tokens`` tokens a share is: rounded half up, at least one, at most all."""
+    """Returns how many of ``tokens`` tokens a share is: rounded half up, at least one, at most all."""
     return min(tokens, max(1, math.floor(share * tokens + 0.5)))
 
 
 def top_tokens(row: Ranking, count: int, tie_breaker: Random) -> set[int]:
-    """The places of the ``count`` largest weights; equal ones in random order, so that no place is favoured."""
+    """Returns the places of the ``count`` largest weights; equal ones in random order, so that no place is favoured."""
     ties = [tie_breaker.random() for _ in row.weights]
     return set(sorted(range(len(ties)), key=lambda place: (-row.weights[place], ties[place]))[:count])
 
 
 def bins_of(tokens: int) -> list[int]:
-    """The bin of relative position of each token: bins of at least eight tokens, ten at most."""
+    """Returns the bin of relative position of each token: bins of at least eight tokens, ten at most."""
     bins = min(MOST_BINS, max(1, tokens // TOKENS_PER_BIN))
     return [place * bins // tokens for place in range(tokens)]
 
@@ -202,13 +202,13 @@ def remaining_text(text: str, offsets: Sequence[Range], kept: set[int]) -> str:
 
 
 def _visible(text: str, piece: Range) -> Range:
-    """The range without blanks at its ends."""
+    """Returns the range without blanks at its ends."""
     inner = text[piece[0] : piece[1]]
     return piece[0] + len(inner) - len(inner.lstrip()), piece[1] - len(inner) + len(inner.rstrip())
 
 
 def _seam(stretch: str) -> str:
-    """What stands in the place of a removed stretch and the blanks around it."""
+    """Returns what stands in the place of a removed stretch and the blanks around it."""
     if not any(letter.isspace() for letter in stretch):
         return ""
     runs = stretch[: len(stretch) - len(stretch.lstrip())], stretch[len(stretch.rstrip()) :]
@@ -229,7 +229,7 @@ def measure(
     removal: Removal,
     progress: Callable[[int, int], None] | None = None,
 ) -> Measured:
-    """The verdicts' log-odds with and without the tokens that each of ``sources`` weighs most.
+    """Returns the verdicts' log-odds with and without the tokens that each of ``sources`` weighs most.
 
     Pairs without a ranking in every source are left out, as are those whose shortened text the judge cannot be shown.
     Every prompt is read once, verdict only, whoever asks for it. ``progress`` hears (prompts read, prompts in all).
@@ -281,12 +281,12 @@ def measure(
 
 
 def _mean(margins: Float[np.ndarray, " prompts"], places: Sequence[Sequence[int]]) -> Array:
-    """The mean log-odds of each pair's prompts."""
+    """Returns the mean log-odds of each pair's prompts."""
     return np.array([margins[found].mean() for found in places])
 
 
 def _blanks(numbers: Mapping[Asked, int]) -> int:
-    """How many different shortened pairs have how many empty responses."""
+    """Returns how many different shortened pairs have how many empty responses."""
     texts = {asked[:3] for asked in numbers}
     return sum((not chosen.strip()) + (not rejected.strip()) for _, chosen, rejected in texts)
 
@@ -361,7 +361,7 @@ def _margins(
 def _built(
     pairs: Sequence[PreferencePair], asked: Sequence[tuple[int, Asked]], prompts: PromptBuilder
 ) -> Iterator[tuple[int, JudgePrompt]]:
-    """The prompts of the texts that can be shown, with their numbers."""
+    """Yields the prompts of the texts that can be shown, with their numbers."""
     last, rounds = None, None
     for number, (place, chosen, rejected, order) in asked:
         if (place, chosen, rejected) != last:

@@ -38,27 +38,29 @@ class _Rows:
         self.place = np.arange(len(self.owner)) - self.starts[self.owner]
 
     def sums(self, values: Floats) -> Floats:
-        """Each row's sum, added in torch's order."""
+        """Returns each row's sum, added in torch's order."""
         parts = torch.from_numpy(values).split_with_sizes(self.sizes)
         return np.array([float(part.sum()) for part in parts], dtype=np.float64)
 
     def numbers(self, marked: NDArray[np.bool_]) -> Ints:
-        """How many items of each row are marked."""
+        """Returns how many items of each row are marked."""
         return np.bincount(self.owner[marked], minlength=len(self.counts))
 
     def first(self, limits: Ints) -> Ints:
-        """Where the first items of each row stand, as many as ``limits`` says."""
+        """Returns where the first items of each row stand, as many as ``limits`` says."""
         return np.flatnonzero(self.place < limits[self.owner])
 
     def of(self, row: int) -> slice:
-        """Where a row's items stand."""
+        """Returns where a row's items stand."""
         return slice(self.starts[row], self.ends[row])
 
 
 def distributions(
     rule: Postprocess, responses: Sequence[Sequence[TokenWeights]]
 ) -> list[tuple[Float[Tensor, " _"], bool] | None]:
-    """What ``rule`` makes of each response's rounds, one or two on the same tokens, and whether they count as flat."""
+    """Returns what ``rule`` makes of each response's rounds, one or two on the same tokens, and whether they count as
+    flat.
+    """
     found: list[tuple[Tensor, bool] | None] = [None] * len(responses)
     for rounds in (1, 2):
         places = [place for place, parts in enumerate(responses) if len(parts) == rounds and _is_plain(parts)]
@@ -76,7 +78,9 @@ def _is_plain(parts: Sequence[TokenWeights]) -> bool:
 def _distributions(
     rule: Postprocess, rounds: Sequence[Sequence[TokenWeights]]
 ) -> list[tuple[Float[Tensor, " _"], bool] | None]:
-    """The same for rounds that are as long as each other; ``rounds`` has all rows of the first one, then the next's."""
+    """Returns the same for rounds that are as long as each other; ``rounds`` has all rows of the first one, then the
+    next's.
+    """
     rows = _Rows([part.token_ids.numel() for part in rounds[0]])
     raw = [torch.cat([part.weights for part in parts], dim=1)[0].double().numpy() for parts in rounds]
     ids = [torch.cat([part.token_ids for part in parts]).numpy() for parts in rounds]

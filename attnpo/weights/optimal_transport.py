@@ -33,7 +33,8 @@ def token_costs(
     chosen_mask: Bool[Tensor, "pairs n"],
     rejected_mask: Bool[Tensor, "pairs m"],
 ) -> Float[Tensor, "pairs n m"]:
-    """The cost of moving a chosen token onto a rejected one, in float64; at most 1, and 0 where either mask is false.
+    """Returns the cost of moving a chosen token onto a rejected one, in float64; at most 1, and 0 where either mask is
+    false.
 
     ``|h_i - h_j| + 1e-6``, divided by the largest cost of the pair if that exceeds 1. As in the published code, where
     positions off the response count as zero vectors, the largest cost is never below a token's own norm: every prompt
@@ -60,7 +61,7 @@ def _pair_costs(
 
 
 def sweeps_needed(reg: float, reg_m: float, tolerance: float) -> int:
-    """How many sweeps of ``transport`` bring every weight within ``tolerance`` of its limit, relative to it.
+    """Returns how many sweeps of ``transport`` bring every weight within ``tolerance`` of its limit, relative to it.
 
     Weights do not change when a constant is added to the log scalings, so their error is the range (largest minus
     smallest) of the scalings' errors. That is at most ``f / reg`` at first, as costs lie between 0 and 1, and each half
@@ -80,7 +81,7 @@ def transport(
     reg_m: float,
     sweeps: int,
 ) -> Plan:
-    """The plan of least ``sum G C + reg sum G (log G - 1) + reg_m (KL(G 1 | 1) + KL(G^T 1 | 1))`` per pair.
+    """Returns the plan of least ``sum G C + reg sum G (log G - 1) + reg_m (KL(G 1 | 1) + KL(G^T 1 | 1))`` per pair.
 
     A mass of 1 on every token, not normalised; masked rows and columns take no part. ``costs`` as ``token_costs``
     gives them. Plain entropy, not the divergence from the product of the masses. Sinkhorn sweeps over the logarithms

@@ -96,7 +96,7 @@ class Finished:
 
     @property
     def changeable(self) -> Bool[Tensor, " n"]:
-        """The tokens that transforms may change."""
+        """Returns the tokens that transforms may change."""
         return torch.ones(self.weights.numel(), dtype=torch.bool) if self.open is None else self.open
 
 
@@ -109,7 +109,7 @@ class PairToWeigh(NamedTuple):
 
     @property
     def pair_id(self) -> str:
-        """The pair's id for errors and transforms."""
+        """Returns the pair's id for errors and transforms."""
         if self.captured is not None:
             return self.captured.pair_id
         return "without an id" if self.pair is None else self.pair.pair_id
@@ -139,7 +139,7 @@ def training_weights(
     layers: tuple[Row, ...] = (),
     pair: PreferencePair | None = None,
 ) -> TrainingWeights:
-    """The weights of one pair on the training tokens in ``encoded`` ("chosen", "rejected").
+    """Returns the weights of one pair on the training tokens in ``encoded`` ("chosen", "rejected").
 
     ``layers`` names the rows of ``captured`` in their order. ``captured`` is None for a source that captures nothing,
     which reads ``pair`` instead. Transforms come fitted; an online source's are left to ``transformed_batch``. Raw rows
@@ -198,7 +198,9 @@ def _chunks(pairs: Iterable[PairToWeigh]) -> Iterator[list[PairToWeigh]]:
 
 
 def _until_problem(items: Iterable[_T]) -> tuple[list[_T], Exception | None]:
-    """The items before the first that raises, and what it raised: the items before it may raise something later."""
+    """Returns the items before the first that raises, and what it raised: the items before it may raise something
+    later.
+    """
     done: list[_T] = []
     try:
         for item in items:
@@ -224,7 +226,7 @@ def finished_weights(
     layers: tuple[Row, ...] = (),
     pair: PreferencePair | None = None,
 ) -> dict[str, Finished]:
-    """Both responses' weights on the source's tokens, before transforms and alignment."""
+    """Returns both responses' weights on the source's tokens, before transforms and alignment."""
     return _finish_pair(_Source.of(source), PairToWeigh(captured, encoded, pair), layers)
 
 
@@ -253,7 +255,7 @@ def _finish_chunk(
 def _averaged(
     known: _Source, chunk: Sequence[PairToWeigh], selected: Sequence[PairWeights | None]
 ) -> list[Finished | None]:
-    """Both responses of each pair, chosen first, from plain rounds of distributions; None for the others."""
+    """Returns both responses of each pair, chosen first, from plain rounds of distributions; None for the others."""
     rule, partial = known.itself.postprocess, known.itself.partial
     if type(rule) is not Postprocess or known.itself.kind is not Kind.DISTRIBUTION:
         return [None] * (2 * len(selected))
@@ -271,14 +273,16 @@ def _averaged(
 
 
 def _said(known: _Source, rounds: Sequence[TokenWeights]) -> Bool[Tensor, " n"] | None:
-    """The tokens about which a partial source said something in one of the rounds."""
+    """Returns the tokens about which a partial source said something in one of the rounds."""
     return torch.cat([row.weights for row in rounds]).ne(0).any(dim=0) if known.itself.partial else None
 
 
 def _carried(
     source: WeightSource, chunk: Sequence[PairToWeigh], done: Sequence[Mapping[str, Finished]], method: AlignMethod
 ) -> list[Landed | None]:
-    """Both responses of each pair, chosen first, where tokens begin alike on both sides; None for the others."""
+    """Returns both responses of each pair, chosen first, where tokens begin alike on both sides; None
+    for the others.
+    """
     found: list[Landed | None] = [None] * (2 * len(done))
     if source.tokens == "train":
         return found
@@ -305,12 +309,12 @@ def _select(source: WeightSource, asked: PairToWeigh, layers: tuple[Row, ...]) -
 
 
 def _finish_pair(known: _Source, asked: PairToWeigh, layers: tuple[Row, ...]) -> dict[str, Finished]:
-    """Both responses' weights on the source's tokens."""
+    """Returns both responses' weights on the source's tokens."""
     return _finish_selected(known, asked, _select(known.itself, asked, layers))
 
 
 def _finish_selected(known: _Source, asked: PairToWeigh, captured: PairWeights | None) -> dict[str, Finished]:
-    """The same from ``captured`` with the one row that the source selected."""
+    """Returns the same from ``captured`` with the one row that the source selected."""
     source, encoded, pair = known.itself, asked.encoded, asked.pair
     own = known.text if captured is None else None
     both = None if own is None else own.weigh_pair(_given(source, pair), encoded)
@@ -353,7 +357,7 @@ def raw_weights(
 
 
 def weight_rows(finished: Mapping[str, Finished], pair_id: str) -> dict[str, WeightRow]:
-    """What a transform sees of a pair."""
+    """Returns what a transform sees of a pair."""
     seen = {side: finished[side].changeable for side in SIDES}
     return {
         side: WeightRow(
@@ -368,7 +372,9 @@ def weight_rows(finished: Mapping[str, Finished], pair_id: str) -> dict[str, Wei
 
 
 def transformed(transform: WeightTransform, finished: Mapping[str, Finished], pair_id: str) -> dict[str, Finished]:
-    """Both responses' weights after ``transform``. UserError naming the pair when it gives no finite numbers."""
+    """Returns both responses' weights after ``transform``. UserError naming the pair when it gives no
+    finite numbers.
+    """
     changed = {}
     for side, row in weight_rows(finished, pair_id).items():
         weights = finished[side].weights.clone()
@@ -378,7 +384,9 @@ def transformed(transform: WeightTransform, finished: Mapping[str, Finished], pa
 
 
 def _applied(transform: WeightTransform, row: WeightRow) -> Float[Tensor, " n"]:
-    """The row's weights after ``transform``, in their own type. UserError naming the pair for what is no such row."""
+    """Returns the row's weights after ``transform``, in their own type. UserError naming the pair for what is no such
+    row.
+    """
     weights, where = transform(row), f"pair {row.pair_id}, {row.side}, after {type(transform).__name__}"
     if weights.shape != row.weights.shape:
         raise UserError(f"{where}: expected {row.weights.numel()} weights, got the shape {tuple(weights.shape)}")
@@ -389,7 +397,7 @@ def _applied(transform: WeightTransform, row: WeightRow) -> Float[Tensor, " n"]:
 def transformed_batch(
     transforms: Sequence[WeightTransform], weights: Float[Tensor, "rows R"], batch: PreferenceBatch
 ) -> Float[Tensor, "rows R"]:
-    """An online source's weights of a batch's main rows after the run's transforms, each response by itself.
+    """Returns an online source's weights of a batch's main rows after the run's transforms, each response by itself.
 
     All its tokens are changed, the end of turn among them, as such sources weigh it like any other token.
     """
@@ -408,7 +416,7 @@ def transformed_batch(
 def fitted(
     transforms: Sequence[WeightTransform], finished: Mapping[str, Mapping[str, Finished]]
 ) -> tuple[WeightTransform, ...]:
-    """The transforms, each fitted on the training rows (by pair id) as those before it leave them."""
+    """Returns the transforms, each fitted on the training rows (by pair id) as those before it leave them."""
     done: list[WeightTransform] = []
     pending: Mapping[str, Mapping[str, Finished]] = finished
     for place, transform in enumerate(transforms):
@@ -454,7 +462,9 @@ def _given(source: WeightSource, pair: PreferencePair | None) -> PreferencePair:
 def _raw_rows(
     known: _Source, captured: PairWeights | None, asked: PairToWeigh, side: str, own: Float[Tensor, " m"] | None
 ) -> list[TokenWeights]:
-    """One entry per round, each with the one row that the source selected; ``own``: a paired source's weights."""
+    """Returns one entry per round, each with the one row that the source selected; ``own``: a paired
+    source's weights.
+    """
     if captured is not None:
         return [item.side(side) for item in captured.rounds]
     source, encoded = known.itself, asked.encoded[side]
@@ -504,7 +514,9 @@ def _on_training_tokens(
 
 
 def _finish(known: _Source, raw: Sequence[Float[Tensor, " n"]], where: str, trace: int) -> Float[Tensor, " m"]:
-    """One row out of the rounds: the source's post-processing, or their mean as it is; without the first ``trace``."""
+    """Returns one row out of the rounds: the source's post-processing, or their mean as it is; without the first
+    ``trace``.
+    """
     source = known.itself
     if source.postprocess is not None:
         return source.postprocess([row[trace:] for row in raw], where)
@@ -523,7 +535,7 @@ def _finish(known: _Source, raw: Sequence[Float[Tensor, " n"]], where: str, trac
 
 
 def _same_tokens(rows: list[TokenWeights]) -> tuple[list[TokenWeights], bool]:
-    """All rounds on the tokens of the first one, and whether any had to be moved there.
+    """Returns all rounds on the tokens of the first one, and whether any had to be moved there.
 
     Rounds have the same tokenizer and the same response, but text assembly may cut a border token differently;
     characters decide then, whatever method is used towards the training tokens.

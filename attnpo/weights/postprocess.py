@@ -42,17 +42,19 @@ def normalize(weights: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
 
 
 def is_flat(row: Float[Tensor, " n"]) -> bool:
-    """Whether a raw row has no mass on the response (all zero, or underflowed to it), so that it becomes uniform."""
+    """Returns whether a raw row has no mass on the response (all zero, or underflowed to it), so that it becomes
+    uniform.
+    """
     return float(row.sum()) == 0
 
 
 def average_rounds(rounds: Sequence[Float[Tensor, " n"]]) -> Float[Tensor, " n"]:
-    """The mean of the rows of all rounds, token by token."""
+    """Returns the mean of the rows of all rounds, token by token."""
     return torch.stack(list(rounds)).mean(dim=0)
 
 
 def combine(rounds: Sequence[Float[Tensor, " n"]], order: RoundOrder) -> Float[Tensor, " n"]:
-    """One distribution out of the raw rows of all rounds, in the given order of averaging and normalising."""
+    """Returns one distribution out of the raw rows of all rounds, in the given order of averaging and normalising."""
     if order is RoundOrder.NORMALIZE_THEN_MEAN:
         return average_rounds([normalize(row) for row in rounds])
     return normalize(average_rounds(rounds))
@@ -97,7 +99,7 @@ class Postprocess:
             raise UserError(f"weights.postprocess.sink_min_length: expected 1 or more, got {self.sink_min_length}")
 
     def __call__(self, rows: Sequence[Float[Tensor, " n"]], where: str = "weights") -> Float[Tensor, " n"]:
-        """The distribution (sum 1) of one response from its raw rows, one per round.
+        """Returns the distribution (sum 1) of one response from its raw rows, one per round.
 
         ``where`` opens the error message, e.g. "pair 3f2a, chosen". UserError for no row, no token, or a weight
         that is negative or not finite.
@@ -114,7 +116,7 @@ class Postprocess:
 
 
 def flat_rounds(rows: Sequence[Float[Tensor, " n"]], order: RoundOrder) -> bool:
-    """Whether ``combine`` puts uniform weights in the place of rows without mass.
+    """Returns whether ``combine`` puts uniform weights in the place of rows without mass.
 
     Under ``mean_then_normalize`` that takes all rounds, a flat one counts for nothing beside another; under
     ``normalize_then_mean`` one flat round is enough.

@@ -64,11 +64,11 @@ class RunReward(WeightReader):
 
     @property
     def kernel(self) -> str:
-        """The attention kernel family that it runs with."""
+        """Returns the attention kernel family that it runs with."""
         return kernel_for(described(self.path, self.revision))
 
     def fingerprint(self) -> dict[str, object]:
-        """What identifies its numbers: weights, number format, attention kernel family."""
+        """Returns what identifies its numbers: weights, number format, attention kernel family."""
         weights = weights_fingerprint(self.path, self.revision)
         return {"weights": weights, "dtype": self.settings.dtype, "kernel": self.kernel}
 

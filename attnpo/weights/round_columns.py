@@ -21,7 +21,7 @@ _NO_TOKENS = TokenWeights(torch.zeros(0, dtype=torch.long), torch.zeros(0, 2, dt
 
 
 def pack_tokens(pair: PairWeights, parts: Sequence[TokenWeights]) -> dict[str, Cell]:
-    """The tokens of ``parts``, the responses of all rounds, and what is known of the rounds."""
+    """Returns the tokens of ``parts``, the responses of all rounds, and what is known of the rounds."""
     return {
         "chosen_is_a": np.array([item.chosen_is_a for item in pair.rounds], dtype=np.int8),
         "cut": np.array([item.cut for item in pair.rounds], dtype=np.int8),
@@ -32,7 +32,7 @@ def pack_tokens(pair: PairWeights, parts: Sequence[TokenWeights]) -> dict[str, C
 
 
 def pack_verdicts(pair: PairWeights) -> dict[str, Cell] | None:
-    """The verdicts; None where one was not read."""
+    """Returns the verdicts; None where one was not read."""
     logits = [item.verdict_logits for item in pair.rounds if item.verdict_logits is not None]
     if len(logits) < len(pair.rounds):
         return None
@@ -42,7 +42,7 @@ def pack_verdicts(pair: PairWeights) -> dict[str, Cell] | None:
 
 
 def pack_traces(pair: PairWeights) -> dict[str, Cell] | None:
-    """How long the traces are; None where there are none."""
+    """Returns how long the traces are; None where there are none."""
     traces = [item.trace for item in pair.rounds if item.trace is not None]
     if not traces or len(traces) < len(pair.rounds):
         return None
@@ -53,8 +53,8 @@ def pack_traces(pair: PairWeights) -> dict[str, Cell] | None:
 
 
 def unpack(stored: Mapping[str, Mapping[str, Cell]], layers: Sequence[Row]) -> dict[str, PairWeights]:
-    """The pairs whose columns ``stored`` has by pair id: tokens, ``layers`` and, where they were read, verdicts and
-    traces. Their tensors are parts of common ones.
+    """Returns the pairs whose columns ``stored`` has by pair id: tokens, ``layers`` and, where they were read, verdicts
+    and traces. Their tensors are parts of common ones.
 
     UserError for columns that do not belong together.
     """
@@ -102,7 +102,7 @@ def unpack_rounds(stored: Mapping[str, Mapping[str, Cell]]) -> Iterator[PairWeig
 
 
 def _rounds(row: Mapping[str, Cell], rounds: Sequence[tuple[int, int, TokenWeights, TokenWeights]]) -> Iterator[Round]:
-    """The rounds of a pair with the verdicts and traces that ``row`` has."""
+    """Yields the rounds of a pair with the verdicts and traces that ``row`` has."""
     judged = None if VERDICTS not in row else _arrays(row[VERDICTS])
     traced = None if TRACES not in row else _arrays(row[TRACES])
     logits = (

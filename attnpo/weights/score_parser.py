@@ -41,7 +41,7 @@ EMPTY_PART = "part without text"
 
 
 def read_answer(answer: str, response: str) -> Reading:
-    """The scored spans of ``response`` that ``answer`` names.
+    """Returns the scored spans of ``response`` that ``answer`` names.
 
     Understood: JSON objects, pairs and lists of them, however nested (in a code fence, cut off at the end, with
     trailing commas), or lines and table rows that hold a part and a score; where both can be read, what covers more of
@@ -60,7 +60,7 @@ def _reading(parts: Sequence[tuple[str, float | None]], response: str) -> Readin
 
 
 def _usable(parts: Sequence[tuple[str, float | None]], problems: Counter[str]) -> Iterator[tuple[str, float]]:
-    """The parts with a text and a score of the scale; ``problems`` counts the others."""
+    """Yields the parts with a text and a score of the scale; ``problems`` counts the others."""
     for text, score in parts:
         if not text.strip():
             problems[EMPTY_PART] += 1
@@ -102,12 +102,14 @@ def _json_parts(answer: str) -> list[tuple[str, float | None]]:
 
 
 def _line_parts(answer: str) -> list[tuple[str, float | None]]:
-    """The same from lines that end or begin with a score."""
+    """Returns the same from lines that end or begin with a score."""
     return [item for line in answer.splitlines() if (item := _from_line(line)) is not None]
 
 
 def _decoded(answer: str, start: int) -> tuple[object, int]:
-    """The JSON value at ``start`` and where it ends; None and the next place where there is none, or a broken one."""
+    """Returns the JSON value at ``start`` and where it ends; None and the next place where there is none, or a broken
+    one.
+    """
     try:
         return _JSON.raw_decode(answer, start)
     except (ValueError, RecursionError):
@@ -122,7 +124,7 @@ def _decoded(answer: str, start: int) -> tuple[object, int]:
 
 
 def _in_value(value: object) -> Iterator[tuple[str, float | None]]:
-    """The parts in a decoded value, an object being a tuple of its members."""
+    """Yields the parts in a decoded value, an object being a tuple of its members."""
     if isinstance(value, tuple):
         yield from _in_object(value)
     elif isinstance(value, list) and len(value) == 2 and isinstance(value[0], str) and _is_plain(value[1]):
@@ -163,7 +165,7 @@ def _number(value: object) -> float | None:
 
 
 def _scaled(match: re.Match[str]) -> float | None:
-    """The number, unless it is one of another scale ("8/10")."""
+    """Returns the number, unless it is one of another scale ("8/10")."""
     return None if match["of"] not in (None, str(HIGHEST)) else float(match["score"])
 
 
@@ -186,7 +188,9 @@ _SAME = str.maketrans({"\u201c": '"', "\u201d": '"', "\u2018": "'", "\u2019": "'
 
 
 def _folded(text: str) -> tuple[str, list[int]]:
-    """Text without differences of blanks, quotation marks and case, and where each character of it comes from."""
+    """Returns text without differences of blanks, quotation marks and case, and where each character of
+    it comes from.
+    """
     letters: list[str] = []
     places: list[int] = []
     for place, letter in enumerate(text):
@@ -202,7 +206,7 @@ def _folded(text: str) -> tuple[str, list[int]]:
 
 
 def _locate(parts: Iterable[tuple[str, float]], response: str, problems: Counter[str]) -> list[ScoredSpan]:
-    """Where the parts stand, without overlap, in order of their place."""
+    """Returns where the parts stand, without overlap, in order of their place."""
     text, places = _folded(response)
     taken = [False] * len(text)
     spans, cursor = [], 0

@@ -34,14 +34,14 @@ class ScoreTemplate:
 
     @classmethod
     def from_files(cls, user: str | Path, system: str | Path | None = None) -> "ScoreTemplate":
-        """The template in UTF-8 text files, as they are. Raises UserError when one cannot be read."""
+        """Returns the template in UTF-8 text files, as they are. Raises UserError when one cannot be read."""
         return cls(
             file_text(user, "verbalizer.template_file"),
             None if system is None else file_text(system, "verbalizer.system_file"),
         )
 
     def messages(self, question: str, answer: str) -> list[Message]:
-        """The chat prompt; both texts are put in at once, so a placeholder inside them stays as it is."""
+        """Returns the chat prompt; both texts are put in at once, so a placeholder inside them stays as it is."""
         values = {"question": question, "answer": answer}
         user = re.sub(r"\{(question|answer)\}", lambda slot: values[slot[1]], self.user)
         turns = [] if self.system is None else [Message(role="system", content=self.system)]
@@ -74,7 +74,7 @@ class ScoreQuestions:
             ) from problem
 
     def ask(self, pair: PreferencePair, side: str) -> list[Message]:
-        """The chat prompt about one response.
+        """Returns the chat prompt about one response.
 
         Raises RefusedText when the prompt is too long for the model or its text cannot be encoded, and when the
         response holds nothing to score.
@@ -92,11 +92,11 @@ class ScoreQuestions:
         return messages
 
     def messages(self, pair: PreferencePair, side: str) -> list[Message]:
-        """The chat prompt, whether it fits or not."""
+        """Returns the chat prompt, whether it fits or not."""
         return self.template.messages(question_text(pair.prompt), judged(pair, side))
 
     def tokens(self, pair: PreferencePair, side: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """The response's training tokens that hold a character of it, before any truncation.
+        """Returns the response's training tokens that hold a character of it, before any truncation.
 
         Of a response whose trace is weighed apart, those of the answer.
         """

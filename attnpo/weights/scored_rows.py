@@ -29,12 +29,12 @@ class Scorer(Protocol):
     """
 
     def scores(self, ids: Sequence[EncodedResponse], names: Collection[str]) -> list[Mapping[str, Float[Tensor, " m"]]]:
-        """The statistics ``names`` of each response's m tokens, in the order of ``ids``, on the CPU."""
+        """Returns the statistics ``names`` of each response's m tokens, in the order of ``ids``, on the CPU."""
 
     def pair_scores(
         self, ids: Sequence[EncodedResponse], other: "Scorer", names: Collection[str]
     ) -> list[Mapping[str, Float[Tensor, " m"]]]:
-        """The same, joint statistics with ``other`` (the second model) among them."""
+        """Returns the same, joint statistics with ``other`` (the second model) among them."""
 
 
 @runtime_checkable
@@ -42,12 +42,14 @@ class TrainingTexts(Protocol):
     """Gives pairs as training ids; ``attnpo.data.scorers.RunTexts`` is the one in use."""
 
     def encode(self, pair: PreferencePair) -> Mapping[str, EncodedResponse]:
-        """The ids by side that training reads; ``attnpo.text.chat.RefusedText`` for a pair that has none."""
+        """Returns the ids by side that training reads; ``attnpo.text.chat.RefusedText`` for a pair that has none."""
 
     def instructed(
         self, pair: PreferencePair, encoded: Mapping[str, EncodedResponse], instruction: str
     ) -> tuple[Mapping[str, EncodedResponse], bool]:
-        """The same responses under a prompt with ``instruction``, and whether that prompt had to be shortened."""
+        """Returns the same responses under a prompt with ``instruction``, and whether that prompt had to be
+        shortened.
+        """
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def scored_rows(
     models: Mapping[str, ScorerModel],
     statistic: str,
 ) -> list[PairWeights]:
-    """One round per pair on its training tokens, a float32 row per response.
+    """Returns one round per pair on its training tokens, a float32 row per response.
 
     ``statistic``: "log_ratio", log-probability under the first of ``models`` less that under the second; "contrast",
     log-probability under softmax(2 z - z'), z and z' their logits. A pair whose text has no training ids, or cannot be
@@ -126,7 +128,7 @@ def _ask(pair: PreferencePair, texts: TrainingTexts, model: ScorerModel, other: 
 def _compare(
     asked: Sequence[_Asked], first: Scorer, second: Scorer, statistic: str
 ) -> dict[str, dict[str, Float[Tensor, " n"]]]:
-    """The rows by pair id and side."""
+    """Returns the rows by pair id and side."""
     places = [(one.pair_id, side) for one in asked for side in SIDES]
     read = [one.first[side] for one in asked for side in SIDES]
     if statistic == CONTRAST:

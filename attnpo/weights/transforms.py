@@ -41,13 +41,13 @@ class WeightTransform(Protocol):
 
     @property
     def needs_fit(self) -> bool:
-        """Whether ``fit`` must come before the first row."""
+        """Returns whether ``fit`` must come before the first row."""
 
     def fit(self, rows: Iterable[WeightRow]) -> "WeightTransform":
-        """The transform with what it learnt from ``rows``."""
+        """Returns the transform with what it learnt from ``rows``."""
 
     def __call__(self, row: WeightRow) -> Float[Tensor, " n"]:
-        """The new weights of ``row``, on the same tokens."""
+        """Returns the new weights of ``row``, on the same tokens."""
 
 
 class _Pure:
@@ -66,7 +66,7 @@ class _Pure:
 
 
 def takes_factors(transform: object) -> bool:
-    """Whether a transform declares that it means the same for factors as for distributions."""
+    """Returns whether a transform declares that it means the same for factors as for distributions."""
     return bool(getattr(transform, "factors", False))
 
 
@@ -89,7 +89,7 @@ class UniformOnSupport(_Pure):
     factors: ClassVar[bool] = True
 
     def __call__(self, row: WeightRow) -> Float[Tensor, " n"]:
-        """The row's mean everywhere."""
+        """Returns the row's mean everywhere."""
         return torch.full_like(row.weights, float(row.weights.mean()) if row.weights.numel() else 0.0)
 
 
@@ -102,7 +102,7 @@ class Shuffled(_Pure):
     factors: ClassVar[bool] = True
 
     def __call__(self, row: WeightRow) -> Float[Tensor, " n"]:
-        """The row, permuted."""
+        """Returns the row, permuted."""
         return row.weights[torch.randperm(row.weights.numel(), generator=_generator(self.seed, row))]
 
 
@@ -119,7 +119,7 @@ class Inverse(_Pure):
     factors: ClassVar[bool] = True
 
     def __call__(self, row: WeightRow) -> Float[Tensor, " n"]:
-        """The row with its values handed out in reverse order of size."""
+        """Returns the row with its values handed out in reverse order of size."""
         mixed = torch.randperm(row.weights.numel(), generator=_generator(self.seed, row))
         order = mixed[torch.argsort(row.weights[mixed], stable=True)]
         out = torch.empty_like(row.weights)
@@ -143,7 +143,7 @@ class Mixture(_Pure):
             raise UserError(f"transform Mixture: share must lie in [0, 1], got {self.share}")
 
     def __call__(self, row: WeightRow) -> Float[Tensor, " n"]:
-        """The row mixed with its mean."""
+        """Returns the row mixed with its mean."""
         return (1 - self.share) * row.weights.mean() + self.share * row.weights
 
 
@@ -162,7 +162,7 @@ class Smeared(_Pure):
             raise UserError(f"transform Smeared: decay must lie in [0, 1), got {self.decay}")
 
     def __call__(self, row: WeightRow) -> Float[Tensor, " n"]:
-        """The smeared row."""
+        """Returns the smeared row."""
         places = torch.arange(1, row.weights.numel() + 1, dtype=torch.float64)
         shares = row.weights.double() * (1 - self.decay) / (1 - self.decay**places)  # what each leaves on its own token
         carried, smeared = 0.0, []
@@ -183,7 +183,7 @@ class Sharpness(_Pure):
             raise UserError(f"transform Sharpness: tau must be at least 0, got {self.tau}")
 
     def __call__(self, row: WeightRow) -> Float[Tensor, " n"]:
-        """The sharpened row; zeros stay zeros."""
+        """Returns the sharpened row; zeros stay zeros."""
         scaled = row.weights / row.weights.max().clamp(min=torch.finfo(row.weights.dtype).tiny)
         powered = torch.where(row.weights > 0, scaled**self.tau, torch.zeros_like(scaled))
         return _same_total(powered, row.weights)
@@ -202,7 +202,7 @@ class OneSide(_Pure):
             raise UserError(f"transform OneSide: side must be one of {', '.join(SIDES)}, got {self.side!r}")
 
     def __call__(self, row: WeightRow) -> Float[Tensor, " n"]:
-        """The row as it is on ``side``, its mean on the other."""
+        """Returns the row as it is on ``side``, its mean on the other."""
         return row.weights if row.side == self.side else UniformOnSupport()(row)
 
 
@@ -219,7 +219,7 @@ class TailCut(_Pure):
             raise UserError(f"transform TailCut: alpha must lie in [0, 1], got {self.alpha}")
 
     def __call__(self, row: WeightRow) -> Float[Tensor, " n"]:
-        """The row with its tail scaled."""
+        """Returns the row with its tail scaled."""
         kept = torch.arange(row.weights.numel()) < row.other
         return torch.where(kept, row.weights, self.alpha * row.weights)
 
@@ -228,7 +228,7 @@ class TailCut(_Pure):
 
 
 def resample(weights: Float[Tensor, " k"], length: int) -> Float[Tensor, " n"]:
-    """The mass of ``weights`` over relative position, spread on ``length`` tokens; the total is kept.
+    """Returns the mass of ``weights`` over relative position, spread on ``length`` tokens; the total is kept.
 
     Token i of n covers the stretch [i/n, (i+1)/n) of the response; within one token the mass is even.
     """
@@ -275,7 +275,7 @@ class CrossPair:
         return _with_state(self, pool={side: sorted(pool[side], key=_pair_id) for side in pool})
 
     def __call__(self, row: WeightRow) -> Float[Tensor, " n"]:
-        """A donor's weights on this row's tokens, at this row's total."""
+        """Returns a donor's weights on this row's tokens, at this row's total."""
         _require_fit(bool(self.pool), self)
         rows = self.pool.get(row.side, [])
         own = bisect_left(rows, row.pair_id, key=_pair_id)  # the first row of this pair, which is no donor
@@ -305,14 +305,14 @@ class PositionProfile:
             raise UserError(f"transform PositionProfile: bins must be at least 1, got {self.bins}")
 
     def fit(self, rows: Iterable[WeightRow]) -> "PositionProfile":
-        """A copy with the mean mass of each bin over all rows, each row counted alike."""
+        """Returns a copy with the mean mass of each bin over all rows, each row counted alike."""
         masses = [resample(_normal(row.weights), self.bins) for row in rows if row.weights.numel()]
         if not masses:
             raise UserError("transform PositionProfile has no training row to be fitted on")
         return _with_state(self, profile=tuple(torch.stack(masses).double().mean(0).tolist()))
 
     def __call__(self, row: WeightRow) -> Float[Tensor, " n"]:
-        """The profile on this row's tokens, at this row's total."""
+        """Returns the profile on this row's tokens, at this row's total."""
         _require_fit(bool(self.profile), self)
         profile = torch.tensor(self.profile, dtype=row.weights.dtype)
         return _same_total(resample(profile, row.weights.numel()), row.weights)
@@ -337,7 +337,7 @@ class TokenProfile:
             raise UserError(f"transform TokenProfile: bins must be at least 1, got {self.bins}")
 
     def fit(self, rows: Iterable[WeightRow]) -> "TokenProfile":
-        """A copy with the mean factor of every token id among the training rows."""
+        """Returns a copy with the mean factor of every token id among the training rows."""
         kept: Sequence[WeightRow] = [row for row in rows if row.weights.numel()]
         sums: defaultdict[int, float] = defaultdict(float)
         counts: defaultdict[int, int] = defaultdict(int)
@@ -352,7 +352,7 @@ class TokenProfile:
         return _with_state(self, words={token: sums[token] / counts[token] for token in sums}, places=places)
 
     def __call__(self, row: WeightRow) -> Float[Tensor, " n"]:
-        """The factors of this row's words, at this row's total."""
+        """Returns the factors of this row's words, at this row's total."""
         _require_fit(bool(self.words), self)
         factors = [self.words.get(token, 1.0) for token in row.token_ids.tolist()]
         new = torch.tensor(factors, dtype=row.weights.dtype)
@@ -380,7 +380,7 @@ class Branched:
             raise UserError(f"transform Branched: reach must be at least 1, got {self.reach}")
 
     def fit(self, rows: Iterable[WeightRow]) -> "Branched":
-        """A copy with the entropy, in nats, of what follows each token id; START stands before a response."""
+        """Returns a copy with the entropy, in nats, of what follows each token id; START stands before a response."""
         follows: defaultdict[int, Counter[int]] = defaultdict(Counter)
         for row in rows:
             ids = row.token_ids.tolist()
@@ -391,7 +391,7 @@ class Branched:
         return _with_state(self, entropies={before: _entropy(counts) for before, counts in follows.items()})
 
     def __call__(self, row: WeightRow) -> Float[Tensor, " n"]:
-        """The row with its weights moved; the total is kept."""
+        """Returns the row with its weights moved; the total is kept."""
         _require_fit(bool(self.entropies), self)
         ids = row.token_ids.tolist()
         open_to = [self.entropies.get(before, 0.0) for before in [START, *ids][: len(ids)]]

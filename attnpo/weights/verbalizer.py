@@ -74,7 +74,7 @@ class RunVerbalizer(WeightReader):
         self._store = store
 
     def _prompt_room(self) -> int | None:
-        """Tokens that a prompt may have; UserError when the answer alone takes all there are."""
+        """Returns tokens that a prompt may have; UserError when the answer alone takes all there are."""
         limit = longest_sequence(self.path, self.revision, "verbalizer.max_length", self.settings.max_length)
         new = self.settings.sampling.max_new_tokens
         if limit is not None and limit <= new:
@@ -86,7 +86,7 @@ class RunVerbalizer(WeightReader):
         return None if limit is None else limit - new
 
     def fingerprint(self) -> dict[str, object]:
-        """What identifies the answers to given prompts: model weights, number format, decoding, chat format."""
+        """Returns what identifies the answers to given prompts: model weights, number format, decoding, chat format."""
         maker = self.settings.known_parts
         return {
             "weights": {**weights_fingerprint(self.path, self.revision), **ends_of_folder(self.path)},
@@ -122,7 +122,7 @@ class RunVerbalizer(WeightReader):
         return self.questions.fingerprint()
 
     def count_answers(self, pairs: Sequence[PreferencePair], captured: Mapping[str, PairWeights]) -> AnswerStatistics:
-        """How well the answers about ``pairs`` could be read, from the texts in the store."""
+        """Returns how well the answers about ``pairs`` could be read, from the texts in the store."""
         asked = {
             (pair.pair_id, side): prompt_key(self.questions.messages(pair, side))
             for pair in pairs
@@ -134,12 +134,12 @@ class RunVerbalizer(WeightReader):
 
 
 def prompt_key(prompt: Sequence[Message]) -> str:
-    """The name under which the answer to a prompt is kept."""
+    """Returns the name under which the answer to a prompt is kept."""
     return digest([[turn["role"], turn["content"]] for turn in prompt])[:32]
 
 
 def stored_answers(table: Table, keys: Sequence[str]) -> dict[str, str]:
-    """The stored answers among ``keys``."""
+    """Returns the stored answers among ``keys``."""
     known = [key for key, columns in table.columns_present(keys).items() if ANSWER in columns]
     return {key: str(row[ANSWER]) for key, row in table.read(known, [ANSWER]).items()}
 
@@ -156,7 +156,7 @@ class StoredAnswers:
         self._generator: Generator | None = None
 
     def generate(self, prompts: Sequence[Sequence[Message]], sampling: Sampling) -> list[str]:
-        """One answer per prompt, in their order."""
+        """Returns one answer per prompt, in their order."""
         keys = [prompt_key(prompt) for prompt in prompts]
         found = stored_answers(self.table, keys)
         missing = {key: prompt for key, prompt in zip(keys, prompts, strict=True) if key not in found}

@@ -23,10 +23,10 @@ class GeneratorMaker(Protocol):
     """What makes a generator out of a loaded model in another way than free decoding."""
 
     def fingerprint(self) -> dict[str, object]:
-        """Every setting that changes an answer."""
+        """Returns every setting that changes an answer."""
 
     def generator(self, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> Generator:
-        """The generator."""
+        """Returns the generator."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Verbalizer:
             check_least("verbalizer", 1, **{name: getattr(self, name)})
 
     def template(self) -> ScoreTemplate:
-        """The wording, read from its files."""
+        """Returns the wording, read from its files."""
         system = None if self.system_file is None else find_file(self.system_file, "verbalizer.system_file")
         return ScoreTemplate.from_files(find_file(self.template_file, "verbalizer.template_file"), system)
 

@@ -35,7 +35,7 @@ LOG_EVERY = 10.0  # seconds between two lines on the progress
 
 
 def answer_prompts(cfg: AnswerConfig) -> Path:
-    """The file with the answers that a config of ``attnpo.generate`` asks for; has those it lacks made.
+    """Returns the file with the answers that a config of ``attnpo.generate`` asks for; has those it lacks made.
 
     In a job of several processes each answers its share into a part; the last one merges them.
 
@@ -104,7 +104,7 @@ def output_path(cfg: AnswerConfig) -> Path:
 
 
 def described(model: ModelSpec) -> tuple[ModelSpec, ChatFormat]:
-    """A model's description with the text of its chat template, and its chat format; no weights are read.
+    """Returns a model's description with the text of its chat template, and its chat format; no weights are read.
 
     UserError for what is no model to answer with: adapters that are to be trained, a run's folder.
     """
@@ -131,7 +131,7 @@ def _require_room(limit: int | None, sampling: Sampling) -> None:
 
 
 def key_of(answerer: Answerer, sampling: Sampling) -> dict[str, object]:
-    """What decides the answer to a given prompt."""
+    """Returns what decides the answer to a given prompt."""
     return {**answerer.key(), "sampling": sampling.fingerprint()}
 
 
@@ -139,7 +139,7 @@ def key_of(answerer: Answerer, sampling: Sampling) -> dict[str, object]:
 
 
 def fill(answerer: Answerer, lacking: Mapping[Name, Asked], sampling: Sampling) -> Iterator[list[AnswerRow]]:
-    """The rows of what is lacking, as they come: to be written before the next are asked for."""
+    """Yields the rows of what is lacking, as they come: to be written before the next are asked for."""
     names, asked = list(lacking), list(lacking.values())
     began = said = time.perf_counter()
     done = tokens = 0
@@ -154,7 +154,7 @@ def fill(answerer: Answerer, lacking: Mapping[Name, Asked], sampling: Sampling) 
 
 
 def row_of(name: Name, asked: Asked, reply: Reply) -> AnswerRow:
-    """The row of a reply."""
+    """Returns the row of a reply."""
     row = AnswerRow(
         id=name[0],
         draw=name[1],
@@ -198,7 +198,7 @@ def _report_left_out(encoded: EncodedPrompts, found: PromptSet) -> None:
 def _facts(
     cfg: AnswerConfig, found: PromptSet, encoded: EncodedPrompts, rows: Sequence[AnswerRow]
 ) -> dict[str, object]:
-    """The account beside the answers."""
+    """Returns the account beside the answers."""
     model, source = cfg.model, cfg.data
     return {
         "versions": versions(),
@@ -214,7 +214,7 @@ def _facts(
 
 
 def refused(rows: Iterable[AnswerRow]) -> dict[str, int]:
-    """How many answers are empty because there could be none, by reason; said once, with the first ids."""
+    """Returns how many answers are empty because there could be none, by reason; said once, with the first ids."""
     ids: dict[str, list[str]] = {}
     for row in rows:
         if "refused" in row:

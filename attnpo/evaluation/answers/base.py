@@ -48,18 +48,18 @@ class Answerer(Protocol):
 
     @property
     def chat(self) -> ChatFormat | None:
-        """The model's chat format, None where nothing on this machine has it."""
+        """Returns the model's chat format, None where nothing on this machine has it."""
 
     @property
     def limit(self) -> int | None:
-        """Tokens that a prompt and its answer may have together, None where that is not known before asking."""
+        """Returns tokens that a prompt and its answer may have together, None where that is not known before asking."""
 
     @property
     def counted_by(self) -> str:
         """Whose tokens a reply's ``tokens`` are."""
 
     def key(self) -> dict[str, object]:
-        """What decides the answer to a given conversation beside the sampling."""
+        """Returns what decides the answer to a given conversation beside the sampling."""
 
     def answer(self, asked: Sequence[Asked], sampling: Sampling) -> Iterator[Mapping[int, Reply]]:
         """Replies by index in ``asked``, as they come, in any order.

@@ -51,7 +51,7 @@ class LocalAnswerer:
 
     @property
     def counted_by(self) -> str:
-        """The model, whose tokenizer counts."""
+        """Returns the model, whose tokenizer counts."""
         return self.model.path
 
     def key(self) -> dict[str, object]:

@@ -118,7 +118,7 @@ class ServedAnswerer:
 
     @property
     def counted_by(self) -> str:
-        """The server, whose ``usage`` it is."""
+        """Returns the server, whose ``usage`` it is."""
         return f"{self.name} (the server's usage)"
 
     def key(self) -> dict[str, object]:
@@ -136,7 +136,7 @@ class ServedAnswerer:
         return {"answering": "server", "model": weights, "chat": self.chat.fingerprint()}
 
     def parameters(self, one: Asked, sampling: Sampling) -> dict[str, object]:
-        """The body of a request. The seed follows from that of the sampling, the conversation and the draw.
+        """Returns the body of a request. The seed follows from that of the sampling, the conversation and the draw.
 
         A server draws the same random numbers for the same seed: one seed for all would tie the answers to each other.
 
@@ -217,7 +217,7 @@ class ServedAnswerer:
             )
 
     def _refused(self, client: "OpenAI", refusal: "_Refusal") -> UserError:
-        """The error for a request that would be refused again, with what can be done about it."""
+        """Returns the error for a request that would be refused again, with what can be done about it."""
         from openai import OpenAIError
 
         help_ = "the text above is the server's own"

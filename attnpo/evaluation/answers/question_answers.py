@@ -58,14 +58,15 @@ class RoundAnswers:
 
 
 def round_path(folder: Path, round_: int) -> Path:
-    """Where the answers of a round lie."""
+    """Returns where the answers of a round lie."""
     return folder / f"answers-round{round_}.jsonl"
 
 
 def answer_questions(
     questions: Sequence[Question], sampling: Sampling, answerer: Answerer, folder: Path, round_: int = 0
 ) -> RoundAnswers | None:
-    """The answers of round ``round_``, from its file in ``folder`` and, where that lacks some, from ``answerer``.
+    """Returns the answers of round ``round_``, from its file in ``folder`` and, where that lacks some, from
+    ``answerer``.
 
     The round's seed is ``sampling.seed + round_``. Greedy answers of a later round are copied from round 0, where that
     has them. In a job of several processes each answers its share of the questions; None until all have.
@@ -178,7 +179,9 @@ class _Round:
         self.rows |= {(row["id"], row["draw"]): row for row in rows}
 
     def _messages(self, question: Question, turn: int) -> tuple[Message, ...]:
-        """The conversation up to the user's turn ``turn``, counted from 0, with the answers that the file has."""
+        """Returns the conversation up to the user's turn ``turn``, counted from 0, with the answers that
+        the file has.
+        """
         messages = [] if question.system is None else [Message(role="system", content=question.system)]
         for at, text in enumerate(question.turns[: turn + 1]):
             messages.append(Message(role="user", content=text))
@@ -187,7 +190,7 @@ class _Round:
         return tuple(messages)
 
     def _lacks(self, question: Question, prompt: Prompt, turn: int) -> bool:
-        """Whether a turn has to be answered. UserError where the file has an answer to something else."""
+        """Returns whether a turn has to be answered. UserError where the file has an answer to something else."""
         row = self.rows.get((question.id, turn))
         if row is None:
             return True
@@ -240,7 +243,7 @@ class _Round:
 
 
 def is_greedy(question: Question, sampling: Sampling) -> bool:
-    """Whether a question is answered without drawing, the same in every round."""
+    """Returns whether a question is answered without drawing, the same in every round."""
     return (sampling.temperature if question.temperature is None else question.temperature) == 0
 
 

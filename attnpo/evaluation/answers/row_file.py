@@ -73,12 +73,12 @@ class RowFile(Generic[SomeRow]):
 
     @property
     def sidecar(self) -> Path:
-        """Where the account of the rows lies."""
+        """Returns where the account of the rows lies."""
         return self.path.with_suffix(".json")
 
     @property
     def part(self) -> Path:
-        """The file this process appends to."""
+        """Returns the file this process appends to."""
         return self.path if self.processes == 1 else self._part(str(self.rank))
 
     def _part(self, rank: str) -> Path:
@@ -93,7 +93,7 @@ class RowFile(Generic[SomeRow]):
     # ------------------------------------------------------------------------------------------ reading
 
     def open(self, key: Mapping[str, object]) -> dict[Name, SomeRow]:
-        """The rows that are there already, by id and draw; a last line that was cut off is removed.
+        """Returns the rows that are there already, by id and draw; a last line that was cut off is removed.
 
         ``key`` is everything that decides a row; it is written beside the file.
 
@@ -173,7 +173,7 @@ class RowFile(Generic[SomeRow]):
             file.write(self._lines(rows))
 
     def merge(self, order: Sequence[Name]) -> list[SomeRow] | None:
-        """The rows of ``order``, or None while some are missing.
+        """Returns the rows of ``order``, or None while some are missing.
 
         Rewrites the file in that order, rows of other prompts after them, and removes the parts. Two processes that
         come here at once write the same file.
@@ -205,7 +205,7 @@ class RowFile(Generic[SomeRow]):
 
 
 def read_account(file: Path) -> dict[str, object]:
-    """What a file beside rows says; nothing where there is none. UserError for one that cannot be read."""
+    """Returns what a file beside rows says; nothing where there is none. UserError for one that cannot be read."""
     if not file.is_file():
         return {}
     try:

@@ -36,7 +36,7 @@ class Estimate:
 
     @property
     def rest(self) -> str:
-        """What is to be asked, for readers."""
+        """Returns what is to be asked, for readers."""
         cost = "the price of its tokens is not known" if self.dollars is None else f"at most {dollars(self.dollars)}"
         return (
             f"{self.input_tokens:,} input tokens ({self.method}), at most {self.most_output_tokens:,} output tokens "
@@ -44,7 +44,7 @@ class Estimate:
         )
 
     def __str__(self) -> str:
-        """One line for the log."""
+        """Returns one line for the log."""
         new = self.calls - self.stored
         return f"{self.calls} grading calls, {self.stored} of them stored, {new} to ask: {self.rest}"
 
@@ -69,16 +69,17 @@ class Asked:
 
     @property
     def models(self) -> dict[str, int]:
-        """How many replies each model gave, by the name that the replies state."""
+        """Returns how many replies each model gave, by the name that the replies state."""
         return dict(Counter(reply.model for reply in self.replies.values() if reply.model))
 
     @property
     def whole(self) -> bool:
-        """Whether every call has its reply."""
+        """Returns whether every call has its reply."""
         return not self.failures and not self.left
 
     def cost(self, price: Price) -> dict[str, float]:
-        """What all replies took, stored ones included: calls, tokens, dollars (not where unknown), seconds of calls.
+        """Returns what all replies took, stored ones included: calls, tokens, dollars (not where unknown), seconds of
+        calls.
 
         ``estimated_calls``, where there are any, came without an account: of these, tokens and dollars are what was set
         aside for them.
@@ -97,7 +98,9 @@ class Asked:
 
 
 def estimate(calls: Iterable[GradingCall], grader: Grader, store: ReplyStore) -> Estimate:
-    """What ``ask_all`` would take, before the first call; the store's replies correct the count of input tokens."""
+    """Returns what ``ask_all`` would take, before the first call; the store's replies correct the count of input
+    tokens.
+    """
     wanted, identity = list(dict.fromkeys(calls)), grader.identity()
     tokens = InputTokens(grader)
     lacking = _lacking(wanted, identity, store, tokens)
@@ -107,7 +110,7 @@ def estimate(calls: Iterable[GradingCall], grader: Grader, store: ReplyStore) ->
 def ask_all(
     calls: Iterable[GradingCall], grader: Grader, store: ReplyStore, limits: GradingLimits | None = None
 ) -> Asked:
-    """The replies to ``calls``: those that are stored, and the rest asked for and stored as they come.
+    """Returns the replies to ``calls``: those that are stored, and the rest asked for and stored as they come.
 
     Equal calls are asked once. At a limit it stops and says what is left. Interrupted, it leaves a whole store.
 
@@ -244,7 +247,7 @@ class _Tally:
 def _lacking(
     wanted: Iterable[GradingCall], identity: Mapping[str, object], store: ReplyStore, tokens: InputTokens
 ) -> list[GradingCall]:
-    """The calls that have to be asked; the others' accounts correct ``tokens``."""
+    """Returns the calls that have to be asked; the others' accounts correct ``tokens``."""
     lacking = []
     for call in wanted:
         reply = store.reply(call, identity)
@@ -294,5 +297,5 @@ def _report(asked: Asked, budget: Budget) -> None:
 
 
 def dollars(amount: float) -> str:
-    """An amount for readers: cents, or two digits of what is below one."""
+    """Returns an amount for readers: cents, or two digits of what is below one."""
     return f"${amount:.2f}" if amount >= 0.01 or amount == 0 else f"${amount:.2g}"

@@ -42,7 +42,7 @@ class GradingCall:
         return hash((self.benchmark, self.item, self.part, self.round, self.repeat))
 
     def key(self, grader: Mapping[str, object]) -> str:
-        """The name of the reply in a store: a digest of the call and of the grader's ``identity()``."""
+        """Returns the name of the reply in a store: a digest of the call and of the grader's ``identity()``."""
         return digest([asdict(self), dict(grader)])[:32]
 
 
@@ -104,16 +104,18 @@ class Grader(Protocol):
 
     @property
     def price(self) -> Price:
-        """What its tokens cost."""
+        """Returns what its tokens cost."""
 
     def check_ready(self) -> None:
         """Raises UserError for what is known to fail before anything is asked: a package, a key, a model folder."""
 
     def identity(self) -> dict[str, object]:
-        """All that decides its replies to given calls and can be known without asking: model, address, templates."""
+        """Returns all that decides its replies to given calls and can be known without asking: model, address,
+        templates.
+        """
 
     def ask(self, calls: Iterable[GradingCall]) -> Iterator[tuple[GradingCall, GradingReply | GradingFailure]]:
-        """Each call with its reply, as they come, in any order.
+        """Returns each call with its reply, as they come, in any order.
 
         Pulls a call only when it is about to be sent, so that whoever yields the calls can stop them: what was pulled
         and not yet given back is in flight.

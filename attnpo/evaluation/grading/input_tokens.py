@@ -57,15 +57,15 @@ class InputTokens:
     _rates: Pieces | None = None
 
     def of(self, call: GradingCall) -> int:
-        """Tokens of a call, corrected by what was seen."""
+        """Returns tokens of a call, corrected by what was seen."""
         return round(self._of(call))
 
     def total(self, calls: Iterable[GradingCall]) -> int:
-        """Tokens of several calls."""
+        """Returns tokens of several calls."""
         return round(sum(self._of(call) for call in calls))
 
     def raw(self, call: GradingCall) -> int:
-        """The count without the correction."""
+        """Returns the count without the correction."""
         counted = self._count(call)
         return counted if isinstance(counted, int) else int(counted[:-1].sum())
 
@@ -84,7 +84,7 @@ class InputTokens:
 
     @property
     def method(self) -> str:
-        """How it counts, for readers."""
+        """Returns how it counts, for readers."""
         counted = "counted by the grader's tokenizer" if self.exact else "estimated from the text"
         refused = sum(not isinstance(count, int) for count in self._known.values()) if self.exact else 0
         if refused:
@@ -97,7 +97,7 @@ class InputTokens:
         return f"{counted}, fitted to {self.seen} replies, which took {ratio} times as many"
 
     def spread(self, calls: Sequence[GradingCall]) -> list[GradingCall]:
-        """The calls in an order of which every beginning is like the whole: in languages and in lengths.
+        """Returns the calls in an order of which every beginning is like the whole: in languages and in lengths.
 
         Sorted by the share of pieces beyond ASCII and by length they are taken in steps of the golden section: the
         first ``ENOUGH`` along their summed pieces, so that a call is the likelier among them the longer it is, the
@@ -136,7 +136,7 @@ class InputTokens:
         return self._known[call]
 
     def _fitted(self) -> Pieces:
-        """Tokens per piece of each kind, and tokens per call."""
+        """Returns tokens per piece of each kind, and tokens per call."""
         if self._rates is None:
             mean = np.append(np.full(len(PIECES), self._actual / self._counted), 0.0)
             scatter = SCATTER**2 * self._counted / self.seen
@@ -146,7 +146,7 @@ class InputTokens:
 
 
 def _pieces(call: GradingCall) -> Pieces:
-    """How many pieces of each kind a call has, and a one for the call."""
+    """Returns how many pieces of each kind a call has, and a one for the call."""
     counts = [sum(len(kind.findall(message["content"])) for message in call.messages) for kind in PIECES]
     return np.array([*counts, 1], dtype=float)
 
@@ -156,5 +156,7 @@ def _foreign(counted: Pieces | int) -> float:
 
 
 def _golden(step: int) -> float:
-    """A sequence of numbers in [0, 1), of which every beginning is spread evenly: multiples of the golden section."""
+    """Returns a sequence of numbers in [0, 1), of which every beginning is spread evenly: multiples of the golden
+    section.
+    """
     return (step * (5**0.5 - 1) / 2 + 0.5) % 1

@@ -97,7 +97,7 @@ class LocalGrader:
         }
 
     def count_tokens(self, call: GradingCall) -> int | None:
-        """Tokens of the call's prompt, special ones included; None where the chat template refuses it."""
+        """Returns tokens of the call's prompt, special ones included; None where the chat template refuses it."""
         try:
             return len(self._ids(call.messages))
         except RefusedText:
@@ -159,7 +159,7 @@ class LocalGrader:
     # ------------------------------------------------------------------------------------------ asking
 
     def ask(self, calls: Iterable[GradingCall]) -> Iterator[Outcome]:
-        """Each call with its reply; ``batch_size`` calls are pulled, answered and given back before the next.
+        """Yields each call with its reply; ``batch_size`` calls are pulled, answered and given back before the next.
 
         A prompt that is too long, or that the chat template refuses, is a failure. Raises UserError when a label is not
         one token of this model, which no other call would mend.
@@ -186,7 +186,7 @@ class LocalGrader:
         yield from self._written([item for item in asked if not item[0].labels])
 
     def _prepared(self, call: GradingCall) -> list[int] | GradingFailure:
-        """The ids of a call's prompt, or why it cannot be asked."""
+        """Returns the ids of a call's prompt, or why it cannot be asked."""
         if call.labels and len(call.labels) != 2:
             return GradingFailure(f"a model on this machine tells two labels apart, this call has {call.labels}")
         try:
@@ -218,7 +218,7 @@ class LocalGrader:
     def _verdict(
         self, labels: Sequence[str], label_ids: Sequence[int], reading: JudgeReading, tokens: int, seconds: float
     ) -> GradingReply:
-        """The likelier label (the first of equal ones), with what else the model would rather have written."""
+        """Returns the likelier label (the first of equal ones), with what else the model would rather have written."""
         assert reading.verdict_logps is not None and reading.verdict_token is not None
         first, second, most = (float(value) for value in reading.verdict_logps)
         logprobs = dict(zip(labels, (first, second), strict=True))
@@ -233,7 +233,9 @@ class LocalGrader:
         )
 
     def _spelled(self, token: int, labels: Sequence[str]) -> str:
-        """A token's text; the vocabulary's own entry where the text is that of a label, as with a blank before it."""
+        """Returns a token's text; the vocabulary's own entry where the text is that of a label, as with a blank before
+        it.
+        """
         text = str(self._chat.tokenizer.decode([token]))
         entry = str(self._chat.tokenizer.convert_ids_to_tokens(token)) if text in labels or not text else text
         return f"token {token}" if entry in labels else entry
@@ -262,7 +264,7 @@ class LocalGrader:
                     )
 
     def _sampling(self, call: GradingCall, tokens: int) -> Sampling:
-        """How a call's reply is drawn: as it asks, within the room that a prompt of so many tokens leaves."""
+        """Returns how a call's reply is drawn: as it asks, within the room that a prompt of so many tokens leaves."""
         asked = Sampling(
             max_new_tokens=call.max_tokens, temperature=call.temperature, top_p=call.top_p, seed=call.round
         )
@@ -307,7 +309,9 @@ class LocalGrader:
         return self._chat.prompt_ids(self._turns(messages))
 
     def _turns(self, messages: Sequence[Message]) -> list[Message]:
-        """The turns as the chat template takes them: system text in front of the next turn where it has no place."""
+        """Returns the turns as the chat template takes them: system text in front of the next turn where it has no
+        place.
+        """
         if all(turn["role"] != "system" for turn in messages) or self._takes_system:
             return list(messages)
         turns: list[Message] = []
@@ -322,7 +326,7 @@ class LocalGrader:
 
     @cached_property
     def _takes_system(self) -> bool:
-        """Whether the chat template writes a system turn: some refuse it, some leave it out."""
+        """Returns whether the chat template writes a system turn: some refuse it, some leave it out."""
         probe = [Message(role="system", content=SENTINEL), Message(role="user", content="a")]
         try:
             takes = SENTINEL in self._chat.render(probe, add_generation_prompt=True)

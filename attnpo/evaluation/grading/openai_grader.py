@@ -66,14 +66,14 @@ class OpenAIGrader:
 
     @property
     def price(self) -> Price:
-        """The prices, where they are this model's."""
+        """Returns the prices, where they are this model's."""
         if self.model != self.price_model:
             return Price(known=False)
         return Price(self.price_input, self.price_output)
 
     @property
     def address(self) -> str:
-        """Where requests go."""
+        """Returns where requests go."""
         return (self.base_url or os.environ.get(ADDRESS) or SERVICE).rstrip("/")
 
     @property
@@ -123,7 +123,7 @@ class OpenAIGrader:
             )
 
     def ask(self, calls: Iterable[GradingCall]) -> Iterator[tuple[GradingCall, GradingReply | GradingFailure]]:
-        """Each call with its reply, as they come.
+        """Yields each call with its reply, as they come.
 
         Raises:
             UserError: what ``check_ready`` says, the endpoint refuses the key or does not know the model, or it gives
@@ -150,7 +150,7 @@ class OpenAIGrader:
     def _reply(
         self, client: "openai.OpenAI", call: GradingCall, retried: list[int], notes: list[str]
     ) -> GradingReply | GradingFailure:
-        """What the endpoint says to one call. UserError for what no other call would fare better with."""
+        """Returns what the endpoint says to one call. UserError for what no other call would fare better with."""
         import openai
 
         began = time.monotonic()

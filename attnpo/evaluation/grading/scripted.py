@@ -32,7 +32,7 @@ class ScriptedGrader:
         return {"kind": "scripted", "name": self.name}
 
     def ask(self, calls: Iterable[GradingCall]) -> Iterator[tuple[GradingCall, GradingReply | GradingFailure]]:
-        """Each call with what the script says, in the order of the calls."""
+        """Yields each call with what the script says, in the order of the calls."""
         pulled = iter(calls)
         while batch := list(islice(pulled, self.at_once)):
             self.asked += batch

@@ -49,17 +49,17 @@ class ReplyStore:
 
     @property
     def path(self) -> Path:
-        """The file."""
+        """Returns the file."""
         return self.folder / GRADES
 
     def reply(self, call: GradingCall, grader: Mapping[str, object]) -> GradingReply | None:
-        """The reply to a call of a grader with this identity; None where it has to be asked for."""
+        """Returns the reply to a call of a grader with this identity; None where it has to be asked for."""
         # An earlier version named replies by the identity with its secrets.
         found = self._replies.get(call.key(identify(grader))) or self._replies.get(call.key(grader))
         return None if found is None else found.reply
 
     def replies(self, grader: Mapping[str, object]) -> list[GradingReply]:
-        """All replies of a grader with this identity, whatever was asked."""
+        """Returns all replies of a grader with this identity, whatever was asked."""
         wanted = digest(identify(grader))
         return [stored.reply for stored in self._replies.values() if stored.grader == wanted]
 
@@ -68,7 +68,7 @@ class ReplyStore:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """A context in which replies can be added and no other process adds any.
+        """Opens a context in which replies can be added and no other process adds any.
 
         What another process has written since is read; a last line that was cut off is removed.
 

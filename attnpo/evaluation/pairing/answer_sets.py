@@ -65,7 +65,7 @@ class AnswerSource:
     keep_cut: bool = True
 
     def load(self) -> AnswerSets:
-        """The answers by prompt.
+        """Returns the answers by prompt.
 
         Raises:
             UserError: nothing can be read, ``attnpo.generate`` has not finished the file or it was changed since, a

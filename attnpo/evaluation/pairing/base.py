@@ -50,12 +50,12 @@ class ScoreFile(RowFile[ScoreRow]):
 
 
 def scored(found: AnswerSet, scores: Sequence[float]) -> list[ScoreRow]:
-    """A row for each answer of a set."""
+    """Returns a row for each answer of a set."""
     return [ScoreRow(id=found.id, draw=one.draw, score=at) for one, at in zip(found.answers, scores, strict=True)]
 
 
 def unscored(found: AnswerSet, reason: str) -> list[ScoreRow]:
-    """The rows of a set that cannot be ranked."""
+    """Returns the rows of a set that cannot be ranked."""
     return [ScoreRow(id=found.id, draw=one.draw, score=None, reason=reason) for one in found.answers]
 
 
@@ -65,13 +65,13 @@ class Ranker(Protocol):
 
     @property
     def name(self) -> str:
-        """What every pair names it: its kind, and the model or the column."""
+        """Returns what every pair names it: its kind, and the model or the column."""
 
     def key(self, sets: Sequence[AnswerSet]) -> dict[str, object]:
-        """All that decides the scores of ``sets`` beside their texts. UserError for what is known to fail."""
+        """Returns all that decides the scores of ``sets`` beside their texts. UserError for what is known to fail."""
 
     def scores(self, sets: Sequence[AnswerSet], device: torch.device, folder: Path) -> Iterator[list[ScoreRow]]:
-        """The rows of the sets as they come, whole sets at a time, to be written before the next are asked for.
+        """Returns the rows of the sets as they come, whole sets at a time, to be written before the next are asked for.
 
         ``folder`` is where it may keep files of its own. A set that a repeated command may still score is left out.
         """

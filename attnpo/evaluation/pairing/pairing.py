@@ -116,7 +116,9 @@ def _write(cfg: PairConfig, path: Path, found: AnswerSets, key: Mapping[str, obj
 def pairs_of(
     found: AnswerSet, scores: Mapping[int, ScoreRow], rules: PairRules, ranker: str, counts: Counter[str]
 ) -> list[dict[str, object]]:
-    """The rows of a prompt's pairs, in the format that ``data.path`` reads, widest gap first; adds to ``counts``."""
+    """Returns the rows of a prompt's pairs, in the format that ``data.path`` reads, widest gap first; adds to
+    ``counts``.
+    """
     reasons = [row.get("reason", "") for row in scores.values() if row["score"] is None]
     if reasons:
         counts[UNRANKED] += 1

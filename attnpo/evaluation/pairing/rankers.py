@@ -52,12 +52,12 @@ class JudgeRanker:
 
     @property
     def name(self) -> str:
-        """The judge's model."""
+        """Returns the judge's model."""
         named = getattr(self.grader, "path", None) or getattr(self.grader, "model", None)
         return f"judge {named or type(self.grader).__name__}"
 
     def key(self, sets: Sequence[AnswerSet]) -> dict[str, object]:
-        """The grader and the wording."""
+        """Returns the grader and the wording."""
         if not self.limits.dry_run:
             self.grader.check_ready()
         self.limits.check_price(self.grader)
@@ -96,7 +96,7 @@ class JudgeRanker:
 
 
 def contests(found: AnswerSet) -> list[Contest]:
-    """Every two answers of a set."""
+    """Returns every two answers of a set."""
     question = question_text(found.prompt)
     return [
         Contest(f"{found.id}/{one.draw}-{other.draw}", question, one.text, other.text)
@@ -105,7 +105,7 @@ def contests(found: AnswerSet) -> list[Contest]:
 
 
 def _by_chances(found: AnswerSet, chances: dict[str, float]) -> list[ScoreRow]:
-    """An answer's mean chance to win over the others."""
+    """Returns an answer's mean chance to win over the others."""
     won = {one.draw: 0.0 for one in found.answers}
     for one, other in combinations(found.answers, 2):
         chance = chances[f"{found.id}/{one.draw}-{other.draw}"]
@@ -137,7 +137,7 @@ class RewardRanker:
 
     @property
     def name(self) -> str:
-        """The model."""
+        """Returns the model."""
         return f"reward {self.path}"
 
     def key(self, sets: Sequence[AnswerSet]) -> dict[str, object]:
@@ -211,11 +211,11 @@ class ColumnRanker:
 
     @property
     def name(self) -> str:
-        """The column."""
+        """Returns the column."""
         return f"column {self.column}"
 
     def key(self, sets: Sequence[AnswerSet]) -> dict[str, object]:
-        """The column, its direction and its values. UserError where no row has it."""
+        """Returns the column, its direction and its values. UserError where no row has it."""
         values = [[answer.extra.get(self.column) for answer in one.answers] for one in sets]
         if all(value is None for each in values for value in each):
             there = ", ".join(sets[0].answers[0].extra)
@@ -228,7 +228,7 @@ class ColumnRanker:
         }
 
     def scores(self, sets: Sequence[AnswerSet], device: torch.device, folder: Path) -> Iterator[list[ScoreRow]]:
-        """The numbers, with the sign that makes the better one higher."""
+        """Yields the numbers, with the sign that makes the better one higher."""
         sign = 1.0 if self.higher_is_better else -1.0
         rows: list[ScoreRow] = []
         for one in sets:
@@ -240,7 +240,7 @@ class ColumnRanker:
 
 
 def _number(value: object) -> float | None:
-    """A finite number of a row, text from a CSV file included; None for anything else."""
+    """Returns a finite number of a row, text from a CSV file included; None for anything else."""
     try:
         number = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
     except ValueError:

@@ -41,7 +41,7 @@ class Moved:
 
 
 def by_token(responses: Sequence[Moved]) -> dict[str, Json]:
-    """The KL of the responses by class of token, by decile of weight and by tenth of the response.
+    """Returns the KL of the responses by class of token, by decile of weight and by tenth of the response.
 
     Deciles are left out where all weights are equal, classes by weight where a response has none.
     """
@@ -72,7 +72,7 @@ def by_token(responses: Sequence[Moved]) -> dict[str, Json]:
 
 
 def weight_classes(weights: Row, ends: Flags) -> dict[str, Flags]:
-    """Which tokens belong to which class; every token to one.
+    """Returns which tokens belong to which class; every token to one.
 
     The end of the turn; of all others those without a weight (no partner on the judge's side, or nothing was said), of
     less than a uniform weight, and of as much or more.
@@ -93,7 +93,8 @@ def shares(kl: Row, classes: Mapping[str, Flags]) -> dict[str, Json]:
 
 
 def ranking_accuracy(chosen: Sequence[Moved], rejected: Sequence[Moved]) -> float | None:
-    """The share of pairs whose chosen response gained more than the rejected one; ties count one half. None for none.
+    """Returns the share of pairs whose chosen response gained more than the rejected one; ties count one half. None for
+    none.
 
     Sums of log-ratios without weights: what DPO calls the accuracy of its rewards.
     """
@@ -104,19 +105,19 @@ def ranking_accuracy(chosen: Sequence[Moved], rejected: Sequence[Moved]) -> floa
 
 
 def mean_gain(responses: Sequence[Moved]) -> float | None:
-    """The mean change of log-probability per response, in nats; None for no response."""
+    """Returns the mean change of log-probability per response, in nats; None for no response."""
     return _rounded(float(np.mean([one.gain for one in responses]))) if responses else None
 
 
 def quantiles(values: Row) -> dict[str, Json]:
-    """The median, the 90th and the 99th percentile and the largest of ``values``; empty for none."""
+    """Returns the median, the 90th and the 99th percentile and the largest of ``values``; empty for none."""
     if not values.size:
         return {}
     return {name: _rounded(float(np.quantile(values, level))) for name, level in QUANTILES.items()}
 
 
 def _means(groups: Freedom, name: str) -> dict[str, Json]:
-    """The mean per group by its number."""
+    """Returns the mean per group by its number."""
     return {str(one.number): _rounded(one.kl[name].mean) for one in groups.deciles}
 
 
@@ -125,5 +126,5 @@ def _over(top: float, under: float) -> float | None:
 
 
 def _rounded(value: float) -> float | None:
-    """A number as result.json holds it; None for one that is not finite."""
+    """Returns a number as result.json holds it; None for one that is not finite."""
     return round(value, 6) if math.isfinite(value) else None

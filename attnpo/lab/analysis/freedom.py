@@ -134,7 +134,7 @@ def freedom(
 
 
 def measure(policy: ScoredLM, base: ScoredLM, group: RowGroup) -> tuple[list[Row], list[Row]]:
-    """The two lists of ``rows_of`` for rows that both models score here, without gradients.
+    """Returns the two lists of ``rows_of`` for rows that both models score here, without gradients.
 
     Raises:
         UserError: a model has no plain linear head to compare with.
@@ -232,7 +232,7 @@ def _estimates(tables: Mapping[str, np.ndarray], place: int, tail: float) -> dic
 
 
 def _estimate(values: Row, tail: float) -> Estimate:
-    """The first value with the quantiles of the others; those that could not be formed are left out."""
+    """Returns the first value with the quantiles of the others; those that could not be formed are left out."""
     rest = values[1:][np.isfinite(values[1:])]
     low, high = np.quantile(rest, (tail, 1 - tail)) if rest.size else (np.nan, np.nan)
     return Estimate(float(values[0]), float(low), float(high))

@@ -85,7 +85,7 @@ class Accuracy:
 
 
 def margins(captured: Sequence[PairWeights]) -> Margins:
-    """The margins of the pairs with a verdict in each of two orders."""
+    """Returns the margins of the pairs with a verdict in each of two orders."""
     rows = [
         [margin_of(item) for item in sorted(pair.rounds, key=lambda item: not item.chosen_is_a)]
         for pair in with_verdicts(captured)
@@ -95,7 +95,7 @@ def margins(captured: Sequence[PairWeights]) -> Margins:
 
 
 def share(values: Float[np.ndarray, " cases"]) -> Estimate:
-    """The mean of values from 0 to 1 with Wilson's 95 % interval."""
+    """Returns the mean of values from 0 to 1 with Wilson's 95 % interval."""
     if not values.size:
         return Estimate(math.nan, math.nan, math.nan, 0)
     value = float(values.mean())
@@ -103,7 +103,7 @@ def share(values: Float[np.ndarray, " cases"]) -> Estimate:
 
 
 def mean(values: Float[np.ndarray, " cases"], level: float = LEVEL) -> Estimate:
-    """The mean of any values with Student's t interval; without one for fewer than two values."""
+    """Returns the mean of any values with Student's t interval; without one for fewer than two values."""
     if values.size < 2:
         return Estimate(float(values.mean()) if values.size else math.nan, math.nan, math.nan, values.size)
     value, error = float(values.mean()), float(values.std(ddof=1)) / math.sqrt(values.size)
@@ -187,12 +187,12 @@ class Judgement:
 
 
 def layer_level(layers: int) -> float:
-    """The level of each layer's interval at which all of them together hold at 95 % (Bonferroni)."""
+    """Returns the level of each layer's interval at which all of them together hold at 95 % (Bonferroni)."""
     return 1 - (1 - LEVEL) / max(1, layers)
 
 
 def judge_the_judge(verdicts: JudgeStatistics, gains: Mapping[int, Estimate], left: int = 0) -> Judgement:
-    """The verdict by ``RULE``.
+    """Returns the verdict by ``RULE``.
 
     ``gains``: by layer how much more the verdict falls without top-weighted than without random tokens, at
     ``layer_level``; empty where that was not measured, which is said and does not count against the judge. ``left``:

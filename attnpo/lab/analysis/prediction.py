@@ -34,7 +34,7 @@ class Case:
     known: Mapping[str, float]
 
     def has(self, *names: str) -> bool:
-        """Whether all of these numbers were known."""
+        """Returns whether all of these numbers were known."""
         return all(math.isfinite(self.known.get(name, math.nan)) for name in names)
 
 
@@ -52,7 +52,7 @@ class HeldOut:
 
     @property
     def beats_majority(self) -> bool:
-        """Whether the predicted signs are right more often than one sign for all."""
+        """Returns whether the predicted signs are right more often than one sign for all."""
         return self.right > self.majority
 
 
@@ -64,7 +64,7 @@ def over_worlds(cases: Sequence[Case], name: str) -> Interval:
 
 
 def within_groups(cases: Sequence[Case], name: str) -> Interval:
-    """The mean over groups of Spearman's correlation within each; groups that have none are left out."""
+    """Returns the mean over groups of Spearman's correlation within each; groups that have none are left out."""
     first, found = [], []
     for group in dict.fromkeys(case.group for case in cases):
         mine = [case for case in cases if case.group == group and case.has(name)]
@@ -124,7 +124,8 @@ def held_out(cases: Sequence[Case], *names: str) -> HeldOut | None:
 def _predict(
     columns: Sequence[Values], gains: Values, out: Bool[np.ndarray, " cases"]
 ) -> tuple[Float[np.ndarray, " held"], Bool[np.ndarray, " held"]]:
-    """The ranks of the gains left ``out`` as the others predict them, from 0 to 1, and whether that is a gain above 0.
+    """Returns the ranks of the gains left ``out`` as the others predict them, from 0 to 1, and whether that is a gain
+    above 0.
 
     Ranks are places among the other cases, so that they mean the same whatever is left out.
     """
@@ -140,14 +141,14 @@ def _predict(
 
 
 def _places(reference: Float[np.ndarray, " others"], values: Float[np.ndarray, " held"]) -> Float[np.ndarray, " held"]:
-    """The share of ``reference`` below each value, equal ones counted half."""
+    """Returns the share of ``reference`` below each value, equal ones counted half."""
     ordered = np.sort(reference)
     ends = np.searchsorted(ordered, values, "left") + np.searchsorted(ordered, values, "right")
     return np.asarray(ends / (2 * len(ordered)), dtype=float)
 
 
 def _nested(cases: Sequence[Case]) -> list[dict[int, Rows]]:
-    """The places of the cases by world, then seed."""
+    """Returns the places of the cases by world, then seed."""
     places: dict[str, dict[int, list[int]]] = {}
     for place, case in enumerate(cases):
         places.setdefault(case.world, {}).setdefault(case.seed, []).append(place)

@@ -58,7 +58,7 @@ class WeightSummary:
 
 
 def response_statistics(weights: Float[Tensor, " m"], length: float | int | None = None) -> ResponseStats:
-    """The statistics of one row of at least one weight; ``length`` is |y| (the number of weights by default).
+    """Returns the statistics of one row of at least one weight; ``length`` is |y| (the number of weights by default).
 
     A row without mass has effective number, entropy and shares 0. UserError for an empty or non-finite row.
     """
@@ -88,7 +88,7 @@ def response_statistics(weights: Float[Tensor, " m"], length: float | int | None
 
 
 def summarize(statistics: Sequence[ResponseStats]) -> WeightSummary:
-    """The mean of every statistic over responses, each response counting once. UserError for none."""
+    """Returns the mean of every statistic over responses, each response counting once. UserError for none."""
     if not statistics:
         raise UserError("weight statistics: expected at least one response, got none")
     scalars = [item.name for item in fields(ResponseStats) if item.name != "sink"]
@@ -99,7 +99,7 @@ def summarize(statistics: Sequence[ResponseStats]) -> WeightSummary:
 
 
 def statistics_row(model: str, side: str, summary: WeightSummary) -> dict[str, str | float | int]:
-    """A row of the paper's statistics table (side, model, std, max, mean_length) with what goes beyond it.
+    """Returns a row of the paper's statistics table (side, model, std, max, mean_length) with what goes beyond it.
 
     Every number is the mean over responses of the response's own: std over its tokens, its largest weight, its |y|.
     The paper does not spell this out; a maximum over all responses would be near 1, it prints 0.09 to 0.12.
@@ -121,7 +121,7 @@ def statistics_row(model: str, side: str, summary: WeightSummary) -> dict[str, s
 
 
 def sink_row(model: str, summary: WeightSummary) -> dict[str, str | float | int]:
-    """A row of the paper's sink table (model, percent of the mass on the first, second and third token).
+    """Returns a row of the paper's sink table (model, percent of the mass on the first, second and third token).
 
     ``summary``: of rows before the sink rule, both sides of all pairs. Beyond the paper: ``uniform_percent``, what each
     of these tokens would get from uniform weights on responses of these lengths.
@@ -162,7 +162,8 @@ class TokenMean:
 
 
 def token_means(rows: Iterable[WeightedRow]) -> list[TokenMean]:
-    """Every token id over all responses by its mean weight, the largest first, as in the paper's table of top tokens.
+    """Returns every token id over all responses by its mean weight, the largest first, as in the paper's table of top
+    tokens.
 
     A token of short answers ranks high there for that reason alone. Each occurrence counts once, and ties go to the
     smaller id. UserError when ids and weights of a row differ in number.
@@ -178,7 +179,7 @@ def token_means(rows: Iterable[WeightedRow]) -> list[TokenMean]:
 
 
 def token_rows(means: Sequence[TokenMean], decode: Callable[[int], str]) -> list[dict[str, str | float | int]]:
-    """A row for each of ``means``, ranked in their order; ``decode`` gives the text of a token id."""
+    """Returns a row for each of ``means``, ranked in their order; ``decode`` gives the text of a token id."""
     return [
         {
             "rank": rank,
@@ -209,5 +210,5 @@ def _gather(rows: Iterable[WeightedRow]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _tenth(count: int) -> int:
-    """A tenth of ``count`` rounded up, in whole numbers: 0.1 * 30 is above 3 in floating point."""
+    """Returns a tenth of ``count`` rounded up, in whole numbers: 0.1 * 30 is above 3 in floating point."""
     return -(-count // round(1 / TOP_SHARE))

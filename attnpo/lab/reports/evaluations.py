@@ -37,13 +37,13 @@ class Evaluation:
     result: EvaluationResult
 
     def figures(self) -> Iterator[tuple[str, Score]]:
-        """Every score that is a number, with the name of its column."""
+        """Yields every score that is a number, with the name of its column."""
         for score in self.result.scores:
             if math.isfinite(score.mean):
                 yield column_of(self.result, score.name), score
 
     def conditions(self) -> dict[str, object]:
-        """All that must agree in a column: grader, rounds and the key, without what is the model's own."""
+        """Returns all that must agree in a column: grader, rounds and the key, without what is the model's own."""
         key = {
             name: value for name, value in by_class(self.result.key).items() if name.partition(".")[0] not in OF_MODEL
         }
@@ -52,14 +52,16 @@ class Evaluation:
 
 
 def column_of(result: EvaluationResult, score: str) -> str:
-    """The name of a score's column: the paper's where it has one, else the benchmark's, and the score's after it."""
+    """Returns the name of a score's column: the paper's where it has one, else the benchmark's, and the score's after
+    it.
+    """
     main = score == result.main
     named = PAPER.get((result.benchmark, score)) or (PAPER.get((result.benchmark, MAIN)) if main else None)
     return named or (result.benchmark if main else f"{result.benchmark} {score}")
 
 
 def counts(result: EvaluationResult, score: str) -> bool:
-    """Whether a score has a column of the main table: it counts in its benchmark, or the paper shows it."""
+    """Returns whether a score has a column of the main table: it counts in its benchmark, or the paper shows it."""
     return score == result.main or (result.benchmark, score) in PAPER
 
 
@@ -67,7 +69,7 @@ def counts(result: EvaluationResult, score: str) -> bool:
 
 
 def read_evaluations(folders: Sequence[Path]) -> tuple[list[Evaluation], list[str]]:
-    """The finished evaluations in folders, or one level below them, and lines on those that are not finished.
+    """Returns the finished evaluations in folders, or one level below them, and lines on those that are not finished.
 
     UserError for a folder without any, for a damaged result, for two results of one label on one benchmark.
     """
@@ -96,7 +98,7 @@ def read_evaluations(folders: Sequence[Path]) -> tuple[list[Evaluation], list[st
 
 
 def read(folder: Path) -> EvaluationResult:
-    """The result in a folder that has one. UserError where it is damaged or of another version."""
+    """Returns the result in a folder that has one. UserError where it is damaged or of another version."""
     try:
         result = read_result(folder)
     except (KeyError, TypeError, ValueError, AttributeError) as problem:
@@ -126,11 +128,11 @@ class Mixed:
 
     @property
     def comparable(self) -> bool:
-        """Whether the figures are of one kind all the same: no more than ``OF_ONE_KIND`` differs."""
+        """Returns whether the figures are of one kind all the same: no more than ``OF_ONE_KIND`` differs."""
         return all(name in OF_ONE_KIND or name.partition(".")[0] in OF_ONE_KIND for name, _, _ in self.how)
 
     def line(self) -> str:
-        """The warning in words."""
+        """Returns the warning in words."""
         shown = ", ".join(f"{name} {odd} against {usual}" for name, usual, odd in self.how[:4])
         more = f", and {len(self.how) - 4} more" if len(self.how) > 4 else ""
         verdict = (
@@ -145,7 +147,9 @@ class Mixed:
 
 
 def mixed(evaluations: Sequence[Evaluation]) -> list[Mixed]:
-    """What differs within a benchmark, a line per way of differing from how most of its evaluations were made."""
+    """Returns what differs within a benchmark, a line per way of differing from how most of its
+    evaluations were made.
+    """
     out = []
     for benchmark in dict.fromkeys(one.result.benchmark for one in evaluations):
         mine = [one for one in evaluations if one.result.benchmark == benchmark]

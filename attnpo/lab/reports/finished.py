@@ -58,7 +58,7 @@ def kind_in(folder: Path) -> str:
 
 
 def nothing(folder: Path, expected: str) -> UserError:
-    """The error for a folder that does not hold what was expected."""
+    """Returns the error for a folder that does not hold what was expected."""
     if not folder.is_dir():
         return UserError(
             f"{folder}: expected the folder of {expected}, there is {'a file' if folder.exists() else 'none'}"
@@ -74,7 +74,8 @@ def nothing(folder: Path, expected: str) -> UserError:
 
 
 def read_study(folder: Path) -> StudyFolder:
-    """The study in a folder; a row for each finished point where there is no tables.json: not finished, or older.
+    """Returns the study in a folder; a row for each finished point where there is no tables.json: not finished, or
+    older.
 
     A point that is not as it was written is left out and named in a note. UserError when there are neither tables nor a
     finished point, and for files that are damaged.
@@ -109,12 +110,12 @@ def read_study(folder: Path) -> StudyFolder:
 
 
 def point_folders(folder: Path) -> dict[Path, str | None]:
-    """The folders of a study's finished points, each with what is damaged there, None where nothing is."""
+    """Returns the folders of a study's finished points, each with what is damaged there, None where nothing is."""
     return {path.parent: damage_of(path.parent) for path in sorted(folder.glob(f"points/*/{RESULT}"))}
 
 
 def is_older(folder: Path) -> bool:
-    """Whether a study was finished by a version that kept its tables in Markdown alone."""
+    """Returns whether a study was finished by a version that kept its tables in Markdown alone."""
     return not (folder / TABLES).exists() and (folder / "table.md").is_file() and TABLES not in sealed(folder)
 
 
@@ -128,7 +129,7 @@ class FinishedPoint:
 
 
 def finished_points(study: StudyFolder, label: str | None = None) -> list[FinishedPoint]:
-    """The points that a study's tables stand on, by its results.csv; damaged ones are left out.
+    """Returns the points that a study's tables stand on, by its results.csv; damaged ones are left out.
 
     ``label``: those of one arm, by ``Arm.label``.
     """
@@ -150,7 +151,9 @@ def finished_points(study: StudyFolder, label: str | None = None) -> list[Finish
 
 
 def printed_tables(path: Path) -> tuple[list[KeyedTable], list[str]]:
-    """The tables that a study printed, with the text around them line by line. UserError where there is none."""
+    """Returns the tables that a study printed, with the text around them line by line. UserError where
+    there is none.
+    """
     blocks = [(section.title, block) for section in read_tables(path) for block in section.blocks]
     tables = [keyed(block, block.caption or title) for title, block in blocks if isinstance(block, TableBlock)]
     if not tables:
@@ -159,7 +162,7 @@ def printed_tables(path: Path) -> tuple[list[KeyedTable], list[str]]:
 
 
 def read_runs(path: Path) -> list[dict[str, Cell]]:
-    """Every run of a study, from its results.csv; none without that file."""
+    """Returns every run of a study, from its results.csv; none without that file."""
     if not path.is_file():
         return []
     try:
@@ -170,7 +173,7 @@ def read_runs(path: Path) -> list[dict[str, Cell]]:
 
 
 def keyed(table: TableBlock, title: str) -> KeyedTable:
-    """A table of a study as it was printed: numbers with the decimals shown, in columns of numbers alone."""
+    """Returns a table of a study as it was printed: numbers with the decimals shown, in columns of numbers alone."""
     texts, numeric = cell_texts(table.columns, table.rows, table.digits)
     digits = {
         name: max((len(line[place].partition(".")[2]) for line in texts if "e" not in line[place]), default=0)
@@ -186,7 +189,7 @@ def keyed(table: TableBlock, title: str) -> KeyedTable:
 
 
 def value_of(text: str) -> Cell:
-    """A number where the text is one, None for an empty text."""
+    """Returns a number where the text is one, None for an empty text."""
     if not text.strip():
         return None
     if text.strip() == "nan":
@@ -197,7 +200,7 @@ def value_of(text: str) -> Cell:
 
 
 def headline(table: KeyedTable) -> tuple[str, dict[tuple[Cell, ...], str]]:
-    """The column that tells a study's arms apart and its cells by the row's keys, with the interval after it.
+    """Returns the column that tells a study's arms apart and its cells by the row's keys, with the interval after it.
 
     The reward, else the validation accuracy, else the first column of numbers; "" for a table without one.
     """
@@ -221,7 +224,9 @@ def headline(table: KeyedTable) -> tuple[str, dict[tuple[Cell, ...], str]]:
 
 
 def side_by_side(studies: Sequence[StudyFolder]) -> KeyedTable:
-    """One table of several studies: a row per arm of any of them, a column per study with its headline number."""
+    """Returns one table of several studies: a row per arm of any of them, a column per study with its
+    headline number.
+    """
     names = column_names([study.path for study in studies])
     keys = tuple(key for key in KEYS if any(key in study.tables[0].columns for study in studies)) or ("arm",)
     by_key: dict[tuple[Cell, ...], dict[str, Cell]] = {}
@@ -254,19 +259,21 @@ def column_names(paths: Sequence[Path]) -> list[str]:
 
 
 def damage_of(folder: Path) -> str | None:
-    """What is damaged in a finished run's result or config; None where nothing is, and where nothing can tell."""
+    """Returns what is damaged in a finished run's result or config; None where nothing is, and where
+    nothing can tell.
+    """
     return changed(folder, only=(CONFIG, RESULT)) if is_sealed(folder) else None
 
 
 def unchecked(folders: Sequence[Path]) -> list[str]:
-    """A line that names the first of those folders that hold no digests to compare their files with, if any."""
+    """Returns a line that names the first of those folders that hold no digests to compare their files with, if any."""
     unsealed = [folder for folder in folders if not is_sealed(folder)]
     more = f" (and {len(unsealed) - 1} more)" if len(unsealed) > 1 else ""
     return [f"{unsealed[0].resolve().name}: it has no {SEAL}, so its files are not checked{more}"] if unsealed else []
 
 
 def read_result(folder: Path) -> RunResult:
-    """The result of the finished run in a folder. UserError when there is none, or it cannot be read."""
+    """Returns the result of the finished run in a folder. UserError when there is none, or it cannot be read."""
     path = folder / RESULT
     if not path.is_file():
         raise nothing(folder, f"a finished run ({RESULT})")
@@ -279,7 +286,7 @@ def read_result(folder: Path) -> RunResult:
 
 
 def run_row(folder: Path) -> dict[str, Cell]:
-    """One row for the finished run in a folder. UserError when there is none, or its result cannot be read."""
+    """Returns one row for the finished run in a folder. UserError when there is none, or its result cannot be read."""
     result = read_result(folder)
     row: dict[str, Cell] = {
         "run": folder.resolve().name,
@@ -310,7 +317,7 @@ def run_warnings(folder: Path) -> list[str]:
 
 
 def settings_in(path: Path) -> dict[str, Cell]:
-    """What tells runs apart, from a saved configuration; nothing without one."""
+    """Returns what tells runs apart, from a saved configuration; nothing without one."""
     cfg = config_in(path)
     if cfg is None:
         return {}
@@ -327,7 +334,7 @@ def settings_in(path: Path) -> dict[str, Cell]:
 
 
 def config_in(path: Path) -> DictConfig | None:
-    """A saved configuration; None where there is none. UserError for a file that holds none."""
+    """Returns a saved configuration; None where there is none. UserError for a file that holds none."""
     if not path.is_file():
         return None
     try:
@@ -343,28 +350,32 @@ def config_in(path: Path) -> DictConfig | None:
 
 
 def objective_keys(cfg: DictConfig) -> list[str]:
-    """The keys of its objective that a saved configuration was given beside beta, such as a study's grid gives them."""
+    """Returns the keys of its objective that a saved configuration was given beside beta, such as a study's grid gives
+    them.
+    """
     given = OmegaConf.select(cfg, "composed.overrides") or []
     keys = dict.fromkeys(str(override).partition("=")[0].lstrip("+~") for override in given)
     return [key for key in keys if key.startswith("objective.") and key != BETA]
 
 
 def rows_in(cfg: DictConfig) -> list[str]:
-    """Which layers and heads of the judge a saved configuration weighs by, in words; none for weights without any."""
+    """Returns which layers and heads of the judge a saved configuration weighs by, in words; none for weights without
+    any.
+    """
     layers, heads = (list(OmegaConf.select(cfg, f"weights.{name}") or []) for name in ("layers", "heads"))
     layers = layers or [layer for layer in [OmegaConf.select(cfg, "weights.layer")] if layer is not None]
     return [mark + "+".join(map(str, rows)) for mark, rows in (("L", layers), ("H", heads)) if rows]
 
 
 def setting_in(folder: Path) -> str | None:
-    """The setting that a run was composed with; None when its folder does not say."""
+    """Returns the setting that a run was composed with; None when its folder does not say."""
     cfg = config_in(folder / CONFIG)
     setting = None if cfg is None else OmegaConf.select(cfg, "composed.choices.setting")
     return None if setting is None else str(setting)
 
 
 def runs_table(rows: Sequence[Mapping[str, Cell]]) -> KeyedTable:
-    """The rows of several runs as one table, with the columns that any of them has, the seconds last."""
+    """Returns the rows of several runs as one table, with the columns that any of them has, the seconds last."""
     columns = sorted(dict.fromkeys(column for row in rows for column in row), key=lambda column: column == "s/run")
     digits = {"beta": 4, "KL": 2, "length": 1, "coverage": 4, "source coverage": 4, "s/run": 1}
     return KeyedTable("runs", "Finished runs", tuple(columns), tuple(rows), RUNS, None, digits)

@@ -70,7 +70,7 @@ def folder_report(folders: Sequence[Path], kind: str, printed: Sequence[Path], o
 
 
 def named(study: StudyFolder, name: str) -> list[KeyedTable]:
-    """The tables of a study under its name."""
+    """Returns the tables of a study under its name."""
     return [
         replace(table, name=name, title=f"{name}: {table.title}" if table.title else name) for table in study.tables
     ]
@@ -110,7 +110,8 @@ def put_beside(ours: Sequence[Ours], path: Path) -> tuple[list[KeyedTable | None
 
 
 def read_rows(path: Path, table: KeyedTable) -> PrintedTable:
-    """A file with its rows named as ours are: its column of methods stands for one of arms (or runs) where it has none.
+    """Returns a file with its rows named as ours are: its column of methods stands for one of arms (or runs) where it
+    has none.
 
     UserError when it has neither.
     """
@@ -123,12 +124,12 @@ def read_rows(path: Path, table: KeyedTable) -> PrintedTable:
 
 
 def whose(row: Mapping[str, Cell]) -> str | None:
-    """The setting a printed row is of, or the name of its model; None when it does not say."""
+    """Returns the setting a printed row is of, or the name of its model; None when it does not say."""
     return next((str(row[name]) for name in MODELS if row.get(name) is not None), None)
 
 
 def is_of(row: Mapping[str, Cell], ours: Ours) -> bool:
-    """Whether a printed row is of a setting of ours; names are compared by letters and digits alone.
+    """Returns whether a printed row is of a setting of ours; names are compared by letters and digits alone.
 
     A row that says nothing of its model may stand beside any.
     """
@@ -137,12 +138,12 @@ def is_of(row: Mapping[str, Cell], ours: Ours) -> bool:
 
 
 def letters(name: str) -> str:
-    """A name without case and signs: a model's name as the paper writes it is then that of its setting."""
+    """Returns a name without case and signs: a model's name as the paper writes it is then that of its setting."""
     return "".join(sign for sign in name.casefold() if sign.isalnum())
 
 
 def met_in(table: KeyedTable, printed: PrintedTable, row: Mapping[str, Cell]) -> bool:
-    """Whether a printed row has a row of ours."""
+    """Returns whether a printed row has a row of ours."""
     keys = shared_keys(table, printed)
     return any(meets(ours, row, keys, fold=True) for ours in table.rows)
 
@@ -168,7 +169,7 @@ def about_rows(
 
 
 def pictures(study: StudyFolder) -> list[Section]:
-    """A finished study's own figures, and every one of its runs."""
+    """Returns a finished study's own figures, and every one of its runs."""
     images = [Image(path, path.stem) for path in figures(study.path)] if study.finished else []
     sections = [Section(f"{study.title}: figures", images)] if images else []
     if study.runs:
@@ -184,5 +185,5 @@ def figures(folder: Path) -> list[Path]:
 
 
 def title_of(studies: Sequence[StudyFolder], runs: Sequence[Path]) -> str:
-    """A heading for the page."""
+    """Returns a heading for the page."""
     return ", ".join([*(study.title for study in studies), *(path.resolve().name for path in runs)])[:120]

@@ -60,13 +60,13 @@ class Run:
 
     @cached_property
     def metrics(self) -> "pandas.DataFrame":
-        """A row per optimiser step that logged anything; what was not logged at a step is NaN there."""
+        """Returns a row per optimiser step that logged anything; what was not logged at a step is NaN there."""
         frame = _frame(read_metrics(self.path / METRICS))
         return frame.astype({name: "Int64" for name in COUNTERS if name in frame.columns})
 
     @cached_property
     def curves(self) -> "pandas.DataFrame":
-        """The metrics in long form, for plotting: step, split (train, val), metric, value."""
+        """Returns the metrics in long form, for plotting: step, split (train, val), metric, value."""
         rows = [
             {"step": int(row["step"]), "split": split, "metric": metric, "value": value}
             for row in read_metrics(self.path / METRICS)
@@ -92,7 +92,7 @@ class Run:
 
 
 def load_run(folder: str | Path) -> Run:
-    """The finished run in ``folder``.
+    """Returns the finished run in ``folder``.
 
     Raises:
         UserError: there is no run, or a study; the run is not finished; its files are damaged, or of a form that this
@@ -116,7 +116,7 @@ def _run(path: Path, result: RunResult) -> Run:
 
 
 def sample_rows(folder: Path) -> list[dict[str, object]]:
-    """The sample answers in a run's folder, prompts as text; none without them."""
+    """Returns the sample answers in a run's folder, prompts as text; none without them."""
     from attnpo.run.report import sample_table
 
     table = sample_table(folder / SAMPLES)
@@ -139,17 +139,17 @@ class StudyResults:
 
     @property
     def finished(self) -> bool:
-        """Whether it printed its tables; else there are the points that have a result, and nothing on arms."""
+        """Returns whether it printed its tables; else there are the points that have a result, and nothing on arms."""
         return self.folder.finished
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What stood under its tables, and what must be said of its files."""
+        """Returns what stood under its tables, and what must be said of its files."""
         return self.folder.notes
 
     @cached_property
     def tables(self) -> "dict[str, pandas.DataFrame]":
-        """Every table it printed, by its title, with the numbers in full."""
+        """Returns every table it printed, by its title, with the numbers in full."""
         if not self.finished:
             return {table.title: _frame(table.rows, table.columns) for table in self.folder.tables}
         found: dict[str, pandas.DataFrame] = {}
@@ -166,19 +166,23 @@ class StudyResults:
 
     @cached_property
     def arms(self) -> "pandas.DataFrame":
-        """The table of its arms, each at its chosen point. UserError for a study that is not finished."""
+        """Returns the table of its arms, each at its chosen point. UserError for a study that is not finished."""
         self._require_finished("arms")
         return next(iter(self.tables.values()))
 
     @cached_property
     def points(self) -> "pandas.DataFrame":
-        """A row per run, with the grid's values and all its numbers; of a study that is not finished, those so far."""
+        """Returns a row per run, with the grid's values and all its numbers; of a study that is not finished, those so
+        far.
+        """
         rows = self.folder.runs if self.finished else self.folder.tables[0].rows
         return _frame(rows, _names(rows))
 
     @cached_property
     def predictions(self) -> "pandas.DataFrame":
-        """What was expected before the points ran, and once the study is finished what came of it; else no row."""
+        """Returns what was expected before the points ran, and once the study is finished what came of it;
+        else no row.
+        """
         if self.finished and TITLE in self.tables:
             return self.tables[TITLE]
         record = read_record(self.path / FIXED) if (self.path / FIXED).is_file() else None
@@ -187,7 +191,9 @@ class StudyResults:
 
     @cached_property
     def samples(self) -> "pandas.DataFrame":
-        """The sample answers of all points, with arm, seed and grid values; of unfinished studies, the run's folder."""
+        """Returns the sample answers of all points, with arm, seed and grid values; of unfinished studies, the run's
+        folder.
+        """
         rows = [{**named, **row} for named, folder in self._places() for row in sample_rows(folder)]
         return _frame(rows, _names(rows) or ["prompt", "policy", "reference"])
 
@@ -229,7 +235,7 @@ class StudyResults:
         return _frame(rows)
 
     def at_kl(self, level: float) -> "pandas.DataFrame":
-        """The reward of every arm at one KL to the base, in nats, read off its own path over the grid.
+        """Returns the reward of every arm at one KL to the base, in nats, read off its own path over the grid.
 
         ``mark`` is "" for a value at the level; "<" where the arm's path ends before it, "~" where it has no point near
         it. UserError as for ``frontier``.
@@ -249,7 +255,7 @@ class StudyResults:
         return finished_points(self.folder)
 
     def _places(self) -> list[tuple[dict[str, object], Path]]:
-        """What tells each run apart, and its folder."""
+        """Returns what tells each run apart, and its folder."""
         if not self.finished:
             return [({"run": place.name}, place) for place, damage in point_folders(self.path).items() if not damage]
         return [
@@ -281,7 +287,7 @@ class StudyResults:
 
 
 def load_study(folder: str | Path) -> StudyResults:
-    """The study in ``folder``; one that is not finished, or of an older version, has the points that are.
+    """Returns the study in ``folder``; one that is not finished, or of an older version, has the points that are.
 
     Raises:
         UserError: there is no study, or a single run; no point has a result; its files are damaged.

@@ -97,7 +97,7 @@ def collect(study: StudyFolder, name: str, level: float, harvest: Harvest) -> li
 
 
 def comparisons(arms: Mapping[str, Record]) -> Iterator[tuple[str, str]]:
-    """The arms of judge weights, each with the arm of uniform weights from which it differs in these alone."""
+    """Yields the arms of judge weights, each with the arm of uniform weights from which it differs in these alone."""
     plain = {label: record for label, record in arms.items() if is_plain(record)}
     uniform = [label for label, record in plain.items() if is_class(record[SOURCE], Uniform)]
     for label, record in plain.items():
@@ -116,7 +116,7 @@ def comparable_settings(record: Record) -> dict[str, object]:
 
 
 def is_plain(record: Record) -> bool:
-    """Whether an arm trains by TwDPO without anything added to it, on weights as they are read."""
+    """Returns whether an arm trains by TwDPO without anything added to it, on weights as they are read."""
     transformed = any(key.startswith("transforms.") for key in record)
     values = {f"objective.{item.name}": item.default for item in fields(TwDPO) if item.name not in OF_LENGTH}
     plain = all(record.get(key, _plain(value)) == _plain(value) for key, value in values.items())
@@ -139,7 +139,9 @@ def is_class(value: object, *classes: type) -> bool:
 def gain_at(
     mine: Sequence[tuple[Point, RunResult]], control: Sequence[tuple[Point, RunResult]], level: float
 ) -> tuple[str, float]:
-    """The test reward less the control's at a KL level, each on its own path; or the reason why there is none."""
+    """Returns the test reward less the control's at a KL level, each on its own path; or the reason why
+    there is none.
+    """
     places = []
     for whose, runs in (("the arm", mine), ("the control", control)):
         points = gather(runs)
@@ -156,7 +158,9 @@ def gain_at(
 
 
 def known_before(result: RunResult, record: Record, measured: Measured) -> dict[str, float]:
-    """What a user could know of an arm before training, and what the testbed alone knows; NaN where nobody does."""
+    """Returns what a user could know of an arm before training, and what the testbed alone knows; NaN where nobody
+    does.
+    """
     known = {name: result.input(*place) for name, place in INPUTS.items()}
     known[LENGTH] = sum(result.input("train", f"tokens.{side}.p50") for side in ("chosen", "rejected")) / 2
     known[EFFECTIVE] = known[SHARE] * known[LENGTH]
@@ -167,7 +171,9 @@ def known_before(result: RunResult, record: Record, measured: Measured) -> dict[
 
 
 def _row_of(record: Record) -> int | str:
-    """What an analysis calls an arm's weights: the layer, or the rollout; empty for several layers or chosen heads."""
+    """Returns what an analysis calls an arm's weights: the layer, or the rollout; empty for several layers or chosen
+    heads.
+    """
     layer = record.get("weights.layer")
     if is_class(record[SOURCE], Rollout):
         return ROLLOUT
@@ -175,7 +181,7 @@ def _row_of(record: Record) -> int | str:
 
 
 def analyses_in(folder: Path) -> tuple[dict[tuple[str, int], Measured], list[str]]:
-    """What a study measured before training by world (as files name it) and seed, and what must be said of it.
+    """Returns what a study measured before training by world (as files name it) and seed, and what must be said of it.
 
     Of several measures of a world and seed, which other versions or settings leave, the newest counts.
     """

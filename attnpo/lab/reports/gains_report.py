@@ -74,13 +74,13 @@ class Told:
 
     @classmethod
     def of(cls, cases: Sequence[Case], name: str) -> "Told":
-        """All of it for one number."""
+        """Returns all of it for one number."""
         worlds = len({case.world for case in cases if case.has(name)})
         return cls(over_worlds(cases, name), worlds, within_groups(cases, name), held_out(cases, name))
 
     @property
     def predicts(self) -> bool:
-        """Whether its interval excludes 0 and its predictions of worlds left out beat the majority's sign."""
+        """Returns whether its interval excludes 0 and its predictions of worlds left out beat the majority's sign."""
         return self.over.excludes_zero and self.held is not None and self.held.beats_majority
 
 
@@ -89,7 +89,7 @@ OUTSIDE = ("sign right", "majority", "left out")
 
 
 def known_table(told: Mapping[str, Told], cases: Sequence[Case], best: Sequence[str]) -> KeyedTable:
-    """What was known before training, a row per number, and the two that go with the gain most as one."""
+    """Returns what was known before training, a row per number, and the two that go with the gain most as one."""
     rows = [_row(name, told[name]) for name in KNOWN]
     if len(best) == 2:
         rows.append({"number": " + ".join(best), **_outside(held_out(cases, *best))})
@@ -97,7 +97,7 @@ def known_table(told: Mapping[str, Told], cases: Sequence[Case], best: Sequence[
 
 
 def hidden_table(told: Mapping[str, Told]) -> KeyedTable:
-    """The same of what only the testbed knows."""
+    """Returns the same of what only the testbed knows."""
     return _table(
         "testbed", "Known to the testbed alone, against the gain", [_row(name, told[name]) for name in HIDDEN]
     )
@@ -124,7 +124,7 @@ def _outside(held: HeldOut | None) -> dict[str, Cell]:
 
 
 def worlds_table(cases: Sequence[Case]) -> KeyedTable:
-    """Every world with its cases and their gains."""
+    """Returns every world with its cases and their gains."""
     rows: list[dict[str, Cell]] = []
     for world in dict.fromkeys(case.world for case in cases):
         mine = [case for case in cases if case.world == world]
@@ -144,13 +144,13 @@ def worlds_table(cases: Sequence[Case]) -> KeyedTable:
 
 
 def case_table(cases: Sequence[Case]) -> TableBlock:
-    """Every case with all that is known of it."""
+    """Returns every case with all that is known of it."""
     rows = [[case.group, case.gain, *(case.known.get(name) for name in (*KNOWN, *HIDDEN))] for case in cases]
     return TableBlock(["world and seed", "gain", *KNOWN, *HIDDEN], rows)
 
 
 def points_of(cases: Sequence[Case], name: str) -> dict[str, list[tuple[float, float]]]:
-    """The cases as points of a figure, by world."""
+    """Returns the cases as points of a figure, by world."""
     points: dict[str, list[tuple[float, float]]] = {}
     for case in cases:
         if case.has(name):
@@ -159,7 +159,9 @@ def points_of(cases: Sequence[Case], name: str) -> dict[str, list[tuple[float, f
 
 
 def best_two(told: Mapping[str, Told], cases: Sequence[Case]) -> list[str]:
-    """The number known before training that goes with the gain most, and the next that is not nearly the same."""
+    """Returns the number known before training that goes with the gain most, and the next that is not
+    nearly the same.
+    """
     ranked = [name for name in KNOWN if math.isfinite(told[name].over.mean)]
     ranked.sort(key=lambda name: -abs(told[name].over.mean))
     columns = {name: [case.known.get(name, math.nan) for case in cases] for name in ranked}
@@ -168,7 +170,7 @@ def best_two(told: Mapping[str, Told], cases: Sequence[Case]) -> list[str]:
 
 
 def verdict(told: Mapping[str, Told], worlds: int) -> list[str]:
-    """What follows for a user from the intervals and the worlds left out, and from nothing else."""
+    """Returns what follows for a user from the intervals and the worlds left out, and from nothing else."""
     if worlds < WORLDS_TO_FIT:
         few = "1 world" if worlds == 1 else f"{worlds} worlds"
         return [
@@ -192,7 +194,7 @@ def verdict(told: Mapping[str, Told], worlds: int) -> list[str]:
 
 
 def explained(harvest: Harvest, level: float) -> list[str]:
-    """What the numbers are, and what was left out."""
+    """Returns what the numbers are, and what was left out."""
     return [
         f"gain: test reward at KL {level:g} less that of uniform weights, one case per seed and arm, each on its own "
         "path over its grid. Worlds that are configured alike are one world, whichever study they are in",

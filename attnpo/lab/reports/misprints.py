@@ -44,11 +44,11 @@ class Table:
 
     @property
     def has_ranks(self) -> bool:
-        """Whether the table prints an average rank."""
+        """Returns whether the table prints an average rank."""
         return any(row.get(PRINTED_RANK) is not None for row in self.printed.values())
 
     def number(self, method: str, column: str) -> float | None:
-        """A printed number of a row, None where it has none."""
+        """Returns a printed number of a row, None where it has none."""
         value = self.printed[method].get(column)
         return float(value) if isinstance(value, int | float) else None
 
@@ -68,7 +68,7 @@ class Misprint:
 
 
 def read_tables(path: Path) -> list[Table]:
-    """The tables in a CSV file of printed results, one per base model. UserError for a file that holds none.
+    """Returns the tables in a CSV file of printed results, one per base model. UserError for a file that holds none.
 
     Scores are the columns of numbers with decimals that are neither an average rank nor an interval; where some are
     named as means (``mt_bench_mean``), those.
@@ -119,7 +119,7 @@ def _table(printed: PrintedTable, model: str, scores: Sequence[str], of_rounds: 
 
 
 def recomputed(table: Table) -> dict[str, float]:
-    """The average rank of every row, exact."""
+    """Returns the average rank of every row, exact."""
     if not table.rows:
         return {}
     means = average_ranks(np.array([[row[name] for name in table.columns] for row in table.rows.values()]))
@@ -127,7 +127,7 @@ def recomputed(table: Table) -> dict[str, float]:
 
 
 def rank_rows(table: Table) -> list[dict[str, Cell]]:
-    """Every row with its scores, its average rank as the paper would print it, and the printed one."""
+    """Returns every row with its scores, its average rank as the paper would print it, and the printed one."""
     rows: list[dict[str, Cell]] = []
     for method, rank in recomputed(table).items():
         shown = half_up(rank, DECIMALS)
@@ -140,7 +140,7 @@ def rank_rows(table: Table) -> list[dict[str, Cell]]:
 
 
 def rank_misprints(table: Table) -> list[Misprint]:
-    """The printed average ranks that do not follow from the printed scores."""
+    """Returns the printed average ranks that do not follow from the printed scores."""
     return [
         Misprint(table, str(row[METHOD]), RECOMPUTED, f"{row[PRINTED]:.2f}", f"{row[RECOMPUTED]:.2f}")
         for row in rank_rows(table)
@@ -149,7 +149,7 @@ def rank_misprints(table: Table) -> list[Misprint]:
 
 
 def rank_sum(table: Table) -> tuple[float | None, float]:
-    """What the printed average ranks say all ranks sum to, and what ranks must sum to: columns x n (n + 1) / 2.
+    """Returns what the printed average ranks say all ranks sum to, and what ranks must sum to: columns x n (n + 1) / 2.
 
     An average over k columns is a multiple of 1 / (2 k), so a printed one stands for the nearest. None where a row has
     no printed one.
@@ -183,7 +183,7 @@ def interval_misprints(table: Table) -> Iterator[Misprint]:
 
 
 def _siblings(column: str) -> list[str]:
-    """The other columns of a column's benchmark."""
+    """Returns the other columns of a column's benchmark."""
     benchmark = next((key[0] for key, name in PAPER.items() if name == column), None)
     return [name for key, name in PAPER.items() if key[0] == benchmark and name != column]
 
@@ -204,7 +204,7 @@ def impossible_rounds(single: Table, rounds: Table, count: int = ROUNDS) -> Iter
 
 
 def may_be_round(single: Table, rounds: Table) -> bool:
-    """Whether one table has single runs and the other means over rounds of the same base model."""
+    """Returns whether one table has single runs and the other means over rounds of the same base model."""
     return not single.of_rounds and rounds.of_rounds and letters(single.model) == letters(rounds.model)
 
 
@@ -220,7 +220,7 @@ def shared_cells(single: Table, rounds: Table) -> list[tuple[str, str, float, fl
 
 
 def with_other_cell(item: Misprint, mean: float) -> str:
-    """A line on the average ranks that still differ once a cell holds the mean over rounds."""
+    """Returns a line on the average ranks that still differ once a cell holds the mean over rounds."""
     table = item.table
     rows = {**table.rows, item.method: {**table.rows[item.method], item.column: mean}}
     left = rank_misprints(replace(table, rows=rows))

@@ -56,7 +56,7 @@ def publish(
 
 
 def on_terminal(table: KeyedTable, by: str | None) -> list[Section]:
-    """What is printed of a table: heads break between words, and its parts stand beside each other."""
+    """Returns what is printed of a table: heads break between words, and its parts stand beside each other."""
     table = narrowed(table)
     heads = {name: name.replace("_", " ") for name in table.columns}
     digits = {heads.get(name, name): count for name, count in table.digits.items()}
@@ -79,7 +79,9 @@ def on_terminal(table: KeyedTable, by: str | None) -> list[Section]:
 
 
 def narrowed(table: KeyedTable) -> KeyedTable:
-    """A listing of runs with the columns alone that tell them apart, the others in its title; any other as it is."""
+    """Returns a listing of runs with the columns alone that tell them apart, the others in its title; any other as it
+    is.
+    """
     if table.keys != RUNS or len(table.rows) < 2:
         return table
     first = table.rows[0]
@@ -93,20 +95,22 @@ def narrowed(table: KeyedTable) -> KeyedTable:
 
 
 def absent(tables: Sequence[KeyedTable], why: str) -> list[str]:
-    """A line on printed columns that have none of ours beside them, if there are such, with ``why`` after it."""
+    """Returns a line on printed columns that have none of ours beside them, if there are such, with
+    ``why`` after it.
+    """
     lacking = dict.fromkeys(name for table in tables for name in unmet(table))
     reason = f": {why}" if why else ""
     return [f"printed alone, with none of ours: {', '.join(lacking)}{reason}"] if lacking else []
 
 
 def joined_csv(tables: Sequence[KeyedTable]) -> str:
-    """All tables in one CSV with the union of their columns after one that names the table; numbers in full."""
+    """Returns all tables in one CSV with the union of their columns after one that names the table; numbers in full."""
     columns = ["table", *dict.fromkeys(name for table in tables for name in table.columns)]
     return table_csv(columns, [{"table": table.name, **row} for table in tables for row in table.rows])
 
 
 def pieces(table: KeyedTable, by: str | None) -> list[tuple[str, list[tuple[str, list[str], Rows]]]]:
-    """What is printed of a table: headings, and below each the parts that stand side by side.
+    """Returns what is printed of a table: headings, and below each the parts that stand side by side.
 
     A table whose last key is not ``by`` and that has a column ``by`` is cut by its group and by ``by``; the columns
     that say so are left out of the parts.
@@ -129,7 +133,9 @@ def pieces(table: KeyedTable, by: str | None) -> list[tuple[str, list[tuple[str,
 
 
 def report_folder(cfg: ReportConfig, kind: str) -> Path:
-    """The folder of a report under ``output``: ``name``, else its kind, the setting and a digest of the command."""
+    """Returns the folder of a report under ``output``: ``name``, else its kind, the setting and a digest of the
+    command.
+    """
     output = Path(cfg.output)
     if cfg.name is not None:
         return output / cfg.name

@@ -95,7 +95,7 @@ class Listening:
         verdict: bool = True,
         label_ids: tuple[int, int] | None = None,
     ) -> list[JudgeReading]:
-        """The judge's own readings."""
+        """Returns the judge's own readings."""
         asked = partial(
             self.judge.read, layers=layers, per_head=per_head, rollout=rollout, verdict=verdict, label_ids=label_ids
         )
@@ -129,15 +129,15 @@ class Judged:
 
     @property
     def read(self) -> dict[str, PairWeights]:
-        """What was captured of the pairs shown, by id."""
+        """Returns what was captured of the pairs shown, by id."""
         return {pair.pair_id: self.captured[pair.pair_id] for pair in self.shown}
 
     def source(self, layer: int) -> WeightSource:
-        """The run's weights where they read ``layer``."""
+        """Returns the run's weights where they read ``layer``."""
         return at_layers(self.context, layer, []).cfg.weights.resolve(self.judge.num_layers)
 
     def ranked(self, layer: int) -> Rankings:
-        """The finished weights of ``layer`` on the judge's tokens."""
+        """Returns the finished weights of ``layer`` on the judge's tokens."""
         return rankings(self.source(layer), self.read, self.rows)
 
 
@@ -179,7 +179,9 @@ def _publish(context: RunContext, found: Passport, folder: Path, mark: str) -> N
 
 
 def take(context: RunContext, cfg: PassportConfig) -> Passport:
-    """Everything the passport says of the judge of ``context``. UserError when there is no pair it can be shown."""
+    """Returns everything the passport says of the judge of ``context``. UserError when there is no pair it can be
+    shown.
+    """
     settings, judge = cfg.passport, run_judge(context)
     labels = judge.prompts.label_ids  # refuses labels before anything is read
     pairs = read_pairs(context)
@@ -249,7 +251,7 @@ def drawn(pairs: Sequence[PreferencePair], count: int, seed: int) -> list[Prefer
 
 
 def judge_sample(context: RunContext, judge: RunJudge, pool: EncodedSet, settings: PassportSettings) -> Judged:
-    """The judge pass over a sample of the pairs, as a run makes it, into a store that is thrown away.
+    """Returns the judge pass over a sample of the pairs, as a run makes it, into a store that is thrown away.
 
     So that times and sizes are measured whatever the run's own store holds. UserError when the judge can be shown no
     pair.
@@ -281,7 +283,7 @@ def judge_sample(context: RunContext, judge: RunJudge, pool: EncodedSet, setting
 
 
 def different(pool: EncodedSet) -> int:
-    """How many different pairs there are."""
+    """Returns how many different pairs there are."""
     return len({pair.pair_id for pair in pool.pairs})
 
 
@@ -320,7 +322,7 @@ def _on_answer(pair: PairWeights, *, first: bool) -> float:
 def remove(
     looks: Sequence[LayerLook], ranked: Mapping[int, Rankings], judged: Judged, settings: PassportSettings
 ) -> tuple[list[LayerLook], float, int]:
-    """The looks with what the verdict loses without top-weighted and without random tokens.
+    """Returns the looks with what the verdict loses without top-weighted and without random tokens.
 
     Beside them the mean log-odds with whole responses, and how many prompts it took.
     """
@@ -354,7 +356,7 @@ def match(judged: Judged, made: ExampleSet) -> tuple[float, float, dict[str, int
 
 
 def cost_of(judged: Judged, pool: EncodedSet, removals: int) -> Cost:
-    """What the pass over all pairs takes, by the number of prompts."""
+    """Returns what the pass over all pairs takes, by the number of prompts."""
     measured, pairs = len(judged.heard.lengths), different(pool)
     scale = 2 * pairs / measured
     return Cost(
@@ -371,7 +373,7 @@ def cost_of(judged: Judged, pool: EncodedSet, removals: int) -> Cost:
 
 
 def against_truth(judged: Judged, found: Margins, ranked: Rankings, grammar: Grammar) -> Truth:
-    """The sample against the grammar; ``found`` holds the margins of the pairs shown, in their order."""
+    """Returns the sample against the grammar; ``found`` holds the margins of the pairs shown, in their order."""
     flipped = np.array([is_flipped(pair, grammar) for pair in judged.shown])
     right = won(found.mean(axis=1))
     equal = {

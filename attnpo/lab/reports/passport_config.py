@@ -64,6 +64,6 @@ class PassportConfig(FitConfig):
         return digest({key: value for key, value in self.values.items() if key not in PLACES})[:16]
 
     def folder(self) -> Path:
-        """The folder below ``output``: ``name``, else the setting's and a digest of the command."""
+        """Returns the folder below ``output``: ``name``, else the setting's and a digest of the command."""
         setting = self.composed.choices.get("setting", "setting")
         return Path(self.output) / (self.name or f"passport-{setting}-{self.mark()[:8]}")

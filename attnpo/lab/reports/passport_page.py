@@ -17,7 +17,7 @@ COLUMNS = ("", "value", "95 % interval", "of")
 
 
 def sections(found: Passport, *, short: bool = False) -> list[Section]:
-    """The passport for a page, or ``short`` for a terminal of 80 columns."""
+    """Returns the passport for a page, or ``short`` for a terminal of 80 columns."""
     shown = [_verdict(found, short), _verdicts(found), _layers(found, short), _cost(found)]
     if not short:
         shown.insert(2, _calibration(found))
@@ -29,7 +29,7 @@ def sections(found: Passport, *, short: bool = False) -> list[Section]:
 
 
 def about(context: RunContext) -> Section:
-    """What the passport was made with."""
+    """Returns what the passport was made with."""
     return Section("Versions and configuration", [KeyValues(versions()), Preformatted(as_yaml(context.cfg.values))])
 
 
@@ -77,7 +77,7 @@ def _row(name: str, value: Estimate, unit: str) -> list[Cell]:
 
 
 def interval(value: Estimate, digits: int = DEFAULT_DIGITS) -> str:
-    """The interval in words, empty where there is none."""
+    """Returns the interval in words, empty where there is none."""
     return "" if math.isnan(value.low) else f"{format_cell(value.low, digits)} to {format_cell(value.high, digits)}"
 
 

@@ -107,7 +107,7 @@ class Passport:
 
 
 def _plain(value: object) -> object:
-    """A value as JSON has it: names of choices, null for what is not finite."""
+    """Returns a value as JSON has it: names of choices, null for what is not finite."""
     if isinstance(value, Mapping):
         return {name: _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

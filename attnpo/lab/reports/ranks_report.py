@@ -52,7 +52,9 @@ def ranks_report(paths: Sequence[Path], output: Path, mark: str) -> None:
 
 
 def told(table: Table) -> list[str]:
-    """What is said of one table: how many printed ranks follow from its scores, whether they can be ranks at all."""
+    """Returns what is said of one table: how many printed ranks follow from its scores, whether they can be ranks at
+    all.
+    """
     name = f"{label_of(table.path)}, {table.model}" if table.model else label_of(table.path)
     lines = [f"{name}: no scores, left out: {', '.join(table.lacking)}"] if table.lacking else []
     if not table.has_ranks:
@@ -69,7 +71,7 @@ def told(table: Table) -> list[str]:
 
 
 def ranks_table(table: Table) -> KeyedTable:
-    """Every row of a printed table with its recomputed average rank beside the printed one."""
+    """Returns every row of a printed table with its recomputed average rank beside the printed one."""
     rows: list[Mapping[str, Cell]] = [
         {"file": label_of(table.path), "base_model": table.model, **row} for row in rank_rows(table)
     ]
@@ -83,7 +85,7 @@ def ranks_table(table: Table) -> KeyedTable:
 
 
 def misprint_table(misprints: Sequence[Misprint]) -> KeyedTable:
-    """Everything that does not follow from the printed numbers, a row each."""
+    """Returns everything that does not follow from the printed numbers, a row each."""
     rows = tuple(
         {
             "file": label_of(item.table.path),

@@ -76,7 +76,9 @@ class ReportConfig(FitConfig):
 
 
 def kind_of(what: Sequence[str]) -> str:
-    """The kind of report its words ask for; empty when they are folders alone. UserError when nothing is asked for."""
+    """Returns the kind of report its words ask for; empty when they are folders alone. UserError when nothing is asked
+    for.
+    """
     first = what[0] if what else None
     if first is None or (first in KINDS and first != WEIGHTS and len(what) == 1):
         raise UserError(
@@ -88,7 +90,7 @@ def kind_of(what: Sequence[str]) -> str:
 
 
 def files(printed: Sequence[str] | str) -> list[Path]:
-    """The CSV files of ``printed``, a name or a list of names."""
+    """Returns the CSV files of ``printed``, a name or a list of names."""
     return [Path(path).expanduser() for path in ([printed] if isinstance(printed, str) else printed)]
 
 

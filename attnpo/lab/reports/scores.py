@@ -44,12 +44,12 @@ class Figure:
 
     @property
     def higher_is_better(self) -> bool | None:
-        """The direction of its scores; None where they do not say, or not the same."""
+        """Returns the direction of its scores; None where they do not say, or not the same."""
         said = {score.higher_is_better for score in self.scores.values()}
         return said.pop() if len(said) == 1 else None
 
     def printed(self, label: str) -> float | None:
-        """A label's mean as it is printed."""
+        """Returns a label's mean as it is printed."""
         score = self.scores.get(label)
         return None if score is None else half_up(score.mean, self.digits)
 
@@ -64,11 +64,13 @@ class Board:
 
     @property
     def shown(self) -> list[Figure]:
-        """The columns of the main table."""
+        """Returns the columns of the main table."""
         return [figure for figure in self.figures if figure.shown]
 
     def ranked(self) -> list[Figure]:
-        """The figures that labels are ranked by: of two labels at least, in one way of grading, with a direction."""
+        """Returns the figures that labels are ranked by: of two labels at least, in one way of grading, with a
+        direction.
+        """
         unfit = {one.benchmark for one in self.mixed if not one.comparable}
         return [
             figure
@@ -77,12 +79,12 @@ class Board:
         ]
 
     def way(self, label: str, benchmark: str) -> int:
-        """Which way of grading and answering a label's figures of a benchmark are of: 0 for that of most."""
+        """Returns which way of grading and answering a label's figures of a benchmark are of: 0 for that of most."""
         ways = [one for one in self.mixed if one.benchmark == benchmark and not one.comparable]
         return next((number for number, one in enumerate(ways, start=1) if label in one.odd), 0)
 
     def ranks(self) -> dict[str, float]:
-        """The mean of each label's ranks, 1 the best, over its printed figures; without labels that lack one.
+        """Returns the mean of each label's ranks, 1 the best, over its printed figures; without labels that lack one.
 
         Ties share the mean of their ranks (paper, main table; reference EVALUATION 6). A benchmark with two columns
         counts twice.
@@ -98,7 +100,7 @@ class Board:
 
 
 def board_of(evaluations: Sequence[Evaluation], ways: Sequence[Mixed]) -> Board:
-    """The board of some evaluations: the paper's columns first, then the others as they come."""
+    """Returns the board of some evaluations: the paper's columns first, then the others as they come."""
     scores: dict[str, dict[str, Score]] = {}
     benchmarks: dict[str, str] = {}
     shown: set[str] = set()
@@ -121,7 +123,7 @@ def board_of(evaluations: Sequence[Evaluation], ways: Sequence[Mixed]) -> Board:
 
 
 def scores_table(board: Board) -> KeyedTable:
-    """A row per label, a column per figure (means over rounds), the average rank: the paper's main table."""
+    """Returns a row per label, a column per figure (means over rounds), the average rank: the paper's main table."""
     ranks = board.ranks()
     columns = (METHOD, *(figure.name for figure in board.shown), AVG_RANK)
     odd = {(label, one.benchmark) for one in board.mixed for label in one.odd}
@@ -149,7 +151,7 @@ def _half_up(value: float | None) -> float | None:
 
 
 def rounds_table(board: Board) -> KeyedTable:
-    """The means with both intervals over rounds: the paper's table of three runs, with Student's t beside it.
+    """Returns the means with both intervals over rounds: the paper's table of three runs, with Student's t beside it.
 
     People read ``21.90 ± 1.57 (t 3.45)``; the CSV has a column for each of the three.
     """
@@ -187,7 +189,8 @@ def rounds_table(board: Board) -> KeyedTable:
 
 
 def spreads_table(board: Board) -> KeyedTable:
-    """Every figure with its three spreads apart: 95 % over questions, standard deviations over rounds and of grading.
+    """Returns every figure with its three spreads apart: 95 % over questions, standard deviations over rounds and of
+    grading.
 
     Empty where a spread is not known.
     """
@@ -261,7 +264,7 @@ def close_table(board: Board) -> KeyedTable | None:
 
 
 def lengths_table(evaluations: Sequence[Evaluation]) -> KeyedTable | None:
-    """How long the answers are, by benchmark and label; None where no evaluation says."""
+    """Returns how long the answers are, by benchmark and label; None where no evaluation says."""
     rows: list[Cells] = [
         {
             BENCHMARK: one.result.benchmark,
@@ -283,7 +286,7 @@ def lengths_table(evaluations: Sequence[Evaluation]) -> KeyedTable | None:
 
 
 def missing_table(evaluations: Sequence[Evaluation]) -> KeyedTable | None:
-    """What was missing or replaced, by label, benchmark and reason; None where nothing was."""
+    """Returns what was missing or replaced, by label, benchmark and reason; None where nothing was."""
     rows: list[Cells] = [
         {METHOD: one.result.label, BENCHMARK: one.result.benchmark, "reason": reason, "count": count}
         for one in evaluations
@@ -296,7 +299,7 @@ def missing_table(evaluations: Sequence[Evaluation]) -> KeyedTable | None:
 
 
 def cost_rows(evaluations: Sequence[Evaluation]) -> list[Cells]:
-    """What each evaluation cost."""
+    """Returns what each evaluation cost."""
     names = dict.fromkeys(name for one in evaluations for name in one.result.cost)
     return [
         {

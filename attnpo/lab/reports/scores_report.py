@@ -82,7 +82,7 @@ def scores_report(folders: Sequence[Path], printed: Sequence[Path], model: str |
 
 
 def about(board: Board) -> list[str]:
-    """How the ranks came about, what is not ranked and why, and which spreads are not known."""
+    """Returns how the ranks came about, what is not ranked and why, and which spreads are not known."""
     figures, ranks = board.ranked(), board.ranks()
     lines = []
     if ranks:
@@ -124,7 +124,7 @@ def _best(figures: Sequence[Figure]) -> str:
 
 
 def uneven(board: Board) -> list[str]:
-    """A line per figure whose scores stand on different numbers of questions."""
+    """Returns a line per figure whose scores stand on different numbers of questions."""
     lines = []
     for figure in board.shown:
         sizes = {label: score.questions for label, score in figure.scores.items() if score.questions}
@@ -138,7 +138,8 @@ def uneven(board: Board) -> list[str]:
 
 
 def put_beside(tables: Sequence[KeyedTable], path: Path, model: str | None) -> tuple[list[KeyedTable], list[str]]:
-    """The printed rows of a model beside ours, once for each of our tables that has columns of theirs; and notes.
+    """Returns the printed rows of a model beside ours, once for each of our tables that has columns of theirs; and
+    notes.
 
     UserError for a file without the column ``method`` or without any column of ours.
     """
@@ -182,7 +183,9 @@ def put_beside(tables: Sequence[KeyedTable], path: Path, model: str | None) -> t
 
 
 def rounded(table: KeyedTable, names: Sequence[str]) -> KeyedTable:
-    """A joined table as people read it: our numbers rounded as the printed ones are, differences those of the two."""
+    """Returns a joined table as people read it: our numbers rounded as the printed ones are, differences those of the
+    two.
+    """
     rows = []
     for row in table.rows:
         told = dict(row)
@@ -202,7 +205,7 @@ def _shared(table: KeyedTable, printed: PrintedTable) -> list[str]:
 
 
 def rows_of(printed: PrintedTable, model: str | None) -> tuple[PrintedTable, list[str]]:
-    """The printed rows about a model, names compared by letters and digits alone; and a line on those left out.
+    """Returns the printed rows about a model, names compared by letters and digits alone; and a line on those left out.
 
     Without a model all rows of a file about one, and none of a file about several, whose methods have one name each.
     """

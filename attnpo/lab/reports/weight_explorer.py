@@ -54,7 +54,9 @@ def weight_explorer(cfg: ReportConfig, folder: Path) -> None:
 
 
 def explored(cfg: ReportConfig) -> tuple[RunContext, dict[str, ExplorerPair]]:
-    """The first pairs that all layers of a configuration's source keep, by id, with a view per layer and round."""
+    """Returns the first pairs that all layers of a configuration's source keep, by id, with a view per
+    layer and round.
+    """
     context = make_context(cfg)
     pairs = read_pairs(context)
     encoded = encode(context, pairs)
@@ -74,7 +76,7 @@ def explored(cfg: ReportConfig) -> tuple[RunContext, dict[str, ExplorerPair]]:
 
 
 def first_pairs(made: Inputs, encoded: EncodedSet, count: int) -> dict[str, ExplorerPair]:
-    """The first ``count`` training pairs with the views of one source and layer."""
+    """Returns the first ``count`` training pairs with the views of one source and layer."""
     texts = {pair.pair_id: (pair, sides) for pair, sides in zip(encoded.pairs, encoded.encoded, strict=True)}
     decode = made.context.tokenizer.decode
     rows = heat_rows(made, count)
@@ -99,7 +101,7 @@ def first_pairs(made: Inputs, encoded: EncodedSet, count: int) -> dict[str, Expl
 def views(
     made: Inputs, example: TrainingExample, texts: tuple[PreferencePair, Mapping[str, EncodedResponse]]
 ) -> Iterator[tuple[View, tuple[SideWeights, SideWeights]]]:
-    """The combined weights of an example as training reads them, and those of each of its rounds alone."""
+    """Yields the combined weights of an example as training reads them, and those of each of its rounds alone."""
     weighed, (pair, encoded) = made.weighed, texts
     source, layer, transforms = name_parts(made)
     name = " + ".join([source, *transforms])
@@ -118,7 +120,7 @@ def views(
 def both(
     weights: tuple[Tensor, Tensor], scales: tuple[float, float], arrived: Weighted
 ) -> tuple[SideWeights, SideWeights]:
-    """Both sides' weights as the page takes them."""
+    """Returns both sides' weights as the page takes them."""
     shares = arrived.coverage, arrived.source_coverage, arrived.kept_mass
     chosen, rejected = (
         SideWeights(weights[i].tolist(), float(scales[i]), *(float(share[i]) for share in shares)) for i in (0, 1)
@@ -127,14 +129,14 @@ def both(
 
 
 def name_parts(made: Inputs) -> tuple[str, str, list[str]]:
-    """The source's option, its layer and the transforms, apart."""
+    """Returns the source's option, its layer and the transforms, apart."""
     name, *transforms = weights_label(made.context, made.weighed).split(" + ")
     source, _, layer = name.partition(" ")
     return source, layer, transforms
 
 
 def joined(pair: ExplorerPair, other: ExplorerPair, marked: str = "") -> ExplorerPair:
-    """The pair with the other's views too; sources of the same name get ``marked`` behind it.
+    """Returns the pair with the other's views too; sources of the same name get ``marked`` behind it.
 
     UserError when the two are not on the same training tokens.
     """
@@ -156,7 +158,7 @@ def joined(pair: ExplorerPair, other: ExplorerPair, marked: str = "") -> Explore
 
 
 def stored_logps(context: RunContext, pairs: Sequence[ExplorerPair]) -> dict[str, LogpPair]:
-    """The reference's log-probabilities that the store has of the pairs, by id."""
+    """Returns the reference's log-probabilities that the store has of the pairs, by id."""
     table = reference_table(context)
     lengths = {pair.pair_id: (len(pair.chosen.token_ids), len(pair.rejected.token_ids)) for pair in pairs}
     lacking = set(table.missing(list(lengths), SIDES))
@@ -165,7 +167,7 @@ def stored_logps(context: RunContext, pairs: Sequence[ExplorerPair]) -> dict[str
 
 
 def with_logps(pair: ExplorerPair, logps: LogpPair | None) -> ExplorerPair:
-    """The pair with its reference log-probabilities, where there are any."""
+    """Returns the pair with its reference log-probabilities, where there are any."""
     if logps is None:
         return pair
     chosen, rejected = (

@@ -130,7 +130,7 @@ def weight_report(cfg: ReportConfig, folder: Path) -> None:
 
 
 def asked_layers(context: RunContext, layers: Sequence[int | str] | str) -> list[int | None]:
-    """The layers to report on as numbers, each once; [None] for the weights as they are configured.
+    """Returns the layers to report on as numbers, each once; [None] for the weights as they are configured.
 
     UserError for weights without a layer to choose, and for layers outside the judge's.
     """
@@ -146,7 +146,9 @@ def asked_layers(context: RunContext, layers: Sequence[int | str] | str) -> list
 def each_weights(
     context: RunContext, pairs: dict[str, PairSet], encoded: dict[str, EncodedSet], layers: Sequence[int | None]
 ) -> Iterator[Inputs]:
-    """The weights of each layer on the training examples, one after the other; the judge is asked at most once."""
+    """Yields the weights of each layer on the training examples, one after the other; the judge is
+    asked at most once.
+    """
     chosen = [layer for layer in layers if layer is not None]
     if len(chosen) > 1:
         source: WeightSource = context.cfg.weights
@@ -159,7 +161,7 @@ def each_weights(
 
 
 def examples_of(context: RunContext, encoded: EncodedSet, weighed: Weighed) -> ExampleSet:
-    """The training examples of a run with these weights."""
+    """Returns the training examples of a run with these weights."""
     transforms = list(context.cfg.transforms.values())
     align: AlignRules = context.cfg.align
     fitted = fit_transforms(transforms, encoded, weighed.source, weighed.captured, weighed.layers, align)
@@ -170,7 +172,7 @@ def examples_of(context: RunContext, encoded: EncodedSet, weighed: Weighed) -> E
 
 
 def measure(made: Inputs, encoded: dict[str, EncodedSet], *, min_count: int = 1, heat_maps: int = 0) -> Measured:
-    """Everything the tables say of one set of weights. UserError when no pair is left to train on."""
+    """Returns everything the tables say of one set of weights. UserError when no pair is left to train on."""
     examples = made.examples["train"]
     label = weights_label(made.context, made.weighed)
     if not examples.examples:
@@ -225,7 +227,7 @@ def shares_before_sink(weighed: Weighed, encoded: EncodedSet, kept: set[str]) ->
 def weight_tables(
     measured: Sequence[Measured], model: str, piece: Callable[[int], str], *, min_count: int = 100, top: int = 10
 ) -> list[KeyedTable]:
-    """The three tables, a row per weights (and side, and token): concentration, tokens, sink share.
+    """Returns the three tables, a row per weights (and side, and token): concentration, tokens, sink share.
 
     The table of tokens holds every token met ``min_count`` times, so that a printed one finds ours; ``shortened`` cuts
     it to the first ``top``. ``piece`` gives a token's text as the vocabulary has it.
@@ -258,7 +260,7 @@ def weight_tables(
 
 
 def shortened(table: KeyedTable, top: int) -> KeyedTable:
-    """The table of tokens with ranks up to ``top``."""
+    """Returns the table of tokens with ranks up to ``top``."""
     return replace(table, rows=tuple(row for row in table.rows if isinstance(row["rank"], int) and row["rank"] <= top))
 
 
@@ -270,7 +272,7 @@ def _table(name: str, title: str, rows: list[dict[str, Cell]], keys: tuple[str, 
 
 
 def weights_label(context: RunContext, weighed: Weighed) -> str:
-    """What the tables call these weights: the option, its layer, the transforms."""
+    """Returns what the tables call these weights: the option, its layer, the transforms."""
     name = str(context.cfg.composed.choices.get("weights", type(weighed.source).__name__))
     if hasattr(context.cfg.weights, "layer"):
         rows = weighed.source.wanted()
@@ -279,7 +281,8 @@ def weights_label(context: RunContext, weighed: Weighed) -> str:
 
 
 def model_label(context: RunContext, label: str | None) -> str:
-    """What the tables call the model whose weights these are: ``label``, else the judge's own name, else the setting's.
+    """Returns what the tables call the model whose weights these are: ``label``, else the judge's own name, else the
+    setting's.
 
     A model that ``prepare`` built has no name of its own.
     """
@@ -292,14 +295,14 @@ def model_label(context: RunContext, label: str | None) -> str:
 
 
 def rows_on(printed: PrintedTable, model: str) -> PrintedTable:
-    """The printed rows about a model; all of a file that names none."""
+    """Returns the printed rows about a model; all of a file that names none."""
     if KEYS[0] not in printed.columns:
         return printed
     return replace(printed, rows=tuple(row for row in printed.rows if row[KEYS[0]] == model))
 
 
 def left_out(printed: PrintedTable, mine: PrintedTable, model: str) -> list[str]:
-    """A line on printed rows about other models, if there are such."""
+    """Returns a line on printed rows about other models, if there are such."""
     names = list(dict.fromkeys(str(row[KEYS[0]]) for row in printed.rows if row not in mine.rows))
     if not names:
         return []
@@ -313,7 +316,7 @@ def left_out(printed: PrintedTable, mine: PrintedTable, model: str) -> list[str]
 
 
 def notes_on(context: RunContext, measured: Sequence[Measured], cfg: ReportConfig) -> list[str]:
-    """What a reader must know under the tables."""
+    """Returns what a reader must know under the tables."""
     cell = measured[0].account
     lines = [
         f"training split: {cell['pairs kept']} of {cell['pairs read']} pairs, both sides of each; seed {cfg.seed}",

@@ -38,7 +38,7 @@ class Composed:
         return typed(self.raw, FitConfig)
 
     def changed(self, values: Mapping[str, Json], overrides: Sequence[str] = ()) -> "Composed":
-        """A copy with other values by key, which those that are read from them (``${seed}``) follow."""
+        """Returns a copy with other values by key, which those that are read from them (``${seed}``) follow."""
         raw, given = self.raw.copy(), layered(self.overrides, overrides)
         for key, value in values.items():
             OmegaConf.update(raw, key, value)
@@ -55,7 +55,7 @@ WHOSE = ("judge.path", "judge.other")
 
 
 def key_of(override: str) -> str:
-    """The key or group an override sets."""
+    """Returns the key or group an override sets."""
     return override.split("=", 1)[0].lstrip("+~")
 
 
@@ -69,12 +69,12 @@ def layered(*layers: Sequence[str]) -> list[str]:
 
 
 def of_points(cfg: FitConfig) -> list[str]:
-    """The user's overrides that reach the points: all but those of the study's own keys and named grids."""
+    """Returns the user's overrides that reach the points: all but those of the study's own keys and named grids."""
     return [override for override in cfg.composed.overrides if not key_of(override).startswith(OF_STUDY)]
 
 
 def arm_config(cfg: FitConfig, study: Study, overrides: Sequence[str], world: str = ONLY) -> Composed:
-    """The composed config of one arm in one world, and the overrides that give it on the command line.
+    """Returns the composed config of one arm in one world, and the overrides that give it on the command line.
 
     The user's overrides come first, then the world's, the arm's win. A user's ``weights.layer=2`` goes to the arms that
     have such a key and is left out, with a log line, where an arm's own choice of the group has none.
@@ -127,7 +127,7 @@ def check_user(cfg: FitConfig, study: Study) -> None:
 
 
 def _mislabelled(cfg: FitConfig, study: Study, user: Sequence[str], chosen: set[str]) -> Iterator[str]:
-    """What is wrong with overrides that reach every arm and that some arms are told apart by."""
+    """Yields what is wrong with overrides that reach every arm and that some arms are told apart by."""
     written = as_written(cfg)
     arms = study.arms_with(cfg.truth is not None)
     given = {**arms, **written["arms"], **(written.get("truth_arms") or {})}
@@ -154,7 +154,7 @@ def _mislabelled(cfg: FitConfig, study: Study, user: Sequence[str], chosen: set[
 
 
 def _lost_to_grids(cfg: FitConfig, study: Study, user: Sequence[str]) -> Iterator[str]:
-    """What is wrong with overrides whose key is an axis of a grid of the study."""
+    """Yields what is wrong with overrides whose key is an axis of a grid of the study."""
     grids = list(_grids(cfg, study))
     for override in user:
         key, value = key_of(override), override.partition("=")[2]
@@ -164,7 +164,7 @@ def _lost_to_grids(cfg: FitConfig, study: Study, user: Sequence[str]) -> Iterato
 
 
 def _grids(cfg: FitConfig, study: Study) -> Iterator[tuple[str, Grid]]:
-    """The grids that the study's arms get, each with the key that it is overridden by."""
+    """Yields the grids that the study's arms get, each with the key that it is overridden by."""
     arms = list(study.arms_with(cfg.truth is not None))
     node = as_written(cfg)
     named = {"study.grid": (node.get("grid"), study.grid)} if any(name not in study.grids for name in arms) else {}
@@ -187,18 +187,20 @@ class AsWritten(TypedDict, total=False):
 
 
 def as_written(cfg: FitConfig) -> AsWritten:
-    """The study's node as it stands in its file."""
+    """Returns the study's node as it stands in its file."""
     raw = compose("fit", cfg.composed.overrides, cfg.composed.config_dir)
     return cast(AsWritten, OmegaConf.to_container(raw.study, resolve=False))
 
 
 def _axis(key: str, value: str) -> str:
-    """The axis of a grid as an override of it that gives ``key`` one value."""
+    """Returns the axis of a grid as an override of it that gives ``key`` one value."""
     return f"{short(key)}=[{value}]" if key in (LR, BETA) else f"keys={{{key}:[{value}]}}"
 
 
 def _touches(key: str, others: set[str]) -> bool:
-    """Whether an override of ``key`` changes one of ``others``, or is changed by it; a group's choice is neither."""
+    """Returns whether an override of ``key`` changes one of ``others``, or is changed by it; a group's choice is
+    neither.
+    """
     return key in others or ("." in key and any(below(key, [other]) or below(other, [key]) for other in others))
 
 
@@ -233,7 +235,7 @@ def check_distinct(
 
 
 def _trained(cfg: FitConfig, grid: Grid, depth: int) -> dict[str, object]:
-    """All that an arm's points are made of, but the seed."""
+    """Returns all that an arm's points are made of, but the seed."""
     values = {key: value for key, value in counted(cfg).items() if key not in grid.axes}
     layer = values.get(LAYER)
     if depth and isinstance(layer, int | str) and not is_auto(layer):
@@ -242,7 +244,7 @@ def _trained(cfg: FitConfig, grid: Grid, depth: int) -> dict[str, object]:
 
 
 def applies(cfg: FitConfig, override: str, arm: Sequence[str]) -> bool:
-    """Whether an arm's config has the key of ``override``."""
+    """Returns whether an arm's config has the key of ``override``."""
     try:
         compose("fit", layered([override], arm, [SINGLE]), cfg.composed.config_dir)
     except UserError:
@@ -251,7 +253,9 @@ def applies(cfg: FitConfig, override: str, arm: Sequence[str]) -> bool:
 
 
 def point_config(arm: Composed, point: Point, scorers: Mapping[str, str] | None = None) -> Composed:
-    """A point's own config and overrides, from those of its arm; ``scorers`` are the folders of those that it names."""
+    """Returns a point's own config and overrides, from those of its arm; ``scorers`` are the folders of those that it
+    names.
+    """
     named = scorers_of(arm.overrides).items() if scorers else ()
     paths = [f"{key}={quoted(scorers[name])}" for key, name in named if scorers]
     own = [*point.values, f"seed={point.seed}", *paths]
@@ -259,12 +263,13 @@ def point_config(arm: Composed, point: Point, scorers: Mapping[str, str] | None 
 
 
 def yaml_value(text: str) -> Json:
-    """The value an override's text stands for."""
+    """Returns the value an override's text stands for."""
     return plain(DictConfig(OmegaConf.create(f"value: {text}")))["value"]
 
 
 def point_folder(folder: Path, point: Point, cfg: FitConfig, facts: Mapping[str, object]) -> Path:
-    """Where a point's results lie: named by world, arm, grid values, seed, and the digest of all that moves a number.
+    """Returns where a point's results lie: named by world, arm, grid values, seed, and the digest of all that moves a
+    number.
 
     That is the composed config, what the files it names hold, and ``facts``: contents of its paths, and the code.
     """
@@ -275,13 +280,13 @@ def point_folder(folder: Path, point: Point, cfg: FitConfig, facts: Mapping[str,
 
 
 def run_digest(cfg: FitConfig, facts: Mapping[str, object]) -> str:
-    """The digest of all that moves a number of a run: see ``point_folder``."""
+    """Returns the digest of all that moves a number of a run: see ``point_folder``."""
     values = result_of(cfg)
     return digest({"config": values, "files": files_of(values), "facts": dict(facts)})
 
 
 def counted(cfg: FitConfig) -> dict[str, object]:
-    """What can change a number of an arm, without the seed, which differs between its points.
+    """Returns what can change a number of an arm, without the seed, which differs between its points.
 
     Options that came later are left out where they do what was done before them, so that a study keeps its digest.
     """
@@ -304,11 +309,11 @@ def study_overrides(cfg: FitConfig, study: str) -> list[str]:
 
 
 def word(value: object) -> str:
-    """A value as an override says it."""
+    """Returns a value as an override says it."""
     return quoted(value) if isinstance(value, str) else json.dumps(value)
 
 
 def quoted(text: str) -> str:
-    """A text as an override says it."""
+    """Returns a text as an override says it."""
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"

@@ -66,17 +66,17 @@ class Basis:
 
     @property
     def scorer_paths(self) -> dict[str, str]:
-        """The model folders of the scorers."""
+        """Returns the model folders of the scorers."""
         return self.scorers.paths
 
     @property
     def label(self) -> str:
-        """A short name for logs."""
+        """Returns a short name for logs."""
         return f"world {self.world}, seed {self.seed}" if self.world else f"seed {self.seed}"
 
     @property
     def warnings(self) -> list[str]:
-        """A line for every base whose judge missed its gate."""
+        """Returns a line for every base whose judge missed its gate."""
         return [
             f"WARNING {self.label}: the judge of {name} missed its gate; what its attention does here proves little"
             for name, passed in self.gates.items()
@@ -84,12 +84,12 @@ class Basis:
         ]
 
     def facts_of(self, study: Study, arm: Arm) -> dict[str, object]:
-        """What identifies the inputs of one arm: that of another arm's weights moves none of its numbers."""
+        """Returns what identifies the inputs of one arm: that of another arm's weights moves none of its numbers."""
         return {**self.facts, "weights": self.keys.get(arm.name if arm.layer is None else study.layer_arm, {})}
 
 
 def compose_arms(cfg: FitConfig, study: Study) -> dict[tuple[str, str], Composed]:
-    """The configs of the study's arms by world and name, layers not yet told apart."""
+    """Returns the configs of the study's arms by world and name, layers not yet told apart."""
     return {
         (world, name): arm_config(cfg, study, overrides, world)
         for world in study.worlds or [ONLY]
@@ -106,7 +106,7 @@ def make_basis(
     folder: Path | None = None,
     scorers: Mapping[tuple[str, str], Composed] | None = None,
 ) -> Basis:
-    """One world and seed with the store filled; then the study's analyses, kept in ``folder``, if one is given.
+    """Returns one world and seed with the store filled; then the study's analyses, kept in ``folder``, if one is given.
 
     Its scorers are trained first. The points find every weight in the store: one judge pass per base and judge,
     whatever the number of points. An arm that cannot be weighed is lost alone. An exception of any kind when the
@@ -158,7 +158,7 @@ TIMED = 64  # pairs that a source which asks no model is timed on
 
 
 def _reads(cfg: FitConfig, weighed: Weighed, encoded: EncodedSet) -> Reads:
-    """What the weights of an arm ask of models, with the time that a source without models takes for a pair."""
+    """Returns what the weights of an arm ask of models, with the time that a source without models takes for a pair."""
     seconds, pairs = weighed.seconds, encoded.pairs[:TIMED]
     if not weighed.source.requires and not isinstance(weighed.source, OnlineSource):
         began = time.perf_counter()
@@ -169,7 +169,7 @@ def _reads(cfg: FitConfig, weighed: Weighed, encoded: EncodedSet) -> Reads:
 
 
 def _ground(basis: Basis, configs: Mapping[str, FitConfig], others: Sequence[FitConfig]) -> RunContext:
-    """What all arms stand on, laid for the first of ``configs`` whose weights can be had, else for the first of
+    """Returns what all arms stand on, laid for the first of ``configs`` whose weights can be had, else for the first of
     ``others``; the last error where there is none.
     """
     failure: Exception | None = None
@@ -190,7 +190,7 @@ def _note_gate(basis: Basis, name: str, report: object) -> None:
 
 
 def _facts(basis: Basis, context: RunContext) -> dict[str, EncodedSet]:
-    """The encoded pairs; puts what identifies base, chat format and pairs into ``basis``."""
+    """Returns the encoded pairs; puts what identifies base, chat format and pairs into ``basis``."""
     pairs = read_pairs(context)
     basis.model = context.model
     basis.facts = {

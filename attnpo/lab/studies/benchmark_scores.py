@@ -33,7 +33,7 @@ class RowScore:
 
     @property
     def failed(self) -> str:
-        """What stands in the table where an evaluation failed; empty where none did."""
+        """Returns what stands in the table where an evaluation failed; empty where none did."""
         lacking = self.seeds - len(self.values)
         if not lacking:
             return ""
@@ -41,7 +41,7 @@ class RowScore:
 
     @property
     def mean(self) -> float:
-        """The mean over seeds; NaN where an evaluation failed."""
+        """Returns the mean over seeds; NaN where an evaluation failed."""
         return math.nan if self.failed else mean(self.values)
 
     @property
@@ -56,7 +56,7 @@ class RowScore:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The interval over seeds, else that over questions; NaN where there is neither."""
+        """Returns the interval over seeds, else that over questions; NaN where there is neither."""
         width = self.half_width
         if width is not None:
             return self.mean - width, self.mean + width
@@ -64,7 +64,9 @@ class RowScore:
 
 
 def direction(scores: Iterable[RowScore]) -> bool | None:
-    """Whether the higher of several rows' scores on a benchmark are the better; None where they do not say alike."""
+    """Returns whether the higher of several rows' scores on a benchmark are the better; None where they do not say
+    alike.
+    """
     said = {score.higher_is_better for score in scores if not score.failed}
     return said.pop() if len(said) == 1 else None
 
@@ -75,7 +77,7 @@ def asked_problems(
     published: Sequence[str],
     arms: Sequence[str],
 ) -> Iterator[str]:
-    """What is wrong with the keys of a study that ask for benchmarks."""
+    """Yields what is wrong with the keys of a study that ask for benchmarks."""
     given = {name: keys for name, keys in evaluate.items() if keys}
     twice = [name for name in dict.fromkeys(benchmarks) if benchmarks.count(name) > 1]
     if twice:

@@ -17,7 +17,9 @@ SHARE_DIGITS, DIGITS = 4, 2  # of figures between -1 and 1, and of others
 
 
 def benchmark_cells(outcome: Outcome, world: str, row: str) -> dict[str, Cell]:
-    """The cells of a row: the mean over seeds, its half width where there are several, the spread of grading."""
+    """Returns the cells of a row: the mean over seeds, its half width where there are several, the
+    spread of grading.
+    """
     cells: dict[str, Cell] = {}
     for name, rows in outcome.benchmarks.items():
         score = rows.get((world, row))
@@ -42,7 +44,7 @@ def benchmark_digits(outcome: Outcome) -> dict[str, int]:
 
 
 def benchmark_notes(outcome: Outcome) -> Iterator[str]:
-    """What the columns of each benchmark are, what differs by no more than noise, and what was missing."""
+    """Yields what the columns of each benchmark are, what differs by no more than noise, and what was missing."""
     for name, rows in outcome.benchmarks.items():
         known = [score for score in rows.values() if not score.failed]
         if not known:
@@ -89,7 +91,7 @@ def _same(one: RowScore, other: RowScore) -> bool:
 
 
 def layer_figures(outcome: Outcome, world: str, looks: Looks) -> Iterator[Image]:
-    """A figure per benchmark of score over layer, the other rows as levels; none where arms are no layers."""
+    """Yields a figure per benchmark of score over layer, the other rows as levels; none where arms are no layers."""
     arms = [arm for arm in outcome.arms if arm.world == world]
     of, stem = (f", world {world}", f"-{clean(world)}") if world else ("", "")
     for name, rows in outcome.benchmarks.items():

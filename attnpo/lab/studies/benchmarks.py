@@ -72,7 +72,7 @@ def evaluation_config(
     grammar: Mapping[str, Json] | None = None,
     **named: str,
 ) -> EvaluateConfig:
-    """The config of ``attnpo.evaluate`` for one model; ``named`` are ``label`` and ``output``.
+    """Returns the config of ``attnpo.evaluate`` for one model; ``named`` are ``label`` and ``output``.
 
     ``grammar``: that of the model's world, for a benchmark with one, where the study does not say otherwise. UserError
     where it cannot be.
@@ -103,7 +103,7 @@ def evaluation_config(
 
 
 def _given(study: Study, benchmark: str) -> dict[str, object]:
-    """What the study sets of an evaluation's config, by key."""
+    """Returns what the study sets of an evaluation's config, by key."""
     return {**(study.evaluate.get(ALL) or {}), **(study.evaluate.get(benchmark) or {})}
 
 
@@ -115,7 +115,7 @@ def _told(study: Study, benchmark: str, problem: Exception) -> str:
 
 
 def _grammar(config: FitConfig) -> Mapping[str, Json]:
-    """The grammar of a config's world; empty where there is none."""
+    """Returns the grammar of a config's world; empty where there is none."""
     prepare = config.values.get("prepare")
     grammar = prepare.get("grammar") if isinstance(prepare, dict) else None
     return grammar if isinstance(grammar, dict) else {}
@@ -212,7 +212,7 @@ def tell_costs(
 def measure_benchmarks(
     cfg: FitConfig, outcome: Outcome, own: Mapping[tuple[str, str], Composed], bases: Mapping[WorldSeed, Basis]
 ) -> Outcome:
-    """The outcome with the scores of its rows on ``study.benchmarks``.
+    """Returns the outcome with the scores of its rows on ``study.benchmarks``.
 
     What fails of one row is named and stops nothing else.
     """
@@ -255,7 +255,7 @@ def measure_benchmarks(
 
 
 def _of_bases(bases: Mapping[WorldSeed, Basis]) -> Iterator[Measurement]:
-    """The base of every world and seed; one that several share is measured once."""
+    """Yields the base of every world and seed; one that several share is measured once."""
     folders = {place: _base_folder(basis) for place, basis in bases.items()}
     for (world, seed), basis in bases.items():
         if basis.model is None:
@@ -287,7 +287,7 @@ def _of_published(outcome: Outcome, bases: Mapping[WorldSeed, Basis]) -> Iterato
 def _measure(
     cfg: FitConfig, outcome: Outcome, benchmark: str, one: Measurement, grammar: Mapping[str, Json]
 ) -> EvaluationResult | str:
-    """The result of one model on one benchmark, or why there is none."""
+    """Returns the result of one model on one benchmark, or why there is none."""
     folder = outcome.folder / BENCHMARKS / benchmark / one.folder
     log.info("benchmark %s: %s", benchmark, one.label)
     try:
@@ -309,7 +309,8 @@ def _measure(
 
 
 def bounded(made: EvaluateConfig, folder: Path) -> EvaluateConfig:
-    """The config with what the study's other evaluations have left of ``limits.max_cost`` and ``limits.max_calls``.
+    """Returns the config with what the study's other evaluations have left of ``limits.max_cost`` and
+    ``limits.max_calls``.
 
     Of one evaluation they bound all replies in its folder; in a study all in the folders beside it, too.
     """
@@ -328,7 +329,7 @@ def bounded(made: EvaluateConfig, folder: Path) -> EvaluateConfig:
 
 
 def row_score(found: Sequence[EvaluationResult | str]) -> RowScore:
-    """A row's score from its evaluations, one per seed, those that failed as texts."""
+    """Returns a row's score from its evaluations, one per seed, those that failed as texts."""
     results = [each for each in found if not isinstance(each, str)]
     scores = [score for each in results if (score := each.score(each.main)) is not None]
     if not scores:

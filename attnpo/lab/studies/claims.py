@@ -42,7 +42,7 @@ class Predictions:
     settings: str | None = None
 
     def record(self) -> dict[str, object]:
-        """The predictions as they are kept beside a study's results, and digested."""
+        """Returns the predictions as they are kept beside a study's results, and digested."""
         claims = {
             name: {**vars(claim), "above": [*map(list, claim.above)], "below": [*map(list, claim.below)]}
             for name, claim in self.claims.items()

@@ -32,7 +32,7 @@ COSTS_NOTE = (
 
 
 def cost_tables(outcome: Outcome) -> list[Section]:
-    """What weights cost, where the study asks for it, and the scorers, where it has any; means over seeds."""
+    """Returns what weights cost, where the study asks for it, and the scorers, where it has any; means over seeds."""
     sections: list[Section] = []
     if outcome.study.costs:
         rows = [row for world in outcome.worlds for row in _cost_rows(outcome, world)]
@@ -82,7 +82,7 @@ def _training(point: PointResults, reads: Reads) -> float:
 
 
 def _made(outcome: Outcome, world: str) -> list[dict[str, ScorerRun]]:
-    """The trained scorers of each seed."""
+    """Returns the trained scorers of each seed."""
     return [made for (of, _), made in outcome.scorers.items() if of == world]
 
 

@@ -48,7 +48,7 @@ NOTES = (
 
 
 def drift_table(outcome: Outcome) -> list[Section]:
-    """The section "Where the policy moved"; none for a study whose runs did not measure it."""
+    """Returns the section "Where the policy moved"; none for a study whose runs did not measure it."""
     points = gather(outcome.points)
     measured = [result.drift for point in points for result in point.results if result.drift]
     if not measured:
@@ -78,5 +78,5 @@ def _cell(point: PointResults, paths: tuple[str, ...], part: str) -> float | str
 
 
 def _answers_of(point: PointResults) -> Row:
-    """What the answers became beside it."""
+    """Returns what the answers became beside it."""
     return {name: point.truth("test", name) for name in ("polarity", "broken")}

@@ -38,7 +38,9 @@ def ending(cfg: FitConfig, outcome: Outcome) -> Iterator[str]:
 
 
 def came_out(outcome: Outcome, world: str) -> Iterator[str]:
-    """A world's arms against the control, in words: by intervals where a truth is known, else without a claim."""
+    """Yields a world's arms against the control, in words: by intervals where a truth is known, else
+    without a claim.
+    """
     best, control = best_by_arm(outcome, world), outcome.study.control
     if not best:
         yield "no arm has results"

@@ -38,12 +38,14 @@ class Export:
 
     @property
     def model(self) -> Path:
-        """The model folder."""
+        """Returns the model folder."""
         return self.run / MODEL
 
 
 def exporting(study: Study, point: Point, made: Composed) -> Composed:
-    """The config of a point, which leaves its model where it is sure to be needed: its arm has no other point."""
+    """Returns the config of a point, which leaves its model where it is sure to be needed: its arm has
+    no other point.
+    """
     sure = len((point.arm.grid or study.grid).overrides()) == 1
     return with_model(made) if study.benchmarks and sure else made
 
@@ -51,8 +53,8 @@ def exporting(study: Study, point: Point, made: Composed) -> Composed:
 def export_chosen(
     cfg: FitConfig, outcome: Outcome, own: Mapping[tuple[str, str], Composed], bases: Mapping[WorldSeed, Basis]
 ) -> tuple[list[Export], dict[Point, str], list[str]]:
-    """The chosen point of every arm, world and seed with its model, those that could not be had by their errors,
-    and warnings.
+    """Returns the chosen point of every arm, world and seed with its model, those that could not be had by their
+    errors, and warnings.
 
     A model is reused while nothing has changed of what made it: its folder's name holds the digest of that.
     """
@@ -95,7 +97,7 @@ def _run_again(cfg: FitConfig, study: Study, exports: list[Export]) -> dict[Poin
 
 
 def _differs(export: Export) -> str | None:
-    """A warning where the run that left the model had other scores than the point that was chosen."""
+    """Returns a warning where the run that left the model had other scores than the point that was chosen."""
     again = read_result(export.run)[0]
     pairs = {} if again is None else {name: (_number(export.result, name), _number(again, name)) for name in COMPARED}
     for name, (was, now) in pairs.items():

@@ -101,7 +101,7 @@ class Faithfulness:
         }
 
     def _sample(self, encoded: dict[str, EncodedSet]) -> tuple[EncodedSet, list[PreferencePair]]:
-        """All pairs as one set, and those measured."""
+        """Returns all pairs as one set, and those measured."""
         pool = pooled(encoded)
         first = calibration_pairs(encoded["train"].pairs, self.pairs)
         known = {pair.pair_id for pair in first}
@@ -111,7 +111,7 @@ class Faithfulness:
     def _rankings(
         self, context: RunContext, pool: EncodedSet, sample: list[PreferencePair], grammar: Grammar | None
     ) -> dict[str, tuple[int | None, Rankings]]:
-        """What is measured, by name: its layer if it is one, and its weights."""
+        """Returns what is measured, by name: its layer if it is one, and its weights."""
         layers = layer_rankings(by_layer(context), pool, sample, self.layers)
         found: dict[str, tuple[int | None, Rankings]] = {
             f"layer {layer}": (layer, rows) for layer, rows in layers.items()
@@ -147,12 +147,14 @@ def by_layer(context: RunContext) -> RunContext:
 
 
 def with_weights(context: RunContext, source: WeightSource) -> RunContext:
-    """The same context with other weights."""
+    """Returns the same context with other weights."""
     return replace(context, cfg=context.cfg.with_component("weights", source))
 
 
 def rollout_rankings(context: RunContext, pool: EncodedSet, sample: list[PreferencePair]) -> Rankings:
-    """The rollout's weights of ``sample``, post-processed as the study's are; what the store lacks is judged."""
+    """Returns the rollout's weights of ``sample``, post-processed as the study's are; what the store
+    lacks is judged.
+    """
     own = getattr(by_layer(context).cfg.weights, "postprocess", None)
     source = Rollout() if own is None else Rollout(postprocess=own)
     weighed = weigh(with_weights(context, source), sample_of(pool, sample))
@@ -172,7 +174,7 @@ def true_rankings(sample: Sequence[PreferencePair], tokens: Rankings, grammar: G
 
 
 def true_mass(sample: Sequence[PreferencePair], rows: Rankings, grammar: Grammar) -> float:
-    """The share of the weights on decisive tokens, mean over the responses that have any; NaN when none has."""
+    """Returns the share of the weights on decisive tokens, mean over the responses that have any; NaN when none has."""
     shares = []
     for pair in sample:
         for side in SIDES:

@@ -42,7 +42,7 @@ class Rules(Protocol):
 
 
 def world_sections(rules: Rules, outcome: Outcome, world: str, by_seed: BySeed) -> list[Section]:
-    """All sections of one world; with a single layer there is nothing to rank and no figure over layers."""
+    """Returns all sections of one world; with a single layer there is nothing to rank and no figure over layers."""
     suffix = f", {world}" if world else ""
     rewards = {seed: layer_rewards(outcome, world, seed, rules.kl_limit) for seed in by_seed}
     names = list(dict.fromkeys(name for values in by_seed.values() for name in values["weights"]))
@@ -65,7 +65,7 @@ def world_sections(rules: Rules, outcome: Outcome, world: str, by_seed: BySeed) 
 
 
 def layer_count(by_seed: BySeed) -> int:
-    """The largest number of layers that a seed has measured."""
+    """Returns the largest number of layers that a seed has measured."""
     return max(sum(found["layer"] is not None for found in values["weights"].values()) for values in by_seed.values())
 
 
@@ -92,7 +92,7 @@ def advantages(by_seed: BySeed, name: str, mode: str, share: float) -> Float[np.
 
 
 def over_seeds(rules: Rules, name: str, by_seed: BySeed, rewards: Mapping[int, Mapping[int, float]]) -> Row:
-    """One weights' row of the table over seeds: means with intervals over seeds and pairs."""
+    """Returns one weights' row of the table over seeds: means with intervals over seeds and pairs."""
     mine = {seed: values["weights"][name] for seed, values in by_seed.items() if name in values["weights"]}
     row: Row = {"weights": name}
     for mode, word in MODES.items():
@@ -118,7 +118,7 @@ def over_seeds(rules: Rules, name: str, by_seed: BySeed, rewards: Mapping[int, M
 
 
 def seed_rows(rules: Rules, seed: int, values: Values, rewards: Mapping[int, float]) -> list[Row]:
-    """The rows of one seed."""
+    """Returns the rows of one seed."""
     return [
         {
             "seed": seed,
@@ -165,7 +165,7 @@ def correlation_rows(by_seed: BySeed, rewards: Mapping[int, Mapping[int, float]]
 
 
 def notes(rules: Rules, by_seed: BySeed) -> list[str]:
-    """What the numbers of the table are."""
+    """Returns what the numbers of the table are."""
     shares = ", ".join(f"{100 * share:g}" for share in rules.shares)
     pairs = sorted({values["pairs"] for values in by_seed.values()})
     full = ", ".join(f"{values['full']:.2f}" for values in by_seed.values())
@@ -188,7 +188,7 @@ def notes(rules: Rules, by_seed: BySeed) -> list[str]:
 
 
 def correlation_notes(rules: Rules, by_seed: BySeed) -> list[str]:
-    """How little a correlation over a few layers says."""
+    """Returns how little a correlation over a few layers says."""
     layers = layer_count(by_seed)
     return [
         f"Spearman over {layers} layers of one seed: with so few, an exchange of two neighbours moves it by "
@@ -207,7 +207,7 @@ def draw(
     by_seed: BySeed,
     rewards: Mapping[int, Mapping[int, float]],
 ) -> Image:
-    """The figure over layers, drawn into the study's folder."""
+    """Returns the figure over layers, drawn into the study's folder."""
 
     def layers(values: Values) -> list[Values]:
         return [found for found in values["weights"].values() if found["layer"] is not None]

@@ -54,29 +54,29 @@ class FitConfig(RunConfig):
         super().__post_init__()
 
     def seed_count(self) -> int:
-        """How many seeds are counted from ``seed``: as many as are asked for, else the study's."""
+        """Returns how many seeds are counted from ``seed``: as many as are asked for, else the study's."""
         return self.seeds or (1 if self.study is None else self.study.seeds)
 
     def title(self) -> str:
-        """What a folder without a name is called, before its time stamp."""
+        """Returns what a folder without a name is called, before its time stamp."""
         return super().title() if self.study is None else self.study.name
 
     def headline(self) -> str:
-        """What is about to be done: of a study what is compared, and its size."""
+        """Returns what is about to be done: of a study what is compared, and its size."""
         if self.study is None:
             return super().headline()
         return f"study {self.study.name}: {self.study.title or ', '.join(self.study.arms)}"
 
     def budget(self) -> str:
-        """How long is trained: of a study each point."""
+        """Returns how long is trained: of a study each point."""
         return super().budget() if self.study is None else f"{super().budget()} a point, {self.seed_count()} seeds"
 
     def grid_note(self) -> str:
-        """The grid that a study's arms get."""
+        """Returns the grid that a study's arms get."""
         return "" if self.study is None else f" (each arm's grid: {self.study.grid})"
 
     def kept_folder(self) -> str | None:
-        """The folder of a study that goes on with its finished points: its name and the setting's."""
+        """Returns the folder of a study that goes on with its finished points: its name and the setting's."""
         if self.study is None or self.study.restart:
             return None
         return f"{self.study.name}-{self.composed.choices.get('setting', 'setting')}"

@@ -28,7 +28,8 @@ NO_CONTROL = (
 
 
 def warnings(outcome: Outcome) -> list[str]:
-    """What keeps a study's table from being believed: no control, a single arm, a control that is lost, ill settings.
+    """Returns what keeps a study's table from being believed: no control, a single arm, a control that is lost, ill
+    settings.
 
     Behind them what the study's own checks found.
     """
@@ -51,13 +52,15 @@ def warnings(outcome: Outcome) -> list[str]:
 
 
 def _controls(outcome: Outcome, arm: Arm) -> bool:
-    """Whether an arm is a control beside the study's own: transformed weights, or the truth as weights."""
+    """Returns whether an arm is a control beside the study's own: transformed weights, or the truth as weights."""
     changed = any(key_of(item) == "transform" and not item.endswith("=null") for item in arm.overrides)
     return arm.name in outcome.study.truth_arms or (changed and arm.name != outcome.study.control)
 
 
 def footnotes(outcome: Outcome) -> list[str]:
-    """What stands under the table: seeds, choice of points, what was fixed before, what it cost, what failed."""
+    """Returns what stands under the table: seeds, choice of points, what was fixed before, what it
+    cost, what failed.
+    """
     seeds = sorted({point.seed for point, _ in outcome.points})
     lost = [str(seed) for seed in all_seeds(outcome) if seed not in seeds]
     without = f" (none of seed {', '.join(lost)})" if lost else ""
@@ -85,7 +88,7 @@ def footnotes(outcome: Outcome) -> list[str]:
 
 
 def how_chosen(outcome: Outcome) -> str:
-    """How the shown point of an arm was chosen and on what its numbers stand."""
+    """Returns how the shown point of an arm was chosen and on what its numbers stand."""
     one = all(len((arm.grid or outcome.study.grid).overrides()) == 1 for arm in outcome.arms)
     if not has_truth(gather(outcome.points)):
         chosen = "one point per arm" if one else "points chosen by validation accuracy"
@@ -102,7 +105,7 @@ def how_chosen(outcome: Outcome) -> str:
 
 
 def _grids(outcome: Outcome) -> Iterator[str]:
-    """The study's grid, where an arm has it, and those of single arms, alike ones in one line."""
+    """Yields the study's grid, where an arm has it, and those of single arms, alike ones in one line."""
     study = outcome.study
     arms = dict.fromkeys(arm.name if arm.layer is None else study.layer_arm for arm in outcome.arms)
     own = {name: grid for name, grid in study.grids.items() if grid != study.grid}
@@ -117,7 +120,7 @@ def _grids(outcome: Outcome) -> Iterator[str]:
 
 
 def _no_candidates(outcome: Outcome) -> Iterator[str]:
-    """The grid points that no arm can stand on, since they lack seeds that others of the arm have."""
+    """Yields the grid points that no arm can stand on, since they lack seeds that others of the arm have."""
     every = len(all_seeds(outcome))
     parts = [
         f"{f'{world}: ' if world else ''}{name} {label_of(values)} ({have} of {every} seeds)"
@@ -130,7 +133,7 @@ def _no_candidates(outcome: Outcome) -> Iterator[str]:
 
 
 def _at_edges(outcome: Outcome) -> Iterator[str]:
-    """The chosen points that lie on the edge of their grid: a longer one might have a better point."""
+    """Yields the chosen points that lie on the edge of their grid: a longer one might have a better point."""
     parts = [
         f"{f'{world}: ' if world else ''}{name} ({', '.join(edges)})"
         for world in outcome.worlds
@@ -142,7 +145,7 @@ def _at_edges(outcome: Outcome) -> Iterator[str]:
 
 
 def on_edge(point: PointResults, grid: Grid) -> list[str]:
-    """The axes, of at least three values, on which a point has the first or the last one, as "beta 0.03"."""
+    """Returns the axes, of at least three values, on which a point has the first or the last one, as "beta 0.03"."""
     ordered = {key: sorted(map(float, values)) for key, values in grid.axes.items() if _numbers(values)}
     given = dict(value.split("=", 1) for value in point.values)
     return [
@@ -157,7 +160,7 @@ def _numbers(values: Sequence[object]) -> TypeGuard[Sequence[float]]:
 
 
 def _judges(outcome: Outcome) -> Iterator[str]:
-    """A line per world, seed and judge on how good it is; judges are told apart by how they judge."""
+    """Yields a line per world, seed and judge on how good it is; judges are told apart by how they judge."""
     for where, result in _judged(outcome):
         parts = ("pair_accuracy", "agreement", "consistency", "other_tokens")
         pairs, rounds, orders, other = (f"{100 * result.input('judge', name):.1f} %" for name in parts)
@@ -168,7 +171,7 @@ def _judges(outcome: Outcome) -> Iterator[str]:
 
 
 def _poor_judges(outcome: Outcome) -> Iterator[str]:
-    """A line per judge whose verdicts tell nothing of preference."""
+    """Yields a line per judge whose verdicts tell nothing of preference."""
     for where, result in _judged(outcome):
         if result.judge_warning is not None:
             yield f"WARNING: {where}: {result.judge_warning}"
@@ -201,7 +204,7 @@ def _lost_weights(outcome: Outcome) -> Iterator[str]:
 
 
 def _judged(outcome: Outcome) -> Iterator[tuple[str, RunResult]]:
-    """Each judge in words (of which arms, world, seed) with a result that has the account of its verdicts."""
+    """Yields each judge in words (of which arms, world, seed) with a result that has the account of its verdicts."""
     judged: dict[tuple[str, int], list[tuple[RunResult, list[str]]]] = {}
     for point, result in outcome.points:
         if not result.judge:
@@ -220,7 +223,7 @@ def _judged(outcome: Outcome) -> Iterator[tuple[str, RunResult]]:
 
 
 def _costs(outcome: Outcome) -> Iterator[str]:
-    """What was spent once for all arms, on average over worlds and seeds."""
+    """Yields what was spent once for all arms, on average over worlds and seeds."""
     spent = {
         "base": [cost.base for cost in outcome.costs.values() if cost.base is not None],
         "judge and verbalizer passes": [cost.judge for cost in outcome.costs.values() if cost.judge is not None],
@@ -234,7 +237,7 @@ def _costs(outcome: Outcome) -> Iterator[str]:
 
 
 def _failures(outcome: Outcome) -> Iterator[str]:
-    """What failed: point by point, or in one line where many points of a world failed alike."""
+    """Yields what failed: point by point, or in one line where many points of a world failed alike."""
     groups: dict[tuple[str, str], list[Point]] = {}
     for point, error in outcome.failed:
         groups.setdefault((point.arm.world, last_line(error)), []).append(point)

@@ -44,12 +44,12 @@ class AtKL:
 
     @property
     def reward(self) -> float:
-        """The mean over seeds and prompts."""
+        """Returns the mean over seeds and prompts."""
         return float(self.rewards.mean())
 
 
 def path_of(points: Sequence[PointResults], seed: int) -> list[PathPoint]:
-    """The path of an arm and a seed: the base, then the grid points by rising KL.
+    """Returns the path of an arm and a seed: the base, then the grid points by rising KL.
 
     A point stays if its validation reward is above those of all points with less KL; one whose KL is not finite has no
     place. The base only gives the path its start; it competes with no point, and is left out where its rewards were not
@@ -77,7 +77,8 @@ def _base(points: Sequence[PointResults], seed: int) -> list[PathPoint]:
 
 
 def at_kl(points: Sequence[PointResults], level: float) -> AtKL | None:
-    """An arm's test rewards at a KL level: of each seed linear in the root of KL between neighbours on its path.
+    """Returns an arm's test rewards at a KL level: of each seed linear in the root of KL between neighbours on its
+    path.
 
     None where no seed's path has anything within the level.
     """
@@ -109,7 +110,7 @@ def _of_seed(points: Sequence[PointResults], seed: int, level: float) -> AtKL | 
 
 
 def difference(one: AtKL | PointResults, other: AtKL | PointResults) -> Interval | None:
-    """The difference of two arms' test rewards, paired by seed and prompt; None when they share no seed."""
+    """Returns the difference of two arms' test rewards, paired by seed and prompt; None when they share no seed."""
     shared = [seed for seed in one.seeds if seed in other.seeds]
     if not shared:
         return None

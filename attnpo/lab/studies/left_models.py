@@ -16,12 +16,12 @@ MODEL = "last"  # of a run's checkpoints that of its last step, which is what a 
 
 
 def with_model(made: Composed) -> Composed:
-    """The config of a run that leaves its model."""
+    """Returns the config of a run that leaves its model."""
     return made.changed({"callbacks.checkpoints": True}, ["callbacks.checkpoints=true"])
 
 
 def is_whole(run: Path) -> bool:
-    """Whether a run is finished and its model as it was written."""
+    """Returns whether a run is finished and its model as it was written."""
     if read_result(run)[0] is None or not (run / MODEL).is_dir():
         return False
     try:

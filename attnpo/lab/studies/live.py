@@ -30,7 +30,7 @@ class Pace:
         self._stored = (read_record(self._path) or {}).get(self._key)
 
     def expected(self) -> str:
-        """What can be said of the time before anything has run."""
+        """Returns what can be said of the time before anything has run."""
         if self._stored is None:
             return UNKNOWN
         seconds = self._stored["point"] * self.points + self._stored["base"] * self.seeds
@@ -56,7 +56,7 @@ class Pace:
 
     @property
     def seconds_left(self) -> float | None:
-        """The seconds that are left, None while nothing tells of them."""
+        """Returns the seconds that are left, None while nothing tells of them."""
         if not self._ran and self._stored is None:
             return None
         stored = 0.0 if self._stored is None else self._stored["point"]
@@ -65,14 +65,14 @@ class Pace:
         return float(point * max(0, self.points - self.over) + base * max(0, self.seeds - self._prepared))
 
     def left(self) -> str:
-        """The time that is left, for a log line."""
+        """Returns the time that is left, for a log line."""
         seconds = self.seconds_left
         return UNKNOWN if seconds is None else f"about {duration(seconds)} left"
 
 
 @contextmanager
 def watching(labels: Sequence[str], folders: Sequence[Path], pace: Pace) -> Iterator[Callable[[int], None]]:
-    """A context that shows the points at work; the function that it gives counts the one at a place as ended."""
+    """Opens a context that shows the points at work; the function that it gives counts the one at a place as ended."""
     over: set[int] = set()
     last = time.monotonic()
 

@@ -30,7 +30,7 @@ class Plan:
 
     @property
     def points(self) -> int:
-        """How many points there are, at most."""
+        """Returns how many points there are, at most."""
         each = (self._layers(name) * len(self.study.grid_of(name).overrides()) for _, name in self.composed)
         return len(self.seeds) * sum(each)
 
@@ -38,12 +38,12 @@ class Plan:
         return len(self.study.layers) if self.study.is_split(arm) else 1
 
     def pace(self, cfg: FitConfig) -> Pace:
-        """The time that its points take."""
+        """Returns the time that its points take."""
         return Pace(cfg, self.study.name, self.points, len(self.seeds))
 
 
 def plan_study(cfg: FitConfig) -> Plan:
-    """The plan of ``cfg.study``; loads no model and writes nothing.
+    """Returns the plan of ``cfg.study``; loads no model and writes nothing.
 
     Raises:
         UserError: started under several processes, an override that spoils the study, or an arm that cannot be built.

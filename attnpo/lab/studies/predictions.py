@@ -41,7 +41,7 @@ def check_predicted(study: Study, arms: Sequence[Arm]) -> None:
 
 
 def of_world(world: str) -> str:
-    """A world in a message, empty where there is only one."""
+    """Returns a world in a message, empty where there is only one."""
     return f" in world {world}" if world else ""
 
 
@@ -75,7 +75,9 @@ def _digest(record: Mapping[str, object]) -> str:
 
 
 def unregistered(outcome: Outcome) -> list[str]:
-    """What is to be said where the predictions were fixed for other seeds or other settings than those that ran."""
+    """Returns what is to be said where the predictions were fixed for other seeds or other settings than those that
+    ran.
+    """
     predictions = outcome.study.predictions
     if predictions is None:
         return []
@@ -95,14 +97,14 @@ def unregistered(outcome: Outcome) -> list[str]:
 
 
 def other_settings(outcome: Outcome) -> bool:
-    """Whether grid, arms or worlds are others than those the predictions were fixed for."""
+    """Returns whether grid, arms or worlds are others than those the predictions were fixed for."""
     predictions = outcome.study.predictions
     fixed = None if predictions is None else predictions.settings
     return fixed is not None and fixed != settings_digest(outcome.record)
 
 
 def predictions_section(outcome: Outcome) -> list[Section]:
-    """Every prediction with its difference and what that decides, on the seeds they were fixed for alone.
+    """Returns every prediction with its difference and what that decides, on the seeds they were fixed for alone.
 
     None for a study without predictions, without a truth, with none of these seeds, and with other settings.
     """
@@ -137,14 +139,17 @@ def predictions_section(outcome: Outcome) -> list[Section]:
 
 
 def decide(found: Interval | None) -> str:
-    """Whether an interval bears a prediction out (all of it above 0), contradicts it (below 0) or leaves it open."""
+    """Returns whether an interval bears a prediction out (all of it above 0), contradicts it (below 0) or leaves it
+    open.
+    """
     if found is None or not found.excludes_zero:
         return OPEN
     return HIT if found.low > 0 else MISS
 
 
 def measured(outcome: Outcome, claim: Claim) -> tuple[Interval | None, bool]:
-    """The sum of the rewards of ``above`` less that of ``below``, paired by seed and prompt, and whether at equal KL.
+    """Returns the sum of the rewards of ``above`` less that of ``below``, paired by seed and prompt, and whether at
+    equal KL.
 
     None where an arm has no place at the level or the arms share no seed.
     """

@@ -104,7 +104,7 @@ def _directions(outcome: Outcome) -> dict[str, bool]:
 
 
 def _printed(score: RowScore | None, digits: int) -> float:
-    """A mean as the table shows it, which is what the paper ranks; NaN where there is none."""
+    """Returns a mean as the table shows it, which is what the paper ranks; NaN where there is none."""
     return math.nan if score is None or score.failed else half_up(score.mean, digits)
 
 
@@ -113,7 +113,7 @@ def _score_cell(outcome: Outcome, world: str, arm: str, score: RowScore | None) 
 
 
 def _world_rows(outcome: Outcome, world: str) -> Iterator[Row]:
-    """The base, then every arm in the study's order; one without results says so and is not ranked."""
+    """Yields the base, then every arm in the study's order; one without results says so and is not ranked."""
     best, every = best_by_arm(outcome, world), by_arm(outcome, world)
     named: Row = {"world": world} if world else {}
     said = origins(outcome)
@@ -159,7 +159,7 @@ def _world_rows(outcome: Outcome, world: str) -> Iterator[Row]:
 
 
 def _scores(point: PointResults, levels: Mapping[float, AtKL | None]) -> list[float]:
-    """The scores an arm is ranked by; NaN for one it lacks."""
+    """Returns the scores an arm is ranked by; NaN for one it lacks."""
     at = [math.nan if place is None else place.reward for place in levels.values()]
     return [point.truth("test", "reward"), point.truth("test", "win_rate"), *at]
 
@@ -169,7 +169,7 @@ def _shown(place: AtKL | None) -> str:
 
 
 def ranked(scores: Mapping[str, list[float]], higher: Sequence[bool] | None = None) -> dict[str, float]:
-    """The mean of each name's ranks over its scores, 1 the best; without the names that lack a finite score.
+    """Returns the mean of each name's ranks over its scores, 1 the best; without the names that lack a finite score.
 
     ``higher``: whether the higher of each column's scores are the better ones (None: of all).
     """

@@ -30,7 +30,9 @@ def reads_again(cfg: RunConfig) -> int:
 
 
 def times_trained(result: RunResult, step_pairs: int) -> float:
-    """How often a run trained on each of its pairs, by its steps of ``step_pairs``; NaN without a count of pairs."""
+    """Returns how often a run trained on each of its pairs, by its steps of ``step_pairs``; NaN without a count of
+    pairs.
+    """
     return result.steps * step_pairs / result.input("train", "pairs")
 
 
@@ -48,7 +50,7 @@ class ScorerRun:
 
     @classmethod
     def of(cls, cfg: RunConfig, model: Path, result: RunResult) -> "ScorerRun":
-        """The scorer of a finished run."""
+        """Returns the scorer of a finished run."""
         times = times_trained(result, cfg.batch.pairs)
         reference = 0.0
         if "reference" in cfg.objective.requires | online_reads(cfg.weights):

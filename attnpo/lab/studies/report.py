@@ -76,7 +76,7 @@ def publish_study(cfg: FitConfig, outcome: "Outcome") -> None:
 
 
 def arms_section(outcome: Outcome) -> Section:
-    """The study's own table, warnings above and footnotes below it."""
+    """Returns the study's own table, warnings above and footnotes below it."""
     columns, rows = main_table(outcome)
     above = [Paragraph(line, warning=True) for line in warnings(outcome)]
     below = [Paragraph(line, warning=line.startswith("FAILED")) for line in footnotes(outcome)]
@@ -85,7 +85,9 @@ def arms_section(outcome: Outcome) -> Section:
 
 
 def analysis_sections(outcome: Outcome) -> list[Section]:
-    """What the study's analyses show of what they have measured; one that cannot says so and keeps the tables."""
+    """Returns what the study's analyses show of what they have measured; one that cannot says so and
+    keeps the tables.
+    """
     sections: list[Section] = []
     for name, analysis in outcome.study.analyses.items():
         if not outcome.measured.get(name):
@@ -166,7 +168,7 @@ def keep_record(outcome: Outcome, figures: Sequence[str]) -> None:
 
 
 def all_points(points: Sequence[PointResults]) -> str:
-    """Every run of the study as CSV."""
+    """Returns every run of the study as CSV."""
     rows = [
         _run_row(point, seed, result)
         for point in points

@@ -65,7 +65,8 @@ Show = Callable[[Outcome], None]
 
 
 def run_study(cfg: FitConfig, folder: Path, show: Show = lambda outcome: None, plan: Plan | None = None) -> Outcome:
-    """All points of ``cfg.study``; results stay in ``folder``, so that a repeated command runs only what is missing.
+    """Returns all points of ``cfg.study``; results stay in ``folder``, so that a repeated command runs only what is
+    missing.
 
     Seed after seed, base and points: ``show`` gets what there is after each seed but the last, and when a signal ends
     the study. A point, an arm, a seed, a world or an analysis that fails is named in the outcome and stops nothing
@@ -153,7 +154,7 @@ def _outcome(
     seconds: float,
     said: Sequence[str],
 ) -> Outcome:
-    """What a study has come to, as a finished one is told."""
+    """Returns what a study has come to, as a finished one is told."""
     bases = so_far.bases
     return Outcome(
         study,
@@ -193,7 +194,7 @@ def make_bases(
     folder: Path,
     scorers: Mapping[tuple[str, str], Composed],
 ) -> tuple[dict[WorldSeed, Basis], dict[WorldSeed, Exception]]:
-    """What the points of every world and seed stand on, and the errors of those that cannot be had."""
+    """Returns what the points of every world and seed stand on, and the errors of those that cannot be had."""
     bases: dict[WorldSeed, Basis] = {}
     errors: dict[WorldSeed, Exception] = {}
     for world in study.worlds or [ONLY]:
@@ -211,7 +212,7 @@ def make_bases(
 
 
 def _arms(cfg: FitConfig, study: Study, bases: Mapping[WorldSeed, Basis], world: str) -> list[Arm]:
-    """The arms of a world; one without any base is taken to be as deep as the others."""
+    """Returns the arms of a world; one without any base is taken to be as deep as the others."""
     found = [basis.depth for basis in bases.values() if basis.world == world]
     depth = max(found or [basis.depth for basis in bases.values()])
     return expand_arms(study, depth, truth=cfg.truth is not None, world=world)
@@ -225,7 +226,7 @@ def _depths(study: Study, arms: Sequence[Arm], bases: Mapping[WorldSeed, Basis])
 
 
 def _composed(cfg: FitConfig, study: Study, arm: Arm, composed: Mapping[tuple[str, str], Composed]) -> Composed:
-    """The config of an arm, which only a layer makes another than that of the study's arm."""
+    """Returns the config of an arm, which only a layer makes another than that of the study's arm."""
     if arm.layer is None:
         return composed[arm.world, arm.name]
     made = arm_config(cfg, study, arm.overrides, arm.world)
@@ -239,7 +240,7 @@ def _record(
     bases: Mapping[WorldSeed, Basis],
     scorers: Mapping[tuple[str, str], Composed],
 ) -> dict[str, Any]:
-    """What is fixed before the points run."""
+    """Returns what is fixed before the points run."""
     worlds: dict[str, Any] = {}
     for (world, _), basis in bases.items():
         worlds.setdefault(world, basis.facts["world"])
@@ -332,7 +333,9 @@ def _lost(
 
 
 def finished(folder: Path) -> RunResult | None:
-    """The result in a point's folder, or None when there is none; one that is damaged is said to be, and made anew."""
+    """Returns the result in a point's folder, or None when there is none; one that is damaged is said to be, and made
+    anew.
+    """
     result, problem = read_result(folder)
     if problem is not None:
         log.warning("%s: %s; the point counts as not finished and is run", folder, problem)
@@ -340,7 +343,7 @@ def finished(folder: Path) -> RunResult | None:
 
 
 def headline(result: RunResult) -> str:
-    """The numbers of a point's log line."""
+    """Returns the numbers of a point's log line."""
     seconds = f"({result.seconds['all']:.0f} s)"
     if result.truth is not None:
         scores = result.truth["validation"].numbers

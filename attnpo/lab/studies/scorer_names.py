@@ -13,7 +13,7 @@ PLACES = ("judge.path", "verbalizer.path", "weights.path", "weights.NAME.path")
 
 
 def scorers_of(overrides: Sequence[str]) -> dict[str, str]:
-    """The scorers that an arm's overrides name, by the key that takes the model's path."""
+    """Returns the scorers that an arm's overrides name, by the key that takes the model's path."""
     parts = (item.partition("=") for item in overrides)
     return {
         key.lstrip("+~"): value.removeprefix(PREFIX)
@@ -23,7 +23,7 @@ def scorers_of(overrides: Sequence[str]) -> dict[str, str]:
 
 
 def scorer_problems(scorers: Mapping[str, Sequence[str]], arms: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """What is wrong with a study's scorers, and with the names that its arms have for them."""
+    """Yields what is wrong with a study's scorers, and with the names that its arms have for them."""
     for name, overrides in scorers.items():
         if not name.isidentifier():
             yield f"study.scorers has {name!r}: expected a name of letters, digits and _, as in {PREFIX}oracle"

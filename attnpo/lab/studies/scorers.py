@@ -48,11 +48,11 @@ class Scorers:
 
     @property
     def seconds(self) -> float | None:
-        """What training them took, by whichever command; None where there are none."""
+        """Returns what training them took, by whichever command; None where there are none."""
         return sum(run.result.seconds["all"] for run in self.runs.values()) if self.runs else None
 
     def filled(self, cfg: FitConfig, arm: Sequence[str]) -> FitConfig:
-        """The config of an arm, given by its overrides, with the folders of its scorers.
+        """Returns the config of an arm, given by its overrides, with the folders of its scorers.
 
         UserError for one that could not be trained.
         """
@@ -64,13 +64,13 @@ class Scorers:
 
 
 def needed(study: Study, world: str, truth: bool) -> list[str]:
-    """The scorers that arms of a world name, in the study's order."""
+    """Returns the scorers that arms of a world name, in the study's order."""
     named = {name for arm in study.arms_in(world, truth).values() for name in scorers_of(arm).values()}
     return [name for name in study.scorers if name in named]
 
 
 def compose_scorers(cfg: FitConfig, study: Study) -> dict[tuple[str, str], Composed]:
-    """The configs of the scorers that arms name, by world and name; each run leaves its model.
+    """Returns the configs of the scorers that arms name, by world and name; each run leaves its model.
 
     UserError naming the scorer whose config cannot be built.
     """
@@ -88,7 +88,8 @@ def compose_scorers(cfg: FitConfig, study: Study) -> dict[tuple[str, str], Compo
 def train_scorers(
     cfg: FitConfig, study: Study, runs: Mapping[str, Composed], seed: int, facts: Mapping[str, object]
 ) -> Scorers:
-    """The scorers ``runs`` of one world and seed, those that lie in the store as they are there, the others trained.
+    """Returns the scorers ``runs`` of one world and seed, those that lie in the store as they are there, the others
+    trained.
 
     ``facts``: contents of the paths of the pairs and of the base, and the code. A scorer that fails is lost alone.
     """
@@ -127,7 +128,7 @@ def train_scorers(
 
 
 def _place(cfg: FitConfig, name: str, seed: int, run: FitConfig, facts: Mapping[str, object]) -> Path:
-    """The folder of a scorer; one that starts from another model than the base counts that model's weights."""
+    """Returns the folder of a scorer; one that starts from another model than the base counts that model's weights."""
     own = {key: path for key, path in paths_of(run).items() if key not in ("model.path", "data.path")}
     facts = {**facts, "scorer": own}
     if "model.path" not in open_paths(run):

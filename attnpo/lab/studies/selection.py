@@ -23,14 +23,14 @@ class PointResults:
     results: tuple[RunResult, ...]
 
     def scores(self, split: str) -> list[Scores]:
-        """The scores of a split, one per seed. ValueError where no truth is known."""
+        """Returns the scores of a split, one per seed. ValueError where no truth is known."""
         known = [result.truth[split] for result in self.results if result.truth is not None]
         if len(known) < len(self.results):
             raise ValueError(f"{self.label} has no scores against a known truth")
         return known
 
     def truth(self, split: str, name: str) -> float:
-        """The mean over seeds of a truth score."""
+        """Returns the mean over seeds of a truth score."""
         return float(np.mean([scores.numbers[name] for scores in self.scores(split)]))
 
     @property
@@ -40,19 +40,19 @@ class PointResults:
 
     @cached_property
     def interval(self) -> Interval:
-        """The mean test reward with its interval over seeds and prompts."""
+        """Returns the mean test reward with its interval over seeds and prompts."""
         return hierarchical_bootstrap(self.rewards)
 
     def metric(self, name: str) -> float:
-        """The mean over seeds of a last logged metric; NaN where it is missing."""
+        """Returns the mean over seeds of a last logged metric; NaN where it is missing."""
         return float(np.mean([result.metrics.get(name, math.nan) for result in self.results]))
 
     def drift(self, name: str) -> float:
-        """The mean over seeds of a number of ``RunResult.drift`` by its path; NaN where it is missing."""
+        """Returns the mean over seeds of a number of ``RunResult.drift`` by its path; NaN where it is missing."""
         return float(np.mean([result.moved(name) for result in self.results]))
 
     def input(self, name: str) -> float:
-        """The mean over seeds of a statistic of the training examples; NaN where it is missing."""
+        """Returns the mean over seeds of a statistic of the training examples; NaN where it is missing."""
         return float(np.mean([result.input("train", name) for result in self.results]))
 
     @property
@@ -62,17 +62,17 @@ class PointResults:
 
     @property
     def steps(self) -> float:
-        """The mean optimiser steps of a run."""
+        """Returns the mean optimiser steps of a run."""
         return float(np.mean([result.steps for result in self.results]))
 
     @property
     def seconds(self) -> float:
-        """The mean seconds of a run."""
+        """Returns the mean seconds of a run."""
         return float(np.mean([result.seconds["all"] for result in self.results]))
 
     @property
     def label(self) -> str:
-        """The grid values, as in "lr 5e-05 beta 0.1"."""
+        """Returns the grid values, as in "lr 5e-05 beta 0.1"."""
         return label_of(self.values)
 
 
@@ -83,7 +83,7 @@ def label_of(values: Sequence[str]) -> str:
 
 
 def gather(points: Sequence[tuple[Point, RunResult]]) -> list[PointResults]:
-    """The results by world, arm and grid point, in the order the study lists them."""
+    """Returns the results by world, arm and grid point, in the order the study lists them."""
     groups: dict[tuple[str, str, tuple[str, ...]], list[tuple[Point, RunResult]]] = {}
     for point, result in points:
         groups.setdefault((point.arm.world, point.arm.name, point.values), []).append((point, result))
@@ -97,18 +97,18 @@ def gather(points: Sequence[tuple[Point, RunResult]]) -> list[PointResults]:
 
 
 def has_truth(points: Sequence[PointResults]) -> bool:
-    """Whether every result carries scores against a known truth."""
+    """Returns whether every result carries scores against a known truth."""
     return all(result.truth is not None for point in points for result in point.results)
 
 
 def complete(points: Sequence[PointResults]) -> list[PointResults]:
-    """The grid points of an arm that have as many seeds as any: one that lacks some is not chosen."""
+    """Returns the grid points of an arm that have as many seeds as any: one that lacks some is not chosen."""
     most = max((len(point.results) for point in points), default=0)
     return [point for point in points if len(point.results) == most]
 
 
 def all_seeds(outcome: Outcome) -> list[int]:
-    """The seeds of a study, those without results too."""
+    """Returns the seeds of a study, those without results too."""
     return sorted({point.seed for point, _ in [*outcome.points, *outcome.failed]})
 
 
@@ -127,7 +127,7 @@ def lacking_seeds(outcome: Outcome, world: str) -> dict[str, dict[tuple[str, ...
 
 
 def best_point(points: Sequence[PointResults], kl_limit: float) -> PointResults:
-    """The point that stands for an arm, chosen on validation data alone.
+    """Returns the point that stands for an arm, chosen on validation data alone.
 
     With a known truth: the highest validation reward among points with validation KL up to ``kl_limit`` (if none, the
     one with the smallest KL). Otherwise the highest validation accuracy of the rewards. What is not finite loses, and
@@ -144,7 +144,9 @@ def best_point(points: Sequence[PointResults], kl_limit: float) -> PointResults:
 
 
 def best_within(points: Sequence[PointResults], kl: float) -> PointResults | None:
-    """The point with the highest validation reward among those with validation KL up to ``kl``; None if none has."""
+    """Returns the point with the highest validation reward among those with validation KL up to ``kl``; None if none
+    has.
+    """
     within = [point for point in complete(points) if point.truth("validation", "kl") <= kl]
     return max(within, key=lambda point: _or_worst(point.truth("validation", "reward"), -math.inf), default=None)
 
@@ -155,7 +157,7 @@ def _or_worst(value: float, worst: float) -> float:
 
 
 def by_arm(outcome: Outcome, world: str) -> dict[str, list[PointResults]]:
-    """The grid points of every arm of a world, in the study's order; none for an arm without results."""
+    """Returns the grid points of every arm of a world, in the study's order; none for an arm without results."""
     points = [point for point in gather(outcome.points) if point.arm.world == world]
     return {
         arm.name: [point for point in points if point.arm.name == arm.name]
@@ -165,7 +167,7 @@ def by_arm(outcome: Outcome, world: str) -> dict[str, list[PointResults]]:
 
 
 def best_by_arm(outcome: Outcome, world: str) -> dict[str, PointResults]:
-    """The best point of every arm of a world that has results, in the study's order."""
+    """Returns the best point of every arm of a world that has results, in the study's order."""
     found = by_arm(outcome, world).items()
     return {name: best_point(points, outcome.study.kl_limit) for name, points in found if points}
 
@@ -178,23 +180,23 @@ def training_warnings(best: Mapping[str, PointResults]) -> Iterator[str]:
 
 
 def seeds_mark(have: int, outcome: Outcome) -> str:
-    """A mark on what stands on fewer seeds than the study has; else empty."""
+    """Returns a mark on what stands on fewer seeds than the study has; else empty."""
     every = len(all_seeds(outcome))
     return "" if have == every else f" ({have} of {every} seeds)"
 
 
 def interval_text(interval: Interval) -> str:
-    """Both ends, or a remark where there is none."""
+    """Returns both ends, or a remark where there is none."""
     return "[no interval]" if math.isnan(interval.low) else f"[{interval.low:.3f}, {interval.high:.3f}]"
 
 
 def difference_text(difference: Interval | None) -> str:
-    """A difference with its interval; empty where there is none."""
+    """Returns a difference with its interval; empty where there is none."""
     return "" if difference is None else f"{difference.mean:+.3f} {interval_text(difference)}"
 
 
 def verdict(difference: Interval) -> str:
-    """What a difference of rewards says, by whether its interval excludes 0 and by nothing else."""
+    """Returns what a difference of rewards says, by whether its interval excludes 0 and by nothing else."""
     if not difference.excludes_zero:
         return "no clear difference"
     return "helps" if difference.mean > 0 else "harms"

@@ -44,7 +44,9 @@ class StudyAnalysis(Protocol):
         """
 
     def sections(self, outcome: "Outcome", measured: MeasuredBy) -> "list[Section]":
-        """What is shown of it beside the study's tables; ``measured`` is by (world, seed), the only world being ""."""
+        """Returns what is shown of it beside the study's tables; ``measured`` is by (world, seed), the only world being
+        "".
+        """
 
 
 @dataclass(frozen=True)
@@ -71,16 +73,16 @@ class Grid:
 
     @property
     def axes(self) -> dict[str, tuple[object, ...]]:
-        """The values by key, in the order of a point's overrides; nothing for an empty axis."""
+        """Returns the values by key, in the order of a point's overrides; nothing for an empty axis."""
         every = {LR: self.lr, BETA: self.beta, **self.keys}
         return {key: values for key, values in every.items() if values}
 
     def overrides(self) -> list[tuple[str, ...]]:
-        """One tuple of overrides per grid point; a single empty one when nothing is varied."""
+        """Returns one tuple of overrides per grid point; a single empty one when nothing is varied."""
         return list(itertools.product(*([f"{key}={_word(v)}" for v in values] for key, values in self.axes.items())))
 
     def record(self) -> dict[str, object]:
-        """The values as they are kept beside a study's results."""
+        """Returns the values as they are kept beside a study's results."""
         keys = {key: list(values) for key, values in self.keys.items() if values}
         return {"lr": list(self.lr), "beta": list(self.beta), **({"keys": keys} if keys else {})}
 
@@ -92,12 +94,12 @@ class Grid:
 
 
 def short(key: str) -> str:
-    """A key for reading: its last part."""
+    """Returns a key for reading: its last part."""
     return key.rpartition(".")[2]
 
 
 def _word(value: object) -> str:
-    """A value as an override says it."""
+    """Returns a value as an override says it."""
     return json.dumps(value) if value is None or isinstance(value, bool | list | dict) else repr(value)
 
 
@@ -200,7 +202,7 @@ class Study:
         yield from asked_problems(self.benchmarks, self.evaluate, self.published, list(every))
 
     def _lost_worlds(self, every: Mapping[str, list[str]]) -> Iterator[str]:
-        """What is wrong with names of arms and worlds in ``only_in``, ``world_axis`` and ``predictions``."""
+        """Yields what is wrong with names of arms and worlds in ``only_in``, ``world_axis`` and ``predictions``."""
         worlds = self.worlds or {ONLY: []}
         for name, chosen in self.only_in.items():
             if name not in every or not chosen or any(world not in self.worlds for world in chosen):
@@ -225,28 +227,28 @@ class Study:
                     )
 
     def is_split(self, arm: str) -> bool:
-        """Whether an arm stands for one arm per layer."""
+        """Returns whether an arm stands for one arm per layer."""
         return bool(self.layers) and arm == self.layer_arm
 
     def is_layer(self, arm: str) -> bool:
-        """Whether a name is that of one of these, as far as it can be told before a model's depth is known."""
+        """Returns whether a name is that of one of these, as far as it can be told before a model's depth is known."""
         return bool(self.layers) and re.fullmatch(rf"{re.escape(self.layer_arm)} L\d+", arm) is not None
 
     def runs_in(self, arm: str, world: str) -> bool:
-        """Whether an arm of ``arms`` or ``truth_arms`` runs in a world."""
+        """Returns whether an arm of ``arms`` or ``truth_arms`` runs in a world."""
         return arm not in self.only_in or world in self.only_in[arm]
 
     def arms_in(self, world: str, truth: bool) -> dict[str, list[str]]:
-        """The arms of a world, in a setting with a known truth or without one."""
+        """Returns the arms of a world, in a setting with a known truth or without one."""
         return {name: found for name, found in self.arms_with(truth).items() if self.runs_in(name, world)}
 
     def arms_with(self, truth: bool) -> dict[str, list[str]]:
-        """The arms of a setting with a known truth or without one."""
+        """Returns the arms of a setting with a known truth or without one."""
         sources = {name: [f"weights={name}"] for name in self.sources}
         return {**self.arms, **sources, **(self.truth_arms if truth else {})}
 
     def grid_of(self, arm: str) -> Grid:
-        """The grid of an arm of ``arms`` or ``truth_arms``."""
+        """Returns the grid of an arm of ``arms`` or ``truth_arms``."""
         return self.grids.get(arm, self.grid)
 
 
@@ -262,7 +264,7 @@ class Arm:
 
     @property
     def label(self) -> str:
-        """The name for logs, with the world where there are several."""
+        """Returns the name for logs, with the world where there are several."""
         return f"{self.world}: {self.name}" if self.world else self.name
 
 
@@ -276,12 +278,12 @@ class Point:
 
     @property
     def label(self) -> str:
-        """A short name for logs."""
+        """Returns a short name for logs."""
         return f"{self.arm.label} {' '.join(self.values)} seed={self.seed}"
 
 
 def expand_arms(study: Study, num_layers: int, *, truth: bool = False, world: str = ONLY) -> list[Arm]:
-    """The study's arms in one world, the layer arm replaced by one per distinct layer of ``num_layers``.
+    """Returns the study's arms in one world, the layer arm replaced by one per distinct layer of ``num_layers``.
 
     ``truth``: whether the setting has a known truth.
     """
@@ -297,7 +299,7 @@ def expand_arms(study: Study, num_layers: int, *, truth: bool = False, world: st
 
 
 def make_points(study: Study, arms: Sequence[Arm], seeds: Sequence[int]) -> list[Point]:
-    """Every arm at every point of its grid for every seed.
+    """Returns every arm at every point of its grid for every seed.
 
     Seeds outermost so that early results cover all arms, then worlds, so that a process meets one base at a time.
     """
@@ -314,7 +316,8 @@ def make_points(study: Study, arms: Sequence[Arm], seeds: Sequence[int]) -> list
 
 
 def grid_record(study: Study, arms: Mapping[str, Mapping[str, object]], world: object) -> dict[str, object]:
-    """What is fixed before an arm is run, the same for any number of seeds; its digest stands under every table.
+    """Returns what is fixed before an arm is run, the same for any number of seeds; its digest stands under every
+    table.
 
     ``arms``: the config of every arm without seeds, paths and grid values. ``world``: digest of a testbed's grammar and
     true reward (by world where there are several), None elsewhere.
@@ -356,7 +359,7 @@ def error_text(error: Exception) -> str:
 
 
 def last_line(text: str) -> str:
-    """The last line of an error's text."""
+    """Returns the last line of an error's text."""
     return text.strip().rpartition("\n")[2] or "no message"
 
 
@@ -398,5 +401,5 @@ class Outcome:
 
     @property
     def worlds(self) -> list[str]:
-        """The study's worlds in its order; the only one of a study without worlds is ""."""
+        """Returns the study's worlds in its order; the only one of a study without worlds is ""."""
         return list(dict.fromkeys(arm.world for arm in self.arms))

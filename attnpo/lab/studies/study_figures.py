@@ -23,7 +23,7 @@ TRANSFORM = "transform="
 
 
 def study_looks(outcome: Outcome) -> dict[str, Look]:
-    """How every arm of the study is drawn, in each of its worlds and figures."""
+    """Returns how every arm of the study is drawn, in each of its worlds and figures."""
     study = outcome.study
     altered = [
         arm.name
@@ -35,7 +35,7 @@ def study_looks(outcome: Outcome) -> dict[str, Look]:
 
 
 def base_level(point: PointResults) -> Level:
-    """The base's mean reward on test prompts, with its interval where its rewards were kept."""
+    """Returns the base's mean reward on test prompts, with its interval where its rewards were kept."""
     rows = [scores.base_rewards for scores in point.scores("test")]
     kept = [row for row in rows if row is not None]
     mean = point.truth("test", "base_reward")
@@ -46,7 +46,7 @@ def base_level(point: PointResults) -> Level:
 
 
 def chosen_level(point: PointResults) -> Level:
-    """An arm's mean reward on test prompts at its chosen point, with its interval."""
+    """Returns an arm's mean reward on test prompts at its chosen point, with its interval."""
     return Level(point.interval.mean, point.interval.low, point.interval.high)
 
 
@@ -60,7 +60,7 @@ def _kl_level(point: PointResults) -> Level:
 
 
 def study_figures(outcome: Outcome) -> list[Image]:
-    """The study's figures, written to its folder: reward against KL, and over layers where arms are layers.
+    """Returns the study's figures, written to its folder: reward against KL, and over layers where arms are layers.
 
     Of each world its own; of rewards none without a known truth.
     """
@@ -74,7 +74,9 @@ def study_figures(outcome: Outcome) -> list[Image]:
 
 
 def _gain_figure(outcome: Outcome, axis: WorldAxis, looks: Looks) -> Image:
-    """Every arm's difference to the control of the same world over the scale of the worlds, a panel per KL level."""
+    """Returns every arm's difference to the control of the same world over the scale of the worlds, a panel per KL
+    level.
+    """
     found = {world: at_levels(outcome, world) for world in axis.at}
     scale = sorted(axis.at.items(), key=lambda item: item[1])
     panels = {
@@ -193,7 +195,7 @@ def _arms_figure(outcome: Outcome, world: str, best: Mapping[str, PointResults],
 
 
 def drawn_together(arms: Sequence[str], control: str | None) -> list[list[str]]:
-    """The arms of each figure: all in one, or as many as a figure can tell apart with the control in each."""
+    """Returns the arms of each figure: all in one, or as many as a figure can tell apart with the control in each."""
     if len(arms) <= MOST:
         return [list(arms)]
     shared = [arm for arm in arms if arm == control]

@@ -57,7 +57,7 @@ def write_study_report(outcome: Outcome, tables: Sequence[Section]) -> list[str]
 
 
 def runs_section(outcome: Outcome) -> Section:
-    """The chosen points, and links to the files of all runs."""
+    """Returns the chosen points, and links to the files of all runs."""
     rows: list[list[Cell]] = [
         [*([world] if world else []), name, point.label, ", ".join(map(str, point.seeds))]
         for world in outcome.worlds
@@ -80,7 +80,7 @@ def runs_section(outcome: Outcome) -> Section:
 
 
 def _files(outcome: Outcome, point: Point) -> dict[str, str]:
-    """The files that a run has, by the words for them."""
+    """Returns the files that a run has, by the words for them."""
     folder = outcome.folders.get(point)
     if folder is None or not folder.is_relative_to(outcome.folder):
         return {}
@@ -109,7 +109,9 @@ def answers_sections(outcome: Outcome) -> Iterator[Section]:
 
 
 def _kept(outcome: Outcome, best: dict[str, PointResults]) -> Iterator[tuple[str, ForPage]]:
-    """What the runs of the first seed have kept at the chosen points: the control's first, then the others in order."""
+    """Yields what the runs of the first seed have kept at the chosen points: the control's first, then the others in
+    order.
+    """
     order = sorted(best, key=lambda name: name != outcome.study.control)
     for name in order[:SHOWN]:
         point = best[name]
@@ -120,7 +122,7 @@ def _kept(outcome: Outcome, best: dict[str, PointResults]) -> Iterator[tuple[str
 
 
 def _beside(kept: dict[str, ForPage]) -> Iterator[Beside]:
-    """The answers to each prompt that any arm has answered."""
+    """Yields the answers to each prompt that any arm has answered."""
     prompts = dict.fromkeys(answer.prompt for one in kept.values() for answer in one.answers)
     for prompt in prompts:
         mine = {name: [one for one in page.answers if one.prompt == prompt] for name, page in kept.items()}
@@ -129,7 +131,7 @@ def _beside(kept: dict[str, ForPage]) -> Iterator[Beside]:
 
 
 def with_notes(outcome: Outcome, sections: Sequence[Section]) -> list[Section]:
-    """The sections with notes on the columns of their tables; those that a table has of its own stay.
+    """Returns the sections with notes on the columns of their tables; those that a table has of its own stay.
 
     Columns of worlds are named as such.
     """

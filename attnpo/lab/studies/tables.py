@@ -48,7 +48,8 @@ SHORT = ("world", "arm", "reward", "win rate", "KL", "val loss", "val accuracy",
 
 
 def short_table(outcome: Outcome) -> TableBlock:
-    """The main table as it fits a terminal of 80 columns; benchmarks stay, the rest is on the page and in the CSV.
+    """Returns the main table as it fits a terminal of 80 columns; benchmarks stay, the rest is on the page and in the
+    CSV.
 
     What marks a point (above the KL limit, fewer seeds, failed) has a column of its own where it is needed.
     """
@@ -69,7 +70,7 @@ def short_table(outcome: Outcome) -> TableBlock:
 
 
 def columns_of(rows: Sequence[Row]) -> list[str]:
-    """The heads of the fullest row, in its order; others that only some rows have come after."""
+    """Returns the heads of the fullest row, in its order; others that only some rows have come after."""
     fullest = max(rows, key=len)
     return list(dict.fromkeys(name for row in (fullest, *rows) for name in row))
 
@@ -85,13 +86,13 @@ def uneven_training(outcome: Outcome) -> list[str]:
 
 
 def trained_on(point: PointResults) -> dict[str, int | float]:
-    """How many pairs and optimiser steps an arm's runs had, means over seeds, whole where they are."""
+    """Returns how many pairs and optimiser steps an arm's runs had, means over seeds, whole where they are."""
     means = {"pairs": point.input("pairs"), "steps": point.steps}
     return {name: int(value) if value.is_integer() else value for name, value in means.items()}
 
 
 def _inputs_of(point: PointResults, uneven: Sequence[str]) -> Row:
-    """The last columns of every table: what an arm's runs stood on and took."""
+    """Returns the last columns of every table: what an arm's runs stood on and took."""
     mass = point.input("mass")
     return {
         **{name: value for name, value in trained_on(point).items() if name in uneven},
@@ -104,7 +105,7 @@ def _inputs_of(point: PointResults, uneven: Sequence[str]) -> Row:
 
 
 def _effective(point: PointResults) -> float:
-    """The effective share of the training weights; of validation's last ones where training computes them."""
+    """Returns the effective share of the training weights; of validation's last ones where training computes them."""
     share = point.input("effective_share")
     return point.metric("val/weights/effective_share") if math.isnan(share) else share
 
@@ -162,26 +163,26 @@ def _metrics_of(point: PointResults) -> Row:
 
 
 def origins(outcome: Outcome) -> dict[str, str]:
-    """Where the grid values of every arm come from, by arm; nothing where no grid of the study says it."""
+    """Returns where the grid values of every arm come from, by arm; nothing where no grid of the study says it."""
     by_arm = {arm.name: (arm.grid or outcome.study.grid).origin for arm in outcome.arms}
     return by_arm if any(by_arm.values()) else {}
 
 
 def lost_row(outcome: Outcome, arm: str, world: str) -> Row:
-    """The row of an arm without results: it has failed, or was not run."""
+    """Returns the row of an arm without results: it has failed, or was not run."""
     errors = [error for point, error in outcome.failed if (point.arm.name, point.arm.world) == (arm, world)]
     ran = [error for error in errors if not error.startswith("not run")]
     return {"arm": arm, "point": f"FAILED, all {len(errors)} points" if ran else "NOT RUN"}
 
 
 def over_limit(point: PointResults, outcome: Outcome) -> str:
-    """A mark on an arm none of whose points kept the KL limit; empty where there was nothing to choose."""
+    """Returns a mark on an arm none of whose points kept the KL limit; empty where there was nothing to choose."""
     chosen = len((point.arm.grid or outcome.study.grid).overrides()) > 1
     return " (above the KL limit)" if chosen and point.truth("validation", "kl") > outcome.study.kl_limit else ""
 
 
 def base_row(point: PointResults) -> Row:
-    """The row of the base model: its samples on the same test prompts."""
+    """Returns the row of the base model: its samples on the same test prompts."""
     return {
         "arm": "base",
         "point": "",
@@ -233,17 +234,17 @@ class AtLevel:
 
     @property
     def equal(self) -> bool:
-        """Whether the difference is one at equal KL."""
+        """Returns whether the difference is one at equal KL."""
         return self.versus is not None and not self.mark
 
     @property
     def difference(self) -> str:
-        """The difference as text, marked where the arms are not at equal KL."""
+        """Returns the difference as text, marked where the arms are not at equal KL."""
         return NONE if self.versus is None else difference_text(self.versus) + self.mark
 
 
 def at_levels(outcome: Outcome, world: str) -> dict[tuple[str, float], AtLevel]:
-    """A world's arms at every KL level, with their differences to the control."""
+    """Returns a world's arms at every KL level, with their differences to the control."""
     points = by_arm(outcome, world)
     out = {}
     for level in outcome.study.kl_levels:

@@ -37,7 +37,7 @@ EDITED = "the package's source was changed while the study ran; run the study's 
 
 
 def on_gpu(configs: "Iterable[RunConfig]") -> bool:
-    """Whether one of these points would train on a GPU of this machine."""
+    """Returns whether one of these points would train on a GPU of this machine."""
     import torch
 
     return torch.cuda.is_available() and any(cfg.trainer.accelerator != "cpu" for cfg in configs)
@@ -133,7 +133,7 @@ class _PointLog(logging.FileHandler):
 def run_point(
     overrides: Sequence[str], folder: Path, config_dir: Path | None, store: str | None, threads: int | None
 ) -> tuple[RunResult | None, str | None]:
-    """The result of one point, or the text of what went wrong; its log goes to ``log.txt`` in its folder."""
+    """Returns the result of one point, or the text of what went wrong; its log goes to ``log.txt`` in its folder."""
     if _ended:
         raise _ended[0]
     if _edited:

@@ -33,12 +33,14 @@ NOTES = {
 
 
 def accuracy_of(result: RunResult) -> float:
-    """The unweighted accuracy on validation pairs; NaN where where-the-policy-moved was not measured."""
+    """Returns the unweighted accuracy on validation pairs; NaN where where-the-policy-moved was not measured."""
     return result.moved("ranking_accuracy/validation")
 
 
 def margin_of(result: RunResult) -> float:
-    """The unweighted margin in nats on validation pairs: of what was measured after training, else of validation."""
+    """Returns the unweighted margin in nats on validation pairs: of what was measured after training, else of
+    validation.
+    """
     measured = [result.moved(f"displacement/validation_{side}") for side in SIDES]
     if not all(map(math.isfinite, measured)):
         logged = result.metrics
@@ -63,7 +65,7 @@ AXES = {
 
 
 def interval_of(point: PointResults, number: Callable[[RunResult], float]) -> Interval | None:
-    """The mean over seeds with its interval; None where a seed lacks the number."""
+    """Returns the mean over seeds with its interval; None where a seed lacks the number."""
     values = _by_seed(point, number)
     return hierarchical_bootstrap(np.array(values)[:, None]) if all(map(math.isfinite, values)) else None
 
@@ -128,7 +130,7 @@ def _row(
 def _difference(
     outcome: Outcome, arm: str, best: Mapping[str, PointResults], number: Callable[[RunResult], float]
 ) -> str:
-    """The difference to the control over the seeds that both have."""
+    """Returns the difference to the control over the seeds that both have."""
     control = best.get(outcome.study.control or "")
     if control is None or arm == outcome.study.control:
         return ""
@@ -147,7 +149,7 @@ def _figures(
     known: Mapping[str, Mapping[str, Interval]],
     looks: Looks,
 ) -> list[Image]:
-    """Every arm's numbers; and over layers, where arms are layers."""
+    """Returns every arm's numbers; and over layers, where arms are layers."""
     of, stem = (f", world {world}", f"-{clean(world)}") if world else ("", "")
     named = f"{outcome.study.name}{of}"
     panels = [
@@ -193,7 +195,7 @@ def _figures(
 def _others(
     outcome: Outcome, world: str, best: Mapping[str, PointResults], number: Callable[[RunResult], float]
 ) -> dict[str, Sequence[float]]:
-    """The means over seeds at an arm's grid points that were not chosen."""
+    """Returns the means over seeds at an arm's grid points that were not chosen."""
     return {
         arm: [float(np.mean(_by_seed(point, number))) for point in points if point.values != best[arm].values]
         for arm, points in by_arm(outcome, world).items()

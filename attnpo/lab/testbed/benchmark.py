@@ -57,16 +57,18 @@ class TestbedBenchmark:
 
     @property
     def name(self) -> str:
-        """The benchmark's name."""
+        """Returns the benchmark's name."""
         return "testbed"
 
     @property
     def scores(self) -> tuple[str, ...]:
-        """What is given: a win rate needs a baseline."""
+        """Returns what is given: a win rate needs a baseline."""
         return ("reward",) if self.baseline is None else ("win_rate", "reward")
 
     def questions(self) -> Sequence[Question]:
-        """The prompts of the split in the grammar's order, named by their text, with their topic as category."""
+        """Returns the prompts of the split in the grammar's order, named by their text, with their topic as
+        category.
+        """
         found = self.grammar.prompts(self.split)[: self.prompts]
         if not found:
             raise UserError(
@@ -76,7 +78,7 @@ class TestbedBenchmark:
         return [Question(prompt.text, (prompt.text,), category=prompt.topic) for prompt in found]
 
     def versions(self) -> dict[str, object]:
-        """The world, the prompts, the wording, and what decides the baseline's reviews."""
+        """Returns the world, the prompts, the wording, and what decides the baseline's reviews."""
         from attnpo.models.loading import weights_fingerprint
 
         asked: dict[str, object] = {"grammar": self.grammar.digest(), "split": self.split, "prompts": self.prompts}
@@ -90,7 +92,9 @@ class TestbedBenchmark:
         return replace(self.sampling, seed=(self.sampling.seed + BASELINE_STREAM) % SEEDS)
 
     def baseline_answers(self) -> Mapping[str, str]:
-        """The baseline's review for each prompt, computed on the CPU in float32 and kept while this object lives."""
+        """Returns the baseline's review for each prompt, computed on the CPU in float32 and kept while this object
+        lives.
+        """
         return self._baseline_answers
 
     @cached_property
@@ -130,7 +134,7 @@ class TestbedBenchmark:
         return GradingCall(self.name, question.id, ANSWER, round_, turns, max_tokens=16)
 
     def grade(self, answers: Mapping[str, ModelAnswer], replies: Replies) -> Graded:
-        """The scores of one round's answers; ``reward`` is left out with a judge, whose replies hold none."""
+        """Returns the scores of one round's answers; ``reward`` is left out with a judge, whose replies hold none."""
         items = tuple(question.id for question in self.questions() if question.id in answers)
         rewards = self._rewards(items, replies)
         counts: Counter[str] = Counter()
@@ -161,7 +165,7 @@ class TestbedBenchmark:
         )
 
     def _rewards(self, items: Sequence[str], replies: Replies) -> Float[np.ndarray, " items"]:
-        """The true reward of each prompt's review, from whichever of its calls has one; NaN where none has."""
+        """Returns the true reward of each prompt's review, from whichever of its calls has one; NaN where none has."""
         place = {ANSWER: 0, MODEL_FIRST: 0, MODEL_SECOND: 1}
         found: dict[str, float] = {}
         for call, reply in replies.items():

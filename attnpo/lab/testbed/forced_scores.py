@@ -32,7 +32,7 @@ class ForcedScores:
         self.digits = token_ids(tokenizer, words.PART_SCORES)
 
     def generate(self, prompts: Sequence[Sequence[Message]], sampling: Sampling) -> list[str]:
-        """One JSON list of parts and scores per prompt, in their order; greedy whatever ``sampling`` says.
+        """Returns one JSON list of parts and scores per prompt, in their order; greedy whatever ``sampling`` says.
 
         UserError for a prompt that is not the testbed's scoring task.
         """
@@ -51,7 +51,7 @@ class ForcedScores:
         ]
 
     def _parts(self, content: str) -> list[str]:
-        """The clauses of the review that a scoring prompt shows."""
+        """Returns the clauses of the review that a scoring prompt shows."""
         opening = SCORE_TEMPLATE.partition("{question}")[0]
         question, line, review = content.removeprefix(opening).partition("\n")
         if not content.startswith(opening) or not line:
@@ -66,7 +66,7 @@ class ForcedScores:
         return [part for part, _ in self.grammar.part_scores(review, topic)]
 
     def _score(self, heads: Sequence[list[int]], parts: Sequence[list[str]]) -> list[list[int]]:
-        """The scores of one batch.
+        """Returns the scores of one batch.
 
         Each digit is the likeliest one given the digits before it. All digits of a row are read in one pass given
         guesses, then again given what was read, until nothing changes: pass n settles the n-th digit at the latest, and
@@ -90,7 +90,7 @@ class ForcedScores:
         return [[digit + 1 for digit in row] for row in scores]
 
     def _rows(self, heads: Sequence[list[int]], parts: Sequence[list[str]]) -> tuple[list[list[int]], list[list[int]]]:
-        """Ids of the rows with guesses for the digits, and the places of the digits."""
+        """Returns ids of the rows with guesses for the digits, and the places of the digits."""
         encoded = iter(encode_all(self.tokenizer, [part for clauses in parts for part in clauses]))
         rows, places = [], []
         for head, clauses in zip(heads, parts, strict=True):
@@ -104,7 +104,7 @@ class ForcedScores:
         return rows, places
 
     def _digits(self, rows: Sequence[list[int]], places: Sequence[list[int]]) -> list[list[int]]:
-        """The likeliest digit (0 to 4) at each of the places of each row."""
+        """Returns the likeliest digit (0 to 4) at each of the places of each row."""
         width = max(map(len, rows))
         # Right padding without a mask: causal attention never looks at it.
         ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=self.model.device)

@@ -35,7 +35,7 @@ class Prompt:
 
     @property
     def text(self) -> str:
-        """The user message, for example "review the soup for the twins after lunch ."."""
+        """Returns the user message, for example "review the soup for the twins after lunch ."."""
         return words.PROMPT.format(topic=self.topic, who=self.who, when=self.when)
 
 
@@ -111,20 +111,20 @@ class Grammar:
     # ---- prompts -------------------------------------------------------------------------------------------
 
     def split_of(self, prompt: Prompt) -> str:
-        """The part (train, validation, test) a prompt belongs to, decided by its text alone."""
+        """Returns the part (train, validation, test) a prompt belongs to, decided by its text alone."""
         draw = int(_digest(prompt.text)[:12], 16) / 16**12
         if draw < self.test_share:
             return "test"
         return "validation" if draw < self.test_share + self.validation_share else "train"
 
     def prompts(self, split: str) -> tuple[Prompt, ...]:
-        """All prompts of a part in a fixed mixed order, so that any first n of them are a fair sample."""
+        """Returns all prompts of a part in a fixed mixed order, so that any first n of them are a fair sample."""
         if split not in SPLITS:
             raise ValueError(f"unknown prompt split {split!r}; expected one of {', '.join(SPLITS)}")
         return _prompts(self)[split]
 
     def parse_prompt(self, text: str) -> Prompt:
-        """The prompt with this text. Raises ValueError if the grammar has no such prompt."""
+        """Returns the prompt with this text. Raises ValueError if the grammar has no such prompt."""
         prompt = _prompt_index().get(text.strip())
         if prompt is None:
             raise ValueError(f"not a prompt of the testbed grammar: {text!r}; expected {words.PROMPT!r}")
@@ -133,7 +133,7 @@ class Grammar:
     # ---- sampling ------------------------------------------------------------------------------------------
 
     def sample_review(self, rng: random.Random, prompt: Prompt) -> str:
-        """A review of the prompt's topic; one hidden quality per review sets how often it praises."""
+        """Returns a review of the prompt's topic; one hidden quality per review sets how often it praises."""
         quality = rng.random()
         count = rng.randint(self.min_clauses, self.max_clauses)
         return " ".join(f"{self._sample_clause(rng, prompt, quality)} ." for _ in range(count))
@@ -171,7 +171,7 @@ class Grammar:
     # ---- truth ---------------------------------------------------------------------------------------------
 
     def parse(self, text: str, topic: str) -> list[Clause]:
-        """The clauses of a review in order; what the grammar cannot produce about `topic` is "broken"."""
+        """Returns the clauses of a review in order; what the grammar cannot produce about `topic` is "broken"."""
         if topic not in words.TOPICS:
             raise ValueError(f"unknown topic {topic!r}; expected one of {', '.join(words.TOPICS)}")
         clauses: list[Clause] = []
@@ -193,7 +193,7 @@ class Grammar:
         return Clause(kind, polarity, start, stop.end(), spans)
 
     def true_reward(self, text: str, topic: str) -> Scored:
-        """What the review is worth: the mean over its distinct judging and broken clauses.
+        """Returns what the review is worth: the mean over its distinct judging and broken clauses.
 
         A valid sentiment clause brings its polarity, a broken one (unparsable, about another topic, cut) brings
         -1; fillers and neutral clauses do not count, and a clause that says the same words again changes nothing.
@@ -221,7 +221,7 @@ class Grammar:
         return [span for clause in self.parse(text, topic) for span in clause.decisive]
 
     def part_scores(self, text: str, topic: str) -> list[tuple[str, int]]:
-        """Every clause with its importance from 1 to 5: filler 1, neutral 2, broken 3, mild 4, strong 5."""
+        """Returns every clause with its importance from 1 to 5: filler 1, neutral 2, broken 3, mild 4, strong 5."""
         fixed = {"filler": 1, "neutral": 2, "broken": 3}
         return [
             (text[c.start : c.end], fixed[c.kind] if c.kind in fixed else (5 if abs(c.polarity) == 1.0 else 4))
@@ -231,7 +231,7 @@ class Grammar:
     # ---- identity ------------------------------------------------------------------------------------------
 
     def vocabulary(self) -> list[str]:
-        """Every word a prompt or a review of this grammar can contain, sorted."""
+        """Returns every word a prompt or a review of this grammar can contain, sorted."""
         patterns = (*self._adjective_clauses(), *self._fillers(), words.PROMPT)
         vocabulary = {"."}
         for pattern in patterns:
@@ -242,7 +242,7 @@ class Grammar:
         return sorted(vocabulary)
 
     def digest(self) -> str:
-        """A sha256 over knobs, word lists, patterns and the version of the rules: the identity of the truth."""
+        """Returns a sha256 over knobs, word lists, patterns and the version of the rules: the identity of the truth."""
         content = {
             "rules": RULES_VERSION,
             "knobs": asdict(self),

@@ -31,7 +31,9 @@ class TrueImportance(TextSource):
         return {"source": self.name, "grammar": self.grammar.digest()}
 
     def weigh(self, pair: PreferencePair, side: str, encoded: EncodedResponse) -> Float[Tensor, " m"]:
-        """A weight per training token, float32. UserError naming the pair whose prompt is not of the grammar."""
+        """Returns a weight per training token, float32. UserError naming the pair whose prompt is not of
+        the grammar.
+        """
         places = encoded.offsets
         marks = decisive(pair, side, places, self.grammar)
         chosen = marks if any(marks) else [start < end for start, end in places]
@@ -42,7 +44,8 @@ class TrueImportance(TextSource):
 
 
 def decisive(pair: PreferencePair, side: str, places: Sequence[tuple[int, int]], grammar: Grammar) -> list[bool]:
-    """Whether each token, given by its characters of the response, holds a character that decides the true reward.
+    """Returns whether each token, given by its characters of the response, holds a character that decides the true
+    reward.
 
     UserError naming the pair whose prompt is not one question of the grammar.
     """
@@ -51,7 +54,7 @@ def decisive(pair: PreferencePair, side: str, places: Sequence[tuple[int, int]],
 
 
 def is_flipped(pair: PreferencePair, grammar: Grammar) -> bool:
-    """Whether the rejected response is truly the better one. UserError as for ``decisive``."""
+    """Returns whether the rejected response is truly the better one. UserError as for ``decisive``."""
     topic = _topic(pair, grammar)
     chosen, rejected = (grammar.true_reward(pair.response(side), topic).reward for side in SIDES)
     return chosen < rejected

@@ -27,11 +27,11 @@ class KnownParts:
             raise UserError(f"verbalizer.known_parts.batch_size must be at least 1, got {self.batch_size}")
 
     def fingerprint(self) -> dict[str, object]:
-        """The identity of the grammar, which says where the parts are."""
+        """Returns the identity of the grammar, which says where the parts are."""
         return {"grammar": self.grammar.digest()}
 
     def generator(self, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast") -> "Generator":
-        """The generator."""
+        """Returns the generator."""
         from attnpo.lab.testbed.forced_scores import ForcedScores
 
         return ForcedScores(model, tokenizer, self.grammar, self.batch_size)

@@ -94,7 +94,7 @@ def match_answers(
 
 
 def pair_row(prompt: Prompt, chosen: tuple[str, float], rejected: tuple[str, float]) -> Row:
-    """One row of the data files; `chosen` and `rejected` are (answer, true reward)."""
+    """Returns one row of the data files; `chosen` and `rejected` are (answer, true reward)."""
     user = {"role": "user", "content": prompt.text}
     better = [user, {"role": "assistant", "content": chosen[0]}]
     worse = [user, {"role": "assistant", "content": rejected[0]}]
@@ -111,7 +111,7 @@ def pair_row(prompt: Prompt, chosen: tuple[str, float], rejected: tuple[str, flo
 
 
 def _with_noise(rows: Sequence[Row], recipe: PairRecipe) -> list[Row]:
-    """The rows with the sides of an exact share of them exchanged (scores travel with their answers)."""
+    """Returns the rows with the sides of an exact share of them exchanged (scores travel with their answers)."""
     count = round(recipe.label_noise * len(rows))
     flipped = set(random.Random(f"noise {recipe.seed}").sample(range(len(rows)), count))
     return [_flip(row) if index in flipped else row for index, row in enumerate(rows)]
@@ -129,7 +129,7 @@ def _flip(row: Mapping[str, object]) -> Row:
 
 
 def prompt_row(prompt: Prompt) -> Row:
-    """One row of test_prompts.jsonl: the prompt alone."""
+    """Returns one row of test_prompts.jsonl: the prompt alone."""
     return {
         "prompt": prompt.text,
         "prompt_id": _prompt_id(prompt.text),

@@ -58,7 +58,9 @@ class Testbed:
         return _key({"base": self.base_key(), "pairs": asdict(self.pairs)})
 
     def prepare(self, root: Path) -> Prepared:
-        """The model and data folders under `root`, built if missing, built anew if they are not as they were built."""
+        """Returns the model and data folders under `root`, built if missing, built anew if they are not as they were
+        built.
+        """
         model_path, data_path = root / f"base-{self.base_key()}", root / f"data-{self.data_key()}"
         old_base = _ensure(model_path, "base", lambda folder: _build_base(self.grammar, self.base, self.seed, folder))
         old_data = _ensure(data_path, "pairs", lambda folder: self._build_pairs(model_path, folder), model_path)
@@ -72,7 +74,9 @@ class Testbed:
         return Prepared(model_path, data_path, report, reused=old_base and old_data)
 
     def prepare_judge(self, root: Path) -> PreparedJudge:
-        """The second base's folder under `root`, as ``prepare`` gives the first. UserError when `second` is None."""
+        """Returns the second base's folder under `root`, as ``prepare`` gives the first. UserError when `second` is
+        None.
+        """
         if self.second is None:
             from attnpo.schema import UserError  # brings torch
 
@@ -90,7 +94,7 @@ class Testbed:
 
 
 def load_base(model_path: Path) -> "tuple[LlamaForCausalLM, PreTrainedTokenizerFast]":
-    """The base in evaluation mode and its tokenizer."""
+    """Returns the base in evaluation mode and its tokenizer."""
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
     return (
@@ -174,7 +178,7 @@ def _identity(folder: Path) -> str:
 
 
 def _out_of_the_way(target: Path, what: str, problem: str, base: Path | None) -> Path | None:
-    """Where the damaged folder went, with a warning; None where another process was faster."""
+    """Returns where the damaged folder went, with a warning; None where another process was faster."""
     try:
         aside = set_aside(target)
     except FileNotFoundError:

@@ -62,7 +62,7 @@ class BaseReport:
 
 
 def new_model(recipe: BaseRecipe, tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
-    """An untrained model of the recipe's shape; the caller's random state is left as it was."""
+    """Returns an untrained model of the recipe's shape; the caller's random state is left as it was."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=recipe.width,
@@ -250,7 +250,7 @@ def judge_accuracy(
     *,
     spliced: bool,
 ) -> JudgeAccuracy:
-    """How often the better of two answers gets the larger verdict logit; `pairs` end in the true reward gap."""
+    """Returns how often the better of two answers gets the larger verdict logit; `pairs` end in the true reward gap."""
     if not pairs:
         return JudgeAccuracy(0.0, 0.0, 0)
     rows = [(prompt.text, first, second) for prompt, first, second, _ in pairs]

@@ -80,7 +80,7 @@ class BaseRecipe:
             raise ValueError(f"base.easy_length is a share and must lie in (0, 1], got {self.easy_length}")
 
     def identity(self) -> dict[str, object]:
-        """The settings that tell this base from others."""
+        """Returns the settings that tell this base from others."""
         plain = BaseRecipe()
         return {k: v for k, v in asdict(self).items() if k not in _LATER or v != getattr(plain, k)}
 

@@ -36,7 +36,7 @@ def sample_answers(
     max_new_tokens: int = 64,
     batch_size: int = 512,
 ) -> Answers:
-    """One sampled answer per prompt, in the order of the prompts.
+    """Returns one sampled answer per prompt, in the order of the prompts.
 
     Prompts of one token length share a batch, so no row is padded. Temperature 0 takes the likeliest token.
     """

@@ -47,7 +47,7 @@ class Score:
     answers: tuple[str, ...]
 
     def scalars(self) -> dict[str, float]:
-        """The scalar fields by name, for tables and loggers."""
+        """Returns the scalar fields by name, for tables and loggers."""
         trained = ("reward", "win_rate", "kl", "length", "polarity", "broken", "ended")
         return {name: float(getattr(self, name)) for name in (*trained, "base_reward", "base_length", "base_broken")}
 
@@ -80,7 +80,7 @@ class TruthScorer:
             )
 
     def prompt_set(self, split: str = "test") -> tuple[Prompt, ...]:
-        """The prompts scored: the first `prompts` of the split, or all of it (logged) if it has fewer."""
+        """Returns the prompts scored: the first `prompts` of the split, or all of it (logged) if it has fewer."""
         if split not in ("validation", "test"):
             raise ValueError(f"scores are taken on held-out prompts: split must be validation or test, got {split!r}")
         available = self.grammar.prompts(split)
@@ -91,7 +91,7 @@ class TruthScorer:
     def base_answers(
         self, base: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", *, split: str = "test"
     ) -> "Answers":
-        """The base's samples for the split; compute once and pass to every `score` of a study."""
+        """Returns the base's samples for the split; compute once and pass to every `score` of a study."""
         return self._sample(base, tokenizer, self._repeated(split), self.seed + _BASE_STREAM)
 
     def score(
@@ -103,7 +103,7 @@ class TruthScorer:
         split: str = "test",
         base_answers: "Answers | None" = None,
     ) -> Score:
-        """The policy's score on the split; `base_answers` must come from this scorer and split."""
+        """Returns the policy's score on the split; `base_answers` must come from this scorer and split."""
         from attnpo.lab.testbed.sampling import sequence_kl  # transformers takes seconds to import
 
         prompts = self._repeated(split)
@@ -139,13 +139,13 @@ class TruthScorer:
         )
 
     def decisive(self, pair: "PreferencePair", side: str, places: Sequence[tuple[int, int]]) -> list[bool]:
-        """Whether each token of a response decides its true reward; ``importance.decisive``."""
+        """Returns whether each token of a response decides its true reward; ``importance.decisive``."""
         from attnpo.lab.testbed.importance import decisive  # brings torch
 
         return decisive(pair, side, places, self.grammar)
 
     def is_flipped(self, pair: "PreferencePair") -> bool:
-        """Whether the rejected response is truly the better one."""
+        """Returns whether the rejected response is truly the better one."""
         from attnpo.lab.testbed.importance import is_flipped  # brings torch
 
         return is_flipped(pair, self.grammar)

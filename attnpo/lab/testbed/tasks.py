@@ -78,7 +78,9 @@ class TaskSampler:
         return prompt, self.drawn.sample_review(self.rng, prompt)
 
     def _with_slips(self, prompt: Prompt, review: str) -> str:
-        """The review with some clauses damaged: a word lost or exchanged, two clauses run together, a wrong topic."""
+        """Returns the review with some clauses damaged: a word lost or exchanged, two clauses run together, a wrong
+        topic.
+        """
         clauses = [clause.split() for clause in review.removesuffix(" .").split(" . ")]
         for index, clause in enumerate(clauses):
             if self.rng.random() >= self.damage:
@@ -126,7 +128,7 @@ class TaskSampler:
         return [TaskRow([*row, verdict], [len(row)], JUDGE) for row, verdict in zip(ids, verdicts, strict=True)]
 
     def score_rows(self, count: int) -> list[TaskRow]:
-        """A review and its parts, each followed by its importance; the digits and what follows are targets."""
+        """Returns a review and its parts, each followed by its importance; the digits and what follows are targets."""
         drawn = [(p, self._with_slips(p, review)) for p, review in (self._review() for _ in range(count))]
         contents = [SCORE_TEMPLATE.format(question=prompt.text, answer=review) for prompt, review in drawn]
         rows: list[TaskRow] = []
@@ -144,7 +146,7 @@ class TaskSampler:
 
 
 def pad_rows(rows: Sequence[TaskRow]) -> Rows:
-    """The rows right-padded to the longest; the places of targets are shifted here to what predicts them."""
+    """Returns the rows right-padded to the longest; the places of targets are shifted here to what predicts them."""
     longest = max(len(row.ids) for row in rows)
     ids = torch.tensor([[*row.ids, *[0] * (longest - len(row.ids))] for row in rows])
     row = torch.tensor([index for index, task_row in enumerate(rows) for _ in task_row.places])

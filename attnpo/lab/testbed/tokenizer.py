@@ -42,7 +42,7 @@ _PIECES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r
 
 
 def build_tokenizer(grammar: Grammar, merges: int | None = None, max_length: int = 512) -> PreTrainedTokenizerFast:
-    """A fast tokenizer for the grammar's and the tasks' texts; `<end>` ends an answer.
+    """Returns a fast tokenizer for the grammar's and the tasks' texts; `<end>` ends an answer.
 
     It has exactly their words, or with `merges` the 256 bytes and at most so many merges learnt from the grammar's own
     reviews (a BPE); a token's characters are those of its word, without the blank before it.
@@ -120,19 +120,19 @@ def encode_all(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list
 
 
 def token_ids(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[str]) -> list[int]:
-    """The id of every token, which must be whole entries of the vocabulary."""
+    """Returns the id of every token, which must be whole entries of the vocabulary."""
     return cast("list[int]", tokenizer.convert_tokens_to_ids(list(tokens)))
 
 
 def chat_prompts(tokenizer: PreTrainedTokenizerFast, contents: Sequence[str]) -> list[list[int]]:
-    """Ids of one user message each, up to and including the generation prompt."""
+    """Returns ids of one user message each, up to and including the generation prompt."""
     return encode_all(tokenizer, [_rendered(tokenizer, content) for content in contents])
 
 
 def judge_prompts(
     tokenizer: PreTrainedTokenizerFast, rows: Sequence[tuple[str, str, str]], splice: Sequence[bool]
 ) -> list[list[int]]:
-    """Ids of judge prompts for rows (question, answer A, answer B), ending in the generation prompt.
+    """Returns ids of judge prompts for rows (question, answer A, answer B), ending in the generation prompt.
 
     `splice` chooses the assembly per row: False tokenises the rendered text (full stop and newline merge), True
     splices the reviews' own ids between separately tokenised template parts (they do not).
@@ -150,7 +150,7 @@ def judge_prompts(
 
 
 def _frame(tokenizer: PreTrainedTokenizerFast) -> tuple[str, str]:
-    """What the chat template puts before and after a lone user message."""
+    """Returns what the chat template puts before and after a lone user message."""
     before, _, after = _rendered(tokenizer, "{content}").partition("{content}")
     return before, after
 

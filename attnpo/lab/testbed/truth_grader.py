@@ -51,7 +51,7 @@ class TruthGrader:
         """The truth is always ready; its template was read when it was made."""
 
     def identity(self) -> dict[str, object]:
-        """The world's digest and the wording it reads."""
+        """Returns the world's digest and the wording it reads."""
         return {"grader": "truth", "grammar": self.grammar.digest(), "template": digest(self._template.text)}
 
     def count_tokens(self, call: GradingCall) -> int | None:
@@ -59,7 +59,7 @@ class TruthGrader:
         return 0
 
     def ask(self, calls: Iterable[GradingCall]) -> Iterator[tuple[GradingCall, GradingReply | GradingFailure]]:
-        """Each call with its reply in their order; one whose prompt or reviews cannot be told is a failure."""
+        """Yields each call with its reply in their order; one whose prompt or reviews cannot be told is a failure."""
         for call in calls:
             began = time.perf_counter()
             try:
@@ -125,12 +125,14 @@ class TruthGrader:
 
 
 def truth_text(rewards: Sequence[float], verdict: str | None = None) -> str:
-    """The text of the truth's reply: the reward of each review in the order shown, and which is the better one."""
+    """Returns the text of the truth's reply: the reward of each review in the order shown, and which is
+    the better one.
+    """
     return json.dumps({REWARDS: list(rewards), **({} if verdict is None else {VERDICT: verdict})})
 
 
 def rewards_in(text: str) -> tuple[float, ...] | None:
-    """The rewards in a reply of the truth; None for the text of any other grader."""
+    """Returns the rewards in a reply of the truth; None for the text of any other grader."""
     try:
         found = parse_json(text)
     except ValueError:
@@ -142,7 +144,7 @@ def rewards_in(text: str) -> tuple[float, ...] | None:
 
 
 def filled_with(template: JudgeTemplate, text: str) -> Iterator[dict[str, str]]:
-    """Every way in which ``text`` can be the template filled with three texts, by placeholder."""
+    """Yields every way in which ``text`` can be the template filled with three texts, by placeholder."""
     head, first, second, tail = template.literals
     if not (text.startswith(head) and text.endswith(tail) and len(text) >= len(head) + len(tail)):
         return
@@ -154,7 +156,7 @@ def filled_with(template: JudgeTemplate, text: str) -> Iterator[dict[str, str]]:
 
 
 def _places(text: str, part: str, start: int) -> Iterator[int]:
-    """Where ``part`` begins in ``text`` from ``start`` on, overlapping places included."""
+    """Yields where ``part`` begins in ``text`` from ``start`` on, overlapping places included."""
     place = text.find(part, start)
     while place >= 0:
         yield place

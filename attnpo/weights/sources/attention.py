@@ -49,12 +49,14 @@ class Attention(CapturedSource):
             )
 
     def resolve(self, num_layers: int) -> "Attention":
-        """The same source with ``layer`` and ``layers`` as numbers from 1 to ``num_layers``, or a UserError."""
+        """Returns the same source with ``layer`` and ``layers`` as numbers from 1 to ``num_layers``, or a UserError."""
         layers = tuple(distinct_layers(self.layers, num_layers, "weights.layers"))
         return replace(self, layer=resolve_layer(self.layer, num_layers), layers=layers)
 
     def wanted(self) -> tuple[Row, ...]:
-        """The rows whose mean is the weights: resolved layers, or the chosen heads of each; UserError if unresolved."""
+        """Returns the rows whose mean is the weights: resolved layers, or the chosen heads of each; UserError if
+        unresolved.
+        """
         layers = []
         for layer in self.layers or (self.layer,):
             if isinstance(layer, str):
@@ -65,7 +67,7 @@ class Attention(CapturedSource):
         return tuple(layers)
 
     def capture_layers(self, num_layers: int) -> tuple[int, ...]:
-        """All layers of the judge with attention, or only the wanted ones under ``store_layers: selected``."""
+        """Returns all layers of the judge with attention, or only the wanted ones under ``store_layers: selected``."""
         if self.store_layers == "all":
             return attending(num_layers)
         means = replace(self, heads=()).resolve(num_layers)
@@ -79,7 +81,9 @@ class Attention(CapturedSource):
         return self.capture_heads(num_layers, num_heads()) if self.heads else self.capture_layers(num_layers)
 
     def capture_heads(self, num_layers: int, num_heads: int) -> tuple[HeadRow, ...]:
-        """Every head of the layers to store; UserError when a chosen head is none of the judge's ``num_heads``."""
+        """Returns every head of the layers to store; UserError when a chosen head is none of the judge's
+        ``num_heads``.
+        """
         outside = [head for head in self.heads if not 1 <= head <= num_heads]
         if outside:
             raise UserError(
@@ -89,11 +93,15 @@ class Attention(CapturedSource):
         return tuple(HeadRow(row, head) for row in self.capture_layers(num_layers) for head in range(1, num_heads + 1))
 
     def capture_fingerprint(self) -> dict[str, object]:
-        """What is read at the verdict position: the head mean, or each head when some are chosen (never which)."""
+        """Returns what is read at the verdict position: the head mean, or each head when some are chosen
+        (never which).
+        """
         return {"source": "attention", "position": "last_prompt_token", "heads": "each" if self.heads else "mean"}
 
     def capture(self, pairs: Sequence[PreferencePair], reader: object, layers: tuple[Row, ...]) -> list[PairWeights]:
-        """Both judge rounds of each pair, float32 rows of ``layers``; all prompts go to the judge in one call."""
+        """Returns both judge rounds of each pair, float32 rows of ``layers``; all prompts go to the judge
+        in one call.
+        """
         numbers = tuple(dict.fromkeys(row.layer if isinstance(row, HeadRow) else row for row in layers))
         per_head = any(isinstance(row, HeadRow) for row in layers)
         rows = partial(chosen_rows, numbers=numbers, wanted=layers)
@@ -115,7 +123,7 @@ class Attention(CapturedSource):
 
 
 def _mean_of(item: Round, places: Sequence[int]) -> Round:
-    """A round with one row left, the mean of those at ``places``."""
+    """Returns a round with one row left, the mean of those at ``places``."""
     chosen, rejected = (
         TokenWeights(part.token_ids, part.offsets, part.weights[places].mean(dim=0, keepdim=True))
         for part in (item.chosen, item.rejected)
@@ -128,7 +136,9 @@ def _in_words(row: Row) -> str:
 
 
 def chosen_rows(reading: JudgeReading, numbers: Sequence[int], wanted: Sequence[Row]) -> Tensor:
-    """The ``wanted`` rows of a reading of the layers ``numbers``. UserError when the judge has not that many heads."""
+    """Returns the ``wanted`` rows of a reading of the layers ``numbers``. UserError when the judge has not that many
+    heads.
+    """
     heads = [row for row in wanted if isinstance(row, HeadRow)]
     if not heads:
         return reading.rows

@@ -66,15 +66,15 @@ class Column(TextSource):
 
     @property
     def columns(self) -> tuple[str, str]:  # type: ignore[override]
-        """The columns of the chosen and the rejected response."""
+        """Returns the columns of the chosen and the rejected response."""
         return self.chosen, self.rejected
 
     def unread(self) -> dict[str, str]:
-        """The key that spans alone read."""
+        """Returns the key that spans alone read."""
         return {"elsewhere": "weights.form=tokens"} if self.form is Form.TOKENS else {}
 
     def weigh(self, pair: PreferencePair, side: str, encoded: EncodedResponse) -> Float[Tensor, " m"]:
-        """The weights of the m training tokens, float32.
+        """Returns the weights of the m training tokens, float32.
 
         UserError naming pair, side and column for what is missing, of the wrong length, no number, negative where that
         is not declared, or without any mass where a distribution is.
@@ -96,7 +96,7 @@ class Column(TextSource):
         return normalize(row).float()
 
     def _by_token(self, cell: Sequence[object], text: str, encoded: EncodedResponse, where: str) -> Tensor:
-        """The column's numbers on the training tokens; those of the tokens that were cut are left out."""
+        """Returns the column's numbers on the training tokens; those of the tokens that were cut are left out."""
         values = [self._number(value, f"{where}, entry {place}") for place, value in enumerate(cell)]
         own = [place for place, (start, end) in enumerate(encoded.offsets) if end > start or self.end_token is None]
         held = [(start, end) for start, end in encoded.offsets if end > start]
@@ -117,7 +117,7 @@ class Column(TextSource):
         return row
 
     def _by_span(self, cell: Sequence[object], text: str, encoded: EncodedResponse, where: str) -> Tensor:
-        """The mean over each token's characters."""
+        """Returns the mean over each token's characters."""
         characters = torch.full((len(text),), self.elsewhere, dtype=torch.float64)
         taken = torch.zeros(len(text), dtype=torch.bool)
         for place, entry in enumerate(cell):
@@ -134,7 +134,7 @@ class Column(TextSource):
         return torch.tensor(row, dtype=torch.float64)
 
     def _number(self, value: object, at: str) -> float:
-        """A weight as the declared kind has it."""
+        """Returns a weight as the declared kind has it."""
         if not isinstance(value, int | float) or not isfinite(value):
             raise UserError(f"{at}: expected a finite number, got {shortened(repr(value))}")
         if value < 0 and not self.signed:
@@ -146,7 +146,7 @@ class Column(TextSource):
 
 
 def _cell(pair: PreferencePair, name: str, where: str, key: str) -> Sequence[object]:
-    """The list that a pair's row has in a column."""
+    """Returns the list that a pair's row has in a column."""
     if name not in pair.extra:
         found = ", ".join(sorted(pair.extra)) or "none"
         raise UserError(

@@ -16,7 +16,9 @@ TIE = 1e-9
 
 
 def below_mean(logps: Float[Tensor, "rows R"], mask: Bool[Tensor, "rows R"]) -> Bool[Tensor, "rows R"]:
-    """Tokens whose probability is below the mean probability of their response; none where all are equal (ConfPO)."""
+    """Returns tokens whose probability is below the mean probability of their response; none where all are equal
+    (ConfPO).
+    """
     exact = torch.where(mask, logps.double(), -torch.inf)
     mean = exact.logsumexp(-1, keepdim=True) - mask.sum(-1, keepdim=True).clamp(min=1).double().log()
     return mask & (exact < mean - TIE)
@@ -25,13 +27,17 @@ def below_mean(logps: Float[Tensor, "rows R"], mask: Bool[Tensor, "rows R"]) -> 
 def above_quantile(
     scores: Float[Tensor, "rows R"], mask: Bool[Tensor, "rows R"], quantile: float
 ) -> Bool[Tensor, "rows R"]:
-    """Tokens whose score is at least the response's ``quantile`` (linear between ranks); equal scores are all kept."""
+    """Returns tokens whose score is at least the response's ``quantile`` (linear between ranks); equal scores are all
+    kept.
+    """
     exact = torch.where(mask, scores.double(), torch.nan)
     return mask & (exact >= exact.nanquantile(quantile, dim=-1, keepdim=True))
 
 
 def highest(scores: Float[Tensor, "rows R"], mask: Bool[Tensor, "rows R"], share: float) -> Bool[Tensor, "rows R"]:
-    """The ``share`` of each response's n tokens with the highest scores: ceil(share n), and all that equal the last."""
+    """Returns the ``share`` of each response's n tokens with the highest scores: ceil(share n), and all that equal the
+    last.
+    """
     exact = torch.where(mask, scores.double(), -torch.inf)
     # 1e-9: a share such as 0.2 is not exact, and 0.2 of 5 tokens is one.
     count = (share * mask.sum(-1, keepdim=True).double() - 1e-9).ceil().long().clamp(min=1)

@@ -26,14 +26,14 @@ class ContrastForm(Protocol):
 
     @property
     def signed(self) -> bool:
-        """Whether a weight can be negative."""
+        """Returns whether a weight can be negative."""
 
     @property
     def statistic(self) -> str:
-        """What is compared: "log_ratio" of a token, or its log-probability under the "contrast" of both."""
+        """Returns what is compared: "log_ratio" of a token, or its log-probability under the "contrast" of both."""
 
     def __call__(self, raw: Float[Tensor, " n"], words: Bool[Tensor, " n"], side: str) -> Float[Tensor, " n"]:
-        """The weights of a response; ``words`` is false on the tokens that only end the turn."""
+        """Returns the weights of a response; ``words`` is false on the tokens that only end the turn."""
 
 
 def _require(key: str, holds: bool, expected: str, got: object) -> None:
@@ -65,7 +65,7 @@ ROUNDING = 100  # the code keeps two decimals of a log-ratio
 
 
 def ranks(values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """The place of each value in rising order, from 0; equal values share the mean of theirs."""
+    """Returns the place of each value in rising order, from 0; equal values share the mean of theirs."""
     below = (values[None, :] < values[:, None]).sum(-1)
     upto = (values[None, :] <= values[:, None]).sum(-1)
     return (below + upto - 1).to(values.dtype) / 2
@@ -116,7 +116,7 @@ class TISDPO:
         return {name: why for name in every if name not in READ[self.transform]}
 
     def __call__(self, raw: Float[Tensor, " n"], words: Bool[Tensor, " n"], side: str) -> Float[Tensor, " n"]:
-        """The weights of a response."""
+        """Returns the weights of a response."""
         sign = 1 if side == "chosen" else -1
         if self.transform is Transform.PAPER:
             return self.k * torch.exp(sign * self.mu * raw.clamp(self.low, self.high))
@@ -156,7 +156,7 @@ class CriticalTokens:
     statistic: ClassVar[str] = CONTRAST
 
     def __call__(self, raw: Float[Tensor, " n"], words: Bool[Tensor, " n"], side: str) -> Float[Tensor, " n"]:
-        """The weights of a response, from log c."""
+        """Returns the weights of a response, from log c."""
         one = torch.ones_like(raw)
         if side == "chosen" and self.only_neg:
             return one
@@ -186,7 +186,7 @@ class TokenGuided:
             _require(name, 0 < value < float("inf"), "a finite number above 0", value)
 
     def __call__(self, raw: Float[Tensor, " n"], words: Bool[Tensor, " n"], side: str) -> Float[Tensor, " n"]:
-        """The factors of a response."""
+        """Returns the factors of a response."""
         return 1 + (1 if side == "chosen" else -1) * self.alpha * self.beta * raw
 
 
@@ -214,28 +214,28 @@ class Contrast(ScoredSource):
 
     @property
     def signed(self) -> bool:  # type: ignore[override]
-        """Whether the form gives negative weights."""
+        """Returns whether the form gives negative weights."""
         return self.form.signed
 
     @property
     def scorers(self) -> Mapping[str, ScorerModel]:
-        """Both models by their keys."""
+        """Returns both models by their keys."""
         return {"positive": self.positive, "negative": self.negative}
 
     @property
     def compares_whole(self) -> bool:  # type: ignore[override]
-        """Whether the form reads both distributions, not the token's own probabilities alone."""
+        """Returns whether the form reads both distributions, not the token's own probabilities alone."""
         return self.form.statistic == CONTRAST
 
     def capture_fingerprint(self) -> dict[str, object]:
-        """What is compared, after which instructions; never the form's own numbers."""
+        """Returns what is compared, after which instructions; never the form's own numbers."""
         asked = [model.fingerprint() for model in self.scorers.values()]
         return {"source": "scorers", "statistic": self.form.statistic, "asked": asked}
 
     def capture(self, pairs: Sequence[PreferencePair], reader: object, layers: tuple[Row, ...]) -> list[PairWeights]:
-        """One round per pair with the raw comparison on its training tokens."""
+        """Returns one round per pair with the raw comparison on its training tokens."""
         return scored_rows(self.name, pairs, reader, self.scorers, self.form.statistic)
 
     def select(self, captured: PairWeights, layers: tuple[Row, ...]) -> PairWeights:
-        """The weights that the form makes of the stored comparison."""
+        """Returns the weights that the form makes of the stored comparison."""
         return weighed_by(captured, self.form)

@@ -38,6 +38,6 @@ class Decay(TextSource):
             )
 
     def weigh(self, pair: PreferencePair, side: str, encoded: EncodedResponse) -> Float[Tensor, " m"]:
-        """The factor of each of the m training tokens, formed in float64, float32."""
+        """Returns the factor of each of the m training tokens, formed in float64, float32."""
         places = torch.arange(len(encoded.response_ids), dtype=torch.float64)
         return (self.gamma ** (places + self.first_exponent)).float()

@@ -46,7 +46,7 @@ class Edits(TextSource):
     def weigh_pair(
         self, pair: PreferencePair, encoded: Mapping[str, EncodedResponse]
     ) -> dict[str, Float[Tensor, " _"]]:
-        """The factors of both responses on their training tokens, float32."""
+        """Returns the factors of both responses on their training tokens, float32."""
         holding = {
             side: [place for place, (start, end) in enumerate(encoded[side].offsets) if end > start] for side in SIDES
         }

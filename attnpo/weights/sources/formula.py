@@ -67,7 +67,7 @@ class Formula(TextSource):
             self._digests()
 
     def _called(self) -> Weigh:
-        """The function. UserError for a name that is none, or may not be imported."""
+        """Returns the function. UserError for a name that is none, or may not be imported."""
         if "." not in self.function:
             raise UserError(
                 f"weights.function: expected an import path such as package.module.name, got {self.function!r}"
@@ -95,7 +95,7 @@ class Formula(TextSource):
         return [file_digest(file) for file in files]
 
     def capture_fingerprint(self) -> dict[str, object]:
-        """The function's name, what its numbers are, and the digest of its source."""
+        """Returns the function's name, what its numbers are, and the digest of its source."""
         return {
             "source": self.name,
             "function": self.function,
@@ -105,7 +105,7 @@ class Formula(TextSource):
         }
 
     def weigh(self, pair: PreferencePair, side: str, encoded: EncodedResponse) -> Float[Tensor, " m"]:
-        """The function's numbers for the m training tokens, float32.
+        """Returns the function's numbers for the m training tokens, float32.
 
         UserError naming pair, side and function when it raises, gives another number of weights, or one that is not
         finite or not of the kind.

@@ -22,7 +22,7 @@ class Scope(Enum):
 def position_prior(
     counts: Int[Tensor, " rows"], first: Int[Tensor, " rows"], width: int, divisor: float, dtype: torch.dtype
 ) -> Float[Tensor, "rows R"]:
-    """A Gaussian over the tokens 0..n-1 of each row, which sums to 1 over them: its values at ``first`` and on.
+    """Returns a Gaussian over the tokens 0..n-1 of each row, which sums to 1 over them: its values at ``first`` and on.
 
     Mean (n-1)/2, standard deviation max(1, n / divisor). Values beyond n-1 say nothing; 0 where n is 0.
     """
@@ -85,7 +85,7 @@ class Gradient(OnlineSource):
     def weights(
         self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch
     ) -> Float[Tensor, "rows R"]:
-        """The batch's factors, from the policy's gradients at its input embeddings."""
+        """Returns the batch's factors, from the policy's gradients at its input embeddings."""
         scores = policy.input_gradient
         if scores is None:
             raise ValueError("weights=gradient reads the statistic input_gradient, and it was not computed")

@@ -45,13 +45,13 @@ class Lengths(OnlineSource):
         check_seed("weights.seed", self.seed)
 
     def unread(self) -> dict[str, str]:
-        """The key that the other rule reads."""
+        """Returns the key that the other rule reads."""
         return {"seed": "weights.rule=tail"} if self.rule is Rule.TAIL else {"alpha": "weights.rule=subsample"}
 
     def weights(
         self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch
     ) -> Float[Tensor, "rows R"]:
-        """The batch's factors, in float32 unless the log-probabilities are finer."""
+        """Returns the batch's factors, in float32 unless the log-probabilities are finer."""
         mask = batch.main.response_mask
         shorter = torch.minimum(*mask.sum(-1).chunk(2))
         kept = self._order(batch) < torch.cat([shorter, shorter])[:, None]
@@ -60,7 +60,7 @@ class Lengths(OnlineSource):
         return torch.where(kept, 1.0, low).to(dtype) * mask
 
     def _order(self, batch: PreferenceBatch) -> Int[Tensor, "rows R"]:
-        """The place of each response token in the order in which tokens are kept, from 0."""
+        """Returns the place of each response token in the order in which tokens are kept, from 0."""
         mask = batch.main.response_mask
         if self.rule is Rule.TAIL:
             return mask.cumsum(-1) - 1
@@ -69,7 +69,9 @@ class Lengths(OnlineSource):
 
 
 def _drawn(seed: int, batch: PreferenceBatch) -> Float[Tensor, "rows R"]:
-    """A random number per position, which depends on seed, step, pair, side and position alone, not on the padding."""
+    """Returns a random number per position, which depends on seed, step, pair, side and position alone, not on the
+    padding.
+    """
     width = batch.main.response_mask.shape[1]
     rows = []
     for side in SIDES:

@@ -18,7 +18,7 @@ from attnpo.weights.sources.uniform import Uniform
 
 
 def token_mean(values: Float[Tensor, "rows R"], mask: Bool[Tensor, "rows R"]) -> Float[Tensor, " rows"]:
-    """The mean over each row's tokens, in float64; 0 for a row without any."""
+    """Returns the mean over each row's tokens, in float64; 0 for a row without any."""
     kept = torch.where(mask, values.double(), 0.0)
     return kept.sum(-1) / mask.sum(-1).clamp(min=1)
 
@@ -41,7 +41,9 @@ class WPO(OnlineSource):
     statistics: ClassVar[frozenset[str]] = frozenset({"vocab:collision"})
 
     def weights(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> PairedWeights:
-        """The batch's equal token weights, and a weight for each pair. ValueError without the policy's collisions."""
+        """Returns the batch's equal token weights, and a weight for each pair. ValueError without the policy's
+        collisions.
+        """
         if "collision" not in policy.vocab:
             raise ValueError("weights=wpo read the statistic vocab:collision, and it was not computed")
         chosen, rejected = token_mean(
@@ -89,7 +91,7 @@ class MWPO(OnlineSource):
         return found | ({"length_scale": "weights.gamma=0"} if self.gamma == 0 else {})
 
     def weights(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> PairedWeights:
-        """The batch's equal token weights, and a weight for each pair. ValueError without a reference."""
+        """Returns the batch's equal token weights, and a weight for each pair. ValueError without a reference."""
         if reference is None:
             raise ValueError("weights=mwpo read the reference's log-probabilities, and none were computed")
         mask = batch.main.response_mask
@@ -118,20 +120,22 @@ class PairColumn(Uniform):
 
     @property
     def columns(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The column of the data that is read beside prompt and responses."""
+        """Returns the column of the data that is read beside prompt and responses."""
         return (self.column,)
 
     def capture_fingerprint(self) -> dict[str, object]:
-        """The names of the source and of its column."""
+        """Returns the names of the source and of its column."""
         return {"source": self.name, "column": self.column}
 
     def pair_weight(self, pair: PreferencePair) -> float:
-        """The column's value for ``pair``. UserError naming the pair for one that is no weight, or for no column."""
+        """Returns the column's value for ``pair``. UserError naming the pair for one that is no weight, or for no
+        column.
+        """
         return column_number(pair.extra, self.column, pair.pair_id)
 
 
 def column_number(row: Mapping[str, object], column: str, pair_id: str) -> float:
-    """The number of 0 or more that a row has in ``column``; UserError naming the pair otherwise."""
+    """Returns the number of 0 or more that a row has in ``column``; UserError naming the pair otherwise."""
     if column not in row:
         raise UserError(
             f"weights.column={column}: pair {pair_id} has no such column; it has: {', '.join(sorted(row)) or 'none'}. "

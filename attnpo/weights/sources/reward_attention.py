@@ -40,7 +40,7 @@ class RewardReader(Protocol):
     def read(
         self, conversations: Sequence[Sequence[int]], *, layers: Sequence[int], per_head: bool = False
     ) -> list[JudgeReading]:
-        """The rows of each conversation's last token, in their order; 1-based ``layers``."""
+        """Returns the rows of each conversation's last token, in their order; 1-based ``layers``."""
 
 
 @runtime_checkable
@@ -48,7 +48,7 @@ class ConversationBuilder(Protocol):
     """Encodes a prompt with a response; ``attnpo.text.chat.ChatFormat`` is the one in use."""
 
     def encode(self, prompt: Sequence[Message], response: str) -> EncodedResponse:
-        """Ids of both with the end of turn; ``attnpo.text.chat.RefusedText`` when it cannot be shown."""
+        """Returns ids of both with the end of turn; ``attnpo.text.chat.RefusedText`` when it cannot be shown."""
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,12 @@ class RewardAttention(Attention):
             raise UserError("weights.layer=auto asks a judge, and there is none: set weights.layer=last or a number")
 
     def capture_fingerprint(self) -> dict[str, object]:
-        """What is read at the last token, and how long a conversation may be."""
+        """Returns what is read at the last token, and how long a conversation may be."""
         heads = "each" if self.heads else "mean"
         return {"source": "reward_attention", "position": "last", "heads": heads, "max_length": self.max_length}
 
     def capture(self, pairs: Sequence[PreferencePair], reader: object, layers: tuple[Row, ...]) -> list[PairWeights]:
-        """One round per pair, float32 rows of ``layers``; all conversations go to the reward model in one call.
+        """Returns one round per pair, float32 rows of ``layers``; all conversations go to the reward model in one call.
 
         A pair that it cannot be shown comes back ``Unreadable``.
         """
@@ -133,13 +133,13 @@ class RewardAttention(Attention):
 
 
 def _answer_of(pair: PreferencePair, side: str, conversations: ConversationBuilder) -> EncodedResponse:
-    """The conversation that is read, with the characters of the response as it stands in the pair."""
+    """Returns the conversation that is read, with the characters of the response as it stands in the pair."""
     encoded, begins = conversations.encode(pair.prompt, judged(pair, side)), start_apart(pair, side)
     return encoded._replace(offsets=[(start + begins, end + begins) for start, end in encoded.offsets])
 
 
 def credit(rows: Float[Tensor, "layers T"], encoded: EncodedResponse) -> TokenWeights:
-    """What a conversation's rows put on the tokens of its response, those alone that hold a character of it."""
+    """Returns what a conversation's rows put on the tokens of its response, those alone that hold a character of it."""
     kept = [place for place, (start, end) in enumerate(encoded.offsets) if end > start]
     start = len(encoded.prompt_ids)
     return TokenWeights(

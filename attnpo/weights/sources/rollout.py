@@ -27,7 +27,9 @@ class Rollout(CapturedSource):
     requires: ClassVar[frozenset[str]] = frozenset({"judge"})
 
     def resolve(self, num_layers: int) -> "Rollout":
-        """The source itself: all layers take part. UserError for a judge that has layers without softmax attention."""
+        """Returns the source itself: all layers take part. UserError for a judge that has layers without softmax
+        attention.
+        """
         readable = attending(num_layers)
         if len(readable) < num_layers:
             raise UserError(
@@ -38,11 +40,11 @@ class Rollout(CapturedSource):
         return self
 
     def capture_fingerprint(self) -> dict[str, object]:
-        """What is read: half identity, half head mean, at the verdict position."""
+        """Returns what is read: half identity, half head mean, at the verdict position."""
         return {"source": "rollout", "position": "last_prompt_token", "heads": "mean", "identity": 0.5}
 
     def capture(self, pairs: Sequence[PreferencePair], reader: object, layers: tuple[Row, ...]) -> list[PairWeights]:
-        """Both judge rounds of each pair, one float32 row each; all prompts go to the judge in one call."""
+        """Returns both judge rounds of each pair, one float32 row each; all prompts go to the judge in one call."""
         return judge_rounds("rollout", pairs, reader, _row, (), rollout=True)
 
 

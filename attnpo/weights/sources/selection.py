@@ -51,11 +51,11 @@ class Selection(ScoredSource):
 
     @property
     def scorers(self) -> Mapping[str, ScorerModel]:
-        """Both models by their keys."""
+        """Returns both models by their keys."""
         return {"oracle": self.oracle, "reference": self.reference}
 
     def capture_fingerprint(self) -> dict[str, object]:
-        """What is compared, after which instructions; never how much is kept of it."""
+        """Returns what is compared, after which instructions; never how much is kept of it."""
         return {
             "source": "scorers",
             "statistic": LOG_RATIO,
@@ -63,11 +63,11 @@ class Selection(ScoredSource):
         }
 
     def capture(self, pairs: Sequence[PreferencePair], reader: object, layers: tuple[Row, ...]) -> list[PairWeights]:
-        """One round per pair with the log-ratio of each training token."""
+        """Returns one round per pair with the log-ratio of each training token."""
         return scored_rows(self.name, pairs, reader, self.scorers, LOG_RATIO)
 
     def select(self, captured: PairWeights, layers: tuple[Row, ...]) -> PairWeights:
-        """The weights of the kept tokens; 0 everywhere where a side keeps none."""
+        """Returns the weights of the kept tokens; 0 everywhere where a side keeps none."""
         chosen = weighed_by(captured, self._weights)
         empty = [not bool(part.weights.any()) for item in chosen.rounds for part in (item.chosen, item.rejected)]
         return weighed_by(captured, _nothing) if any(empty) else chosen

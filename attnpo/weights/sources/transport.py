@@ -56,11 +56,11 @@ class Transport(OnlineSource):
 
     @property
     def sweeps(self) -> int:
-        """How many sweeps reach the tolerance for any pair."""
+        """Returns how many sweeps reach the tolerance for any pair."""
         return sweeps_needed(self.reg, self.reg_m, self.tolerance)
 
     def plan(self, policy: TokenStats, batch: PreferenceBatch) -> Plan:
-        """What is transported in each pair of the batch, in float64. ValueError without hidden states."""
+        """Returns what is transported in each pair of the batch, in float64. ValueError without hidden states."""
         if policy.hidden is None:
             raise ValueError("transport weights need the policy's hidden states, and none were computed for the batch")
         hidden, masks = policy.hidden.detach().chunk(2), batch.main.response_mask.chunk(2)

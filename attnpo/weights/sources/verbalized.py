@@ -40,13 +40,15 @@ class QuestionBuilder(Protocol):
     """Asks a generator about one response; ``attnpo.weights.score_prompt.ScoreQuestions`` is the one in use."""
 
     def ask(self, pair: PreferencePair, side: str) -> list[Message]:
-        """The chat prompt about one response; ``attnpo.text.chat.RefusedText`` when the model cannot be shown it."""
+        """Returns the chat prompt about one response; ``attnpo.text.chat.RefusedText`` when the model cannot be shown
+        it.
+        """
 
     def tokens(self, pair: PreferencePair, side: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Ids and characters of the response's tokens, those alone that hold a character of it."""
+        """Returns ids and characters of the response's tokens, those alone that hold a character of it."""
 
     def fingerprint(self) -> Mapping[str, object]:
-        """Every setting of questions and tokens that changes a number."""
+        """Returns every setting of questions and tokens that changes a number."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +79,12 @@ class Verbalized(CapturedSource):
             raise UserError(f"weights.min_coverage must lie in [0, 1], got {self.min_coverage}")
 
     def capture_fingerprint(self) -> dict[str, object]:
-        """How answers become rows."""
+        """Returns how answers become rows."""
         return {"source": "verbalized", "spread": "mean over the token's characters", "reader": READER}
 
     def capture(self, pairs: Sequence[PreferencePair], reader: object, layers: tuple[Row, ...]) -> list[PairWeights]:
-        """One round per pair, a float32 row of scores per response; all prompts go to the generator in one call.
+        """Returns one round per pair, a float32 row of scores per response; all prompts go to the generator in one
+        call.
 
         A pair that the generator cannot be asked about comes back ``Unreadable``.
         """
@@ -108,7 +111,7 @@ class Verbalized(CapturedSource):
 
 
 def _row(pair: PreferencePair, side: str, answer: str, questions: QuestionBuilder) -> TokenWeights:
-    """The scores that ``answer`` gives to the tokens of one response."""
+    """Returns the scores that ``answer`` gives to the tokens of one response."""
     text, begins = judged(pair, side), start_apart(pair, side)
     ids, places = questions.tokens(pair, side)
     shown = [(max(start, begins) - begins, end - begins) for start, end in places]
@@ -119,7 +122,7 @@ def _row(pair: PreferencePair, side: str, answer: str, questions: QuestionBuilde
 
 
 def spread(spans: Sequence[ScoredSpan], response: str, places: Sequence[tuple[int, int]]) -> Float[Tensor, " n"]:
-    """A score per token: the mean over those of its characters that have one; 0 for a token without any.
+    """Returns a score per token: the mean over those of its characters that have one; 0 for a token without any.
 
     A token of blanks alone takes the score of the part it stands in or, since parts are quoted without what is between
     them, of the part that ends before it.
@@ -136,6 +139,6 @@ def spread(spans: Sequence[ScoredSpan], response: str, places: Sequence[tuple[in
 
 
 def _mean(scores: Float[Tensor, " characters"]) -> float:
-    """The mean of the scores above 0; 0 where there is none."""
+    """Returns the mean of the scores above 0; 0 where there is none."""
     scored = scores[scores > 0]
     return float(scored.mean()) if scored.numel() else 0.0
