@@ -46,6 +46,18 @@ hypothesis.settings.load_profile("no deadline")
 
 
 @pytest.fixture(scope="session")
+def vectors() -> Path:
+    """The golden records of the repository; models among them are drawn by ``tests.conformance.drawn.model_folder``."""
+    return ROOT / "tests" / "conformance" / "vectors"
+
+
+@pytest.fixture(scope="session")
+def paper_tables() -> Path:
+    """The numbers of the paper's tables as printed."""
+    return ROOT / "tests" / "paper_tables"
+
+
+@pytest.fixture(scope="session")
 def shared() -> Path:
     """The folder of real data, models and golden numbers beside the checkout; tests that need it skip without it."""
     folder = ROOT.parent / "shared"

@@ -179,8 +179,8 @@ def test_length_normalised_betas_are_the_main_ones_times_a_length(setting: str) 
     assert ratios == pytest.approx([26.0 if setting == "testbed" else 400.0] * len(ratios))
 
 
-def test_the_papers_length_normalised_beta_is_tried(shared: Path) -> None:
-    with (shared / "reference" / "paper_tables" / "hyperparameters.csv").open(newline="", encoding="utf-8") as file:
+def test_the_papers_length_normalised_beta_is_tried(paper_tables: Path) -> None:
+    with (paper_tables / "hyperparameters.csv").open(newline="", encoding="utf-8") as file:
         beta = next(float(row["value"]) for row in csv.DictReader(file) if row["group"] == "length_norm")
     for setting in PAPER:
         assert beta in study_of("length_norm", setting).grid_of("attention length-normalised").beta
@@ -256,9 +256,9 @@ PRINTED = {
 
 
 @pytest.mark.parametrize("experiment", PRINTED)
-def test_headers_hold_the_printed_numbers(experiment: str, shared: Path) -> None:
+def test_headers_hold_the_printed_numbers(experiment: str, paper_tables: Path) -> None:
     file, wanted = PRINTED[experiment]
-    with (shared / "reference" / "paper_tables" / file).open(newline="", encoding="utf-8") as stream:
+    with (paper_tables / file).open(newline="", encoding="utf-8") as stream:
         rows = [row for row in csv.DictReader(stream) if row["method"] in wanted]
     assert {row["method"] for row in rows} == set(wanted)
     for row in rows:

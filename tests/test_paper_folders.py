@@ -140,10 +140,10 @@ def test_the_columns_are_explained(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_the_printed_numbers_are_the_papers(name: str, shared: Path) -> None:
+def test_the_printed_numbers_are_the_papers(name: str, paper_tables: Path) -> None:
     file, keep = PARTS.get(name, (f"{name}.csv", lambda row: True))
     printed = rows_of(FOLDER / name / "printed.csv")
-    wanted = [row for row in rows_of(shared / "reference" / "paper_tables" / file) if keep(row)]
+    wanted = [row for row in rows_of(paper_tables / file) if keep(row)]
     columns = [column for column in printed[0] if column not in OURS]
     assert len(columns) > 1
     assert [[row[name] for name in columns] for row in printed] == [[row[name] for name in columns] for row in wanted]

@@ -91,8 +91,8 @@ ELSEWHERE = {
 }
 
 
-def paper_rows(shared: Path) -> dict[tuple[str, str], str]:
-    with (shared / "reference" / "paper_tables" / "hyperparameters.csv").open(newline="", encoding="utf-8") as file:
+def paper_rows(paper_tables: Path) -> dict[tuple[str, str], str]:
+    with (paper_tables / "hyperparameters.csv").open(newline="", encoding="utf-8") as file:
         return {(row["group"], row["name"]): row["value"] for row in csv.DictReader(file)}
 
 
@@ -104,8 +104,8 @@ def number_or_word(text: str) -> float | str:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_every_hyperparameter_is_the_papers(name: str, shared: Path) -> None:
-    rows = paper_rows(shared)
+def test_every_hyperparameter_is_the_papers(name: str, paper_tables: Path) -> None:
+    rows = paper_rows(paper_tables)
     asked = {key for key in rows if key[0] in ("training", "weights")}
     assert asked == KEYS.keys() | ELSEWHERE.keys()
     values = leaves(setting(name))
@@ -116,10 +116,10 @@ def test_every_hyperparameter_is_the_papers(name: str, shared: Path) -> None:
     assert values["grid.lr"] == [float(rows["training", "learning_rate"])]
 
 
-def test_the_optimiser_is_adamw(shared: Path) -> None:
+def test_the_optimiser_is_adamw(paper_tables: Path) -> None:
     for name in SETTINGS:
         made = composed(name).optimizer.make([torch.nn.Parameter(torch.ones(2))])
-        assert type(made).__name__ == paper_rows(shared)["training", "optimizer"]
+        assert type(made).__name__ == paper_rows(paper_tables)["training", "optimizer"]
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -148,7 +148,7 @@ SPLITS = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_rows_of_the_splits(name: str, shared: Path) -> None:
+def test_rows_of_the_splits(name: str, paper_tables: Path) -> None:
     """The counts stand as comments beside the splits, since no file of the data is here."""
     data, train, val = SPLITS[name]
     node = setting(name)["data"]
@@ -156,16 +156,16 @@ def test_rows_of_the_splits(name: str, shared: Path) -> None:
     assert node["path"].rpartition("/")[2].replace("-", "_") == data
     own = (CONFIG_DIR / "setting" / f"{name}.yaml").read_text(encoding="utf-8")
     text = own if "train_split" in own else (CONFIG_DIR / "setting" / f"{SETTINGS[0]}.yaml").read_text(encoding="utf-8")
-    rows = paper_rows(shared)
+    rows = paper_rows(paper_tables)
     for part, split in (("train", train), ("validation", val)):
         count = int(rows["data", f"{data}_{part}"])
         assert re.search(rf"_split: {split} +# {count:,} rows", text), (split, count)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_headers_hold_the_printed_results(name: str, shared: Path) -> None:
+def test_headers_hold_the_printed_results(name: str, paper_tables: Path) -> None:
     file = "mistral_7b_base_sft.csv" if name.startswith("mistral") else "main_results.csv"
-    with (shared / "reference" / "paper_tables" / file).open(newline="", encoding="utf-8") as stream:
+    with (paper_tables / file).open(newline="", encoding="utf-8") as stream:
         rows = [
             row
             for row in csv.DictReader(stream)

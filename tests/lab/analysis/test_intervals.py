@@ -201,9 +201,9 @@ def test_ranks_sum_as_without_ties(scores: list[int]) -> None:
     assert tied_ranks(np.array(scores, dtype=float)).sum() == pytest.approx(count * (count + 1) / 2)
 
 
-def test_average_ranks_give_the_papers_column(shared: Path) -> None:
+def test_average_ranks_give_the_papers_column(paper_tables: Path) -> None:
     # The Instruct half of the main table; the other half's printed column is a known misprint (paper_tables/README.md).
-    with (shared / "reference" / "paper_tables" / "main_results.csv").open(newline="", encoding="utf-8") as file:
+    with (paper_tables / "main_results.csv").open(newline="", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["base_model"] == "llama-3-8b-instruct"]
     metrics = ("alpacaeval_lc", "alpacaeval_wr", "mt_bench", "arena_hard_wr")
     ranks = average_ranks(np.array([[float(row[name]) for name in metrics] for row in rows]))

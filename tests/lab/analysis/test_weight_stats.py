@@ -102,7 +102,7 @@ def test_what_uniform_weights_would_give_is_a_mean_over_responses() -> None:
     assert sink_row("m", summary)["uniform_percent"] == pytest.approx(37.5)
 
 
-def test_the_printed_columns_are_those_of_the_paper(shared: Path) -> None:
+def test_the_printed_columns_are_those_of_the_paper(paper_tables: Path) -> None:
     """The heads of the paper's files, so that they can stand beside ours."""
     summary = summarize([response_statistics(torch.ones(4))])
     (token,) = token_rows(token_means([WeightedRow(torch.tensor([1]), torch.ones(1))]), str)
@@ -112,7 +112,7 @@ def test_the_printed_columns_are_those_of_the_paper(shared: Path) -> None:
         "top_tokens": ["model", "side", *token],
     }
     for name, columns in ours.items():
-        with (shared / "reference" / "paper_tables" / f"{name}.csv").open(encoding="utf-8") as lines:
+        with (paper_tables / f"{name}.csv").open(encoding="utf-8") as lines:
             assert set(next(csv.reader(lines))) <= set(columns)
 
 

@@ -47,9 +47,9 @@ def study_on(setting: str) -> Study:
 # ------------------------------------------------------------------------------------------------ rows and grids
 
 
-def test_the_rows_are_the_papers(shared: Path) -> None:
+def test_the_rows_are_the_papers(paper_tables: Path) -> None:
     """In its order, with one control after them."""
-    with (shared / "reference" / "paper_tables" / "main_results.csv").open(newline="", encoding="utf-8") as file:
+    with (paper_tables / "main_results.csv").open(newline="", encoding="utf-8") as file:
         methods = list(dict.fromkeys(row["method"] for row in csv.DictReader(file)))
     assert [*study_on("testbed").arms] == [*methods[1:], "AttentionPO shuffled"] and methods[0] == "Base"
 
