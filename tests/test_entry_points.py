@@ -529,8 +529,8 @@ def running(pid: int) -> bool:
         return False
 
 
-def test_golden_records_are_verified_without_a_bar(shared: Path) -> None:
-    done = start("tests.conformance", str(shared / "golden" / "losses.json"), "--only", "no such record")
+def test_golden_records_are_verified_without_a_bar(vectors: Path) -> None:
+    done = start("tests.conformance", str(vectors / "losses.json"), "--only", "no such record")
     assert (done.returncode, done.stderr) == (1, "")
 
 

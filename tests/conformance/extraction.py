@@ -20,6 +20,7 @@ from attnpo.models.loading import load_tokenizer
 from attnpo.schema import SIDES, Message, PairWeights, PreferencePair, UserError
 from attnpo.text.chat import ChatFormat
 from attnpo.weights.base import WeightSource
+from tests.conformance.drawn import model_folder
 from tests.conformance.extraction_folder import (
     ANSWERS,
     ROUNDS,
@@ -106,7 +107,7 @@ class Extraction:
     def _room(self, span: str) -> RunJudge:
         template = str(self.golden.path / "template.txt")
         judge = built("judge", "judge=pairwise", span=span, template_file=template, **self.golden.span_rules)
-        model = built("model", path=str(self.golden.path / "model"))
+        model = built("model", path=str(model_folder(self.golden.path / "model")))
         return RunJudge(judge, model, self.chat)
 
     @cached_property

@@ -25,11 +25,9 @@ Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]
 
 
 @pytest.fixture
-def folder(shared: Path, tmp_path: Path) -> Callable[[Change], Path]:
+def folder(vectors: Path, tmp_path: Path) -> Callable[[Change], Path]:
     """Writes the golden folder with three short pairs, changed."""
-    source = shared / "golden_sentencepiece/extraction"
-    if not source.is_dir():
-        pytest.skip("needs golden_sentencepiece/ in the development data folder")
+    source = vectors / "extraction_sentencepiece"
 
     def write(change: Change) -> Path:
         folder = tmp_path / "extraction"
@@ -111,7 +109,7 @@ THEIRS = (
 
 @pytest.mark.parametrize("wording", ["ours", "theirs"])
 def test_the_mistral_setting_reproduces_their_spans_as_its_header_says(
-    shared: Path, tmp_path: Path, wording: str
+    vectors: Path, tmp_path: Path, wording: str
 ) -> None:
     """An answer loses its last two tokens, a short one keeps its first."""
     (tmp_path / "theirs.txt").write_text(THEIRS)
@@ -119,7 +117,7 @@ def test_the_mistral_setting_reproduces_their_spans_as_its_header_says(
     if wording == "theirs":
         keys += [f"judge.template_file={tmp_path}/theirs.txt", 'judge.span_closing="\n<|The End of Answer"']
     rules = load("fit", keys).judge.rules()
-    chat = ChatFormat(load_tokenizer(shared / "golden_sentencepiece/extraction/tokenizer"))
+    chat = ChatFormat(load_tokenizer(vectors / "extraction_sentencepiece/tokenizer"))
     pair = PreferencePair.make([{"role": "user", "content": "Why?"}], "It is because of rain.", "So.")
     whole = JudgePrompts(load("fit", [*keys, "judge.span=touch"]).judge.rules(), chat).build(pair)
     for short, full in zip(JudgePrompts(rules, chat).build(pair), whole, strict=True):

@@ -334,41 +334,41 @@ def test_equal_lengths_are_said_in_the_counts(reference: str, auxiliary: str) ->
     assert graded.counts == {NO_LENGTHS: 1} and math.isnan(graded.scores[LENGTH_CONTROLLED])
 
 
-def test_golden_records_hold(shared: Path) -> None:
-    """57 models' raw rates were checked against the leaderboard when the records were made; these are four of them."""
-    outcomes = [record.run() for record in records(shared / "golden" / "evaluation" / "alpaca_eval")]
+def test_golden_records_hold(vectors: Path) -> None:
+    """Drawn judgments; those of real models, with their published rates, are in ../shared (test_conformance.py)."""
+    outcomes = [record.run() for record in records(vectors / "evaluation" / "alpaca_eval")]
     assert len(outcomes) == 8
     assert [outcome.line() for outcome in outcomes if outcome.status is not Status.OK] == []
 
 
-def test_a_wrong_golden_figure_fails(shared: Path, tmp_path: Path) -> None:
-    golden = shared / "golden" / "evaluation" / "alpaca_eval"
+def test_a_wrong_golden_figure_fails(vectors: Path, tmp_path: Path) -> None:
+    golden = vectors / "evaluation" / "alpaca_eval"
     expected = json.loads((golden / "expected.json").read_text())
-    figures = expected["claude-2.1"]
+    figures = expected["close"]
     figures["leaderboard"]["win_rate"] += 1e-5
     figures["library_with_reconstructed_aux"]["length_controlled_winrate"] += 0.03
-    written(tmp_path / "expected.json", {"claude-2.1": figures, "unheard of": figures})
-    for name in ("claude-2.1.csv", "df_gamed_reconstructed.csv"):
+    written(tmp_path / "expected.json", {"close": figures, "unheard of": figures})
+    for name in ("close.csv", "df_gamed_drawn.csv"):
         (tmp_path / name).symlink_to(golden / name)
     assert [record.run().status for record in records(tmp_path)] == [Status.FAIL] * 4
 
 
-def test_records_name_the_extra_that_is_not_installed(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_name_the_extra_that_is_not_installed(vectors: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alpaca_library.library.cache_clear()
     monkeypatch.setitem(sys.modules, "alpaca_eval", None)
     try:
-        outcome = next(iter(records(shared / "golden" / "evaluation" / "alpaca_eval"))).run()
+        outcome = next(iter(records(vectors / "evaluation" / "alpaca_eval"))).run()
     finally:
         alpaca_library.library.cache_clear()
     assert outcome.status is Status.NOT_BUILT and "extra `eval`" in outcome.note
 
 
 @pytest.mark.slow
-def test_the_standard_error_is_that_of_resampled_questions(shared: Path) -> None:
-    """The library's own, of predictions whose fit is taken as certain, is half as large (0.75 for this model)."""
-    golden = shared / "golden" / "evaluation" / "alpaca_eval"
-    file = named_auxiliary(str(golden / "df_gamed_reconstructed.csv"), 805)
-    table = np.genfromtxt(golden / "claude-2.1.csv", delimiter=",", names=True)
+def test_the_standard_error_is_that_of_resampled_questions(vectors: Path) -> None:
+    """The library's own, of predictions whose fit is taken as certain, is half as large."""
+    golden = vectors / "evaluation" / "alpaca_eval"
+    file = named_auxiliary(str(golden / "df_gamed_drawn.csv"), 805)
+    table = np.genfromtxt(golden / "close.csv", delimiter=",", names=True)
     preferences = table["preference"]
     rows = [Compared("", "x" * int(line["len_baseline"]), "x" * int(line["len_model"])) for line in table]
     stated = win_rates(rows, preferences, file).errors[LENGTH_CONTROLLED]

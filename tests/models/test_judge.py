@@ -11,17 +11,18 @@ from attnpo.judge.base import JudgeModel
 from attnpo.judge.reader import CausalJudge
 from attnpo.models.loading import load_model
 from attnpo.schema import UserError
+from tests.conformance.drawn import model_folder
 
 Build = Callable[..., PreTrainedModel]
 IDS = [[5, 6, 7, 8, 9, 10], [11, 12], [20, 21, 22, 23], [30]]
 
 
-def test_golden_rows_rollout_and_verdicts(shared: Path) -> None:
-    folder = shared / "golden" / "extraction"
+def test_golden_rows_rollout_and_verdicts(vectors: Path) -> None:
+    folder = vectors / "extraction"
     expected = load_file(folder / "expected.safetensors")
     cases = json.loads((folder / "pairs.json").read_text(encoding="utf-8"))["pairs"]
-    judge = CausalJudge(load_model(folder / "model"), token_budget=8192)
-    depths = (1, 2, 4, 6, 8)
+    judge = CausalJudge(load_model(model_folder(folder / "model")), token_budget=8192)
+    depths = (1, 4, 8)
     rounds = [(index, order) for index in range(len(cases)) for order in ("cr", "rc")]
     prompts = [cases[index]["rounds"][order]["judge_ids"] for index, order in rounds]
     readings = judge.read(prompts, layers=depths, rollout=True)
@@ -37,13 +38,13 @@ def test_golden_rows_rollout_and_verdicts(shared: Path) -> None:
 
 @pytest.mark.parametrize("kernel", ["sdpa", "blocks"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 2.2e-5), ("float32", 5e-5)])
-def test_golden_rows_per_head(shared: Path, kernel: str, dtype: str, tolerance: float) -> None:
+def test_golden_rows_per_head(vectors: Path, kernel: str, dtype: str, tolerance: float) -> None:
     # The golden float32 rows are 2.1e-5 away from those of the same model in float64: single heads are peaked and carry
     # the rounding of the layers below. Our float32 carries as much of its own, another on every kind of processor.
-    folder = shared / "golden" / "extraction"
+    folder = vectors / "extraction"
     expected = load_file(folder / "expected.safetensors")
     cases = json.loads((folder / "pairs.json").read_text(encoding="utf-8"))["pairs"]
-    judge = CausalJudge(load_model(folder / "model", dtype=dtype), kernel=kernel)
+    judge = CausalJudge(load_model(model_folder(folder / "model"), dtype=dtype), kernel=kernel)
     for index in (0, 2):
         for order in ("cr", "rc"):
             ids = cases[index]["rounds"][order]["judge_ids"]

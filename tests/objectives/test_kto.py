@@ -218,9 +218,9 @@ def test_hyperparameters_outside_their_domain(key: str, value: float) -> None:
         KTO(**{key: value})
 
 
-def test_golden_records(shared: Path) -> None:
+def test_golden_records(vectors: Path) -> None:
     """And the comparison can fail: with one number of the record changed it does."""
-    records = [r for r in json.loads((shared / "golden/losses.json").read_text())["records"] if r["name"] == "kto"]
+    records = [r for r in json.loads((vectors / "losses.json").read_text())["records"] if r["name"] == "kto"]
     assert len(records) == 4
     for record in records:
         comparison = Comparison()

@@ -86,8 +86,8 @@ def test_settings_out_of_range_are_refused(key: str, values: tuple[float, ...]) 
 
 
 @pytest.fixture(scope="module")
-def records(shared: Path) -> list[dict[str, Any]]:
-    found = json.loads((shared / "golden/losses.json").read_text())["records"]
+def records(vectors: Path) -> list[dict[str, Any]]:
+    found = json.loads((vectors / "losses.json").read_text())["records"]
     return [item for item in found if item["name"] == "otpo"]
 
 

@@ -78,25 +78,25 @@ def random_weights() -> Tensor:
 # ------------------------------------------------------------------------------------------------ golden records
 
 
-def golden(shared: Path, name: str) -> list[dict[str, Any]]:
-    records = json.loads((shared / "golden" / "losses.json").read_text())["records"]
+def golden(vectors: Path, name: str) -> list[dict[str, Any]]:
+    records = json.loads((vectors / "losses.json").read_text())["records"]
     found = [record for record in records if record["name"] == name]
     assert len(found) == 4
     return found
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_golden_records_agree_to_the_gradient_of_the_logits(shared: Path, name: str) -> None:
-    for record in golden(shared, name):
+def test_golden_records_agree_to_the_gradient_of_the_logits(vectors: Path, name: str) -> None:
+    for record in golden(vectors, name):
         comparison = Comparison()
         distributions.recompute(Record.read(record), comparison)
         assert not comparison.problems and not comparison.variant and 0 < comparison.absolute < 1e-13
 
 
 @pytest.mark.parametrize("way", list(distributions.WAYS))
-def test_only_the_gradients_tell_a_stop_gradient_apart(shared: Path, way: str) -> None:
+def test_only_the_gradients_tell_a_stop_gradient_apart(vectors: Path, way: str) -> None:
     """TDPO1's formula with both K passing gradient is TDPO2's at alpha 1 in all but the chosen side's gradient."""
-    record = Record.read(golden(shared, "tdpo2")[3])
+    record = Record.read(golden(vectors, "tdpo2")[3])
     assert record.hyperparameters.values == {"beta": 0.5, "alpha": 1.0}
     results = distributions.evaluate(TDPO1(0.5), 0.5, record.inputs, way)
     comparison = Comparison()
@@ -107,8 +107,8 @@ def test_only_the_gradients_tell_a_stop_gradient_apart(shared: Path, way: str) -
 @pytest.mark.parametrize(
     "quantity", ["loss", "chosen_seq_kl", "rejected_rewards_logged", "grad_rejected_policy_logits"]
 )
-def test_a_record_with_another_number_fails(shared: Path, quantity: str) -> None:
-    record = deepcopy(golden(shared, "tdpo2")[0])
+def test_a_record_with_another_number_fails(vectors: Path, quantity: str) -> None:
+    record = deepcopy(golden(vectors, "tdpo2")[0])
     values = torch.tensor(record["expected"][quantity], dtype=torch.float64)
     values.view(-1)[0] += 1e-8
     record["expected"][quantity] = values.tolist()

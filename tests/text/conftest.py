@@ -15,8 +15,8 @@ def formats(shared: Path) -> Formats:
 
 
 @pytest.fixture(scope="session")
-def golden(shared: Path) -> Path:
-    return shared / "golden" / "extraction"
+def golden(vectors: Path) -> Path:
+    return vectors / "extraction"
 
 
 @pytest.fixture(scope="session")

@@ -23,13 +23,13 @@ def golden_align(record, target):
     return align(source, places(len(source)), weights, target, places(len(target)), AlignMethod.LEVENSHTEIN)
 
 
-def loss_records(shared):
-    records = json.loads((shared / "golden" / "losses.json").read_text())["records"]
+def loss_records(vectors):
+    records = json.loads((vectors / "losses.json").read_text())["records"]
     return [record for record in records if record["name"] == "attnpo_align"]
 
 
-def test_the_reference_alignment_records(shared: Path) -> None:
-    records = loss_records(shared)
+def test_the_reference_alignment_records(vectors: Path) -> None:
+    records = loss_records(vectors)
     assert len(records) == 7
     for record in records:
         given_ids = record["inputs"]["training_token_ids"]

@@ -308,13 +308,13 @@ def test_what_a_transform_refuses_comes_before_what_is_wrong_with_later_pairs() 
     assert "after Refuses" in now[1]
 
 
-@pytest.mark.parametrize("folder", ["golden", "golden_sentencepiece"])
+@pytest.mark.parametrize("folder", ["extraction", "extraction_sentencepiece"])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("order", ORDERS)
-def test_golden_rows(shared: Path, folder: str, method: AlignMethod, order: RoundOrder) -> None:
+def test_golden_rows(vectors: Path, folder: str, method: AlignMethod, order: RoundOrder) -> None:
     """The reference's judge rows in its training tokens; places stand for characters."""
-    made = json.loads((shared / folder / "extraction/pairs.json").read_text())["pairs"]
-    expected = load_file(shared / folder / "extraction/expected.safetensors")
+    made = json.loads((vectors / folder / "pairs.json").read_text())["pairs"]
+    expected = load_file(vectors / folder / "expected.safetensors")
     layers = tuple(
         sorted({int(name.split("/")[1][1:]) for name in expected if name.endswith("/cr/row") and "/L" in name})
     )

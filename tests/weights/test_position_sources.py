@@ -339,8 +339,8 @@ def test_every_objective_that_reads_weights_takes_them(name: str) -> None:
         assert bool(found.isfinite().all()) and not torch.allclose(found, plain), type(source).__name__
 
 
-def test_the_golden_records_of_d2po(shared: Path) -> None:
-    found = json.loads((shared / "golden" / "losses.json").read_text(encoding="utf-8"))["records"]
+def test_the_golden_records_of_d2po(vectors: Path) -> None:
+    found = json.loads((vectors / "losses.json").read_text(encoding="utf-8"))["records"]
     records = [Record.read(values) for values in found if values["name"] == "d2po"]
     outcomes = [item.run() for item in items(records)]
     assert len(outcomes) == len(records) > 0

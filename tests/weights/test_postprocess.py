@@ -32,8 +32,8 @@ def double(values: list[float]) -> torch.Tensor:
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("sink", [0, 1])
-def test_layer_records_of_the_reference(shared: Path, order: str, sink: int) -> None:
-    records = [r for r in json.loads((shared / "golden/losses.json").read_text())["records"]
+def test_layer_records_of_the_reference(vectors: Path, order: str, sink: int) -> None:
+    records = [r for r in json.loads((vectors / "losses.json").read_text())["records"]
                if r["name"] == "attnpo_weights_layer"]  # fmt: skip
     assert len(records) == 8
     for record in records:
@@ -45,8 +45,8 @@ def test_layer_records_of_the_reference(shared: Path, order: str, sink: int) -> 
             torch.testing.assert_close(process(rows), expected, rtol=1e-9, atol=0)
 
 
-def test_sink_cases_of_the_reference(shared: Path) -> None:
-    cases = json.loads((shared / "golden/extraction/unit_cases.json").read_text())["sink_fix"]
+def test_sink_cases_of_the_reference(vectors: Path) -> None:
+    cases = json.loads((vectors / "extraction/unit_cases.json").read_text())["sink_fix"]
     assert sum(case["fixed"] is None for case in cases) == 2
     for case in cases:
         weights = double(case["weights"])

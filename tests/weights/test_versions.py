@@ -23,6 +23,7 @@ from attnpo.weights.score_parser import read_answer
 from attnpo.weights.sources.attention import Attention
 from attnpo.weights.sources.rollout import Rollout
 from attnpo.weights.sources.verbalized import READER, spread
+from tests.conformance.drawn import model_folder
 
 PAIR = PreferencePair.make(
     [Message(role="user", content="Why is the sky blue? Say it in two sentences, please.")],
@@ -32,13 +33,13 @@ PAIR = PreferencePair.make(
 # Per round and side: tokens, and the sum of each row times the place of its tokens (a row moved by one token shows).
 CAPTURED: dict[str, dict[str, list[float]]] = {
     "2": {
-        "attention": [26, 1.21904, 0.718168, 14, 1.27713, 0.0981549, 26, 0.645407, 1.31481, 14, 0.318444, 0.0554797],
-        "cut": [10, 0.0922466, 8, 0.122392, 10, 0.391681, 8, 0.0260083],
-        "rollout": [26, 0.184953, 14, 0.0284447, 26, 0.108215, 14, 0.0592357],
+        "attention": [26, 0.864756, 1.0653, 14, 0.368981, 0.586568, 26, 0.94026, 1.64654, 14, 0.227274, 0.28109],
+        "cut": [10, 0.489628, 8, 0.0966144, 10, 0.144496, 8, 0.153377],
+        "rollout": [26, 0.182235, 14, 0.0389692, 26, 0.112384, 14, 0.0815928],
     },
 }
 # Per side: tokens, and the sum of the log-probabilities times their places.
-REFERENCE: dict[str, list[float]] = {"1": [27, -2730.95, 15, -885.326]}
+REFERENCE: dict[str, list[float]] = {"1": [27, -2782.09, 15, -838.954]}
 ANSWER = '[{"part": "Short waves", "score": 5}, {"part": "everywhere.", "score": "2"}, {"part": "green", "score": 3}]'
 READ: dict[str, list[float]] = {"2": [5.0, 5.0, 5.0, 0.0, 2.0]}
 
@@ -48,8 +49,8 @@ def placed(row: torch.Tensor) -> float:
 
 
 @pytest.fixture(scope="module")
-def golden(shared: Path) -> Path:
-    return shared / "golden" / "extraction"
+def golden(vectors: Path) -> Path:
+    return vectors / "extraction"
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,7 @@ def chat(golden: Path) -> ChatFormat:
 
 
 def test_captured_rows_are_those_of_their_version(golden: Path, chat: ChatFormat, tmp_path: Path) -> None:
-    judge, seen = CausalJudge(load_model(golden / "model")), {}
+    judge, seen = CausalJudge(load_model(model_folder(golden / "model"))), {}
     for name, source, layers, length in (
         ("attention", Attention(), (1, 8), 2048),
         ("cut", Attention(), (4,), 175),
@@ -77,7 +78,7 @@ def test_captured_rows_are_those_of_their_version(golden: Path, chat: ChatFormat
 
 
 def test_reference_log_probabilities_are_those_of_their_version(golden: Path, chat: ChatFormat, tmp_path: Path) -> None:
-    model = ScoredLM(load_model(golden / "model")).eval()
+    model = ScoredLM(load_model(model_folder(golden / "model"))).eval()
     encoded = [chat.encode(PAIR.prompt, PAIR.response(side)) for side in SIDES]
     inputs, ids, mask = padded([(row.prompt_ids, row.response_ids) for row in encoded], 0)
     with torch.no_grad():
