@@ -58,8 +58,16 @@ def paper_tables() -> Path:
 
 
 @pytest.fixture(scope="session")
+def babbler() -> Path:
+    """A small Llama drawn from a seed, with a tokenizer that has no chat template."""
+    from tests.conformance.drawn import model_folder
+
+    return model_folder(ROOT / "tests" / "models" / "babbler")
+
+
+@pytest.fixture(scope="session")
 def shared() -> Path:
-    """The folder of real data, models and golden numbers beside the checkout; tests that need it skip without it."""
+    """The folder of others' data and models beside the checkout (CONTRIBUTING.md); tests of it skip without it."""
     folder = ROOT.parent / "shared"
     if not folder.is_dir():
         pytest.skip(f"needs the development data folder {folder.name}/ beside the checkout")

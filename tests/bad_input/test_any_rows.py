@@ -177,18 +177,15 @@ def _bytes() -> ChatFormat:
     return ChatFormat(tokenizer, STORIES)
 
 
-REAL = ("edge_merge", "edge_merge_untrimmed", "gpt2_chatml", "mistral")
+LIKE_REAL = ("edge_merge", "edge_merge_untrimmed", "gpt2_chatml", "mistral")
 
 
 @pytest.fixture(scope="module")
-def chats(request: pytest.FixtureRequest) -> list[ChatFormat]:
-    """Chat formats: the testbed's, also with a wilful template, bytes, and those of real tokenizers where at hand."""
+def chats() -> list[ChatFormat]:
+    """Chat formats: the testbed's, also with a wilful template, bytes, and those of tokenizers like real ones."""
+    formats = Formats()
     made = [_testbed(), _testbed(WILFUL), _testbed(WILFUL), _bytes(), _bytes()]
-    try:
-        formats = Formats(request.getfixturevalue("shared"))
-    except pytest.skip.Exception:
-        return made
-    return [*made, *(formats(name) for name in REAL)]
+    return [*made, *(formats(name) for name in LIKE_REAL)]
 
 
 # ------------------------------------------------------------------------------------------------ the account

@@ -14,8 +14,9 @@ from omegaconf import OmegaConf
 
 from attnpo.data.adapters import Columns, Note, Reason, RowProblem, adapt
 from attnpo.data.base import PairSet, PairSource, name_unused, pairs_from_rows, row_range
-from attnpo.schema import PreferencePair, UserError, digest
+from attnpo.schema import SIDES, PreferencePair, UserError, digest
 from attnpo.text.traces import Traces
+from tests import own_texts
 
 USER = {"role": "user", "content": "Name a colour."}
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -420,37 +421,50 @@ ROWS = {
 DUPLICATES = {"train_en": 5, "train_zh": 8, "test_zh": 3}
 
 
-@pytest.mark.parametrize(("folder", "split"), ROWS)
-def test_real_file_keeps_every_row(shared: Path, folder: str, split: str) -> None:
-    found = PairSource(str(shared / "data" / folder), train_split=split).load("train")
-    lines = (shared / "data" / folder / f"{split}.jsonl").read_text(encoding="utf-8").split("\n")
-    rows = [json.loads(line) for line in lines if line]
-    assert (found.read, found.kept, found.dropped) == (ROWS[folder, split], ROWS[folder, split], 0)
+def keeps_every_row(file: Path, duplicates: int = 0) -> int:
+    """Reads a file of the hub's conventions and compares every pair with its row; returns how many there are."""
+    found = PairSource(str(file.parent), train_split=file.stem).load("train")
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
+    assert (found.read, found.kept, found.dropped) == (len(rows), len(rows), 0)
     tied = sum(row.get("score_chosen", 1) <= row.get("score_rejected", 0) for row in rows)
-    assert found.notes == +Counter({Note.DUPLICATE.value: DUPLICATES.get(split, 0), SCORES: tied})
+    assert found.notes == +Counter({Note.DUPLICATE.value: duplicates, SCORES: tied})
     for pair, row in zip(found.pairs, rows, strict=True):
         assert [*pair.prompt, said(pair.chosen)] == row["chosen"]
         assert [*pair.prompt, said(pair.rejected)] == row["rejected"]
         assert set(pair.extra) == set(row) - {"prompt", "chosen", "rejected", "messages"}
+    return len(rows)
 
 
-# ultrafeedback: five rows with equal responses, two with one empty side. hh: four rows with an empty side, four with
-# two assistant turns in a row.
-EDGES = {
-    "ultrafeedback_sample": (7, {Reason.IDENTICAL: 5}, {Note.EMPTY: 2}, {Reason.IDENTICAL: [0, 2, 4]}),
-    "hh_harmless_test": (8, {Reason.MALFORMED: 4}, {Note.EMPTY: 4}, {Reason.MALFORMED: [2, 3, 6]}),
-}
+def test_rows_of_the_hubs_form_are_kept(tmp_path: Path) -> None:
+    rows = own_texts.rows(100)
+    rows = [{**row, "score_chosen": 3.0, "score_rejected": float(place % 4)} for place, row in enumerate(rows)]
+    lines = [json.dumps(row, ensure_ascii=False) for row in [*rows, *rows[:3]]]
+    (tmp_path / "train.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    assert keeps_every_row(tmp_path / "train.jsonl", duplicates=3) == 103
 
 
-@pytest.mark.parametrize("folder", EDGES)
-def test_edge_cases_are_counted_by_reason(shared: Path, folder: str, caplog: pytest.LogCaptureFixture) -> None:
-    read, counts, notes, examples = EDGES[folder]
+def test_real_files_keep_every_row(shared: Path) -> None:
+    for (folder, split), count in ROWS.items():
+        assert keeps_every_row(shared / "data" / folder / f"{split}.jsonl", DUPLICATES.get(split, 0)) == count
+
+
+def test_edge_cases_are_counted_by_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of fifteen rows every third has equal responses, the next one empty, the first ones two answers in a row."""
+    rows, said_twice = own_texts.rows(15), {"role": "assistant", "content": "So."}
+    for place, row in enumerate(rows):
+        if place % 3 == 0:
+            row["rejected"] = row["chosen"]
+        elif place % 3 == 1:
+            row["rejected"] = [*row["rejected"][:-1], said("")]
+        elif place < 9:
+            row |= {side: [*row[side][:-1], said_twice, row[side][-1]] for side in SIDES}
+    file = tmp_path / "edge_cases.jsonl"
+    file.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8")
     with caplog.at_level(logging.INFO):
-        found = PairSource(str(shared / "data" / folder / "edge_cases.jsonl")).load("train")
-    assert (found.read, found.counts, found.notes) == (read, Counter(counts), Counter(notes))
-    assert found.kept == read - found.dropped
-    for reason, numbers in examples.items():
-        assert found.examples[reason] == numbers
+        found = PairSource(str(file)).load("train")
+    assert found.counts == Counter({Reason.IDENTICAL: 5, Reason.MALFORMED: 3}) and found.notes == {Note.EMPTY: 5}
+    assert (found.read, found.kept, found.dropped) == (15, 7, 8)
+    assert found.examples[Reason.IDENTICAL] == [0, 3, 6] and found.examples[Reason.MALFORMED] == [2, 5, 8]
     assert [record.levelname for record in caplog.records if found.summary() in record.message] == ["WARNING"]
 
 

@@ -9,6 +9,7 @@ import pytest
 from attnpo.data.base import PairSource
 from attnpo.data.prompts import REPEATED, PromptColumns, PromptSource, prompts_from_rows
 from attnpo.schema import UserError
+from tests.own_texts import rows
 
 ASK = {"role": "user", "content": "why?"}
 TOLD = {"role": "assistant", "content": "so."}
@@ -84,11 +85,13 @@ def test_files_folders_and_rows(tmp_path: Path) -> None:
         assert [prompt.messages[0]["content"] for prompt in found.prompts] == ["number 1", "number 2"]
 
 
-def test_prompts_of_a_pairs_folder_are_those_of_its_pairs(shared: Path) -> None:
-    """Real dialogues: system turns, several turns, and a prompt column that holds the last turn alone."""
-    folder = str(shared / "data" / "llamafactory_demo")
-    pairs = PairSource(folder, train_split="train_en").load("train").pairs
-    found = PromptSource(folder, split="train_en").load()
+def test_prompts_of_a_pairs_folder_are_those_of_its_pairs(tmp_path: Path) -> None:
+    """Dialogues: system turns, several turns, and a prompt column that holds the last turn alone."""
+    some = rows(60)
+    turned = [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in some[:9]]
+    write(tmp_path / "train.jsonl", [*some, *turned])
+    pairs = PairSource(str(tmp_path)).load("train").pairs
+    found = PromptSource(str(tmp_path), split="train").load()
     expected = []
     for pair in pairs:
         if pair.prompt not in expected:

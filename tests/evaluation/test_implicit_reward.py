@@ -27,6 +27,7 @@ from attnpo.models.loading import load_tokenizer
 from attnpo.models.spec import ModelSpec
 from attnpo.schema import UserError
 from attnpo.text.chat import ChatFormat
+from tests import own_texts
 from tests.run.worlds import GRAMMAR, RECIPE, World, build_world
 from tests.text.formats import STORIES
 
@@ -271,9 +272,9 @@ def test_what_the_user_can_mend_is_said(world: World, tmp_path: Path) -> None:
         measure(world, tmp_path, other, UnseenPairs(str(tmp_path / "bad.jsonl")))
 
 
-def test_a_reference_of_another_vocabulary_is_refused(world: World, tmp_path: Path, shared: Path) -> None:
-    with pytest.raises(UserError, match=r"benchmark\.reference=.*stories260K has another vocabulary than"):
-        measure(world, tmp_path, shared / "models" / "stories260K")
+def test_a_reference_of_another_vocabulary_is_refused(world: World, tmp_path: Path, babbler: Path) -> None:
+    with pytest.raises(UserError, match=rf"benchmark\.reference=.*{babbler.name} has another vocabulary than"):
+        measure(world, tmp_path, babbler)
 
 
 def test_a_broken_model_is_named(world: World, tmp_path: Path) -> None:
@@ -294,15 +295,13 @@ def test_the_config_takes_pairs_and_reference_from_the_run() -> None:
     assert build(node) == ImplicitReward(UnseenPairs("x.jsonl"), None)
 
 
-# ------------------------------------------------------------------------------------------------ a trained model
+# ------------------------------------------------------------------------------------------------ a model with noise
 
 
-def test_a_perturbed_copy_of_a_trained_model_orders_real_pairs(shared: Path, tmp_path: Path) -> None:
-    """stories260K against itself with noise on its weights; the accuracies are recomputed with transformers alone."""
-    folder = shared / "models" / "stories260K"
-    rows = []
-    for line in (shared / "data" / "hh_harmless_test" / "test.jsonl").read_text(encoding="utf-8").splitlines()[:40]:
-        row = json.loads(line)
+def test_a_perturbed_copy_of_a_model_orders_pairs(babbler: Path, tmp_path: Path) -> None:
+    """A model against itself with noise on its weights; the accuracies are recomputed with transformers alone."""
+    folder, rows = babbler, []
+    for row in own_texts.rows(60):
         rows.append({**row, "subset": "long" if len(str(row["chosen"])) > len(str(row["rejected"])) else "short"})
     path = write(tmp_path / "pairs.jsonl", rows)
     tokenizer = load_tokenizer(folder)
@@ -331,6 +330,6 @@ def test_a_perturbed_copy_of_a_trained_model_orders_real_pairs(shared: Path, tmp
     }
     kept = sum(map(len, expected.values()))
     assert measured.scores[0].questions == kept >= 20
-    assert sum(count for reason, count in measured.counts.items() if reason.startswith("dropped: ")) == 40 - kept
+    assert sum(count for reason, count in measured.counts.items() if reason.startswith("dropped: ")) == 60 - kept
     low, high = measured.scores[0].interval or (1.0, 0.0)
     assert low < measured.scores[0].mean < high

@@ -1,4 +1,4 @@
-"""Tasks of lm_eval written to disk, on stories260K, against plain transformers; and what cannot be had."""
+"""Tasks of lm_eval written to disk, on a small model, against plain transformers; and what cannot be had."""
 
 import json
 import logging
@@ -36,12 +36,6 @@ DOCUMENTS = [
     {"text": "Tim and Sue went to the", "choices": ["park", "of"], "label": 1},
     {"text": "It was a sunny", "choices": ["day", "xylophone quark"], "label": 0},
 ]
-
-
-@pytest.fixture(scope="module")
-def stories(request: pytest.FixtureRequest) -> Path:
-    shared: Path = request.getfixturevalue("shared")
-    return shared / "models" / "stories260K"
 
 
 @pytest.fixture
@@ -99,25 +93,25 @@ def plain_choices(model: Path, documents: Sequence[dict[str, Any]]) -> list[bool
     return right
 
 
-def measured(tasks: LmEvalTasks, stories: Path, tmp_path: Path) -> Measured:
+def measured(tasks: LmEvalTasks, babbler: Path, tmp_path: Path) -> Measured:
     assert isinstance(tasks, Measure)
-    return tasks.measure(subject_of(stories, tmp_path))
+    return tasks.measure(subject_of(babbler, tmp_path))
 
 
 # ------------------------------------------------------------------------------------------------ the numbers
 
 
 def test_a_choice_on_disk_gives_the_accuracy_of_a_plain_computation(
-    stories: Path, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    babbler: Path, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     np.random.seed(6)
     torch.manual_seed(7)
     states = np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-    found = measured(LmEvalTasks(("words",), include_path=str(folder)), stories, tmp_path)
+    found = measured(LmEvalTasks(("words",), include_path=str(folder)), babbler, tmp_path)
     assert (np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == states
     shown = capfd.readouterr()
     assert (shown.out, shown.err) == ("", "")
-    right = plain_choices(stories, DOCUMENTS)
+    right = plain_choices(babbler, DOCUMENTS)
     assert 0 < sum(right) < len(right)
     (score,) = found.scores
     assert (score.name, score.questions) == ("words.acc", 5)
@@ -129,8 +123,8 @@ def test_a_choice_on_disk_gives_the_accuracy_of_a_plain_computation(
     assert (tmp_path / "evaluation" / WORDS).is_file()
 
 
-def test_an_answer_ends_where_the_settings_say_and_is_greedy(stories: Path, folder: Path, tmp_path: Path) -> None:
-    lm, tokenizer = load_model(stories), load_tokenizer(stories)
+def test_an_answer_ends_where_the_settings_say_and_is_greedy(babbler: Path, folder: Path, tmp_path: Path) -> None:
+    lm, tokenizer = load_model(babbler), load_tokenizer(babbler)
     ids = tokenizer(DOCUMENTS[0]["text"], return_tensors="pt").input_ids
     made = lm.generate(ids, max_new_tokens=5, do_sample=False)
     target = tokenizer.decode(made[0, ids.shape[1] :])
@@ -138,15 +132,15 @@ def test_an_answer_ends_where_the_settings_say_and_is_greedy(stories: Path, fold
     task["doc_to_target"] = target
     (folder / "going_on.yaml").write_text(yaml.safe_dump(task), encoding="utf-8")
     asked = LmEvalTasks(("going_on",), include_path=str(folder), max_gen_toks=5, limit=1)
-    found = measured(asked, stories, tmp_path)
+    found = measured(asked, babbler, tmp_path)
     assert (found.scores[0].name, found.scores[0].mean) == ("going_on.exact_match", 1.0)
     assert found.counts["documents left out by benchmark.limit"] == 4
-    longer = measured(replace(asked, max_gen_toks=7), stories, tmp_path)
+    longer = measured(replace(asked, max_gen_toks=7), babbler, tmp_path)
     assert longer.scores[0].mean == 0.0
-    assert measured(replace(asked, apply_chat_template=True), stories, tmp_path).scores[0].mean == 0.0
+    assert measured(replace(asked, apply_chat_template=True), babbler, tmp_path).scores[0].mean == 0.0
 
 
-def test_a_group_is_scored_as_a_whole(stories: Path, folder: Path, tmp_path: Path) -> None:
+def test_a_group_is_scored_as_a_whole(babbler: Path, folder: Path, tmp_path: Path) -> None:
     """Its own figure is the score, weighted by documents; its tasks are rows."""
     few = yaml.safe_load((folder / "words.yaml").read_text(encoding="utf-8"))
     (folder / "few.jsonl").write_text(json.dumps(DOCUMENTS[0]) + "\n", encoding="utf-8")
@@ -155,8 +149,8 @@ def test_a_group_is_scored_as_a_whole(stories: Path, folder: Path, tmp_path: Pat
     group["aggregate_metric_list"] = [{"metric": "acc", "aggregation": "mean", "weight_by_size": True}]
     for name, task in (("few", few), ("both", group)):
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(task), encoding="utf-8")
-    found = measured(LmEvalTasks(("both",), include_path=str(folder)), stories, tmp_path)
-    right = [*plain_choices(stories, DOCUMENTS), *plain_choices(stories, DOCUMENTS[:1])]
+    found = measured(LmEvalTasks(("both",), include_path=str(folder)), babbler, tmp_path)
+    right = [*plain_choices(babbler, DOCUMENTS), *plain_choices(babbler, DOCUMENTS[:1])]
     (score,) = found.scores
     assert (score.name, score.mean) == ("both.acc", pytest.approx(np.mean(right)))
     assert {row["task"]: row["documents"] for row in found.table} == {"both": 6, "words": 5, "few": 1}
@@ -165,7 +159,7 @@ def test_a_group_is_scored_as_a_whole(stories: Path, folder: Path, tmp_path: Pat
     assert Figure("a", "match", "strict", 0.5, 0.1, 9, 0, None, None).score().name == "a.match.strict"
 
 
-def test_a_perplexity_is_the_better_the_lower(stories: Path, folder: Path, tmp_path: Path) -> None:
+def test_a_perplexity_is_the_better_the_lower(babbler: Path, folder: Path, tmp_path: Path) -> None:
     """The direction is the task's own, also when its figures are read back."""
     task = yaml.safe_load((folder / "words.yaml").read_text(encoding="utf-8"))
     for name in ("doc_to_text", "doc_to_choice", "metric_list"):
@@ -173,43 +167,43 @@ def test_a_perplexity_is_the_better_the_lower(stories: Path, folder: Path, tmp_p
     task |= {"task": "stories", "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}"}
     task["metric_list"] = [{"metric": "word_perplexity"}, {"metric": "byte_perplexity"}]
     (folder / "stories.yaml").write_text(yaml.safe_dump(task), encoding="utf-8")
-    found = measured(LmEvalTasks(("stories", "words"), include_path=str(folder)), stories, tmp_path)
+    found = measured(LmEvalTasks(("stories", "words"), include_path=str(folder)), babbler, tmp_path)
     assert {score.name: score.higher_is_better for score in found.scores} == {
         "stories.word_perplexity": False,
         "stories.byte_perplexity": False,
         "words.acc": True,
     }
     assert {row["metric"]: row["higher_is_better"] for row in found.table}["word_perplexity"] is False
-    assert measured(LmEvalTasks(("stories",), include_path=str(folder)), stories, tmp_path).scores == found.scores[:2]
+    assert measured(LmEvalTasks(("stories",), include_path=str(folder)), babbler, tmp_path).scores == found.scores[:2]
 
 
 def test_a_finished_task_is_read_and_a_changed_one_is_not(
-    stories: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    babbler: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     import lm_eval
 
     asked = LmEvalTasks(("words",), include_path=str(folder))
-    first = measured(asked, stories, tmp_path)
+    first = measured(asked, babbler, tmp_path)
     calls: list[int] = []
     original = lm_eval.simple_evaluate
     monkeypatch.setattr(lm_eval, "simple_evaluate", lambda **named: (calls.append(1), original(**named))[1])
     with caplog.at_level(logging.INFO):
-        again = measured(asked, stories, tmp_path)
+        again = measured(asked, babbler, tmp_path)
     assert again == first and not calls and "words is done, read from" in caplog.text
     kept = tmp_path / "evaluation" / "task-words.json"
     kept.write_text(kept.read_text(encoding="utf-8").replace('"value"', '"other"'), encoding="utf-8")
-    assert measured(asked, stories, tmp_path) == first and calls == [1]  # damaged: computed again
+    assert measured(asked, babbler, tmp_path) == first and calls == [1]  # damaged: computed again
     (folder / "words.jsonl").write_text(json.dumps(DOCUMENTS[0]) + "\n", encoding="utf-8")
-    changed = measured(asked, stories, tmp_path)
+    changed = measured(asked, babbler, tmp_path)
     assert calls == [1, 1] and changed.scores[0].questions == 1 and changed.scores[0].interval is None
     assert changed.table[0]["data"] != first.table[0]["data"]
 
 
-def test_what_is_cut_is_counted(stories: Path, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_cut_is_counted(babbler: Path, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     long = {**DOCUMENTS[0], "text": "Once upon a time " * 300}
     (folder / "words.jsonl").write_text(json.dumps(long) + "\n", encoding="utf-8")
     with caplog.at_level(logging.WARNING):
-        found = measured(LmEvalTasks(("words",), include_path=str(folder)), stories, tmp_path)
+        found = measured(LmEvalTasks(("words",), include_path=str(folder)), babbler, tmp_path)
     (reason,) = found.counts
     assert "exceeds model's maximum length (N)" in reason and found.counts[reason] == 2  # once for each choice
     assert "lm_eval says, 2 times: Combined length" in caplog.text
@@ -277,7 +271,7 @@ def test_the_module_is_light() -> None:
     ],
 )
 def test_what_cannot_be_had_is_named(
-    change: dict[str, Any], message: str, stories: Path, folder: Path, tmp_path: Path
+    change: dict[str, Any], message: str, babbler: Path, folder: Path, tmp_path: Path
 ) -> None:
     good = yaml.safe_load((folder / "words.yaml").read_text(encoding="utf-8"))
     broken = {**good, "task": "broken", "output_type": "no_such_type"}
@@ -286,34 +280,34 @@ def test_what_cannot_be_had_is_named(
         (folder / f"{task['task']}.yaml").write_text(yaml.safe_dump(task), encoding="utf-8")
     asked = LmEvalTasks(**{"tasks": ("words",), "include_path": str(folder), **change})
     with pytest.raises(UserError, match=message):
-        measured(asked, stories, tmp_path)
+        measured(asked, babbler, tmp_path)
 
 
 def test_data_of_nltk_are_downloaded_as_the_task_would(
-    stories: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    babbler: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
     monkeypatch.setattr("nltk.download", lambda name, **_: asked.append(name) or True)
-    found = measured(LmEvalTasks(("words",), include_path=str(folder), nltk_data=("no_such_data",)), stories, tmp_path)
+    found = measured(LmEvalTasks(("words",), include_path=str(folder), nltk_data=("no_such_data",)), babbler, tmp_path)
     assert asked == ["no_such_data"] and found.scores
 
 
-def test_a_data_set_that_cannot_be_downloaded_is_named_with_what_to_do(stories: Path, tmp_path: Path) -> None:
+def test_a_data_set_that_cannot_be_downloaded_is_named_with_what_to_do(babbler: Path, tmp_path: Path) -> None:
     """IFEval's own data, which no test may download."""
     with pytest.raises(UserError) as refused:
-        measured(LmEvalTasks(("ifeval",)), stories, tmp_path)
+        measured(LmEvalTasks(("ifeval",)), babbler, tmp_path)
     text = str(refused.value)
     assert "the data set google/IFEval of ifeval of lm_eval is neither in the cache nor can it be downloaded" in text
     assert "datasets.load_dataset('google/IFEval')" in text and "benchmark.include_path" in text
 
 
 @pytest.mark.slow
-def test_an_unknown_task_is_named(stories: Path, folder: Path, tmp_path: Path) -> None:
+def test_an_unknown_task_is_named(babbler: Path, folder: Path, tmp_path: Path) -> None:
     """The whole index of lm_eval is read for it."""
     with pytest.raises(
         UserError, match=r"hellaswagg is no task, group or tag of lm_eval, nor of benchmark\.include_path"
     ):
-        measured(LmEvalTasks(("hellaswagg",), include_path=str(folder)), stories, tmp_path)
+        measured(LmEvalTasks(("hellaswagg",), include_path=str(folder)), babbler, tmp_path)
 
 
 @pytest.mark.parametrize(

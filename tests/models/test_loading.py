@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from attnpo.models.backbone import parameter_count
 from attnpo.models.loading import check_rotary, load_model, load_tokenizer, weights_fingerprint
 from attnpo.schema import UserError
+from tests.text.formats import GPT2, TESTS
 
 Build = Callable[..., PreTrainedModel]
 
@@ -123,10 +124,10 @@ def test_parameters_count_tied_ones_once(tiny: Build) -> None:
     assert parameter_count(loose) - parameter_count(tied) == 97 * 32
 
 
-def test_tokenizer_pads_with_a_token_it_has(shared: Path) -> None:
+def test_tokenizer_pads_with_a_token_it_has() -> None:
     from transformers import AutoTokenizer
 
-    path = shared / "models" / "tokenizers" / "gpt2"
+    path = TESTS / GPT2
     plain = AutoTokenizer.from_pretrained(path)
     tokenizer = load_tokenizer(path)
     assert plain.pad_token_id is None

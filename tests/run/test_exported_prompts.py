@@ -18,7 +18,7 @@ from attnpo.schema import UserError
 from tests.run.worlds import World, build_world
 from tests.text.formats import PLAIN
 
-TOKENIZERS = {"llama": "golden/extraction/tokenizer", "mistral": "golden_sentencepiece/extraction/tokenizer"}
+TOKENIZERS = {"llama": "extraction/tokenizer", "mistral": "extraction_sentencepiece/tokenizer"}
 ZEPHYR = (
     "{% for m in messages %}\n{{ '<|' + m['role'] + '|>\n' + m['content'] + eos_token }}\n"
     "{% if loop.last and add_generation_prompt %}\n{{ '<|assistant|>' }}\n{% endif %}\n{% endfor %}"
@@ -27,10 +27,10 @@ QUESTION = [{"role": "user", "content": "Why is the sky blue?"}]
 
 
 @pytest.fixture
-def world(shared: Path, tmp_path: Path, request: pytest.FixtureRequest) -> World:
+def world(vectors: Path, tmp_path: Path, request: pytest.FixtureRequest) -> World:
     """A tiny random Llama with the tokenizer that the test's parameter names, in its folder."""
     made = build_world(tmp_path)
-    tokenizer = load_tokenizer(shared / TOKENIZERS[request.param])
+    tokenizer = load_tokenizer(vectors / TOKENIZERS[request.param])
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
     )

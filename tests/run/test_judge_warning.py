@@ -1,4 +1,4 @@
-"""A real judge that knows nothing, through the commands: said in the terminal, on the page, in result and tables."""
+"""A judge that knows nothing, through the commands: said in the terminal, on the page, in result and tables."""
 
 import json
 from pathlib import Path
@@ -7,17 +7,20 @@ import pytest
 
 from attnpo import fit, report
 from attnpo.cli.entry import run_entry
+from tests import own_texts
 
 
 @pytest.mark.slow
 def test_a_judge_that_knows_nothing_is_a_warning_wherever_its_run_is_shown(
-    shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    babbler: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
+    own_texts.write_rows(tmp_path / "data" / "train.jsonl", 150)
+    own_texts.write_rows(tmp_path / "data" / "test.jsonl", 170, start=150)
     overrides = [
         "setting=real_smoke",
         "experiment=none",
-        f"model.path={shared / 'models' / 'stories260K'}",
-        f"data.path={shared / 'data' / 'ultrafeedback_sample'}",
+        f"model.path={babbler}",
+        f"data.path={tmp_path / 'data'}",
         'data.train_rows="150"',
         'data.val_rows="20"',
         "batch.pairs=4",

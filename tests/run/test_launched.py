@@ -27,6 +27,7 @@ from attnpo.training.metrics_file import read_metrics
 from attnpo.training.processes import as_launched, environment, planned_processes, require_world
 from attnpo.training.settings import TrainerSettings
 from attnpo.training.trainer import make_trainer, quiet_lightning
+from tests import own_texts
 from tests.run.worlds import World, build_world
 from tests.training.processes import ROOT, free_port, of_srun, of_torchrun
 
@@ -311,13 +312,15 @@ PAIRS = 4  # of a step
 
 
 @pytest.fixture(scope="module")
-def keys(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """A real model and real pairs; of the trainer nothing but max_steps. In float64, where losses can be compared."""
+def keys(babbler: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A small model and pairs of texts; of the trainer only max_steps. In float64, where losses can be compared."""
     place = tmp_path_factory.mktemp("real")
+    own_texts.write_rows(place / "data" / "train.jsonl", 20)
+    own_texts.write_rows(place / "data" / "test.jsonl", 30, start=20)
     return [
         "setting=real_smoke",
-        f"model.path={shared / 'models' / 'stories260K'}",
-        f"data.path={shared / 'data' / 'alpaca_eval_pairs'}",
+        f"model.path={babbler}",
+        f"data.path={place / 'data'}",
         *("data.train_rows='12'", "data.val_rows='4'", f"batch.pairs={PAIRS}", "batch.micro=2"),
         *("lengths.max_length=96", "lengths.max_prompt_length=48", "lengths.overlong=cut", "judge.max_length=200"),
         *("model.dtype=float64", f"trainer.max_steps={STEPS}", "callbacks.samples=0", "callbacks.report=false"),

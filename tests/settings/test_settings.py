@@ -27,6 +27,8 @@ from attnpo.run.memory_choice import chosen, fill_card
 from attnpo.schema import SIDES, Message, PreferencePair
 from attnpo.text.alignment import align
 from attnpo.text.chat import ChatFormat
+from tests import own_texts
+from tests.text.formats import EDGE_MERGE, GPT2, MISTRAL, SHARED, TESTS
 
 SETTINGS = ("llama3_8b_base_sft", "llama3_8b_instruct", "mistral_7b_base_sft")
 # Usable memory of each device in GiB and the number of devices.
@@ -389,10 +391,10 @@ def test_a_length_wins_over_hardware_and_loses_to_the_command_line() -> None:
 
 
 @pytest.mark.parametrize("length", [8, 16])
-def test_the_judge_reads_prompts_and_answers_of_that_length_whole(length: int, shared: Path) -> None:
+def test_the_judge_reads_prompts_and_answers_of_that_length_whole(length: int) -> None:
     """One token more than its rules add up to and what the frame leaves is cut, and counted."""
     made = composed(SETTINGS[0], f"lengths={length}k")
-    prompts = JudgePrompts(made.judge.rules(), chat_of(shared, "gpt2", LINES))
+    prompts = JudgePrompts(made.judge.rules(), chat_of(GPT2, LINES))
     prompt, answers = made.lengths.max_prompt_length, made.judge.max_response_length
 
     def pair(more: int) -> PreferencePair:
@@ -432,17 +434,30 @@ INST = (
     "{% else %} {{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
 )
 LOSSLESS = [
-    ("llama3_8b_base_sft", "edge_merge_2k", None),
-    ("llama3_8b_base_sft", "gpt2", LINES),
-    ("mistral_7b_base_sft", "mistral_v3", ZEPHYR),
-    ("mistral_inst", "mistral_v3", INST),
+    ("llama3_8b_base_sft", EDGE_MERGE, None),
+    ("llama3_8b_base_sft", GPT2, LINES),
+    ("mistral_7b_base_sft", MISTRAL, ZEPHYR),
+    ("mistral_inst", MISTRAL, INST),
 ]
+if SHARED.is_dir():  # what ours are like
+    real = {name: str(SHARED / "models/tokenizers" / name) for name in ("edge_merge_2k", "gpt2", "mistral_v3")}
+    LOSSLESS += [
+        ("llama3_8b_base_sft", real["edge_merge_2k"], None),
+        ("llama3_8b_base_sft", real["gpt2"], LINES),
+        ("mistral_7b_base_sft", real["mistral_v3"], ZEPHYR),
+        ("mistral_inst", real["mistral_v3"], INST),
+    ]
 
 
 @pytest.fixture(scope="module")
-def pairs(shared: Path) -> list[PreferencePair]:
-    lines = (shared / "data" / "ultrafeedback_sample" / "test.jsonl").read_text(encoding="utf-8").splitlines()
-    return pairs_from_rows(map(json.loads, lines)).pairs
+def pairs() -> list[PreferencePair]:
+    """Pairs of our own, and the paper's kind of data where it is at hand."""
+    whole = pairs_from_rows(own_texts.rows(140)).pairs
+    # The judge reads answers without blanks around them, which these rules do not speak of.
+    found = [pair for pair in whole if all(pair.response(side) == pair.response(side).strip() for side in SIDES)]
+    for file in SHARED.glob("data/ultrafeedback_sample/test.jsonl"):
+        found += pairs_from_rows(map(json.loads, file.read_text(encoding="utf-8").splitlines())).pairs
+    return found
 
 
 def rules(judge: str) -> JudgeRules:
@@ -450,8 +465,8 @@ def rules(judge: str) -> JudgeRules:
     return made
 
 
-def chat_of(shared: Path, tokenizer: str, template: str | None) -> ChatFormat:
-    return ChatFormat(AutoTokenizer.from_pretrained(shared / "models" / "tokenizers" / tokenizer), template)
+def chat_of(tokenizer: str, template: str | None) -> ChatFormat:
+    return ChatFormat(AutoTokenizer.from_pretrained(TESTS / tokenizer), template)
 
 
 def complete(prompts: JudgePrompts, pairs: list[PreferencePair]) -> float:
@@ -472,21 +487,21 @@ def complete(prompts: JudgePrompts, pairs: list[PreferencePair]) -> float:
 
 @pytest.mark.parametrize(("judge", "tokenizer", "template"), LOSSLESS)
 def test_delimiters_keep_every_token(
-    judge: str, tokenizer: str, template: str | None, shared: Path, pairs: list[PreferencePair]
+    judge: str, tokenizer: str, template: str | None, pairs: list[PreferencePair]
 ) -> None:
     uncut = replace(rules(judge), max_length=1 << 20, max_response_length=1 << 20)
-    assert complete(JudgePrompts(uncut, chat_of(shared, tokenizer, template)), pairs) == 1.0
+    assert complete(JudgePrompts(uncut, chat_of(tokenizer, template)), pairs) == 1.0
 
 
-def test_other_delimiters_lose_tokens(shared: Path, pairs: list[PreferencePair], tmp_path: Path) -> None:
+def test_other_delimiters_lose_tokens(pairs: list[PreferencePair], tmp_path: Path) -> None:
     """What the files avoid: a line break after the answer, and the other kind of chat's opening."""
     own = rules("llama3_8b_base_sft")
     text = Path(own.template_file).read_text(encoding="utf-8")
     (tmp_path / "lines.txt").write_text(text.replace("} [end of answer", "}\n[end of answer"), encoding="utf-8")
     lines = replace(own, template_file=str(tmp_path / "lines.txt"), max_length=1 << 20, max_response_length=1 << 20)
-    assert complete(JudgePrompts(lines, chat_of(shared, "edge_merge_2k", None)), pairs[:50]) < 0.5
+    assert complete(JudgePrompts(lines, chat_of(EDGE_MERGE, None)), pairs[:50]) < 0.5
     other = replace(rules("mistral_inst"), max_length=1 << 20, max_response_length=1 << 20)
-    assert complete(JudgePrompts(other, chat_of(shared, "mistral_v3", ZEPHYR)), pairs[:50]) < 0.5
+    assert complete(JudgePrompts(other, chat_of(MISTRAL, ZEPHYR)), pairs[:50]) < 0.5
 
 
 def test_both_llamas_are_judged_alike() -> None:
@@ -504,11 +519,11 @@ def test_every_setting_has_its_judge(name: str) -> None:
 
 
 @pytest.mark.parametrize("judge", sorted({judge for judge, _, _ in LOSSLESS}))
-def test_no_judge_prompt_tells_which_answer_is_preferred(judge: str, shared: Path, pairs: list[PreferencePair]) -> None:
+def test_no_judge_prompt_tells_which_answer_is_preferred(judge: str, pairs: list[PreferencePair]) -> None:
     made = rules(judge)
     assert not re.search("chosen|rejected|preferred", Path(made.template_file).read_text(encoding="utf-8"))
     template = INST if judge == "mistral_inst" else ZEPHYR
-    prompts = JudgePrompts(made, chat_of(shared, "mistral_v3", template))
+    prompts = JudgePrompts(made, chat_of(MISTRAL, template))
     for pair in pairs[:20]:
         swapped = replace(pair, chosen=pair.rejected, rejected=pair.chosen)
         first, second = prompts.build(pair)

@@ -10,8 +10,8 @@ from tests.text.formats import Formats
 
 
 @pytest.fixture(scope="session")
-def formats(shared: Path) -> Formats:
-    return Formats(shared)
+def formats() -> Formats:
+    return Formats()
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from attnpo.schema import EncodedResponse, UserError
 from attnpo.text.chat import NOT_A_PREFIX, ChatFormat, RefusedText
 from attnpo.text.truncation import truncate
-from tests.text.formats import FORMATS, PLAIN, Formats
+from tests.text.formats import EDGE_MERGE, FORMATS, GPT2, PLAIN, Formats, kind
 
 TURNS = [{"role": "user", "content": "Why is the sky blue?"}]
 DIALOGUE = [
@@ -79,13 +79,13 @@ def test_completions_of_the_reference(formats: Formats, golden_pairs: list[dict[
 @pytest.mark.parametrize("turns", [TURNS, DIALOGUE], ids=["one turn", "dialogue"])
 def test_one_bos_and_one_end(formats: Formats, name: str, turns: list[dict[str, str]]) -> None:
     chat = formats(name)
-    wanted = 0 if name.startswith("gpt2") else 1  # that tokenizer has a BOS token but adds none
+    wanted = 0 if kind(name).startswith("gpt2") else 1  # that tokenizer has a BOS token but adds none
     ids = chat.prompt_ids(turns)
     bos = chat.tokenizer.bos_token_id
     assert ids.count(bos) == wanted and (ids[0] == bos) == bool(wanted)
     encoded = chat.encode(turns, "Light is scattered.")
     assert encoded.prompt_ids == ids
-    end = chat.tokenizer.convert_tokens_to_ids(END[name])
+    end = chat.tokenizer.convert_tokens_to_ids(END[kind(name)])
     assert encoded.response_ids[-1] == end and encoded.response_ids.count(end) == 1
     assert encoded.offsets[-1] == (19, 19)
     assert end in chat.end_ids and chat.tokenizer.eos_token_id in chat.end_ids
@@ -151,7 +151,7 @@ def test_text_of_special_tokens_inside_a_response(formats: Formats) -> None:
 
 def test_what_follows_the_end_of_turn_is_cut(formats: Formats) -> None:
     """ChatML with a real end token: the newline after it is never generated, so it is not trained on."""
-    tokenizer = formats.tokenizer("models/tokenizers/gpt2", fresh=True)
+    tokenizer = formats.tokenizer(GPT2, fresh=True)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     chat = ChatFormat(tokenizer, FORMATS["gpt2_chatml"][1])
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
@@ -166,7 +166,7 @@ def test_what_follows_the_end_of_turn_is_cut(formats: Formats) -> None:
 def test_an_empty_response_is_the_end_of_turn(formats: Formats, name: str) -> None:
     chat = formats(name)
     encoded = chat.encode(TURNS, "")
-    assert chat.tokenizer.convert_ids_to_tokens(encoded.response_ids)[-1] == END[name]
+    assert chat.tokenizer.convert_ids_to_tokens(encoded.response_ids)[-1] == END[kind(name)]
     assert set(encoded.offsets) == {(0, 0)}
     if name in ("golden", "edge_merge"):  # the other templates write a blank or a newline around it
         assert len(encoded.response_ids) == 1
@@ -261,7 +261,7 @@ def test_fingerprint_sees_template_and_vocabulary(formats: Formats) -> None:
     keys = [(chat.fingerprint()["tokenizer"], chat.fingerprint()["chat_template"]) for chat in prints]
     assert keys[0][0] == keys[1][0] and keys[1][1] == keys[3][1]
     assert len(set(keys)) == 4
-    tokenizer = formats.tokenizer("models/tokenizers/edge_merge_2k", fresh=True)
+    tokenizer = formats.tokenizer(EDGE_MERGE, fresh=True)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|new|>"]})
     assert ChatFormat(tokenizer).fingerprint()["tokenizer"] != keys[2][0]
 
@@ -271,7 +271,7 @@ def test_fingerprint_sees_template_and_vocabulary(formats: Formats) -> None:
 
 def test_a_tokenizer_without_template_names_the_option(formats: Formats) -> None:
     with pytest.raises(UserError, match=r"model\.chat_template"):
-        ChatFormat(formats.tokenizer("models/tokenizers/gpt2"))
+        ChatFormat(formats.tokenizer(GPT2))
 
 
 def test_a_slow_tokenizer_is_refused() -> None:
@@ -332,7 +332,7 @@ def test_text_between_prompt_and_response_is_part_of_the_prompt(
 
 def test_a_blank_that_the_first_token_takes_stays_with_it(formats: Formats) -> None:
     """Behind "</think>" and a blank, " Yes" is one token; it is the response's, and both prompts end before it."""
-    chat = thinking(formats, "", "<think></think> ", "models/tokenizers/gpt2")
+    chat = thinking(formats, "", "<think></think> ", GPT2)
     one, other = chat.encode(TURNS, "Yes."), chat.encode(TURNS, "No.")
     assert chat.tokenizer.convert_ids_to_tokens(one.response_ids) == ["ĠYes", ".", "<|im_end|>"]
     assert one.offsets == [(0, 3), (3, 4), (4, 4)] and one.prompt_ids == other.prompt_ids
@@ -360,7 +360,7 @@ def test_a_range_above_the_sandboxs_limit_is_the_templates_fault(formats: Format
 
 
 def test_no_token_to_end_the_turn_with(formats: Formats) -> None:
-    tokenizer = formats.tokenizer("models/tokenizers/gpt2", fresh=True)
+    tokenizer = formats.tokenizer(GPT2, fresh=True)
     tokenizer.eos_token = None
     with pytest.raises(UserError, match="no EOS token"):
         ChatFormat(tokenizer, PLAIN).encode(TURNS, "Yes.")

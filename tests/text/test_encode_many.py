@@ -21,7 +21,8 @@ from attnpo.text import chat as chat_module
 from attnpo.text.chat import ChatFormat
 from attnpo.text.ranges import as_places, as_ranges, hold_every_character
 from attnpo.text.traces import Piece, all_in_response, in_response
-from tests.text.formats import CHATML, FORMATS, LLAMA2_LIKE, PLAIN, Formats
+from tests import own_texts
+from tests.text.formats import CHATML, FORMATS, LLAMA2_LIKE, PLAIN, SHARED, Formats
 from tests.text.one_at_a_time import OneAtATime, grow
 from tests.text.test_families import FAMILIES, FOLDER
 from tests.text.test_tools import CALLED, HIDES, QUOTES, TOOLS, USES
@@ -156,10 +157,10 @@ def test_many_at_once_are_what_one_at_a_time_gives(formats: Formats, name: str) 
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_real_pairs_are_what_one_at_a_time_gives(shared: Path, formats: Formats, name: str) -> None:
+def test_real_pairs_are_what_one_at_a_time_gives(formats: Formats, name: str) -> None:
     folder, template = FORMATS[name]
-    tokenizer, pairs = formats.tokenizer(folder), []
-    for file in sorted((shared / "data").glob("*/*.jsonl")):
+    tokenizer, pairs = formats.tokenizer(folder), pairs_from_rows(own_texts.rows(100)).pairs
+    for file in sorted(SHARED.glob("data/*/*.jsonl")):  # others' texts, where they are at hand
         with file.open(encoding="utf-8") as lines:
             pairs += pairs_from_rows([json.loads(line) for line in islice(lines, 10)]).pairs
     old, new = (kind(tokenizer, template) for kind in (OneAtATime, ChatFormat))

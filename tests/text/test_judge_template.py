@@ -24,7 +24,7 @@ from attnpo.judge.prompts import (
 from attnpo.judge.trace_rules import TraceRules
 from attnpo.judge.wording import JudgeTemplate
 from attnpo.schema import SIDES, PreferencePair, UserError
-from tests.text.formats import FORMATS, PLAIN, Formats
+from tests.text.formats import FORMATS, PLAIN, Formats, kind
 from tests.text.test_chat import AWKWARD
 
 SMALL = "Asked: {question}\n\n### First\n{answer_a}\n### Second\n{answer_b}\n### Better letter:"
@@ -210,7 +210,7 @@ def test_exactly_one_bos(formats: Formats, rules: JudgeRules, name: str, assembl
     bos = chat.tokenizer.bos_token_id
     for plain in (True, False):
         prompts = JudgePrompts(replace(rules, assembly=assembly, chat=plain), chat)
-        wanted = 0 if name.startswith("gpt2") else 1
+        wanted = 0 if kind(name).startswith("gpt2") else 1
         for prompt in prompts.build(pair_of("Why?", "Because.", "No idea")):
             assert prompt.input_ids.count(bos) == wanted and prompt.input_ids[:wanted] == [bos] * wanted
             text = chat.tokenizer.decode(prompt.input_ids)
@@ -407,7 +407,7 @@ def test_labels_are_the_tokens_after_the_prompt(formats: Formats, rules: JudgeRu
     assert [chat.tokenizer.decode([index]).strip() for index in found] == ["A", "B"]
     words = chat.tokenizer.convert_ids_to_tokens(list(found))
     # After a special token Mistral's vocabulary opens a word; after a colon it does not.
-    assert words == (["▁A", "▁B"] if name == "mistral" and plain else ["A", "B"])
+    assert words == (["▁A", "▁B"] if kind(name) == "mistral" and plain else ["A", "B"])
 
 
 @pytest.mark.parametrize("name", FORMATS)

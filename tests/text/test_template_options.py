@@ -11,7 +11,7 @@ from attnpo.lab.testbed.tokenizer import build_tokenizer
 from attnpo.schema import UserError
 from attnpo.text.chat import ChatFormat
 from attnpo.text.template_options import literal, variables
-from tests.text.formats import PLAIN, Formats
+from tests.text.formats import GPT2, PLAIN, Formats
 
 # Begins with a newline and an indented block, which the renderer drops at the beginning of a line alone; the macro
 # looks the variable up from inside.
@@ -27,7 +27,7 @@ LATER = [{"role": "assistant", "content": "Hi."}, {"role": "user", "content": "W
 
 
 def chat(formats: Formats, template: str, **options: object) -> ChatFormat:
-    return ChatFormat(formats.tokenizer("models/tokenizers/gpt2"), template, **options)  # type: ignore[arg-type]
+    return ChatFormat(formats.tokenizer(GPT2), template, **options)  # type: ignore[arg-type]
 
 
 def test_values_reach_every_rendering(formats: Formats) -> None:

@@ -294,14 +294,14 @@ def test_settings_out_of_range(settings: dict[str, object], words: str) -> None:
         LocalGrader("model", **settings)  # type: ignore[arg-type]
 
 
-def test_a_tokenizer_without_a_template_is_told_by_the_graders_key(shared: Path) -> None:
+def test_a_tokenizer_without_a_template_is_told_by_the_graders_key(babbler: Path) -> None:
     with pytest.raises(UserError, match=r"grader\.path=.*set grader\.chat_template"):
-        LocalGrader(str(shared / "models" / "stories260K")).identity()
+        LocalGrader(str(babbler)).identity()
 
 
-def test_a_really_trained_model_grades(shared: Path) -> None:
-    """stories260K: label probabilities of a plain forward, and a greedy reply."""
-    folder = shared / "models" / "stories260K"
+def test_grades_are_those_of_plain_transformers(babbler: Path) -> None:
+    """Label probabilities of a plain forward, and a greedy reply."""
+    folder = babbler
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     grader = LocalGrader(str(folder), chat_template=template, accelerator="cpu")
     tokenizer = load_tokenizer(folder)
@@ -317,5 +317,6 @@ def test_a_really_trained_model_grades(shared: Path) -> None:
     assert logprobs is not None and math.isfinite(sum(logprobs.values()))
     for label, whole in zip("AB", ids, strict=True):
         assert logprobs[label] == pytest.approx(float(logps[whole[-1]]), abs=1e-5)
-    expected = (folder / "expected_greedy.txt").read_text(encoding="utf-8")
-    assert expected.startswith("Once upon a time" + found[written].text)
+    start = tokenizer("Once upon a time", return_tensors="pt").input_ids
+    whole = load_model(folder).generate(start, max_new_tokens=8, do_sample=False)[0, start.shape[1] :]
+    assert found[written].text == tokenizer.decode(whole, skip_special_tokens=True) != ""

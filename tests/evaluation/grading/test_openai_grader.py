@@ -22,10 +22,11 @@ from attnpo.evaluation.grading.openai_grader import SERVICE, OpenAIGrader
 from attnpo.evaluation.grading.store import ReplyStore
 from attnpo.lab.testbed.tokenizer import build_tokenizer
 from attnpo.schema import UserError, digest
+from tests import own_texts
 from tests.evaluation.grading.calls import call
 from tests.evaluation.grading.loopback import Body, Fault, Loopback, Reply
 from tests.run.worlds import GRAMMAR
-from tests.text.formats import FORMATS, Formats
+from tests.text.formats import FORMATS, TESTS, Formats
 
 CALLS = [call(number) for number in range(24)]
 FAULTS = {
@@ -449,13 +450,11 @@ def test_its_settings_are_checked(wrong: dict[str, object]) -> None:
 
 
 @pytest.fixture(scope="module")
-def texts(shared: Path) -> list[GradingCall]:
-    """Real conversations as calls, an English and a Chinese one in turn."""
-    rows = []
-    for name in ("train_en", "train_zh"):
-        lines = (shared / "data" / "llamafactory_demo" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
-        rows.append([json.dumps(json.loads(line), ensure_ascii=False) for line in lines[:40]])
-    mixed = [row for pair in zip(*rows, strict=True) for row in pair]
+def texts() -> list[GradingCall]:
+    """Conversations as calls, of plain English and, in turn, of a mixture of languages."""
+    rows = [json.dumps(row, ensure_ascii=False) for row in own_texts.rows(54)]
+    foreign = rows[3:7]  # Chinese, Japanese, Russian, Arabic
+    mixed = [text for at, row in enumerate(rows[-40:]) for text in (row, foreign[at % 4] * 4)]
     return [call(number, row) for number, row in enumerate(mixed)]
 
 
@@ -465,12 +464,12 @@ def counting(formats: Formats, name: str) -> Callable[[Body], int]:
 
 
 def test_with_the_servers_tokenizer_the_estimate_is_right_before_the_first_call(
-    texts: list[GradingCall], shared: Path, tmp_path: Path
+    texts: list[GradingCall], tmp_path: Path
 ) -> None:
-    formats = Formats(shared)
+    formats = Formats()
     texts = texts[:16]
     with Loopback(lambda _: "7", input_tokens=counting(formats, "edge_merge")) as server:
-        grader = grader_of(server, tokenizer=str(shared / FORMATS["edge_merge"][0]))
+        grader = grader_of(server, tokenizer=str(TESTS / FORMATS["edge_merge"][0]))
         before = estimate(texts, grader, ReplyStore(tmp_path))
         asked = ask_all(texts, grader, ReplyStore(tmp_path))
     actual = sum(reply.input_tokens for reply in asked.replies.values())
@@ -497,9 +496,9 @@ def test_a_prompt_that_the_tokenizers_chat_template_refuses_is_estimated_from_it
 
 
 def test_without_a_tokenizer_the_estimate_is_right_from_twenty_replies_on(
-    texts: list[GradingCall], shared: Path, tmp_path: Path
+    texts: list[GradingCall], tmp_path: Path
 ) -> None:
-    with Loopback(lambda _: "7", input_tokens=counting(Formats(shared), "edge_merge")) as server:
+    with Loopback(lambda _: "7", input_tokens=counting(Formats(), "golden")) as server:
         grader, store = grader_of(server), ReplyStore(tmp_path)
         before = estimate(texts, grader, store)
         first = ask_all(texts, grader, store, GradingLimits(max_calls=20))

@@ -27,13 +27,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 @pytest.fixture(scope="module")
-def model(world: World) -> tuple[str, list[str], list[str], list[str]]:
-    """A model's folder, with what it takes in fit, generate and pair: stories260K, or a random one with its wording."""
-    stories = ROOT.parent / "shared" / "models" / "stories260K"
-    if not stories.is_dir():
-        return str(world.model), ["judge=testbed", "model.chat_template=null"], [], [wording("testbed")]
+def model(babbler: Path) -> tuple[str, list[str], list[str], list[str]]:
+    """A model's folder, with what it takes in fit, generate and pair."""
     chat = "chat_template=model/plain_chat.jinja"
-    return str(stories), [], [f"model.{chat}"], [f"ranker.grader.{chat}", wording("short")]
+    return str(babbler), [], [f"model.{chat}"], [f"ranker.grader.{chat}", wording("short")]
 
 
 def wording(name: str) -> str:

@@ -20,6 +20,7 @@ from attnpo.lab.testbed.pairs import write_jsonl
 from attnpo.lab.testbed.words import POLARITY
 from attnpo.schema import PreferencePair
 from attnpo.system.files import read_record
+from tests import own_texts
 from tests.run.worlds import World, build_world
 
 TRAIN, VAL, BIAS, MASS = 48, 8, 0.7, 0.4
@@ -148,12 +149,14 @@ def test_a_judge_that_knows_is_worth_reading(
 
 
 @pytest.mark.slow
-def test_a_real_model_that_cannot_judge_is_known_in_one_look(
-    shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_model_that_cannot_judge_is_known_in_one_look(
+    babbler: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """stories260K on UltraFeedback: half of its verdicts are right, and none of them names a label."""
-    model, data = shared / "models" / "stories260K", shared / "data" / "ultrafeedback_sample"
-    given = ("setting=real_smoke", f"model.path={model}", f"data.path={data}", f"store={tmp_path / 'store'}")
+    """On pairs of texts: half of its verdicts are right, and none of them names a label."""
+    for split, start in (("train", 0), ("test", 150)):
+        own_texts.write_rows(tmp_path / "data" / f"{split}.jsonl", start + 50 + 100 * (not start), start)
+    data = tmp_path / "data"
+    given = ("setting=real_smoke", f"model.path={babbler}", f"data.path={data}", f"store={tmp_path / 'store'}")
     assert command(tmp_path, *given, "passport.pairs=60", "passport.removal_pairs=0") == 0
     found = told(tmp_path)
     assert found["judgement"]["worth"] == "at chance"
