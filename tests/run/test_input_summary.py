@@ -12,11 +12,12 @@ from attnpo.data.arrow_rows import sizes_of
 from attnpo.data.example_numbers import token_percentiles
 from attnpo.data.micro_batches import PADDED, SHARED_PREFIX
 from attnpo.data.prepare import percentiles
+from attnpo.data.weighing import log_store
 from attnpo.models.loading import load_config
 from attnpo.models.shape import Shape
 from attnpo.models.spec import LoraSpec, ModelSpec
 from attnpo.run import startup
-from attnpo.run.context import log_model, log_store, make_context
+from attnpo.run.context import log_model, make_context
 from attnpo.run.folders import store_root
 from attnpo.run.input_summary import example_statistics, log_inputs
 from attnpo.run.inputs import make_inputs
