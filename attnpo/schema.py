@@ -170,7 +170,7 @@ class TokenWeights:
 
 
 class TraceLength(NamedTuple):
-    """The tokens of a trace that a judge wrote, and whether it ended it itself."""
+    """Tokens of a trace that a judge wrote, and whether it ended it itself."""
 
     tokens: int
     closed: bool

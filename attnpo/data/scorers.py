@@ -78,7 +78,7 @@ def _with_instruction(pair: PreferencePair, instruction: str) -> list[Message]:
 
 
 class RunScorers(WeightReader):
-    """The models that a source compares, described by their folders alone until ``load`` loads them.
+    """Models that a source compares, described by their folders alone until ``load`` loads them.
 
     Args:
         source: names its models.

@@ -17,7 +17,7 @@ from attnpo.schema import PairWeights, PreferencePair, TraceLength
 
 
 class WrittenTrace(NamedTuple):
-    """What a judge wrote before its verdict: the ids, the same as text, and whether it ended the trace itself."""
+    """Text that a judge wrote before its verdict: ids, the same as text, and whether it ended the trace itself."""
 
     ids: tuple[int, ...]
     text: str
@@ -47,7 +47,7 @@ class JudgePrompt:
 
 @dataclass(frozen=True)
 class JudgeReading:
-    """What one forward of the judge gave for one prompt.
+    """Numbers that one forward of the judge gave for one prompt.
 
     ``rows`` holds, per wanted layer in the order asked, the attention of the verdict position on every prompt
     token: mean over query heads, or one row per head when ``per_head`` was asked. ``verdict_logps``: the natural
@@ -120,7 +120,7 @@ CAPTURE_VERSION = "2"
 
 
 class WeightReader:
-    """What reads token weights off a model, described without loading it; the store asks it for what is lacking.
+    """Reader of token weights off a model, described without loading it; the store asks it for what is lacking.
 
     ``name`` and ``done`` are its words in the log ("judge", "judged"). ``rounds``: rows for each response and layer.
     ``reads``: sequences that models read of a pair, an answer that one writes counted once. ``verdict``: whether

@@ -16,7 +16,7 @@ WARN, STOP = "warn", "stop"
 
 @dataclass(frozen=True)
 class Judge(JudgeRules):
-    """The judge's prompt rules (``JudgeRules``) and its model.
+    """Prompt rules of a judge (``JudgeRules``) and its model.
 
     ``path`` None is the run's own model and chat format. ``chat_template_kwargs``: values of variables that the judge's
     chat template reads ({enable_thinking: false}); None takes ``model.chat_template_kwargs`` where the judge is the
@@ -67,7 +67,7 @@ class Judge(JudgeRules):
 
 @dataclass(frozen=True)
 class OtherJudge:
-    """The other judge of a setting, which ``judge=other`` takes its keys from.
+    """Other judge of a setting, which ``judge=other`` takes its keys from.
 
     ``path`` None is the model that ``prepare`` builds as one. ``layer`` is the one to read, ``align`` and
     ``length_from`` are what its tokens ask of ``align.method`` and ``objective.length_from``: levenshtein and source

@@ -18,7 +18,7 @@ class JudgePreparer(Protocol):
 
 @runtime_checkable
 class Preparer(Protocol):
-    """What builds model and data first (config node ``prepare``)."""
+    """Builder of model and data (config node ``prepare``)."""
 
     def prepare(self, root: Path) -> Prepared:
         """Returns where the artefacts are."""
@@ -26,7 +26,7 @@ class Preparer(Protocol):
 
 @runtime_checkable
 class Truth(Protocol):
-    """What scores a policy against a known truth (config node ``truth``)."""
+    """Scorer of a policy against a known truth (config node ``truth``)."""
 
     def score(self, *arguments: Any, **named: Any) -> Any:
         """Returns the scores."""
@@ -43,7 +43,7 @@ class Truth(Protocol):
 
 @runtime_checkable
 class LayerFinder(Protocol):
-    """What finds the layer of ``weights.layer=auto`` (config node ``auto_layer``)."""
+    """Finder of the layer of ``weights.layer=auto`` (config node ``auto_layer``)."""
 
     def settle(self, context: Any, encoded: Any) -> Any:
         """Returns the run's context with the layer found, or as it is where none is to be found."""
@@ -51,7 +51,7 @@ class LayerFinder(Protocol):
 
 @runtime_checkable
 class DriftMeasure(Protocol):
-    """What measures where the policy moved, after training (config node ``drift``)."""
+    """Measure of where the policy moved, after training (config node ``drift``)."""
 
     @property
     def pairs(self) -> int:

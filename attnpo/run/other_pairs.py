@@ -25,7 +25,7 @@ from attnpo.weights.capture import ensure_captured
 
 
 class RewardFactors(NamedTuple):
-    """What multiplies the log-ratio of each response token, and the tokens it was made for (chosen, rejected)."""
+    """Factors of the log-ratio of each response token, and the tokens they were made for (chosen, rejected)."""
 
     response_ids: tuple[list[int], list[int]]
     factors: tuple[Float[Tensor, " m"], Float[Tensor, " k"]]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class GeneratorMaker(Protocol):
-    """What makes a generator out of a loaded model in another way than free decoding."""
+    """Maker of a generator out of a loaded model in another way than free decoding."""
 
     def fingerprint(self) -> dict[str, object]:
         """Returns every setting that changes an answer."""

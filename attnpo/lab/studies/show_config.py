@@ -9,7 +9,7 @@ from attnpo.schema import UserError
 
 @dataclass(frozen=True)
 class ShowRoot(ShowConfig, FitConfig):
-    """What ``attnpo.show`` reads."""
+    """Configuration of ``attnpo.show``."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
