@@ -22,7 +22,7 @@ from attnpo.display.weighed_pair import WeighedPair, WeighedPairs, weighed_respo
 from attnpo.judge.base import LoadedJudge
 from attnpo.judge.judge import thinking
 from attnpo.judge.label_check import PAIRS
-from attnpo.judge.label_mass import measured
+from attnpo.judge.label_mass import measure_labels
 from attnpo.judge.layers import Depth, Row
 from attnpo.judge.prompts import Assembly, JudgePrompts
 from attnpo.judge.reader import CausalJudge, kernel_for
@@ -278,7 +278,7 @@ class Weigher:
             return
         prompts = [prompt.input_ids for pair in pairs for prompt in self.prompts.build(pair)]
         try:
-            mass = measured(
+            mass = measure_labels(
                 self._judge.model, prompts, self.prompts.label_ids, lambda token: str(self.tokenizer.decode([token]))
             )
         except UserError as unread:

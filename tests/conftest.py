@@ -54,13 +54,13 @@ hypothesis.settings.load_profile("no deadline")
 
 @pytest.fixture(scope="session")
 def vectors() -> Path:
-    """The golden records of the repository; models among them are drawn by ``tests.conformance.drawn.model_folder``."""
+    """Returns the golden records of the repository (``tests.conformance.drawn`` draws their models)."""
     return ROOT / "tests" / "conformance" / "vectors"
 
 
 @pytest.fixture(scope="session")
 def paper_tables() -> Path:
-    """The numbers of the paper's tables as printed."""
+    """Returns the numbers of the paper's tables as printed."""
     return ROOT / "tests" / "paper_tables"
 
 
@@ -74,7 +74,7 @@ def babbler() -> Path:
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """The folder of others' data and models beside the checkout (CONTRIBUTING.md); tests of it skip without it."""
+    """Returns the folder of others' data and models beside the checkout; tests of it skip without it."""
     folder = ROOT.parent / "shared"
     if not folder.is_dir():
         pytest.skip(f"needs the development data folder {folder.name}/ beside the checkout")

@@ -26,7 +26,7 @@ WRITTEN = [
 
 
 def paragraphs(least: int = 60) -> list[str]:
-    """The paragraphs, lists, tables and code blocks of the pages that have ``least`` characters."""
+    """Returns the paragraphs, lists, tables and code blocks of the pages that have ``least`` characters."""
     pages = [path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))]
     return [part.strip("\n") for page in pages for part in page.split("\n\n") if len(part) >= least]
 

@@ -107,7 +107,7 @@ def _members(role: type) -> set[str]:
 def _can_be(target: type, role: type) -> bool:
     """Returns whether instances of the dataclass ``target`` can be of a role, told without making one."""
     if not getattr(role, "_is_protocol", False):
-        return issubclass(target, role)
+        return issubclass(target, role) and not inspect.isabstract(target)
     has = {name for parent in target.__mro__ for name in vars(parent)} | {
         item.name for item in dataclasses.fields(target)
     }

@@ -1,4 +1,4 @@
-"""The Lightning data module: pairs with token weights, in planned optimiser steps, resumable in mid-epoch."""
+"""Lightning's data module: pairs with token weights, in planned optimiser steps, resumable in mid-epoch."""
 
 import logging
 from collections.abc import Collection, Sequence

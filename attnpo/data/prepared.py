@@ -344,7 +344,7 @@ def _recalled(store: Store, told: Account, encoded: Mapping[str, EncodedSet], re
         captured={},
         report=None if recipe.reader is None else CaptureReport(told["pairs"], 0, 0.0, None),
         **{name: told[name] for name in _PLAIN},
-        layers=source.wanted() if recipe.reader is not None else (),
+        layers=source.rows_read() if recipe.reader is not None else (),
         **statistics,
     )
     chosen = list(recipe.transforms)

@@ -1,4 +1,4 @@
-"""The steps before training: pairs read, their training ids, and the weighed examples that are made of these.
+"""Steps before training: pairs read, their training ids, and the weighed examples that are made of these.
 
 Large data is prepared once in the store and mapped from there (``attnpo.data.prepared``), little is held in memory.
 """

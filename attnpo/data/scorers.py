@@ -36,7 +36,7 @@ class RunTexts:
             raise RefusedText(reason, f"pair {pair.pair_id}: {reason}")
         return encoded
 
-    def instructed(
+    def add_instruction(
         self, pair: PreferencePair, encoded: Mapping[str, EncodedResponse], instruction: str
     ) -> tuple[Mapping[str, EncodedResponse], bool]:
         """Returns the same responses under a prompt with ``instruction``, and whether that prompt had to be shortened.

@@ -153,7 +153,7 @@ def weigh(
             labels.before(made, wanted)
         return made
 
-    rows = layers if every_row else source.wanted()
+    rows = layers if every_row else source.rows_read()
     with phase(f"{reader.name} pass"):
         captured, report = ensure_captured(
             share,

@@ -62,7 +62,7 @@ def evaluate(cfg: EvaluateConfig) -> int:
     folder = cfg.folder()
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder, cfg.lock_timeout):
-        result = measured(cfg, folder)
+        result = run_evaluation(cfg, folder)
     if result is None:
         return 0 if cfg.limits.dry_run else 1
     print_sections(terminal(), result_sections(result))
@@ -76,7 +76,7 @@ def evaluate(cfg: EvaluateConfig) -> int:
     return 0
 
 
-def measured(cfg: EvaluateConfig, folder: Path) -> EvaluationResult | None:
+def run_evaluation(cfg: EvaluateConfig, folder: Path) -> EvaluationResult | None:
     """Returns the result, computed unless the folder has it; None after a dry run, and where calls are left without a
     reply.
     """

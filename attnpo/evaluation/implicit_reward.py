@@ -91,9 +91,9 @@ class ImplicitReward:
             UserError: pairs or reference cannot be read or have another vocabulary, the model's positions are fewer
                 than ``lengths.max_length``, or a log-probability is no number.
         """
-        return self.measured(subject)
+        return self.measure_with(subject)
 
-    def measured(self, subject: Subject, weigh: Weigh | None = None) -> Measured:
+    def measure_with(self, subject: Subject, weigh: Weigh | None = None) -> Measured:
         """Returns the same; with ``weigh`` the reward whose log-ratios it weighs comes first, ``accuracy_weighted``."""
         self.require_paths()
         _require_room(subject.model, self.lengths)

@@ -136,7 +136,7 @@ class WeightedImplicitReward(ImplicitReward):
                 "before training, or set benchmark=implicit_reward"
             )
         inputs = make_inputs(cfg)
-        return replace_lengths(self, cfg).measured(subject, lambda pairs: reward_factors(inputs, pairs))
+        return replace_lengths(self, cfg).measure_with(subject, lambda pairs: reward_factors(inputs, pairs))
 
     def _config(self) -> RunConfig:
         if self.run == AUTO:

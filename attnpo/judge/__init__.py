@@ -1,1 +1,1 @@
-"""The judge, whole: its prompts and labels, rows of attention, verdicts and traces."""
+"""A judge, whole: its prompts and labels, rows of attention, verdicts and traces."""

@@ -1,8 +1,9 @@
-"""What passes between the judge and the weights: its prompts, what it wrote, and what was read off it.
+"""Data between the judge and the weights: its prompts, what it wrote, and what was read off it.
 
 Owns no behaviour. Axes are named as in ``attnpo.schema``.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
@@ -119,7 +120,7 @@ class LoadedJudge:
 CAPTURE_VERSION = "2"
 
 
-class WeightReader:
+class WeightReader(ABC):
     """Reader of token weights off a model, described without loading it; the store asks it for what is lacking.
 
     ``name`` and ``done`` are its words in the log ("judge", "judged"). ``rounds``: rows for each response and layer.
@@ -148,21 +149,21 @@ class WeightReader:
         """Query heads of each layer, read from its config alone; UserError when layers differ in it."""
         return 0
 
+    @abstractmethod
     def describe_pass(self, rows: str) -> str:
         """Returns in words what a pass does that reads ``rows``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def fingerprint(self) -> dict[str, object]:
         """Returns what identifies the model's numbers, for the store's key."""
-        raise NotImplementedError
 
+    @abstractmethod
     def fingerprint_of_prompts(self) -> Mapping[str, object]:
         """Returns every setting of what the model is shown that changes a number, for the store's key."""
-        raise NotImplementedError
 
+    @abstractmethod
     def load(self, device: torch.device) -> object:
         """Loads the model onto ``device`` and returns what its sources capture with."""
-        raise NotImplementedError
 
     def count_verdicts(self, captured: Iterable[PairWeights]) -> JudgeStatistics | None:
         """Returns the account of verdicts, where such were read."""

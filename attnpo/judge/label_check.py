@@ -8,7 +8,7 @@ from pathlib import Path
 
 from attnpo.judge.base import CAPTURE_VERSION, JudgePrompt, LoadedJudge
 from attnpo.judge.judge import RunJudge
-from attnpo.judge.label_mass import LabelMass, measured
+from attnpo.judge.label_mass import LabelMass, measure_labels
 from attnpo.judge.settings import STOP
 from attnpo.schema import PreferencePair, UserError, digest
 from attnpo.system.files import read_record, write_record
@@ -105,7 +105,7 @@ class LabelCheck:
     def _measure(self, judge: LoadedJudge, shown: Sequence[JudgePrompt]) -> LabelMass | None:
         """None when no pair can be shown to the judge."""
         rounds = [prompt.input_ids for prompt in shown]
-        return measured(judge.model, rounds, self.judge.prompts.label_ids, self.judge.written) if rounds else None
+        return measure_labels(judge.model, rounds, self.judge.prompts.label_ids, self.judge.written) if rounds else None
 
     def _keep(self, shown: Sequence[JudgePrompt], mass: LabelMass) -> None:
         path = self._path(shown)

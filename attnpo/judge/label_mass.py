@@ -51,7 +51,7 @@ class LabelMass:
         )
 
 
-def measured(
+def measure_labels(
     judge: JudgeModel,
     prompts: Sequence[Sequence[int]],
     label_ids: tuple[int, int],

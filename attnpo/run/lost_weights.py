@@ -74,7 +74,7 @@ def log_arrivals(context: RunContext, weighed: Weighed, encoded: EncodedSet) -> 
         made = prepare_examples(sample, one, captured, context.cfg.align, rows)
         if not made.examples:
             continue  # what dropped them all is counted with the data
-        arrived, read = Arrival.of(made.examples), one.wanted()
+        arrived, read = Arrival.of(made.examples), one.rows_read()
         log.info("weights of %s: %s (%d pairs)", name_rows(one, read), arrived.text(), len(made.examples))
         lost = describe_loss(context.cfg, one, read, arrived, made.tally)
         if lost is not None:

@@ -78,7 +78,7 @@ def _captured(inputs: Inputs, pairs: Sequence[PreferencePair]) -> dict[str, Pair
     with tempfile.TemporaryDirectory() as folder:
         store = Store(Path(folder))
         captured, _ = ensure_captured(
-            pairs, source, source.wanted(), store, {}, lambda: _without_verdicts(reader.load(device))
+            pairs, source, source.rows_read(), store, {}, lambda: _without_verdicts(reader.load(device))
         )
         return dict(captured)
 

@@ -1,4 +1,4 @@
-"""What a run's weights are read with, and the weights themselves, for the pairs of a context."""
+"""Readers of a run's weights, and the weights themselves, for the pairs of a context."""
 
 from collections.abc import Callable, Mapping
 

@@ -1,1 +1,1 @@
-"""The machine below: files, locks, the store, processes, versions, the hub. Imports no other room."""
+"""Machine and files below: files, locks, the store, processes, versions, the hub. Imports no other room."""

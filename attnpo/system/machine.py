@@ -1,4 +1,4 @@
-"""What a command runs on: versions and commit, the device of models that are not trained. Light: torch waits."""
+"""Surroundings of a command: versions and commit, the device of models that are not trained. Light: torch waits."""
 
 import platform
 import subprocess

@@ -18,7 +18,7 @@ def world_size() -> int:
     return process()[1]
 
 
-def launched() -> tuple[int, int | None] | None:
+def launched_processes() -> tuple[int, int | None] | None:
     """(processes, nodes) that a launcher started; None where none did, so that training starts its own.
 
     The nodes are None where the launcher does not name them. torchrun is one for a single process too.
@@ -58,7 +58,7 @@ def before_sudden_end(act: Callable[[], None]) -> Iterator[None]:
 
 def by_slurm() -> bool:
     """Returns whether it is SLURM that numbers this job's processes, and no launcher inside its job."""
-    return "WORLD_SIZE" not in os.environ and launched() is not None
+    return "WORLD_SIZE" not in os.environ and launched_processes() is not None
 
 
 def launcher() -> tuple[str, str]:

@@ -74,7 +74,7 @@ def start_apart(pair: PreferencePair, side: str) -> int:
     return answer_start(pair.response(side)) if pair.apart else 0
 
 
-def judged(pair: PreferencePair, side: str) -> str:
+def judged_text(pair: PreferencePair, side: str) -> str:
     """Returns what a judge reads of a response: all of it, or its answer where a trace is weighed apart."""
     return pair.response(side)[start_apart(pair, side) :]
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from attnpo.schema import UserError
-from attnpo.system.processes import by_slurm, launched, launcher, local_rank, process
+from attnpo.system.processes import by_slurm, launched_processes, launcher, local_rank, process
 from attnpo.training.settings import TrainerSettings
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def planned_processes(settings: TrainerSettings) -> int:
     """Returns how many processes will train: those that were started, else what trainer.devices and
     num_nodes ask for.
     """
-    started = launched()
+    started = launched_processes()
     return wanted_processes(settings) if started is None else started[0]
 
 
@@ -55,7 +55,7 @@ def as_launched(settings: TrainerSettings) -> TrainerSettings:
             (without a launcher) none, or other nodes that nothing was started on; variables make this process a rank
             and no launcher stands behind them.
     """
-    started = launched()
+    started = launched_processes()
     total, nodes = started or (wanted_processes(settings), None)
     nodes = nodes or settings.num_nodes
     _require_place(total, nodes)
@@ -96,7 +96,7 @@ def _require_place(total: int, nodes: int) -> None:
     given = [f"{name}={os.environ[name]}" for name in PLACE if name in os.environ]
     if not given or "TORCHELASTIC_RUN_ID" in os.environ or by_slurm():
         return
-    needed = ["LOCAL_RANK"] if launched() is not None else []
+    needed = ["LOCAL_RANK"] if launched_processes() is not None else []
     needed += ["MASTER_ADDR", "MASTER_PORT"] if needed or nodes > 1 or "LOCAL_RANK" in os.environ else []
     lacking = [name for name in needed if total > 1 and name not in os.environ]
     node = int(os.environ.get("NODE_RANK", os.environ.get("GROUP_RANK", "0")))

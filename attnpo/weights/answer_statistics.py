@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from attnpo.schema import SIDES, PairWeights, PreferencePair
-from attnpo.text.traces import judged
+from attnpo.text.traces import judged_text
 from attnpo.weights.score_parser import read_answer
 
 
@@ -70,7 +70,7 @@ def answer_statistics(
             if text is None:
                 lost += 1
                 continue
-            reading = read_answer(text, judged(pair, side))
+            reading = read_answer(text, judged_text(pair, side))
             read += 1
             parsed += bool(reading.spans)
             parts += len(reading.spans)

@@ -1,5 +1,6 @@
 """What a weight source is and what it works with. Layers are counted from 1 as in the paper (32 = last of 32)."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
@@ -54,7 +55,7 @@ class ScorerModel:
         return {} if self.instruction is None else {"instruction": self.instruction}
 
 
-class WeightSource:
+class WeightSource(ABC):
     """Where token weights come from. A source of one's own is a frozen dataclass of one of the classes below.
 
     ``kind``: whether a row is a distribution over the response or a factor used as it is. ``signed``: whether negative
@@ -87,7 +88,7 @@ class WeightSource:
         """Returns the rows to store; ``num_heads`` is asked only when heads are chosen."""
         return self.capture_layers(num_layers)
 
-    def wanted(self) -> tuple[Row, ...]:
+    def rows_read(self) -> tuple[Row, ...]:
         """Returns the stored rows that ``select`` reads, of a resolved source; empty without layers."""
         return ()
 
@@ -95,9 +96,9 @@ class WeightSource:
         """Returns every setting that changes a stored number; never the layer, the heads or the post-processing."""
         return {"source": type(self).__name__.lower()}
 
+    @abstractmethod
     def capture(self, pairs: Sequence[PreferencePair], reader: object, layers: tuple[Row, ...]) -> list[PairWeights]:
         """Returns raw weights of ``pairs`` in their order, a row for each of ``layers``, read by the loaded model."""
-        raise NotImplementedError
 
     def select(self, captured: PairWeights, layers: tuple[Row, ...]) -> PairWeights:
         """Returns ``captured`` (rows of ``layers``) with the one row left that this source is about."""
@@ -116,7 +117,7 @@ class CapturedSource(WeightSource):
         """Returns the layers to store, from 1 and rising; (0,) is one row of no layer."""
         return (0,)
 
-    def wanted(self) -> tuple[Row, ...]:
+    def rows_read(self) -> tuple[Row, ...]:
         """Returns the stored rows that ``select`` reads, of a resolved source."""
         return (0,)
 
@@ -134,9 +135,9 @@ class ScoredSource(CapturedSource):
     postprocess = None
 
     @property
+    @abstractmethod
     def scorers(self) -> Mapping[str, ScorerModel]:
         """Returns the models by the config key that describes each, the first before the one it is compared with."""
-        raise NotImplementedError
 
 
 class TextSource(WeightSource):
@@ -160,8 +161,11 @@ class TextSource(WeightSource):
         raise UserError(f"{self.why_not_captured}; run attnpo.fit directly")
 
     def weigh(self, pair: PreferencePair, side: str, encoded: EncodedResponse) -> Float[Tensor, " m"]:
-        """Returns a weight for every training token of ``pair``'s response ``side``."""
-        raise NotImplementedError
+        """Returns a weight for every training token of ``pair``'s response ``side``.
+
+        A source whose weights of a response depend on the other one has ``weigh_pair`` instead.
+        """
+        raise UserError(f"{type(self).__name__} has neither weigh nor weigh_pair: give it one of them")
 
     def weigh_pair(
         self, pair: PreferencePair, encoded: Mapping[str, EncodedResponse]
@@ -190,6 +194,7 @@ class OnlineSource(TextSource):
         """Returns equal weights."""
         return equal_weights(encoded)
 
+    @abstractmethod
     def weights(
         self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch
     ) -> Float[Tensor, "rows R"] | PairedWeights:
@@ -198,7 +203,6 @@ class OnlineSource(TextSource):
         A source may give a weight for each pair as well (finite, 0 or more; 0 takes the pair out of the step's loss,
         whose normaliser stays its number of pairs).
         """
-        raise NotImplementedError
 
 
 def equal_weights(encoded: EncodedResponse) -> Float[Tensor, " m"]:

@@ -12,7 +12,7 @@ from attnpo.judge.prompts import question_text
 from attnpo.judge.wording import file_text
 from attnpo.schema import Message, PreferencePair, UserError, digest
 from attnpo.text.chat import ChatFormat, RefusedText
-from attnpo.text.traces import judged, start_apart
+from attnpo.text.traces import judged_text, start_apart
 
 SLOTS = ("question", "answer")
 
@@ -80,7 +80,7 @@ class ScoreQuestions:
         response holds nothing to score.
         """
         messages = self.messages(pair, side)
-        if not judged(pair, side).strip():
+        if not judged_text(pair, side).strip():
             raise RefusedText(f"the {side} response has no text to score", f"the {side} response has no text to score")
         count = len(self.asked.prompt_ids(messages))
         if self.room is not None and count > self.room:
@@ -93,7 +93,7 @@ class ScoreQuestions:
 
     def messages(self, pair: PreferencePair, side: str) -> list[Message]:
         """Returns the chat prompt, whether it fits or not."""
-        return self.template.messages(question_text(pair.prompt), judged(pair, side))
+        return self.template.messages(question_text(pair.prompt), judged_text(pair, side))
 
     def tokens(self, pair: PreferencePair, side: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Returns the response's training tokens that hold a character of it, before any truncation.

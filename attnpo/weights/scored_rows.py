@@ -44,7 +44,7 @@ class TrainingTexts(Protocol):
     def encode(self, pair: PreferencePair) -> Mapping[str, EncodedResponse]:
         """Returns the ids by side that training reads; ``attnpo.text.chat.RefusedText`` for a pair that has none."""
 
-    def instructed(
+    def add_instruction(
         self, pair: PreferencePair, encoded: Mapping[str, EncodedResponse], instruction: str
     ) -> tuple[Mapping[str, EncodedResponse], bool]:
         """Returns the same responses under a prompt with ``instruction``, and whether that prompt had to be
@@ -119,7 +119,7 @@ def _ask(pair: PreferencePair, texts: TrainingTexts, model: ScorerModel, other: 
         if scorer.instruction is None:
             read.append(encoded)
         else:
-            ids, shortened = texts.instructed(pair, encoded, scorer.instruction)
+            ids, shortened = texts.add_instruction(pair, encoded, scorer.instruction)
             read.append(ids)
             cut = cut or shortened
     return _Asked(pair.pair_id, encoded, read[0], read[1], cut)

@@ -55,7 +55,7 @@ def record_of(overrides: Sequence[str]) -> Record:
     return {
         "command": " ".join([f"python -m experiments.pages.{NAME}", *overrides]),
         "question": pair.prompt[-1]["content"],
-        "layer": inputs.weighed.source.wanted()[0],
+        "layer": inputs.weighed.source.rows_read()[0],
         "layers": int(inputs.weighed.depth),
         "prompts": _prompts(inputs, pair),
         **_trained(inputs, example, pair),

@@ -50,7 +50,7 @@ def main(folder: Path) -> None:
         preference = (1 + won).round(8)
         table = pandas.DataFrame({"index": range(COUNT), "preference": preference})
         table.assign(len_baseline=lengths, len_model=own).to_csv(folder / f"{name}.csv", index=False)
-        expected[name] = {"leaderboard": raw(preference), "library_with_reconstructed_aux": controlled(
+        expected[name] = {"leaderboard": raw(preference), "library_with_reconstructed_aux": control_length(
             preference, lengths, own, "baseline" if itself else "model", auxiliary
         )}  # fmt: skip
     made = (
@@ -73,10 +73,10 @@ def raw(preference: np.ndarray) -> dict[str, float]:
     }
 
 
-def controlled(
+def control_length(
     preference: np.ndarray, lengths: np.ndarray, own: np.ndarray, generator: str, auxiliary: Path
 ) -> dict[str, float]:
-    """The library's length-controlled win rate."""
+    """Returns the library's length-controlled win rate."""
     rows = {
         "instruction": "",
         "output_1": ["x" * count for count in lengths],

@@ -45,7 +45,7 @@ class Judged(TypedDict):
 
 
 @torch.no_grad()
-def judged(model: nn.Module, ids: list[int]) -> Judged:
+def read_judge(model: nn.Module, ids: list[int]) -> Judged:
     """Reads the attention of the last position."""
     out = model(input_ids=torch.tensor([ids]), output_attentions=True)
     rollout = torch.zeros(len(ids), dtype=torch.float64)
@@ -80,7 +80,7 @@ def build(folder: Path) -> None:
     content["made"] = MADE
     expected: dict[str, Tensor] = {}
     for pair in content["pairs"]:
-        found = {order: judged(model, pair["rounds"][order]["judge_ids"]) for order in ROUNDS}
+        found = {order: read_judge(model, pair["rounds"][order]["judge_ids"]) for order in ROUNDS}
         values: dict[str, Tensor] = {}
         for order, one in found.items():
             pair["rounds"][order]["argmax_token_id"] = one["verdict"]

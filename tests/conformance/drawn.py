@@ -69,7 +69,7 @@ def draw(folder: Path, seed: int, sizes: dict[str, float]) -> Weights:
 
 
 def digest(weights: Weights) -> str:
-    """The SHA-256 of names and little-endian numbers, by name."""
+    """Returns the SHA-256 of names and little-endian numbers, by name."""
     found = hashlib.sha256()
     for name in sorted(weights):
         found.update(name.encode() + b"\0" + weights[name].astype("<f4").tobytes())

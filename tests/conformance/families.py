@@ -1,4 +1,4 @@
-"""The families (`python -m tests.conformance families`): every causal LM, tiny, through loader, numbers and commands.
+"""Families (`python -m tests.conformance families`): every causal LM, tiny, through loader, numbers and commands.
 
 A family has one outcome: equal, policy only, refused (with the reason, in the words a user gets), not built (what
 transformers itself cannot build or load again here) or FAIL. What could not be run is a FAIL.

@@ -1,4 +1,4 @@
-"""The vectors of the repository: small, drawn as they say, and remade by their builders."""
+"""Vectors of the repository: small, drawn as they say, and remade by their builders."""
 
 import json
 import shutil
@@ -46,7 +46,7 @@ def test_the_builder_makes_what_is_stored(vectors: Path, tmp_path: Path, name: s
 
 
 def test_figures_of_drawn_judgments_are_the_librarys(vectors: Path) -> None:
-    """The draws themselves may move with numpy, so that the stored ones are read."""
+    """Draws themselves may move with numpy, so that the stored ones are read."""
     folder = vectors / "evaluation/alpaca_eval"
     expected = json.loads((folder / "expected.json").read_text())
     assert expected.keys() == build_alpaca.MODELS.keys()

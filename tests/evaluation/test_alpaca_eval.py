@@ -365,7 +365,7 @@ def test_records_name_the_extra_that_is_not_installed(vectors: Path, monkeypatch
 
 @pytest.mark.slow
 def test_the_standard_error_is_that_of_resampled_questions(vectors: Path) -> None:
-    """The library's own, of predictions whose fit is taken as certain, is half as large."""
+    """Of the library's own, of predictions whose fit is taken as certain, is half as large."""
     golden = vectors / "evaluation" / "alpaca_eval"
     file = named_auxiliary(str(golden / "df_gamed_drawn.csv"), 805)
     table = np.genfromtxt(golden / "close.csv", delimiter=",", names=True)

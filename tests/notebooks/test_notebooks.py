@@ -105,7 +105,7 @@ def test_it_can_be_read_with_its_outputs(path: Path) -> None:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_needs_the_api_alone(path: Path) -> None:
-    """What it imports of attnpo is the API; the classes of two others are named by the docs, which hold them."""
+    """Imports of attnpo are the API; the classes of two others are named by the docs, which hold them."""
     source = "\n".join(cell.source for cell in cells(read(path)))
     inner = re.findall(r"^\s*(?:from|import) (attnpo\.\S+)", source, re.MULTILINE)
     page = (NOTEBOOKS[0].parents[1] / "docs" / "python_api.md").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The two classes in plain Lightning: the page's lines run, and train as the command does, in one process or two."""
+"""Two classes in plain Lightning: the page's lines run, and train as the command does, in one process or two."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 def make_data(world: World, store: Path, *words: str) -> tuple[PreferenceDataModule, Any]:
-    """The data module of the command's configuration, by hand."""
+    """Makes the data module of the command's configuration by hand."""
     cfg = world.config("weights=attention", "layout=padded", "callbacks=none", *words)
     chat = ChatFormat(AutoTokenizer.from_pretrained(world.model))
     data = PreferenceDataModule(

@@ -108,7 +108,7 @@ def test_one_frozen_model_under_two_instructions(
     context = inputs.context
     texts, pair = RunTexts(context.chat, context.cfg.lengths), context.cfg.data.load("train").pairs[0]
     plain = texts.encode(pair)
-    asked, cut = texts.instructed(pair, plain, "good film")
+    asked, cut = texts.add_instruction(pair, plain, "good film")
     assert not cut
     for side in SIDES:
         assert asked[side].response_ids == plain[side].response_ids
@@ -124,7 +124,7 @@ def test_an_instruction_that_does_not_fit_is_kept_and_the_prompt_is_cut(world: W
     limits = (f"lengths.max_length={room}", f"lengths.max_prompt_length={most}")
     tight = make_context(world.config("weights=contrast_prompt", *limits))
     texts = RunTexts(tight.chat, tight.cfg.lengths)
-    asked, cut = texts.instructed(pair, texts.encode(pair), "good film")
+    asked, cut = texts.add_instruction(pair, texts.encode(pair), "good film")
     longest = max(SIDES, key=lambda side: len(plain[side].response_ids))
     assert cut and len(asked[longest].prompt_ids) == len(plain[longest].prompt_ids)
 

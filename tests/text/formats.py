@@ -50,7 +50,7 @@ if SHARED.is_dir():  # the vocabularies themselves, of which two are too large f
 
 
 def kind(name: str) -> str:
-    """The format of our own that a real vocabulary is like."""
+    """Returns the format of our own that a real vocabulary is like."""
     return name.removeprefix(REAL)
 
 

@@ -8,7 +8,7 @@ from attnpo.text.traces import (
     before,
     has_trace,
     is_unclosed,
-    judged,
+    judged_text,
     start_apart,
     trace_of,
     with_trace,
@@ -107,9 +107,9 @@ def test_words_of_traces() -> None:
 @pytest.mark.parametrize("response", SPELLINGS)
 def test_what_a_judge_reads_of_a_trace_weighed_apart(response: str) -> None:
     apart = PreferencePair.make(TURNS, response, ANSWER, apart=True)
-    assert judged(apart, "chosen") == judged(apart, "rejected") == ANSWER
+    assert judged_text(apart, "chosen") == judged_text(apart, "rejected") == ANSWER
     assert response[start_apart(apart, "chosen") :] == ANSWER and start_apart(apart, "rejected") == 0
-    assert judged(PreferencePair.make(TURNS, response, ANSWER), "chosen") == response
+    assert judged_text(PreferencePair.make(TURNS, response, ANSWER), "chosen") == response
 
 
 def test_the_tokens_before_an_answer() -> None:

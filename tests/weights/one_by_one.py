@@ -95,7 +95,7 @@ def prepare_examples(
 def select(source: WeightSource, captured: PairWeights, layers: tuple[Row, ...]) -> PairWeights:
     if not isinstance(source, Attention):
         return source.select(captured, layers)
-    places = [layers.index(row) for row in source.wanted()]
+    places = [layers.index(row) for row in source.rows_read()]
 
     def one_row(weights: TokenWeights) -> TokenWeights:
         return replace(weights, weights=weights.weights[places].mean(dim=0, keepdim=True))

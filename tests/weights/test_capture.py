@@ -389,7 +389,7 @@ def weigh_heads(
     source = source.resolve(judge.num_layers)
     rows = source.rows_to_store(judge.num_layers, lambda: judge.num_heads)
     key = weights_key(source, FakeJudge().fingerprint(), FakePrompts().fingerprint())
-    options = {"load_layers": source.wanted(), **options}
+    options = {"load_layers": source.rows_read(), **options}
     return ensure_captured(pairs, source, rows, Store(root), key, lambda: LoadedJudge(judge, FakePrompts()), **options)
 
 
@@ -403,7 +403,7 @@ def test_every_head_is_stored_once_and_any_choice_is_a_re_read(tmp_path: Path) -
     ):
         captured, report = weigh_heads(tmp_path, judge, PAIRS, source)
         assert report.computed == computed
-        rows = source.resolve(2).wanted()
+        rows = source.resolve(2).rows_read()
         fresh = source.resolve(2).capture(PAIRS[:1], LoadedJudge(HeadJudge(num_layers=2), FakePrompts()), rows)
         assert same(captured[pair_id], fresh[0])
     assert judge.calls == [(14, (1, 2))], "one pass over both layers, both orders of seven pairs"

@@ -166,7 +166,7 @@ def test_what_it_says_of_itself() -> None:
     source = Column("a", "b", kind=Kind.DISTRIBUTION)
     assert isinstance(source, WeightSource) and isinstance(source, TextSource) and bool(source.columns)
     assert source.columns == ("a", "b") and not is_neutral(source) and not source.requires
-    assert source.resolve(3) == source and source.capture_layers(3) == source.wanted() == ()
+    assert source.resolve(3) == source and source.capture_layers(3) == source.rows_read() == ()
     assert (Column().kind, Column(signed=True).signed, source.tokens) == (Kind.FACTOR, True, "train")
     assert Column().unread().keys() == {"elsewhere"} and not SPANS.unread()
     with pytest.raises(UserError, match=r"weights=column are read from the data.*attnpo\.fit"):

@@ -79,14 +79,14 @@ def captured(source: WeightSource) -> PairWeights | None:
     for side in SIDES:
         kept = slice(None) if source.tokens == "train" else slice(-1)
         ids, places = torch.tensor(SIDED[side].response_ids)[kept], torch.tensor(SIDED[side].offsets)[kept]
-        raw = torch.rand(len(source.wanted()), len(ids), generator=generator)
+        raw = torch.rand(len(source.rows_read()), len(ids), generator=generator)
         rows.append(TokenWeights(ids, places, -raw if "scorers" in source.requires else raw))
     return PairWeights(PAIR.pair_id, (Round(True, *rows),))
 
 
 def offline(source: WeightSource, *transforms: object) -> TrainingWeights:
     found = captured(source)
-    return training_weights(source, found, SIDED, transforms=transforms, layers=source.wanted(), pair=PAIR)  # type: ignore[arg-type]
+    return training_weights(source, found, SIDED, transforms=transforms, layers=source.rows_read(), pair=PAIR)  # type: ignore[arg-type]
 
 
 def in_a_step(source: OnlineSource, *transforms: object) -> tuple[Tensor, Tensor]:
@@ -106,7 +106,7 @@ def test_what_a_source_says_of_itself(option: str) -> None:
     assert isinstance(source, WeightSource) and source.tokens in ("source", "train")
     assert source.requires <= {"judge", "generator", "scorers", "reward"}
     assert isinstance(source, TextSource) == (not source.requires)
-    assert len(source.wanted()) == bool(source.requires) and set(source.wanted()) <= set(source.capture_layers(3))
+    assert len(source.rows_read()) == bool(source.requires) and set(source.rows_read()) <= set(source.capture_layers(3))
     assert not (source.signed and source.kind is Kind.DISTRIBUTION)
     assert source_of(option).capture_fingerprint() == source.capture_fingerprint()
 

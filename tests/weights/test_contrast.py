@@ -147,7 +147,7 @@ class Texts:
             found[side] = EncodedResponse([1, 2], [*ids, 9], [*places, (len(text), len(text))])
         return found
 
-    def instructed(
+    def add_instruction(
         self, pair: PreferencePair, encoded: Mapping[str, EncodedResponse], instruction: str
     ) -> tuple[Mapping[str, EncodedResponse], bool]:
         more = [3] * len(instruction.split())
@@ -297,7 +297,7 @@ def test_what_a_config_builds_keeps_the_contract(option: str) -> None:
     assert isinstance(source, WeightSource) and isinstance(getattr(source, "form", TISDPO()), ContrastForm)
     assert (source.kind, source.tokens, source.requires) == (Kind.FACTOR, "train", {"scorers"})
     assert source.signed == (option == "contrast_tgdpo")
-    assert source.capture_layers(7) == source.wanted() == (0,) and source.resolve(7) is source
+    assert source.capture_layers(7) == source.rows_read() == (0,) and source.resolve(7) is source
     pair = make_pair(0, "these are five whole words", "and here are six words more")
     (captured,) = capture(source, [pair], RuleScorer(4.0), RuleScorer(2.0))
     assert all(part.weights.dtype == torch.float32 for item in captured.rounds for part in (item.chosen, item.rejected))

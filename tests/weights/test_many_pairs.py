@@ -223,7 +223,7 @@ def of_one_layer(world: World) -> World:
 def test_one_row(name: str, method: AlignMethod) -> None:
     """Also a source that may be silent about tokens."""
     source = {**CAPTURED, **ONE_ROW}[name]
-    now, then = both_ways(of_one_layer(World(4)), source, AlignRules(method), source.wanted())
+    now, then = both_ways(of_one_layer(World(4)), source, AlignRules(method), source.rows_read())
     assert now == then
     assert now[0]
 

@@ -259,7 +259,7 @@ SOURCES: list[Decay | Edits | Lengths] = [Decay(), Edits(), Lengths(), subsample
 def test_what_they_say_of_themselves(source: Decay | Edits | Lengths) -> None:
     assert isinstance(source, WeightSource) and source.kind is Kind.FACTOR and source.tokens == "train"
     assert not source.signed and not source.requires and not is_neutral(source)
-    assert source.resolve(4) == source and source.capture_layers(4) == source.wanted() == ()
+    assert source.resolve(4) == source and source.capture_layers(4) == source.rows_read() == ()
     assert isinstance(source, TextSource)
     assert isinstance(source, OnlineSource) == isinstance(source, Lengths)
     assert source.capture_fingerprint() == {"source": type(source).__name__.lower()}

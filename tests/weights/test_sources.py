@@ -92,11 +92,11 @@ def test_stored_layers_and_the_capture_fingerprint() -> None:
 
 
 def test_layers_are_named_like_the_one_layer() -> None:
-    assert Attention(layers=("last", "1/2", 1)).resolve(4).wanted() == (1, 2, 4)
+    assert Attention(layers=("last", "1/2", 1)).resolve(4).rows_read() == (1, 2, 4)
     with pytest.raises(UserError, match=r"^weights\.layers: expected a whole number from 1 to 4.*got 9$"):
         Attention(layers=(1, 9)).resolve(4)
     with pytest.raises(UserError, match="'1/2' is not yet a number"):
-        Attention(layers=(1, "1/2")).wanted()
+        Attention(layers=(1, "1/2")).rows_read()
 
 
 def test_a_layer_given_twice_is_refused_and_fractions_that_coincide_are_merged(
@@ -152,7 +152,7 @@ def test_stored_heads_and_their_fingerprint() -> None:
     assert source.capture_heads(2, 3) == HEAD_ROWS
     selected = replace(source, store_layers="selected")
     assert selected.capture_heads(2, 3) == HEAD_ROWS[:3], "every head of the wanted layer"
-    assert selected.resolve(2).wanted() == (HeadRow(1, 3),)
+    assert selected.resolve(2).rows_read() == (HeadRow(1, 3),)
     assert source.capture_fingerprint() == Attention("last", heads=(1, 2)).capture_fingerprint()
     assert source.capture_fingerprint() == {**Attention().capture_fingerprint(), "heads": "each"}
     assert Attention().capture_fingerprint() == {

@@ -275,7 +275,7 @@ def weights_label(context: RunContext, weighed: Weighed) -> str:
     """Returns what the tables call these weights: the option, its layer, the transforms."""
     name = str(context.cfg.composed.choices.get("weights", type(weighed.source).__name__))
     if hasattr(context.cfg.weights, "layer"):
-        rows = weighed.source.wanted()
+        rows = weighed.source.rows_read()
         name += " " + "+".join(f"L{row.layer}H{row.head}" if isinstance(row, HeadRow) else f"L{row}" for row in rows)
     return " + ".join([name, *map(str, context.cfg.transforms)])
 

@@ -18,7 +18,7 @@ from attnpo.config.compose import compose, groups, read
 from attnpo.config.reader import did_you_mean
 from attnpo.evaluation.base import Benchmark
 from attnpo.evaluation.evaluate_config import EvaluateConfig
-from attnpo.evaluation.evaluating import estimated, measured
+from attnpo.evaluation.evaluating import estimated, run_evaluation
 from attnpo.evaluation.grading.store import GRADES, ReplyStore
 from attnpo.evaluation.implicit_reward import ImplicitReward
 from attnpo.evaluation.result import EvaluationResult
@@ -296,7 +296,7 @@ def _measure(
         )
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder, made.lock_timeout):
-            result = measured(bounded(made, folder), folder)
+            result = run_evaluation(bounded(made, folder), folder)
     except Exception as error:  # noqa: BLE001  the other rows go on
         log.error("benchmark %s, %s: %s", benchmark, one.label, error_text(error))
         return last_line(error_text(error))

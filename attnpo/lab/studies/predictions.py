@@ -118,7 +118,7 @@ def predictions_section(outcome: Outcome) -> list[Section]:
     rows: list[Row] = []
     counts = dict.fromkeys((HIT, MISS, OPEN), 0)
     for claim in predictions.claims.values():
-        found, equal = measured(outcome, claim)
+        found, equal = measure_claim(outcome, claim)
         decided = NO_RESULT if found is None else decide(found) if equal else NOT_EQUAL
         if found is not None and equal and found.seeds < len(ran):
             decided = f"{OPEN}: {found.seeds} of {len(ran)} seeds have this KL"
@@ -147,7 +147,7 @@ def decide(found: Interval | None) -> str:
     return HIT if found.low > 0 else MISS
 
 
-def measured(outcome: Outcome, claim: Claim) -> tuple[Interval | None, bool]:
+def measure_claim(outcome: Outcome, claim: Claim) -> tuple[Interval | None, bool]:
     """Returns the sum of the rewards of ``above`` less that of ``below``, paired by seed and prompt, and whether at
     equal KL.
 

@@ -53,7 +53,7 @@ class Attention(CapturedSource):
         layers = tuple(distinct_layers(self.layers, num_layers, "weights.layers"))
         return replace(self, layer=resolve_layer(self.layer, num_layers), layers=layers)
 
-    def wanted(self) -> tuple[Row, ...]:
+    def rows_read(self) -> tuple[Row, ...]:
         """Returns the rows whose mean is the weights: resolved layers, or the chosen heads of each; UserError if
         unresolved.
         """
@@ -71,7 +71,7 @@ class Attention(CapturedSource):
         if self.store_layers == "all":
             return attending(num_layers)
         means = replace(self, heads=()).resolve(num_layers)
-        return tuple(row for row in means.wanted() if isinstance(row, int))
+        return tuple(row for row in means.rows_read() if isinstance(row, int))
 
     def rows_to_store(self, num_layers: int, num_heads: Callable[[], int]) -> tuple[Row, ...]:
         """Returns the layers to store or, where heads are chosen, every head of each.
@@ -109,14 +109,14 @@ class Attention(CapturedSource):
 
     def select(self, captured: PairWeights, layers: tuple[Row, ...]) -> PairWeights:
         """``captured`` with one row left: the mean over the chosen heads (or all), then over the wanted layers."""
-        absent = [row for row in self.wanted() if row not in layers]
+        absent = [row for row in self.rows_read() if row not in layers]
         if absent:
             raise UserError(
                 f"weights.layer: {_in_words(absent[0])} is not among the rows at hand "
                 f"({', '.join(map(layer_column, layers))}); run attnpo.weigh with weights.store_layers=all"
             )
         # Every layer has the same number of chosen heads, so one mean over all rows is the mean of the layers' means.
-        places = [layers.index(row) for row in self.wanted()]
+        places = [layers.index(row) for row in self.rows_read()]
         if len(layers) == 1:
             return captured  # its row is the mean
         return replace(captured, rounds=tuple(_mean_of(item, places) for item in captured.rounds))

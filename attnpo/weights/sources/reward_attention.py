@@ -23,7 +23,7 @@ from attnpo.schema import (
     check_least,
 )
 from attnpo.text.chat import RefusedText
-from attnpo.text.traces import judged, start_apart
+from attnpo.text.traces import judged_text, start_apart
 from attnpo.weights.capture import Unreadable
 from attnpo.weights.postprocess import Postprocess
 from attnpo.weights.sources.attention import Attention, chosen_rows
@@ -134,7 +134,7 @@ class RewardAttention(Attention):
 
 def _answer_of(pair: PreferencePair, side: str, conversations: ConversationBuilder) -> EncodedResponse:
     """Returns the conversation that is read, with the characters of the response as it stands in the pair."""
-    encoded, begins = conversations.encode(pair.prompt, judged(pair, side)), start_apart(pair, side)
+    encoded, begins = conversations.encode(pair.prompt, judged_text(pair, side)), start_apart(pair, side)
     return encoded._replace(offsets=[(start + begins, end + begins) for start, end in encoded.offsets])
 
 

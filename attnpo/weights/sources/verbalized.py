@@ -25,7 +25,7 @@ from attnpo.schema import (
     UserError,
 )
 from attnpo.text.chat import RefusedText
-from attnpo.text.traces import judged, start_apart
+from attnpo.text.traces import judged_text, start_apart
 from attnpo.weights.base import CapturedSource
 from attnpo.weights.capture import Unreadable
 from attnpo.weights.postprocess import Postprocess
@@ -112,7 +112,7 @@ class Verbalized(CapturedSource):
 
 def _row(pair: PreferencePair, side: str, answer: str, questions: QuestionBuilder) -> TokenWeights:
     """Returns the scores that ``answer`` gives to the tokens of one response."""
-    text, begins = judged(pair, side), start_apart(pair, side)
+    text, begins = judged_text(pair, side), start_apart(pair, side)
     ids, places = questions.tokens(pair, side)
     shown = [(max(start, begins) - begins, end - begins) for start, end in places]
     row = spread(read_answer(answer, text).spans, text, shown)

@@ -180,7 +180,7 @@ def test_a_failing_row_is_named_and_the_study_ends_with_its_tables(
         return None if made.label == "attention" else original(made, folder)
 
     with monkeypatch.context() as patch:
-        patch.setattr(benchmarks, "measured", measured)
+        patch.setattr(benchmarks, "run_evaluation", measured)
         failed = run_study(cfg, outcome.folder)
     rows = {str(row["arm"]): row for row in main_table(failed)[1]}
     assert rows["uniform"]["testbed"] == rows["attention"]["testbed"] == "FAILED"
@@ -496,7 +496,7 @@ def test_a_layer_sweep_ends_in_a_figure_of_score_over_layer(
         return original(made, where)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt), caplog.at_level(logging.INFO):
-        patch.setattr(benchmarks, "measured", measured)
+        patch.setattr(benchmarks, "run_evaluation", measured)
         fit.main(cfg)
     assert "benchmark mt_bench: 6 models with 12 grading calls each, 72 calls in all" in caplog.text
     assert len(server.requests) == 12
