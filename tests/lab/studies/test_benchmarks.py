@@ -174,13 +174,13 @@ def test_a_failing_row_is_named_and_the_study_ends_with_its_tables(
     cfg, outcome = finished
     original = benchmarks.measured
 
-    def measured(made: EvaluateConfig, folder: Path) -> EvaluationResult | None:
+    def answer(made: EvaluateConfig, folder: Path) -> EvaluationResult | None:
         if made.label == "uniform":
             raise RuntimeError("out of luck")
         return None if made.label == "attention" else original(made, folder)
 
     with monkeypatch.context() as patch:
-        patch.setattr(benchmarks, "run_evaluation", measured)
+        patch.setattr(benchmarks, "run_evaluation", answer)
         failed = run_study(cfg, outcome.folder)
     rows = {str(row["arm"]): row for row in main_table(failed)[1]}
     assert rows["uniform"]["testbed"] == rows["attention"]["testbed"] == "FAILED"
@@ -489,14 +489,14 @@ def test_a_layer_sweep_ends_in_a_figure_of_score_over_layer(
     cfg, folder = folder_of(tmp_path, world, "experiment=layer_sweep", *QUICK, *asked)
     original, done = benchmarks.measured, []
 
-    def measured(made: EvaluateConfig, where: Path) -> EvaluationResult | None:
+    def answer(made: EvaluateConfig, where: Path) -> EvaluationResult | None:
         if done:
             raise KeyboardInterrupt
         done.append(where)
         return original(made, where)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt), caplog.at_level(logging.INFO):
-        patch.setattr(benchmarks, "run_evaluation", measured)
+        patch.setattr(benchmarks, "run_evaluation", answer)
         fit.main(cfg)
     assert "benchmark mt_bench: 6 models with 12 grading calls each, 72 calls in all" in caplog.text
     assert len(server.requests) == 12
