@@ -172,7 +172,7 @@ def test_a_failing_row_is_named_and_the_study_ends_with_its_tables(
     finished: Finished, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cfg, outcome = finished
-    original = benchmarks.measured
+    original = benchmarks.run_evaluation
 
     def answer(made: EvaluateConfig, folder: Path) -> EvaluationResult | None:
         if made.label == "uniform":
@@ -487,7 +487,7 @@ def test_a_layer_sweep_ends_in_a_figure_of_score_over_layer(
     world = build_world(tmp_path)
     asked = served(server, tmp_path, "mt_bench")
     cfg, folder = folder_of(tmp_path, world, "experiment=layer_sweep", *QUICK, *asked)
-    original, done = benchmarks.measured, []
+    original, done = benchmarks.run_evaluation, []
 
     def answer(made: EvaluateConfig, where: Path) -> EvaluationResult | None:
         if done:
