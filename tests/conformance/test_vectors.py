@@ -54,5 +54,5 @@ def test_figures_of_drawn_judgments_are_the_librarys(vectors: Path) -> None:
         table = pandas.read_csv(folder / f"{model}.csv")
         columns = [table[name].to_numpy() for name in ("preference", "len_baseline", "len_model")]
         assert build_alpaca.raw(columns[0]) == pytest.approx(figures["leaderboard"], abs=1e-6)
-        found = build_alpaca.controlled(*columns, model, folder / "df_gamed_drawn.csv")
+        found = build_alpaca.control_length(*columns, model, folder / "df_gamed_drawn.csv")
         assert found == pytest.approx(figures["library_with_reconstructed_aux"], abs=0.02), model
