@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from attnpo.lab.studies.fit_config import FitConfig
     from attnpo.lab.studies.plan import Plan
+    from attnpo.training.settings import LoggerSettings, TrainerSettings
 
 log = logging.getLogger("attnpo.fit")  # __main__ where it is the command
 
@@ -37,14 +38,21 @@ def main(cfg: "FitConfig") -> int:
     from attnpo.run.startup import announce
     from attnpo.system.locks import locked
 
-    require_one_process(cfg)
+    require_one_process(cfg.study, cfg.composed.arguments())
     folder = run_folder(cfg)
-    plan, budget = _checked(cfg)
+    plan: Plan | None = None
+    if cfg.study is None:
+        _require_ready(cfg.trainer, cfg.logger)
+    else:
+        from attnpo.lab.studies.plan import plan_study
+
+        plan = plan_study(cfg)
+    budget = None if plan is None else f"{plan.size()}, {plan.pace().expected()}"
     with ExitStack() as held:
         if folder.exists():  # who works there is told first; then what it holds, before anything is said
             held.enter_context(locked(folder, cfg.lock_timeout, leading=leads()))
-            if plan is None:
-                _refuse_folder(cfg, folder)
+            if plan is None and cfg.resume is None:
+                _refuse_folder(folder)
             announce("fit", cfg, folder, budget)
         else:
             announce("fit", cfg, folder, budget)
@@ -57,30 +65,23 @@ def main(cfg: "FitConfig") -> int:
             _leave_group()
 
 
-def _checked(cfg: "FitConfig") -> "tuple[Plan | None, str | None]":
-    """Refuses what cannot run before anything is said or made; the plan of a study, with its size and time in words."""
-    if cfg.study is not None:
-        from attnpo.lab.studies.plan import plan_study
-
-        plan = plan_study(cfg)
-        return plan, f"{plan.size()}, {plan.pace(cfg).expected()}"
+def _require_ready(trainer: "TrainerSettings", logger: "LoggerSettings") -> None:
+    """Raises UserError for processes or a tracker that cannot be had, before anything is said or made."""
     from attnpo.training.processes import as_launched
 
-    as_launched(cfg.trainer)
-    if cfg.logger.wandb is not None:
+    as_launched(trainer)
+    if logger.wandb is not None:
         from attnpo.training.settings import check_tracker
 
-        check_tracker(cfg.logger)
-    return None, None
+        check_tracker(logger)
 
 
-def _refuse_folder(cfg: "FitConfig", folder: "Path") -> None:
+def _refuse_folder(folder: "Path") -> None:
     with importing("loading transformers"):
         from attnpo.run.resume import check_folder, refuse_taken
 
-    refuse_taken(cfg, folder)
-    if cfg.resume is None:
-        check_folder(folder, None)
+    refuse_taken(folder)
+    check_folder(folder, None)
 
 
 def _leave_group() -> None:
@@ -101,21 +102,22 @@ def _work(cfg: "FitConfig", folder: "Path", plan: "Plan | None") -> int:
             from attnpo.run.run import run
             from attnpo.training.checkpoint_folders import newest
 
-        refuse_taken(cfg, folder)
-
+        if cfg.resume is None:
+            refuse_taken(folder)
+        name = folder.relative_to(cfg.output).as_posix()
         try:
             result = run(cfg, folder)
         except Interrupted as stop:
             if stop.saved is not None and world_size() == 1:
-                stop.advice = f"go on with {command_text('fit', *again(cfg, folder))}"
+                stop.advice = f"go on with {command_text('fit', *again(cfg.composed, name))}"
             raise
         except OSError as problem:  # a full disk is told with it
             if (saved := newest(folder)) is not None:
-                more = command_text("fit", *again(cfg, folder)) if world_size() == 1 else "resume=auto"
+                more = command_text("fit", *again(cfg.composed, name)) if world_size() == 1 else "resume=auto"
                 problem.add_note(f"saved last is step {saved[0]}, in {saved[1]}: make room, then go on with {more}")
             raise
         if result is not None:
-            for line in ending(cfg, folder, result):
+            for line in ending(cfg.composed, cfg.seed, folder, result):
                 log.info("%s", line)
         return 0
     from attnpo.config.compose import as_yaml
@@ -136,8 +138,8 @@ def _work(cfg: "FitConfig", folder: "Path", plan: "Plan | None") -> int:
             log.info("%s", advice)
         raise
     finish_study(outcome)
-    publish_study(cfg, outcome)
-    for line in study_ending(cfg, outcome):
+    publish_study(cfg.logger.wandb, cfg.values, outcome)
+    for line in study_ending(cfg.composed, outcome):
         sys.stdout.write(f"{printable(line)}\n")
     return 1 if outcome.failed or outcome.unmeasured else 0
 

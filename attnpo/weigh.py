@@ -31,10 +31,11 @@ def main(cfg: "WeighConfig") -> int:
         from attnpo.run.weight_export import check_export, write_weights
 
     if cfg.prune is not None:
-        prune(store_root(cfg), cfg.prune)
+        prune(store_root(cfg.store), cfg.prune)
         return 0
     if cfg.export is not None:
-        check_export(cfg, Path(cfg.export))
+        check_export(cfg.weights, Path(cfg.export))
+        cfg.require_unread("export", Path(cfg.export).expanduser())
     fill_store(cfg)
     if cfg.export is not None:
         write_weights(cfg, Path(cfg.export))

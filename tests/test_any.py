@@ -28,7 +28,7 @@ REASONS = {
     "run/input_summary.py::split_lines": ACCOUNT,
     "run/result.py::from_json": "JSON as it was read, taken apart and checked here",
     "run/report.py::_table": "a class of wandb, which is imported inside functions only",
-    **{f"run/report.py::{name}": CARD for name in ("card_facts", "_data_facts", "_judge_facts", "_place")},
+    **{f"run/report.py::{name}": CARD for name in ("card_facts", "_judge_facts", "_place")},
     **{
         f"run/components.py::{name}": "a setting's own scorer: what it takes and gives is its own"
         for name in ("score", "base_answers")

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from attnpo.config.compose import CONFIG_DIR, groups, load
-from attnpo.lab.studies.arms import arm_config, counted
+from attnpo.lab.studies.arms import composer_of, counted
 from attnpo.lab.studies.fit_config import FitConfig
 from attnpo.lab.studies.study import ONLY, Arm, Study, expand_arms, grid_record, settings_digest
+from attnpo.run.identity import identity_of
 from attnpo.schema import UserError
 
 EXPERIMENTS = [name for name in groups()["experiment"] if name not in ("none", "quickstart")]
@@ -106,7 +107,7 @@ def test_every_arm_is_a_sound_run(setting: str) -> None:
                     continue
                 seen.add(given)
                 try:
-                    made = arm_config(cfg, study, arm.overrides, world).config
+                    made = composer_of(cfg, study).arm(arm.overrides, world).config
                 except UserError as error:
                     raise AssertionError(f"{experiment}, {world}, {arm.name}: {error}") from error
                 assert made.study is None
@@ -224,7 +225,7 @@ def test_keys_of_the_study_reach_its_points() -> None:
     assert (study.layers, study.seeds) == (("last",), 2)
     arms = [arm for arm in expand_arms(study, 4) if arm.layer is not None]
     assert [arm.name for arm in arms] == ["attention L4"]
-    arm = arm_config(cfg, study, arms[0].overrides)
+    arm = composer_of(cfg, study).arm(arms[0].overrides)
     made = arm.config
     assert (made.study, made.weights.layer, made.seed) == (None, 4, 5)
     assert not any(word.startswith("study.") for word in arm.overrides)
@@ -276,10 +277,10 @@ def test_the_explanations_are_separated_where_they_can_be() -> None:
     assert {claim.about[0] for claim in study.predictions.claims.values()} == set("abcde")
     steps, noise = set(), {}
     for name in study.worlds:
-        made = arm_config(cfg, study, ["weights=uniform"], name).config
+        made = composer_of(cfg, study).arm(["weights=uniform"], name).config
         steps.add(made.trainer.max_epochs * made.prepare.pairs.train // made.batch.pairs)
         noise[name] = made.prepare.pairs.label_noise
-        robust = arm_config(cfg, study, study.arms["robust DPO"], name).config
+        robust = composer_of(cfg, study).arm(study.arms["robust DPO"], name).config
         assert robust.objective.label_smoothing == noise[name], "it is told the true rate"
     assert steps == {96}
     assert study.world_axis is not None and {name: noise[name] for name in study.world_axis.at} == study.world_axis.at
@@ -299,11 +300,14 @@ def test_predictions_stand_for_the_settings_they_were_fixed_for(experiment: str)
     """An option that changes what an arm or a world is would let fresh runs decide what was said of others."""
     cfg, study = composed(experiment, "testbed"), study_of(experiment, "testbed")
     made = {
-        (arm.world, arm.name): arm_config(cfg, study, arm.overrides, arm.world).config
+        (arm.world, arm.name): composer_of(cfg, study).arm(arm.overrides, arm.world).config
         for arms in arms_of(study, "testbed").values()
         for arm in arms
     }
-    arms = {f"{world}: {name}" if world else name: counted(config) for (world, name), config in made.items()}
+    arms = {
+        f"{world}: {name}" if world else name: counted(identity_of(config).result)
+        for (world, name), config in made.items()
+    }
     digests = {world: config.prepare.grammar.digest() for (world, _), config in made.items()}
     assert study.predictions is not None
     assert study.predictions.settings == settings_digest(grid_record(study, arms, digests))
@@ -322,7 +326,7 @@ def test_worlds_differ_from_the_plain_one_by_what_they_say() -> None:
         keys = {item.partition("=")[0] for item in overrides}
         assert bool(keys) == (name != "plain") and not keys & own
         assert (keys == {"prepare.pairs.label_noise"}) == (name == "clean")
-        made = arm_config(cfg, study, ["weights=uniform"], name).config
+        made = composer_of(cfg, study).arm(["weights=uniform"], name).config
         steps[name] = made.trainer.max_epochs * made.prepare.pairs.train // made.batch.pairs
         assert made.seed == cfg.seed
     assert steps == {**dict.fromkeys(study.worlds, 96), "few pairs": 48, "style words": 48, "many pairs": 192}
@@ -337,7 +341,7 @@ def test_worlds_differ_from_the_plain_one_by_what_they_say() -> None:
 def test_long_answers_have_room_everywhere(world: str) -> None:
     """What may be sampled fits into the lengths, the judge's prompt and the scorer: no ended answer is cut."""
     study = study_of("long_answers", "testbed")
-    made = arm_config(composed("long_answers", "testbed"), study, ["weights=attention"], world).config
+    made = composer_of(composed("long_answers", "testbed"), study).arm(["weights=attention"], world).config
     base, pairs = made.prepare.base, made.prepare.pairs
     assert made.seed >= 20 and pairs.label_noise == {"clean": 0.0, "label noise": 0.25}[world]
     assert made.truth.max_new_tokens == pairs.max_new_tokens == base.answer_tokens

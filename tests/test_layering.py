@@ -168,6 +168,70 @@ def test_the_package_keeps_to_the_design() -> None:
     assert violations(PACKAGE) == []
 
 
+# ------------------------------------------------------------------------------------------------ the door
+
+# The configuration is typed once and unpacked in the bodies that commands call; what lies below takes its components.
+OF_RUNS, OF_OTHERS = 30, 7
+
+
+def whole_configurations(package: Path) -> dict[str, set[str]]:
+    """Names of classes and type variables that are, or hold, a whole configuration, by the root they come from."""
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sorted(package.rglob("*.py"))]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    found = {"RunConfig": {"RunConfig"}, "Root": {"Root"}}
+    for names in found.values():
+        for _ in range(5):  # no chain is longer
+            for node in nodes:
+                if isinstance(node, ast.ClassDef):
+                    fields = [item.annotation for item in node.body if isinstance(item, ast.AnnAssign)]
+                    if any(words_in(part) & names for part in (*node.bases, *fields)):
+                        names.add(node.name)
+                elif isinstance(node, ast.Assign) and "TypeVar" in words_in(node) and words_in(node.value) & names:
+                    names |= words_in(node.targets[0])
+    return found
+
+
+def words_in(node: ast.AST) -> set[str]:
+    return set(re.findall(r"\w+", ast.unparse(node)))
+
+
+def takers(package: Path, names: set[str]) -> list[str]:
+    """Functions with a parameter that is annotated with one of ``names``; composition and its checks are no such."""
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        if room_of(path, package) in ("config", "cli"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                if any(one.annotation is not None and words_in(one.annotation) & names for one in given):
+                    found.append(f"{path.relative_to(package).as_posix()}: {node.name}")
+    return found
+
+
+def test_the_configuration_ends_at_the_door() -> None:
+    whole = whole_configurations(PACKAGE)
+    assert {"FitConfig", "ShowConfig", "ReportConfig", "Resolved"} <= whole["RunConfig"]
+    of_runs = takers(PACKAGE, whole["RunConfig"])
+    of_others = set(takers(PACKAGE, whole["Root"] - whole["RunConfig"])).difference(of_runs)
+    assert len(of_runs) <= OF_RUNS, of_runs
+    assert len(of_others) <= OF_OTHERS, of_others
+
+
+def test_a_configuration_is_seen_under_other_names(tmp_path: Path) -> None:
+    package = tmp_path / "attnpo"
+    texts = {
+        "config/compose.py": "class Root: ...\ndef read(kind: type[Root]) -> Root: ...\n",
+        "run/a.py": "class RunConfig(Root): ...\nclass Context:\n    cfg: 'RunConfig | None'\n",
+        "run/b.py": "C = TypeVar('C', bound=RunConfig)\nclass Own(Context): ...\n"
+        "def f(c: C) -> int: ...\ndef g(*, own: list[Own]) -> int: ...\ndef h(seed: int) -> RunConfig: ...\n",
+    }
+    for name, text in texts.items():
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text(text, encoding="utf-8")
+    assert takers(package, whole_configurations(package)["RunConfig"]) == ["run/b.py: f", "run/b.py: g"]
+
+
 PLANTED = {
     "objectives/dpo.py": ("import torch\nfrom attnpo.models import logps\n", "objectives/dpo.py:2: objectives may not"),
     "weights/base.py": ("from ..data.base import PairSet\n", "weights/base.py:1: weights may not import data"),

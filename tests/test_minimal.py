@@ -10,10 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from attnpo.config.compose import CONFIG_DIR
-from attnpo.run.inputs import make_inputs
 from attnpo.run.run import run
 from attnpo.training.metrics_file import read_metrics
 from experiments import minimal
+from tests.run.made import make_inputs
 from tests.run.worlds import World, build_world
 
 SAME = [

@@ -14,7 +14,7 @@ from attnpo.lab.studies.arms import yaml_value
 from attnpo.lab.studies.fit_config import FitConfig
 from attnpo.lab.studies.study import Study
 from attnpo.run import combinations as settings
-from attnpo.run.identity import flat, numbers_of
+from attnpo.run.identity import flat, identity_of
 
 FOLDER = Path(__file__).resolve().parents[1] / "experiments" / "sweeps"
 SWEEPS = sorted(FOLDER.glob("*.yaml"))
@@ -130,7 +130,7 @@ def test_a_methods_row_is_one_run_of_its_search(name: str) -> None:
     assert len(found) == 1
     machine = ("setting=", "hardware=", "optimizer=adamw8bit")  # what lets it run somewhere
     words = [word for word in found[0] if word != ACCOUNT and not word.startswith(machine)]
-    assert numbers_of(load("fit", [f"setting={LLAMAS[0]}", *words])) == numbers_of(row)
+    assert identity_of(load("fit", [f"setting={LLAMAS[0]}", *words])).numbers == identity_of(row).numbers
 
 
 def _set(cfg: FitConfig, word: str) -> bool:

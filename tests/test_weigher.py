@@ -21,12 +21,13 @@ import attnpo
 from attnpo.config.compose import compose, read
 from attnpo.display.heatmap import heatmap_html
 from attnpo.display.weighed_pair import WeighedPair, WeighedPairs
-from attnpo.run.inputs import Inputs, make_inputs
+from attnpo.run.inputs import Inputs
 from attnpo.schema import UserError
 from attnpo.weigher import Weigher
 from attnpo.weights.sources.attention import Attention
 from attnpo.weights.sources.confidence import Confidence
 from attnpo.weights.sources.uniform import Uniform
+from tests.run.made import make_inputs
 from tests.run.worlds import World, build_world
 
 WORDING = "{question}\nA : {answer_a}\nB : {answer_b}\nwhich is better , A or B ?"

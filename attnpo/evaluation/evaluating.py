@@ -19,17 +19,20 @@ from attnpo.data.overlap import count_seen
 from attnpo.display.output import markdown, print_sections, terminal
 from attnpo.display.page import report_page
 from attnpo.evaluation.answers.answering import described
+from attnpo.evaluation.answers.base import AnsweringBackend
 from attnpo.evaluation.answers.question_answers import AnswerStatistics, RoundAnswers, answer_questions
 from attnpo.evaluation.answers.questions import ModelAnswer, Question, first_turn
 from attnpo.evaluation.base import Benchmark, Graded, Measure, Replies, Score, Subject
 from attnpo.evaluation.evaluate_config import EvaluateConfig, GradingRules
-from attnpo.evaluation.grading.asking import Asked, Estimate, ask_all, estimate
-from attnpo.evaluation.grading.base import GradingCall
+from attnpo.evaluation.grading.asking import Estimate, ask_all, estimate
+from attnpo.evaluation.grading.base import Grader, GradingCall
+from attnpo.evaluation.grading.limits import GradingLimits
 from attnpo.evaluation.grading.store import ReplyStore
 from attnpo.evaluation.result import RESULT, EvaluationResult, Lengths, read_result
 from attnpo.evaluation.shown import result_sections
 from attnpo.evaluation.spreads import exchanged, grading_spread, score_of
 from attnpo.models.loading import weights_fingerprint
+from attnpo.models.spec import ModelSpec
 from attnpo.run.identity import by_class
 from attnpo.schema import UserError, digest
 from attnpo.system.credentials import identify
@@ -44,6 +47,24 @@ UNANSWERED = "calls without a reply"
 EMPTY = "empty answers"
 PAGES = ("evaluation.md", "report.html")
 LEFT_OUT = "questions left out by limits.max_items"
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """A model that enters a benchmark: ``label`` is what tables call it, ``device`` where it runs."""
+
+    model: ModelSpec
+    label: str
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Grading:
+    """Who grades, how often, and within which bounds."""
+
+    grader: Grader
+    rules: GradingRules
+    limits: GradingLimits
 
 
 def evaluate(cfg: EvaluateConfig) -> int:
@@ -84,11 +105,12 @@ def run_evaluation(cfg: EvaluateConfig, folder: Path) -> EvaluationResult | None
     there = [name for name in PAGES if (folder / name).exists()]
     if before is None and len(there) == 1:  # an evaluation leaves both, after its result
         raise UserError(f"output={folder}: {there[0]} there is of no evaluation; move it away, or give another folder")
-    benchmark = cfg.benchmark
-    if isinstance(benchmark, Benchmark):
-        result = _grade(cfg, benchmark, folder, before)
+    entrant = Entrant(cfg.model, cfg.model_label(), device_of(cfg.trainer.get("accelerator", "auto")))
+    if isinstance(cfg.benchmark, Benchmark):
+        grading = Grading(cfg.grader, cfg.grading, cfg.limits)
+        result = _grade(cfg.benchmark, entrant, cfg.answering, grading, folder, before)
     else:
-        result = _measure(cfg, benchmark, folder, before)
+        result = _measure(cfg.benchmark, entrant, folder, before)
     if result is not None and result is not before:
         result.write(folder)
         sections = result_sections(result)
@@ -112,12 +134,12 @@ def _same(before: EvaluationResult | None, key: Mapping[str, object], folder: Pa
 # ------------------------------------------------------------------------------------------------ without a grader
 
 
-def _measure(cfg: EvaluateConfig, measure: Measure, folder: Path, before: EvaluationResult | None) -> EvaluationResult:
-    spec, chat = described(cfg.model)
-    subject = Subject(spec, chat, _device(cfg), folder)
+def _measure(measure: Measure, entrant: Entrant, folder: Path, before: EvaluationResult | None) -> EvaluationResult:
+    spec, chat = described(entrant.model)
+    subject = Subject(spec, chat, entrant.device, folder)
     weights = weights_fingerprint(spec.path, spec.revision)
     of_model = {"weights": weights, "dtype": spec.dtype, "chat": chat.fingerprint()}
-    key = identify({"benchmark": _versions(cfg, measure), "model": of_model})
+    key = identify({"benchmark": _versions(measure), "model": of_model})
     if before is not None and _same(before, key, folder):
         return before
     began = time.perf_counter()
@@ -125,8 +147,8 @@ def _measure(cfg: EvaluateConfig, measure: Measure, folder: Path, before: Evalua
     if not found.scores:
         raise UserError(f"benchmark {measure.name} gave no score; look at its settings with --cfg benchmark")
     return EvaluationResult(
-        label=cfg.model_label(),
-        model=cfg.model.path,
+        label=entrant.label,
+        model=entrant.model.path,
         benchmark=measure.name,
         grader=None,
         main=found.scores[0].name,
@@ -138,8 +160,8 @@ def _measure(cfg: EvaluateConfig, measure: Measure, folder: Path, before: Evalua
     )
 
 
-def _versions(cfg: EvaluateConfig, benchmark: Benchmark | Measure) -> dict[str, object]:
-    return {"name": benchmark.name, "settings": as_values(cfg.benchmark), **benchmark.versions()}
+def _versions(benchmark: Benchmark | Measure) -> dict[str, object]:
+    return {"name": benchmark.name, "settings": as_values(benchmark), **benchmark.versions()}
 
 
 # ------------------------------------------------------------------------------------------------ with a grader
@@ -155,40 +177,56 @@ class RoundGrades:
 
 
 def _grade(
-    cfg: EvaluateConfig, benchmark: Benchmark, folder: Path, before: EvaluationResult | None
+    benchmark: Benchmark,
+    entrant: Entrant,
+    answering: AnsweringBackend,
+    grading: Grading,
+    folder: Path,
+    before: EvaluationResult | None,
 ) -> EvaluationResult | None:
+    grader, rules, limits = grading.grader, grading.rules, grading.limits
     questions = benchmark.questions()
-    chosen = questions[: cfg.limits.max_items]
+    chosen = questions[: limits.max_items]
     began = time.perf_counter()
-    if cfg.limits.dry_run:
-        _dry_run(cfg, benchmark, chosen, folder)
+    if limits.dry_run:
+        foreseen, found = _foreseen(benchmark, grading, chosen, folder)
+        log.info(
+            "%s, %d rounds of %d questions, %d calls of them to grade again: %s; answers are counted at their longest, "
+            "%d tokens a turn",
+            *(benchmark.name, rules.rounds, len(chosen), sum(len(each.again) for each in foreseen)),
+            *(found, benchmark.sampling.max_new_tokens),
+        )
         return None
-    cfg.grader.check_ready()  # before answers are made, which may take hours
-    cfg.limits.check_price(cfg.grader)
-    answerer = cfg.answering.open(cfg.model, _device(cfg))
+    grader.check_ready()  # before answers are made, which may take hours
+    limits.check_price(grader)
+    answerer = answering.open(entrant.model, entrant.device)
     answered = [
-        _whole(answer_questions(chosen, benchmark.sampling, answerer, folder, number))
-        for number in range(cfg.grading.rounds)
+        _whole(answer_questions(chosen, benchmark.sampling, answerer, folder, number)) for number in range(rules.rounds)
     ]
-    answering = answerer.key()
+    of_model = answerer.key()
     del answerer  # its weights: a local grader may need the room
     key = identify(
         {
-            "benchmark": _versions(cfg, benchmark),
-            "model": answering,
-            "grader": cfg.grader.identity(),
-            "grading": asdict(cfg.grading),
+            "benchmark": _versions(benchmark),
+            "model": of_model,
+            "grader": grader.identity(),
+            "grading": asdict(rules),
             "answers": [digest([asdict(answer) for answer in each.answers.values()])[:16] for each in answered],
         }
     )
     if before is not None and _same(before, key, folder):
         return before
-    rounds = [_round(benchmark, each.answers, cfg.grading, number) for number, each in enumerate(answered)]
+    rounds = [_round(benchmark, each.answers, rules, number) for number, each in enumerate(answered)]
     calls = [call for each in rounds for call in (*each.calls, *each.again)]
-    asked = ask_all(calls, cfg.grader, ReplyStore(folder), cfg.limits)
+    asked = ask_all(calls, grader, ReplyStore(folder), limits)
     missing = len(calls) - len(asked.replies)
-    if missing > cfg.grading.missing:
-        _say_missing(asked, missing, len(calls))
+    if missing > rules.missing:
+        if asked.stopped is None:
+            log.warning(
+                "%d of %d calls have no reply: give the command again to ask them once more, or grading.missing=%d to "
+                "do without them, counted as missing verdicts",
+                *(missing, len(calls), missing),
+            )
         return None
     scores, counts = scores_of(benchmark, rounds, asked.replies)
     counts[UNANSWERED] += missing
@@ -196,29 +234,25 @@ def _grade(
         counts[EMPTY] += each.statistics.empty
         counts.update({f"answers that could not be made: {why}": n for why, n in each.statistics.refused.items()})
     counts[LEFT_OUT] += len(questions) - len(chosen)
-    counts.update(count_seen(cfg.model.path, map(first_turn, chosen)))
+    counts.update(count_seen(entrant.model.path, map(first_turn, chosen)))
     return EvaluationResult(
-        label=cfg.model_label(),
-        model=cfg.model.path,
+        label=entrant.label,
+        model=entrant.model.path,
         benchmark=benchmark.name,
-        grader=grader_name(cfg),
+        grader=grader_name(grader),
         main=benchmark.scores[0],
         scores=scores,
         key=key,
         lengths=_lengths([each.statistics for each in answered]),
         counts=dict(+counts),
-        cost={**asked.cost(cfg.grader.price), "seconds": round(time.perf_counter() - began, 1)},
+        cost={**asked.cost(grader.price), "seconds": round(time.perf_counter() - began, 1)},
     )
 
 
-def grader_name(cfg: EvaluateConfig) -> str:
+def grader_name(grader: Grader) -> str:
     """Returns what tables call the grader: its model, else the option that was chosen."""
-    identity = cfg.grader.identity()
-    return str(identity.get("model") or identity.get("grader") or type(cfg.grader).__name__)
-
-
-def _device(cfg: EvaluateConfig) -> torch.device:
-    return device_of(cfg.trainer.get("accelerator", "auto"))
+    identity = grader.identity()
+    return str(identity.get("model") or identity.get("grader") or type(grader).__name__)
 
 
 def _whole(found: RoundAnswers | None) -> RoundAnswers:
@@ -237,40 +271,19 @@ def _lengths(rounds: Sequence[AnswerStatistics]) -> Lengths:
     )
 
 
-def _dry_run(cfg: EvaluateConfig, benchmark: Benchmark, questions: Sequence[Question], folder: Path) -> None:
-    """Says what grading would take."""
-    rounds, found = _foreseen(cfg, benchmark, questions, folder)
-    log.info(
-        "%s, %d rounds of %d questions, %d calls of them to grade again: %s; answers are counted at their longest, "
-        "%d tokens a turn",
-        *(benchmark.name, cfg.grading.rounds, len(questions), sum(len(each.again) for each in rounds)),
-        *(found, benchmark.sampling.max_new_tokens),
-    )
-
-
-def estimated(cfg: EvaluateConfig, benchmark: Benchmark, folder: Path) -> Estimate:
+def estimated(benchmark: Benchmark, grading: Grading, folder: Path) -> Estimate:
     """Returns what grading would take. Answers are not made for it: each counts as long as it may be."""
-    return _foreseen(cfg, benchmark, benchmark.questions()[: cfg.limits.max_items], folder)[1]
+    return _foreseen(benchmark, grading, benchmark.questions()[: grading.limits.max_items], folder)[1]
 
 
 def _foreseen(
-    cfg: EvaluateConfig, benchmark: Benchmark, questions: Sequence[Question], folder: Path
+    benchmark: Benchmark, grading: Grading, questions: Sequence[Question], folder: Path
 ) -> tuple[list[RoundGrades], Estimate]:
     longest = "word " * benchmark.sampling.max_new_tokens
     answers = {question.id: ModelAnswer(question.id, (longest,) * len(question.turns)) for question in questions}
-    rounds = [_round(benchmark, answers, cfg.grading, number) for number in range(cfg.grading.rounds)]
+    rounds = [_round(benchmark, answers, grading.rules, number) for number in range(grading.rules.rounds)]
     calls = [call for each in rounds for call in (*each.calls, *each.again)]
-    return rounds, estimate(calls, cfg.grader, ReplyStore(folder))
-
-
-def _say_missing(asked: Asked, missing: int, calls: int) -> None:
-    """Says what has no reply and what to do."""
-    if asked.stopped is None:
-        log.warning(
-            "%d of %d calls have no reply: give the command again to ask them once more, or grading.missing=%d to do "
-            "without them, counted as missing verdicts",
-            *(missing, calls, missing),
-        )
+    return rounds, estimate(calls, grading.grader, ReplyStore(folder))
 
 
 def _round(benchmark: Benchmark, answers: Mapping[str, ModelAnswer], rules: GradingRules, number: int) -> RoundGrades:

@@ -2,17 +2,17 @@
 
 import logging
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from attnpo.data.base import PairReader, PairSet
 from attnpo.data.rules import LengthRules
-from attnpo.evaluation.base import Measured, Subject
-from attnpo.evaluation.evaluate_config import EvaluateConfig
+from attnpo.evaluation.base import Benchmark, Measure, Measured, Subject
 from attnpo.evaluation.implicit_reward import GAIN, OF_RUN, WEIGHTED, ImplicitReward
 from attnpo.evaluation.pair_set import KEY, UnseenPairs
 from attnpo.models.spec import AUTO
 from attnpo.run.folders import run_of, saved_config
-from attnpo.run.identity import inputs_of
+from attnpo.run.identity import identity_of
 from attnpo.run.run_config import RunConfig
 from attnpo.schema import UserError
 from attnpo.weights.base import OnlineSource
@@ -31,24 +31,25 @@ class ValidationPairs(UnseenPairs):
         return self.source.load("val")
 
 
-def filled_from_run(cfg: EvaluateConfig) -> EvaluateConfig:
+def fill_from_run(measure: Benchmark | Measure, model: str, overrides: tuple[str, ...]) -> Benchmark | Measure:
     """Fills in an implicit reward's reference, pairs and lengths from the run whose ``best/`` or ``last/`` is measured.
 
-    For any other model from the run that its token weights are of, if one is named. What the command names is kept; one
-    line says what was taken. UserError where something is auto and the run's configuration cannot be read.
+    For any other ``model`` from the run that its token weights are of, if one is named. What ``overrides`` name is
+    kept; one line says what was taken. Any other benchmark stays as it is. UserError where something is auto and the
+    run's configuration cannot be read.
     """
-    measure, folder = cfg.benchmark, run_of(cfg.model.path)
+    folder = run_of(model)
     if isinstance(measure, WeightedImplicitReward) and measure.run != AUTO:
         folder = folder or Path(measure.run)
     if not isinstance(measure, ImplicitReward) or folder is None:
-        return cfg
+        return measure
     try:
-        run = saved_config(folder, f"model.path={cfg.model.path}")
+        run = saved_config(folder, f"model.path={model}")
     except UserError as problem:
         if AUTO in (measure.reference, measure.data.path):
             raise
         log.warning("%slengths are not taken from the run: %s", KEY, problem)
-        return cfg
+        return measure
     told = []
     if isinstance(measure, WeightedImplicitReward) and measure.run == AUTO:
         measure = replace(measure, run=str(folder))
@@ -67,19 +68,19 @@ def filled_from_run(cfg: EvaluateConfig) -> EvaluateConfig:
         place = str(getattr(run.data, "place", "its data"))
         measure = replace(measure, data=ValidationPairs(place, group=measure.data.group, source=run.data))
         told.append(f"validation pairs of {place}")
-    lengths = lengths_of(run, measure.lengths, cfg.composed.overrides)
+    lengths = lengths_of(run.lengths, measure.lengths, overrides)
     if lengths != measure.lengths:
         rules = {key: getattr(value, "value", value) for key, value in asdict(lengths).items()}
         told.append("lengths " + ", ".join(f"{key}={value}" for key, value in rules.items()))
     if told:
         log.info("%s takes from the run in %s: %s", measure.name, folder, "; ".join(told))
-    return cfg.with_component("benchmark", replace(measure, lengths=lengths))
+    return replace(measure, lengths=lengths)
 
 
-def lengths_of(run: RunConfig, asked: LengthRules, overrides: tuple[str, ...]) -> LengthRules:
+def lengths_of(run: LengthRules, asked: LengthRules, overrides: tuple[str, ...]) -> LengthRules:
     """Returns the run's length rules, but those that the command names, or that a benchmark of one's own sets."""
     named = [override.partition("=")[0].lstrip("+") for override in overrides]
-    default, taken = asdict(LengthRules()), asdict(run.lengths)
+    default, taken = asdict(LengthRules()), asdict(run)
     own = {
         key: value
         for key, value in asdict(asked).items()
@@ -109,10 +110,7 @@ class WeightedImplicitReward(ImplicitReward):
     def versions(self) -> dict[str, object]:
         """Returns those of the plain measure, and the settings of the run that touch weights."""
         cfg = self._config()
-        return {**replace_lengths(self, cfg)._plain_versions(), "weights": inputs_of(cfg)}
-
-    def _plain_versions(self) -> dict[str, object]:
-        return super().versions()
+        return {**ImplicitReward.versions(replace_lengths(self, cfg.lengths)), "weights": identity_of(cfg).inputs}
 
     def measure(self, subject: Subject) -> Measured:
         """Accuracies of the plain, the length-normalised and the token-weighted reward, and of each model alone.
@@ -121,8 +119,9 @@ class WeightedImplicitReward(ImplicitReward):
             UserError: as the plain measure does; there is no run in the folder, its objective reads no token weights,
                 its source computes them in training alone, or its data, model or judge are no longer where they were.
         """
-        from attnpo.run.inputs import make_inputs
+        from attnpo.run.inputs import read_inputs
         from attnpo.run.other_pairs import reward_factors
+        from attnpo.run.resolve import resolve
 
         if self.reference is None:
             raise UserError(
@@ -135,8 +134,10 @@ class WeightedImplicitReward(ImplicitReward):
                 f"{KEY}run={self.run}: {what} leaves no token weights to take; name a run with weights that are read "
                 "before training, or set benchmark=implicit_reward"
             )
-        inputs = make_inputs(cfg)
-        return replace_lengths(self, cfg).measure_with(subject, lambda pairs: reward_factors(inputs, pairs))
+        cfg, base, readers, _ = resolve(cfg)
+        inputs = read_inputs(cfg, base, readers)
+        factors = partial(reward_factors, cfg.objective, inputs.recipe, inputs.weighed, readers)
+        return replace_lengths(self, cfg.lengths).measure_with(subject, factors)
 
     def _config(self) -> RunConfig:
         if self.run == AUTO:
@@ -144,8 +145,8 @@ class WeightedImplicitReward(ImplicitReward):
         return saved_config(Path(self.run), f"{KEY}run={self.run}")
 
 
-def replace_lengths(measure: WeightedImplicitReward, cfg: RunConfig) -> WeightedImplicitReward:
-    """Returns the measure with the run's length rules; logs where they differ."""
-    if asdict(measure.lengths) != asdict(cfg.lengths):
+def replace_lengths(measure: WeightedImplicitReward, lengths: LengthRules) -> WeightedImplicitReward:
+    """Returns the measure with the length rules of its run; logs where they differ."""
+    if asdict(measure.lengths) != asdict(lengths):
         log.info("%slengths: those of %s hold, since its weights are on tokens that they cut", KEY, measure.run)
-    return replace(measure, lengths=cfg.lengths)
+    return replace(measure, lengths=lengths)

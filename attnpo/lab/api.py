@@ -38,7 +38,10 @@ def train(overrides: Sequence[str] = (), *, config_dir: str | Path | None = None
         )
     if cfg.name is None:  # a time stamp in the name of its folder would be another one a second later
         cfg = _load([*overrides, override("name", run_folder(cfg).name)], config_dir)
-    _fit(cfg, progress)
+    from attnpo.fit import main
+
+    with _reported(progress):
+        main(cfg)
     return load_run(run_folder(cfg))
 
 
@@ -64,7 +67,11 @@ def run_study(
         )
     if cfg.name is None and cfg.kept_folder() is None:
         cfg = _load([*overrides, override("name", run_folder(cfg).name)], config_dir)
-    if _fit(cfg, progress):
+    from attnpo.fit import main
+
+    with _reported(progress):  # what it prints is in the folder as well
+        status = main(cfg)
+    if status:
         log.warning("not everything ran: see the notes of the study")
     return load_study(run_folder(cfg))
 
@@ -72,14 +79,6 @@ def run_study(
 def _load(overrides: Sequence[str], config_dir: str | Path | None) -> "FitConfig":
     cfg: FitConfig = load("fit", list(overrides), None if config_dir is None else Path(config_dir))
     return cfg
-
-
-def _fit(cfg: "FitConfig", progress: bool) -> int:
-    """Returns the command's own work and exit status; what it prints is in the folder as well."""
-    from attnpo.fit import main
-
-    with _reported(progress):
-        return main(cfg)
 
 
 @contextmanager

@@ -10,21 +10,19 @@ from functools import partial
 from pathlib import Path
 from statistics import stdev
 
-from attnpo.cli.terminal import command_text
+from attnpo.config.fields import as_values
 from attnpo.data.prepare import EncodedSet, calibration_pairs, sample_of
 from attnpo.judge.base import CAPTURE_VERSION
 from attnpo.judge.judge import RunJudge
 from attnpo.judge.layers import attending
 from attnpo.lab.layer_rules import LayerRules
-from attnpo.run.combinations import CHOICE, wants_auto
-from attnpo.run.context import RunContext, run_judge
-from attnpo.run.weighing import weigh
+from attnpo.run.combinations import CHOICE
+from attnpo.run.weighing import Readers
 from attnpo.schema import PreferencePair, UserError, digest
 from attnpo.system.credentials import identify
 from attnpo.system.files import read_record, write_record
-from attnpo.system.machine import device_of
 from attnpo.system.processes import world_size
-from attnpo.weights.base import resolve_layer
+from attnpo.weights.base import WeightSource, resolve_layer
 from attnpo.weights.faithfulness import EMPTIED, VERSION, Mode, Rankings, Removal, measure, rankings
 
 log = logging.getLogger(__name__)
@@ -100,42 +98,32 @@ def _shown(error: float | None) -> str:
     return "unknown" if error is None else f"{error:.3f}"
 
 
-def settle_layer(context: RunContext, encoded: Mapping[str, EncodedSet], rules: LayerRules) -> RunContext:
-    """``context`` as it is, or with ``weights.layer`` found in the place of auto and the record in ``prepared``.
+def find_layer(source: WeightSource, readers: Readers, train: EncodedSet, rules: LayerRules) -> LayerChoice:
+    """Returns the layer for these training pairs, from the store or computed and stored.
 
-    Logs the choice, and warns when the sample does not carry it. The record is taken from the store where it is known;
-    otherwise the sample is judged, which is refused in a job of several processes (UserError).
+    Logs the choice, and warns when the sample does not carry it. UserError in a job of several processes, where the
+    sample would have to be judged.
     """
-    if not wants_auto(context.cfg.weights):
-        return context
-    choice = find_layer(context, encoded["train"], rules)
-    cfg = context.cfg.with_value("weights.layer", choice.layer)
-    return replace(context, cfg=cfg, prepared={**context.prepared, CHOICE: choice.numbers()})
-
-
-def find_layer(context: RunContext, train: EncodedSet, rules: LayerRules) -> LayerChoice:
-    """Returns the layer for these training pairs, from the store or computed and stored."""
     sample = calibration_pairs(train.pairs, rules.pairs)
-    judge = run_judge(context)
+    judge = readers.make_judge()
     key = {
         "version": VERSION,
         "capture": CAPTURE_VERSION,
         "pairs": [pair.pair_id for pair in sample],
         "rules": asdict(rules),
-        "weights": {name: value for name, value in context.cfg.below("weights").items() if name != "store_layers"},
+        "weights": {name: value for name, value in as_values(source).items() if name != "store_layers"},
         "judge": judge.fingerprint(),
         "prompts": judge.prompts.fingerprint(),
     }
-    path = Path(context.store.root) / CHOICE / f"{digest(key)[:20]}.json"
+    path = Path(readers.base.store.root) / CHOICE / f"{digest(key)[:20]}.json"
     known = _read(path, key)
     if known is None and world_size() > 1:
         raise UserError(
             f"weights.layer=auto is not found yet and this job has {world_size()} processes, which would all look for "
-            f"it: start {command_text('weigh', *context.cfg.composed.arguments())} in one process until it logs the "
-            "layer, or set a number"
+            f"it: start {readers.command} in one process until it logs the layer, or set a number"
         )
     if known is None:
-        known = _score(context, train, sample, judge, rules)
+        known = _score(source, readers, train, sample, judge, rules)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_record(path, {"key": identify(key), **known.numbers()})
         log.info("%s (%d judge prompts, %.0f s)", known.text(), known.prompts, known.seconds)
@@ -147,17 +135,22 @@ def find_layer(context: RunContext, train: EncodedSet, rules: LayerRules) -> Lay
 
 
 def _score(
-    context: RunContext, train: EncodedSet, sample: list[PreferencePair], judge: RunJudge, rules: LayerRules
+    source: WeightSource,
+    readers: Readers,
+    train: EncodedSet,
+    sample: list[PreferencePair],
+    judge: RunJudge,
+    rules: LayerRules,
 ) -> LayerChoice:
     began = time.perf_counter()
-    ranked = layer_rankings(context, train, sample)
+    ranked = layer_rankings(source, readers, train, sample)
     log.info(
         "weights.layer=auto: scoring %d layers on %d training pairs, at most %d judge prompts",
         len(ranked),
         len(sample),
         2 * len(sample) + len(sample) * len(ranked) * len(rules.shares) * (2 + rules.draws),
     )
-    loaded = judge.load(device_of(context.cfg.trainer.accelerator))
+    loaded = judge.load(readers.base.device)
     removal = Removal(rules.shares, rules.draws, rules.seed, (Mode.REMOVE,))
     sources = {str(layer): rows for layer, rows in ranked.items()}
     progress = partial(log.info, "weights.layer=auto: %d of %d judge prompts")
@@ -193,19 +186,21 @@ def best_layer(scores: Mapping[int, float]) -> int:
 
 
 def layer_rankings(
-    context: RunContext, encoded: EncodedSet, sample: list[PreferencePair], layers: "tuple[int | str, ...]" = ()
+    source: WeightSource,
+    readers: Readers,
+    encoded: EncodedSet,
+    sample: list[PreferencePair],
+    layers: "tuple[int | str, ...]" = (),
 ) -> dict[int, Rankings]:
-    """Returns the finished weights of ``sample`` under the run's weights, once for each of ``layers`` (none: every
-    layer).
+    """Returns the finished weights of ``sample`` by ``source``, once for each of ``layers`` (none: every layer).
 
     ``sample`` are pairs of ``encoded``; what the store lacks of them is judged, all layers at once.
     """
-    depth = run_judge(context).num_layers
+    depth = readers.make_judge().num_layers
     every = sorted({resolve_layer(layer, depth) for layer in layers or attending(depth)})
-    weighed = weigh(at_layers(context, 1, every), sample_of(encoded, sample))
+    weighed = readers.weigh(at_layers(source, 1, every), sample_of(encoded, sample))
     return {
-        layer: rankings(at_layers(context, layer, []).cfg.weights.resolve(depth), weighed.captured, weighed.layers)
-        for layer in every
+        layer: rankings(at_layers(source, layer).resolve(depth), weighed.captured, weighed.layers) for layer in every
     }
 
 
@@ -219,10 +214,9 @@ def pooled(encoded: Mapping[str, EncodedSet]) -> EncodedSet:
     )
 
 
-def at_layers(context: RunContext, layer: int, layers: list[int]) -> RunContext:
-    """Returns the same context with weights that read ``layer``, or ``layers`` when there are any."""
-    cfg = context.cfg.with_value("weights.layer", layer).with_value("weights.layers", tuple(layers))
-    return replace(context, cfg=cfg)
+def at_layers(source: WeightSource, layer: int, layers: Sequence[int] = ()) -> WeightSource:
+    """Returns the same weights where they read ``layer``, or ``layers`` when there are any."""
+    return replace(source, layer=layer, layers=tuple(layers))  # type: ignore[type-var]
 
 
 def _read(path: Path, key: Mapping[str, object]) -> LayerChoice | None:

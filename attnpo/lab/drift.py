@@ -18,11 +18,13 @@ from attnpo.lab.analysis.drift import Moved, Row, by_token, mean_gain, quantiles
 from attnpo.lab.analysis.freedom import against, alone
 from attnpo.models.layouts import Sequences, padded
 from attnpo.models.scored import ScoredLM
-from attnpo.run.context import reference_fingerprint
+from attnpo.objectives.base import PreferenceObjective
+from attnpo.run.components import Truth
 from attnpo.run.inputs import Inputs
-from attnpo.run.models import autocast, load_reference
+from attnpo.run.models import load_reference
 from attnpo.run.other_pairs import token_factors, weigh_others
 from attnpo.run.recall import Memory
+from attnpo.run.weighing import Readers
 from attnpo.schema import (
     SIDES,
     EncodedResponse,
@@ -33,8 +35,7 @@ from attnpo.schema import (
     TokenStats,
     digest,
 )
-from attnpo.system.machine import device_of
-from attnpo.weights.base import OnlineSource
+from attnpo.weights.base import OnlineSource, WeightSource
 
 log = logging.getLogger(__name__)
 
@@ -45,9 +46,21 @@ EXAMPLES_AT_ONCE = 256
 _of_base = Memory(entries=64, room=1 << 22)  # bytes
 
 
+@dataclass(frozen=True)
+class TrainedRun:
+    """A trained policy with what it was trained on; ``reference``: the kind of its reference."""
+
+    policy: ScoredLM
+    inputs: Inputs
+    readers: Readers
+    objective: PreferenceObjective
+    reference: str
+    truth: Truth | None
+
+
 @phase("measuring where the policy moved")
 def measure_drift(
-    inputs: Inputs, policy: ScoredLM, sampled: Sequence[PreferencePair], val_pairs: int, train_pairs: int
+    run: TrainedRun, sampled: Sequence[PreferencePair], val_pairs: int, train_pairs: int
 ) -> dict[str, Json]:
     """Measures where the policy moved, on so many pairs of each split, as ``RunResult.drift`` holds it.
 
@@ -55,17 +68,15 @@ def measure_drift(
     UserError for a model without a plain head.
     """
     began = time.perf_counter()
-    measured = _measured(inputs, policy, sampled, {"val": val_pairs, "train": train_pairs})
+    measured = _measured(run, sampled, {"val": val_pairs, "train": train_pairs})
     seconds = time.perf_counter() - began
     log.info("where the policy moved: measured in %.1f s", seconds)
     return {**measured, "seconds": round(seconds, 2)}
 
 
-def _measured(
-    inputs: Inputs, policy: ScoredLM, sampled: Sequence[PreferencePair], counts: Mapping[str, int]
-) -> dict[str, Json]:
-    context = inputs.context
-    models = _Models(inputs, policy, load_reference(context, policy), digest(reference_fingerprint(context)))
+def _measured(run: TrainedRun, sampled: Sequence[PreferencePair], counts: Mapping[str, int]) -> dict[str, Json]:
+    inputs, truth, base = run.inputs, run.truth, run.readers.base
+    models = _Models(run, load_reference(base, run.reference, run.policy), digest(base.fingerprint()))
     first = {split: _first(inputs.examples[split].examples, count) for split, count in counts.items()}
     pairs = {
         split: pairs_of(inputs.pairs[split].pairs, [example.pair_id for example in examples])
@@ -83,19 +94,23 @@ def _measured(
         "train": ranking_accuracy(train.chosen, train.rejected),
         "validation": ranking_accuracy(val.chosen, val.rejected),
     }
-    if context.cfg.truth is not None:
-        flipped = [context.cfg.truth.is_flipped(pairs["train"][pair_id]) for pair_id in train.pair_ids]
+    if truth is not None:
+        flipped = [truth.is_flipped(pairs["train"][pair_id]) for pair_id in train.pair_ids]
         for name, wanted in (("train_clean", False), ("train_flipped", True)):
             kept = [place for place, one in enumerate(flipped) if one is wanted]
             accuracy[name] = ranking_accuracy([train.chosen[i] for i in kept], [train.rejected[i] for i in kept])
     if sampled:
-        answers = _both_sides(models, weigh_others(inputs, sampled), {pair.pair_id: pair for pair in sampled})
+        answers = _both_sides(
+            models,
+            weigh_others(inputs.recipe, inputs.weighed, run.readers, sampled),
+            {pair.pair_id: pair for pair in sampled},
+        )
         out["answers"] = by_token(answers.chosen)
         displacement["base_answers"] = mean_gain(answers.rejected)
     out |= {"ranking_accuracy": accuracy, "displacement": displacement}
-    beta = getattr(context.cfg.objective, "beta", None)
+    beta = getattr(run.objective, "beta", None)
     if beta is not None and not isinstance(inputs.weighed.source, OnlineSource):
-        factors = np.concatenate(list(_factors(inputs, inputs.examples["train"].examples)) or [np.zeros(0)])
+        factors = np.concatenate(list(_factors(run, inputs.examples["train"].examples)) or [np.zeros(0)])
         out["effective_beta"] = quantiles(float(beta) * factors)
     return out
 
@@ -111,10 +126,9 @@ def _first(examples: Sequence[TrainingExample], count: int) -> list[TrainingExam
 
 @dataclass(frozen=True)
 class _Models:
-    """Policy and base, with what says how their numbers are read; ``of_base``: digest of what makes the base's."""
+    """The run and the model it started from; ``of_base``: digest of what makes that one's numbers."""
 
-    inputs: Inputs
-    policy: ScoredLM
+    run: TrainedRun
     base: ScoredLM
     of_base: str
 
@@ -136,7 +150,7 @@ def _both_sides(
 
     ``pairs``: theirs, where it is of interest which tokens are decisive.
     """
-    inputs, truth = models.inputs, models.inputs.context.cfg.truth
+    truth, source = models.run.truth, models.run.inputs.weighed.source
     scored = _scored(models, [side for example in examples for side in example.sides])
     moved: dict[str, list[Moved]] = {side: [] for side in SIDES}
     for number, example in enumerate(examples):
@@ -149,7 +163,7 @@ def _both_sides(
                     kl,
                     gain,
                     np.array([start >= end for start, end in offsets], dtype=bool),
-                    _relative(inputs, example, place),
+                    _relative(source, example, place),
                     None if known is None else np.array(known, dtype=bool),
                 )
             )
@@ -158,10 +172,9 @@ def _both_sides(
 
 def _scored(models: _Models, sides: Sequence[EncodedResponse]) -> list[tuple[Row, float]]:
     """Of each response the KL at its tokens and the gain in log-probability, in the order given."""
-    cfg = models.inputs.context.cfg
-    device = device_of(cfg.trainer.accelerator)
-    for model in (models.policy, models.base):
-        model.eval().to(device)
+    base = models.run.readers.base
+    for model in (models.run.policy, models.base):
+        model.eval().to(base.device)
     lengths = [len(side.prompt_ids) + len(side.response_ids) for side in sides]
     order = sorted(range(len(sides)), key=lambda place: lengths[place])
     numbers: dict[int, tuple[Row, float]] = {}
@@ -170,10 +183,10 @@ def _scored(models: _Models, sides: Sequence[EncodedResponse]) -> list[tuple[Row
         while size > 1 and size * lengths[order[size - 1]] > TOKENS_PER_FORWARD:
             size -= 1
         chunk, order = order[:size], order[size:]
-        group, base = _on_base(models, [(sides[i].prompt_ids, sides[i].response_ids) for i in chunk])
-        with autocast(cfg):
-            policy = against(models.policy, models.base, base, group)
-        gains = (policy.logps.double() - base.logps.double()).sum(-1).tolist()  # exactly 0 off the response
+        group, stats = _on_base(models, [(sides[i].prompt_ids, sides[i].response_ids) for i in chunk])
+        with base.autocast():
+            policy = against(models.run.policy, models.base, stats, group)
+        gains = (policy.logps.double() - stats.logps.double()).sum(-1).tolist()  # exactly 0 off the response
         kl, mask = policy.joint["kl_policy_ref"].double().cpu(), group.response_mask.cpu()
         for row, i in enumerate(chunk):
             numbers[i] = kl[row][mask[row]].numpy(), gains[row]
@@ -182,16 +195,15 @@ def _scored(models: _Models, sides: Sequence[EncodedResponse]) -> list[tuple[Row
 
 def _on_base(models: _Models, sequences: Sequences) -> tuple[RowGroup, TokenStats]:
     """Returns the rows of one forward with the base's statistics, which most points of a study ask for again."""
-    context = models.inputs.context
-    device = device_of(context.cfg.trainer.accelerator)
-    group = bare_rows(sequences, padded, context.chat.rows.pad_id).to(device)
+    base = models.run.readers.base
+    group = bare_rows(sequences, padded, base.chat.rows.pad_id).to(base.device)
 
     def make() -> TokenStats:
-        with autocast(context.cfg):
+        with base.autocast():
             return alone(models.base, group)
 
     def key() -> dict[str, object]:
-        return {"model": models.of_base, "device": str(device), "rows": sequences}
+        return {"model": models.of_base, "device": str(base.device), "rows": sequences}
 
     return group, _of_base.recall(key, make, _bytes_of)
 
@@ -203,21 +215,20 @@ def _bytes_of(stats: TokenStats) -> int:
 # ------------------------------------------------------------------------------------------------ weights
 
 
-def _relative(inputs: Inputs, example: TrainingExample, place: int) -> Row | None:
+def _relative(source: WeightSource, example: TrainingExample, place: int) -> Row | None:
     """Returns a response's weights relative to uniform (|y| w; factors as they are); None where
     training computes them.
     """
-    source = inputs.weighed.source
     if isinstance(source, OnlineSource) or not example.weights[place].numel():
         return None
     weights = example.weights[place].double().numpy()
     return weights * example.scales[place]
 
 
-def _factors(inputs: Inputs, examples: Sequence[TrainingExample]) -> Iterator[Row]:
+def _factors(run: TrainedRun, examples: Sequence[TrainingExample]) -> Iterator[Row]:
     """Yields what multiplies beta at each response token of the examples, as the objective has it."""
     for start in range(0, len(examples), EXAMPLES_AT_ONCE):
         chunk = examples[start : start + EXAMPLES_AT_ONCE]
         rows = collate(chunk, padded, 0, len(chunk)).main
-        rows = replace(rows, factors=inputs.weighed.source.kind is Kind.FACTOR)
-        yield token_factors(inputs.context.cfg.objective, rows)[rows.response_mask].double().numpy()
+        rows = replace(rows, factors=run.inputs.weighed.source.kind is Kind.FACTOR)
+        yield token_factors(run.objective, rows)[rows.response_mask].double().numpy()

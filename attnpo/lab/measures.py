@@ -1,10 +1,12 @@
 """Components of the lab that a run calls by its config, before and after training. Light: read before a model loads."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from attnpo.lab.layer_rules import LayerRules
+from attnpo.run.combinations import wants_auto
+from attnpo.run.components import Truth
 from attnpo.schema import Json, PreferencePair, check_least
 
 
@@ -12,11 +14,17 @@ from attnpo.schema import Json, PreferencePair, check_least
 class AutoLayer(LayerRules):
     """Finds the layer of ``weights.layer=auto`` (config node ``auto_layer``)."""
 
-    def settle(self, context: Any, encoded: Any) -> Any:
-        """Returns the run's context with the layer found, or as it is where none is to be found."""
-        from attnpo.lab.auto_layer import settle_layer
+    def settle(self, source: Any, readers: Any, train: Any) -> tuple[Any, Mapping[str, object] | None]:
+        """Returns the weights with the layer found on the encoded pairs ``train``, and the record of it.
 
-        return settle_layer(context, encoded, self)
+        As they are, with None, where none is to be found.
+        """
+        if not wants_auto(source):
+            return source, None
+        from attnpo.lab.auto_layer import find_layer
+
+        choice = find_layer(source, readers, train, self)
+        return replace(source, layer=choice.layer), choice.numbers()
 
 
 @dataclass(frozen=True)
@@ -40,10 +48,23 @@ class DriftSettings:
         """Names the keys without effect."""
         return {} if self.pairs else dict.fromkeys(("train_pairs", "answers"), "drift.pairs=0 measures nothing")
 
-    def measure(self, inputs: Any, policy: Any, sampled: Sequence[PreferencePair]) -> dict[str, Json]:
-        """Returns ``RunResult.drift``; ``sampled`` are the policy's answers as chosen, the base's as rejected."""
+    def measure(
+        self,
+        policy: Any,
+        inputs: Any,
+        readers: Any,
+        objective: Any,
+        reference: str,
+        truth: Truth | None,
+        sampled: Sequence[PreferencePair],
+    ) -> dict[str, Json]:
+        """Returns ``RunResult.drift``; ``sampled`` are the policy's answers as chosen, the base's as rejected.
+
+        ``readers``: what the run's weights are read with, and its base; ``reference``: the kind of its reference.
+        """
         if not self.pairs:
             return {}
-        from attnpo.lab.drift import measure_drift
+        from attnpo.lab.drift import TrainedRun, measure_drift
 
-        return measure_drift(inputs, policy, sampled[: self.answers], self.pairs, self.train_pairs)
+        run = TrainedRun(policy, inputs, readers, objective, reference, truth)
+        return measure_drift(run, sampled[: self.answers], self.pairs, self.train_pairs)

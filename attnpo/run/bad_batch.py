@@ -1,7 +1,7 @@
 """Pairs of an optimiser step that was not finite, from the file that training keeps of it."""
 
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,41 +11,42 @@ from attnpo.config.compose import MISSING
 from attnpo.display.heat import HeatRow, HeatSide, HeatToken
 from attnpo.display.shown_pair import ShownPair
 from attnpo.models.loading import load_tokenizer
+from attnpo.models.spec import ModelSpec
 from attnpo.run.folders import CONFIG, saved_config
-from attnpo.run.show_config import ShowConfig
 from attnpo.run.views import shown_side
 from attnpo.schema import SIDES, UserError
 
 
-def bad_pairs(cfg: ShowConfig) -> list[ShownPair]:
-    """Returns the pairs of ``bad_batch`` whose loss is not finite (all where none is), or those that ``ids`` names.
+def bad_pairs(path: Path, ids: Sequence[str], column: str, model: ModelSpec) -> list[ShownPair]:
+    """Returns the pairs of the saved step ``path`` whose loss is not finite (all where none is), or those that ``ids``
+    names.
 
-    UserError for a file that is none of these, for a column that it has not, and where no tokenizer is known.
+    ``model``: has the tokenizer; without a path the model of the run that left the file. UserError for a file that is
+    none of these, for a column that it has not, and where no tokenizer is known.
     """
-    path = Path(str(cfg.bad_batch)).expanduser()
     contents = _contents(path)
-    if cfg.column == "contribution":
+    if column == "contribution":
         raise UserError(
             "column=contribution: a saved step has no rewards by token; take log_ratio, logp, reference_logp, relative "
             "or weight"
         )
-    decode = _decoder(cfg, path)
+    decode = _decoder(model, path)
     found = [pair for batches in contents["processes"] for batch in batches for pair in _pairs(batch, decode)]
     bad = contents["pairs"]
     chosen = [
         pair
         for pair in found
-        if (any(pair.pair_id.startswith(start) for start in cfg.ids) if cfg.ids else not bad or pair.pair_id in bad)
+        if (any(pair.pair_id.startswith(start) for start in ids) if ids else not bad or pair.pair_id in bad)
     ]
     if not chosen:
         raise UserError(
-            f"ids={list(cfg.ids)}: none of the {len(found)} pairs of {path} begins so; the first are "
+            f"ids={list(ids)}: none of the {len(found)} pairs of {path} begins so; the first are "
             f"{', '.join(pair.pair_id for pair in found[:3])}"
         )
-    lacking = [pair for pair in chosen if cfg.column not in pair.chosen.columns]
+    lacking = [pair for pair in chosen if column not in pair.chosen.columns]
     if lacking:
         has = ", ".join(lacking[0].chosen.columns)
-        raise UserError(f"column={cfg.column}: this step was scored without a reference; it has {has}")
+        raise UserError(f"column={column}: this step was scored without a reference; it has {has}")
     return chosen
 
 
@@ -61,9 +62,8 @@ def _contents(path: Path) -> dict[str, Any]:
     return contents
 
 
-def _decoder(cfg: ShowConfig, path: Path) -> Callable[[int], str]:
+def _decoder(model: ModelSpec, path: Path) -> Callable[[int], str]:
     """Returns the text of a token: by ``model.path``, else by the model of the run that left the file."""
-    model = cfg.model
     if model.path == MISSING:
         if not (path.parent / CONFIG).is_file():
             raise UserError(

@@ -1,6 +1,6 @@
 """Components that a run calls, by what they can do: builders of model and data, truth, measures beside training."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -45,8 +45,11 @@ class Truth(Protocol):
 class LayerFinder(Protocol):
     """Finder of the layer of ``weights.layer=auto`` (config node ``auto_layer``)."""
 
-    def settle(self, context: Any, encoded: Any) -> Any:
-        """Returns the run's context with the layer found, or as it is where none is to be found."""
+    def settle(self, source: Any, readers: Any, train: Any) -> tuple[Any, Mapping[str, object] | None]:
+        """Returns the weights with the layer found on the encoded pairs ``train``, and the record of it.
+
+        As they are, with None, where none is to be found.
+        """
 
 
 @runtime_checkable
@@ -57,5 +60,17 @@ class DriftMeasure(Protocol):
     def pairs(self) -> int:
         """Validation pairs that it reads; 0: nothing is measured."""
 
-    def measure(self, inputs: Any, policy: Any, sampled: Sequence[PreferencePair]) -> dict[str, Json]:
-        """Returns ``RunResult.drift``; ``sampled`` are the policy's answers as chosen, the base's as rejected."""
+    def measure(
+        self,
+        policy: Any,
+        inputs: Any,
+        readers: Any,
+        objective: Any,
+        reference: str,
+        truth: "Truth | None",
+        sampled: Sequence[PreferencePair],
+    ) -> dict[str, Json]:
+        """Returns ``RunResult.drift``; ``sampled`` are the policy's answers as chosen, the base's as rejected.
+
+        ``readers``: what the run's weights are read with, and its base; ``reference``: the kind of its reference.
+        """

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from attnpo.cli.terminal import command_text, override
-from attnpo.config.compose import load
+from attnpo.config.compose import Composition, load
 from attnpo.run.result import RunResult
 from attnpo.run.run_config import RunConfig
 from attnpo.schema import UserError
@@ -14,12 +14,12 @@ from attnpo.schema import UserError
 PLACES = ("name", "resume")
 
 
-def ending(cfg: RunConfig, folder: Path, result: RunResult) -> Iterator[str]:
+def ending(composed: Composition, seed: int, folder: Path, result: RunResult) -> Iterator[str]:
     """Yields the outcome of a finished run, then up to three commands, each on a line of its own."""
     yield f"came out: {outcome_text(result)}"
     yield f"page and all numbers: {folder}"
     yield "next, each as it can be pasted:"
-    for text in next_commands(cfg, folder):
+    for text in next_commands(composed, seed, folder):
         yield f"  {text}"
 
 
@@ -44,40 +44,39 @@ def outcome_text(result: RunResult) -> str:
     return f"{text}. One run, nothing to compare it with"
 
 
-def next_commands(cfg: RunConfig, folder: Path) -> list[str]:
+def next_commands(composed: Composition, seed: int, folder: Path) -> list[str]:
     """Returns commands for the run as a table, another seed of it, and its like with other weights to compare it with.
 
     An objective that cannot have those weights gives way to DPO or TwDPO. Leaves out what ``fit`` would refuse, as the
     weights of a reward model, which can only be uniform.
     """
-    uniform = cfg.composed.choices.get("weights") == "uniform"
+    uniform = composed.choices.get("weights") == "uniform"
     other, objective = ("attention", "twdpo") if uniform else ("uniform", "dpo")
     twins = [(f"weights={other}",), (f"weights={other}", f"objective={objective}")]
-    seed = replace(cfg.composed, overrides=_replace_overrides(cfg, f"seed={cfg.seed + 1}")).arguments()
-    found = [seed, next(filter(None, (_fresh(cfg, *twin) for twin in twins)), None)]
+    other_seed = replace(composed, overrides=_replace_overrides(composed, f"seed={seed + 1}")).arguments()
+    found = [other_seed, next(filter(None, (_fresh(composed, *twin) for twin in twins)), None)]
     return [command_text("report", str(folder)), *(command_text("fit", *words) for words in found if words)]
 
 
-def _fresh(cfg: RunConfig, *given: str) -> list[str] | None:
+def _fresh(composed: Composition, *given: str) -> list[str] | None:
     """Returns what ``fit`` is given for this run with other choices, in a folder of its own; None where it refuses."""
     try:
-        again: RunConfig = load("fit", _replace_overrides(cfg, *given), cfg.composed.config_dir)
+        again: RunConfig = load("fit", _replace_overrides(composed, *given), composed.config_dir)
     except UserError:
         return None
     return again.composed.arguments()
 
 
-def _replace_overrides(cfg: RunConfig, *given: str) -> tuple[str, ...]:
+def _replace_overrides(composed: Composition, *given: str) -> tuple[str, ...]:
     """Returns the run's overrides with others in place of their like, and without those of its folder."""
     replaced = {*PLACES, *map(_key, given)}
-    return (*(item for item in cfg.composed.overrides if _key(item).partition(".")[0] not in replaced), *given)
+    return (*(item for item in composed.overrides if _key(item).partition(".")[0] not in replaced), *given)
 
 
-def again(cfg: RunConfig, folder: Path) -> list[str]:
-    """Returns what ``fit`` is given to go on with the run in ``folder``."""
-    name = folder.relative_to(cfg.output).as_posix()
-    kept = [item for item in cfg.composed.overrides if _key(item) not in PLACES]
-    return replace(cfg.composed, overrides=(*kept, override("name", name), "resume=auto")).arguments()
+def again(composed: Composition, name: str) -> list[str]:
+    """Returns what ``fit`` is given to go on with the run in the folder ``name`` below ``output``."""
+    kept = [item for item in composed.overrides if _key(item) not in PLACES]
+    return replace(composed, overrides=(*kept, override("name", name), "resume=auto")).arguments()
 
 
 def _key(item: str) -> str:

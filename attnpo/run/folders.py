@@ -24,9 +24,9 @@ FIXED = "predictions.json"  # what was predicted of a study before its points ra
 STUDY_FILES = ("study.json", "results.csv", "table.md", TABLES)  # what a finished study has beside its page
 
 
-def store_root(cfg: RunConfig) -> Path:
-    """Returns the folder of stored weights, reference log-probabilities and testbed bases."""
-    return Path(cfg.store).expanduser() if cfg.store is not None else cache_root()
+def store_root(store: str | None) -> Path:
+    """Returns the folder of stored weights, reference log-probabilities and testbed bases, by the key ``store``."""
+    return Path(store).expanduser() if store is not None else cache_root()
 
 
 def run_folder(cfg: RunConfig) -> Path:
@@ -37,7 +37,13 @@ def run_folder(cfg: RunConfig) -> Path:
         UserError: a study under several processes; ``resume=auto`` or a job of several processes without a name, which
             would not meet in one folder; a path that cannot be.
     """
-    folder = _named(cfg)
+    output, kept = Path(cfg.output), cfg.kept_folder()
+    if cfg.name is not None:
+        folder = output / cfg.name
+    elif cfg.resume == "auto":
+        raise UserError("resume=auto continues the run of a folder, so it needs name=NAME (the folder under `output`)")
+    else:
+        folder = stamped(output, cfg.title()) if kept is None else output / kept
     try:
         folder.exists()
     except OSError as problem:  # a name that is too long, a folder that may not be looked into
@@ -91,16 +97,6 @@ def _unusable(folder: Path, problem: OSError) -> UserError:
         f"output=: the folder {folder} must be one that can be made and written into, but: {problem.strerror}; give "
         "output= a folder that can (and name= a short plain name)"
     )
-
-
-def _named(cfg: RunConfig) -> Path:
-    output = Path(cfg.output)
-    if cfg.name is not None:
-        return output / cfg.name
-    if cfg.resume == "auto":
-        raise UserError("resume=auto continues the run of a folder, so it needs name=NAME (the folder under `output`)")
-    kept = cfg.kept_folder()
-    return stamped(output, cfg.title()) if kept is None else output / kept
 
 
 def stamped(output: Path, prefix: str) -> Path:

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from transformers import PreTrainedTokenizerBase
+
 from attnpo.data.arrow_rows import pairs_of
 from attnpo.display.heat import HeatRow, heat_row
 from attnpo.run.inputs import Inputs
@@ -10,7 +12,7 @@ from attnpo.weights.base import OnlineSource
 Logps = Sequence[tuple[Sequence[float], Sequence[float]]]  # of pairs, chosen and rejected, a number per token
 
 
-def heat_rows(inputs: Inputs, count: int, policy: Logps = ()) -> list[HeatRow]:
+def heat_rows(inputs: Inputs, tokenizer: PreTrainedTokenizerBase, count: int, policy: Logps = ()) -> list[HeatRow]:
     """Returns the first ``count`` training pairs with their weights, and the judge's rounds and verdicts where it was
     asked.
 
@@ -20,7 +22,7 @@ def heat_rows(inputs: Inputs, count: int, policy: Logps = ()) -> list[HeatRow]:
         return []
     examples = inputs.examples["train"].examples[:count]
     pairs = pairs_of(inputs.pairs["train"].pairs, [example.pair_id for example in examples])
-    tokenizer, captured = inputs.context.tokenizer, inputs.weighed.captured
+    captured = inputs.weighed.captured
     return [
         heat_row(
             pairs[example.pair_id],

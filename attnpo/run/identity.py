@@ -4,7 +4,8 @@ The one notion of it, for resuming a run, for finding a study's finished points 
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -67,15 +68,43 @@ LATER = {
 }
 
 
-def numbers_of(cfg: RunConfig) -> dict[str, object]:
-    """Returns the keys of a config that can move a number of the training, flat: ``optimizer.lr`` and its like."""
-    return _numbers(cfg, cfg.values, cfg.weights)
+@dataclass(frozen=True)
+class Identity:
+    """What of a configuration makes a run the run it is, by key; every mapping is flat but ``inputs``.
+
+    ``numbers``: keys that can move a number of the training. ``result``: those of a whole result, for which what is
+    scored, validated and kept beside the training counts as well. ``settings``: the same whatever the weights are, for
+    what reads a judge or other parts that its weights do not need. ``paths``: those that stand for their contents, as
+    far as the weights need them. ``inputs``: nodes that can touch the pairs or their weights. ``moveless``: keys that
+    move no number.
+    """
+
+    numbers: dict[str, object]
+    result: dict[str, object]
+    settings: dict[str, object]
+    paths: dict[str, object]
+    inputs: dict[str, object]
+    moveless: Sequence[str]
 
 
-def saved_numbers(path: Path, cfg: RunConfig) -> dict[str, object]:
-    """Reads the same of the config that a run has saved at ``path``, for comparison with ``cfg``.
+def identity_of(cfg: RunConfig) -> Identity:
+    """Returns what makes a run the run it is."""
+    moveless, unread, every = [*ROOT, *bookkeeping_keys(cfg)], _unread(cfg.values, cfg.weights), _values(cfg.values)
+    idle, alone = (*moveless, *PATHS, *unread), (*moveless, "model.path", "data.path")
+    return Identity(
+        numbers=_numbers(every, moveless, unread, cfg.weights),
+        result={key: value for key, value in every.items() if not below(key, idle)},
+        settings={key: value for key, value in every.items() if not below(key, alone)},
+        paths={key: value for key, value in flat(cfg.values) if key in PATHS and not below(key, unread)},
+        inputs={name: node for name, node in cfg.values.items() if name not in APART},
+        moveless=moveless,
+    )
 
-    What it had from the environment, which may be another by now, is the digest of that.
+
+def saved_numbers(path: Path, moveless: Sequence[str]) -> dict[str, object]:
+    """Reads ``Identity.numbers`` of the config that a run has saved at ``path``, for comparison with another's.
+
+    ``moveless`` are the other's. What it had from the environment, which may be another by now, is the digest of that.
     """
     with readable(path):
         values = plain(DictConfig(OmegaConf.load(path)))
@@ -86,36 +115,15 @@ def saved_numbers(path: Path, cfg: RunConfig) -> dict[str, object]:
     composed = values.get("composed")
     begun = composed.get("environment") if isinstance(composed, dict) else None
     of_then = {key: f"of the environment ({was})" for key, was in begun.items()} if isinstance(begun, dict) else {}
-    return {key: of_then.get(key, value) for key, value in _numbers(cfg, values, source).items()}
+    found = _numbers(_values(values), moveless, _unread(values, source), source)
+    return {key: of_then.get(key, value) for key, value in found.items()}
 
 
-def _numbers(cfg: RunConfig, values: Mapping[str, Json], source: WeightSource | None) -> dict[str, object]:
-    of_source = bookkeeping_keys(source, "weights")
-    idle = (*ROOT, *bookkeeping_keys(cfg), *of_source, *PATHS, *BESIDE, *_unread(values, source))
-    return {key: value for key, value in _values(values).items() if key in KEPT or not below(key, idle)}
-
-
-def result_of(cfg: RunConfig) -> dict[str, object]:
-    """Returns the same of a whole result: what is scored, validated and kept beside the training counts as well."""
-    idle = (*ROOT, *bookkeeping_keys(cfg), *PATHS, *_unread(cfg.values, cfg.weights))
-    return {key: value for key, value in _values(cfg.values).items() if not below(key, idle)}
-
-
-def settings_of(cfg: RunConfig) -> dict[str, object]:
-    """Returns the same whatever the weights are: for what reads a judge or other parts that its weights do not need."""
-    idle = (*ROOT, *bookkeeping_keys(cfg), "model.path", "data.path")
-    return {key: value for key, value in _values(cfg.values).items() if not below(key, idle)}
-
-
-def paths_of(cfg: RunConfig) -> dict[str, object]:
-    """Returns the paths that stand for their contents, as far as the weights need them."""
-    unread = _unread(cfg.values, cfg.weights)
-    return {key: value for key, value in flat(cfg.values) if key in PATHS and not below(key, unread)}
-
-
-def inputs_of(cfg: RunConfig) -> dict[str, object]:
-    """Returns the nodes of a config that can touch its pairs or their weights, by name."""
-    return {name: node for name, node in cfg.values.items() if name not in APART}
+def _numbers(
+    every: Mapping[str, object], moveless: Sequence[str], unread: Sequence[str], source: WeightSource | None
+) -> dict[str, object]:
+    idle = (*moveless, *bookkeeping_keys(source, "weights"), *PATHS, *BESIDE, *unread)
+    return {key: value for key, value in every.items() if key in KEPT or not below(key, idle)}
 
 
 def component(value: object) -> object:
@@ -159,6 +167,3 @@ def _values(values: Mapping[str, Json]) -> dict[str, object]:
     if every.get(COMPILED) == AUTO:
         every[COMPILED] = None
     return every
-
-
-# ------------------------------------------------------------------------------------------------ contents

@@ -1,17 +1,19 @@
 """What became of a run's inputs: read, cut, dropped and weighed, as log lines and as numbers for its result."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from attnpo.cli.progress import phase
 from attnpo.data.arrow_rows import pair_weights_of
 from attnpo.data.collate import TrainingExample
 from attnpo.data.micro_batches import COSTS, SHARED_PREFIX
-from attnpo.data.prepare import DROPPED_FOR_COVERAGE
+from attnpo.data.prepare import DROPPED_FOR_COVERAGE, ExampleSet
+from attnpo.data.rules import BatchPlan
 from attnpo.data.sampler import steps_in
 from attnpo.data.token_budget import require_room
 from attnpo.data.weighing import SPLITS, Weighed
@@ -22,7 +24,7 @@ from attnpo.run.lost_weights import describe_loss
 from attnpo.run.result import OVERLAP
 from attnpo.schema import SIDES, UserError
 from attnpo.training.processes import planned_processes
-from attnpo.training.settings import total_steps
+from attnpo.training.settings import CallbackSettings, TrainerSettings, total_steps
 from attnpo.weights.answer_statistics import AnswerStatistics
 from attnpo.weights.arrival import COLUMNS, Arrival
 
@@ -57,8 +59,8 @@ def example_statistics(inputs: Inputs) -> dict[str, Any]:
     if weighed.answers is not None:
         lost = sum(made.tally.total(DROPPED_FOR_COVERAGE) for made in inputs.examples.values())
         out["verbalizer"] = {**weighed.answers.numbers(), "dropped_pairs": lost}
-    if CHOICE in inputs.context.prepared:
-        out[CHOICE] = inputs.context.prepared[CHOICE]
+    if inputs.layer_choice is not None:
+        out[CHOICE] = inputs.layer_choice
     if weighed.label_mass is not None:
         out["label_mass"] = weighed.label_mass.numbers()
     if weighed.traces is not None:
@@ -77,7 +79,8 @@ def describe_split_loss(inputs: Inputs, split: str) -> str | None:
     if not made.examples:
         return None
     arrived = inputs.measured[split].arrival if inputs.measured else Arrival.of(made.examples)
-    return describe_loss(inputs.context.cfg, weighed.source, weighed.layers, arrived, made.tally)
+    reader, align = inputs.recipe.reader, inputs.recipe.align.method
+    return describe_loss(weighed.source, reader, align, weighed.layers, arrived, made.tally)
 
 
 def split_lines(inputs: Inputs, split: str, statistics: dict[str, Any]) -> Iterator[str]:
@@ -102,21 +105,19 @@ def split_lines(inputs: Inputs, split: str, statistics: dict[str, Any]) -> Itera
         yield f"{split}: {arrived.text()}, effective share of weights {effective:.3f}"
 
 
-def plan_lines(inputs: Inputs) -> Iterator[str]:
-    """Yields how the pairs become optimiser steps, and when the run is validated and saved."""
-    cfg = inputs.context.cfg
-    plan, settings, kept = inputs.context.batch, cfg.trainer, cfg.callbacks
-    processes = planned_processes(cfg.trainer)
+def plan_line(pairs: int, plan: BatchPlan, settings: TrainerSettings, kept: CallbackSettings) -> str:
+    """Returns how the pairs become optimiser steps, and when the run is validated and saved."""
+    processes = planned_processes(settings)
     accumulation = plan.accumulation(processes)
     cut = f" = {plan.per_forward} per forward x {accumulation} accumulated x"
     if plan.tokens is not None:
         cut = f", at most {plan.tokens} tokens per forward on"
-    each = steps_in(len(inputs.examples["train"].examples), plan.pairs, processes)
+    each = steps_in(pairs, plan.pairs, processes)
     epochs, ends = settings.max_epochs, ""
     if settings.max_steps > 0 and epochs > 0:
         ends = f" (trainer.max_steps ends the run; trainer.max_epochs={epochs} would take {epochs * each})"
     saving = f"; last/ also every {kept.save_every} steps" if kept.checkpoints and kept.save_every else ""
-    yield (
+    return (
         f"steps: {plan.pairs} pairs each{cut} {processes} process{'' if processes == 1 else 'es'}; "
         f"{each} in an epoch, {total_steps(settings, each)} in all{ends}; "
         f"validation{' and saving' if kept.checkpoints else ''} every {settings.validate_every} and at the end{saving}"
@@ -124,11 +125,7 @@ def plan_lines(inputs: Inputs) -> Iterator[str]:
 
 
 def log_inputs(inputs: Inputs) -> None:
-    """Logs what the run stands on: counts, lengths, coverage, the judge, the steps, row 0 as it is trained.
-
-    UserError, when all of it is said, for a split with rows of which no pair is left or none has a weight, and for a
-    budget of tokens that its longest pair does not keep.
-    """
+    """Logs what the run stands on: counts, lengths, coverage, the judge."""
     statistics = example_statistics(inputs)
     for split in SPLITS:
         for line in split_lines(inputs, split, statistics[split]):
@@ -138,12 +135,18 @@ def log_inputs(inputs: Inputs) -> None:
     if inputs.overlap is not None:
         log.log(logging.WARNING if inputs.overlap.warning() else logging.INFO, "val: %s", inputs.overlap.text())
     log_captured(inputs.weighed)
-    for split in SPLITS:
-        _require_examples(inputs, split)
-    _require_budgets(inputs)
-    for line in plan_lines(inputs):
-        log.info("%s", line)
-    for line in row_lines(inputs, inputs.examples["train"].examples[0]) if inputs.examples["train"].examples else []:
+
+
+def log_plan(
+    examples: ExampleSet,
+    plan: BatchPlan,
+    settings: TrainerSettings,
+    kept: CallbackSettings,
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """Logs the steps of a training, and row 0 as it is trained."""
+    log.info("%s", plan_line(len(examples.examples), plan, settings, kept))
+    for line in row_lines(examples.examples[0], tokenizer) if examples.examples else []:
         log.info("%s", line)
 
 
@@ -186,8 +189,8 @@ def log_captured(weighed: Weighed) -> None:
             log.info("%s", line)
 
 
-def _require_examples(inputs: Inputs, split: str) -> None:
-    made = inputs.examples[split]
+def require_examples(split: str, made: ExampleSet, processes: int) -> None:
+    """Raises UserError for a split with rows of which no pair is left or none has a weight, or with too few pairs."""
     if made.read and not made.examples:
         events = "; ".join(f"{event}: {count}" for event, count in sorted(made.tally.counts.items()))
         raise UserError(
@@ -200,7 +203,7 @@ def _require_examples(inputs: Inputs, split: str) -> None:
             f"{split}: all {len(made.examples)} pairs have the weight 0 (their pair weight, or all token weights of "
             f"both responses), so nothing would be {nothing}: choose other weights or data"
         )
-    pairs, processes = len(made.examples), planned_processes(inputs.context.cfg.trainer)
+    pairs = len(made.examples)
     if 0 < pairs < processes:
         raise UserError(
             f"{split}: {pairs} {'pair' if pairs == 1 else 'pairs'} for {processes} processes, and each needs one: give "
@@ -208,12 +211,11 @@ def _require_examples(inputs: Inputs, split: str) -> None:
         )
 
 
-def _require_budgets(inputs: Inputs) -> None:
+def require_budgets(examples: Mapping[str, ExampleSet], layout: str, plan: BatchPlan) -> None:
     """Refuses early what the data module would. Which layout auto will be is not known: the least counts."""
-    cost, plan = COSTS.get(inputs.context.cfg.layout, SHARED_PREFIX), inputs.context.batch
     budgets = {"train": ("tokens", plan.budget), "val": ("eval_tokens", plan.eval_budget)}
     for split, (key, budget) in budgets.items():
-        require_room(inputs.examples[split].examples, cost, budget, f"batch.{key}")
+        require_room(examples[split].examples, COSTS.get(layout, SHARED_PREFIX), budget, f"batch.{key}")
 
 
 def answer_lines(answers: AnswerStatistics) -> Iterator[str]:
@@ -228,14 +230,13 @@ def answer_lines(answers: AnswerStatistics) -> Iterator[str]:
         yield f"verbalizer: {answers.lost} answers are no longer in the store; their scores are"
 
 
-def row_lines(inputs: Inputs, example: TrainingExample, width: int = 24) -> list[str]:
+def row_lines(example: TrainingExample, tokenizer: PreTrainedTokenizerBase, width: int = 24) -> list[str]:
     """Returns an example as it is trained: prompt tail, then the first ``width`` tokens of each side as text|relative
     weight.
 
     Relative to uniform: a distribution times |y|, a factor as it is. Prompt tokens are outside the loss; those without
     weight (no partner on the judge's side, or 0) show a dot.
     """
-    tokenizer = inputs.context.tokenizer
     lines = [
         f"row 0, pair {example.pair_id[:8]}, prompt (masked): ...{tokenizer.decode(example.chosen.prompt_ids[-40:])!r}"
     ]

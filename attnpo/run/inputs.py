@@ -12,17 +12,18 @@ from attnpo.data.overlap import Overlap, key_of_prompt, write_prompts
 from attnpo.data.prepare import EncodedSet, ExampleSet
 from attnpo.data.prepared import Examples, Recipe, facts_of_ids
 from attnpo.data.reading import Texts
+from attnpo.data.rules import LengthRules
 from attnpo.data.weighing import Weighed
 from attnpo.models.described import beyond_positions
 from attnpo.models.loading import text_config
+from attnpo.models.spec import ModelSpec
+from attnpo.run.base import BaseModel
 from attnpo.run.combinations import require_reader
-from attnpo.run.context import RunContext, make_context
-from attnpo.run.identity import inputs_of
+from attnpo.run.identity import identity_of
 from attnpo.run.recall import Memory
 from attnpo.run.run_config import RunConfig
-from attnpo.run.weighing import describe_refill, make_reader
+from attnpo.run.weighing import Readers
 from attnpo.schema import UserError
-from attnpo.system.machine import device_of
 from attnpo.training.processes import planned_processes
 
 
@@ -31,33 +32,27 @@ class Inputs:
     """Pairs, weights and training examples of both splits.
 
     ``overlap``: what validation shares with training. ``measured``: what the examples are like, by split. ``recipe``:
-    how the weights were made.
+    how the weights were made. ``layer_choice``: the record of the layer that was found for ``weights.layer=auto``.
     """
 
-    context: RunContext
     pairs: dict[str, PairSet]
     weighed: Weighed
     examples: dict[str, ExampleSet]
+    recipe: Recipe
     overlap: Overlap | None = None
     measured: Mapping[str, Measured] = field(default_factory=dict)
-    recipe: Recipe | None = None
+    layer_choice: Mapping[str, object] | None = None
 
 
-def read_pairs(context: RunContext) -> dict[str, PairSet]:
-    """Returns the pairs of both splits; logs which columns of the training data nothing reads."""
-    return reading.read_pairs(context.cfg.data, context.cfg.weights, context.store)
+def encode(pairs: Mapping[str, PairSet], base: BaseModel, rules: LengthRules) -> Texts:
+    """Returns the training ids of both splits under length rules. UserError beyond the model's positions."""
+    texts = reading.encode(pairs, base.chat, rules, base.store)
+    check_positions(base.spec, texts.encoded)
+    return texts
 
 
-def encode(context: RunContext, pairs: Mapping[str, PairSet]) -> dict[str, EncodedSet]:
-    """Returns the training ids of both splits under the run's length rules. UserError beyond the model's positions."""
-    encoded = reading.encode(pairs, context.chat, context.cfg.lengths, context.store).encoded
-    check_positions(context, encoded)
-    return encoded
-
-
-def check_positions(context: RunContext, encoded: Mapping[str, EncodedSet]) -> None:
+def check_positions(model: ModelSpec, encoded: Mapping[str, EncodedSet]) -> None:
     """Raises UserError for a row that is longer than the model's positions, with the length that can be had."""
-    model = context.model
     for split, found in encoded.items():
         lengths = sizes_of(found.encoded).longest.tolist()
         longest = max(lengths, default=0)
@@ -67,33 +62,38 @@ def check_positions(context: RunContext, encoded: Mapping[str, EncodedSet]) -> N
             raise UserError(f"{split}: a row of pair {pair} has {longest} tokens: {beyond}")
 
 
-def make_inputs(cfg: RunConfig) -> Inputs:
-    """Returns everything before the policy: pairs, weights (from the store or computed), training examples."""
-    return inputs_on(make_context(cfg))
+def read_inputs(cfg: RunConfig, base: BaseModel, readers: Readers) -> Inputs:
+    """Returns everything before the policy: pairs, weights (from the store or computed), training examples.
 
-
-def inputs_on(context: RunContext) -> Inputs:
-    """Returns the same in a context that is made already."""
-    cfg = context.cfg
+    ``base`` and ``readers``: of the resolved configuration (``resolve``).
+    """
     cfg.batch.accumulation(planned_processes(cfg.trainer))  # refuses what cannot be split evenly
     require_reader(cfg.weights, cfg.objective)
-    texts = _memory.recall(lambda: _of_texts(context), lambda: _read(context), _pairs_in)
-    check_positions(context, texts.encoded)
-    context = cfg.auto_layer.settle(context, texts.encoded)
-    recipe, made = _memory.recall(lambda: _of_weights(context), lambda: _weigh(context, texts), _examples_in)
-    return Inputs(context, texts.pairs, made.weighed, made.sets, texts.overlap, made.measured, recipe)
+    identity = identity_of(cfg)
+    by_texts: dict[str, object] = {"what": "pairs", **{name: cfg.values[name] for name in ("data", "model", "lengths")}}
 
+    def read() -> Texts:
+        pairs = reading.read_pairs(cfg.data, cfg.weights, base.store)
+        return reading.encode(pairs, base.chat, cfg.lengths, base.store)
 
-def _read(context: RunContext) -> Texts:
-    return reading.encode(read_pairs(context), context.chat, context.cfg.lengths, context.store)
+    texts = _memory.recall(lambda: by_texts, read, _pairs_in)
+    check_positions(base.spec, texts.encoded)
+    source, choice = cfg.auto_layer.settle(cfg.weights, readers, texts.encoded["train"])
+    by_weights: dict[str, object] = {
+        "what": "weights",
+        **identity.inputs,
+        "objective": type(cfg.objective).__name__,
+        "layer": getattr(source, "layer", None),
+    }
 
+    def weigh() -> tuple[Recipe, Examples]:
+        recipe = Recipe(source, readers.make(source), [*cfg.transforms.values()], cfg.align, cfg.data)
+        ids = facts_of_ids(base.chat, cfg.lengths, texts.pairs)
+        store, device = base.store, base.device
+        return recipe, reading.make_examples(recipe, texts.pairs, texts.encoded, ids, store, device, readers.refill)
 
-def _weigh(context: RunContext, texts: Texts) -> tuple[Recipe, Examples]:
-    cfg, store = context.cfg, context.store
-    recipe = Recipe(cfg.weights, make_reader(context, cfg.weights), [*cfg.transforms.values()], cfg.align, cfg.data)
-    ids = facts_of_ids(context.chat, cfg.lengths, texts.pairs)
-    device, refill = device_of(cfg.trainer.accelerator), describe_refill(context)
-    return recipe, reading.make_examples(recipe, texts.pairs, texts.encoded, ids, store, device, refill)
+    recipe, made = _memory.recall(lambda: by_weights, weigh, _examples_in)
+    return Inputs(texts.pairs, made.weighed, made.sets, recipe, texts.overlap, made.measured, choice)
 
 
 def write_training_prompts(inputs: Inputs, folder: Path) -> None:
@@ -118,11 +118,3 @@ def _pairs_in(made: Texts) -> int:
 
 def _examples_in(made: tuple[Recipe, Examples]) -> int:
     return sum(part.read for part in made[1].sets.values())
-
-
-def _of_texts(context: RunContext) -> dict[str, object]:
-    return {"what": "pairs", **{name: context.cfg.values[name] for name in ("data", "model", "lengths")}}
-
-
-def _of_weights(context: RunContext) -> dict[str, object]:
-    return {"what": "weights", **inputs_of(context.cfg), "objective": type(context.cfg.objective).__name__}

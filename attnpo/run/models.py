@@ -16,31 +16,29 @@ import transformers
 from transformers import PreTrainedModel
 
 from attnpo.cli.progress import phase
-from attnpo.cli.terminal import command_text
 from attnpo.data.arrow_rows import ExampleRows, pair_ids_of, sizes_of
 from attnpo.data.collate import TrainingExample
 from attnpo.data.prepare import ExampleSet
 from attnpo.data.prepared import prepare_logps
+from attnpo.data.rules import BatchPlan, LengthRules
 from attnpo.data.scoring import score_examples
 from attnpo.data.weighing import log_store
 from attnpo.models.backbone import frozen, is_materialised
 from attnpo.models.compiled import compile_blocks, require_same_numbers
-from attnpo.models.layouts import LAYOUTS, Layout, padded
+from attnpo.models.layouts import LAYOUTS, Layout
 from attnpo.models.loading import load_model
 from attnpo.models.lora import AdapterOff, add_lora
 from attnpo.models.reward_policy import RewardPolicy
 from attnpo.models.router import require_router, say_unused
 from attnpo.models.scored import ScoredLM
-from attnpo.models.spec import AUTO
+from attnpo.models.spec import AUTO, ModelSpec
 from attnpo.models.trial import VERSION, asks_for_rows, choose, require_trainable
-from attnpo.run.context import RunContext, reference_fingerprint
-from attnpo.run.memory_choice import fit_memory
-from attnpo.run.run_config import RunConfig
+from attnpo.run.base import BaseModel
+from attnpo.run.memory import Footprint, fit_memory
 from attnpo.schema import SIDES, UserError, digest
 from attnpo.system.files import Json, read_record, write_record
-from attnpo.system.machine import device_of
 from attnpo.system.processes import world_size
-from attnpo.system.store import Table
+from attnpo.system.store import Store, Table
 from attnpo.weights.capture import REFERENCE, LogpPair, load_logps, reference_key, store_logps
 
 log = logging.getLogger(__name__)
@@ -56,14 +54,20 @@ COMPILED_CODE = "TORCHINDUCTOR_CACHE_DIR"  # names the folder in which torch kee
 
 @phase("reference pass")
 def fill_reference(
-    context: RunContext, sets: Mapping[str, ExampleSet], model: ScoredLM, shard: tuple[int, int] | None = None
-) -> Table:
-    """Returns the store's table of reference log-probabilities, with what the examples need computed and added.
+    base: BaseModel,
+    table: Table,
+    sets: Mapping[str, ExampleSet],
+    model: ScoredLM,
+    layout: str,
+    refill: str,
+    shard: tuple[int, int] | None = None,
+) -> None:
+    """Computes what the examples lack in a table of reference log-probabilities, and adds it.
 
     ``model`` is the reference (the policy before its first step). ``shard`` (rank, ranks) computes only every ranks-th
-    example; without it a job of several processes is refused, since each would compute everything.
+    example; without it a job of several processes is refused, since each would compute everything: ``refill`` is the
+    command that fills the store.
     """
-    table = reference_table(context)
     places: dict[str, tuple[Sequence[TrainingExample], int, int]] = {}
     for made in sets.values():
         tokens_of = np.sum(sizes_of(made.examples).responses, axis=0).tolist()
@@ -76,50 +80,52 @@ def fill_reference(
     if lacking and shard is None and world_size() > 1:
         raise UserError(
             "reference log-probs are missing in the store and this job has several processes; fill the store first: "
-            + command_text("weigh", *context.cfg.composed.arguments())
+            + refill
         )
-    pad_id = context.chat.rows.pad_id
-    if lacking:
-        model.to(device_of(context.cfg.trainer.accelerator))
-    layout = choose_layout(context, [model]) if lacking else padded
+    if not lacking:
+        return
+    model.to(base.device)
+    taken = choose_layout(base, layout, "cached", [model])
     began = time.perf_counter()
     for start in range(0, len(lacking), PAIRS_PER_SHARD):
         chunk = [examples[place] for examples, place, _ in lacking[start : start + PAIRS_PER_SHARD]]
-        with autocast(context.cfg):
-            store_logps(table, dict(score_examples(model, chunk, pad_id, layout)))
+        with base.autocast():
+            store_logps(table, dict(score_examples(model, chunk, base.chat.rows.pad_id, taken)))
         done = start + len(chunk)
         pace = done / (time.perf_counter() - began)
         log.info("reference log-probs: %d of %d pairs, %.1f pairs/s", done, len(lacking), pace)
-    return table
 
 
-def choose_layout(context: RunContext, models: Sequence[ScoredLM], requests: Collection[str] = ()) -> Layout:
+def choose_layout(
+    base: BaseModel, layout: str, reference: str, models: Sequence[ScoredLM], requests: Collection[str] = ()
+) -> Layout:
     """Takes the layout that the store keeps for this model, device and versions; else tries which one, and keeps it.
 
     Args:
-        context: what is asked for (``layout``), the model and the store.
+        base: the model and the store.
+        layout: what is asked for, such as "auto".
+        reference: the kind of reference.
         models: the policy, and the reference if it is a model.
         requests: as for ``trial.choose``.
 
     Raises:
         UserError: as ``trial.choose``.
     """
-    cfg, device = context.cfg, device_of(context.cfg.trainer.accelerator)
-    if cfg.layout == "padded" or not all(is_materialised(model.model) for model in models):
-        return choose(cfg.layout, models, requests, device)
+    if layout == "padded" or not all(is_materialised(model.model) for model in models):
+        return choose(layout, models, requests, base.device)
     facts = {
-        "layout": cfg.layout,
-        "lora": None if context.model.lora is None else asdict(context.model.lora),
-        "reference": cfg.reference,
+        "layout": layout,
+        "lora": None if base.spec.lora is None else asdict(base.spec.lora),
+        "reference": reference,
         "requests": [name for name in sorted(requests) if asks_for_rows(name)],
-        **_trial_facts(context),
+        **_trial_facts(base),
     }
-    path = _kept(context, LAYOUT_TRIALS, facts)
+    path = _kept(base.store, LAYOUT_TRIALS, facts)
     kept = (read_record(path) or {}).get("taken")
     if kept in LAYOUTS:
         log.info("layout %s: tried before with this model, device and versions, as the store says", kept)
         return LAYOUTS[kept]
-    taken = choose(cfg.layout, models, requests, device)
+    taken = choose(layout, models, requests, base.device)
     _keep(path, facts, taken=_name(taken))
     return taken
 
@@ -128,9 +134,9 @@ def _name(layout: Layout) -> str:
     return next(name for name, other in LAYOUTS.items() if other is layout)
 
 
-def _kept(context: RunContext, folder: str, facts: dict[str, object]) -> Path:
+def _kept(store: Store, folder: str, facts: dict[str, object]) -> Path:
     """Returns the store's file of a trial."""
-    return Path(context.store.root) / folder / f"{digest(facts)[:20]}.json"
+    return Path(store.root) / folder / f"{digest(facts)[:20]}.json"
 
 
 def _keep(path: Path, facts: dict[str, object], **found: Json) -> None:
@@ -138,35 +144,26 @@ def _keep(path: Path, facts: dict[str, object], **found: Json) -> None:
     write_record(path, {"of": facts, **found})
 
 
-def _trial_facts(context: RunContext) -> dict[str, object]:
+def _trial_facts(base: BaseModel) -> dict[str, object]:
     """Returns what identifies a trial of the run's model: weights, formats, device, versions."""
-    device = device_of(context.cfg.trainer.accelerator)
+    device = base.device
     return {
-        "model": reference_fingerprint(context),
+        "model": base.fingerprint(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "trial": VERSION},
     }
 
 
-def _load_trial(context: RunContext) -> Path:
+def _load_trial(base: BaseModel) -> Path:
     """Returns the file that the store has once the run's model was found causal and ran in training mode."""
-    return _kept(context, LOAD_TRIALS, _trial_facts(context))
+    return _kept(base.store, LOAD_TRIALS, _trial_facts(base))
 
 
-def reference_table(context: RunContext) -> Table:
-    """Returns the store's table of this run's reference log-probabilities."""
-    rules = context.cfg.lengths
+def reference_table(base: BaseModel, rules: LengthRules) -> Table:
+    """Returns the store's table of reference log-probabilities under length rules."""
     limits = rules.max_prompt_length, rules.max_length
-    key = reference_key(reference_fingerprint(context), context.chat.fingerprint(), *limits, keep=rules.keep.value)
-    return context.store.table(REFERENCE, key)
-
-
-def autocast(cfg: RunConfig) -> torch.autocast:
-    """Returns the number formats the policy will run in, so that stored and live log-probabilities come
-    the same way.
-    """
-    device = device_of(cfg.trainer.accelerator).type
-    return torch.autocast(device, torch.bfloat16, enabled=cfg.trainer.precision == "bf16-mixed")
+    key = reference_key(base.fingerprint(), base.chat.fingerprint(), *limits, keep=rules.keep.value)
+    return base.store.table(REFERENCE, key)
 
 
 def with_reference(store: Path, table: Table, made: ExampleSet) -> Sequence[TrainingExample]:
@@ -188,46 +185,47 @@ def with_reference(store: Path, table: Table, made: ExampleSet) -> Sequence[Trai
 
 
 @phase("loading the model")
-def load_start(context: RunContext) -> PreTrainedModel:
+def load_start(base: BaseModel) -> PreTrainedModel:
     """Returns the model that training starts from, in eval mode and without adapters."""
-    model = context.model
+    model = base.spec
     return load_model(
         model.path,
         dtype=model.dtype,
         attn_implementation=model.attn_implementation,
         revision=model.revision,
         quantize=model.quantize,
-        device=device_of(context.cfg.trainer.accelerator),
-        tried=read_record(_load_trial(context)) is not None,
+        device=base.device,
+        tried=read_record(_load_trial(base)) is not None,
     )
 
 
-def load_policy(context: RunContext) -> ScoredLM:
+def load_policy(base: BaseModel) -> ScoredLM:
     """Returns the model to train; under ``model.lora`` with fresh adapters, which change no number before the first
     step.
 
     Under ``model.reward`` a reward model on the same base.
     """
-    if context.model.reward:
-        return _load_reward(context)
-    model, trial = load_start(context), _load_trial(context)
+    spec = base.spec
+    if spec.reward:
+        return _load_reward(base)
+    model, trial = load_start(base), _load_trial(base)
     if read_record(trial) is None:
-        require_trainable(model, context.model.path)
-        _keep(trial, _trial_facts(context))
-    if context.model.lora is not None:
-        add_lora(model, context.model.lora)
-    if context.model.router_aux_loss_coef:
+        require_trainable(model, spec.path)
+        _keep(trial, _trial_facts(base))
+    if spec.lora is not None:
+        add_lora(model, spec.lora)
+    if spec.router_aux_loss_coef:
         require_router(model)
     else:
         say_unused(model)
-    policy = ScoredLM(model, chunk=context.model.chunk)
-    if context.model.recomputes:
-        policy.model.activation_checkpointing_enable(every_n_layers=context.model.checkpoint_every)
+    policy = ScoredLM(model, chunk=spec.chunk)
+    if spec.recomputes:
+        policy.model.activation_checkpointing_enable(every_n_layers=spec.checkpoint_every)
     return policy
 
 
-def _load_reward(context: RunContext) -> RewardPolicy:
-    spec = context.model
+def _load_reward(base: BaseModel) -> RewardPolicy:
+    spec = base.spec
     model = load_model(
         spec.path,
         dtype=spec.dtype,
@@ -236,28 +234,27 @@ def _load_reward(context: RunContext) -> RewardPolicy:
         reward=True,
         fresh_head=True,
     )
-    model.config.pad_token_id = context.chat.rows.pad_id  # the library's classes look for a row's end by it
-    model.to(device_of(context.cfg.trainer.accelerator))  # type: ignore[arg-type]
+    model.config.pad_token_id = base.chat.rows.pad_id  # the library's classes look for a row's end by it
+    model.to(base.device)  # type: ignore[arg-type]
     policy = RewardPolicy(model)
     if spec.recomputes:
         policy.model.activation_checkpointing_enable(every_n_layers=spec.checkpoint_every)
     return policy
 
 
-def compile_policy(context: RunContext, policy: ScoredLM, layout: Layout) -> RunContext:
+def compile_policy(base: BaseModel, policy: ScoredLM, layout: Layout, *, required: bool) -> bool:
     """Compiles the blocks of a policy that is to be trained in ``layout``, if ``model.compile`` says so.
 
-    Returns the context; where ``auto`` finds blocks that do not run or give other numbers than plain ones, with memory
-    fitted to plain ones. A trial that came to numbers is kept in the store, and what torch compiles beside it.
+    Returns False where blocks that are not ``required`` (``auto``) do not run or give other numbers than plain ones. A
+    trial that came to numbers is kept in the store, and what torch compiles beside it.
 
     Raises:
         UserError: a backend that was named and does not run, or gives other numbers.
     """
-    device = device_of(context.cfg.trainer.accelerator)
-    backend, _ = context.model.backend(device.type)
+    backend, _ = base.spec.backend(base.device.type)
     if backend is None:
-        return context
-    os.environ.setdefault(COMPILED_CODE, str((Path(context.store.root) / "inductor").absolute()))
+        return True
+    os.environ.setdefault(COMPILED_CODE, str((Path(base.store.root) / "inductor").absolute()))
     log.info(
         "model.compile=%s: compiling takes about a minute where nothing is cached (64 s for 8B on an H100), later some "
         "seconds for a new layout: now a few blocks, unless the store has their comparison with plain ones, then the "
@@ -265,29 +262,28 @@ def compile_policy(context: RunContext, policy: ScoredLM, layout: Layout) -> Run
         *(backend, os.environ[COMPILED_CODE]),
     )
     try:
-        _require_right(context, policy, backend, layout, device)
+        _require_right(base, policy, backend, layout)
     except UserError as error:
-        if context.cfg.model.compile != AUTO:
+        if required:
             raise
         log.warning("model.compile=%s: blocks are not compiled: %s", AUTO, error)
-        return _uncompiled(context, policy)
+        return False
     compile_blocks(policy.model, backend)
-    return context
+    return True
 
 
-def _require_right(context: RunContext, policy: ScoredLM, backend: str, layout: Layout, device: torch.device) -> None:
+def _require_right(base: BaseModel, policy: ScoredLM, backend: str, layout: Layout) -> None:
     """Raises ``UserError`` where compiled blocks do not run, or give other numbers, by the store's word if it has it.
 
     Blocks that do not run are tried again at the next start: a compiler may be there by then.
     """
-    facts = {"backend": backend, "layout": _name(layout), **_trial_facts(context)}
-    path = _kept(context, COMPILE_TRIALS, facts)
+    facts = {"backend": backend, "layout": _name(layout), **_trial_facts(base)}
+    path = _kept(base.store, COMPILE_TRIALS, facts)
     kept = read_record(path)
     against = None if kept is None else kept.get("against")
     if kept is None:
         try:
-            autocast = context.cfg.trainer.precision == "bf16-mixed"
-            require_same_numbers(policy.model, backend, layout, device, autocast=autocast)
+            require_same_numbers(policy.model, backend, layout, base.device, autocast=base.is_mixed)
         except UserError as error:
             if error.__cause__ is not None:
                 raise
@@ -299,27 +295,30 @@ def _require_right(context: RunContext, policy: ScoredLM, backend: str, layout: 
         raise UserError(str(against))
 
 
-def _uncompiled(context: RunContext, policy: ScoredLM) -> RunContext:
-    """Returns the context with memory fitted to plain blocks, and sets ``policy`` as it says."""
-    asked, rules = context.cfg.model, context.cfg.lengths
+def uncompiled(plan: Footprint, spec: ModelSpec, policy: ScoredLM) -> tuple[ModelSpec, BatchPlan]:
+    """Returns model and batch with memory fitted to plain blocks, and sets ``policy`` as they say.
+
+    ``spec``: the model with what ``auto`` became for compiled ones.
+    """
+    asked = plan.model
     plain = replace(
-        context.model,
+        spec,
         compile=None,
         gradient_checkpointing=asked.gradient_checkpointing,
         checkpoint_every=asked.checkpoint_every,
         logps_chunk=asked.logps_chunk,
     )
-    fitted = fit_memory(replace(context, model=plain, batch=context.cfg.batch.decide(rules.max_length)))
-    policy.chunk = fitted.model.chunk
-    if fitted.model.recomputes:
-        policy.model.activation_checkpointing_enable(every_n_layers=fitted.model.checkpoint_every)
-    return fitted
+    spec, batch = fit_memory(replace(plan, model=plain))
+    policy.chunk = spec.chunk
+    if spec.recomputes:
+        policy.model.activation_checkpointing_enable(every_n_layers=spec.checkpoint_every)
+    return spec, batch
 
 
-def load_reference(context: RunContext, policy: ScoredLM) -> ScoredLM:
+def load_reference(base: BaseModel, kind: str, policy: ScoredLM) -> ScoredLM:
     """Returns the reference that is run during training: a frozen copy, or the policy without its adapters."""
-    if context.cfg.reference == "adapter_off":
+    if kind == "adapter_off":
         return AdapterOff(policy)
-    reference = ScoredLM(load_start(context), chunk=context.model.chunk)
+    reference = ScoredLM(load_start(base), chunk=base.spec.chunk)
     frozen(reference)
     return reference

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from attnpo.data.collate import TrainingExample, collate
 from attnpo.data.prepare import EncodedSet, encode_pairs, prepare_examples
+from attnpo.data.prepared import Recipe
+from attnpo.data.weighing import Weighed
 from attnpo.judge.base import LoadedJudge
 from attnpo.models.layouts import padded
 from attnpo.objectives.base import LengthScaled, PreferenceObjective, mean_factors
-from attnpo.run.inputs import Inputs
-from attnpo.run.weighing import make_reader
+from attnpo.run.weighing import Readers
 from attnpo.schema import SIDES, Kind, PairWeights, PreferencePair, RowGroup
-from attnpo.system.machine import device_of
 from attnpo.system.store import Store
 from attnpo.weights.base import WeightSource
 from attnpo.weights.capture import ensure_captured
@@ -31,21 +31,22 @@ class RewardFactors(NamedTuple):
     factors: tuple[Float[Tensor, " m"], Float[Tensor, " k"]]
 
 
-def weigh_others(inputs: Inputs, pairs: Sequence[PreferencePair], ask: bool = False) -> list[TrainingExample]:
-    """Pairs as examples with weights; with weights of 0 where a pair gets none.
+def weigh_others(
+    recipe: Recipe, weighed: Weighed, readers: Readers, pairs: Sequence[PreferencePair], ask: bool = False
+) -> list[TrainingExample]:
+    """Returns pairs as examples with weights; with weights of 0 where a pair gets none.
 
     Without weights where the source asks a generator, which takes long, unless ``ask`` says that it may, and where it
     reads columns that a pair has not (one of sampled answers).
     """
-    context, weighed = inputs.context, inputs.weighed
-    encoded = encode_pairs(pairs, context.chat, context.cfg.lengths, keep_same=True)
+    encoded = encode_pairs(pairs, readers.base.chat, readers.lengths, keep_same=True)
     known: dict[str, TrainingExample] = {}
     silent = "generator" in weighed.source.requires and not ask
     if not silent:
-        align, source = context.cfg.align, weighed.source
-        captured = _captured(inputs, encoded.pairs)
+        source = weighed.source
+        captured = _captured(readers, source, encoded.pairs)
         told = _with_columns(encoded, source)
-        made = prepare_examples(told, source, captured, align, weighed.layers, weighed.transforms)
+        made = prepare_examples(told, source, captured, recipe.align, weighed.layers, weighed.transforms)
         known = {example.pair_id: example for example in made.examples}
     examples = []
     for pair, sides in zip(encoded.pairs, encoded.encoded, strict=True):
@@ -66,15 +67,13 @@ def _with_columns(encoded: EncodedSet, source: WeightSource) -> EncodedSet:
     return replace(encoded, pairs=[pair for pair, _ in kept], encoded=[sides for _, sides in kept])
 
 
-def _captured(inputs: Inputs, pairs: Sequence[PreferencePair]) -> dict[str, PairWeights]:
+def _captured(readers: Readers, source: WeightSource, pairs: Sequence[PreferencePair]) -> dict[str, PairWeights]:
     """Returns what the run's source captures for other pairs, through a store that is thrown away; empty if it asks
     nobody.
     """
-    source = inputs.weighed.source
-    reader = make_reader(inputs.context, source)
+    reader, device = readers.make(source), readers.base.device
     if reader is None:
         return {}
-    device = device_of(inputs.context.cfg.trainer.accelerator)
     with tempfile.TemporaryDirectory() as folder:
         store = Store(Path(folder))
         captured, _ = ensure_captured(
@@ -97,13 +96,19 @@ def token_factors(objective: PreferenceObjective, rows: RowGroup) -> Float[Tenso
     return weights if lengths is None else weights * lengths.unsqueeze(-1)
 
 
-def reward_factors(inputs: Inputs, pairs: Sequence[PreferencePair]) -> Mapping[str, RewardFactors]:
+def reward_factors(
+    objective: PreferenceObjective,
+    recipe: Recipe,
+    weighed: Weighed,
+    readers: Readers,
+    pairs: Sequence[PreferencePair],
+) -> Mapping[str, RewardFactors]:
     """Returns what the run's objective multiplies the log-ratios of other pairs by; pairs without any weight are left
     out.
     """
     found = {}
-    objective, factors = inputs.context.cfg.objective, inputs.weighed.source.kind is Kind.FACTOR
-    for example in weigh_others(inputs, pairs, ask=True):
+    factors = weighed.source.kind is Kind.FACTOR
+    for example in weigh_others(recipe, weighed, readers, pairs, ask=True):
         if not any(bool(row.any()) for row in example.weights):
             continue
         rows = replace(collate([example], padded, 0, 1).main, factors=factors)

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers import Logger
+from transformers import PreTrainedTokenizerBase
 
 from attnpo.cli.progress import phase
-from attnpo.config.compose import Composition, as_yaml
+from attnpo.config.compose import Composition
 from attnpo.config.fields import as_values
 from attnpo.data.weighing import SPLITS
 from attnpo.display.column_notes import column_notes
@@ -35,14 +36,17 @@ from attnpo.display.page import (
 from attnpo.display.tables import Cell
 from attnpo.models.loading import text_config, weights_fingerprint
 from attnpo.models.older_readers import warning_for
+from attnpo.models.spec import ModelSpec
 from attnpo.run.folders import store_root
 from attnpo.run.heat_rows import Logps, heat_rows
 from attnpo.run.input_summary import example_statistics, row_lines
 from attnpo.run.inputs import Inputs
 from attnpo.run.result import RunResult, Scores
+from attnpo.run.run_config import RunConfig
 from attnpo.system.credentials import mask
 from attnpo.system.files import Json, flat, parse_json, write_whole
 from attnpo.system.machine import versions
+from attnpo.text.chat import ChatFormat
 from attnpo.training.export import Exporter
 from attnpo.training.loggers import trackers
 from attnpo.training.metrics_file import METRICS, read_metrics
@@ -57,14 +61,21 @@ CURVES, DRIFT, REPORT = "curves.png", "drift.png", "report.html"
 
 @phase("report and figures")
 def write_run_report(
-    inputs: Inputs, result: RunResult, settings: CallbackSettings, folder: Path, policy: Logps = ()
+    inputs: Inputs,
+    result: RunResult,
+    chat: ChatFormat,
+    settings: CallbackSettings,
+    configuration: str,
+    folder: Path,
+    policy: Logps = (),
 ) -> None:
     """Writes ``curves.png`` and ``report.html`` of one run.
 
-    ``policy``: log-probabilities of the first training pairs' tokens after training, as ``heat_rows`` takes them.
+    ``chat``: of the training; ``configuration``: all settings as YAML. ``policy``: log-probabilities of the first
+    training pairs' tokens after training, as ``heat_rows`` takes them.
     """
     training_curves(read_metrics(folder / METRICS), folder / CURVES, folder.name)
-    found = (*result.warnings, inputs.context.chat.chosen.warning)
+    found = (*result.warnings, chat.chosen.warning)
     warnings: list[Block] = [Paragraph(f"WARNING: {text}", warning=True) for text in found if text]
     blocks: list[Section] = [
         *([Section("Warning", warnings)] if warnings else []),
@@ -77,17 +88,17 @@ def write_run_report(
     if result.drift:
         blocks.append(drift_section(result, folder))
     blocks.append(inputs_section(result))
-    if settings.heat_maps and (shown := heat_rows(inputs, settings.heat_maps, policy)):
+    if settings.heat_maps and (shown := heat_rows(inputs, chat.tokenizer, settings.heat_maps, policy)):
         blocks.append(Section("Token weights of the first pairs", [Paragraph(HOVER), _heat(shown)]))
     example = next(iter(inputs.examples["train"].examples), None)
     if example is not None:
-        blocks.append(Section("Row 0 as it is trained", [Preformatted("\n".join(row_lines(inputs, example)))]))
+        blocks.append(Section("Row 0 as it is trained", [Preformatted("\n".join(row_lines(example, chat.tokenizer)))]))
     blocks.append(
         Section(
             "Versions and configuration",
             [
                 KeyValues(result.versions),
-                Preformatted(as_yaml(inputs.context.cfg.values), "the whole configuration"),
+                Preformatted(configuration, "the whole configuration"),
             ],
         )
     )
@@ -234,7 +245,12 @@ HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 @phase("handing the run to its loggers")
 def publish_run(
-    loggers: Sequence[Logger], inputs: Inputs, result: RunResult, settings: CallbackSettings, folder: Path
+    loggers: Sequence[Logger],
+    inputs: Inputs,
+    result: RunResult,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: CallbackSettings,
+    folder: Path,
 ) -> None:
     """Sends a finished run's result, account, samples, curves and heat maps to its W&B run, if it has one.
 
@@ -249,7 +265,7 @@ def publish_run(
             media["samples"] = _table(samples)
         if settings.report and (folder / CURVES).is_file():
             media["curves"] = wandb.Image(str(folder / CURVES))
-        if settings.heat_maps and (shown := heat_rows(inputs, settings.heat_maps)):
+        if settings.heat_maps and (shown := heat_rows(inputs, tokenizer, settings.heat_maps)):
             page = heatmap_html(shown, title=folder.name)
             media["weights/heat_maps"] = wandb.Html(page, inject=False)
         tracker.log_metrics(media, step=result.steps)
@@ -292,60 +308,64 @@ def _table(table: Table) -> Any:
 # ------------------------------------------------------------------------------------------------ card
 
 
-def make_exporter(inputs: Inputs, *, dtype: str | None = None, card: bool = True) -> Exporter:
+def make_exporter(
+    model: ModelSpec, chat: ChatFormat, dtype: str | None, facts: Mapping[str, object] | None
+) -> Exporter:
     """Returns the exporter of a run: its tokenizer and template, every id that ends a turn, and the facts of its model
     card.
 
-    Logs what users of the folder must know, which the card tells too. ``card`` false spares facts and log, since the
-    digest of a large base's weights takes a while: for runs that keep no checkpoint and for processes that write
-    nothing.
+    Logs what users of the folder must know, which the card tells too. Without ``facts`` there is no card and no log:
+    for runs that keep no checkpoint and for processes that write nothing.
     """
-    context = inputs.context
-    ends, template = tuple(sorted(context.chat.end_ids)), context.chat.inference_template()
-    if not card:
-        return Exporter(context.tokenizer, ends, dtype, chat_template=template)
-    chosen = context.chat.chosen
+    ends, template = tuple(sorted(chat.end_ids)), chat.inference_template()
+    if facts is None:
+        return Exporter(chat.tokenizer, ends, dtype, chat_template=template)
+    chosen = chat.chosen
     log.info("checkpoints: the exported chat template is that of training, %s", chosen.origin)
     notes = [] if chosen.warning is None else [chosen.warning]
-    if template != context.chat.chat_template:
+    if template != chat.chat_template:
         notes.append(BOS_WRITTEN)
         log.info("checkpoints: %s", BOS_WRITTEN)
-    options = {
-        "chat_template_kwargs": dict(context.model.chat_template_kwargs or {}),
-        "fold_system": context.model.fold_system,
-    }
+    options = {"chat_template_kwargs": dict(model.chat_template_kwargs or {}), "fold_system": model.fold_system}
     if any(options.values()):
         told = ", ".join(f"model.{key}={json.dumps(value)}" for key, value in options.items() if value)
         notes.append(f"the exported chat template sets what training had: {told}")
         log.info("checkpoints: %s", notes[-1])
-    older = warning_for(text_config(context.model.path, context.model.revision))
+    older = warning_for(text_config(model.path, model.revision))
     if older is not None:
         notes.append(older)
         log.warning("checkpoints: %s", older)
-    return Exporter(context.tokenizer, ends, dtype, card_facts(inputs), chat_template=template, notes=tuple(notes))
+    return Exporter(chat.tokenizer, ends, dtype, facts, chat_template=template, notes=tuple(notes))
 
 
-def card_facts(inputs: Inputs) -> dict[str, Any]:
+def card_facts(cfg: RunConfig, model: ModelSpec, inputs: Inputs) -> dict[str, Any]:
     """Returns what a run's model card tells apart from its metrics, as plain data (keys:
     ``attnpo/training/model_card.py``).
+
+    The digest of a large base's weights takes a while.
     """
-    cfg, model = inputs.context.cfg, inputs.context.model
-    statistics = example_statistics(inputs)
+    statistics, prepared = example_statistics(inputs), store_root(cfg.store) / "prepared"
+    data, mix, judge = cfg.below("data"), getattr(cfg.data, "mix", None), cfg.below("judge")
     return {
         "reward": model.reward,
         "base": {
-            **_place(inputs, model.path),
+            **_place(model.path, prepared),
             "revision": model.revision,
             "fingerprint": weights_fingerprint(model.path, model.revision),
         },
-        "data": _data_facts(inputs, statistics),
+        "data": {
+            **_place("mixture of " + ", ".join(mix) if mix else str(data["path"]), prepared),
+            "revision": data["revision"],
+            "subset": data["subset"],
+            "splits": {split: _split_facts(inputs, split, statistics[split]) for split in SPLITS},
+        },
         "method": {
             "objective": {"name": type(cfg.objective).__name__, "settings": settings_of(cfg.below("objective"))},
             "weights": {
                 "name": type(inputs.weighed.source).__name__,
                 "settings": settings_of(as_values(inputs.weighed.source)),
             },
-            "judge": _judge_facts(inputs, cfg.below("judge")),
+            "judge": _judge_facts(judge, prepared) if "judge" in inputs.weighed.source.requires else None,
             "verdicts": statistics.get("judge"),
         },
         "statistics": {split: {name: statistics[split].get(name) for name in WEIGHT_NUMBERS} for split in SPLITS},
@@ -385,38 +405,28 @@ def settings_of(node: Mapping[str, object]) -> dict[str, object]:
     return {key: value for key, value in flat(node) if value != {} and key.rpartition(".")[2] != "_target_"}
 
 
-def _data_facts(inputs: Inputs, statistics: Mapping[str, Any]) -> dict[str, Any]:
-    data, mix = inputs.context.cfg.below("data"), getattr(inputs.context.cfg.data, "mix", None)
-    place = "mixture of " + ", ".join(mix) if mix else str(data["path"])
-    splits = {}
-    for split in SPLITS:
-        pairs, events = inputs.pairs[split], inputs.examples[split].tally.counts
-        lost = {name.removeprefix(DROPPED): count for name, count in events.items() if name.startswith(DROPPED)}
-        splits[split] = {
-            "read": statistics[split]["read"],
-            "kept": statistics[split]["pairs"],
-            "dropped": {**pairs.counts, **lost},
-            "noted": {**pairs.notes, **{name: n for name, n in events.items() if not name.startswith(DROPPED)}},
-        }
+def _split_facts(inputs: Inputs, split: str, statistics: Mapping[str, object]) -> dict[str, object]:
+    pairs, events = inputs.pairs[split], inputs.examples[split].tally.counts
+    lost = {name.removeprefix(DROPPED): count for name, count in events.items() if name.startswith(DROPPED)}
     return {
-        **_place(inputs, place),
-        "revision": data["revision"],
-        "subset": data["subset"],
-        "splits": splits,
+        "read": statistics["read"],
+        "kept": statistics["pairs"],
+        "dropped": {**pairs.counts, **lost},
+        "noted": {**pairs.notes, **{name: n for name, n in events.items() if not name.startswith(DROPPED)}},
     }
 
 
-def _judge_facts(inputs: Inputs, node: Mapping[str, Any]) -> dict[str, Any] | None:
-    if "judge" not in inputs.weighed.source.requires:
-        return None
+def _judge_facts(node: Mapping[str, Any], prepared: Path) -> dict[str, Any]:
     path = node["path"]
-    name = "the base model itself" if path is None else _place(inputs, str(path))["name"]
+    name = "the base model itself" if path is None else _place(str(path), prepared)["name"]
     return {"name": name, "settings": {key: value for key, value in settings_of(node).items() if key != "path"}}
 
 
-def _place(inputs: Inputs, path: str) -> dict[str, Any]:
-    """Returns what a card says of a model's or data set's path: as the user gave it, never where the store lies."""
-    prepared = store_root(inputs.context.cfg) / "prepared"
+def _place(path: str, prepared: Path) -> dict[str, Any]:
+    """Returns what a card says of a model's or data set's path: as the user gave it, never where the store lies.
+
+    ``prepared``: the store's folder of what was built.
+    """
     if Path(path).is_relative_to(prepared):
         return {"name": "a testbed base", "path": "built from nothing by `prepare`", "hub": None}
     local = Path(path).expanduser().exists()

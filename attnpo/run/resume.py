@@ -2,22 +2,21 @@
 
 import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from omegaconf import OmegaConf
 
-from attnpo.config.compose import as_yaml, readable
-from attnpo.config.named_files import code_of
+from attnpo.config.compose import readable
 from attnpo.data.overlap import FILE as PROMPTS
 from attnpo.models.loading import weights_fingerprint
+from attnpo.run.base import BaseModel
 from attnpo.run.combinations import CHOICE, LAYER, is_auto
 from attnpo.run.folders import CONFIG, POLICIES
-from attnpo.run.identity import DECAY_ALL, FALLBACK, LATER, RECOMPUTED, component, may_lack, numbers_of, saved_numbers
+from attnpo.run.identity import DECAY_ALL, FALLBACK, LATER, RECOMPUTED, Identity, component, may_lack, saved_numbers
 from attnpo.run.inputs import Inputs
 from attnpo.run.result import RunResult
-from attnpo.run.run_config import RunConfig
 from attnpo.schema import UserError, digest
 from attnpo.system.credentials import is_same_identity, redact
 from attnpo.system.files import (
@@ -34,7 +33,7 @@ from attnpo.system.files import (
 from attnpo.system.machine import version_line
 from attnpo.training.checkpoint_folders import ACCOUNT, STATE, read_account, remove, replaced, tidy, whole
 from attnpo.training.metrics_file import LOGS, METRICS, RUN_ID, cut_metrics, take_metrics
-from attnpo.training.processes import machine_line
+from attnpo.training.optimizer import Optimizer
 
 log = logging.getLogger(__name__)
 
@@ -47,16 +46,18 @@ PAGES = ("generations.jsonl", "curves.png", "drift.png", "report.html", PROMPTS,
 UNNAMED = ("log.txt", "error.txt", f"{CONFIG}.part")
 
 
-def contents_of(inputs: Inputs) -> dict[str, str]:
-    """Digests of what the paths of a config hold: policy weights, tokenizer, chat template, pairs, captured weights."""
-    context = inputs.context
+def contents_of(inputs: Inputs, base: BaseModel, modules: Mapping[str, str]) -> dict[str, str]:
+    """Digests of what the paths of a config hold: policy weights, tokenizer, chat template, pairs, captured weights.
+
+    ``modules``: code of components of one's own, by key (``named_files.code_of``).
+    """
     found = {
-        "tokenizer and chat template": context.chat.fingerprint(),
-        "model.path": weights_fingerprint(context.model.path, context.model.revision),
+        "tokenizer and chat template": base.chat.fingerprint(),
+        "model.path": weights_fingerprint(base.spec.path, base.spec.revision),
         "judge and weights": inputs.weighed.key,
         **{f"data.path ({split})": pairs.fingerprint for split, pairs in inputs.pairs.items()},
     }
-    found |= {f"{key} (its module)": text for key, text in code_of(context.cfg.values).items()}
+    found |= {f"{key} (its module)": text for key, text in modules.items()}
     return {name: digest(value)[:16] for name, value in found.items()}
 
 
@@ -78,86 +79,83 @@ def check_same(stored: Mapping[str, object], asked: Mapping[str, object], place:
             )
 
 
-def with_saved_reference(cfg: RunConfig, folder: Path) -> RunConfig:
-    """Gives a run that is resumed the reference it was begun with, where the command names none.
+def is_begun_live(resume: str | None, folder: Path, moveless: Sequence[str]) -> bool:
+    """Returns whether the run that is resumed was begun with ``reference=live``, and says so.
 
-    Runs with adapters were begun with a live one by default before reference=adapter_off was the default.
+    Runs with adapters were begun so by default before reference=adapter_off was the default. ``moveless``: as in
+    ``Identity``.
     """
-    named = any(override.lstrip("+").startswith("reference=") for override in cfg.composed.overrides)
-    if cfg.resume is None or cfg.model.lora is None or cfg.reference != "adapter_off" or named:
-        return cfg
-    place = folder / "last" if cfg.resume == "auto" else Path(cfg.resume)
+    if resume is None:
+        return False
+    place = folder / "last" if resume == "auto" else Path(resume)
     saved: Mapping[str, object] = read_account(place.parent if place.name == STATE else place).get("config", {})
-    if not saved and cfg.resume == "auto" and read_result(folder)[0] is not None:
-        saved = saved_numbers(folder / CONFIG, cfg)
+    if not saved and resume == "auto" and read_result(folder)[0] is not None:
+        saved = saved_numbers(folder / CONFIG, moveless)
     if saved.get("reference") != "live":
-        return cfg
+        return False
     log.info("resume: going on with reference=live, as the run was begun; the command names no reference")
-    return cfg.with_value("reference", "live")
+    return True
 
 
-def find_resume(cfg: RunConfig, folder: Path, point: bool = False) -> Path | None:
+def find_resume(resume: str | None, folder: Path, numbers: Mapping[str, object], point: bool = False) -> Path | None:
     """Returns the checkpoint to continue from: ``resume`` auto (``last/`` if there), a path, or None.
 
-    What is read of it is compared with the digests taken when it was written. ``point``: the run is one of a study's,
-    whose folder is named by all that moves a number; what is damaged there is said and made anew.
+    What is read of it is compared with the digests taken when it was written, and its settings with ``numbers`` (those
+    of ``Identity``). ``point``: the run is one of a study's, whose folder is named by all that moves a number; what is
+    damaged there is said and made anew.
 
     Raises:
         UserError: a path without a checkpoint, one of a run with other settings, or one that is damaged.
     """
-    if cfg.resume is None:
+    if resume is None:
         return None
-    if cfg.resume == "auto":
-        return _newest_sound(cfg, folder, point)
-    path = Path(cfg.resume)
+    if resume == "auto":
+        return _newest_sound(folder, numbers, point)
+    path = Path(resume)
     if path.name != STATE:
         path = whole(path) / STATE
     if not path.is_file():
-        raise UserError(f"resume={cfg.resume}: no checkpoint at {path}")
+        raise UserError(f"resume={resume}: no checkpoint at {path}")
     if not is_sealed(path.parent):
         log.warning(
             "resume: %s has no %s (it is of an earlier version, or on its own) and is taken unchecked",
             path.parent,
             SEAL,
         )
-    problem = _problem(cfg, path.parent) or _problem_of_best(folder, path)
+    problem = _problem(numbers, path.parent) or _problem_of_best(folder, path)
     if problem is not None:
-        raise _damaged(cfg, path, problem)
+        raise _damaged(resume, path, problem)
     return _chosen(path)
 
 
-def go_on(cfg: RunConfig, resume: Path | None) -> RunConfig:
-    """Returns the config to continue with: it decays all weights where the run saved in ``resume`` did.
+def decays_all(resume: Path | None, optimizer: Optimizer) -> bool:
+    """Returns whether the run saved in ``resume`` decays all weights where ``optimizer`` does not, and says so.
 
-    That is a state of a config without ``optimizer.decay_all``, whose optimiser has all weights in one group. The key
-    stays out of what the run saves, so that the same command goes on from there again.
+    That is a state of a config without ``optimizer.decay_all``, whose optimiser has all weights in one group.
     """
-    settings = cfg.optimizer
-    if resume is None or settings.decay_all or not settings.weight_decay or cfg.model.lora is not None:
-        return cfg
+    if resume is None or optimizer.decay_all or not optimizer.weight_decay:
+        return False
     if DECAY_ALL in read_account(resume.parent).get("config", {}):
-        return cfg
+        return False
     state = torch.load(resume, map_location="cpu", weights_only=True, mmap=True)
     saved = state.get("optimizer_states") or [{}]
     if len(saved[0].get("param_groups", ())) > 1:
-        return cfg
+        return False
     log.warning(
         "resume: %s was saved before optimizer.decay_all was a key: weight decay still applies to all weights, "
         "norms and biases included, as with optimizer.decay_all=true",
         resume,
     )
-    begun = cfg.with_value(DECAY_ALL, True)
-    begun.values["optimizer"] = {key: value for key, value in begun.below("optimizer").items() if key != "decay_all"}
-    return begun
+    return True
 
 
-def _newest_sound(cfg: RunConfig, folder: Path, point: bool) -> Path | None:
+def _newest_sound(folder: Path, numbers: Mapping[str, object], point: bool) -> Path | None:
     last, best = (whole(folder / name) for name in ("last", "best"))
     if not last.is_dir() and not best.is_dir():
         log.info("resume=auto: no checkpoint at %s, starting from the beginning", last / STATE)
         return None
-    problem = _unchecked(last) or _problem(cfg, last)
-    other = problem is not None and not (_unchecked(best) or _problem(cfg, best))
+    problem = _unchecked(last) or _problem(numbers, last)
+    other = problem is not None and not (_unchecked(best) or _problem(numbers, best))
     problem = problem or _problem_of_best(folder, last / STATE)
     if problem is None:
         return _chosen(last / STATE)
@@ -168,7 +166,7 @@ def _newest_sound(cfg: RunConfig, folder: Path, point: bool) -> Path | None:
     if point:
         log.warning("resume=auto: %s: %s; the point is run anew", last, problem)
         return None
-    raise _damaged(cfg, last / STATE, problem)
+    raise _damaged("auto", last / STATE, problem)
 
 
 def _chosen(path: Path) -> Path:
@@ -185,7 +183,7 @@ def _unchecked(place: Path) -> str | None:
     return f"it has no {SEAL} (an earlier version wrote none); resume={place} takes it unchecked"
 
 
-def _problem(cfg: RunConfig, place: Path) -> str | None:
+def _problem(numbers: Mapping[str, object], place: Path) -> str | None:
     """Returns what is damaged in a checkpoint folder of what a run goes on with, or None; UserError when it is another
     run's.
 
@@ -195,7 +193,7 @@ def _problem(cfg: RunConfig, place: Path) -> str | None:
         return found
     account = read_account(place)
     if "config" in account:
-        check_same(account["config"], numbers_of(cfg), place)
+        check_same(account["config"], numbers, place)
     return changed(place, only=(STATE,)) if is_sealed(place) else damage(place / STATE)
 
 
@@ -210,12 +208,12 @@ def _problem_of_best(folder: Path, resume: Path) -> str | None:
     return None if found is None else f"beside it {best}: {found}; move that folder away to go on without it"
 
 
-def _damaged(cfg: RunConfig, path: Path, problem: str) -> UserError:
+def _damaged(resume: str, path: Path, problem: str) -> UserError:
     best = whole(path.parent.parent / "best")
     other = best != path.parent and is_sealed(best) and changed(best, only=(ACCOUNT, "*.csv", STATE)) is None
     advice = f"go on from resume={best}" if other else "give resume= another checkpoint"
     return UserError(
-        f"resume={cfg.resume}: {path} must hold the whole state of a training, as it was written, but {problem}; "
+        f"resume={resume}: {path} must hold the whole state of a training, as it was written, but {problem}; "
         f"{advice}, or start a new run under another name"
     )
 
@@ -234,16 +232,17 @@ def damage(path: Path) -> str | None:
     return f"it has no {lacking[0]}" if lacking else None
 
 
-def check_contents(inputs: Inputs, resume: Path) -> None:
+def check_contents(numbers: Mapping[str, object], contents: Mapping[str, str], resume: Path) -> None:
     """Raises UserError when model, tokenizer, pairs or captured weights are not those of the run to be resumed.
 
-    What an earlier version did not keep a digest of is not compared.
+    ``numbers``: as in ``Identity``; ``contents``: of ``contents_of``. What an earlier version did not keep a digest of
+    is not compared.
     """
     stored = read_account(resume.parent)
     if "config" in stored:
-        check_same(stored["config"], numbers_of(inputs.context.cfg), resume.parent)
+        check_same(stored["config"], numbers, resume.parent)
     if "contents" in stored:
-        asked = {name: value for name, value in contents_of(inputs).items() if name in stored["contents"]}
+        asked = {name: value for name, value in contents.items() if name in stored["contents"]}
         check_same(stored["contents"], asked, resume.parent)
 
 
@@ -263,7 +262,7 @@ def read_result(folder: Path) -> tuple[RunResult | None, str | None]:
         return None, f"{RESULT} cannot be read ({error})"
 
 
-def finished(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | None:
+def finished(folder: Path, identity: Identity, point: bool = False) -> RunResult | None:
     """Returns the result of a run that ``resume=auto`` asks to go on with and that is over already, or None.
 
     One that is damaged, or whose config is, does not count, which is said (for a study's ``point`` the study has).
@@ -271,8 +270,6 @@ def finished(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | N
     Raises:
         UserError: that run had other settings; or it is damaged, and no checkpoint is there to make it again from.
     """
-    if cfg.resume != "auto":
-        return None
     result, problem = read_result(folder)
     if problem is not None and not point:
         if not whole(folder / "last").is_dir():
@@ -283,8 +280,8 @@ def finished(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | N
         log.warning("resume=auto: the run in %s counts as not finished: %s", folder, problem)
     if result is None:
         return None
-    check_same(saved_numbers(folder / CONFIG, cfg), numbers_of(cfg), folder / CONFIG)
-    if is_auto(getattr(cfg.weights, "layer", None)) and CHOICE not in result.inputs:
+    check_same(saved_numbers(folder / CONFIG, identity.moveless), identity.numbers, folder / CONFIG)
+    if is_auto(identity.numbers.get(LAYER)) and CHOICE not in result.inputs:
         raise UserError(
             f"resume: the run in {folder} was given its {LAYER} by hand, and is asked for with {LAYER}=auto now: give "
             "the layer again, or another name"
@@ -293,9 +290,9 @@ def finished(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | N
     return result
 
 
-def refuse_taken(cfg: RunConfig, folder: Path) -> None:
+def refuse_taken(folder: Path) -> None:
     """Raises UserError when a run that starts anew would overwrite checkpoints or result of another."""
-    if cfg.resume is None and (taken := _held(folder)) is not None:
+    if (taken := _held(folder)) is not None:
         raise UserError(f"{folder} holds {taken}: go on with it (resume=auto), or give another name")
 
 
@@ -346,20 +343,18 @@ def _is_config(path: Path) -> bool:
         return False
 
 
-def write_config(cfg: RunConfig, folder: Path) -> None:
-    """Writes ``config.yaml``, which makes ``folder`` that of a run, as a whole or not at all, and its digest."""
-    made_by = f"# {version_line()}\n# {machine_line(cfg.trainer, cfg.seed)}\n"
-    write_whole(folder / CONFIG, made_by + as_yaml(cfg.values))
+def write_config(folder: Path, text: str, machine: str) -> None:
+    """Writes ``config.yaml``, which makes ``folder`` that of a run, as a whole or not at all, and its digest.
+
+    ``text``: the configuration as YAML; ``machine``: what it is run on, in a line.
+    """
+    write_whole(folder / CONFIG, f"# {version_line()}\n# {machine}\n{text}")
     seal(folder, only=(CONFIG,))
 
 
-def write_result(cfg: RunConfig, part: Path) -> None:
-    """Puts the file ``part`` in its folder as the run's result, the last of all: a run that has it is finished.
-
-    The config is written once more, so that what is sealed is what ran.
-    """
+def write_result(part: Path) -> None:
+    """Puts the file ``part`` in its folder as the run's result, the last of all: a run that has it is finished."""
     folder = part.parent
-    write_config(cfg, folder)
     seal(folder, {RESULT: file_digest(part)}, only=MADE)
     to_disk(part)
     part.replace(folder / RESULT)

@@ -4,7 +4,7 @@ import json
 import logging
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedModel
 
 from attnpo.cli.progress import importing, phase
+from attnpo.config.compose import as_yaml
+from attnpo.config.named_files import code_of
 from attnpo.data.arrow_rows import pair_ids_of
 from attnpo.data.prompts import Prompt, encode_prompts
 from attnpo.models.backbone import frozen
@@ -20,42 +22,46 @@ from attnpo.models.generate import chat_generator, context_length
 from attnpo.models.packed_attention import attend_as_before
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import ModelSpec
-from attnpo.run.context import make_context
+from attnpo.run.base import BaseModel
+from attnpo.run.components import Truth
 from attnpo.run.folders import POLICIES, make_folder
 from attnpo.run.for_page import PAIRS, keep_for_page
 from attnpo.run.heat_rows import heat_rows
-from attnpo.run.input_summary import example_statistics, log_inputs
-from attnpo.run.inputs import Inputs, inputs_on, write_training_prompts
-from attnpo.run.memory_check import log_memory
-from attnpo.run.memory_choice import fit_memory
+from attnpo.run.identity import DECAY_ALL, identity_of
+from attnpo.run.input_summary import example_statistics, log_inputs, log_plan, require_budgets, require_examples
+from attnpo.run.inputs import Inputs, read_inputs, write_training_prompts
+from attnpo.run.memory import fit_memory, footprint, log_judge, log_training, require_device
 from attnpo.run.models import load_start
+from attnpo.run.resolve import resolve
 from attnpo.run.result import RunResult, Scores
 from attnpo.run.resume import (
     FAILURES,
     RESULT,
     check_contents,
     check_folder,
+    contents_of,
+    decays_all,
     find_resume,
     finished,
-    go_on,
+    is_begun_live,
     keep_last,
     prepare_folder,
     tidy_checkpoints,
-    with_saved_reference,
     write_config,
     write_result,
 )
 from attnpo.run.run_config import RunConfig
 from attnpo.run.startup import warn_low_rate
 from attnpo.run.token_logps import first_logps
+from attnpo.run.weighing import Readers
 from attnpo.schema import Json, Message, PreferencePair, Sampling, UserError
-from attnpo.system.credentials import mask
+from attnpo.system.credentials import identify, mask
 from attnpo.system.files import naming
-from attnpo.system.machine import device_of, versions
+from attnpo.system.machine import versions
 from attnpo.system.processes import leads
 from attnpo.training.checkpoint_folders import read_account
 from attnpo.training.metrics_file import merge_metrics
-from attnpo.training.processes import as_launched
+from attnpo.training.processes import as_launched, machine_line, planned_processes
 from attnpo.training.settings import CallbackSettings, check_tracker
 
 if TYPE_CHECKING:
@@ -81,8 +87,13 @@ def run(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | None:
     began = time.perf_counter()
     as_launched(cfg.trainer)  # refuses before anything is loaded
     leading = leads()  # before training: Lightning takes its variables back afterwards
-    cfg = with_saved_reference(cfg, folder)
-    before = finished(cfg, folder, point)
+    named = any(override.lstrip("+").startswith("reference=") for override in cfg.composed.overrides)
+    identity = identity_of(cfg)
+    by_default = cfg.model.lora is not None and cfg.reference == "adapter_off" and not named
+    if by_default and is_begun_live(cfg.resume, folder, identity.moveless):
+        cfg = cfg.with_value("reference", "live")
+        identity = identity_of(cfg)
+    before = finished(folder, identity, point) if cfg.resume == "auto" else None
     if before is not None:
         return before if leading else None
     check_tracker(cfg.logger)
@@ -90,39 +101,61 @@ def run(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | None:
         from attnpo.training.trainer import make_extra
 
         make_extra(cfg.callbacks.extra)
-    warn_low_rate(cfg)
-    resume = find_resume(cfg, folder, point)
-    cfg = go_on(cfg, resume)
+    if cfg.model.lora is not None:
+        warn_low_rate(cfg.optimizer.lr)
+    resume = find_resume(cfg.resume, folder, identity.numbers, point)
+    if cfg.model.lora is None and decays_all(resume, cfg.optimizer):
+        cfg = cfg.with_value(DECAY_ALL, True)
+        # The key stays out of what the run saves, so that the same command goes on from there again.
+        cfg.values["optimizer"] = {key: value for key, value in cfg.below("optimizer").items() if key != "decay_all"}
     check_folder(folder, resume)
     if leading:
         make_folder(folder)
-    context = fit_memory(make_context(cfg))
-    log_memory(context)
-    inputs = inputs_on(context)
-    cfg = inputs.context.cfg
+    cfg, base, readers, _ = resolve(cfg)
+    spec, batch = fit_memory(replace(footprint(cfg), model=base.spec))
+    base = replace(base, spec=spec)
+    readers = replace(readers, base=base)
+    require_device(cfg.trainer.accelerator)
+    log_training(footprint(cfg), spec, batch, cfg.composed.overrides, cfg.composed.config_dir)
+    if "judge" in cfg.weights.requires:
+        log_judge(readers.make_judge(), base.device)
+    inputs = read_inputs(cfg, base, readers)
+    if inputs.layer_choice is not None:
+        cfg = cfg.with_value("weights.layer", getattr(inputs.recipe.source, "layer", None))
+    numbers, contents = identity_of(cfg).numbers, contents_of(inputs, base, code_of(cfg.values))
     if resume is not None:
-        check_contents(inputs, resume)
+        check_contents(numbers, contents, resume)
+    configuration, machine = as_yaml(cfg.values), machine_line(cfg.trainer, cfg.seed)
     if leading:
         prepare_folder(folder, resume)
-        write_config(cfg, folder)
+        write_config(folder, configuration, machine)
         if cfg.callbacks.checkpoints:
             write_training_prompts(inputs, folder)
     log_inputs(inputs)
+    for split, made in inputs.examples.items():
+        require_examples(split, made, planned_processes(cfg.trainer))
+    require_budgets(inputs.examples, cfg.layout, batch)
+    log_plan(inputs.examples["train"], batch, cfg.trainer, cfg.callbacks, base.tokenizer)
     # Lightning takes seconds: what inputs can be refused for is said before, and a finished run does without.
     with importing("loading Lightning"):
         from attnpo.run.training import train
         from attnpo.training.loggers import open_loggers
 
+    account = {"config": identify(numbers), "contents": contents}
     with open_loggers(cfg.logger, folder, cfg.values) as loggers:
-        trained = train(inputs, folder, loggers, resume)
+        trained = train(cfg, base, batch, inputs, account, folder, loggers, resume)
         if not leading:
             return None
-        result = _finish(inputs, trained, folder, loggers, began, resume, point)
-    write_result(cfg, folder / f"{RESULT}.part")
+        result = _finish(cfg, base, readers, inputs, trained, folder, loggers, began, resume, point)
+    write_config(folder, configuration, machine)  # once more, so that what is sealed is what ran
+    write_result(folder / f"{RESULT}.part")
     return result
 
 
 def _finish(
+    cfg: RunConfig,
+    base: BaseModel,
+    readers: Readers,
     inputs: Inputs,
     trained: "Trained",
     folder: Path,
@@ -137,23 +170,32 @@ def _finish(
     """
     from attnpo.run.report import publish_run, write_run_report
 
-    cfg, callbacks, policy = inputs.context.cfg, inputs.context.cfg.callbacks, trained.policy
+    callbacks, policy, chat = cfg.callbacks, trained.policy, base.chat
     with spare(folder, "tidying the run's folder"):
         merge_metrics(folder)
         tidy_checkpoints(folder)
         if callbacks.checkpoints:
             keep_last(folder, resume)
     with spare(folder, "moving the policy back to its device"):
-        policy.to(device_of(cfg.trainer.accelerator))  # one that was sharded was put together on the CPU
+        policy.to(base.device)  # one that was sharded was put together on the CPU
         attend_as_before(policy.model)  # what is scored and sampled runs as any other model
     truth, sampled, drift = None, list[PreferencePair](), dict[str, Json]()
     with nullcontext() if point else spare(folder, "scoring by the truth"):
-        truth, sampled = score_truth(inputs, policy)
+        truth, sampled = score_truth(cfg.truth, base, policy)
     with spare(folder, "measuring where the policy moved", UserError if point else Exception):
-        drift = {} if cfg.drift is None else cfg.drift.measure(inputs, policy, sampled)
+        if cfg.drift is not None:
+            drift = cfg.drift.measure(policy, inputs, readers, cfg.objective, cfg.reference, cfg.truth, sampled)
     if callbacks.samples:
         with spare(folder, "sampling answers"):
-            write_samples(inputs, policy.model, callbacks, folder / "generations.jsonl")
+            write_samples(
+                base,
+                policy.model,
+                validation_pairs(inputs),
+                callbacks,
+                folder / "generations.jsonl",
+                max_length=cfg.lengths.max_length,
+                seed=cfg.seed,
+            )
     seconds = {"train": round(trained.seconds, 2), "all": round(time.perf_counter() - began, 2)}
     statistics = example_statistics(inputs)
     result = RunResult(
@@ -164,12 +206,13 @@ def _finish(
     (folder / f"{RESULT}.part").write_text(json.dumps(result.to_json(), indent=1) + "\n", encoding="utf-8")
     if point:
         with spare(folder, "keeping examples for the study's page"):
-            keep_for_page(folder, heat_rows(inputs, PAIRS), sampled)
+            keep_for_page(folder, heat_rows(inputs, chat.tokenizer, PAIRS), sampled)
     if callbacks.report:
         with spare(folder, "the report"):
-            write_run_report(inputs, result, callbacks, folder, first_logps(inputs, policy, callbacks.heat_maps))
+            first = first_logps(base, policy, inputs.examples["train"].examples[: callbacks.heat_maps])
+            write_run_report(inputs, result, chat, callbacks, as_yaml(cfg.values), folder, first)
     with spare(folder, "handing the run to its loggers"):
-        publish_run(loggers, inputs, result, callbacks, folder)
+        publish_run(loggers, inputs, result, chat.tokenizer, callbacks, folder)
     return result
 
 
@@ -198,20 +241,22 @@ def spare(folder: Path, what: str, kind: type[Exception] = Exception) -> Iterato
 
 
 @phase("answers to held-out prompts, scored by the truth")
-def score_truth(inputs: Inputs, policy: ScoredLM) -> tuple[dict[str, Scores] | None, list[PreferencePair]]:
-    """Scores against a known truth on validation and test prompts, and the answers to the test prompts.
+def score_truth(
+    scorer: Truth | None, start: BaseModel, policy: ScoredLM
+) -> tuple[dict[str, Scores] | None, list[PreferencePair]]:
+    """Returns scores against a known truth on validation and test prompts, and the answers to the test prompts.
 
-    Of each prompt the policy's answer, as if chosen, and the base's. None and no answers in settings without a truth.
+    Of each prompt the policy's answer, as if chosen, and that of the model that training started from. None and no
+    answers in settings without a truth.
     """
-    scorer = inputs.context.cfg.truth
     if scorer is None:
         return None, []
     model = frozen(policy.model)
-    base, tokenizer = frozen(load_start(inputs.context)), inputs.context.tokenizer
+    base, tokenizer = frozen(load_start(start)), start.tokenizer
     scores: dict[str, Scores] = {}
     sampled: list[PreferencePair] = []
     for split in ("validation", "test"):
-        key = (replace(inputs.context.model, lora=None, compile=None), scorer, split)
+        key = (replace(start.spec, lora=None, compile=None), scorer, split)
         if key not in _base_answers:
             _base_answers[key] = scorer.base_answers(base, tokenizer, split=split)
         rivals = _base_answers[key]
@@ -233,29 +278,40 @@ def score_truth(inputs: Inputs, policy: ScoredLM) -> tuple[dict[str, Scores] | N
 _base_answers: dict[tuple[ModelSpec, Any, str], Any] = {}
 
 
-@phase("sample answers")
-def write_samples(inputs: Inputs, policy: PreTrainedModel, settings: CallbackSettings, path: Path) -> None:
-    """Answers the first ``settings.samples`` validation prompts with both models, a JSON line per prompt.
+def validation_pairs(inputs: Inputs) -> list[PreferencePair]:
+    """Returns the validation pairs that the policy is measured on."""
+    kept = set(pair_ids_of(inputs.examples["val"].examples))
+    return [pair for pair in inputs.pairs["val"].pairs if pair.pair_id in kept]
 
-    Only pairs that are trained on, and prompts that leave room for ``settings.sample_tokens`` within lengths.max_length
-    and the model's positions.
+
+@phase("sample answers")
+def write_samples(
+    base: BaseModel,
+    policy: PreTrainedModel,
+    pairs: Sequence[PreferencePair],
+    settings: CallbackSettings,
+    path: Path,
+    *,
+    max_length: int,
+    seed: int,
+) -> None:
+    """Answers the prompts of the first ``settings.samples`` pairs with both models, a JSON line per prompt.
+
+    Only prompts that leave room for ``settings.sample_tokens`` within ``max_length`` tokens and the model's positions.
     """
-    context = inputs.context
-    trained = set(pair_ids_of(inputs.examples["val"].examples))
-    pairs = [pair for pair in inputs.pairs["val"].pairs if pair.pair_id in trained]
-    limit = min(context.cfg.lengths.max_length, context_length(policy.config) or context.cfg.lengths.max_length)
+    limit = min(max_length, context_length(policy.config) or max_length)
     encoded = encode_prompts(
-        [Prompt(pair.pair_id, pair.prompt) for pair in pairs], context.chat, settings.sample_tokens, limit
+        [Prompt(pair.pair_id, pair.prompt) for pair in pairs], base.chat, settings.sample_tokens, limit
     )
     pairs = [pair for pair in pairs if pair.pair_id in encoded.kept][: settings.samples]
     if not pairs:
         log.info("no validation prompt leaves room for %d sample tokens", settings.sample_tokens)
         return
-    sampling = Sampling(max_new_tokens=settings.sample_tokens, seed=context.cfg.seed)
-    reference = load_start(context)
+    sampling = Sampling(max_new_tokens=settings.sample_tokens, seed=seed)
+    reference = load_start(base)
     reference.to(policy.device)  # type: ignore[arg-type]
     answers = {
-        name: chat_generator(model, context.chat).generate([pair.prompt for pair in pairs], sampling)
+        name: chat_generator(model, base.chat).generate([pair.prompt for pair in pairs], sampling)
         for name, model in (("policy", policy), ("reference", reference))
     }
     with naming(path), path.open("w", encoding="utf-8") as file:

@@ -3,7 +3,6 @@
 import logging
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -19,22 +18,20 @@ from attnpo.judge.settings import WARN
 from attnpo.models.loading import load_model
 from attnpo.models.scored import ScoredLM
 from attnpo.run.bad_batch import bad_pairs
+from attnpo.run.base import BaseModel
 from attnpo.run.combinations import wants_auto
-from attnpo.run.context import RunContext, make_context, open_paths, run_judge
 from attnpo.run.folders import POLICIES, saved_config
-from attnpo.run.inputs import inputs_on
-from attnpo.run.models import autocast, load_start
+from attnpo.run.inputs import read_inputs
+from attnpo.run.models import load_start
+from attnpo.run.resolve import open_paths, resolve
 from attnpo.run.run_config import RunConfig
 from attnpo.run.show_config import ShowConfig, TypedPair
 from attnpo.run.token_numbers import Scores
 from attnpo.run.views import asked_views, shown
-from attnpo.run.weighing import weigh
 from attnpo.schema import PreferencePair, UserError
 from attnpo.system.files import require_marked
-from attnpo.system.machine import device_of
 from attnpo.weights.base import OnlineSource
 from attnpo.weights.capture import LogpPair, Unreadable
-from attnpo.weights.transforms import WeightTransform
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +41,10 @@ def show(cfg: ShowConfig) -> None:
     file = cfg.out_file()
     if file is not None:
         require_marked(f"out={file}", file, MAKER)
-    pairs = bad_pairs(cfg) if cfg.bad_batch is not None else weighed_pairs(cfg)
+    if cfg.bad_batch is None:
+        pairs = weighed_pairs(cfg)
+    else:
+        pairs = bad_pairs(Path(cfg.bad_batch).expanduser(), cfg.ids, cfg.column, cfg.model)
     if cfg.out == "-":
         sys.stdout.writelines(json_lines(pairs))
     elif file is None:
@@ -54,32 +54,49 @@ def show(cfg: ShowConfig) -> None:
         log.info("%d %s, %d tokens: %s", len(pairs), "views", sum(len(pair.rows()) for pair in pairs), file)
 
 
-@dataclass(frozen=True)
-class _Subject:
-    """What weighs, settled; the pairs; the transforms as training fits them."""
-
-    context: RunContext
-    pairs: Sequence[PreferencePair]
-    transforms: Mapping[str, WeightTransform]
-
-
 def weighed_pairs(cfg: ShowConfig) -> list[ShownPair]:
     """Returns the typed pair, or rows of a run's or the configuration's data, under every view that is asked for.
 
     UserError where nothing is named, a row is not there, or it cannot be weighed or scored.
     """
-    subject = _subject(cfg)
-    context = subject.context
-    if isinstance(context.cfg.weights, OnlineSource):
+    typed = None
+    if cfg.prompt is not None and cfg.chosen is not None and cfg.rejected is not None:
+        typed = TypedPair(cfg.prompt, cfg.chosen, cfg.rejected)
+    run: RunConfig = cfg if cfg.run is None else saved_config(Path(cfg.run), f"run={cfg.run}")
+    if (file := cfg.out_file()) is not None:
+        run.require_unread("out", file)
+    if "data.path" in open_paths(run.model, run.data) and run.prepare is None:
+        if typed is None:
+            raise UserError(
+                "nothing to show: give prompt=TEXT chosen=TEXT rejected=TEXT with model.path=MODEL, or run=FOLDER, "
+                "bad_batch=FILE, or data.path=PAIRS with model.path=MODEL; see --help"
+            )
+        run = run.with_component("data", typed)
+    run, base, readers, _ = resolve(run.with_value("judge.low_label_mass", WARN))  # nothing is paid for
+    source, transforms = run.weights, run.transforms
+    if wants_auto(source) or any(transform.needs_fit for transform in transforms.values()):
+        if isinstance(run.data, TypedPair):
+            raise UserError(
+                "weights.layer=auto and transforms that learn from training pairs need some: give run=FOLDER, or "
+                "data.path=PAIRS beside the pair"
+            )
+        inputs = read_inputs(run, base, readers)
+        source = inputs.recipe.source
+        transforms = dict(zip(transforms, inputs.weighed.transforms, strict=True))
+    if typed is not None:
+        pairs: Sequence[PreferencePair] = typed.load("train").pairs
+    else:
+        pairs = _chosen(run.data.load(cfg.split), cfg.split, cfg.rows, cfg.ids)
+    if isinstance(source, OnlineSource):
         raise UserError(
-            f"weights {type(context.cfg.weights).__name__} are computed anew in every training step, so there are none "
+            f"weights {type(source).__name__} are computed anew in every training step, so there are none "
             "to show: give other weights, or bad_batch= for a step that was saved"
         )
-    encoded = encode_pairs(subject.pairs, context.chat, context.cfg.lengths)
+    encoded = encode_pairs(pairs, base.chat, run.lengths)
     for line in encoded.tally.lines():
         log.warning("%s", line)
-    weighed = weigh(context, {"train": encoded, "val": EncodedSet([], [], Tally(), 0)}, every_row=True)
-    asked = asked_views(cfg, weighed, subject.transforms, context.cfg.align)
+    weighed = readers.weigh(source, {"train": encoded, "val": EncodedSet([], [], Tally(), 0)}, every_row=True)
+    asked = asked_views(cfg.layers, cfg.rounds, cfg.stages, weighed, transforms, run.align)
     viewed = []
     for pair, sides in zip(encoded.pairs, encoded.encoded, strict=True):
         raw = weighed.captured.get(pair.pair_id)
@@ -87,103 +104,75 @@ def weighed_pairs(cfg: ShowConfig) -> list[ShownPair]:
             log.warning("pair %s cannot be shown: %s", pair.pair_id, raw.story)
         else:
             viewed += [(pair, *one) for one in asked.of(pair, sides, raw)]
-    examples = {example.pair_id: example for _, _, example, _ in viewed}
-    scores = _scores(cfg, context, list(examples.values())) if cfg.reads_logps else {}
+    scores: Mapping[str, Scores] = {}
+    if cfg.reads_logps:
+        if base.spec.reward:
+            raise UserError(f"column={cfg.column}: model.reward=true gives no log-probs; set column=relative")
+        examples = {example.pair_id: example for _, _, example, _ in viewed}
+        scores = _scores(base, _policy(cfg.policy, cfg.run, cfg.column), list(examples.values()))
     note = type(weighed.source).__name__.lower()
     traces: dict[str, tuple[str, ...]] = {}
     if "judge" in weighed.source.requires:
-        judge = run_judge(context)
+        judge = readers.make_judge()
         after = ["the judge's trace"] * (judge.settings.trace is not None)
         after += [] if judge.settings.prefill is None else [repr(judge.settings.prefill)]
         note += f" after {' and '.join(after)}" if after else ""
         traces = {pair.pair_id: judge.stored_traces(pair) for pair, *_ in viewed}
 
     def decode(token: int) -> str:
-        return str(context.tokenizer.decode([token]))
+        return str(base.tokenizer.decode([token]))
 
-    pairs = []
+    found = []
     for pair, view, example, rounds in viewed:
         known = scores.get(pair.pair_id)
-        columns = [{}, {}] if known is None else known.columns(context.cfg.objective, example)
+        columns = [{}, {}] if known is None else known.columns(run.objective, example)
         written = traces.get(pair.pair_id, ())
-        pairs.append(shown(pair, view, example, rounds, decode, columns, note, written))
-    return pairs
+        found.append(shown(pair, view, example, rounds, decode, columns, note, written))
+    return found
 
 
-def _subject(cfg: ShowConfig) -> _Subject:
-    typed = None
-    if cfg.prompt is not None and cfg.chosen is not None and cfg.rejected is not None:
-        typed = TypedPair(cfg.prompt, cfg.chosen, cfg.rejected)
-    run: RunConfig = cfg if cfg.run is None else saved_config(Path(cfg.run), f"run={cfg.run}")
-    if (file := cfg.out_file()) is not None:
-        run.require_unread("out", file)
-    if "data.path" in open_paths(run) and run.prepare is None:
-        if typed is None:
-            raise UserError(
-                "nothing to show: give prompt=TEXT chosen=TEXT rejected=TEXT with model.path=MODEL, or run=FOLDER, "
-                "bad_batch=FILE, or data.path=PAIRS with model.path=MODEL; see --help"
-            )
-        run = run.with_component("data", typed)
-    context = make_context(run.with_value("judge.low_label_mass", WARN))  # nothing is paid for
-    transforms = context.cfg.transforms
-    if wants_auto(context.cfg.weights) or any(transform.needs_fit for transform in transforms.values()):
-        if isinstance(context.cfg.data, TypedPair):
-            raise UserError(
-                "weights.layer=auto and transforms that learn from training pairs need some: give run=FOLDER, or "
-                "data.path=PAIRS beside the pair"
-            )
-        inputs = inputs_on(context)
-        context = inputs.context
-        transforms = dict(zip(transforms, inputs.weighed.transforms, strict=True))
-    return _Subject(context, _chosen(cfg, typed, context), transforms)
-
-
-def _chosen(cfg: ShowConfig, typed: TypedPair | None, context: RunContext) -> Sequence[PreferencePair]:
-    """Returns the typed pair, or those that ``rows`` or ``ids`` name."""
-    if typed is not None:
-        return typed.load("train").pairs
-    found: PairSet = context.cfg.data.load(cfg.split)
-    if not cfg.ids:
-        return [found.pairs[row] for row in row_range(cfg.rows, len(found), "rows")]
-    chosen = [pair for pair in found.pairs if any(pair.pair_id.startswith(start) for start in cfg.ids)]
+def _chosen(found: PairSet, split: str, rows: str, ids: Sequence[str]) -> Sequence[PreferencePair]:
+    """Returns the pairs that ``ids`` or ``rows`` name."""
+    if not ids:
+        return [found.pairs[row] for row in row_range(rows, len(found), "rows")]
+    chosen = [pair for pair in found.pairs if any(pair.pair_id.startswith(start) for start in ids)]
     if not chosen:
         first = ", ".join(pair.pair_id[:8] for pair in found.pairs[:3])
         raise UserError(
-            f"ids={list(cfg.ids)}: none of the {len(found)} pairs of split={cfg.split} begins so; the first are {first}"
+            f"ids={list(ids)}: none of the {len(found)} pairs of split={split} begins so; the first are {first}"
         )
     return chosen
 
 
-def _scores(cfg: ShowConfig, context: RunContext, examples: Sequence[TrainingExample]) -> dict[str, Scores]:
-    """Log-probabilities by pair id under the policy and under the model that training starts from."""
-    if context.model.reward:
-        raise UserError(f"column={cfg.column}: model.reward=true gives no log-probs; set column=relative")
-    reference = _log_probs(context, ScoredLM(load_start(context)), examples)
-    folder = _policy(cfg)
+def _scores(base: BaseModel, folder: str | None, examples: Sequence[TrainingExample]) -> dict[str, Scores]:
+    """Returns log-probabilities by pair id under the policy in ``folder`` and under the model that training starts
+    from.
+    """
+    reference = _log_probs(base, ScoredLM(load_start(base)), examples)
     if folder is None:
         log.warning("no policy is named (policy=FOLDER, run=FOLDER): it is the reference itself, so log-ratios are 0")
         return {name: Scores(one, one) for name, one in reference.items()}
     log.info("policy: %s", folder)
-    model = load_model(folder, dtype=context.model.dtype, attn_implementation=context.model.attn_implementation)
-    policy = _log_probs(context, ScoredLM(model), examples)
+    model = load_model(folder, dtype=base.spec.dtype, attn_implementation=base.spec.attn_implementation)
+    policy = _log_probs(base, ScoredLM(model), examples)
     return {name: Scores(policy[name], reference[name]) for name in policy}
 
 
-def _policy(cfg: ShowConfig) -> str | None:
+def _policy(policy: str | None, run: str | None, column: str) -> str | None:
     """Returns where the policy lies; None where the model itself is meant. UserError for a run that kept none."""
-    if cfg.policy is not None or cfg.run is None:
-        return cfg.policy
+    if policy is not None or run is None:
+        return policy
     for name in POLICIES:
-        folder = Path(cfg.run).expanduser() / name
+        folder = Path(run).expanduser() / name
         if (folder / "config.json").is_file():
             return str(folder)
     raise UserError(
-        f"run={cfg.run}: no model lies in {' or '.join(POLICIES)} (callbacks.checkpoints=false?), so no policy "
-        f"gives column={cfg.column}: give policy=FOLDER, or column=relative"
+        f"run={run}: no model lies in {' or '.join(POLICIES)} (callbacks.checkpoints=false?), so no policy "
+        f"gives column={column}: give policy=FOLDER, or column=relative"
     )
 
 
-def _log_probs(context: RunContext, model: ScoredLM, examples: Sequence[TrainingExample]) -> dict[str, LogpPair]:
-    model.to(device_of(context.cfg.trainer.accelerator))
-    with autocast(context.cfg):
-        return dict(score_examples(model, examples, context.chat.rows.pad_id))
+def _log_probs(base: BaseModel, model: ScoredLM, examples: Sequence[TrainingExample]) -> dict[str, LogpPair]:
+    model.to(base.device)
+    with base.autocast():
+        return dict(score_examples(model, examples, base.chat.rows.pad_id))

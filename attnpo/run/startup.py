@@ -4,101 +4,85 @@ Only the process that leads a job speaks; a study's points log into their own fi
 """
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 from attnpo.config.compose import MISSING
 from attnpo.run.folders import store_root
 from attnpo.run.run_config import RunConfig
-from attnpo.system.files import Json
 from attnpo.training.processes import planned_processes
+from attnpo.training.settings import TrainerSettings
+from attnpo.weights.base import WeightSource
 
 log = logging.getLogger(__name__)
 
 
 def announce(command: str, cfg: RunConfig, folder: Path | None, budget: str | None = None) -> None:
-    """Logs the lines of ``opening``."""
-    for line in opening(command, cfg, folder, budget):
-        log.info("%s", line)
-
-
-def opening(command: str, cfg: RunConfig, folder: Path | None, budget: str | None = None) -> Iterator[str]:
-    """Six lines on what ``command`` (fit, weigh) is about to do; it writes into ``folder`` if there is one.
+    """Logs six lines on what ``command`` (fit, weigh) is about to do; it writes into ``folder`` if there is one.
 
     ``budget`` stands in place of the configuration's: a study's, which knows its points. The whole configuration is in
     the folder's config.yaml.
     """
-    yield f"{command:10}{cfg.headline()}"
-    yield f"model     {_model(cfg)}"
-    yield f"data      {_data(cfg)}"
-    yield f"weights   {_weights(cfg)}"
-    yield f"objective {_objective(cfg)}"
-    store = store_root(cfg)
-    if folder is None:
-        yield f"results   in the store {store}"
-    else:
-        yield f"budget    {budget or cfg.budget()}; {_device(cfg)}; results in {folder} (all settings: config.yaml)"
-
-
-def _model(cfg: RunConfig) -> str:
+    choices, later, objective = cfg.composed.choices, cfg.chosen_later(), cfg.objective
+    built = None
+    if cfg.prepare is not None:
+        built = f"built by {choices.get('prepare') or type(cfg.prepare).__name__} (once, then from the store)"
+    model, data = (
+        built if built is not None and path in (MISSING, "None") else path
+        for path in (cfg.model.path, str(getattr(cfg.data, "place", None)))
+    )
     lora = f", LoRA of rank {cfg.model.lora.rank}" if cfg.model.lora is not None else ""
-    reference = f"; reference {cfg.reference}" if "reference" in cfg.objective.requires else ""
-    return f"{_place(cfg, cfg.model.path)}{lora}{reference}"
-
-
-def _data(cfg: RunConfig) -> str:
-    return f"{_place(cfg, str(getattr(cfg.data, 'place', None)))}, {cfg.batch.pairs} pairs a step"
-
-
-def _place(cfg: RunConfig, path: str) -> str:
-    """Returns a path or hub name; where the setting builds what lies there, its name."""
-    if path in (MISSING, "None") and cfg.prepare is not None:
-        return (
-            f"built by {cfg.composed.choices.get('prepare') or type(cfg.prepare).__name__} (once, then from the store)"
+    reference = f"; reference {cfg.reference}" if "reference" in objective.requires else ""
+    weights = loss = "each arm's own"
+    if "weights" not in later:
+        name = choices.get("weights") or type(cfg.weights).__name__
+        weights = _describe_weights(name, cfg.weights, cfg.judge.path or "the model itself", cfg.transforms)
+    if "objective" not in later:
+        beta = getattr(objective, "beta", None)
+        name = choices.get("objective") or type(objective).__name__
+        loss = (
+            f"{name}{'' if beta is None else f', beta {beta:g}'}, learning rate {cfg.optimizer.lr:g}{cfg.grid_note()}"
         )
-    return path
+    results = f"results   in the store {store_root(cfg.store)}"
+    if folder is not None:
+        device = _describe_device(cfg.seed, cfg.trainer)
+        results = f"budget    {budget or cfg.budget()}; {device}; results in {folder} (all settings: config.yaml)"
+    for line in (
+        f"{command:10}{cfg.headline()}",
+        f"model     {model}{lora}{reference}",
+        f"data      {data}, {cfg.batch.pairs} pairs a step",
+        f"weights   {weights}",
+        f"objective {loss}",
+        results,
+    ):
+        log.info("%s", line)
 
 
-def _weights(cfg: RunConfig) -> str:
-    if "weights" in cfg.chosen_later():
-        return "each arm's own"
-    layer, judge = getattr(cfg.weights, "layer", None), cfg.judge.path or "the model itself"
+def _describe_weights(name: str, source: WeightSource, judge: str, transforms: Iterable[str]) -> str:
+    layer, names = getattr(source, "layer", None), list(transforms)
     parts = [
-        _name(cfg, "weights", cfg.weights),
+        name,
         *([] if layer is None else [f"layer {layer}"]),
-        *([f"judge {judge}"] if "judge" in cfg.weights.requires else []),
-        *([f"transforms {', '.join(cfg.transforms)}"] if cfg.transforms else []),
+        *([f"judge {judge}"] if "judge" in source.requires else []),
+        *([f"transforms {', '.join(names)}"] if names else []),
     ]
     return ", ".join(parts)
 
 
-def _objective(cfg: RunConfig) -> str:
-    if "objective" in cfg.chosen_later():
-        return "each arm's own"
-    settings: dict[str, Json] = cfg.below("objective")
-    beta = f", beta {settings['beta']:g}" if isinstance(settings.get("beta"), float | int) else ""
-    return f"{_name(cfg, 'objective', cfg.objective)}{beta}, learning rate {cfg.optimizer.lr:g}{cfg.grid_note()}"
-
-
-def _name(cfg: RunConfig, group: str, component: object) -> str:
-    """Returns the option of a group that was chosen, else the component's own name."""
-    return cfg.composed.choices.get(group) or type(component).__name__
-
-
-def _device(cfg: RunConfig) -> str:
-    processes = planned_processes(cfg.trainer)
-    device = "CPU" if cfg.trainer.accelerator == "cpu" else f"device {cfg.trainer.accelerator}"
-    return f"seed {cfg.seed}, {device}{f', {processes} processes' if processes > 1 else ''}"
+def _describe_device(seed: int, trainer: TrainerSettings) -> str:
+    processes = planned_processes(trainer)
+    device = "CPU" if trainer.accelerator == "cpu" else f"device {trainer.accelerator}"
+    return f"seed {seed}, {device}{f', {processes} processes' if processes > 1 else ''}"
 
 
 LOW_RATE = 1e-5  # for adapters, which start at no update at all; of rates for all weights 1e-6 is a common one
 
 
-def warn_low_rate(cfg: RunConfig) -> None:
+def warn_low_rate(rate: float) -> None:
     """Warns of adapters under a learning rate that is meant for all weights."""
-    if cfg.model.lora is not None and cfg.optimizer.lr < LOW_RATE:
+    if rate < LOW_RATE:
         line = (
-            f"optimizer.lr={cfg.optimizer.lr:g} is too low for adapters (model.lora), which hardly move at it: "
+            f"optimizer.lr={rate:g} is too low for adapters (model.lora), which hardly move at it: "
             f"set optimizer.lr={LOW_RATE:g} or more (1e-4 is common)"
         )
         log_once([line], logging.WARNING)

@@ -17,20 +17,20 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from attnpo.cli.progress import phase
-from attnpo.cli.terminal import training_began
+from attnpo.cli.terminal import command_text, training_began
 from attnpo.data.arrow_rows import pair_ids_of, sizes_of
 from attnpo.data.collate import TrainingExample
 from attnpo.data.datamodule import PreferenceDataModule
 from attnpo.data.prepare import ExampleSet
-from attnpo.data.rules import AUTO
+from attnpo.data.rules import AUTO, BatchPlan
 from attnpo.data.weighing import log_store
-from attnpo.models.layouts import Layout, padded
+from attnpo.models.layouts import padded
 from attnpo.models.scored import ScoredLM
+from attnpo.objectives.base import PreferenceObjective
+from attnpo.run.base import BaseModel
 from attnpo.run.combinations import require_parts
-from attnpo.run.context import RunContext
-from attnpo.run.identity import numbers_of
 from attnpo.run.inputs import Inputs
-from attnpo.run.memory_choice import decision
+from attnpo.run.memory import decision, footprint
 from attnpo.run.models import (
     BYTES_PER_TOKEN,
     choose_layout,
@@ -39,13 +39,15 @@ from attnpo.run.models import (
     load_policy,
     load_reference,
     reference_table,
+    uncompiled,
     with_reference,
 )
-from attnpo.run.report import make_exporter
-from attnpo.run.resume import contents_of
+from attnpo.run.report import card_facts, make_exporter
+from attnpo.run.run_config import RunConfig
 from attnpo.schema import SIDES
-from attnpo.system.credentials import identify
 from attnpo.system.processes import leads
+from attnpo.system.store import Store, Table
+from attnpo.text.chat import ChatFormat
 from attnpo.training.callbacks import Movement
 from attnpo.training.gather import LeastBudgets, SameEverywhere, WholePolicy
 from attnpo.training.module import PreferenceModule, RowMaker
@@ -53,7 +55,7 @@ from attnpo.training.processes import as_launched, environment, require_world
 from attnpo.training.reference_cache import KeptReference
 from attnpo.training.resume_state import Continuation, random_state, set_random_state
 from attnpo.training.sampled_rows import AnchoredObjective, Anchors
-from attnpo.training.settings import TrainerSettings, total_steps
+from attnpo.training.settings import total_steps
 from attnpo.training.signals import Interruption
 from attnpo.training.trainer import make_callbacks, make_trainer, quiet_lightning
 from attnpo.weights.base import OnlineSource, online_reads
@@ -80,45 +82,77 @@ class Trained:
 
 
 @phase("setting up training")
-def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | None = None) -> Trained:
-    """Returns the trained policy of a run; writes logs and checkpoint folders under ``folder``."""
-    cfg = inputs.context.cfg
+def train(
+    cfg: RunConfig,
+    base: BaseModel,
+    batch: BatchPlan,
+    inputs: Inputs,
+    account: Mapping[str, object],
+    folder: Path,
+    loggers: list[Logger],
+    resume: Path | None = None,
+) -> Trained:
+    """Returns the trained policy of a run; writes logs and checkpoint folders under ``folder``.
+
+    ``base`` and ``batch`` are what memory allows; ``account``: what checkpoints say of the run they are of.
+    """
     settings = as_launched(cfg.trainer)
-    callbacks, objective = cfg.callbacks, cfg.objective
-    require_parts(cfg.reference, inputs.context.model, cfg.optimizer)
+    callbacks, objective, source = cfg.callbacks, cfg.objective, cfg.weights
+    require_parts(cfg.reference, base.spec, cfg.optimizer)
     L.seed_everything(cfg.seed, verbose=False)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     leading = leads()  # before training: Lightning takes its variables back afterwards
-    policy = load_policy(inputs.context)
+    policy = load_policy(base)
     examples = {split: inputs.examples[split].examples for split in inputs.examples}
     reference, kept = None, None
-    source = cfg.weights
     reads = objective.requires | online_reads(source)
     if "reference" in reads:
+        table = reference_table(base, cfg.lengths)
         if cfg.reference == "first_epoch":
-            kept = keeper(inputs.context, inputs.examples)
+            kept = keeper(base.store, table, inputs.examples)
         if cfg.reference == "cached":
-            fill_reference(inputs.context, inputs.examples, policy)
+            command = command_text("weigh", *cfg.composed.arguments())
+            fill_reference(base, table, inputs.examples, policy, cfg.layout, command)
         if cfg.reference == "cached" or (cfg.reference == "first_epoch" and kept is None):
-            store, table = Path(inputs.context.store.root), reference_table(inputs.context)
-            examples = {split: with_reference(store, table, made) for split, made in inputs.examples.items()}
+            examples = {
+                split: with_reference(Path(base.store.root), table, made) for split, made in inputs.examples.items()
+            }
         else:
-            reference = load_reference(inputs.context, policy)
+            reference = load_reference(base, cfg.reference, policy)
     online = source if isinstance(source, OnlineSource) else None
     models = [model for model in (policy, reference) if model is not None]
-    layout = padded if inputs.context.model.reward else choose_layout(inputs.context, models, reads)
-    inputs = replace(inputs, context=compile_policy(inputs.context, policy, layout))
-    data = make_data(inputs, layout, settings)
+    layout = padded if base.spec.reward else choose_layout(base, cfg.layout, cfg.reference, models, reads)
+    if not compile_policy(base, policy, layout, required=cfg.model.compile != AUTO):
+        spec, batch = uncompiled(footprint(cfg), base.spec, policy)
+        base = replace(base, spec=spec)
+    recipe = inputs.recipe
+    data = PreferenceDataModule(
+        cfg.data,
+        base.chat,
+        recipe.source,
+        reader=recipe.reader,
+        store=base.store,
+        lengths=cfg.lengths,
+        align=recipe.align,
+        transforms=recipe.transforms,
+        plan=batch,
+        layout=layout,
+        seed=cfg.seed,
+        ahead=[name.removeprefix("ahead:") for name in objective.requires if name.startswith("ahead:")],
+        epochs=settings.max_epochs,
+        max_steps=settings.max_steps,
+        auto=cfg.batch.tokens == AUTO,
+    )
     data.put(examples["train"], examples["val"])
-    exporter = make_exporter(inputs, dtype=callbacks.export_dtype, card=callbacks.checkpoints and leading)
+    facts = card_facts(cfg, base.spec, inputs) if callbacks.checkpoints and leading else None
+    exporter = make_exporter(base.spec, base.chat, callbacks.export_dtype, facts)
     gathered = WholePolicy()
     watched: list[L.Callback] = [gathered, *([kept] if kept else [])]
     if len(cfg.model.choices()) > 1 or cfg.model.compile == AUTO:
-        watched.append(SameEverywhere(*decision(cfg.model, inputs.context.model)))
-    if inputs.context.batch != cfg.batch:
+        watched.append(SameEverywhere(*decision(cfg.model, base.spec)))
+    if batch != cfg.batch:
         watched.append(LeastBudgets(data))
-    account = {"config": identify(numbers_of(cfg)), "contents": contents_of(inputs)}
     watched += make_callbacks(callbacks, settings, folder, exporter, account)
 
     def begin() -> L.Trainer:
@@ -130,9 +164,9 @@ def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | No
 
     trainer = begin()
     steps = total_steps(settings, data.steps_per_epoch(trainer.world_size))
-    makers = makers_of(inputs)
+    makers = makers_of(objective, base.chat, int(cfg.lengths.max_length))
     transforms = inputs.weighed.transforms
-    coefficient = inputs.context.model.router_aux_loss_coef
+    coefficient = base.spec.router_aux_loss_coef
     module = PreferenceModule(
         policy, reference, objective, cfg.optimizer, steps, online, makers, kept, transforms, coefficient
     )
@@ -144,16 +178,15 @@ def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | No
         whole = saved_state(resume)
     if not whole:  # not sharded, or not the first process
         return trained
-    policy = load_policy(inputs.context)
+    policy = load_policy(base)
     policy.model.load_state_dict({**policy.model.state_dict(), **whole})  # a checkpoint holds what is trained alone
     return replace(trained, policy=policy, reference=None)
 
 
-def keeper(context: RunContext, sets: Mapping[str, ExampleSet]) -> KeptReference | None:
+def keeper(store: Store, table: Table, sets: Mapping[str, ExampleSet]) -> KeptReference | None:
     """Returns what stores the reference log-probabilities of a run while it computes them; None if all are stored
     already.
     """
-    store, table = Path(context.store.root), reference_table(context)
     pair_ids = list(dict.fromkeys(pair_id for made in sets.values() for pair_id in pair_ids_of(made.examples)))
     lacking = table.missing(pair_ids, SIDES)
     tokens = sum(int(np.sum(sizes_of(made.examples).responses)) for made in sets.values())
@@ -165,21 +198,19 @@ def keeper(context: RunContext, sets: Mapping[str, ExampleSet]) -> KeptReference
     def complete() -> Mapping[str, Sequence[TrainingExample]] | None:
         if table.missing(pair_ids, SIDES):
             return None
-        return {split: with_reference(store, table, made) for split, made in sets.items()}
+        return {split: with_reference(Path(store.root), table, made) for split, made in sets.items()}
 
     return KeptReference(partial(store_logps, table), complete, set(pair_ids) - set(lacking))
 
 
-def makers_of(inputs: Inputs) -> dict[str, RowMaker]:
+def makers_of(objective: PreferenceObjective, chat: ChatFormat, max_length: int) -> dict[str, RowMaker]:
     """Returns what makes the further rows that the objective asks for with each micro-batch."""
-    context, objective = inputs.context, inputs.context.cfg.objective
     if "group:anchor" not in objective.requires:
         return {}
     if not isinstance(objective, AnchoredObjective):
         raise ValueError(f"{type(objective).__name__} asks for anchors and does not say how they are sampled")
-    ends = tuple(sorted({*context.chat.end_ids, context.tokenizer.eos_token_id} - {None}))
-    limit = int(context.cfg.lengths.max_length)
-    return {"anchor": Anchors(objective.anchor, ends, context.chat.rows.pad_id, limit)}
+    ends = tuple(sorted({*chat.end_ids, chat.tokenizer.eos_token_id} - {None}))
+    return {"anchor": Anchors(objective.anchor, ends, chat.rows.pad_id, max_length)}
 
 
 def sharded(policy: ScoredLM) -> bool:
@@ -192,29 +223,6 @@ def saved_state(resume: Path) -> dict[str, Tensor]:
     saved = torch.load(resume, map_location="cpu", weights_only=True, mmap=True)["state_dict"]
     own = "policy.model."
     return {name.removeprefix(own): value for name, value in saved.items() if name.startswith(own)}
-
-
-def make_data(inputs: Inputs, layout: Layout, settings: TrainerSettings) -> PreferenceDataModule:
-    """Returns the run's data module, whose examples are there already."""
-    context, recipe = inputs.context, inputs.recipe
-    assert recipe is not None
-    return PreferenceDataModule(
-        context.cfg.data,
-        context.chat,
-        recipe.source,
-        reader=recipe.reader,
-        store=context.store,
-        lengths=context.cfg.lengths,
-        align=recipe.align,
-        transforms=recipe.transforms,
-        plan=context.batch,
-        layout=layout,
-        seed=context.cfg.seed,
-        ahead=[name.removeprefix("ahead:") for name in context.cfg.objective.requires if name.startswith("ahead:")],
-        epochs=settings.max_epochs,
-        max_steps=settings.max_steps,
-        auto=context.cfg.batch.tokens == AUTO,
-    )
 
 
 @phase("training")

@@ -14,7 +14,7 @@ from attnpo.data.weighing import Weighed
 from attnpo.display.heat import HeatSide, heat_row
 from attnpo.display.shown_pair import ShownPair, ShownSide, View
 from attnpo.judge.layers import Row, attending, distinct_layers
-from attnpo.run.show_config import ALL, MEAN, ROUNDS, ShowConfig
+from attnpo.run.show_config import ALL, MEAN, ROUNDS
 from attnpo.schema import EncodedResponse, PairWeights, PreferencePair, Round, UserError, check_choice
 from attnpo.weights.base import WeightSource
 from attnpo.weights.pipeline import raw_weights, training_weights
@@ -67,25 +67,30 @@ class Asked:
 
 
 def asked_views(
-    cfg: ShowConfig, weighed: Weighed, transforms: Mapping[str, WeightTransform], align: AlignRules
+    layers: Sequence[int | str],
+    rounds: Sequence[int | str],
+    stages: Sequence[str],
+    weighed: Weighed,
+    transforms: Mapping[str, WeightTransform],
+    align: AlignRules,
 ) -> Asked:
-    """Returns the views that ``cfg`` asks for. UserError for a layer, round or stage that these weights have not."""
+    """Returns the views that are asked for. UserError for a layer, round or stage that these weights have not."""
     source, name = weighed.source, type(weighed.source).__name__
-    stages = [*([CAPTURED] if source.requires else []), SOURCE, *transforms]
-    chosen = stages if list(cfg.stages) == [ALL] else list(cfg.stages) or stages[-1:]
+    known = [*([CAPTURED] if source.requires else []), SOURCE, *transforms]
+    chosen = known if list(stages) == [ALL] else list(stages) or known[-1:]
     for stage in chosen:
-        check_choice("stages", stage, stages)
-    rounds = [str(one) for one in cfg.rounds]
-    if rounds != [MEAN] and "judge" not in source.requires:
-        raise UserError(f"rounds=[{','.join(rounds)}]: {name} asks no judge, so there are no rounds: leave rounds= out")
+        check_choice("stages", stage, known)
+    names = [str(one) for one in rounds]
+    if names != [MEAN] and "judge" not in source.requires:
+        raise UserError(f"rounds=[{','.join(names)}]: {name} asks no judge, so there are no rounds: leave rounds= out")
     sources: list[tuple[int | None, WeightSource]] = [(_layer(source), source)]
-    if cfg.layers:
+    if layers:
         if not isinstance(source, Attention):
-            raise UserError(f"layers={list(cfg.layers)}: {name} reads no single layer; leave layers= out")
-        every = list(cfg.layers) == [ALL]
-        numbers = attending(weighed.depth) if every else distinct_layers(cfg.layers, weighed.depth, "layers")
+            raise UserError(f"layers={list(layers)}: {name} reads no single layer; leave layers= out")
+        every = list(layers) == [ALL]
+        numbers = attending(weighed.depth) if every else distinct_layers(layers, weighed.depth, "layers")
         sources = [(number, replace(source, layer=number, layers=())) for number in numbers]
-    views = [(View(layer, one, stage), at_layer) for (layer, at_layer), one, stage in product(sources, rounds, chosen)]
+    views = [(View(layer, one, stage), at_layer) for (layer, at_layer), one, stage in product(sources, names, chosen)]
     return Asked(tuple(views), transforms, weighed.layers, align)
 
 

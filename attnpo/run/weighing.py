@@ -1,64 +1,136 @@
-"""Readers of a run's weights, and the weights themselves, for the pairs of a context."""
+"""Readers of a run's weights, and the weights themselves."""
 
+import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
-from attnpo.cli.terminal import command_text
+from transformers import PreTrainedTokenizerBase
+
 from attnpo.data import weighing
 from attnpo.data.prepare import EncodedSet
+from attnpo.data.rules import LengthRules
+from attnpo.data.scorers import RunScorers
 from attnpo.data.weighing import Weighed
 from attnpo.judge.base import WeightReader
-from attnpo.run.combinations import require_reader
-from attnpo.run.context import RunContext, run_judge, run_reward, run_scorers, run_verbalizer
+from attnpo.judge.judge import RunJudge
+from attnpo.judge.settings import Judge
+from attnpo.models.described import require_exact
+from attnpo.models.loading import text_config
+from attnpo.objectives.base import LengthFrom
+from attnpo.run.base import BaseModel
+from attnpo.run.startup import log_once
 from attnpo.schema import UserError
-from attnpo.system.machine import device_of
-from attnpo.weights.base import WeightSource
-
-READERS: Mapping[str, Callable[[RunContext], WeightReader]] = {
-    "judge": run_judge,
-    "generator": run_verbalizer,
-    "scorers": run_scorers,
-    "reward": run_reward,
-}
+from attnpo.text.alignment import AlignMethod
+from attnpo.weights.base import ScoredSource, WeightSource
+from attnpo.weights.reward_model import RunReward
+from attnpo.weights.sources.reward_attention import RewardAttention
+from attnpo.weights.verbalizer import RunVerbalizer
+from attnpo.weights.verbalizer_settings import Verbalizer
 
 
-def make_reader(context: RunContext, source: WeightSource) -> WeightReader | None:
-    """Returns what ``source`` is read with in this run; None when it captures nothing. UserError for what is absent."""
-    wanted = sorted(source.requires)
-    if not wanted:
-        return None
-    if len(wanted) > 1 or wanted[0] not in READERS:
-        raise UserError(
-            f"weights {type(source).__name__} need {' and '.join(wanted)}; a run has one of {', '.join(READERS)}: "
-            "choose other weights"
-        )
-    return READERS[wanted[0]](context)
+@dataclass(frozen=True)
+class Readers:
+    """What token weights can be read with in a run, each described cheaply and loaded when it is asked.
 
-
-def describe_refill(context: RunContext) -> str:
-    """Returns how the store of this run is filled before a job of several processes."""
-    return f"in one process or several: {command_text('weigh', *context.cfg.composed.arguments())}"
-
-
-def weigh(
-    context: RunContext,
-    encoded: Mapping[str, EncodedSet],
-    *,
-    shard: tuple[int, int] | None = None,
-    every_row: bool = False,
-) -> Weighed:
-    """Returns the run's weights for the pairs of ``encoded``, by ``attnpo.data.weighing.weigh``.
-
-    ``weights.layer=auto`` must be settled already (``cfg.auto_layer.settle``).
+    ``length_from``: whose tokens the objective's |y| counts; None where it counts none. ``command``: the command
+    that fills the store before a job of several processes.
     """
-    cfg = context.cfg
-    require_reader(cfg.weights, cfg.objective)
-    return weighing.weigh(
-        cfg.weights,
-        make_reader(context, cfg.weights),
-        context.store,
-        encoded,
-        device_of(cfg.trainer.accelerator),
-        shard=shard,
-        every_row=every_row,
-        refill=describe_refill(context),
-    )
+
+    base: BaseModel
+    judge: Judge
+    verbalizer: Verbalizer
+    lengths: LengthRules
+    align: AlignMethod
+    length_from: LengthFrom | None
+    command: str
+
+    @property
+    def refill(self) -> str:
+        """Returns how the store is filled before a job of several processes."""
+        return f"in one process or several: {self.command}"
+
+    def make(self, source: WeightSource) -> WeightReader | None:
+        """Returns what ``source`` is read with; None when it captures nothing. UserError for what is absent."""
+        kinds: Mapping[str, Callable[[], WeightReader]] = {
+            "judge": self.make_judge,
+            "generator": lambda: RunVerbalizer(self.verbalizer, self.base.spec, self.base.chat, self.base.store),
+            "scorers": lambda: self._make_scorers(source),
+            "reward": lambda: self._make_reward(source),
+        }
+        wanted = sorted(source.requires)
+        if not wanted:
+            return None
+        if len(wanted) > 1 or wanted[0] not in kinds:
+            raise UserError(
+                f"weights {type(source).__name__} need {' and '.join(wanted)}; a run has one of {', '.join(kinds)}: "
+                "choose other weights"
+            )
+        return kinds[wanted[0]]()
+
+    def make_judge(self) -> RunJudge:
+        """Returns the run's judge, not loaded. UserError when its tokens cannot be matched with those of training."""
+        judge = RunJudge(self.judge, self.base.spec, self.base.chat, self.base.store)
+        key, length = "judge.max_length", judge.settings.max_length
+        require_exact(text_config(judge.path, judge.revision), judge.path, key, length)
+        if (most := judge.prompts.rules.max_length) < length:
+            log_once([f"{key}={length}: prompts are cut to the {most} positions that the judge has"])
+        if judge.settings.path is not None:
+            self._check_vocabulary(judge.tokenizer, judge.path, "judge.path")
+        return judge
+
+    def weigh(
+        self,
+        source: WeightSource,
+        encoded: Mapping[str, EncodedSet],
+        *,
+        shard: tuple[int, int] | None = None,
+        every_row: bool = False,
+    ) -> Weighed:
+        """Returns the weights of ``source`` for the pairs of ``encoded``, by ``attnpo.data.weighing.weigh``.
+
+        A layer must be known already (``auto_layer.settle``).
+        """
+        return weighing.weigh(
+            source,
+            self.make(source),
+            self.base.store,
+            encoded,
+            self.base.device,
+            shard=shard,
+            every_row=every_row,
+            refill=self.refill,
+        )
+
+    def _make_scorers(self, source: WeightSource) -> RunScorers:
+        if not isinstance(source, ScoredSource):
+            raise UserError(
+                f"weights {type(source).__name__} require scorers and name none; give it a property `scorers`"
+            )
+        return RunScorers(source, self.base.spec, self.base.chat, self.lengths)
+
+    def _make_reward(self, source: WeightSource) -> RunReward:
+        if not isinstance(source, RewardAttention):
+            raise UserError(
+                f"weights {type(source).__name__} need a reward model and name none: set weights=reward_attention"
+            )
+        reward = RunReward(source, self.base.spec.fallback_template)
+        require_exact(text_config(reward.path, reward.revision), reward.path, "weights.max_length", source.max_length)
+        self._check_vocabulary(reward.tokenizer, reward.path, "weights.path")
+        return reward
+
+    def _check_vocabulary(self, tokenizer: PreTrainedTokenizerBase, path: str, key: str) -> None:
+        """Refuses to match tokens of two vocabularies by their ids, warns where their count is the scale."""
+        own = self.base.spec.path
+        if tokenizer.get_vocab() == self.base.tokenizer.get_vocab():
+            return
+        if self.align is AlignMethod.LEVENSHTEIN:
+            raise UserError(
+                f"{key}={path} has another vocabulary than {own}: token ids cannot be matched; set "
+                "align.method=characters (and objective.length_from=train)"
+            )
+        if self.length_from is LengthFrom.SOURCE:
+            warning = (
+                f"objective.length_from=source: |y| counts the tokens of {path}, another vocabulary than that of {own}"
+                ", so the scale differs from training tokens; objective.length_from=train counts those"
+            )
+            log_once([warning], logging.WARNING)

@@ -16,15 +16,18 @@ import pyarrow.parquet as pq
 from attnpo.config.compose import load
 from attnpo.data.collate import TrainingExample
 from attnpo.data.weighing import SPLITS
+from attnpo.models.spec import ModelSpec
 from attnpo.run.folders import saved_config
-from attnpo.run.inputs import Inputs, make_inputs
+from attnpo.run.inputs import Inputs, read_inputs
+from attnpo.run.resolve import resolve
 from attnpo.run.run_config import RunConfig
 from attnpo.schema import SIDES, PreferencePair, UserError, check_choice, digest
 from attnpo.system.credentials import redact
 from attnpo.system.files import require_marked, write_marked
 from attnpo.system.processes import world_size
 from attnpo.system.version import VERSION
-from attnpo.weights.base import OnlineSource
+from attnpo.text.chat import ChatFormat
+from attnpo.weights.base import OnlineSource, WeightSource
 
 log = logging.getLogger(__name__)
 
@@ -80,15 +83,19 @@ def export_weights(
 
 def write_weights(cfg: RunConfig, path: Path, split: str = "train") -> Path:
     """Returns the same for a typed configuration."""
-    check_export(cfg, path)
+    check_export(cfg.weights, path)
+    cfg.require_unread("export", path.expanduser())
     check_choice("split", split, SPLITS)
     path = path.expanduser()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
         raise UserError(f"export={path}: its folder cannot be made ({problem.strerror}); give another") from problem
-    inputs = make_inputs(cfg)
-    rows, meta = list(rows_of(inputs, split)), cast("dict[str, object]", redact(about(inputs, split)))
+    cfg, base, readers, _ = resolve(cfg)
+    inputs = read_inputs(cfg, base, readers)
+    rows, nodes = list(rows_of(inputs, split)), ("lengths", "align", "weights", "transforms")
+    settings = {name: cfg.below(name) for name in nodes}
+    meta = cast("dict[str, object]", redact(about(inputs, split, cfg.model, base.chat, settings)))
     lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     content = _parquet(rows, meta) if path.suffix == PARQUET else "".join(lines)
     write_marked(f"export={path}", path, content, MAKER, meta)
@@ -96,13 +103,13 @@ def write_weights(cfg: RunConfig, path: Path, split: str = "train") -> Path:
     return path
 
 
-def check_export(cfg: RunConfig, path: Path) -> None:
+def check_export(source: WeightSource, path: Path) -> None:
     """Raises UserError for what can be told before any model runs: the file, the weights, the processes."""
     if path.suffix not in (PARQUET, JSONL) or path.is_dir():
         raise UserError(f"export={path}: expected a file that ends in {PARQUET} or {JSONL}; give such a name")
-    if isinstance(cfg.weights, OnlineSource):
+    if isinstance(source, OnlineSource):
         raise UserError(
-            f"export={path}: {type(cfg.weights).__name__} computes its weights in every step of training, so there are "
+            f"export={path}: {type(source).__name__} computes its weights in every step of training, so there are "
             "none to write; take weights that are read before it, such as weights=attention"
         )
     if world_size() > 1:
@@ -110,9 +117,7 @@ def check_export(cfg: RunConfig, path: Path) -> None:
             f"export={path}: one file is written by one process, and this job has {world_size()}; fill the store "
             "first, then give the same command with export= to a single process"
         )
-    place = path.expanduser()
-    cfg.require_unread("export", place)
-    require_marked(f"export={path}", place, MAKER)
+    require_marked(f"export={path}", path.expanduser(), MAKER)
 
 
 def rows_of(inputs: Inputs, split: str) -> Iterator[dict[str, object]]:
@@ -149,12 +154,11 @@ def _row(pair: PreferencePair, example: TrainingExample) -> dict[str, object]:
     }
 
 
-def about(inputs: Inputs, split: str) -> dict[str, object]:
-    """Returns what the numbers were made with: model, tokenizer, length rules, weights; and what became
-    of the pairs.
-    """
-    context, weighed = inputs.context, inputs.weighed
-    cfg, made = context.cfg, inputs.examples[split]
+def about(
+    inputs: Inputs, split: str, model: ModelSpec, chat: ChatFormat, settings: Mapping[str, object]
+) -> dict[str, object]:
+    """Returns what the numbers were made with: model, tokenizer, ``settings``; and what became of the pairs."""
+    weighed, made = inputs.weighed, inputs.examples[split]
     return {
         "format": FORMAT,
         "attnpo": VERSION,
@@ -162,13 +166,10 @@ def about(inputs: Inputs, split: str) -> dict[str, object]:
         "pairs": len(made.examples),
         "dropped": made.dropped,
         "counts": made.tally.lines(),
-        "model": cfg.model.path,
-        "revision": cfg.model.revision,
-        "tokenizer": context.chat.fingerprint(),
-        "lengths": cfg.below("lengths"),
-        "align": cfg.below("align"),
-        "weights": cfg.below("weights"),
-        "transforms": cfg.below("transforms"),
+        "model": model.path,
+        "revision": model.revision,
+        "tokenizer": chat.fingerprint(),
+        **settings,
         "kind": weighed.source.kind.value,
         "layers": [list(row) if isinstance(row, tuple) else row for row in weighed.layers],
         "captured": digest(weighed.key)[:16],

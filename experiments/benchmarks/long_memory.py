@@ -17,8 +17,7 @@ from attnpo.config.compose import compose, part
 from attnpo.judge.settings import TOKEN_BUDGET, Judge
 from attnpo.models.memory import GIB, MemoryEstimate, estimate_pass
 from attnpo.models.spec import ModelSpec
-from attnpo.run.memory_check import Planned, training_estimate
-from attnpo.run.memory_choice import chosen
+from attnpo.run.memory import Planned, chosen, footprint
 from experiments.benchmarks.harness import table
 
 LENGTHS = ("8k", "16k")
@@ -56,8 +55,8 @@ def recipe(length: str, hardware: str, method: str) -> Recipe:
 
 def decide(made: Recipe, capacity: int) -> tuple[ModelSpec, MemoryEstimate]:
     """What a recipe's ``auto`` becomes on devices of so many bytes, and the estimate of that."""
-    choices = made.model.choices()
-    estimates = [training_estimate(made, SHAPE, choice) for choice in choices]
+    choices, plan = made.model.choices(), footprint(made)
+    estimates = [plan.estimate(SHAPE, choice, plan.least) for choice in choices]
     place, _ = chosen(estimates, capacity)
     return choices[place], estimates[place]
 

@@ -24,13 +24,15 @@ import torch
 from attnpo.cli.terminal import reporting
 from attnpo.config.compose import load
 from attnpo.data.collate import TrainingExample, collate
+from attnpo.judge.judge import RunJudge
 from attnpo.models.layouts import padded
 from attnpo.models.loading import load_model
 from attnpo.models.scored import ScoredLM
-from attnpo.objectives.base import log_ratios
+from attnpo.models.spec import ModelSpec
+from attnpo.objectives.base import PreferenceObjective, log_ratios
 from attnpo.objectives.twdpo import twdpo_loss
-from attnpo.run.context import run_judge
-from attnpo.run.inputs import Inputs, make_inputs
+from attnpo.run.inputs import Inputs, read_inputs
+from attnpo.run.resolve import resolve
 from attnpo.schema import SIDES, PreferencePair
 from attnpo.system.files import Json, write_whole
 from attnpo.system.machine import device_of
@@ -47,7 +49,8 @@ Record = Mapping[str, Json]
 def record_of(overrides: Sequence[str]) -> Record:
     """Everything the page shows of one pair, rounded to six digits."""
     asked = ["experiment=none", "weights=attention", f"data.train_rows={PAIRS}", f"data.val_rows={PAIRS}"]
-    inputs = make_inputs(load("fit", [*asked, *overrides]))
+    cfg, base, readers, _ = resolve(load("fit", [*asked, *overrides]))
+    inputs = read_inputs(cfg, base, readers)
     pairs = {pair.pair_id: pair for pair in inputs.pairs["val"].pairs}
     example = min(inputs.examples["val"].examples, key=lambda one: sum(len(side.response_ids) for side in one.sides))
     pair = pairs[example.pair_id]
@@ -57,14 +60,13 @@ def record_of(overrides: Sequence[str]) -> Record:
         "question": pair.prompt[-1]["content"],
         "layer": inputs.weighed.source.rows_read()[0],
         "layers": int(inputs.weighed.depth),
-        "prompts": _prompts(inputs, pair),
-        **_trained(inputs, example, pair),
+        "prompts": _prompts(inputs, readers.make_judge(), pair),
+        **_trained(inputs, base.spec, base.tokenizer.pad_token_id or 0, cfg.objective, cfg.optimizer.lr, example, pair),
     }
 
 
-def _prompts(inputs: Inputs, pair: PreferencePair) -> list[Json]:
+def _prompts(inputs: Inputs, judge: RunJudge, pair: PreferencePair) -> list[Json]:
     """Text, verdict and share of attention on the responses of both rounds."""
-    judge = run_judge(inputs.context)
     captured = inputs.weighed.source.select(inputs.weighed.captured[pair.pair_id], inputs.weighed.layers)
     shown: list[Json] = []
     for prompt, heard in zip(judge.prompts.build(pair), captured.rounds, strict=True):
@@ -81,19 +83,24 @@ def _prompts(inputs: Inputs, pair: PreferencePair) -> list[Json]:
     return shown
 
 
-def _trained(inputs: Inputs, example: TrainingExample, pair: PreferencePair) -> dict[str, Json]:
+def _trained(
+    inputs: Inputs,
+    spec: ModelSpec,
+    pad: int,
+    objective: PreferenceObjective,
+    lr: float,
+    example: TrainingExample,
+    pair: PreferencePair,
+) -> dict[str, Json]:
     """Tokens, rows, weights and log-ratios of both responses, and the loss before and after the steps."""
-    cfg, context = inputs.context.cfg, inputs.context
-    spec = context.model
     loaded = load_model(spec.path, dtype="float32", revision=spec.revision).to(device_of("cpu"))  # type: ignore[arg-type]
     reference, policy = ScoredLM(loaded).eval(), ScoredLM(copy.deepcopy(loaded)).eval()
-    pad = context.tokenizer.pad_token_id or 0
     batch = collate([replace(example, reference_logps=None)], padded, pad, 1)
     rows = batch.main
-    objective, beta = cfg.objective, float(getattr(cfg.objective, "beta"))  # noqa: B009
+    beta = float(getattr(objective, "beta"))  # noqa: B009
     with torch.no_grad():
         held = reference(rows.inputs, rows.response_ids, rows.response_mask)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=cfg.optimizer.lr, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=lr, weight_decay=0.0)
     for _ in range(STEPS):
         optimizer.zero_grad()
         objective(policy(rows.inputs, rows.response_ids, rows.response_mask), held, batch).losses.sum().backward()
@@ -122,7 +129,7 @@ def _trained(inputs: Inputs, example: TrainingExample, pair: PreferencePair) -> 
     return {
         "beta": beta,
         "steps": STEPS,
-        "lr": cfg.optimizer.lr,
+        "lr": lr,
         **sides,
         "rewards": [_short(after.chosen_rewards[0]), _short(after.rejected_rewards[0])],
         "plain_rewards": [_short(plain.chosen_rewards[0]), _short(plain.rejected_rewards[0])],

@@ -10,12 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from attnpo.run import memory_check, startup
-from attnpo.run.context import reference_fingerprint, run_judge
-from attnpo.run.inputs import make_inputs
+from attnpo.run import startup
+from attnpo.run.memory import Footprint
 from attnpo.schema import SIDES
 from tests.bad_input.attempts import Attempts
 from tests.models.classes import tiny_folder
+from tests.run.made import make as make_run
+from tests.run.made import make_inputs
 from tests.run.worlds import World
 
 Made = Callable[..., World]
@@ -46,11 +47,12 @@ def test_weigh_and_fit_without_sdpa(kind: str, made: Made, attempts: Attempts) -
     world = made(kind)
     attempts.weigh(world=world).noted("model:", "eager attention (its class has no other)")
     attempts.fit(world=world).noted("weights: 18 of 18 pairs in the store")
-    inputs = make_inputs(world.config())
+    run = make_run(world.config())
+    inputs = run.inputs
     key = inputs.weighed.key
-    assert key["judge"]["kernel"] == "blocks" and reference_fingerprint(inputs.context)["kernel"] == "eager"
+    assert key["judge"]["kernel"] == "blocks" and run.base.fingerprint()["kernel"] == "eager"
     model = AutoModelForCausalLM.from_pretrained(world.model, attn_implementation="eager").eval()
-    prompts = run_judge(inputs.context).prompts
+    prompts = run.readers.make_judge().prompts
     layer = inputs.weighed.layers[0]
     for pair in inputs.pairs["train"].pairs[:2]:
         for prompt, found in zip(prompts.build(pair), inputs.weighed.captured[pair.pair_id].rounds, strict=True):
@@ -138,7 +140,7 @@ def test_an_estimate_that_fails_is_a_warning(attempts: Attempts, monkeypatch: py
     def broken(*given: object, **named: object) -> None:
         raise TypeError("int() argument must be a string or a real number, not 'list'")
 
-    monkeypatch.setattr(memory_check, "training_estimate", broken)
+    monkeypatch.setattr(Footprint, "estimate", broken)
     answer = attempts.fit()
     line = answer.noted("memory is not estimated: ", "not 'list'")
     assert str(attempts.world.model) in line

@@ -15,10 +15,15 @@ from omegaconf import DictConfig, OmegaConf
 
 from attnpo import fit, generate, report
 from attnpo.config.compose import compose, load, typed
+from attnpo.lab.studies import runner
+from attnpo.lab.studies.arms import Composed
+from attnpo.lab.studies.bases import Basis
 from attnpo.lab.studies.fit_config import FitConfig
-from attnpo.lab.studies.runner import finished
-from attnpo.lab.studies.workers import run_point
-from attnpo.run.identity import saved_numbers
+from attnpo.lab.studies.live import Pace
+from attnpo.lab.studies.study import ONLY, Arm, Point, Study
+from attnpo.lab.studies.workers import Workers, run_point
+from attnpo.run.identity import identity_of, saved_numbers
+from attnpo.run.result import RunResult
 from attnpo.run.resume import RESULT
 from attnpo.schema import UserError
 from attnpo.system import files
@@ -110,7 +115,7 @@ def end_of(folder: Path) -> dict[str, Any]:
         "result": result,
         "rows": [without_speed(row) for row in read_metrics(folder / "metrics.csv")],
         "policies": [(folder / name / "model.safetensors").read_bytes() for name in ("best", "last")],
-        "settings": saved_numbers(folder / "config.yaml", load("fit", ["experiment=none"])),
+        "settings": saved_numbers(folder / "config.yaml", identity_of(load("fit", ["experiment=none"])).moveless),
     }
 
 
@@ -277,6 +282,26 @@ def test_files_of_others_beside_a_checkpoint_do_not_matter(runs: Runs, tmp_path:
 # ------------------------------------------------------------------------------------------------ finished runs
 
 
+def finished(runs: Runs, folder: Path) -> RunResult | None:
+    """What a study takes as the result of its only point, whose folder this is; None where it would run it."""
+    point, study = Point(Arm("uniform", ()), (), 0), Study("one", {"uniform": []})
+    so_far = runner._Progress({(ONLY, 0): Basis(ONLY, 0)})
+    own = {(ONLY, "uniform"): Composed(runs.composed, runs.world.overrides(*KEYS))}
+    ran: list[Path] = []
+
+    def execute(jobs: list[tuple[list[str], Path]], *_: Any) -> Iterator[Any]:
+        ran.extend(at for _, at in jobs)
+        yield from ()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "point_folder", lambda *_: folder)
+        patch.setattr(runner, "execute", execute)
+        pace = Pace(folder.parent / "pace.json", "", 1)
+        runner._run_points(Workers(1, None, None, 0), study, [point], own, so_far, folder.parent, pace)
+    assert [*(one for one, _ in so_far.done), *ran] == [folder if ran else point], "taken or run"
+    return dict(so_far.done).get(point)
+
+
 @pytest.mark.parametrize("name", DAMAGES)
 @pytest.mark.parametrize("file", [RESULT, "config.yaml", "digests.json"])
 def test_a_damaged_result_is_none_for_a_study(
@@ -287,9 +312,9 @@ def test_a_damaged_result_is_none_for_a_study(
     folder.mkdir()
     for part in (RESULT, "config.yaml", "digests.json"):
         shutil.copy(runs.unbroken / part, folder / part)
-    assert finished(folder) is not None and not caplog.messages
+    assert finished(runs, folder) is not None and not caplog.messages
     DAMAGES[name](folder / file)
-    assert finished(folder) is None
+    assert finished(runs, folder) is None
     if (file, name) != (RESULT, "removed"):
         (line,) = caplog.messages
         assert str(folder) in line and file in line and "\n" not in line

@@ -19,13 +19,13 @@ from attnpo.lab.studies.fit_config import FitConfig
 from attnpo.lab.testbed import pairs, prepare
 from attnpo.lab.testbed.prepare import REPORT
 from attnpo.run.combinations import CHOICE
-from attnpo.run.context import settle
-from attnpo.run.inputs import make_inputs
 from attnpo.run.models import reference_table, with_reference
+from attnpo.run.resolve import settle
 from attnpo.system.files import SEAL
 from attnpo.system.store import Store
 from attnpo.weigh import main
 from tests.corruption.damages import DAMAGES
+from tests.run.made import make
 from tests.run.worlds import TRAIN, VAL, World, build_world
 
 Files = dict[str, bytes]
@@ -263,10 +263,12 @@ def weigh(world: World, *more: str) -> int:
 
 def numbers(world: World) -> list[float]:
     """Every number that a run on this store would read, in one order."""
-    made = make_inputs(world.config(*ASKED, *SAMPLE))
-    found = [float(score) for score in made.context.prepared[CHOICE]["scores"].values()]
-    for examples in made.examples.values():
-        for example in with_reference(Path(made.context.store.root), reference_table(made.context), examples):
+    made = make(world.config(*ASKED, *SAMPLE))
+    assert made.inputs.layer_choice is not None
+    found = [float(score) for score in made.inputs.layer_choice["scores"].values()]
+    table = reference_table(made.base, made.cfg.lengths)
+    for examples in made.inputs.examples.values():
+        for example in with_reference(Path(made.base.store.root), table, examples):
             assert example.reference_logps is not None
             for row in (*example.weights, *example.reference_logps):
                 found += row.tolist()

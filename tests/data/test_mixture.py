@@ -11,8 +11,8 @@ import pytest
 from attnpo.config.compose import compose, load, read
 from attnpo.data.base import PairSource
 from attnpo.data.mixture import SET, MixedSet
-from attnpo.run.context import open_paths
-from attnpo.run.identity import numbers_of
+from attnpo.run.identity import identity_of
+from attnpo.run.resolve import open_paths
 from attnpo.run.run_config import RunConfig
 from attnpo.schema import UserError
 from tests.bad_input.table import PROPERTY
@@ -123,7 +123,8 @@ def test_a_mixture_needs_no_path_and_says_where_a_problem_is(tmp_path: Path) -> 
     mix = f"data.mix={{chat: {{path: {sheet(tmp_path, 'chat', 8)}, weight: 2}}, code: {{path: X, weight: 1}}}}"
     reading = read(compose("fit", ["setting=real_smoke", "model.path=M", mix, "data.val_share=0.2"]))
     assert [path for path in reading.missing if not reading.is_idle(path)] == []
-    assert open_paths(reading.of(RunConfig)) == []
+    cfg = reading.of(RunConfig)
+    assert open_paths(cfg.model, cfg.data) == []
     wrong = read(compose("fit", ["setting=real_smoke", "model.path=M", "data.mix={chat: {path: X, wieght: 2}}"]))
     assert any("data.mix.chat.wieght: unknown key" in problem for problem in wrong.problems)
 
@@ -131,6 +132,6 @@ def test_a_mixture_needs_no_path_and_says_where_a_problem_is(tmp_path: Path) -> 
 def test_a_run_is_told_by_what_is_mixed_and_not_by_where_it_lies() -> None:
     def numbers(path: str, weight: int) -> dict[str, object]:
         mix = f"data.mix={{chat: {{path: {path}, weight: {weight}}}, code: {{path: Y, weight: 1}}}}"
-        return numbers_of(load("fit", ["setting=real_smoke", "model.path=M", mix]))
+        return identity_of(load("fit", ["setting=real_smoke", "model.path=M", mix])).numbers
 
     assert numbers("here", 2) == numbers("there", 2) != numbers("here", 3)

@@ -14,7 +14,7 @@ import pytest
 
 from attnpo.cli.entry import run_entry
 from attnpo.config.compose import CONFIG_DIR, Root, check, compose, expand, read
-from attnpo.lab.studies.arms import arm_config
+from attnpo.lab.studies.arms import composer_of
 from attnpo.run import combinations as settings
 from attnpo.schema import digest
 from tests.docs.commands import FENCE, PAGES, ROOT, Command, every_command
@@ -232,7 +232,7 @@ def test_a_command_is_sound(command: Command, reader: Path) -> None:
     if name == "fit" and any(word.startswith(("study.", "+study.")) for word in overrides):
         root = read(cfg, complete=False).of(Root)  # the arms are composed from the same overrides
         for arm in root.study.arms.values():
-            arm_config(root, root.study, arm)
+            composer_of(root, root.study).arm(arm)
             break
 
 

@@ -130,7 +130,7 @@ def test_the_page_and_the_last_words_of_a_run_speak_of_no_log_probabilities_and_
     assert result is not None
     page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert "Token weights of the first pairs" in page and "log-prob:" not in page
-    commands = next_commands(cfg, tmp_path / "run")
+    commands = next_commands(cfg.composed, cfg.seed, tmp_path / "run")
     assert len(commands) == 2 and not any("weights=attention" in command for command in commands)
     plain = world.config("weights=uniform", "trainer.max_steps=1", "callbacks=default", "callbacks.samples=0")
     run(plain, tmp_path / "plain")

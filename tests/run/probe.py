@@ -7,7 +7,9 @@ from typing import Any
 from attnpo.data.prepare import EncodedSet
 from attnpo.display.page import Paragraph, Section, TableBlock
 from attnpo.lab.studies.study import MeasuredBy, Outcome
-from attnpo.run.context import RunContext
+from attnpo.run.components import Truth
+from attnpo.run.weighing import Readers
+from attnpo.weights.base import WeightSource
 
 asked: list[str] = []
 
@@ -19,9 +21,16 @@ class Probe:
     value: float = 1.0
     fails: bool = False
 
-    def measure(self, context: RunContext, encoded: dict[str, EncodedSet], folder: Path) -> dict[str, Any]:
+    def measure(
+        self,
+        source: WeightSource,
+        readers: Readers,
+        truth: Truth | None,
+        encoded: dict[str, EncodedSet],
+        folder: Path,
+    ) -> dict[str, Any]:
         """The number of pairs, the config's weights and ``value``."""
-        asked.append(type(context.cfg.weights).__name__)
+        asked.append(type(source).__name__)
         if self.fails:
             raise RuntimeError("nothing to see")
         assert folder.is_dir()

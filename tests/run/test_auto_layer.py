@@ -2,7 +2,8 @@
 
 import json
 import logging
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,52 +11,70 @@ import pytest
 from omegaconf import OmegaConf
 
 from attnpo.data.prepare import EncodedSet, calibration_pairs
+from attnpo.data.reading import read_pairs
 from attnpo.judge.layers import resolve_layer
 from attnpo.lab.auto_layer import LayerChoice, best_layer, standard_error
 from attnpo.lab.measures import AutoLayer
 from attnpo.run.combinations import CHOICE, wants_auto
-from attnpo.run.context import RunContext, make_context
-from attnpo.run.inputs import encode, read_pairs
+from attnpo.run.inputs import encode
+from attnpo.run.resolve import Resolved, resolve
 from attnpo.run.run import run
+from attnpo.run.weighing import Readers
 from attnpo.schema import UserError
+from attnpo.weights.sources.attention import Attention
 from tests.run.worlds import World, build_world, judge_loads
 
-Made = tuple[World, RunContext, dict[str, EncodedSet]]
+Made = tuple[World, Resolved[Any], EncodedSet]
 QUICK = AutoLayer(pairs=4, shares=(0.2,), draws=1)
 
 
-def settle_layer(context: RunContext, encoded: dict[str, EncodedSet]) -> RunContext:
-    return context.cfg.auto_layer.settle(context, encoded)
+@dataclass(frozen=True)
+class Asked:
+    """Weights whose layer is to be found, by some rules, with what they are read with on which pairs."""
+
+    rules: AutoLayer
+    source: Attention
+    readers: Readers
+    train: EncodedSet
+
+    def settle(self) -> tuple[Attention, Mapping[str, Any] | None]:
+        return self.rules.settle(self.source, self.readers, self.train)
+
+    def record(self) -> Mapping[str, Any]:
+        """What is recorded of the layer that is found."""
+        record = self.settle()[1]
+        assert record is not None
+        return record
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     world = build_world(tmp_path_factory.mktemp("world"))
-    context = make_context(world.config("weights=attention", "weights.layer=1"))
-    return world, context, encode(context, read_pairs(context))
+    found = resolve(world.config("weights=attention", "weights.layer=1"))
+    pairs = read_pairs(found.cfg.data, found.cfg.weights, found.base.store)
+    return world, found, encode(pairs, found.base, found.cfg.lengths).encoded["train"]
 
 
-def asking(made: Made, store: Path, **changes: Any) -> RunContext:
-    """The world's context with an own store and ``weights.layer=auto``."""
-    _, context, _ = made
-    cfg = context.cfg.with_value("store", str(store)).with_value("weights.layer", "auto")
-    cfg = cfg.with_component("auto_layer", replace(QUICK, **changes))
-    return replace(context, cfg=cfg, store=type(context.store)(store))
+def asking(made: Made, store: Path, **changes: Any) -> Asked:
+    """The world's weights with an own store and ``weights.layer=auto``."""
+    _, found, train = made
+    base = replace(found.base, store=type(found.base.store)(store))
+    source = replace(found.cfg.weights, layer="auto")
+    return Asked(replace(QUICK, **changes), source, replace(found.readers, base=base), train)
 
 
 def test_the_layer_is_found_once_and_recorded(made: Made, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    context, encoded = asking(made, tmp_path), made[2]
+    asked = asking(made, tmp_path)
     with judge_loads() as loads:
-        found = settle_layer(context, encoded)
+        found, record = asked.settle()
         assert loads
-        layer = found.cfg.weights.layer
-        assert layer in (1, 2) and context.cfg.weights.layer == "auto"
+        layer = found.layer
+        assert layer in (1, 2) and asked.source.layer == "auto"
         loads.clear()
-        again = settle_layer(asking(made, tmp_path), encoded)
+        again, repeated = asking(made, tmp_path).settle()
         assert not loads
-    assert again.cfg.weights.layer == layer
-    record = found.prepared[CHOICE]
+    assert again.layer == layer and record is not None
     assert set(record["scores"]) == {"1", "2"}
     assert record["layer"] == layer == int(max(record["scores"], key=record["scores"].__getitem__))
     assert (record["pairs"], record["left_out"]) == (4, 0) and record["emptied"] >= 0
@@ -64,21 +83,21 @@ def test_the_layer_is_found_once_and_recorded(made: Made, tmp_path: Path, caplog
     assert json.loads(stored.read_text(encoding="utf-8"))["scores"] == record["scores"]
     lines = [line for line in caplog.messages if f"auto is layer {layer} of 2" in line]
     assert len(lines) == 2 and "from the store" in lines[1]
-    assert again.prepared[CHOICE] == record
+    assert repeated == record
 
 
 def test_four_pairs_carry_no_choice_and_every_run_is_told(
     made: Made, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A judge of random weights: no layer matters. The warning stands in the record and comes from the store too."""
-    record = settle_layer(asking(made, tmp_path), made[2]).prepared[CHOICE]
+    record = asking(made, tmp_path).record()
     warned = [line.getMessage() for line in caplog.records if line.levelno == logging.WARNING]
     said = [line for line in warned if line.startswith("weights.layer=auto: ")]
     assert said == [f"weights.layer=auto: {doubt}" for doubt in record["doubts"]]
     assert "the sample of 4 pairs does not tell layers 1 and 2 apart" in "".join(said)
     assert said[-1].endswith("raise auto_layer.pairs")
     caplog.clear()
-    settle_layer(asking(made, tmp_path), made[2])
+    asking(made, tmp_path).settle()
     assert [line.getMessage() for line in caplog.records if line.levelno == logging.WARNING] == said
 
 
@@ -123,9 +142,9 @@ def test_the_standard_error_is_that_of_a_mean() -> None:
 def test_rows_captured_another_way_are_another_choice(
     made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settle_layer(asking(made, tmp_path), made[2])
+    asking(made, tmp_path).settle()
     monkeypatch.setattr("attnpo.lab.auto_layer.CAPTURE_VERSION", "a later one")
-    settle_layer(asking(made, tmp_path), made[2])
+    asking(made, tmp_path).settle()
     assert len(list((tmp_path / CHOICE).glob("*.json"))) == 2
 
 
@@ -135,36 +154,39 @@ def test_the_rules_are_those_of_the_configuration_or_none(made: Made) -> None:
 
 
 def test_other_rules_are_another_choice(made: Made, tmp_path: Path) -> None:
-    first, encoded = settle_layer(asking(made, tmp_path), made[2]), made[2]
-    second = settle_layer(asking(made, tmp_path, pairs=6), encoded)
+    first = asking(made, tmp_path).record()
+    second = asking(made, tmp_path, pairs=6).record()
     sink = asking(made, tmp_path)
-    settle_layer(replace(sink, cfg=sink.cfg.with_value("weights.postprocess.sink_tokens", 0)), encoded)
+    without = replace(sink.source, postprocess=replace(sink.source.postprocess, sink_tokens=0))
+    replace(sink, source=without).settle()
     assert len(list((tmp_path / CHOICE).glob("*.json"))) == 3
-    assert (first.prepared[CHOICE]["pairs"], second.prepared[CHOICE]["pairs"]) == (4, 6)
+    assert (first["pairs"], second["pairs"]) == (4, 6)
 
 
 def test_a_damaged_record_is_computed_anew(made: Made, tmp_path: Path) -> None:
-    first = settle_layer(asking(made, tmp_path), made[2])
+    first = asking(made, tmp_path).record()
     (stored,) = (tmp_path / CHOICE).glob("*.json")
     stored.write_text('{"layer": 1', encoding="utf-8")
-    again = settle_layer(asking(made, tmp_path), made[2])
-    assert again.prepared[CHOICE]["scores"] == first.prepared[CHOICE]["scores"]
-    assert json.loads(stored.read_text(encoding="utf-8"))["layer"] == again.cfg.weights.layer
+    again, record = asking(made, tmp_path).settle()
+    assert record is not None and record["scores"] == first["scores"]
+    assert json.loads(stored.read_text(encoding="utf-8"))["layer"] == again.layer
 
 
 def test_several_processes_do_not_each_look_for_it(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="2 processes"):
-        settle_layer(asking(made, tmp_path), made[2])
+        asking(made, tmp_path).settle()
     monkeypatch.delenv("WORLD_SIZE")
-    alone = settle_layer(asking(made, tmp_path), made[2])
+    alone, _ = asking(made, tmp_path).settle()
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert settle_layer(asking(made, tmp_path), made[2]).cfg.weights.layer == alone.cfg.weights.layer
+    assert asking(made, tmp_path).settle()[0].layer == alone.layer
 
 
 def test_a_number_and_weights_without_layers_are_left_alone(made: Made) -> None:
-    world, context, encoded = made
-    assert settle_layer(context, encoded) is context
+    world, found, train = made
+    source = found.cfg.weights
+    settled, record = found.cfg.auto_layer.settle(source, found.readers, train)
+    assert settled is source and record is None
     assert not wants_auto(world.config("weights=uniform").weights)
 
 
@@ -179,7 +201,7 @@ def test_of_equal_layers_the_deepest_is_taken() -> None:
 
 
 def test_the_sample_does_not_depend_on_the_order_of_a_file(made: Made) -> None:
-    pairs = made[2]["train"].pairs
+    pairs = made[2].pairs
     sample = calibration_pairs(pairs, 5)
     assert sample == calibration_pairs([*pairs[::-1], *pairs], 5)
     assert [pair.pair_id for pair in sample] == sorted(pair.pair_id for pair in pairs)[:5]

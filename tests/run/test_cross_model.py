@@ -1,7 +1,6 @@
 """The attention of another model, with the run's vocabulary or its own: settled, refused, told apart, studied."""
 
 import logging
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,14 +8,19 @@ import torch
 from transformers import CanineTokenizer
 
 from attnpo.config.compose import check, compose, load
+from attnpo.data.built import Prepared
+from attnpo.data.reading import read_pairs
+from attnpo.lab.studies.bases import make_basis
 from attnpo.lab.studies.fit_config import FitConfig
+from attnpo.lab.studies.plan import plan_study
 from attnpo.lab.studies.runner import run_study
+from attnpo.lab.testbed.prepare import Testbed
 from attnpo.lab.testbed.pretrain import new_model
 from attnpo.lab.testbed.tokenizer import build_tokenizer
-from attnpo.run.context import make_context, settle_judge
-from attnpo.run.inputs import encode, make_inputs, read_pairs
-from attnpo.run.weighing import weigh
+from attnpo.run.inputs import encode
+from attnpo.run.resolve import resolve, settle
 from attnpo.schema import UserError
+from tests.run.made import make, make_inputs
 from tests.run.worlds import GRAMMAR, RECIPE, World, build_world
 
 CARRIED = ("align.method=${other_judge.align}", "objective.length_from=${other_judge.length_from}")
@@ -42,42 +46,57 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_judge(tmp_path_factory.mktemp("judge"), seed=8)
 
 
-def on_testbed(store: Path, *more: str) -> FitConfig:
+def tiny_testbed(store: Path) -> list[str]:
+    """What makes the second base of the testbed a tiny one."""
     tiny = {"layers": 1, "width": 16, "heads": 2, "mlp": 16, "steps": 2, "max_steps": 2, "judge_rows": 1}
     tiny |= {"answer_rows": 1, "score_rows": 1, "judge_pairs": 2, "judge_gate": 0.0}  # type: ignore[dict-item]
     small = [f"++prepare.second.base.{key}={value}" for key, value in tiny.items()]
-    return load("fit", ["setting=testbed", "experiment=none", "judge=other", f"store={store}", *small, *more])
+    return ["setting=testbed", f"store={store}", *small]
+
+
+def on_testbed(store: Path, *more: str) -> FitConfig:
+    return load("fit", [*tiny_testbed(store), "experiment=none", "judge=other", *more])
+
+
+@pytest.fixture
+def built(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The testbed's own base and pairs are the world's."""
+    monkeypatch.setattr(Testbed, "prepare", lambda self, root: Prepared(world.model, world.data, {}, reused=True))
 
 
 # ---- settling ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("built")
 def test_the_testbed_builds_its_second_base_for_the_other_judge(tmp_path: Path) -> None:
     cfg = on_testbed(tmp_path)
-    settled, report = settle_judge(cfg)
+    settled, found = settle(cfg)
+    report = found["second"]
     path = Path(settled.judge.path)
     assert path.is_relative_to(tmp_path / "prepared") and (path / "model.safetensors").is_file()
     assert settled.other_judge.path == settled.judge.path and cfg.judge.path is None
     assert report["seed"] == cfg.seed + cfg.prepare.second.seed_offset and not report["reused"]
-    again, report = settle_judge(cfg)
-    assert again.judge.path == settled.judge.path and report["reused"]
+    again, found = settle(cfg)
+    assert again.judge.path == settled.judge.path and found["second"]["reused"]
 
 
+@pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("override", ["judge=testbed", "other_judge.path=FOLDER", "weights=uniform"])
 def test_nothing_is_built_for_another_judge_that_is_not_asked_for(tmp_path: Path, override: str) -> None:
     overrides = [] if override.startswith("judge=") else [override]
-    cfg = on_testbed(tmp_path, *overrides)
+    cfg = on_testbed(tmp_path, *overrides, "model.path=MODEL", "data.path=PAIRS")
     if not overrides:
         cfg = cfg.with_value("judge.other", False)  # what judge=testbed says
-    settled, report = settle_judge(cfg)
-    assert settled == cfg and report == {} and not list(tmp_path.iterdir())
+    settled, report = settle(cfg)
+    assert settled == cfg and report == {"reused": True} and not list(tmp_path.iterdir())
 
 
+@pytest.mark.usefixtures("built")
 def test_another_judge_without_a_path_is_refused_before_anything_is_computed(world: World, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"other_judge\.path is null: set other_judge\.path=FOLDER"):
-        make_context(world.config("weights=attention", *ANOTHER))
+        resolve(world.config("weights=attention", *ANOTHER))
     with pytest.raises(UserError, match=r"prepare\.second is null.* set other_judge\.path"):
-        settle_judge(load("fit", ["setting=testbed", "judge=other", "prepare.second=null", f"store={tmp_path}"]))
+        settle(load("fit", ["setting=testbed", "judge=other", "prepare.second=null", f"store={tmp_path}"]))
     with pytest.raises(UserError, match="another model than the run's own"):
         build_room(world.config("weights=attention").with_value("judge.other", True))
 
@@ -85,8 +104,8 @@ def test_another_judge_without_a_path_is_refused_before_anything_is_computed(wor
 def build_room(cfg: FitConfig) -> None:
     from attnpo.judge.judge import RunJudge
 
-    context = make_context(load("fit", [*cfg.composed.overrides, "weights=uniform"]))
-    RunJudge(cfg.judge, context.model, context.chat)
+    base = resolve(load("fit", [*cfg.composed.overrides, "weights=uniform"])).base
+    RunJudge(cfg.judge, base.spec, base.chat)
 
 
 def test_a_judge_whose_tokenizer_gives_no_characters_is_refused_before_the_data_are_read(
@@ -98,36 +117,37 @@ def test_a_judge_whose_tokenizer_gives_no_characters_is_refused_before_the_data_
     CanineTokenizer().save_pretrained(slow)
     cfg = world.config("weights=attention", *ANOTHER, f"other_judge.path={slow}", "data.path=/nowhere")
     with pytest.raises(UserError, match=r"judge\.path=.*slow: expected a fast tokenizer.*CanineTokenizer"):
-        make_context(cfg)
+        resolve(cfg)
 
 
 # ---- tokens ------------------------------------------------------------------------------------------------
 
 
 def test_weights_of_another_vocabulary_reach_every_training_token(world: World, judge: Path) -> None:
-    inputs = make_inputs(world.config("weights=attention", *ANOTHER, *BY_CHARACTERS, f"other_judge.path={judge}"))
+    made = make(world.config("weights=attention", *ANOTHER, *BY_CHARACTERS, f"other_judge.path={judge}"))
+    inputs = made.inputs
     own = make_inputs(world.config("weights=attention"))
     assert inputs.weighed.key != own.weighed.key
     for split in ("train", "val"):
         assert len(inputs.examples[split].examples) == len(own.examples[split].examples)
         assert inputs.examples[split].unmatched_tokens == 0
     captured = next(iter(inputs.weighed.captured.values())).rounds[0].chosen
-    assert int(captured.token_ids.max()) >= len(inputs.context.tokenizer)  # ids of the judge, not of the policy
+    assert int(captured.token_ids.max()) >= len(made.base.tokenizer)  # ids of the judge, not of the policy
 
 
 def test_ids_of_two_vocabularies_are_never_matched(world: World, judge: Path) -> None:
     with pytest.raises(UserError, match=r"another vocabulary.*align\.method=characters"):
-        make_context(world.config("weights=attention", *ANOTHER, f"other_judge.path={judge}"))
+        resolve(world.config("weights=attention", *ANOTHER, f"other_judge.path={judge}"))
 
 
 def test_counting_the_tokens_of_another_vocabulary_is_warned_of_once(
     world: World, judge: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     cfg = world.config("weights=attention", *ANOTHER, "other_judge.align=characters", f"other_judge.path={judge}")
-    with caplog.at_level(logging.WARNING, logger="attnpo.run.context"):
-        make_context(cfg)
-        make_context(cfg)
-        make_context(world.config("weights=attention", *ANOTHER, *BY_CHARACTERS, f"other_judge.path={judge}"))
+    with caplog.at_level(logging.WARNING, logger="attnpo.run.startup"):
+        resolve(cfg)
+        resolve(cfg)
+        resolve(world.config("weights=attention", *ANOTHER, *BY_CHARACTERS, f"other_judge.path={judge}"))
     found = [record.getMessage() for record in caplog.records if "length_from=source" in record.getMessage()]
     assert len(found) == 1 and str(judge) in found[0]
 
@@ -147,8 +167,11 @@ def test_the_stored_rows_of_two_judges_are_told_apart_by_their_weights(world: Wo
     keys = []
     for seed in (1, 2, 1):
         path = save_judge(tmp_path / "judge", seed)
-        context = make_context(world.config("weights=attention", *ANOTHER, *BY_CHARACTERS, f"other_judge.path={path}"))
-        keys.append(weigh(context, encode(context, read_pairs(context))).key)
+        cfg, base, readers, _ = resolve(
+            world.config("weights=attention", *ANOTHER, *BY_CHARACTERS, f"other_judge.path={path}")
+        )
+        pairs = read_pairs(cfg.data, cfg.weights, base.store)
+        keys.append(readers.weigh(cfg.weights, encode(pairs, base, cfg.lengths).encoded).key)
     assert keys[0] == keys[2] != keys[1]
 
 
@@ -196,10 +219,17 @@ def test_the_study_runs_with_two_vocabularies(world: World, judge: Path, tmp_pat
     assert len({result.metrics["val/loss"] for _, result in outcome.points}) == 4
 
 
-def test_a_study_on_the_testbed_settles_its_second_base_while_judging(world: World, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("built")
+def test_a_study_on_the_testbed_settles_its_second_base_while_judging(tmp_path: Path) -> None:
     """An arm's config comes unsettled to the judge pass; the second base is found there."""
-    cfg = on_testbed(tmp_path, *CARRIED, *BY_CHARACTERS, f"model.path={world.model}", f"data.path={world.data}")
-    plain = make_context(world.config("weights=uniform", f"store={tmp_path}"))
-    cfg = cfg.with_value("data.val_split", plain.cfg.data.val_split)
-    weighed = weigh(replace(plain, cfg=cfg), encode(plain, read_pairs(plain)))
-    assert weighed.depth == 1 and weighed.report is not None and weighed.report.computed > 0
+    configs = tmp_path / "configs"
+    (configs / "experiment").mkdir(parents=True)
+    (configs / "experiment" / "small.yaml").write_text(SMALL, encoding="utf-8")
+    store = tmp_path / "store"
+    words = ("experiment=small", "seeds=1", "data.val_split=test", "trainer.accelerator=cpu", *BY_CHARACTERS)
+    basis = make_basis(plan_study(load("fit", [*tiny_testbed(store), *words], configs)), 0)
+    assert not basis.lost
+    assert basis.depths == {"uniform": 0, "attention": 2, "other judge": 1, "other judge shuffled": 1}
+    (second,) = (store / "prepared").glob("base-*")
+    assert (second / "model.safetensors").is_file()
+    assert basis.keys["other judge"] != basis.keys["attention"] and basis.cost.judge is not None

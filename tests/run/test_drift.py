@@ -1,6 +1,7 @@
 """Where a run's policy moved, through whole runs on a tiny world: with and without a truth, and where nothing moved."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,13 +12,13 @@ from attnpo.lab import drift
 from attnpo.lab.analysis.freedom import alone
 from attnpo.lab.measures import DriftSettings
 from attnpo.models.scored import ScoredLM
-from attnpo.run.inputs import Inputs, make_inputs
 from attnpo.run.models import load_policy
 from attnpo.run.other_pairs import weigh_others
 from attnpo.run.recall import forget, remembering
 from attnpo.run.result import RunResult
 from attnpo.run.run import run
 from attnpo.schema import PreferencePair, RowGroup, TokenStats, UserError
+from tests.run.made import Made, make
 from tests.run.worlds import World, build_world
 
 DRIFT = ("drift.pairs=4", "drift.train_pairs=8", "drift.answers=5")
@@ -39,9 +40,9 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[list[PreferencePair]]:
 
     measure = DriftSettings.measure
 
-    def measured(settings: DriftSettings, inputs: Inputs, policy: ScoredLM, sampled: list[PreferencePair]) -> object:
-        seen.append(list(sampled))
-        return measure(settings, inputs, policy, sampled)
+    def measured(settings: DriftSettings, *trained: Any) -> object:
+        seen.append(list(trained[-1]))
+        return measure(settings, *trained)
 
     monkeypatch.setattr(DriftSettings, "measure", measured)
     return seen
@@ -119,20 +120,25 @@ def test_without_a_truth_the_pairs_are_measured(world: World, tmp_path: Path) ->
 
 
 @pytest.fixture
-def inputs(world: World) -> Inputs:
-    return make_inputs(world.config(*RUN))
+def made(world: World) -> Made:
+    return make(world.config(*RUN))
 
 
-def test_a_policy_that_was_not_trained_has_not_moved(inputs: Inputs) -> None:
-    found = inputs.context.cfg.drift.measure(inputs, load_policy(inputs.context), [])
+def drift_of(made: Made, sampled: list[PreferencePair]) -> dict[str, Any]:
+    """What is measured of a policy that was not trained."""
+    cfg, policy = made.cfg, load_policy(made.base)
+    return cfg.drift.measure(policy, made.inputs, made.readers, cfg.objective, cfg.reference, cfg.truth, sampled)
+
+
+def test_a_policy_that_was_not_trained_has_not_moved(made: Made) -> None:
+    found = drift_of(made, [])
     assert found["pairs"]["kl"] == 0 and set(found["displacement"].values()) == {0.0}
     assert found["ranking_accuracy"] == {"train": 0.5, "validation": 0.5}
 
 
 def beta_of(world: World, *overrides: str) -> tuple[dict[str, float], list[TrainingExample]]:
-    inputs = make_inputs(world.config("callbacks=none", *DRIFT, *overrides))
-    found = inputs.context.cfg.drift.measure(inputs, load_policy(inputs.context), [])
-    return found["effective_beta"], inputs.examples["train"].examples
+    made = make(world.config("callbacks=none", *DRIFT, *overrides))
+    return drift_of(made, [])["effective_beta"], made.inputs.examples["train"].examples
 
 
 def test_the_beta_of_a_token_is_what_the_objective_multiplies_it_by(world: World) -> None:
@@ -147,13 +153,17 @@ def test_the_beta_of_a_token_is_what_the_objective_multiplies_it_by(world: World
     assert shares["max"] == pytest.approx(max(0.3 * float(row.max()) for row, _ in rows), rel=1e-5)
 
 
+def weighed_again(made: Made, pairs: list[PreferencePair]) -> list[TrainingExample]:
+    return weigh_others(made.inputs.recipe, made.inputs.weighed, made.readers, pairs)
+
+
 def test_an_answer_the_judge_cannot_be_shown_counts_without_weights(
-    inputs: Inputs, monkeypatch: pytest.MonkeyPatch
+    made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair = inputs.pairs["val"].pairs[0]
+    pair = made.inputs.pairs["val"].pairs[0]
     empty = PreferencePair.make(pair.prompt, "", pair.rejected)
     same = PreferencePair.make(pair.prompt, pair.chosen, pair.chosen)  # a policy that answers as its base did
-    found = weigh_others(inputs, [pair, empty, same])
+    found = weighed_again(made, [pair, empty, same])
     assert [example.pair_id for example in found] == [pair.pair_id, empty.pair_id, same.pair_id]
     assert bool(found[2].weights[0].any())
     assert bool(found[0].weights[0].any()) and not bool(found[1].weights[0].any())
@@ -173,17 +183,17 @@ def test_an_answer_the_judge_cannot_be_shown_counts_without_weights(
     ids=lambda value: str(value[0]) if isinstance(value, list) else "",
 )
 def test_sampled_answers_are_weighed_as_the_pairs_are(world: World, overrides: list[str], classes: int) -> None:
-    inputs = make_inputs(world.config(*RUN, TRUTH, *overrides))
+    made = make(world.config(*RUN, TRUTH, *overrides))
     files = {path: path.stat().st_mtime_ns for path in world.store.rglob("*")}
-    found = inputs.context.cfg.drift.measure(inputs, load_policy(inputs.context), inputs.pairs["val"].pairs)
+    found = drift_of(made, made.inputs.pairs["val"].pairs)
     assert [len(found[part]["classes"]) for part in ("pairs", "answers")] == [classes, classes]
     assert ("effective_beta" in found) is (classes == 4)
     assert {path: path.stat().st_mtime_ns for path in world.store.rglob("*")} == files
 
 
-def test_pairs_weighed_once_more_get_the_weights_they_have(inputs: Inputs) -> None:
-    again = weigh_others(inputs, inputs.pairs["val"].pairs)
-    for one, other in zip(again, inputs.examples["val"].examples, strict=True):
+def test_pairs_weighed_once_more_get_the_weights_they_have(made: Made) -> None:
+    again = weighed_again(made, made.inputs.pairs["val"].pairs)
+    for one, other in zip(again, made.inputs.examples["val"].examples, strict=True):
         assert one.pair_id == other.pair_id and one.lengths == other.lengths
         for new, old in zip(one.weights, other.weights, strict=True):
             torch.testing.assert_close(new, old, rtol=1e-4, atol=1e-6)

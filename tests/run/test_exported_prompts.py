@@ -11,10 +11,10 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from attnpo.config.compose import load
 from attnpo.evaluation.answers.answering import answer_prompts, described
 from attnpo.models.loading import load_tokenizer
-from attnpo.run.inputs import Inputs, make_inputs
-from attnpo.run.report import make_exporter
+from attnpo.run.report import card_facts, make_exporter
 from attnpo.run.run import run
 from attnpo.schema import UserError
+from tests.run.made import Made, make, make_inputs
 from tests.run.worlds import World, build_world
 from tests.text.formats import PLAIN
 
@@ -45,26 +45,32 @@ def exported_ids(folder: Path) -> list[int]:
     return ids
 
 
-def inputs_of(world: World, template: str | None, folder: Path) -> Inputs:
+def made_of(world: World, template: str | None, folder: Path) -> Made:
     more = ["weights=uniform"]
     if template is not None:
         (folder / "chat.jinja").write_text(template)
         more.append(f"model.chat_template={folder / 'chat.jinja'}")
-    return make_inputs(world.config(*more))
+    return make(world.config(*more))
+
+
+def export(made: Made, folder: Path) -> None:
+    """Writes the model that training starts from as a run would its policy."""
+    spec, chat = made.base.spec, made.base.chat
+    exporter = make_exporter(spec, chat, None, card_facts(made.cfg, spec, made.inputs))
+    exporter.export(LlamaForCausalLM.from_pretrained(spec.path), folder)
 
 
 @pytest.mark.parametrize("template", [None, PLAIN, ZEPHYR], ids=["with BOS", "plain", "zephyr"])
 @pytest.mark.parametrize("world", TOKENIZERS, indirect=True)
 def test_the_exported_template_gives_the_ids_of_training(world: World, template: str | None, tmp_path: Path) -> None:
-    inputs = inputs_of(world, template, tmp_path)
-    chat = inputs.context.chat
+    made = made_of(world, template, tmp_path)
+    chat = made.base.chat
     assert (chat.inference_template() == chat.chat_template) == (template is None)
-    model = LlamaForCausalLM.from_pretrained(world.model)
-    make_exporter(inputs).export(model, tmp_path / "out")
+    export(made, tmp_path / "out")
     ids = chat.prompt_ids(QUESTION)
     assert ids.count(chat.tokenizer.bos_token_id) == 1 and exported_ids(tmp_path / "out") == ids
     assert ("so the exported chat template writes it" in (tmp_path / "out/README.md").read_text()) == bool(template)
-    assert inputs.context.tokenizer.chat_template == chat.chat_template, "the run's own tokenizer stays as it is"
+    assert made.base.tokenizer.chat_template == chat.chat_template, "the run's own tokenizer stays as it is"
 
 
 THINKS = "{{ '/off ' if enable_thinking is defined and not enable_thinking }}" + PLAIN
@@ -78,13 +84,13 @@ def test_options_of_the_template_are_exported_and_told(
     """From the command line to the exported folder, whose template alone gives the prompts of training."""
     (tmp_path / "chat.jinja").write_text(NO_SYSTEM + THINKS)
     given = ["weights=uniform", f"model.chat_template={tmp_path / 'chat.jinja'}"]
-    plain = make_inputs(world.config(*given)).context.chat
+    plain = make(world.config(*given)).base.chat
     options = ["model.chat_template_kwargs={enable_thinking: false}", "model.fold_system=true"]
-    inputs = make_inputs(world.config(*given, *options))
-    chat = inputs.context.chat
+    made = make(world.config(*given, *options))
+    chat = made.base.chat
     assert chat.render(QUESTION, True) == "/off " + plain.render(QUESTION, True)
     with caplog.at_level(logging.INFO):
-        make_exporter(inputs).export(LlamaForCausalLM.from_pretrained(world.model), tmp_path / "out")
+        export(made, tmp_path / "out")
     words = 'template sets what training had: model.chat_template_kwargs={"enable_thinking": false}, model.fold_system='
     assert words in caplog.text and words in (tmp_path / "out/README.md").read_text()
     assert exported_ids(tmp_path / "out") == chat.prompt_ids(QUESTION)

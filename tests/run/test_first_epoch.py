@@ -11,12 +11,11 @@ import pytest
 from attnpo.lab.studies.fit_config import FitConfig
 from attnpo.run import training
 from attnpo.run.combinations import require_reference
-from attnpo.run.context import make_context
-from attnpo.run.inputs import inputs_on
 from attnpo.run.models import load_reference, reference_table
 from attnpo.run.run import run
 from attnpo.schema import UserError
 from attnpo.training.metrics_file import read_metrics
+from tests.run.made import make
 from tests.run.worlds import TRAIN, VAL, World, build_world
 from tests.training.processes import in_two_processes
 
@@ -53,9 +52,10 @@ def losses(folder: Path, name: str) -> list[float]:
 
 def stored(cfg: FitConfig) -> int:
     """The pairs of both splits whose reference log-probabilities lie in the store."""
-    inputs = inputs_on(make_context(cfg))
-    ids = {example.pair_id for made in inputs.examples.values() for example in made.examples}
-    return len(ids) - len(reference_table(inputs.context).missing(list(ids), ["chosen", "rejected"]))
+    made = make(cfg)
+    ids = {example.pair_id for part in made.inputs.examples.values() for example in part.examples}
+    table = reference_table(made.base, made.cfg.lengths)
+    return len(ids) - len(table.missing(list(ids), ["chosen", "rejected"]))
 
 
 def test_the_second_epoch_reads_what_the_first_has_stored(

@@ -9,10 +9,9 @@ from transformers import LagunaConfig
 from attnpo.judge.layers import HeadRow
 from attnpo.judge.reader import CausalJudge
 from attnpo.models.loading import load_model, model_heads
-from attnpo.run.context import run_judge
-from attnpo.run.inputs import Inputs, make_inputs
 from attnpo.schema import SIDES, UserError
 from attnpo.weights.postprocess import Postprocess
+from tests.run.made import Made, make, make_inputs
 from tests.run.worlds import TRAIN, VAL, World, build_world, judge_loads
 
 
@@ -28,12 +27,12 @@ def world(template: World, tmp_path: Path) -> World:
     return World(template.model, template.data, tmp_path / "store")
 
 
-def direct_rows(inputs: Inputs, world: World) -> dict[str, list[dict[str, torch.Tensor]]]:
+def direct_rows(made: Made, world: World) -> dict[str, list[dict[str, torch.Tensor]]]:
     """Rows [layers heads n] of both rounds of every pair, straight from the model."""
-    room = run_judge(inputs.context)
+    room, pairs = made.readers.make_judge(), made.inputs.pairs
     judge = CausalJudge(load_model(world.model))
     found = {}
-    for pair in (*inputs.pairs["train"].pairs, *inputs.pairs["val"].pairs):
+    for pair in (*pairs["train"].pairs, *pairs["val"].pairs):
         rounds = []
         for prompt in room.prompts.build(pair):
             (reading,) = judge.read([prompt.input_ids], layers=(1, 2), per_head=True, verdict=False)
@@ -44,10 +43,11 @@ def direct_rows(inputs: Inputs, world: World) -> dict[str, list[dict[str, torch.
 
 def test_chosen_heads_train_on_their_own_rows_and_others_are_a_re_read(world: World) -> None:
     with judge_loads() as loaded:
-        first = make_inputs(world.config("weights.heads=[1]", "weights.layer=2"))
+        made = make(world.config("weights.heads=[1]", "weights.layer=2"))
+    first = made.inputs
     assert len(loaded) == 1
     assert first.weighed.report is not None and first.weighed.report.computed == TRAIN + VAL
-    direct = direct_rows(first, world)
+    direct = direct_rows(made, world)
     checks = [(first, [1], [0])]
     with judge_loads() as loaded:
         other = make_inputs(world.config("weights.heads=[2]", "weights.layer=1"))

@@ -9,8 +9,9 @@ import pytest
 from attnpo.config.compose import CONFIG_DIR, as_yaml, load
 from attnpo.lab.studies.arms import point_folder
 from attnpo.lab.studies.bases import make_basis
+from attnpo.lab.studies.plan import plan_study
 from attnpo.lab.studies.study import Arm, Point
-from attnpo.run.identity import by_class, numbers_of, saved_numbers
+from attnpo.run.identity import by_class, identity_of, saved_numbers
 from attnpo.run.resume import check_same
 from attnpo.schema import UserError
 from attnpo.system import source_digest as sources
@@ -85,7 +86,8 @@ def test_what_counts_asks_what_shows_results_for_pages_alone() -> None:
         ("run/report.py", "display/heatmap.py"),
         ("run/report.py", "display/page.py"),
         ("run/report.py", "display/tables.py"),
-        ("lab/studies/plan.py", "lab/studies/benchmarks.py"),  # refuses what could not be measured
+        ("lab/studies/plan.py", "lab/studies/benchmark_settings.py"),  # refuses what could not be measured
+        ("lab/studies/runner.py", "lab/studies/benchmark_settings.py"),  # the same, once the base is there
         ("lab/studies/runner.py", "lab/studies/benchmarks.py"),  # measures what the points have left
         ("lab/studies/runner.py", "lab/studies/exports.py"),  # sets callbacks, which count as any key does
         ("lab/studies/runner.py", "lab/studies/predictions.py"),  # keeps what was predicted, before any point runs
@@ -113,7 +115,7 @@ def test_changed_code_of_the_reference_is_another_basis_for_the_points(
 ) -> None:
     """As a study lays it: its points lie in folders named by these facts."""
     cfg = build_world(tmp_path).config("experiment=quickstart")
-    study = cfg.study
+    plan = plan_study(cfg)
     monkeypatch.setattr(sources, "PACKAGE", package)
     codes = []
     for name in (None, "report.py", "run/models.py"):
@@ -121,7 +123,7 @@ def test_changed_code_of_the_reference_is_another_basis_for_the_points(
             with (package / name).open("a", encoding="utf-8") as file:
                 file.write("# changed\n")
         source_digest.cache_clear()
-        codes.append(make_basis(cfg, study, 0).facts["code"])
+        codes.append(make_basis(plan, 0).facts["code"])
     source_digest.cache_clear()
     assert codes[0] == codes[1] != codes[2]
     assert {"torch", "tokenizers", "numpy"} <= codes[0].keys()
@@ -132,7 +134,7 @@ def test_changed_code_of_the_reference_is_another_basis_for_the_points(
 
 def folder_of(*overrides: str) -> str:
     cfg = load("fit", ["setting=testbed", "experiment=none", *overrides])
-    return point_folder(Path(), Point(Arm("arm", ()), (), 0), cfg, {}).name
+    return point_folder(Path(), Point(Arm("arm", ()), (), 0), identity_of(cfg).result, {}).name
 
 
 def test_a_run_saved_when_studies_were_a_group_of_their_own_is_the_same_run(tmp_path: Path) -> None:
@@ -144,11 +146,12 @@ def test_a_run_saved_when_studies_were_a_group_of_their_own_is_the_same_run(tmp_
     composed = {"overrides": ["setting=testbed", "study=none", "weights=attention"], "choices": choices}
     old = {**cfg.values, "grid": grid, "grids": {"beta_sweep": grid}, "composed": composed}
     (tmp_path / "config.yaml").write_text(as_yaml(old), encoding="utf-8")
-    stored = saved_numbers(tmp_path / "config.yaml", cfg)
-    check_same(stored, numbers_of(cfg), tmp_path)
-    assert stored == numbers_of(cfg)
+    identity = identity_of(cfg)
+    stored = saved_numbers(tmp_path / "config.yaml", identity.moveless)
+    check_same(stored, identity.numbers, tmp_path)
+    assert stored == identity.numbers
     with pytest.raises(UserError, match=r"resume: optimizer\.lr was"):
-        check_same(stored, numbers_of(load("fit", ["experiment=none", "optimizer.lr=1"])), tmp_path)
+        check_same(stored, identity_of(load("fit", ["experiment=none", "optimizer.lr=1"])).numbers, tmp_path)
 
 
 @pytest.mark.parametrize("key", ["judge.template_file", "model.chat_template", "model.fallback_template"])
@@ -169,7 +172,8 @@ def test_a_file_that_happens_to_be_called_as_a_value_is_does_not_count(
     asked = ("weights=attention", "judge.template_file=judge/testbed.txt")
     before = folder_of(*asked)
     cfg = load("fit", ["setting=testbed", "experiment=none", *asked])
-    words = {value for key, value in numbers_of(cfg).items() if isinstance(value, str) and "/" not in value}
+    numbers = identity_of(cfg).numbers
+    words = {value for value in numbers.values() if isinstance(value, str) and "/" not in value}
     assert {"prompt", "validation", "constant", "sdpa"} <= words
     for word in words:
         (tmp_path / word).write_text("a file", encoding="utf-8")
@@ -185,7 +189,7 @@ def test_a_component_from_elsewhere_may_name_a_file_by_any_key(tmp_path: Path, m
     found = []
     for text in ("{}", "[]"):
         table.write_text(text, encoding="utf-8")
-        found.append(point_folder(Path(), Point(Arm("arm", ()), (), 0), cfg, {}).name)
+        found.append(point_folder(Path(), Point(Arm("arm", ()), (), 0), identity_of(cfg).result, {}).name)
     assert found[0] != found[1]
 
 
@@ -207,7 +211,7 @@ def test_the_source_of_a_component_from_elsewhere_counts(tmp_path: Path, monkeyp
     found = []
     for text in ("class Mine: scale = 1\n", "class Mine: scale = 2\n"):
         (tmp_path / "my_transforms.py").write_text(text, encoding="utf-8")
-        found.append(point_folder(Path(), point, cfg, {}).name)
+        found.append(point_folder(Path(), point, identity_of(cfg).result, {}).name)
     assert found[0] != found[1]
 
 

@@ -22,10 +22,10 @@ from attnpo.lab.testbed.tokenizer import build_tokenizer
 from attnpo.models.loading import load_tokenizer
 from attnpo.models.spec import ModelSpec
 from attnpo.run.folders import saved_config
-from attnpo.run.inputs import make_inputs
 from attnpo.run.run import run as make_run
 from attnpo.schema import EncodedResponse, UserError
 from attnpo.text.chat import ChatFormat
+from tests.run.made import make_inputs
 from tests.run.worlds import GRAMMAR, RECIPE, World, build_world
 
 

@@ -17,17 +17,21 @@ from attnpo.models.loading import load_config
 from attnpo.models.shape import Shape
 from attnpo.models.spec import LoraSpec, ModelSpec
 from attnpo.run import startup
-from attnpo.run.context import log_model, make_context
 from attnpo.run.folders import store_root
-from attnpo.run.input_summary import example_statistics, log_inputs
-from attnpo.run.inputs import make_inputs
-from attnpo.run.startup import announce, log_once, opening
+from attnpo.run.input_summary import example_statistics, log_inputs, log_plan, require_budgets, require_examples
+from attnpo.run.inputs import Inputs
+from attnpo.run.memory import footprint
+from attnpo.run.resolve import log_model, resolve
+from attnpo.run.run import run
+from attnpo.run.run_config import RunConfig
+from attnpo.run.startup import announce, log_once
 from attnpo.schema import UserError
 from attnpo.system import machine, processes
 from attnpo.system.files import in_bytes
 from attnpo.system.machine import versions
 from attnpo.system.store import Store
 from attnpo.training.processes import planned_processes
+from tests.run.made import make, make_inputs
 from tests.run.worlds import TRAIN, VAL, World, build_world, judge_loads
 
 PAIRS = TRAIN + VAL
@@ -46,12 +50,36 @@ def nothing_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixtu
         yield
 
 
+def opening(
+    caplog: pytest.LogCaptureFixture, command: str, cfg: RunConfig, folder: Path | None, budget: str | None = None
+) -> list[str]:
+    """What a command says before anything is loaded."""
+    caplog.clear()
+    announce(command, cfg, folder, budget)
+    return [record.getMessage() for record in caplog.records]
+
+
+def tell(cfg: RunConfig) -> Inputs:
+    """The inputs of a configuration, with the account of them that a run gives before it trains."""
+    made = make(cfg)
+    cfg, inputs = made.cfg, made.inputs
+    log_inputs(inputs)
+    for split, examples in inputs.examples.items():
+        require_examples(split, examples, planned_processes(cfg.trainer))
+    batch = footprint(cfg).least
+    require_budgets(inputs.examples, cfg.layout, batch)
+    log_plan(inputs.examples["train"], batch, cfg.trainer, cfg.callbacks, made.base.tokenizer)
+    return inputs
+
+
 # ------------------------------------------------------------------------------------------------ before anything loads
 
 
-def test_the_opening_says_in_six_lines_what_is_about_to_be_done(world: World, tmp_path: Path) -> None:
+def test_the_opening_says_in_six_lines_what_is_about_to_be_done(
+    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     given = world.overrides(f"store={tmp_path}", "transform=shuffled")
-    lines = list(opening("fit", load("fit", given), tmp_path / "run"))
+    lines = opening(caplog, "fit", load("fit", given), tmp_path / "run")
     assert lines == [
         "fit       one run, setting real_smoke",
         f"model     {world.model}; reference live",
@@ -60,13 +88,13 @@ def test_the_opening_says_in_six_lines_what_is_about_to_be_done(world: World, tm
         "objective twdpo, beta 0.1, learning rate 0.0001",
         f"budget    1 epoch; seed 0, CPU; results in {tmp_path / 'run'} (all settings: config.yaml)",
     ]
-    weigh = list(opening("weigh", load("weigh", given), None))
+    weigh = opening(caplog, "weigh", load("weigh", given), None)
     assert weigh[0].startswith("weigh ") and weigh[5] == f"results   in the store {tmp_path}"
 
 
-def test_a_study_is_announced_by_what_it_compares() -> None:
+def test_a_study_is_announced_by_what_it_compares(caplog: pytest.LogCaptureFixture) -> None:
     cfg = load("fit", ["experiment=layer_sweep", "seeds=2"])
-    lines = list(opening("fit", cfg, Path("out"), "as planned"))
+    lines = opening(caplog, "fit", cfg, Path("out"), "as planned")
     assert len(lines) == 6 and lines[0].startswith("fit       study layer_sweep: One layer of judge attention")
     assert lines[3] == "weights   each arm's own" and "each arm's grid: lr [2.5e-05, 5e-05]" in lines[4]
     assert lines[1].startswith("model     built by testbed") and lines[5].startswith("budget    as planned; ")
@@ -109,7 +137,7 @@ def test_sizes_are_for_readers() -> None:
 
 
 def test_a_store_that_is_a_number_is_a_folder_of_that_name() -> None:
-    assert store_root(load("fit", ["store=3"])) == Path("3")
+    assert store_root(load("fit", ["store=3"]).store) == Path("3")
 
 
 # ------------------------------------------------------------------------------------------------ who reports
@@ -176,7 +204,7 @@ def test_the_estimate_covers_what_is_written(world: World, tmp_path: Path, caplo
 
 def test_the_model_is_told_once_from_its_config(world: World, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
-        make_context(world.config())
+        resolve(world.config())
     told = [record.getMessage() for record in caplog.records if record.getMessage().startswith("model: ")]
     assert told == [f"model: {world.model}, LlamaForCausalLM, 20,064 parameters, float32, 2 layers"]
 
@@ -190,8 +218,7 @@ def test_the_shares_that_adapters_and_four_bits_reach_are_told(world: World, cap
 
 
 def test_cut_and_dropped_pairs_are_counted_with_their_share(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    inputs = make_inputs(world.config("lengths.max_length=26", "lengths.max_prompt_length=11", "lengths.overlong=cut"))
-    log_inputs(inputs)
+    inputs = tell(world.config("lengths.max_length=26", "lengths.max_prompt_length=11", "lengths.overlong=cut"))
     assert f"train: {TRAIN} pairs of {TRAIN} rows (0 dropped on reading, 0 later)" in caplog.text
     assert f"train: cut: prompt to its last 11 tokens: 7 of {TRAIN} (58.3%; first: " in caplog.text
     assert "prompt 11/11/11/11, chosen " in caplog.text and "longest " in caplog.text
@@ -217,13 +244,13 @@ def test_cut_and_dropped_pairs_are_counted_with_their_share(world: World, caplog
 def test_what_ends_a_run_of_both_steps_and_epochs_is_said_before_it(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    log_inputs(make_inputs(world.config("weights=uniform", "trainer.max_steps=2", "trainer.max_epochs=5")))
+    tell(world.config("weights=uniform", "trainer.max_steps=2", "trainer.max_epochs=5"))
     said = "3 in an epoch, 2 in all (trainer.max_steps ends the run; trainer.max_epochs=5 would take 15); validation"
     assert said in caplog.text
 
 
 def test_factors_are_shown_as_they_are(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    log_inputs(make_inputs(world.config("weights=decay", "weights.gamma=0.5", "weights.first_exponent=0")))
+    tell(world.config("weights=decay", "weights.gamma=0.5", "weights.first_exponent=0"))
     (first, _) = re.findall(r"each token with its factor, 1 if uniform: (.*)", caplog.text)
     assert re.findall(r"'\|(\S+)", first)[:3] == ["1.00", "0.50", "0.25"]
 
@@ -231,18 +258,19 @@ def test_factors_are_shown_as_they_are(world: World, caplog: pytest.LogCaptureFi
 BUDGETS = ("batch.micro=null", "batch.eval_micro=null", "batch.tokens=4096", "batch.eval_tokens=1024")
 
 
-def test_a_budget_of_tokens_is_told_and_held_against_the_pairs(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_budget_of_tokens_is_told_and_held_against_the_pairs(
+    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Any layout takes at least what shared_prefix does, so auto is refused early below that alone."""
-    inputs = make_inputs(world.config("batch.pairs=5", *BUDGETS))
-    log_inputs(inputs)
+    inputs = tell(world.config("batch.pairs=5", *BUDGETS))
     assert "steps: 5 pairs each, at most 4096 tokens per forward on 1 process; 3 in an epoch, 3 in all" in caplog.text
     for layout, cost in (("padded", PADDED), ("auto", SHARED_PREFIX)):
         for split, key in (("train", "tokens"), ("val", "eval_tokens")):
             made = inputs.examples[split].examples
             needed = max(cost.of([(side.prompt_ids, side.response_ids) for side in pair.sides]) for pair in made)
             with pytest.raises(UserError, match=f"^batch.{key} must hold the longest pair: .* {needed}, .* got 9;"):
-                log_inputs(make_inputs(world.config(*BUDGETS, f"batch.{key}=9", f"layout={layout}")))
-            log_inputs(make_inputs(world.config(*BUDGETS, f"batch.{key}={needed}", f"layout={layout}")))
+                run(world.config(*BUDGETS, f"batch.{key}=9", f"layout={layout}"), tmp_path / "run")
+            tell(world.config(*BUDGETS, f"batch.{key}={needed}", f"layout={layout}"))
 
 
 @pytest.mark.parametrize(
@@ -268,9 +296,12 @@ def test_memory_lines_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_announcing_logs_the_opening(world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     cfg = world.config()
-    announce("fit", cfg, None)
+    said = opening(caplog, "fit", cfg, None)
     log_store("reference log-probs", Store(tmp_path).table("reference", {}), 4, 0, 0)
+    assert len(said) == 6 and {(record.name, record.levelname) for record in caplog.records[:6]} == {
+        ("attnpo.run.startup", "INFO")
+    }
     assert [record.getMessage() for record in caplog.records] == [
-        *opening("fit", cfg, None),
+        *said,
         "reference log-probs: 4 of 4 pairs in the store",
     ]

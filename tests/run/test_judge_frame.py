@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 
 from attnpo.config.compose import compose, read
 from attnpo.judge.base import JudgePrompt
-from attnpo.run.context import make_context, run_judge
+from attnpo.run.resolve import resolve
 from attnpo.schema import Message, PreferencePair, UserError
 from attnpo.weigher import Weigher
 from tests.run.worlds import World, build_world
@@ -29,10 +29,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 def asked(world: World, *more: str) -> tuple[JudgePrompt, str, str]:
     """The first round, what it ends in, and what a prompt of training ends in."""
-    context = make_context(world.config("weights=attention", *more))
-    judge = run_judge(context)
+    made = resolve(world.config("weights=attention", *more))
+    judge = made.readers.make_judge()
     prompt = judge.prompts.build(PAIR)[0]
-    own = context.chat.prompt_ids(PAIR.prompt)
+    own = made.base.chat.prompt_ids(PAIR.prompt)
     return prompt, judge.written(prompt.input_ids[-1]).strip(), judge.written(own[-1]).strip()
 
 
@@ -66,14 +66,14 @@ def test_the_python_api_frames_the_judge_alike(world: World) -> None:
 
 def test_ids_are_those_of_training_whatever_the_judge_is_told(world: World) -> None:
     """The ids of both responses, which stand behind other words in training than in the judge's frame."""
-    context = make_context(world.config("weights=attention", "judge.assembly=ids", f"judge.{OFF}"))
-    judge = run_judge(context)
+    made = resolve(world.config("weights=attention", "judge.assembly=ids", f"judge.{OFF}"))
+    judge = made.readers.make_judge()
     prompt = judge.prompts.build(PAIR)[0]
     for side in ("chosen", "rejected"):
-        encoded = context.chat.encode(PAIR.prompt, PAIR.response(side))
+        encoded = made.base.chat.encode(PAIR.prompt, PAIR.response(side))
         begin, end = prompt.spans[side]
         assert prompt.input_ids[begin:end] == encoded.response_ids[: end - begin]
-    plain = run_judge(make_context(world.config("weights=attention", "judge.assembly=ids"))).prompts
+    plain = resolve(world.config("weights=attention", "judge.assembly=ids")).readers.make_judge().prompts
     assert judge.prompts.fingerprint()["tokenizer"] != plain.fingerprint()["tokenizer"]
     assert judge.prompts.fingerprint()["training"] == plain.fingerprint()["tokenizer"]
     assert "training" not in plain.fingerprint()

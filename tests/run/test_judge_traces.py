@@ -18,13 +18,13 @@ from attnpo.judge.base import JudgePrompt, WrittenTrace
 from attnpo.judge.trace_rules import TraceRules
 from attnpo.judge.trace_writer import TraceWriter
 from attnpo.judge.traces import trace_key
-from attnpo.run.context import make_context, run_judge
 from attnpo.run.input_summary import example_statistics
-from attnpo.run.inputs import make_inputs
+from attnpo.run.resolve import resolve
 from attnpo.schema import PairWeights, PreferencePair
 from attnpo.system.store import Store
 from attnpo.weigher import Weigher
 from attnpo.weights.capture import load_captured
+from tests.run.made import make_inputs
 from tests.run.worlds import TRAIN, VAL, World, build_world
 
 MOST = 6
@@ -70,7 +70,7 @@ def thinking(tmp_path_factory: pytest.TempPathFactory) -> Thinking:
     world = build_world(tmp_path_factory.mktemp("thinking"))
     model = AutoModelForCausalLM.from_pretrained(world.model, attn_implementation="eager")
     tokenizer = AutoTokenizer.from_pretrained(world.model)
-    judge = run_judge(make_context(world.config("weights=attention")))
+    judge = resolve(world.config("weights=attention")).readers.make_judge()
     prompts = [prompt for pair in pairs_of(world) for prompt in judge.prompts.build(pair)]
     greedy = {
         tuple(prompt.input_ids): continued(model, prompt.input_ids, {tokenizer.eos_token_id}) for prompt in prompts
@@ -94,7 +94,7 @@ def pairs_of(world: World) -> list[PreferencePair]:
 
 
 def prompts_of(world: World, words: Sequence[str]) -> tuple[Any, dict[str, tuple[JudgePrompt, JudgePrompt]]]:
-    judge = run_judge(make_context(world.config("weights=attention", *words)))
+    judge = resolve(world.config("weights=attention", *words)).readers.make_judge()
     return judge, {pair.pair_id: judge.prompts.build(pair) for pair in pairs_of(world)}
 
 

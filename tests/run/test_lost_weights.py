@@ -18,11 +18,12 @@ from attnpo.lab.reports.passport import write_passport
 from attnpo.lab.reports.passport_config import PassportConfig
 from attnpo.run.fill_store import fill_store
 from attnpo.run.input_summary import log_inputs
-from attnpo.run.inputs import make_inputs
 from attnpo.run.run import run
+from attnpo.run.run_config import RunConfig
 from attnpo.run.weight_export import write_weights
 from attnpo.schema import SIDES
 from attnpo.system.files import read_record
+from tests.run.made import make_inputs
 from tests.run.worlds import World, build_world
 
 PLAIN = "weights.postprocess.sink_tokens=0"
@@ -115,9 +116,15 @@ def test_a_run_says_what_it_loses(world: World, tmp_path: Path, caplog: pytest.L
     assert cards and all("kept_mass_rejected" in card.read_text() for card in cards)
 
 
+def tell(cfg: RunConfig) -> None:
+    """Logs what became of the inputs of a configuration."""
+    inputs = make_inputs(cfg)
+    log_inputs(inputs)
+
+
 @pytest.mark.parametrize("more", ["judge.assembly=ids", "align.method=characters"])
 def test_what_is_said_to_help_helps(world: World, more: str, caplog: pytest.LogCaptureFixture) -> None:
-    log_inputs(make_inputs(world.config(PLAIN, more)))
+    tell(world.config(PLAIN, more))
     assert words({"chosen": 1.0, "rejected": 1.0}) in caplog.text
     assert not warnings(caplog)
 
@@ -125,9 +132,9 @@ def test_what_is_said_to_help_helps(world: World, more: str, caplog: pytest.LogC
 def test_weights_of_the_training_tokens_lose_nothing_to_warn_of(world: World, caplog: pytest.LogCaptureFixture) -> None:
     """Half of every response is cut off: that is counted by itself."""
     cut = ("lengths.max_length=20", "lengths.max_prompt_length=11", "lengths.overlong=cut")
-    log_inputs(make_inputs(world.config("weights=uniform", *cut)))
+    tell(world.config("weights=uniform", *cut))
     assert words({"chosen": 1.0, "rejected": 1.0}) in caplog.text and not warnings(caplog)
-    log_inputs(make_inputs(world.config(PLAIN, "weights.layer=1", *cut)))
+    tell(world.config(PLAIN, "weights.layer=1", *cut))
     assert "that lengths.max_length cut from responses" in warnings(caplog)[0]
 
 

@@ -17,17 +17,18 @@ from transformers import PreTrainedModel
 
 from attnpo.config.compose import check, load
 from attnpo.models.backbone import layer_stack
-from attnpo.models.layouts import LAYOUTS
+from attnpo.models.layouts import LAYOUTS, Layout
 from attnpo.models.loading import load_model
 from attnpo.models.lora import AdapterOff, has_adapters
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import LoraSpec, ModelSpec
-from attnpo.run import memory_choice
-from attnpo.run.context import RunContext, make_context, reference_fingerprint
+from attnpo.run import memory
+from attnpo.run.base import BaseModel
 from attnpo.run.fill_store import fill_store
-from attnpo.run.identity import numbers_of, saved_numbers
-from attnpo.run.memory_choice import fit_memory
+from attnpo.run.identity import identity_of, saved_numbers
+from attnpo.run.memory import Footprint, fit_memory, footprint
 from attnpo.run.models import load_policy, load_reference, load_start
+from attnpo.run.resolve import Resolved, resolve
 from attnpo.run.result import RunResult
 from attnpo.run.run import run
 from attnpo.run.run_config import RunConfig
@@ -121,7 +122,7 @@ def weights_of(world: World) -> list[torch.Tensor]:
 
 
 def load_adapters(world: World) -> list[torch.Tensor]:
-    policy = load_policy(make_context(world.config(*LORA)))
+    policy = load_policy(resolve(world.config(*LORA)).base)
     return [value for name, value in policy.named_parameters() if ".lora_" in name]
 
 
@@ -168,20 +169,20 @@ def test_cached_log_probs_are_the_bases_to_the_bit(world: World, tmp_path: Path)
 
 
 def test_what_the_settings_build(world: World) -> None:
-    context = make_context(world.config(*LORA, "reference=adapter_off", "model.lora.target_modules=[q_proj,v_proj]"))
-    assert context.model.lora == LoraSpec(rank=4, target_modules=("q_proj", "v_proj"))
-    policy = load_policy(context)
+    cfg, base, *_ = resolve(world.config(*LORA, "reference=adapter_off", "model.lora.target_modules=[q_proj,v_proj]"))
+    assert base.spec.lora == LoraSpec(rank=4, target_modules=("q_proj", "v_proj"))
+    policy = load_policy(base)
     assert has_adapters(policy.model)
     trained = {name for name, p in policy.named_parameters() if p.requires_grad}
     assert trained and all(".lora_" in name and ("q_proj" in name or "v_proj" in name) for name in trained)
-    assert isinstance(load_reference(context, policy), AdapterOff)
-    live = make_context(world.config(*LORA, "reference=live"))
-    copy = load_reference(live, policy)
+    assert isinstance(load_reference(base, cfg.reference, policy), AdapterOff)
+    live = resolve(world.config(*LORA, "reference=live"))
+    copy = load_reference(live.base, live.cfg.reference, policy)
     assert not has_adapters(copy.model)
-    base = load_model(world.model).state_dict()
-    assert all(torch.equal(value, base[name]) for name, value in copy.model.state_dict().items())
-    plain = make_context(world.config())
-    assert plain.model.lora is None and not has_adapters(load_policy(plain).model)
+    start = load_model(world.model).state_dict()
+    assert all(torch.equal(value, start[name]) for name, value in copy.model.state_dict().items())
+    plain = resolve(world.config()).base
+    assert plain.spec.lora is None and not has_adapters(load_policy(plain).model)
 
 
 def test_adapter_off_without_an_adapter_is_refused_before_anything_loads(world: World, tmp_path: Path) -> None:
@@ -224,8 +225,8 @@ def test_an_objective_without_a_reference_holds_none(
 
     loaded: list[PreTrainedModel] = []
 
-    def counted(context: RunContext) -> PreTrainedModel:
-        loaded.append(load_start(context))
+    def counted(base: BaseModel) -> PreTrainedModel:
+        loaded.append(load_start(base))
         return loaded[-1]
 
     monkeypatch.setattr(training_room, "train", watched)
@@ -295,7 +296,7 @@ def test_a_base_of_four_bits_runs_the_whole_way(world: World, tmp_path: Path) ->
 
 
 def test_four_bits_have_log_probs_of_their_own_in_the_store(world: World) -> None:
-    keys = [reference_fingerprint(make_context(world.config(*overrides))) for overrides in ((), LORA, QLORA)]
+    keys = [resolve(world.config(*overrides)).base.fingerprint() for overrides in ((), LORA, QLORA)]
     assert keys[0] == keys[1] and keys[2] == {**keys[0], "quantize": "nf4"}
 
 
@@ -328,11 +329,21 @@ def test_compiled_blocks_train_alike(
 # ------------------------------------------------------------------------------------------------ model.compile=auto
 
 
-def compiling(cfg: RunConfig, monkeypatch: pytest.MonkeyPatch, backend: str = "eager") -> tuple[RunContext, ScoredLM]:
-    """Context and policy of a run, as on a CUDA device where ``backend`` is the usual one."""
+def compiling(
+    cfg: RunConfig, monkeypatch: pytest.MonkeyPatch, backend: str = "eager"
+) -> tuple[Footprint, BaseModel, ScoredLM]:
+    """What decides a run's memory, its model as that allows, and its policy; as on a CUDA device where ``backend`` is
+    the usual one.
+    """
     monkeypatch.setattr(ModelSpec, "backend", lambda self, device: (self.compile and backend, "of this test"), False)
-    context = fit_memory(make_context(cfg))
-    return context, load_policy(context)
+    cfg, base, *_ = resolve(cfg)
+    spec, _ = fit_memory(replace(footprint(cfg), model=base.spec))
+    base = replace(base, spec=spec)
+    return footprint(cfg), base, load_policy(base)
+
+
+def compiles(base: BaseModel, policy: ScoredLM, layout: str, asked: str) -> bool:
+    return policies_room.compile_policy(base, policy, LAYOUTS[layout], required=asked != "auto")
 
 
 def is_compiled(policy: ScoredLM) -> bool:
@@ -349,8 +360,8 @@ def test_auto_leaves_blocks_as_they_are_on_a_cpu(
     plain = run(world.config(*given), tmp_path / "plain")
     assert found is not None and plain is not None and found.metrics == plain.metrics
     assert "model.compile=auto: blocks are not compiled (on a device of kind cpu)" in caplog.text
-    saved = saved_numbers(tmp_path / "plain" / "config.yaml", world.config(*given))
-    assert numbers_of(world.config(*given, "model.compile=auto")) == saved
+    saved = saved_numbers(tmp_path / "plain" / "config.yaml", identity_of(world.config(*given)).moveless)
+    assert identity_of(world.config(*given, "model.compile=auto")).numbers == saved
 
 
 def test_auto_compiles_for_cuda_unless_something_reads_inside_the_blocks() -> None:
@@ -371,8 +382,8 @@ def test_compiled_blocks_are_tried_once_for_a_model_and_its_versions(
     cfg = world.config("weights=uniform", f"store={tmp_path}", "model.compile=auto")
     with caplog.at_level("INFO", "attnpo"):
         for layout in ("packed", "packed", "padded"):
-            context, policy = compiling(cfg, monkeypatch)
-            assert policies_room.compile_policy(context, policy, LAYOUTS[layout]) is context and is_compiled(policy)
+            _, base, policy = compiling(cfg, monkeypatch)
+            assert compiles(base, policy, layout, "auto") and is_compiled(policy)
     assert tried == ["eager", "eager"]
     assert caplog.text.count("compared before with this model, device and versions, as the store says") == 1
     assert os.environ[policies_room.COMPILED_CODE] == str(tmp_path / "inductor")
@@ -404,22 +415,33 @@ def test_blocks_that_do_not_compile_stay_plain_under_auto_and_are_refused_by_nam
     given = ("weights=uniform", f"store={tmp_path}", "layout=packed")
     auto = world.config(*given, "model.compile=auto", "model.gradient_checkpointing=auto")
     monkeypatch.setenv(policies_room.COMPILED_CODE, str(tmp_path))
-    monkeypatch.setattr(memory_choice, "chosen", lambda found, capacity: (len(found) - 1, "of this test"))
+    monkeypatch.setattr(memory, "chosen", lambda found, capacity: (len(found) - 1, "of this test"))
     for _ in range(2):
-        context, policy = compiling(auto, monkeypatch)
+        plan, base, policy = compiling(auto, monkeypatch)
         policy.model.activation_checkpointing_disable()  # as if compiled blocks had room for their activations
-        fitted = policies_room.compile_policy(context, policy, LAYOUTS["packed"])
-        assert fitted.model.compile is None and fitted.model.recomputes
+        assert not compiles(base, policy, "packed", "auto")
+        spec, _ = policies_room.uncompiled(plan, base.spec, policy)
+        assert spec.compile is None and spec.recomputes
         assert not is_compiled(policy) and policy.model.is_activation_checkpointing
     assert caplog.text.count("model.compile=auto: blocks are not compiled: wrong on this card") == 2
     assert len(tried) == (2 if breaks else 1)
-    context, policy = compiling(world.config(*given, "model.compile=eager"), monkeypatch)
+    _, base, policy = compiling(world.config(*given, "model.compile=eager"), monkeypatch)
     with pytest.raises(UserError, match="wrong on this card"):
-        policies_room.compile_policy(context, policy, LAYOUTS["packed"])
+        compiles(base, policy, "packed", "eager")
     assert len(tried) == (3 if breaks else 1)
+    short = (*given, "callbacks=none", "trainer.max_steps=1")
+    result = run(world.config(*short, "model.compile=auto"), tmp_path / "auto")
+    assert result is not None and result.steps == 1
+    with pytest.raises(UserError, match="wrong on this card"):
+        run(world.config(*short, "model.compile=eager"), tmp_path / "eager")
 
 
 # ------------------------------------------------------------------------------------------------ layouts
+
+
+def layout_of(made: Resolved[RunConfig], policy: ScoredLM, *requests: str) -> Layout:
+    """The layout that a run takes for its policy."""
+    return policies_room.choose_layout(made.base, made.cfg.layout, made.cfg.reference, [policy], set(requests))
 
 
 def test_a_layout_is_tried_once_for_a_model_and_its_versions(
@@ -427,21 +449,21 @@ def test_a_layout_is_tried_once_for_a_model_and_its_versions(
 ) -> None:
     """Another model, dtype, request or version is tried anew, and so is a changed record."""
     given = ("weights=uniform", f"store={tmp_path}")
-    context = make_context(world.config(*given, "layout=auto"))
-    policy = load_policy(context)
+    made = resolve(world.config(*given, "layout=auto"))
+    policy = load_policy(made.base)
     tried: list[str] = []
     choose = policies_room.choose
     monkeypatch.setattr(policies_room, "choose", lambda name, *more: tried.append(name) or choose(name, *more))
     with caplog.at_level("INFO", "attnpo"):
-        assert policies_room.choose_layout(context, [policy]) is LAYOUTS["shared_prefix"]
-        assert policies_room.choose_layout(context, [policy]) is LAYOUTS["shared_prefix"]
+        assert layout_of(made, policy) is LAYOUTS["shared_prefix"]
+        assert layout_of(made, policy) is LAYOUTS["shared_prefix"]
     assert tried == ["auto"] and "layout shared_prefix: tried before with this model, device and vers" in caplog.text
-    assert policies_room.choose_layout(context, [policy], {"input_gradient"}) is LAYOUTS["padded"]
+    assert layout_of(made, policy, "input_gradient") is LAYOUTS["padded"]
     for changes in (("layout=packed",), ("layout=auto", "model.dtype=float64")):
-        policies_room.choose_layout(make_context(world.config(*given, *changes)), [policy])
+        layout_of(resolve(world.config(*given, *changes)), policy)
     monkeypatch.setattr(policies_room, "VERSION", -1)
-    policies_room.choose_layout(context, [policy])
+    layout_of(made, policy)
     assert tried == ["auto", "auto", "packed", "auto", "auto"]
     for record in (tmp_path / "layouts").iterdir():
         record.write_text(record.read_text().replace("shared_prefix", "padded"))
-    assert policies_room.choose_layout(context, [policy]) is LAYOUTS["shared_prefix"] and len(tried) == 6
+    assert layout_of(made, policy) is LAYOUTS["shared_prefix"] and len(tried) == 6

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from attnpo import fit
 from attnpo.cli.entry import run_entry
-from attnpo.run.identity import numbers_of
+from attnpo.run.identity import identity_of
 from attnpo.run.result import RunResult
 from attnpo.run.resume import finished
 from attnpo.schema import UserError
@@ -97,8 +97,9 @@ def test_a_metric_that_is_not_of_validation_is_refused(metric: str, mode: str | 
 def test_a_run_whose_mode_was_written_out_is_the_same_run(world: World, tmp_path: Path) -> None:
     """Configurations and checkpoints of before had callbacks.mode=min; null stands for the same."""
     name = "callbacks.mode"
-    assert numbers_of(world.config("callbacks=default"))[name] == "min"
-    assert numbers_of(world.config("callbacks=default", "callbacks.monitor=val/rewards/margins"))[name] == "max"
+    assert identity_of(world.config("callbacks=default")).numbers[name] == "min"
+    other = world.config("callbacks=default", "callbacks.monitor=val/rewards/margins")
+    assert identity_of(other).numbers[name] == "max"
     old = world.composed("callbacks=default", "callbacks.mode=min", "callbacks.monitor=val/rewards/margins")
     OmegaConf.save(old, tmp_path / "config.yaml")
     result = RunResult(0, 1, {}, {}, {}, {}, None)
@@ -106,4 +107,4 @@ def test_a_run_whose_mode_was_written_out_is_the_same_run(world: World, tmp_path
     seal(tmp_path)
     now = ("callbacks=default", "resume=auto", "callbacks.monitor=val/rewards/margins")
     with pytest.raises(UserError, match=r"callbacks\.mode was 'min' in .* and is 'max' now"):
-        finished(world.config(*now), tmp_path)
+        finished(tmp_path, identity_of(world.config(*now)))

@@ -21,12 +21,12 @@ from attnpo.models.spec import ModelSpec
 from attnpo.run.ending import outcome_text
 from attnpo.run.fill_store import fill_store
 from attnpo.run.input_summary import example_statistics
-from attnpo.run.inputs import make_inputs
 from attnpo.run.result import RunResult
 from attnpo.run.run import run
 from attnpo.schema import UserError
 from tests.evaluation.test_evaluating import Marks, config, mark
 from tests.evaluation.test_implicit_reward import subject_of
+from tests.run.made import make_inputs
 from tests.run.worlds import TRAIN, VAL, World, build_world
 
 Rows = list[dict[str, Any]]

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from attnpo.run.inputs import make_inputs
+from attnpo.config.named_files import code_of
 from attnpo.run.resume import contents_of
 from attnpo.run.run import run
 from attnpo.schema import UserError
 from attnpo.training.metrics_file import read_metrics
+from tests.run.made import Made, make, make_inputs
 from tests.run.worlds import TRAIN, VAL, World, build_world
 
 
@@ -29,17 +30,23 @@ def with_column(world: World, first: object = 0.0) -> None:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def contents(made: Made) -> dict[str, str]:
+    """Digests of what the paths of a configuration hold."""
+    return contents_of(made.inputs, made.base, code_of(made.cfg.values))
+
+
 def test_a_column_weighs_the_pairs_of_any_objective(world: World) -> None:
     with_column(world)
     asked = ("weights=pair_column", "weights.column=trust", "objective=dpo")
-    inputs = make_inputs(world.config(*asked))
+    made = make(world.config(*asked))
+    inputs = made.inputs
     weights = [example.pair_weight for example in inputs.examples["train"].examples]
     assert weights == [0.0] + [2.0] * (TRAIN - 1)
     assert inputs.examples["train"].tally.counts["pair weight 0: trains nothing"] == 1
     assert "pair weight 0: trains nothing" not in inputs.examples["val"].tally.counts and VAL > 0
     with_column(world, 0.5)
-    other = make_inputs(world.config(*asked, "seed=5", "lengths.max_prompt_length=390"))
-    changed = {key for key, value in contents_of(other).items() if contents_of(inputs)[key] != value}
+    other = make(world.config(*asked, "seed=5", "lengths.max_prompt_length=390"))
+    changed = {key for key, value in contents(other).items() if contents(made)[key] != value}
     assert changed == {"judge and weights"}, "the pairs' ids know nothing of the column, the weights' key does"
 
 
@@ -77,11 +84,11 @@ def test_a_formula_trains_and_its_source_is_part_of_the_run(
     config = world.config(*asked)
     run(config, tmp_path / "run")
     assert any("train/loss" in row for row in read_metrics(tmp_path / "run" / "metrics.csv"))
-    inputs = make_inputs(config)
-    row = inputs.examples["train"].examples[0].weights[0].tolist()
+    made = make(config)
+    row = made.inputs.examples["train"].examples[0].weights[0].tolist()
     assert row == pytest.approx([0.9**at for at in range(len(row))])
-    before = contents_of(inputs)
+    before = contents(made)
     (tmp_path / "own_rules.py").write_text("def early(tokens):\n    return [0.8 ** at for at in tokens.positions]\n")
-    after = contents_of(inputs)
+    after = contents(made)
     assert {key for key in after if before[key] != after[key]} == {"weights.function (its module)"}
     sys.modules.pop("own_rules")

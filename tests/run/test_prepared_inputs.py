@@ -13,8 +13,8 @@ from attnpo.config.compose import load
 from attnpo.data import prepared as prepared_inputs
 from attnpo.data.prepared_rows import FOLDER
 from attnpo.lab.studies.fit_config import FitConfig
-from attnpo.run.inputs import make_inputs
 from attnpo.run.run import run
+from tests.run.made import make_inputs
 from tests.run.worlds import build_world
 
 BARE = ("callbacks=none", "trainer.max_steps=2", "judge.low_label_mass=warn")

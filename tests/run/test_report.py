@@ -18,12 +18,11 @@ from attnpo.config.compose import load
 from attnpo.display.column_notes import column_notes
 from attnpo.display.figures import training_curves
 from attnpo.display.page import KeyValues, TableBlock
-from attnpo.lab.studies.arms import study_overrides
+from attnpo.lab.studies.arms import composer_of
 from attnpo.lab.studies.report import publish_study
 from attnpo.lab.studies.study import Arm, Outcome, Point, Study
 from attnpo.lab.testbed.scoring import Score
 from attnpo.run.input_summary import example_statistics
-from attnpo.run.inputs import Inputs, make_inputs
 from attnpo.run.report import (
     card_facts,
     in_words,
@@ -37,6 +36,7 @@ from attnpo.run.result import RunResult
 from attnpo.run.run import run
 from attnpo.training.loggers import open_loggers
 from attnpo.training.model_card import model_card
+from tests.run.made import Made, make
 from tests.run.worlds import TRAIN, VAL, World, build_world
 from tests.training.wandb_files import keep_home, only, records, rows, sessions, values
 
@@ -55,13 +55,13 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 @pytest.fixture(scope="module")
-def inputs(world: World) -> Inputs:
-    """Inputs whose train split has lost a row."""
+def made(world: World) -> Made:
+    """What a run has whose train split has lost a row."""
     file = world.data / "train.jsonl"
     lines = file.read_text().splitlines()
     bare = {name: value for name, value in json.loads(lines[0]).items() if name != "rejected"}
     file.write_text("\n".join([*lines, json.dumps({**bare, "rejected": None})]) + "\n")
-    return make_inputs(world.config("weights.layer=1", "objective.beta=0.037"))
+    return make(world.config("weights.layer=1", "objective.beta=0.037"))
 
 
 RESULT: dict[str, Any] = {
@@ -122,19 +122,18 @@ def flat_rows(session: Path) -> list[dict[str, Any]]:
     return found
 
 
-def test_a_run_sends_its_result_account_samples_curves_and_heat_maps(inputs: Inputs, tmp_path: Path) -> None:
+def test_a_run_sends_its_result_account_samples_curves_and_heat_maps(made: Made, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     training_curves([{"step": 0.0, "train/loss": 0.7}, {"step": 1.0, "train/loss": 0.6}], folder / "curves.png", "x")
     turns = [{"role": "user", "content": "say <b>"}]
     (folder / "generations.jsonl").write_text(json.dumps({"prompt": turns, "policy": "good", "reference": "bad"}))
-    cfg = inputs.context.cfg
-    settings = cfg.callbacks
-    result = RunResult.from_json({**RESULT, "inputs": example_statistics(inputs)})
-    logger = make_config(inputs, *TRACKED).logger
+    settings = made.cfg.callbacks
+    result = RunResult.from_json({**RESULT, "inputs": example_statistics(made.inputs)})
+    logger = make_config(made, *TRACKED).logger
     with open_loggers(logger, folder, {}) as loggers:
         loggers[-1].log_metrics({"train/loss": 0.6}, step=2)
-        publish_run(loggers, inputs, result, settings, folder)
+        publish_run(loggers, made.inputs, result, made.base.tokenizer, settings, folder)
     (session,) = sessions(folder)
     last = flat_rows(session)[-1]
     assert (last["_step"], last["trainer/global_step"]) == (3, 3)
@@ -159,30 +158,31 @@ def test_a_run_sends_its_result_account_samples_curves_and_heat_maps(inputs: Inp
     assert summary["result/inputs/train/read"] == TRAIN + 1
 
 
-def make_config(inputs: Inputs, *more: str) -> Any:
+def make_config(made: Made, *more: str) -> Any:
 
-    return load("fit", [*inputs.context.cfg.composed.overrides, *more])
+    return load("fit", [*made.cfg.composed.overrides, *more])
 
 
-def test_what_was_switched_off_is_not_sent(inputs: Inputs, tmp_path: Path) -> None:
+def test_what_was_switched_off_is_not_sent(made: Made, tmp_path: Path) -> None:
     """An earlier run's files may lie in the folder; without a tracker nothing is sent at all."""
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "generations.jsonl").write_text("rubbish of an earlier run")
     (folder / "curves.png").write_bytes(b"rubbish")
-    cfg = make_config(inputs, *TRACKED, "callbacks.samples=0", "callbacks.report=false", "callbacks.heat_maps=0")
-    result = RunResult.from_json({**RESULT, "inputs": example_statistics(inputs)})
+    cfg = make_config(made, *TRACKED, "callbacks.samples=0", "callbacks.report=false", "callbacks.heat_maps=0")
+    result = RunResult.from_json({**RESULT, "inputs": example_statistics(made.inputs)})
     with open_loggers(cfg.logger, folder, {}) as loggers:
-        publish_run(loggers, inputs, result, cfg.callbacks, folder)
-        publish_run(loggers[:1], inputs, result, inputs.context.cfg.callbacks, folder)
+        publish_run(loggers, made.inputs, result, made.base.tokenizer, cfg.callbacks, folder)
+        publish_run(loggers[:1], made.inputs, result, made.base.tokenizer, made.cfg.callbacks, folder)
     (row,) = flat_rows(sessions(folder)[0])
     assert {key.partition("/")[0] for key in row if not key.startswith("_")} == {"account", "trainer"}
 
 
 def test_points_of_a_study_share_a_group(world: World) -> None:
-    assert study_overrides(world.config(), "sweep") == []
-    assert study_overrides(world.config(*TRACKED, "logger.wandb.group=mine"), "sweep") == []
-    more = study_overrides(world.config(*TRACKED), "it's a sweep")
+    study = Study("it's a sweep", {"uniform": []})
+    assert composer_of(world.config(), study).tracked == ()
+    assert composer_of(world.config(*TRACKED, "logger.wandb.group=mine"), study).tracked == ()
+    more = composer_of(world.config(*TRACKED), study).tracked
     assert world.config(*TRACKED, *more).logger.wandb.group == "it's a sweep"
 
 
@@ -201,10 +201,11 @@ def test_a_study_sends_its_table_and_every_point(world: World, tmp_path: Path) -
         points.append((Point(arm, (), 7), RunResult.from_json(result)))
     study = Study("duel", {"attention": [], "uniform": []})
     outcome = Outcome(study, arms, points, [], {"grid": {}}, tmp_path / "duel", 3.0)
-    publish_study(world.config(), outcome)
+    publish_study(world.config().logger.wandb, {}, outcome)
     assert not (tmp_path / "duel").exists(), "without logger=wandb nothing is sent"
+    cfg = world.config(*TRACKED)
     for _ in range(2):
-        publish_study(world.config(*TRACKED), outcome)
+        publish_study(cfg.logger.wandb, cfg.values, outcome)
     first, second = sessions(tmp_path / "duel")
     runs = [only(session, "run") for session in (first, second)]
     assert runs[0].run_id == runs[1].run_id
@@ -229,7 +230,8 @@ def test_the_points_of_a_study_of_worlds_name_theirs(world: World, tmp_path: Pat
     outcome = Outcome(
         study, arms, [(Point(arm, (), 7), RunResult.from_json(result)) for arm in arms], [], {}, tmp_path / "duel", 3.0
     )
-    publish_study(world.config(*TRACKED), outcome)
+    cfg = world.config(*TRACKED)
+    publish_study(cfg.logger.wandb, cfg.values, outcome)
     (session,) = sessions(tmp_path / "duel")
     (row,) = flat_rows(session)
     every = json.loads(media(session, row, "study/points").read_text())
@@ -245,8 +247,12 @@ def test_numbers_are_found_at_any_depth_and_nothing_else() -> None:
 # ------------------------------------------------------------------------------------------------ card
 
 
-def test_the_card_tells_how_the_run_was_made(world: World, inputs: Inputs) -> None:
-    facts = card_facts(inputs)
+def facts_of(made: Made) -> dict[str, Any]:
+    return card_facts(made.cfg, made.base.spec, made.inputs)
+
+
+def test_the_card_tells_how_the_run_was_made(world: World, made: Made) -> None:
+    facts = facts_of(made)
     assert json.loads(json.dumps(facts)) == facts, "plain data"
     train = facts["data"]["splits"]["train"]
     assert (train["read"], train["kept"]) == (TRAIN + 1, TRAIN)
@@ -258,7 +264,7 @@ def test_the_card_tells_how_the_run_was_made(world: World, inputs: Inputs) -> No
     assert method["judge"]["name"] == "the base model itself" and 0.0 <= method["verdicts"]["pair_accuracy"] <= 1.0
     arrived = {"coverage", "source_coverage", "kept_mass_chosen", "kept_mass_rejected"}
     assert facts["statistics"]["train"].keys() == arrived | {"effective_share", "unmatched_share"}
-    assert facts["hyperparameters"]["optimizer.lr"] == inputs.context.cfg.optimizer.lr
+    assert facts["hyperparameters"]["optimizer.lr"] == made.cfg.optimizer.lr
     assert facts["base"]["path"] == str(world.model) and facts["base"]["hub"] is None
     assert "objective.beta=0.037" in facts["command"] and f"model.path={world.model}" in facts["command"]
     card = model_card(facts, {"val/loss": 0.5}, step=3)
@@ -267,25 +273,26 @@ def test_the_card_tells_how_the_run_was_made(world: World, inputs: Inputs) -> No
 
 
 def test_the_card_does_not_tell_where_things_lie_that_the_user_did_not_name(
-    world: World, inputs: Inputs, tmp_path: Path
+    world: World, made: Made, tmp_path: Path
 ) -> None:
     """Neither the store nor the output folder, nor the places of what ``prepare`` built there."""
-    card = model_card(card_facts(inputs), {})
+    card = model_card(facts_of(made), {})
     assert str(world.store) not in card and "store=" not in card
     assert not re.search(r"(^|[\s'\"])(output|name|logger)=", card)
 
 
 def test_without_a_judge_the_card_names_none(world: World) -> None:
-    facts = card_facts(make_inputs(world.config("weights=uniform")))
+    facts = facts_of(make(world.config("weights=uniform")))
     assert facts["method"]["judge"] is None and facts["method"]["verdicts"] is None
     card = model_card(facts, {})
     assert "judge" not in card.partition("## Method")[2].partition("## Token weights")[0].lower()
 
 
-def test_the_exporter_knows_every_end_and_card_facts_are_optional(inputs: Inputs) -> None:
-    exporter = make_exporter(inputs, dtype="bfloat16", card=False)
-    assert set(exporter.end_ids) == inputs.context.chat.end_ids and exporter.facts is None
-    assert exporter.dtype == "bfloat16" and make_exporter(inputs).facts == card_facts(inputs)
+def test_the_exporter_knows_every_end_and_card_facts_are_optional(made: Made) -> None:
+    spec, chat, facts = made.base.spec, made.base.chat, facts_of(made)
+    exporter = make_exporter(spec, chat, "bfloat16", None)
+    assert set(exporter.end_ids) == chat.end_ids and exporter.facts is None
+    assert exporter.dtype == "bfloat16" and make_exporter(spec, chat, None, facts).facts == facts
 
 
 # ------------------------------------------------------------------------------------------------ whole runs

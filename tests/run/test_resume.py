@@ -11,7 +11,8 @@ from transformers import AutoTokenizer
 from attnpo.config.compose import load
 from attnpo.config.fields import bookkeeping_keys
 from attnpo.config.named_files import FUNCTIONS
-from attnpo.run.identity import BESIDE, KEPT, LATER, NEEDED, PATHS, numbers_of, result_of
+from attnpo.fit import main
+from attnpo.run.identity import BESIDE, KEPT, LATER, NEEDED, PATHS, identity_of
 from attnpo.run.result import RunResult
 from attnpo.run.resume import check_same, find_resume, finished, refuse_taken
 from attnpo.run.run import run
@@ -77,10 +78,10 @@ def test_another_run_is_refused_by_its_first_differing_key(
     world: World, done: tuple[Path, RunResult], change: str, named: str
 ) -> None:
     folder, _ = done
-    cfg = world.config(*SHORT, "resume=auto", change)
-    for look in (finished, find_resume):
+    identity = identity_of(world.config(*SHORT, "resume=auto", change))
+    for look in (lambda: finished(folder, identity), lambda: find_resume("auto", folder, identity.numbers)):
         with pytest.raises(UserError, match=r"^resume: ") as refused:
-            look(cfg, folder)
+            look()
         assert f"resume: {named}" in str(refused.value) and "\n" not in str(refused.value)
 
 
@@ -94,7 +95,8 @@ def test_another_run_is_refused_by_its_first_differing_key(
 )
 def test_bookkeeping_may_change(world: World, done: tuple[Path, RunResult], change: str) -> None:
     folder, _ = done
-    assert find_resume(world.config(*SHORT, "resume=auto", change), folder) == folder / "last" / STATE
+    numbers = identity_of(world.config(*SHORT, "resume=auto", change)).numbers
+    assert find_resume("auto", folder, numbers) == folder / "last" / STATE
 
 
 def test_every_bookkeeping_key_exists(world: World) -> None:
@@ -107,7 +109,8 @@ def test_every_bookkeeping_key_exists(world: World) -> None:
     names = (*bookkeeping_keys(world.config()), *PATHS, *FUNCTIONS, *BESIDE, *NEEDED, *KEPT)
     there = {key for cfg in everywhere for key in names if OmegaConf.select(cfg, key, default="absent") != "absent"}
     assert set(names) == there
-    assert "model.path" not in numbers_of(world.config()) and "optimizer.lr" in numbers_of(world.config())
+    numbers = identity_of(world.config()).numbers
+    assert "model.path" not in numbers and "optimizer.lr" in numbers
 
 
 def test_keys_that_older_versions_wrote_beside_the_numbers_do_not_stop_a_run() -> None:
@@ -130,7 +133,7 @@ def test_an_option_that_came_later_is_read_as_what_runs_did_before_it(
         if key in ("judge.span_drop", "optimizer.decay_all") or key.startswith(("prepare.", "truth.", "callbacks."))
     }  # this run prepares nothing, knows no truth, decays no weight, and callbacks do not tell trainings apart
     assert stored.keys() - older.keys() == LATER.keys() - unread
-    check_same(older, numbers_of(world.config(*SHORT)), Path("last"))
+    check_same(older, identity_of(world.config(*SHORT)).numbers, Path("last"))
     for change, was in (
         ("optimizer.warmup_from=zero", "'first'"),
         ("lengths.keep=end", "'start'"),
@@ -139,7 +142,7 @@ def test_an_option_that_came_later_is_read_as_what_runs_did_before_it(
         key = change.partition("=")[0]
         for saved in (older, stored):
             with pytest.raises(UserError, match=rf"^resume: {key} was {was} in last and is "):
-                check_same(saved, numbers_of(world.config(*SHORT, change)), Path("last"))
+                check_same(saved, identity_of(world.config(*SHORT, change)).numbers, Path("last"))
 
 
 class Killed(Exception):
@@ -190,17 +193,18 @@ def test_a_run_that_was_saved_when_all_weights_decayed_goes_on_so(
 
 def test_which_weights_decay_is_no_part_of_a_run_that_decays_none(world: World) -> None:
     """So that its identity is what it was before there was the key."""
-    assert "optimizer.decay_all" not in numbers_of(world.config())
-    assert numbers_of(world.config("optimizer.weight_decay=0.1"))["optimizer.decay_all"] is False
-    assert result_of(world.config()) == result_of(world.config("optimizer.decay_all=true"))
+    plain = identity_of(world.config())
+    assert "optimizer.decay_all" not in plain.numbers
+    assert identity_of(world.config("optimizer.weight_decay=0.1")).numbers["optimizer.decay_all"] is False
+    assert plain.result == identity_of(world.config("optimizer.decay_all=true")).result
 
 
 def test_a_run_of_an_earlier_version_goes_on(world: World) -> None:
     """``older_run.json`` is what the quickstart's checkpoint said of itself at commit c83c58e, with true labels."""
     older = json.loads((Path(__file__).parent / "older_run.json").read_text(encoding="utf-8"))
     with pytest.raises(UserError, match=r"label_noise was 0\.0 in last and is 0\.25 now"):
-        check_same(older, numbers_of(load("fit", ["weights=attention", "objective.beta=0.3"])), Path("last"))
-    asked = numbers_of(load("fit", ["weights=attention", "prepare=clean", "objective.beta=0.3"]))
+        check_same(older, identity_of(load("fit", ["weights=attention", "objective.beta=0.3"])).numbers, Path("last"))
+    asked = identity_of(load("fit", ["weights=attention", "prepare=clean", "objective.beta=0.3"])).numbers
     later = {key for key, value in asked.items() if key not in older and value is not None}
     assert later - LATER.keys() == set()
     check_same(older, asked, Path("last"))
@@ -215,8 +219,8 @@ def test_a_run_of_an_earlier_version_goes_on(world: World) -> None:
 def test_keys_of_reference_spans_count_where_spans_are_those(world: World) -> None:
     spans = ["judge.span_drop=1", "judge.span_closing=x"]
     plain_spans = load("fit", ["weights=attention", *spans])
-    assert numbers_of(plain_spans) == numbers_of(load("fit", ["weights=attention"]))
-    as_theirs = numbers_of(load("fit", ["weights=attention", "judge.span=reference", *spans]))
+    assert identity_of(plain_spans).numbers == identity_of(load("fit", ["weights=attention"])).numbers
+    as_theirs = identity_of(load("fit", ["weights=attention", "judge.span=reference", *spans])).numbers
     assert (as_theirs["judge.span_drop"], as_theirs["judge.span_closing"]) == (1, "x")
 
 
@@ -256,17 +260,21 @@ def test_the_newest_state_is_found_between_two_renames(
     folder, _ = done
     (tmp_path / "last.new").symlink_to(folder / "last")
     (tmp_path / "last.old").mkdir()
-    assert find_resume(world.config(*SHORT, "resume=auto"), tmp_path) == tmp_path / "last.new" / STATE
+    numbers = identity_of(world.config(*SHORT, "resume=auto")).numbers
+    assert find_resume("auto", tmp_path, numbers) == tmp_path / "last.new" / STATE
     (tmp_path / "last.old").rmdir()  # without it the new one may be half written
-    assert find_resume(world.config(*SHORT, "resume=auto"), tmp_path) is None
+    assert find_resume("auto", tmp_path, numbers) is None
 
 
 def test_a_new_run_does_not_take_a_folder_with_checkpoints(world: World, done: tuple[Path, RunResult]) -> None:
     folder, _ = done
     with pytest.raises(UserError, match=r"holds a run that was saved after step 3: .*resume=auto.* another name"):
-        refuse_taken(world.config(*SHORT), folder)
-    refuse_taken(world.config(*SHORT, "resume=auto"), folder)
-    refuse_taken(world.config(*SHORT), folder / "free")
+        refuse_taken(folder)
+    there = ("experiment=none", f"name={folder.name}", f"output={folder.parent}")
+    with pytest.raises(UserError, match=r"holds a run that was saved after step 3: "):
+        main(world.config(*SHORT, *there))
+    assert main(world.config(*SHORT, *there, "resume=auto")) == 0
+    refuse_taken(folder / "free")
 
 
 def test_a_run_that_starts_anew_leaves_nothing_of_the_one_before(world: World, tmp_path: Path) -> None:

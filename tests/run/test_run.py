@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from attnpo.config.compose import load
 from attnpo.lab.studies.fit_config import FitConfig
 from attnpo.run.fill_store import fill_store
-from attnpo.run.inputs import make_inputs
 from attnpo.run.recall import forget, remembering
 from attnpo.run.result import RunResult
 from attnpo.run.resume import find_resume
@@ -24,6 +23,7 @@ from attnpo.schema import UserError
 from attnpo.system.files import seal
 from attnpo.training.checkpoint_folders import write_account
 from attnpo.training.metrics_file import read_metrics
+from tests.run.made import make_inputs
 from tests.run.worlds import TRAIN, VAL, World, build_world, judge_loads
 from tests.training.processes import in_two_processes
 
@@ -410,16 +410,14 @@ def test_a_wrong_setting_is_named(
 
 
 def test_resume_auto_starts_anew_where_there_is_nothing(tmp_path: Path) -> None:
-    cfg = load("fit", ["setting=real_smoke", "resume=auto"])
-    assert find_resume(cfg, tmp_path) is None
+    assert find_resume("auto", tmp_path, {}) is None
     (tmp_path / "last").mkdir()
     torch.save({"state_dict": {}, "global_step": 0}, tmp_path / "last" / "state.ckpt")
     write_account(tmp_path / "last", {"step": 0})
     seal(tmp_path / "last")
-    assert find_resume(cfg, tmp_path) == tmp_path / "last" / "state.ckpt"
-    by_folder = load("fit", ["setting=real_smoke", f"resume={tmp_path / 'last'}"])
-    assert find_resume(by_folder, tmp_path / "elsewhere") == tmp_path / "last" / "state.ckpt"
-    assert find_resume(load("fit", ["setting=real_smoke"]), tmp_path) is None
+    assert find_resume("auto", tmp_path, {}) == tmp_path / "last" / "state.ckpt"
+    assert find_resume(str(tmp_path / "last"), tmp_path / "elsewhere", {}) == tmp_path / "last" / "state.ckpt"
+    assert find_resume(None, tmp_path, {}) is None
 
 
 # ------------------------------------------------------------------------------------------------ loggers
@@ -473,7 +471,6 @@ def test_points_of_a_process_share_what_they_have_read(world: World) -> None:
         again = make_inputs(world.config())
     forget()
     assert same.examples is first.examples and same.pairs is first.pairs
-    assert same.context.cfg.objective.beta == 0.7
     assert layer.pairs is first.pairs and control.pairs is first.pairs
     assert shorter.pairs is not first.pairs and outside.pairs is not first.pairs and again.pairs is not first.pairs
     for one, other in zip(first.examples["train"].examples, fresh.examples["train"].examples, strict=True):

@@ -11,7 +11,8 @@ import torch
 from attnpo.fit import main
 from attnpo.run import report
 from attnpo.run.folders import make_folder, run_folder
-from attnpo.run.resume import clear, find_resume, refuse_taken
+from attnpo.run.identity import identity_of
+from attnpo.run.resume import clear, find_resume
 from attnpo.run.run import run
 from attnpo.schema import UserError
 from attnpo.training.checkpoint_folders import STATE, read_account
@@ -103,7 +104,8 @@ def test_a_finished_run_without_checkpoints_is_not_overwritten(world: World, tmp
     with pytest.raises(UserError, match=r"x holds a finished run: .*resume=auto.* another name"):
         main(world.config(*overrides, "seed=3"))
     assert contents(tmp_path / "x") == before
-    refuse_taken(world.config(*overrides, "resume=auto"), tmp_path / "x")
+    assert main(world.config(*overrides, "resume=auto")) == 0
+    assert contents(tmp_path / "x") == before
 
 
 def test_a_run_forked_after_the_last_step_has_a_whole_folder(world: World, done: Path, tmp_path: Path) -> None:
@@ -114,7 +116,8 @@ def test_a_run_forked_after_the_last_step_has_a_whole_folder(world: World, done:
     assert contents(done) == source
     assert result.steps == 3 and read_account(folder / "last")["step"] == 3
     assert (folder / "last" / "model.safetensors").read_bytes() == (done / "last" / "model.safetensors").read_bytes()
-    assert find_resume(world.config(*SHORT, "resume=auto"), folder) == folder / "last" / STATE
+    numbers = identity_of(world.config(*SHORT, "resume=auto")).numbers
+    assert find_resume("auto", folder, numbers) == folder / "last" / STATE
     assert read_metrics(folder / "metrics.csv") == read_metrics(done / "metrics.csv")
 
 
@@ -239,7 +242,7 @@ def test_a_damaged_state_is_named_before_anything_is_read(
     assert "\n" not in text
     (folder / "best" / STATE).write_bytes(b"x")
     with pytest.raises(UserError, match=r"give resume= another checkpoint"):
-        find_resume(cfg, folder)
+        find_resume("auto", folder, identity_of(cfg).numbers)
     assert state.exists()
 
 
@@ -250,4 +253,5 @@ def test_a_damaged_last_is_left_behind_by_way_of_best(world: World, done: Path, 
     (folder / "last" / STATE).write_bytes(b"")
     result = run(world.config(*SHORT, f"resume={folder / 'best'}"), folder)
     assert result.steps == 3
-    assert find_resume(world.config(*SHORT, "resume=auto"), folder) == folder / "last" / STATE
+    numbers = identity_of(world.config(*SHORT, "resume=auto")).numbers
+    assert find_resume("auto", folder, numbers) == folder / "last" / STATE

@@ -14,11 +14,11 @@ from attnpo.data.scorers import RunScorers, RunTexts
 from attnpo.lab.testbed.pretrain import new_model
 from attnpo.lab.testbed.tokenizer import build_tokenizer
 from attnpo.models.layouts import padded
-from attnpo.run.context import make_context
 from attnpo.run.fill_store import fill_store
-from attnpo.run.inputs import make_inputs
+from attnpo.run.resolve import resolve
 from attnpo.run.run import run
 from attnpo.schema import SIDES, UserError
+from tests.run.made import make, make_inputs
 from tests.run.worlds import GRAMMAR, RECIPE, TRAIN, VAL, World, build_world
 
 PAIRS = TRAIN + VAL
@@ -88,8 +88,8 @@ def test_another_form_or_selection_asks_no_model_again_and_other_weights_do(
     again = make_inputs(turned)
     assert again.weighed.report is not None and again.weighed.report.computed == PAIRS
     keys = [
-        json.dumps(RunScorers(cfg.weights, make_context(cfg).model, make_context(cfg).chat, cfg.lengths).fingerprint())
-        for cfg in (turned, world.config(*two(other)))
+        json.dumps(RunScorers(cfg.weights, base.spec, base.chat, cfg.lengths).fingerprint())
+        for cfg, base, *_ in map(resolve, (turned, world.config(*two(other))))
     ]
     assert keys[0] != keys[1] and str(other) not in keys[0]
 
@@ -99,14 +99,12 @@ def test_one_frozen_model_under_two_instructions(
 ) -> None:
     """The tiny vocabulary reads most words as unknown; the prompts differ in length at least."""
     caplog.set_level(logging.INFO)
-    inputs = make_inputs(
-        world.config("weights=contrast_prompt", f"store={tmp_path}", "weights.positive.instruction=good film")
-    )
+    made = make(world.config("weights=contrast_prompt", f"store={tmp_path}", "weights.positive.instruction=good film"))
+    inputs = made.inputs
     assert inputs.weighed.report is not None and inputs.weighed.report.computed == PAIRS
     raw = [item.chosen.weights for pair in inputs.weighed.captured.values() for item in pair.rounds]
     assert any(row.abs().max() > 1e-3 for row in raw)
-    context = inputs.context
-    texts, pair = RunTexts(context.chat, context.cfg.lengths), context.cfg.data.load("train").pairs[0]
+    texts, pair = RunTexts(made.base.chat, made.cfg.lengths), made.cfg.data.load("train").pairs[0]
     plain = texts.encode(pair)
     asked, cut = texts.add_instruction(pair, plain, "good film")
     assert not cut
@@ -116,14 +114,14 @@ def test_one_frozen_model_under_two_instructions(
 
 
 def test_an_instruction_that_does_not_fit_is_kept_and_the_prompt_is_cut(world: World) -> None:
-    context = make_context(world.config("weights=contrast_prompt"))
-    pair = context.cfg.data.load("train").pairs[0]
-    plain = RunTexts(context.chat, context.cfg.lengths).encode(pair)
+    cfg, base, *_ = resolve(world.config("weights=contrast_prompt"))
+    pair = cfg.data.load("train").pairs[0]
+    plain = RunTexts(base.chat, cfg.lengths).encode(pair)
     room = max(len(one.prompt_ids) + len(one.response_ids) for one in plain.values())
     most = max(len(one.prompt_ids) for one in plain.values())
     limits = (f"lengths.max_length={room}", f"lengths.max_prompt_length={most}")
-    tight = make_context(world.config("weights=contrast_prompt", *limits))
-    texts = RunTexts(tight.chat, tight.cfg.lengths)
+    tight = resolve(world.config("weights=contrast_prompt", *limits))
+    texts = RunTexts(tight.base.chat, tight.cfg.lengths)
     asked, cut = texts.add_instruction(pair, texts.encode(pair), "good film")
     longest = max(SIDES, key=lambda side: len(plain[side].response_ids))
     assert cut and len(asked[longest].prompt_ids) == len(plain[longest].prompt_ids)
@@ -164,4 +162,4 @@ def test_what_cannot_score_is_refused_before_any_data(
         for item in overrides
     ]
     with pytest.raises(UserError, match=said.replace(".", r"\.")):
-        make_context(world.config(*named, "data.path=nowhere"))
+        resolve(world.config(*named, "data.path=nowhere"))

@@ -17,11 +17,11 @@ from attnpo.data.scoring import score_examples
 from attnpo.models.layouts import padded
 from attnpo.models.loading import load_model
 from attnpo.models.scored import ScoredLM
-from attnpo.run.inputs import Inputs, make_inputs
 from attnpo.run.run import run
 from attnpo.schema import SIDES, PreferencePair, TokenStats, UserError
 from attnpo.training.nonfinite import Scored, save_step
 from attnpo.weigher import Weigher
+from tests.run.made import Made, make
 from tests.run.worlds import World, build_world
 
 TEXTS = {
@@ -146,8 +146,8 @@ def test_a_typed_pair_has_the_weights_of_its_views(world: World, capsys: pytest.
 
 
 @pytest.fixture(scope="module")
-def trained(world: World, finished: Path) -> Inputs:
-    return make_inputs(world.config("transform=[mixture,position_profile]"))
+def trained(world: World, finished: Path) -> Made:
+    return make(world.config("transform=[mixture,position_profile]"))
 
 
 def test_a_prefill_is_shown_and_moves_the_weights(world: World, capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,13 +163,13 @@ def test_a_prefill_is_shown_and_moves_the_weights(world: World, capsys: pytest.C
 
 
 def test_rows_of_a_run_are_what_it_trained_on(
-    finished: Path, trained: Inputs, capsys: pytest.CaptureFixture[str]
+    finished: Path, trained: Made, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = rows(capsys, f"run={finished}", "rows=2:4", "stages=[all]")
     stages = ["captured", "source", "mixture", "position_profile"]
     assert list(dict.fromkeys(row["stage"] for row in found)) == stages
-    examples = {example.pair_id: example for example in trained.examples["train"].examples}
-    wanted = [pair.pair_id for pair in trained.pairs["train"].pairs[2:4]]
+    examples = {example.pair_id: example for example in trained.inputs.examples["train"].examples}
+    wanted = [pair.pair_id for pair in trained.inputs.pairs["train"].pairs[2:4]]
     assert list(dict.fromkeys(row["pair_id"] for row in found)) == wanted
     for pair_id in wanted:
         for side, weights in zip(SIDES, examples[pair_id].weights, strict=True):
@@ -177,21 +177,19 @@ def test_rows_of_a_run_are_what_it_trained_on(
             assert values(found, "weight", stage="position_profile", **at) == weights.tolist()
             source, mixed = (values(found, "weight", stage=one, **at) for one in ("source", "mixture"))
             count = len(source) - 2  # the last full stop and the end of the turn have no weight
-            share = trained.context.cfg.transforms["mixture"].share  # type: ignore[attr-defined]
+            share = trained.cfg.transforms["mixture"].share  # type: ignore[attr-defined]
             expected = [(1 - share) / (count + 1) + share * one for one in source[:count]]
             assert mixed[:count] == pytest.approx(expected, rel=1e-4)
 
 
-def test_contributions_add_up_to_the_margin(
-    finished: Path, trained: Inputs, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pair_id = trained.pairs["train"].pairs[5].pair_id
+def test_contributions_add_up_to_the_margin(finished: Path, trained: Made, capsys: pytest.CaptureFixture[str]) -> None:
+    pair_id = trained.inputs.pairs["train"].pairs[5].pair_id
     found = rows(capsys, f"run={finished}", f"ids=[{pair_id[:12]}]", "column=contribution")
-    example = next(one for one in trained.examples["train"].examples if one.pair_id == pair_id)
+    example = next(one for one in trained.inputs.examples["train"].examples if one.pair_id == pair_id)
     logps = []
-    for folder in (finished / "best", trained.context.model.path):
+    for folder in (finished / "best", trained.base.spec.path):
         logps.append(dict(score_examples(ScoredLM(load_model(folder)), [example], 0))[pair_id])
-    beta, margin = trained.context.cfg.objective.beta, 0.0  # type: ignore[attr-defined]
+    beta, margin = trained.cfg.objective.beta, 0.0  # type: ignore[attr-defined]
     for place, (side, sign) in enumerate(zip(SIDES, (1, -1), strict=True)):
         policy, reference = values(found, "logp", side=side), values(found, "reference_logp", side=side)
         assert policy == pytest.approx(logps[0][place].tolist(), abs=1e-5)
@@ -213,8 +211,8 @@ def test_a_typed_pair_under_a_run(finished: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.fixture(scope="module")
-def saved(finished: Path, trained: Inputs) -> tuple[Path, Any]:
-    examples = trained.examples["train"].examples[:3]
+def saved(finished: Path, trained: Made) -> tuple[Path, Any]:
+    examples = trained.inputs.examples["train"].examples[:3]
     batch = collate(examples, padded, 0, 3)
     policy, reference = (torch.full(batch.main.response_mask.shape, value) for value in (-2.0, -1.5))
     policy[1, 2] = float("nan")
@@ -322,9 +320,9 @@ def test_what_this_pair_has_not(world: World, finished: Path, capsys: pytest.Cap
 
 
 def test_rounding_noise_is_printed_as_zero(
-    finished: Path, trained: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    finished: Path, trained: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    batch = collate(trained.examples["train"].examples[:1], padded, 0, 1)
+    batch = collate(trained.inputs.examples["train"].examples[:1], padded, 0, 1)
     reference = torch.full(batch.main.response_mask.shape, -0.5)
     policy = reference - 4e-4
     policy[0, 1] += 0.25

@@ -9,8 +9,8 @@ import torch
 
 from attnpo import fit
 from attnpo.data.base import SPLITS
-from attnpo.run.inputs import make_inputs
 from attnpo.schema import UserError
+from tests.run.made import make, make_inputs
 from tests.run.worlds import World, build_world
 
 
@@ -98,8 +98,8 @@ def test_tools_of_a_column_reach_the_training_prompt(
     (tmp_path / "uses.jinja").write_text(USES_TOOLS)
     asked = ["data.val_share=0.3", f"model.chat_template={tmp_path / 'uses.jinja'}"]
     with caplog.at_level(logging.INFO):
-        inputs = make_inputs(world.config(*mapped, *asked))
-    chat = inputs.context.chat
+        made = make(world.config(*mapped, *asked))
+    inputs, chat = made.inputs, made.base.chat
     pairs = [pair for split in SPLITS for pair in inputs.pairs[split].pairs]
     examples = [example for split in SPLITS for example in inputs.examples[split].examples]
     assert [example.chosen.prompt_ids for example in examples] == [chat.prompt_ids(pair.prompt) for pair in pairs]

@@ -13,15 +13,15 @@ import pytest
 from attnpo.config.compose import check
 from attnpo.data.prepare import SILENT, UNASKED
 from attnpo.lab.testbed.forced_scores import ForcedScores
-from attnpo.run.context import make_context
 from attnpo.run.fill_store import fill_store
 from attnpo.run.input_summary import example_statistics
-from attnpo.run.inputs import make_inputs
+from attnpo.run.resolve import resolve
 from attnpo.run.run import run
 from attnpo.schema import Message, Sampling, UserError
 from attnpo.system.store import Store
 from attnpo.weights.score_parser import NO_PARTS
 from attnpo.weights.verbalizer import ANSWERS, RunVerbalizer, StoredAnswers
+from tests.run.made import make_inputs
 from tests.run.worlds import TRAIN, VAL, World, build_world
 
 PAIRS = TRAIN + VAL
@@ -105,11 +105,11 @@ def test_a_model_that_says_nothing_usable_ends_with_every_pair_named(
 
 
 def test_what_does_not_fit_is_dropped_and_counted_and_none_at_all_is_an_error(world: World, tmp_path: Path) -> None:
-    context = make_context(world.config(*KNOWN, f"store={tmp_path}"))
-    room = RunVerbalizer(context.cfg.verbalizer, context.model, context.chat, context.store)
-    pairs = context.cfg.data.load("train").pairs
+    cfg, base, *_ = resolve(world.config(*KNOWN, f"store={tmp_path}"))
+    room = RunVerbalizer(cfg.verbalizer, base.spec, base.chat, base.store)
+    pairs = cfg.data.load("train").pairs
     sizes = sorted(
-        max(len(context.chat.prompt_ids(room.questions.messages(pair, side))) for side in ("chosen", "rejected"))
+        max(len(base.chat.prompt_ids(room.questions.messages(pair, side))) for side in ("chosen", "rejected"))
         for pair in pairs
     )
     middle = sizes[TRAIN // 2]
@@ -150,8 +150,8 @@ def test_several_processes_do_not_ask_the_same(world: World, tmp_path: Path, mon
 
 def test_what_changes_an_answer_changes_the_key(world: World) -> None:
     def keys(*more: str) -> tuple[str, str]:
-        context = make_context(world.config(*KNOWN, *more))
-        room = RunVerbalizer(context.cfg.verbalizer, context.model, context.chat, context.store)
+        cfg, base, *_ = resolve(world.config(*KNOWN, *more))
+        room = RunVerbalizer(cfg.verbalizer, base.spec, base.chat, base.store)
         return json.dumps(room.fingerprint(), sort_keys=True), json.dumps(room.questions.fingerprint(), sort_keys=True)
 
     plain = keys()
@@ -225,8 +225,8 @@ def test_an_interruption_within_one_call_loses_its_last_slice_alone(
 
 def test_an_interrupted_pass_goes_on_where_it_stopped(world: World, tmp_path: Path) -> None:
     config = world.config(*KNOWN, f"store={tmp_path}")
-    context = make_context(config)
-    room = RunVerbalizer(config.verbalizer, context.model, context.chat, context.store)
+    base = resolve(config).base
+    room = RunVerbalizer(config.verbalizer, base.spec, base.chat, base.store)
     pairs = config.data.load("train").pairs[:3]
     import torch
 

@@ -14,11 +14,11 @@ from attnpo.cli.entry import run_entry
 from attnpo.config.compose import load
 from attnpo.data.prepare import ExampleSet
 from attnpo.models.loading import load_tokenizer
-from attnpo.run.inputs import make_inputs
 from attnpo.run.run import run
 from attnpo.schema import UserError
 from attnpo.training.metrics_file import read_metrics
 from attnpo.weigh import main
+from tests.run.made import make_inputs
 from tests.run.worlds import TRAIN, World, build_world
 
 ROOT = Path(__file__).resolve().parents[2]

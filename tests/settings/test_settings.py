@@ -23,7 +23,7 @@ from attnpo.lab.studies.study import expand_arms
 from attnpo.models.memory import GIB, MOST, ROUND, MemoryEstimate, estimate_pass, estimate_training, most_tokens
 from attnpo.models.spec import ModelSpec
 from attnpo.run import combinations as settings
-from attnpo.run.memory_choice import chosen, fill_card
+from attnpo.run.memory import chosen, fill_card, footprint
 from attnpo.schema import SIDES, Message, PreferencePair
 from attnpo.text.alignment import align
 from attnpo.text.chat import ChatFormat
@@ -273,7 +273,7 @@ def estimate(cfg: FitConfig, config: PretrainedConfig, capacity: float) -> Memor
     """Of training, with what ``auto`` stands for on devices of so many GiB."""
     room, choices, least = int(capacity * GIB), cfg.model.choices(), cfg.batch.decide(cfg.lengths.max_length)
     place, _ = chosen([_estimate(cfg, model, config, least) for model in choices], room)
-    return _estimate(cfg, choices[place], config, fill_card(cfg, config, choices[place], room))
+    return _estimate(cfg, choices[place], config, fill_card(footprint(cfg), config, choices[place], room))
 
 
 def judge_estimate(cfg: FitConfig, config: PretrainedConfig, capacity: float) -> MemoryEstimate:
@@ -353,7 +353,7 @@ def test_a_card_is_filled_and_five_percent_of_it_stay_free(option: str) -> None:
     for choice in cfg.model.choices():
         plan = cfg.batch.decide(cfg.lengths.max_length)
         if choice.recomputes == again:
-            plan = fill_card(cfg, config, choice, capacity)
+            plan = fill_card(footprint(cfg), config, choice, capacity)
             assert (choice.chunk, plan.tokens, plan.eval_tokens) == (1024, tokens, MOST)
             assert _estimate(cfg, choice, config, plan).fits(capacity)
             if tokens < 2 * cfg.lengths.max_length * cfg.batch.pairs // HARDWARE[option][1]:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from attnpo.config.named_files import code_of
 from attnpo.data.base import PairSource, name_unused
 from attnpo.data.prepare import make_example
-from attnpo.run.inputs import make_inputs
 from attnpo.run.other_pairs import weigh_others
 from attnpo.run.resume import contents_of
 from attnpo.run.run import run
@@ -19,6 +19,7 @@ from attnpo.schema import SIDES, EncodedResponse, Kind, PreferencePair, UserErro
 from attnpo.weights.base import TextSource, WeightSource, is_neutral
 from attnpo.weights.pipeline import training_weights
 from attnpo.weights.sources.column import Column, Form
+from tests.run.made import Made, make
 from tests.run.worlds import World, build_world
 
 TEXT = "aabbcc"
@@ -213,6 +214,11 @@ def with_columns(world: World, weight: float = 1.0) -> None:
         file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
+def contents(made: Made) -> dict[str, str]:
+    """Digests of what the paths of a configuration hold."""
+    return contents_of(made.inputs, made.base, code_of(made.cfg.values))
+
+
 CHOSEN = ("weights=column", "weights.form=spans", "weights.chosen=chosen_spans", "weights.rejected=rejected_spans")
 
 
@@ -224,17 +230,18 @@ def test_a_run_trains_on_its_data_s_spans(tmp_path: Path, caplog: pytest.LogCapt
     assert result.metrics["first/val/loss"] == pytest.approx(math.log(2), abs=1e-5)
     assert abs(result.metrics["val/loss"] - math.log(2)) > 1e-5
     assert not any("may hold weights" in message for message in caplog.messages)
-    inputs = make_inputs(world.config(*CHOSEN))
+    made = make(world.config(*CHOSEN))
+    inputs, others = made.inputs, (made.inputs.recipe, made.inputs.weighed, made.readers)
     example = inputs.examples["train"].examples[0]
     assert example.factors and 0 < float(example.weights[0].mean()) < 1
     # Pairs of sampled answers have no such columns: no weights, and no error.
     bare = [PreferencePair.make(pair.prompt, pair.chosen, pair.rejected) for pair in inputs.pairs["val"].pairs]
-    assert all(not row.any() for made in weigh_others(inputs, bare) for row in made.weights)
-    assert all(row.any() for made in weigh_others(inputs, inputs.pairs["val"].pairs) for row in made.weights)
+    assert all(not row.any() for one in weigh_others(*others, bare) for row in one.weights)
+    assert all(row.any() for one in weigh_others(*others, inputs.pairs["val"].pairs) for row in one.weights)
     # Another column is another run, though the pairs' ids are the same.
-    before = contents_of(inputs)
+    before = contents(made)
     with_columns(world, 2.0)
-    after = contents_of(make_inputs(world.config(*CHOSEN)))
+    after = contents(make(world.config(*CHOSEN)))
     assert {key for key in before if before[key] != after[key]} == {"judge and weights"}
 
 

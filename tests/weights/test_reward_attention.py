@@ -12,12 +12,12 @@ from attnpo.judge.base import JudgeReading
 from attnpo.judge.layers import HeadRow
 from attnpo.judge.reward_reader import RewardModel
 from attnpo.models.loading import load_model, load_tokenizer
-from attnpo.run.inputs import make_inputs
 from attnpo.schema import SIDES, EncodedResponse, Message, PreferencePair, UserError
 from attnpo.text.chat import RefusedText
 from attnpo.weights.capture import Unreadable
 from attnpo.weights.pipeline import training_weights
 from attnpo.weights.sources.reward_attention import LoadedReward, RewardAttention, credit
+from tests.run.made import make, make_inputs
 from tests.run.worlds import TRAIN, VAL, World, build_world
 from tests.weights.fakes import words
 
@@ -143,12 +143,13 @@ def test_a_run_reads_it_once_and_stores_it(world: World, tmp_path: Path, caplog:
     path = reward_folder(tmp_path / "reward", vocab=len(tokenizer))
     tokenizer.save_pretrained(path)
     asked = ("weights=reward_attention", f"weights.path={path}")
-    first = make_inputs(world.config(*asked))
+    made = make(world.config(*asked))
+    first = made.inputs
     assert first.weighed.report is not None and first.weighed.report.computed == TRAIN + VAL
     again = make_inputs(world.config(*asked, "weights.layer=1"))
     assert again.weighed.report is not None and again.weighed.report.computed == 0, "every layer is stored"
     model, pair, example = RewardModel(load_model(path, reward=True)), first.pairs["train"].pairs[0], first.examples
-    encoded = first.context.chat.encode(pair.prompt, pair.chosen)
+    encoded = made.base.chat.encode(pair.prompt, pair.chosen)
     (reading,) = model.read([encoded.prompt_ids + encoded.response_ids], layers=(2,))
     raw = credit(reading.rows, encoded).weights[0]
     found = example["train"].examples[0].weights[0]

@@ -11,7 +11,7 @@ from transformers.utils import logging as quiet
 
 from attnpo.config.compose import RUNS_ROOT
 from attnpo.data.prepare import warn_of_rendered
-from attnpo.data.prompts import EncodedPrompts, Prompt, PromptSet, encode_prompts
+from attnpo.data.prompts import EncodedPrompts, Prompt, PromptSet, PromptSource, encode_prompts
 from attnpo.evaluation.answers.answer_config import AnswerConfig
 from attnpo.evaluation.answers.answer_file import AnswerFile, AnswerRow
 from attnpo.evaluation.answers.base import Answerer, Asked, Reply
@@ -43,23 +43,40 @@ def answer_prompts(cfg: AnswerConfig) -> Path:
         UserError: model or prompts cannot be read, nothing can be answered, or the file holds answers of another model
             or sampling, or another job is writing into it.
     """
-    rules, sampling = cfg.answers, cfg.sampling
+    model, data, rules, sampling = cfg.model, cfg.data, cfg.answers, cfg.sampling
     if rules.per_prompt > 1 and sampling.temperature == 0:
         raise UserError(
             f"answers.per_prompt={rules.per_prompt} with sampling.temperature=0 gives one answer {rules.per_prompt} "
             "times: set a temperature above 0"
         )
-    file = AnswerFile(output_path(cfg), *process())
-    cfg.require_unread("output", file.path, file.sidecar)
-    with locked(file.path.parent, file=file.part.name, instead="output=FILE.jsonl"):
-        return _answer(cfg, file)
+    path = default_path(model.path, data) if cfg.output is None else Path(cfg.output).expanduser()
+    file = AnswerFile(path, *process())
+    cfg.require_unread("output", path, file.sidecar)
+    with locked(path.parent, file=file.part.name, instead="output=FILE.jsonl"):
+        answerer = cfg.answering.open(model, device_of(cfg.trainer.get("accelerator", "auto")))
+        found = data.load()
+        origin = {
+            "model": {"path": model.path, "revision": model.revision},
+            "data": {"path": data.path, "split": data.split, "rows": data.rows, "read": found.read},
+        }
+        _answer(answerer, found, sampling, rules.per_prompt, file, origin)
+    return path
 
 
-def _answer(cfg: AnswerConfig, file: AnswerFile) -> Path:
-    sampling = cfg.sampling
-    answerer = cfg.answering.open(cfg.model, device_of(cfg.trainer.get("accelerator", "auto")))
-    found = cfg.data.load()
-    _require_room(answerer.limit, sampling)
+def _answer(
+    answerer: Answerer,
+    found: PromptSet,
+    sampling: Sampling,
+    per_prompt: int,
+    file: AnswerFile,
+    origin: Mapping[str, object],
+) -> None:
+    """Makes the answers that ``file`` lacks, and its account, which has ``origin`` among its facts."""
+    if answerer.limit is not None and sampling.max_new_tokens >= answerer.limit:
+        raise UserError(
+            f"sampling.max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt: the model has "
+            f"{answerer.limit} positions, or answering.max_length says so"
+        )
     encoded = encode_prompts(found.prompts, answerer.chat, sampling.max_new_tokens, answerer.limit)
     _report_left_out(encoded, found)
     if answerer.chat is not None:
@@ -67,7 +84,7 @@ def _answer(cfg: AnswerConfig, file: AnswerFile) -> Path:
         warn_of_rendered(len(rendered), len(found.prompts), rendered)
     key = key_of(answerer, sampling)
     have = file.open(key)
-    wanted = [(prompt, draw) for prompt in encoded.kept for draw in range(cfg.answers.per_prompt)]
+    wanted = [(prompt, draw) for prompt in encoded.kept for draw in range(per_prompt)]
     turns = {prompt.id: prompt for prompt in found.prompts}
     _check_same_prompts(have, turns, file.path)
     share = wanted[file.rank :: file.processes]
@@ -84,22 +101,19 @@ def _answer(cfg: AnswerConfig, file: AnswerFile) -> Path:
     if rows is None:
         log.info("this process's share is done; the last process to finish merges the parts into %s", file.path)
     else:
-        facts = _facts(cfg, found, encoded, rows) | {"seconds": round(time.perf_counter() - began, 2)}
+        facts = _facts(origin, found, encoded, rows) | {"seconds": round(time.perf_counter() - began, 2)}
         file.account(key, facts)
         log.info("%d answers in %s; %s", len(rows), file.path, facts["finish_reasons"])
-    return file.path
 
 
-def output_path(cfg: AnswerConfig) -> Path:
-    """``output``, or a file in a folder named after the model and the prompts."""
-    if cfg.output is not None:
-        return Path(cfg.output).expanduser()
-    model, data = Path(cfg.model.path), Path(cfg.data.path)
+def default_path(model: str, source: PromptSource) -> Path:
+    """Returns where the answers lie without ``output``: a file in a folder named after the model and the prompts."""
+    data = Path(source.path)
     # RUN/best and organisation/model: the last part alone does not say which.
-    parts = [*(part for part in model.parts[-2:] if part.strip("./~")), data.name.partition(".")[0]]
+    parts = [*(part for part in Path(model).parts[-2:] if part.strip("./~")), data.name.partition(".")[0]]
     if not data.suffix:  # a folder or a hub name, which hold several splits
-        parts.append(cfg.data.split)
-    named = "-".join([*parts, *([] if cfg.data.rows is None else [re.sub(r"[^0-9%]+", "_", cfg.data.rows)])])
+        parts.append(source.split)
+    named = "-".join([*parts, *([] if source.rows is None else [re.sub(r"[^0-9%]+", "_", source.rows)])])
     return RUNS_ROOT / f"answers-{named}" / "answers.jsonl"
 
 
@@ -120,14 +134,6 @@ def described(model: ModelSpec) -> tuple[ModelSpec, ChatFormat]:
             f"model.path={model.path} is a run folder: name the model in it, model.path={folder / inside[0]}"
         )
     return load_chat(model)
-
-
-def _require_room(limit: int | None, sampling: Sampling) -> None:
-    if limit is not None and sampling.max_new_tokens >= limit:
-        raise UserError(
-            f"sampling.max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt: the model has {limit} "
-            "positions, or answering.max_length says so"
-        )
 
 
 def key_of(answerer: Answerer, sampling: Sampling) -> dict[str, object]:
@@ -196,14 +202,12 @@ def _report_left_out(encoded: EncodedPrompts, found: PromptSet) -> None:
 
 
 def _facts(
-    cfg: AnswerConfig, found: PromptSet, encoded: EncodedPrompts, rows: Sequence[AnswerRow]
+    origin: Mapping[str, object], found: PromptSet, encoded: EncodedPrompts, rows: Sequence[AnswerRow]
 ) -> dict[str, object]:
     """Returns the account beside the answers."""
-    model, source = cfg.model, cfg.data
     return {
         "versions": versions(),
-        "model": {"path": model.path, "revision": model.revision},
-        "data": {"path": source.path, "split": source.split, "rows": source.rows, "read": found.read},
+        **origin,
         "prompts": {"answered": len(encoded.kept), "rows_left_out": found.left_out, "left_out": encoded.left_out},
         "repeated_rows": found.repeated,
         "answers": len(rows),

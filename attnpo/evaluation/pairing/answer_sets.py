@@ -32,9 +32,11 @@ EQUAL = "prompts whose answers are all equal"
 class AnswerSets:
     """The prompts with two different answers or more, and what became of the others, by reason.
 
-    ``prompts`` and ``read``: all prompts and rows. ``origin``: what the file beside the answers says they are from.
+    ``path``: where they were read, as the command names it. ``prompts`` and ``read``: all prompts and rows.
+    ``origin``: what the file beside the answers says they are from.
     """
 
+    path: str
     sets: tuple[AnswerSet, ...]
     prompts: int
     read: int
@@ -165,4 +167,4 @@ class AnswerSource:
                 "(attnpo.generate answers.per_prompt=4, with sampling.temperature above 0)"
             )
         log.log(logging.WARNING if EQUAL in found else logging.INFO, "%s%s", text, f"; {told}" if told else "")
-        return AnswerSets(tuple(sets), len(prompts), read, found, origin)
+        return AnswerSets(self.path, tuple(sets), len(prompts), read, found, origin)

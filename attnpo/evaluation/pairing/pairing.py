@@ -48,51 +48,54 @@ def make_pairs(cfg: PairConfig) -> Path | None:
     file = ScoreFile(path.with_name(f"{path.stem}.scores{SUFFIX}"), *process())
     cfg.require_unread("output", path, account, file.path, file.sidecar)
     with locked(path.parent, file=file.part.name, instead="output=FILE.jsonl"):
-        return _make(cfg, path, file)
-
-
-def _make(cfg: PairConfig, path: Path, file: ScoreFile) -> Path | None:
-    found = cfg.answers.load()
-    key = {"answers": found.fingerprint, "ranker": cfg.ranker.key(found.sets)}
-    # A dry run leaves no account of its ranker, which would bind the commands after it.
-    have = {} if cfg.dry_run and not file.sidecar.is_file() else file.open(key)
-    wanted = [(one.id, answer.draw) for one in found.sets for answer in one.answers]
-    share = found.sets[file.rank :: file.processes]
-    lacking = [one for one in share if any((one.id, answer.draw) not in have for answer in one.answers)]
-    log.info("%d prompts to rank by %s, %d of them here", len(found.sets), cfg.ranker.name, len(lacking))
-    done = 0
-    if lacking:
-        for some in cfg.ranker.scores(lacking, device_of(cfg.trainer.get("accelerator", "auto")), path.parent):
-            if not cfg.dry_run:
-                file.append([row for row in some if (row["id"], row["draw"]) not in have])
-            done += len({row["id"] for row in some})
-    if cfg.dry_run:
+        found, ranker = cfg.answers.load(), cfg.ranker
+        key = {"answers": found.fingerprint, "ranker": ranker.key(found.sets)}
+        # A dry run leaves no account of its ranker, which would bind the commands after it.
+        have = {} if cfg.dry_run and not file.sidecar.is_file() else file.open(key)
+        wanted = [(one.id, answer.draw) for one in found.sets for answer in one.answers]
+        share = found.sets[file.rank :: file.processes]
+        lacking = [one for one in share if any((one.id, answer.draw) not in have for answer in one.answers)]
+        log.info("%d prompts to rank by %s, %d of them here", len(found.sets), ranker.name, len(lacking))
+        done = 0
+        if lacking:
+            for some in ranker.scores(lacking, device_of(cfg.trainer.get("accelerator", "auto")), path.parent):
+                if not cfg.dry_run:
+                    file.append([row for row in some if (row["id"], row["draw"]) not in have])
+                done += len({row["id"] for row in some})
+        if cfg.dry_run:
+            return None
+        rows = file.merge(wanted)
+        if rows is not None:
+            file.account(key, {"scores": len(rows)})
+            return _write(path, found, key, rows, cfg.pairs, ranker.name)
+        if done < len(lacking):
+            log.warning(
+                "%d of %d prompts have no score yet: give the command again to ask for them once more",
+                *(len(lacking) - done, len(lacking)),
+            )
+        else:
+            log.info("this process's share is done; the last process to finish writes %s", path)
         return None
-    rows = file.merge(wanted)
-    if rows is not None:
-        file.account(key, {"scores": len(rows)})
-        return _write(cfg, path, found, key, rows)
-    if done < len(lacking):
-        log.warning(
-            "%d of %d prompts have no score yet: give the command again to ask for them once more",
-            *(len(lacking) - done, len(lacking)),
-        )
-    else:
-        log.info("this process's share is done; the last process to finish writes %s", path)
-    return None
 
 
-def _write(cfg: PairConfig, path: Path, found: AnswerSets, key: Mapping[str, object], rows: Sequence[ScoreRow]) -> Path:
+def _write(
+    path: Path,
+    found: AnswerSets,
+    key: Mapping[str, object],
+    rows: Sequence[ScoreRow],
+    rules: PairRules,
+    ranker: str,
+) -> Path:
     """Writes the pairs and their account. UserError when there is none."""
     scores: dict[str, dict[int, ScoreRow]] = {}
     for row in rows:
         scores.setdefault(row["id"], {})[row["draw"]] = row
     counts: Counter[str] = Counter(found.counts)
-    pairs = [pair for one in found.sets for pair in pairs_of(one, scores[one.id], cfg.pairs, cfg.ranker.name, counts)]
+    pairs = [pair for one in found.sets for pair in pairs_of(one, scores[one.id], rules, ranker, counts)]
     told = "; ".join(f"{what}: {count}" for what, count in counts.items() if count)
     if not pairs:
         raise UserError(f"no pair can be made of the answers to {len(found.sets)} prompts: {told}")
-    whole = json.loads(json.dumps({**identify(key), "pairs": asdict(cfg.pairs) | {"take": cfg.pairs.take.value}}))
+    whole = json.loads(json.dumps({**identify(key), "pairs": asdict(rules) | {"take": rules.take.value}}))
     before = read_account(path.with_suffix(".json")).get(KEY)
     if isinstance(before, Mapping):
         for name, was, now in differences(identify(before), whole):
@@ -101,15 +104,15 @@ def _write(cfg: PairConfig, path: Path, found: AnswerSets, key: Mapping[str, obj
     facts = {
         KEY: whole,
         DIGEST: file_digest(path),
-        "ranker": cfg.ranker.name,
-        "answers": {"path": cfg.answers.path, "rows": found.read, "prompts": found.prompts, "made_by": found.origin},
+        "ranker": ranker,
+        "answers": {"path": found.path, "rows": found.read, "prompts": found.prompts, "made_by": found.origin},
         "prompts": {"ranked": len(found.sets) - counts[UNRANKED], "paired": len({pair["id"] for pair in pairs})},
         "pairs": len(pairs),
         "counts": {what: count for what, count in sorted(counts.items()) if count},
         "versions": versions(),
     }
     write_whole(path.with_suffix(".json"), json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
-    log.info("%d pairs of %d prompts in %s, ranked by %s; %s", len(pairs), found.prompts, path, cfg.ranker.name, told)
+    log.info("%d pairs of %d prompts in %s, ranked by %s; %s", len(pairs), found.prompts, path, ranker, told)
     return path
 
 

@@ -11,7 +11,7 @@ from attnpo.display.page import Paragraph, Section, TableBlock, report_page
 from attnpo.display.printed import KeyedTable, for_reading, unmet
 from attnpo.display.tables import DEFAULT_DIGITS, Cell, format_cell, table_csv
 from attnpo.lab.reports.finished import RUNS
-from attnpo.lab.reports.report_config import MARK, WEIGHTS, ReportConfig, mark_of
+from attnpo.lab.reports.report_config import MARK
 from attnpo.run.folders import make_folder
 from attnpo.schema import UserError
 from attnpo.system.files import parse_json, write_whole
@@ -130,17 +130,6 @@ def pieces(table: KeyedTable, by: str | None) -> list[tuple[str, list[tuple[str,
         )
         for heading, parts in by_heading.items()
     ]
-
-
-def report_folder(cfg: ReportConfig, kind: str) -> Path:
-    """Returns the folder of a report under ``output``: ``name``, else its kind, the setting and a digest of the
-    command.
-    """
-    output = Path(cfg.output)
-    if cfg.name is not None:
-        return output / cfg.name
-    setting = f"-{cfg.composed.choices.get('setting', 'setting')}" if kind == WEIGHTS else ""
-    return output / f"{kind or 'report'}{setting}-{mark_of(cfg)[:8]}"
 
 
 def check_free(folder: Path, mark: str) -> None:

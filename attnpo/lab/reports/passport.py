@@ -15,7 +15,11 @@ import numpy as np
 import torch
 
 from attnpo.cli.terminal import command_text
+from attnpo.config.compose import as_yaml
+from attnpo.data.base import PairReader, PairSet
 from attnpo.data.prepare import EncodedSet, ExampleSet, Tally, prepare_examples, sample_of
+from attnpo.data.reading import read_pairs
+from attnpo.data.rules import AlignRules
 from attnpo.display.output import print_sections, terminal
 from attnpo.display.page import report_page
 from attnpo.judge.base import JudgeModel, JudgeReading, LoadedJudge
@@ -46,14 +50,14 @@ from attnpo.lab.reports.weight_report import model_label
 from attnpo.lab.studies.faithfulness import by_layer, true_mass
 from attnpo.lab.testbed.grammar import Grammar
 from attnpo.lab.testbed.importance import is_flipped
-from attnpo.run.context import RunContext, make_context, run_judge
 from attnpo.run.folders import make_folder
-from attnpo.run.inputs import encode, read_pairs
+from attnpo.run.inputs import encode
 from attnpo.run.lost_weights import describe_loss
+from attnpo.run.resolve import resolve
 from attnpo.schema import SIDES, PairWeights, PreferencePair, UserError, digest
 from attnpo.system.files import folder_size, write_record, write_whole
 from attnpo.system.locks import locked
-from attnpo.system.machine import device_of, versions
+from attnpo.system.machine import versions
 from attnpo.system.processes import world_size
 from attnpo.system.store import Store
 from attnpo.weights.arrival import Arrival
@@ -113,10 +117,13 @@ class Listening:
 class Judged:
     """The sample as the judge read it: ``shown`` are the pairs it could be shown, ``rows`` names what was captured.
 
-    ``context`` has weights that read a layer. ``size``: bytes that the rows took on disk; ``loading``: seconds.
+    ``layered``: weights that read a layer. ``align``: the rules by which they are carried onto the training tokens.
+    ``size``: bytes that the rows took on disk; ``loading``: seconds.
     """
 
-    context: RunContext
+    layered: WeightSource
+    align: AlignRules
+    device: torch.device
     judge: RunJudge
     loaded: LoadedJudge
     sample: list[PreferencePair]
@@ -134,7 +141,7 @@ class Judged:
 
     def source(self, layer: int) -> WeightSource:
         """Returns the run's weights where they read ``layer``."""
-        return at_layers(self.context, layer, []).cfg.weights.resolve(self.judge.num_layers)
+        return at_layers(self.layered, layer).resolve(self.judge.num_layers)
 
     def ranked(self, layer: int) -> Rankings:
         """Returns the finished weights of ``layer`` on the judge's tokens."""
@@ -156,18 +163,23 @@ def write_passport(cfg: PassportConfig) -> Path:
     make_folder(folder)
     with locked(folder, float(cfg.lock_timeout)):
         check_free(folder, cfg.mark())
-        context = make_context(cfg)
-        found = take(context, cfg)
-        _publish(context, found, folder, cfg.mark())
+        run, base, readers, built = resolve(cfg)
+        judge, truth = readers.make_judge(), getattr(run.truth, "grammar", None)
+        labels = judge.prompts.label_ids  # refuses labels before anything is read
+        pairs = labelled_pairs(run.data, run.weights, base.store)
+        encoded = encode(pairs, base, run.lengths).encoded
+        judged = judge_sample(judge, base.device, run.weights, run.align, pooled(encoded), run.passport)
+        found = take(judged, labels, pairs, encoded, truth if isinstance(truth, Grammar) else None, run.passport)
+        setting = run.composed.choices.get("setting", "prepared") if built else None
+        title = f"Judge passport: {model_label(run.judge, base.spec, setting)}"
+        _publish(title, judge.path, found, as_yaml(run.values), folder, cfg.mark())
     return folder
 
 
-def _publish(context: RunContext, found: Passport, folder: Path, mark: str) -> None:
-    judge = run_judge(context)
-    title = f"Judge passport: {model_label(context, None)}"
+def _publish(title: str, judge: str, found: Passport, configuration: str, folder: Path, mark: str) -> None:
     write_whole(folder / MARK, json.dumps({"mark": mark}) + "\n")
-    write_record(folder / f"{STEM}.json", {"judge": judge.path, **found.to_json(), "versions": versions()})
-    page = report_page(title, [*sections(found), about(context)])
+    write_record(folder / f"{STEM}.json", {"judge": judge, **found.to_json(), "versions": versions()})
+    page = report_page(title, [*sections(found), about(configuration)])
     write_whole(folder / f"{STEM}.html", page)
     console = terminal()
     console.print(title, highlight=False, markup=False, style="bold")
@@ -178,30 +190,37 @@ def _publish(context: RunContext, found: Passport, folder: Path, mark: str) -> N
 # ------------------------------------------------------------------------------------------------ measuring
 
 
-def take(context: RunContext, cfg: PassportConfig) -> Passport:
-    """Returns everything the passport says of the judge of ``context``. UserError when there is no pair it can be
-    shown.
-    """
-    settings, judge = cfg.passport, run_judge(context)
-    labels = judge.prompts.label_ids  # refuses labels before anything is read
-    pairs = read_pairs(context)
+def labelled_pairs(data: PairReader, source: WeightSource, store: Store) -> dict[str, PairSet]:
+    """Reads the pairs of both splits. UserError when there is none."""
+    pairs = read_pairs(data, source, store)
     if not any(found.pairs for found in pairs.values()):
         rows = sum(found.read for found in pairs.values())
         raise UserError(
             f"passport: expected labelled pairs, got none from {rows} rows of both splits: see data.path, "
             "data.train_rows and data.columns"
         )
-    encoded = encode(context, pairs)
-    pool = pooled(encoded)
-    judged = judge_sample(context, judge, pool, settings)
+    return pairs
+
+
+def take(
+    judged: Judged,
+    labels: tuple[int, int],
+    pairs: Mapping[str, PairSet],
+    encoded: Mapping[str, EncodedSet],
+    grammar: Grammar | None,
+    settings: PassportSettings,
+) -> Passport:
+    """Returns everything the passport says of a judge that has read its sample.
+
+    ``grammar``: of pairs whose truth is known.
+    """
+    judge, pool = judged.judge, pooled(encoded)
     depth = judge.num_layers
     numbers = list(distinct_layers(settings.layers, depth, "passport.layers")) or list(attending(depth))
     ranked = {layer: judged.ranked(layer) for layer in numbers}
-    truth = getattr(context.cfg.truth, "grammar", None)
-    grammar = truth if isinstance(truth, Grammar) else None
     fits = sample_of(replace(pool, tally=Tally(), read=len(judged.sample)), judged.sample)["train"]
     fitted = {
-        layer: prepare_examples(fits, judged.source(layer), judged.captured, context.cfg.align, judged.rows)
+        layer: prepare_examples(fits, judged.source(layer), judged.captured, judged.align, judged.rows)
         for layer in numbers
     }
     looks = [look_at(judged, layer, ranked[layer], grammar, fitted[layer]) for layer in numbers]
@@ -250,7 +269,14 @@ def drawn(pairs: Sequence[PreferencePair], count: int, seed: int) -> list[Prefer
     return [unique[pair_id] for pair_id in sorted(unique, key=lambda pair_id: digest([seed, pair_id]))[:count]]
 
 
-def judge_sample(context: RunContext, judge: RunJudge, pool: EncodedSet, settings: PassportSettings) -> Judged:
+def judge_sample(
+    judge: RunJudge,
+    device: torch.device,
+    source: WeightSource,
+    align: AlignRules,
+    pool: EncodedSet,
+    settings: PassportSettings,
+) -> Judged:
     """Returns the judge pass over a sample of the pairs, as a run makes it, into a store that is thrown away.
 
     So that times and sizes are measured whatever the run's own store holds. UserError when the judge can be shown no
@@ -259,13 +285,13 @@ def judge_sample(context: RunContext, judge: RunJudge, pool: EncodedSet, setting
     sample = drawn(pool.pairs, settings.pairs, settings.seed)
     log.info("passport: judging %d of %d pairs in both orders", len(sample), different(pool))
     began = time.perf_counter()
-    loaded = replace(judge.load(device_of(context.cfg.trainer.accelerator), keep=False), verdict=True)
+    loaded = replace(judge.load(device, keep=False), verdict=True)
     loading = time.perf_counter() - began
     heard = Listening(loaded.model)
     asked, progress = replace(loaded, model=heard), partial(log.info, "passport: %d of %d pairs")
-    layered = by_layer(context)
+    layered = by_layer(source)
     every = list(attending(judge.num_layers))
-    source = at_layers(layered, every[0], every).cfg.weights.resolve(judge.num_layers)
+    source = at_layers(layered, every[0], every).resolve(judge.num_layers)
     rows = source.rows_to_store(judge.num_layers, lambda: judge.num_heads)
     with TemporaryDirectory(prefix="attnpo-passport-") as folder:
         store, key = Store(Path(folder)), {"passport": judge.path}
@@ -279,7 +305,7 @@ def judge_sample(context: RunContext, judge: RunJudge, pool: EncodedSet, setting
         raise UserError(
             f"passport: the judge can be shown none of {len(sample)} pairs; the first, pair {first.pair_id}: {story}"
         )
-    return Judged(layered, judge, loaded, sample, shown, captured, rows, heard, size, loading)
+    return Judged(layered, align, device, judge, loaded, sample, shown, captured, rows, heard, size, loading)
 
 
 def different(pool: EncodedSet) -> int:
@@ -307,7 +333,7 @@ def look_at(judged: Judged, layer: int, ranked: Rankings, grammar: Grammar | Non
         effective_share=sum(shares) / max(1, len(shares)),
         kept_mass_chosen=arrived.kept_mass_chosen,
         kept_mass_rejected=arrived.kept_mass_rejected,
-        lost=describe_loss(judged.context.cfg, source, (layer,), arrived, made.tally),
+        lost=describe_loss(source, judged.judge, judged.align.method, (layer,), arrived, made.tally),
         truth=None if grammar is None else true_mass(judged.shown, ranked, grammar),
     )
 
@@ -368,7 +394,7 @@ def cost_of(judged: Judged, pool: EncodedSet, removals: int) -> Cost:
         measured=measured,
         loading=judged.loading,
         removals=removals,
-        device=str(device_of(judged.context.cfg.trainer.accelerator)),
+        device=str(judged.device),
     )
 
 

@@ -3,13 +3,11 @@
 import math
 from collections.abc import Iterator, Mapping
 
-from attnpo.config.compose import as_yaml
 from attnpo.display.page import Banner, KeyValues, Paragraph, Preformatted, Section, TableBlock
 from attnpo.display.tables import DEFAULT_DIGITS, Cell, format_cell
 from attnpo.judge.label_mass import in_words
 from attnpo.lab.analysis.passport import RULE, Estimate, Worth
 from attnpo.lab.reports.passport_record import LayerLook, Passport
-from attnpo.run.context import RunContext
 from attnpo.system.files import in_bytes
 from attnpo.system.machine import versions
 
@@ -28,9 +26,9 @@ def sections(found: Passport, *, short: bool = False) -> list[Section]:
     return shown
 
 
-def about(context: RunContext) -> Section:
-    """Returns what the passport was made with."""
-    return Section("Versions and configuration", [KeyValues(versions()), Preformatted(as_yaml(context.cfg.values))])
+def about(configuration: str) -> Section:
+    """Returns what the passport was made with; ``configuration``: all settings as YAML."""
+    return Section("Versions and configuration", [KeyValues(versions()), Preformatted(configuration)])
 
 
 def _verdict(found: Passport, short: bool) -> Section:

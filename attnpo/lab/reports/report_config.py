@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from attnpo.lab.studies.fit_config import FitConfig
 from attnpo.run.run_config import TRAINING
-from attnpo.schema import UserError, digest
+from attnpo.schema import UserError
 
 WEIGHTS, STUDY, RUN, GAINS, SCORES, RANKS = "weights", "study", "run", "gains", "scores", "ranks"
 KINDS = (WEIGHTS, STUDY, RUN, GAINS, SCORES, RANKS)
@@ -92,11 +92,3 @@ def kind_of(what: Sequence[str]) -> str:
 def files(printed: Sequence[str] | str) -> list[Path]:
     """Returns the CSV files of ``printed``, a name or a list of names."""
     return [Path(path).expanduser() for path in ([printed] if isinstance(printed, str) else printed)]
-
-
-# ------------------------------------------------------------------------------------------------ folder
-
-
-def mark_of(cfg: ReportConfig) -> str:
-    """Digest of everything a command asks for: what tells its folder from those of others."""
-    return digest({key: value for key, value in cfg.values.items() if key not in PLACES})[:16]

@@ -5,24 +5,28 @@ transforms.
 """
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from attnpo.config.compose import load
 from attnpo.data.collate import TrainingExample
 from attnpo.data.prepare import EncodedSet
+from attnpo.data.prepared import Recipe
+from attnpo.data.reading import read_pairs
 from attnpo.display.explorer import ExplorerPair, ExplorerSide, SideWeights, View, write_explorer
 from attnpo.display.output import terminal
 from attnpo.lab.reports.report_config import ReportConfig
 from attnpo.lab.reports.weight_report import asked_layers, each_weights, model_label, weights_label
-from attnpo.run.context import RunContext, make_context
 from attnpo.run.heat_rows import heat_rows
-from attnpo.run.inputs import Inputs, encode, read_pairs
+from attnpo.run.inputs import Inputs, encode
 from attnpo.run.models import reference_table
+from attnpo.run.resolve import resolve
 from attnpo.schema import SIDES, EncodedResponse, PairWeights, PreferencePair, UserError
+from attnpo.system.store import Table
 from attnpo.weights.arrival import Weighted
 from attnpo.weights.base import OnlineSource
 from attnpo.weights.capture import LogpPair, load_logps
@@ -38,48 +42,64 @@ def weight_explorer(cfg: ReportConfig, folder: Path) -> None:
     option of weights. Log-probabilities of the reference are shown for pairs that the store has them of. Raises
     UserError when a source computes its weights in training, or when the two are not on the same training tokens.
     """
-    context, pairs = explored(cfg)
-    if cfg.against:
-        more = [word if "=" in word else f"weights={word}" for word in shlex.split(cfg.against)]
-        _, others = explored(load("report", [*cfg.composed.overrides, *more], cfg.composed.config_dir))
+    configs = [cfg]
+    more = [word if "=" in word else f"weights={word}" for word in shlex.split(cfg.against or "")]
+    if more:
+        configs.append(load("report", [*cfg.composed.overrides, *more], cfg.composed.config_dir))
+    sources: list[dict[str, ExplorerPair]] = []
+    for one in configs:
+        run, base, readers, built = resolve(one)
+        choices = run.composed.choices
+        if len(sources) == 0:
+            table = reference_table(base, run.lengths)
+            setting = choices.get("setting", "prepared") if built else None
+            label = model_label(run.judge, base.spec, setting) if run.label is None else run.label
+        texts = encode(read_pairs(run.data, run.weights, base.store), base, run.lengths)
+        recipe = Recipe(run.weights, None, [*run.transforms.values()], run.align, run.data)
+        name, layered = choices.get("weights"), hasattr(run.weights, "layer")
+        layers = asked_layers(run.weights, name, readers, run.layers if layered else ())
+        every = each_weights(recipe, readers, run.auto_layer, texts, layers)
+        labelled = ((weights_label(made.weighed.source, name, run.transforms), made) for made in every)
+        sources.append(explored(labelled, texts.encoded["train"], base.tokenizer, run.explorer))
+    pairs = sources[0]
+    for others in sources[1:]:
         marked = f" ({' '.join(more)})"
         pairs = {pair_id: joined(pair, others[pair_id], marked) for pair_id, pair in pairs.items() if pair_id in others}
     if not pairs:
         raise UserError(f"explorer={cfg.explorer}: the sources have no pair in common; give a larger number")
-    logps = stored_logps(context, list(pairs.values()))
+    logps = stored_logps(table, list(pairs.values()))
     shown = [with_logps(pair, logps.get(pair_id)) for pair_id, pair in pairs.items()]
     note = "on training tokens; combined: as the objective reads them; a single round: before transforms"
-    path = write_explorer(folder / PAGE, shown, title=f"Token weights: {model_label(context, cfg.label)}", note=note)
+    path = write_explorer(folder / PAGE, shown, title=f"Token weights: {label}", note=note)
     terminal().print(f"  {path}", highlight=False, markup=False)
 
 
-def explored(cfg: ReportConfig) -> tuple[RunContext, dict[str, ExplorerPair]]:
-    """Returns the first pairs that all layers of a configuration's source keep, by id, with a view per
-    layer and round.
+def explored(
+    every: Iterable[tuple[str, Inputs]], train: EncodedSet, tokenizer: PreTrainedTokenizerBase, count: int
+) -> dict[str, ExplorerPair]:
+    """Returns the first ``count`` pairs that all layers of a source keep, by id, with a view per layer and round.
+
+    ``every``: the source at each layer, with its label.
     """
-    context = make_context(cfg)
-    pairs = read_pairs(context)
-    encoded = encode(context, pairs)
-    layers = asked_layers(context, cfg.layers if hasattr(cfg.weights, "layer") else ())
     kept: dict[str, ExplorerPair] = {}
-    for number, made in enumerate(each_weights(context, pairs, encoded, layers)):
+    for number, (label, made) in enumerate(every):
         if isinstance(made.weighed.source, OnlineSource):
             raise UserError(
-                f"explorer: {weights_label(made.context, made.weighed)} computes its weights in training, so the store "
-                "has none to show; take other weights"
+                f"explorer: {label} computes its weights in training, so the store has none to show; take other weights"
             )
-        found = first_pairs(made, encoded["train"], cfg.explorer)
+        found = first_pairs(made, train, tokenizer, label, count)
         if number:
             found = {name: joined(kept[name], pair) for name, pair in found.items() if name in kept}
         kept = found
-    return context, kept
+    return kept
 
 
-def first_pairs(made: Inputs, encoded: EncodedSet, count: int) -> dict[str, ExplorerPair]:
+def first_pairs(
+    made: Inputs, encoded: EncodedSet, tokenizer: PreTrainedTokenizerBase, label: str, count: int
+) -> dict[str, ExplorerPair]:
     """Returns the first ``count`` training pairs with the views of one source and layer."""
     texts = {pair.pair_id: (pair, sides) for pair, sides in zip(encoded.pairs, encoded.encoded, strict=True)}
-    decode = made.context.tokenizer.decode
-    rows = heat_rows(made, count)
+    decode, rows = tokenizer.decode, heat_rows(made, tokenizer, count)
     pairs = {}
     for example, row in zip(made.examples["train"].examples[:count], rows, strict=True):
         pair, _ = texts[example.pair_id]
@@ -92,18 +112,21 @@ def first_pairs(made: Inputs, encoded: EncodedSet, count: int) -> dict[str, Expl
             for side, ids in zip(SIDES, example.sides, strict=True)
         )
         verdicts = "; ".join(f"round {number}: {one.summary()}" for number, one in enumerate(row.verdicts, 1))
-        pairs[pair.pair_id] = ExplorerPair(
-            pair.pair_id, pair.prompt, chosen, rejected, dict(views(made, example, texts[pair.pair_id])), verdicts
-        )
+        seen = dict(views(made, label, example, texts[pair.pair_id]))
+        pairs[pair.pair_id] = ExplorerPair(pair.pair_id, pair.prompt, chosen, rejected, seen, verdicts)
     return pairs
 
 
 def views(
-    made: Inputs, example: TrainingExample, texts: tuple[PreferencePair, Mapping[str, EncodedResponse]]
+    made: Inputs, label: str, example: TrainingExample, texts: tuple[PreferencePair, Mapping[str, EncodedResponse]]
 ) -> Iterator[tuple[View, tuple[SideWeights, SideWeights]]]:
-    """Yields the combined weights of an example as training reads them, and those of each of its rounds alone."""
+    """Yields the combined weights of an example as training reads them, and those of each of its rounds alone.
+
+    ``label``: of ``weights_label``.
+    """
     weighed, (pair, encoded) = made.weighed, texts
-    source, layer, transforms = name_parts(made)
+    option, *transforms = label.split(" + ")
+    source, _, layer = option.partition(" ")
     name = " + ".join([source, *transforms])
     yield View(name, layer), both(example.weights, example.scales, example)
     captured = weighed.captured.get(pair.pair_id)
@@ -111,7 +134,7 @@ def views(
     for number, one in enumerate(rounds if len(rounds) > 1 else (), 1):
         alone = PairWeights(pair.pair_id, (one,))
         found = training_weights(
-            weighed.source, alone, encoded, made.context.cfg.align.method, layers=weighed.layers, pair=pair
+            weighed.source, alone, encoded, made.recipe.align.method, layers=weighed.layers, pair=pair
         )
         scales = (1.0, 1.0) if found.factors else found.lengths
         yield View(name, layer, f"round {number}"), both((found.chosen, found.rejected), scales, found)
@@ -126,13 +149,6 @@ def both(
         SideWeights(weights[i].tolist(), float(scales[i]), *(float(share[i]) for share in shares)) for i in (0, 1)
     )
     return chosen, rejected
-
-
-def name_parts(made: Inputs) -> tuple[str, str, list[str]]:
-    """Returns the source's option, its layer and the transforms, apart."""
-    name, *transforms = weights_label(made.context, made.weighed).split(" + ")
-    source, _, layer = name.partition(" ")
-    return source, layer, transforms
 
 
 def joined(pair: ExplorerPair, other: ExplorerPair, marked: str = "") -> ExplorerPair:
@@ -157,9 +173,8 @@ def joined(pair: ExplorerPair, other: ExplorerPair, marked: str = "") -> Explore
 # ------------------------------------------------------------------------------------------------ log-probs
 
 
-def stored_logps(context: RunContext, pairs: Sequence[ExplorerPair]) -> dict[str, LogpPair]:
+def stored_logps(table: Table, pairs: Sequence[ExplorerPair]) -> dict[str, LogpPair]:
     """Returns the reference's log-probabilities that the store has of the pairs, by id."""
-    table = reference_table(context)
     lengths = {pair.pair_id: (len(pair.chosen.token_ids), len(pair.rejected.token_ids)) for pair in pairs}
     lacking = set(table.missing(list(lengths), SIDES))
     present = [pair_id for pair_id in lengths if pair_id not in lacking]

@@ -6,16 +6,17 @@ what the judge looked at before the sink rule took it away, so it is read off th
 kept, before transforms and alignment. Either way of the training pairs that are kept, no pair of validation.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from attnpo.config.compose import as_yaml
-from attnpo.data.base import PairSet
 from attnpo.data.prepare import EncodedSet, ExampleSet, fit_transforms, prepare_examples
-from attnpo.data.rules import AlignRules
+from attnpo.data.prepared import Recipe
+from attnpo.data.reading import Texts, read_pairs
 from attnpo.data.weighing import Weighed
 from attnpo.display.heat import HeatRow
 from attnpo.display.heatmap import heatmap_html
@@ -24,6 +25,7 @@ from attnpo.display.page import Fragment, KeyValues, Preformatted, Section
 from attnpo.display.printed import KeyedTable, PrintedTable, beside, counterpart, label_of, read_printed
 from attnpo.display.tables import Cell
 from attnpo.judge.layers import HeadRow, attending, distinct_layers
+from attnpo.judge.settings import Judge
 from attnpo.judge.verdicts import judge_warning
 from attnpo.lab.analysis.weight_stats import (
     ResponseStats,
@@ -39,12 +41,14 @@ from attnpo.lab.analysis.weight_stats import (
 )
 from attnpo.lab.auto_layer import at_layers
 from attnpo.lab.reports.output import publish
-from attnpo.lab.reports.report_config import ReportConfig, files, mark_of
-from attnpo.run.context import RunContext, make_context, run_judge
+from attnpo.lab.reports.report_config import ReportConfig, files
+from attnpo.models.spec import ModelSpec
+from attnpo.run.components import LayerFinder
 from attnpo.run.heat_rows import heat_rows
 from attnpo.run.input_summary import describe_split_loss
-from attnpo.run.inputs import Inputs, encode, read_pairs
-from attnpo.run.weighing import weigh
+from attnpo.run.inputs import Inputs, encode
+from attnpo.run.resolve import resolve
+from attnpo.run.weighing import Readers
 from attnpo.schema import SIDES, UserError
 from attnpo.system.files import clean
 from attnpo.system.machine import versions
@@ -78,24 +82,35 @@ class Measured:
     heat: list[HeatRow]
 
 
-def weight_report(cfg: ReportConfig, folder: Path) -> None:
+def weight_report(cfg: ReportConfig, folder: Path, mark: str) -> None:
     """Prints the tables of the weights that ``cfg`` describes, and writes them with heat maps to ``folder``.
 
-    The page has those of the first pairs, ``heat-WEIGHTS.png`` that of the first one alone.
+    The page has those of the first pairs, ``heat-WEIGHTS.png`` that of the first one alone. ``mark``: digest of all
+    that the command asks for.
 
     Weights that the store lacks are computed as for a run, all layers in one judge pass.
     """
-    context = make_context(cfg)
-    pairs = read_pairs(context)
-    encoded = encode(context, pairs)
+    run, base, readers, built = resolve(cfg)
+    texts = encode(read_pairs(run.data, run.weights, base.store), base, run.lengths)
+    name, transforms = run.composed.choices.get("weights"), run.transforms
+    recipe = Recipe(run.weights, None, [*transforms.values()], run.align, run.data)
+    layers = asked_layers(run.weights, name, readers, run.layers)
     measured = [
-        measure(made, encoded, min_count=cfg.min_count, heat_maps=cfg.heat_maps)
-        for made in each_weights(context, pairs, encoded, asked_layers(context, cfg.layers))
+        measure(
+            made,
+            texts.encoded["train"],
+            base.tokenizer,
+            label=weights_label(made.weighed.source, name, transforms),
+            min_count=run.min_count,
+            heat_maps=run.heat_maps,
+        )
+        for made in each_weights(recipe, readers, run.auto_layer, texts, layers)
     ]
-    piece = context.tokenizer.convert_ids_to_tokens
-    model = model_label(context, cfg.label)
+    piece = base.tokenizer.convert_ids_to_tokens
+    setting = run.composed.choices.get("setting", "prepared") if built else None
+    model = model_label(run.judge, base.spec, setting) if run.label is None else run.label
     tables = weight_tables(measured, model, lambda token: str(piece(token)), min_count=cfg.min_count, top=cfg.top)
-    notes = notes_on(context, measured, cfg)
+    notes = notes_on(measured, run.seed, run.min_count)
     below: list[list[KeyedTable]] = [[] for _ in tables]
     for path in files(cfg.printed):
         printed = read_printed(path, KEYS)
@@ -114,10 +129,10 @@ def weight_report(cfg: ReportConfig, folder: Path) -> None:
         *(Section(f"Account: {one.label}", [KeyValues(one.account)]) for one in measured),
         Section(
             "Versions and configuration",
-            [KeyValues(versions()), Preformatted(as_yaml(context.cfg.values))],
+            [KeyValues(versions()), Preformatted(as_yaml(run.values))],
         ),
     ]
-    publish(f"Token weights: {model}", shown, notes, folder, "weights", mark_of(cfg), [*sections, *about], by="side")
+    publish(f"Token weights: {model}", shown, notes, folder, "weights", mark, [*sections, *about], by="side")
     for one in measured:
         if one.heat:
             from attnpo.display.heat_figure import heatmap_figure  # matplotlib: not for a report without figures
@@ -129,52 +144,62 @@ def weight_report(cfg: ReportConfig, folder: Path) -> None:
 # ------------------------------------------------------------------------------------------------ what is weighed
 
 
-def asked_layers(context: RunContext, layers: Sequence[int | str] | str) -> list[int | None]:
+def asked_layers(
+    source: WeightSource, name: str | None, readers: Readers, layers: Sequence[int | str] | str
+) -> list[int | None]:
     """Returns the layers to report on as numbers, each once; [None] for the weights as they are configured.
 
-    UserError for weights without a layer to choose, and for layers outside the judge's.
+    ``name``: the option of weights. UserError for weights without a layer to choose, and for layers outside the
+    judge's.
     """
     if not layers:
         return [None]
-    if not hasattr(context.cfg.weights, "layer"):
-        name = context.cfg.composed.choices.get("weights")
+    if not hasattr(source, "layer"):
         raise UserError(f"layers: weights={name} has no layer to choose; leave layers out")
-    depth = run_judge(context).num_layers
+    depth = readers.make_judge().num_layers
     return list(attending(depth) if layers == "all" else distinct_layers(layers, depth, "layers"))
 
 
 def each_weights(
-    context: RunContext, pairs: dict[str, PairSet], encoded: dict[str, EncodedSet], layers: Sequence[int | None]
+    recipe: Recipe, readers: Readers, finder: LayerFinder, texts: Texts, layers: Sequence[int | None]
 ) -> Iterator[Inputs]:
     """Yields the weights of each layer on the training examples, one after the other; the judge is
     asked at most once.
     """
+    source, encoded = recipe.source, texts.encoded
     chosen = [layer for layer in layers if layer is not None]
-    if len(chosen) > 1:
-        source: WeightSource = context.cfg.weights
-        if not set(chosen) <= set(source.capture_layers(run_judge(context).num_layers)):
-            weigh(at_layers(context, chosen[0], chosen), encoded)  # store_layers: selected would judge once per layer
+    if len(chosen) > 1 and not set(chosen) <= set(source.capture_layers(readers.make_judge().num_layers)):
+        readers.weigh(at_layers(source, chosen[0], chosen), encoded)  # store_layers: selected would judge once a layer
     for layer in layers:
-        here = context.cfg.auto_layer.settle(context, encoded) if layer is None else at_layers(context, layer, [])
-        weighed = weigh(here, encoded)
-        yield Inputs(here, pairs, weighed, {"train": examples_of(here, encoded["train"], weighed)})
+        here = at_layers(source, layer) if layer is not None else finder.settle(source, readers, encoded["train"])[0]
+        weighed, made = readers.weigh(here, encoded), replace(recipe, source=here, reader=readers.make(here))
+        yield Inputs(texts.pairs, weighed, {"train": examples_of(made, encoded["train"], weighed)}, made)
 
 
-def examples_of(context: RunContext, encoded: EncodedSet, weighed: Weighed) -> ExampleSet:
+def examples_of(recipe: Recipe, encoded: EncodedSet, weighed: Weighed) -> ExampleSet:
     """Returns the training examples of a run with these weights."""
-    transforms = list(context.cfg.transforms.values())
-    align: AlignRules = context.cfg.align
-    fitted = fit_transforms(transforms, encoded, weighed.source, weighed.captured, weighed.layers, align)
-    return prepare_examples(encoded, weighed.source, weighed.captured, align, weighed.layers, fitted)
+    source, captured, layers, align = weighed.source, weighed.captured, weighed.layers, recipe.align
+    fitted = fit_transforms(recipe.transforms, encoded, source, captured, layers, align)
+    return prepare_examples(encoded, source, captured, align, layers, fitted)
 
 
 # ------------------------------------------------------------------------------------------------ statistics
 
 
-def measure(made: Inputs, encoded: dict[str, EncodedSet], *, min_count: int = 1, heat_maps: int = 0) -> Measured:
-    """Returns everything the tables say of one set of weights. UserError when no pair is left to train on."""
+def measure(
+    made: Inputs,
+    encoded: EncodedSet,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    label: str,
+    min_count: int = 1,
+    heat_maps: int = 0,
+) -> Measured:
+    """Returns everything the tables say of one set of weights. UserError when no pair is left to train on.
+
+    ``encoded``: the training pairs.
+    """
     examples = made.examples["train"]
-    label = weights_label(made.context, made.weighed)
     if not examples.examples:
         raise UserError(f"{label}: none of {examples.read} pairs is left: {'; '.join(examples.tally.lines())}")
     sides, tokens, most = {}, {}, 0
@@ -203,8 +228,9 @@ def measure(made: Inputs, encoded: dict[str, EncodedSet], *, min_count: int = 1,
     lost = describe_split_loss(made, "train")
     if lost is not None:
         account["weights lost"] = lost
-    sink = summarize(list(shares_before_sink(made.weighed, encoded["train"], kept)))
-    return Measured(label, sides, sink, tokens, most, account, heat_rows(made, heat_maps) if heat_maps else [])
+    sink = summarize(list(shares_before_sink(made.weighed, encoded, kept)))
+    heat = heat_rows(made, tokenizer, heat_maps) if heat_maps else []
+    return Measured(label, sides, sink, tokens, most, account, heat)
 
 
 def shares_before_sink(weighed: Weighed, encoded: EncodedSet, kept: set[str]) -> Iterator[ResponseStats]:
@@ -271,27 +297,23 @@ def _table(name: str, title: str, rows: list[dict[str, Cell]], keys: tuple[str, 
 # ------------------------------------------------------------------------------------------------ words
 
 
-def weights_label(context: RunContext, weighed: Weighed) -> str:
+def weights_label(source: WeightSource, option: str | None, transforms: Iterable[str]) -> str:
     """Returns what the tables call these weights: the option, its layer, the transforms."""
-    name = str(context.cfg.composed.choices.get("weights", type(weighed.source).__name__))
-    if hasattr(context.cfg.weights, "layer"):
-        rows = weighed.source.rows_read()
+    name = option or type(source).__name__
+    if hasattr(source, "layer"):
+        rows = source.rows_read()
         name += " " + "+".join(f"L{row.layer}H{row.head}" if isinstance(row, HeadRow) else f"L{row}" for row in rows)
-    return " + ".join([name, *map(str, context.cfg.transforms)])
+    return " + ".join([name, *transforms])
 
 
-def model_label(context: RunContext, label: str | None) -> str:
-    """Returns what the tables call the model whose weights these are: ``label``, else the judge's own name, else the
-    setting's.
+def model_label(judge: Judge, model: ModelSpec, setting: str | None) -> str:
+    """Returns what the tables call the model whose weights these are: the judge's own name, else the setting's.
 
-    A model that ``prepare`` built has no name of its own.
+    ``setting``: of a model that ``prepare`` built, which has no name of its own.
     """
-    cfg = context.cfg
-    if label is not None:
-        return label
-    if cfg.judge.path is None and context.prepared:
-        return cfg.composed.choices.get("setting", "prepared")
-    return Path(cfg.judge.path or context.model.path).name
+    if judge.path is None and setting is not None:
+        return setting
+    return Path(judge.path or model.path).name
 
 
 def rows_on(printed: PrintedTable, model: str) -> PrintedTable:
@@ -315,11 +337,11 @@ def left_out(printed: PrintedTable, mine: PrintedTable, model: str) -> list[str]
     ]
 
 
-def notes_on(context: RunContext, measured: Sequence[Measured], cfg: ReportConfig) -> list[str]:
+def notes_on(measured: Sequence[Measured], seed: int, min_count: int) -> list[str]:
     """Returns what a reader must know under the tables."""
     cell = measured[0].account
     lines = [
-        f"training split: {cell['pairs kept']} of {cell['pairs read']} pairs, both sides of each; seed {cfg.seed}",
+        f"training split: {cell['pairs kept']} of {cell['pairs read']} pairs, both sides of each; seed {seed}",
         "statistics and tokens: on training tokens, as the objective reads them (after the sink rule, transforms, "
         "alignment and truncation); mean_length is |y|, the source's count",
         "sink: on the source's own tokens before the sink rule, transforms and alignment; both sides together",
@@ -327,6 +349,6 @@ def notes_on(context: RunContext, measured: Sequence[Measured], cfg: ReportConfi
     for name in ("warning", "weights lost"):
         lines += dict.fromkeys(f"WARNING: {one.account[name]}" for one in measured if name in one.account)
     most = max(one.most for one in measured)
-    if most < cfg.min_count:
-        lines.append(f"no token occurs {cfg.min_count} times on one side (most: {most}); lower min_count")
+    if most < min_count:
+        lines.append(f"no token occurs {min_count} times on one side (most: {most}); lower min_count")
     return lines

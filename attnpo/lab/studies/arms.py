@@ -18,7 +18,8 @@ from attnpo.lab.studies.fit_config import FitConfig
 from attnpo.lab.studies.scorer_names import scorers_of
 from attnpo.lab.studies.study import BETA, LR, ONLY, Arm, Grid, Point, Study, short
 from attnpo.run.combinations import LAYER, is_auto
-from attnpo.run.identity import LATER, LAYERS, paths_of, result_of
+from attnpo.run.identity import LATER, LAYERS, identity_of
+from attnpo.run.resolve import open_paths
 from attnpo.schema import UserError, digest
 from attnpo.system.files import Json, clean
 
@@ -36,6 +37,13 @@ class Composed:
     def config(self) -> FitConfig:
         """Its typed root. UserError when it cannot be built."""
         return typed(self.raw, FitConfig)
+
+    def settled(self, model: str, data: str | None) -> FitConfig:
+        """Its typed root, with these paths of model and data where it lacks them."""
+        cfg = self.config
+        for key in open_paths(cfg.model, cfg.data):
+            cfg = cfg.with_value(key, model if key == "model.path" else data)
+        return cfg
 
     def changed(self, values: Mapping[str, Json], overrides: Sequence[str] = ()) -> "Composed":
         """Returns a copy with other values by key, which those that are read from them (``${seed}``) follow."""
@@ -68,57 +76,114 @@ def layered(*layers: Sequence[str]) -> list[str]:
     return list(merged.values())
 
 
-def of_points(cfg: FitConfig) -> list[str]:
-    """Returns the user's overrides that reach the points: all but those of the study's own keys and named grids."""
-    return [override for override in cfg.composed.overrides if not key_of(override).startswith(OF_STUDY)]
+class AsWritten(TypedDict, total=False):
+    """What is read of a study's node with its interpolations as they stand in its file."""
+
+    arms: dict[str, list[str]]
+    truth_arms: dict[str, list[str]] | None
+    grid: object
+    grids: dict[str, object] | None
 
 
-def arm_config(cfg: FitConfig, study: Study, overrides: Sequence[str], world: str = ONLY) -> Composed:
-    """Returns the composed config of one arm in one world, and the overrides that give it on the command line.
+@dataclass(frozen=True)
+class Composer:
+    """Composes the configs of a study's arms: the user's ``overrides`` and ``config_dir``, and what every point gets.
 
-    The user's overrides come first, then the world's, the arm's win. A user's ``weights.layer=2`` goes to the arms that
-    have such a key and is left out, with a log line, where an arm's own choice of the group has none.
+    ``seed`` is the first. ``truth``: whether the setting has a known truth. ``tracked``: overrides that put the points
+    into one W&B group, where the user has named none.
     """
-    user = of_points(cfg)
-    single = [SINGLE, "seeds=null", f"seed={cfg.seed}", *study_overrides(cfg, study.name)]
-    chosen = [*study.worlds.get(world, []), *overrides]
-    try:
-        merged = layered(study.shared, user, chosen, single)
-        return Composed(compose("fit", merged, cfg.composed.config_dir), merged)
-    except UserError:
-        groups = {key_of(override) for override in chosen if "." not in key_of(override)}
-        foreign = [
-            override for override in user if key_of(override).split(".")[0] in groups and "." in key_of(override)
-        ]
-        if not foreign:
-            raise
-        log.info("arm %s: %s does not apply and is left out", " ".join(overrides), " ".join(foreign))
-        merged = layered(study.shared, [override for override in user if override not in foreign], chosen, single)
-        return Composed(compose("fit", merged, cfg.composed.config_dir), merged)
+
+    study: Study
+    overrides: tuple[str, ...]
+    config_dir: Path | None
+    seed: int
+    truth: bool
+    tracked: tuple[str, ...]
+
+    @property
+    def arms(self) -> dict[str, list[str]]:
+        """Returns the arms by name, in all worlds, with the overrides that make each."""
+        return self.study.arms_with(self.truth)
+
+    def of_points(self) -> list[str]:
+        """Returns the user's overrides that reach the points: all but those of the study's own keys and named grids."""
+        return [override for override in self.overrides if not key_of(override).startswith(OF_STUDY)]
+
+    def arm(self, overrides: Sequence[str], world: str = ONLY) -> Composed:
+        """Returns the composed config of one arm in one world, and the overrides that give it on the command line.
+
+        The user's overrides come first, then the world's, the arm's win. A user's ``weights.layer=2`` goes to the arms
+        that have such a key and is left out, with a log line, where an arm's own choice of the group has none.
+        """
+        shared, user = self.study.shared, self.of_points()
+        single = [SINGLE, "seeds=null", f"seed={self.seed}", *self.tracked]
+        chosen = [*self.study.worlds.get(world, []), *overrides]
+        try:
+            merged = layered(shared, user, chosen, single)
+            return Composed(compose("fit", merged, self.config_dir), merged)
+        except UserError:
+            groups = {key_of(override) for override in chosen if "." not in key_of(override)}
+            foreign = [
+                override for override in user if key_of(override).split(".")[0] in groups and "." in key_of(override)
+            ]
+            if not foreign:
+                raise
+            log.info("arm %s: %s does not apply and is left out", " ".join(overrides), " ".join(foreign))
+            merged = layered(shared, [override for override in user if override not in foreign], chosen, single)
+            return Composed(compose("fit", merged, self.config_dir), merged)
+
+    def every_arm(self) -> dict[tuple[str, str], Composed]:
+        """Returns the configs of the study's arms by world and name, layers not yet told apart."""
+        return {
+            (world, name): self.arm(overrides, world)
+            for world in self.study.worlds or [ONLY]
+            for name, overrides in self.study.arms_in(world, self.truth).items()
+        }
+
+    def as_written(self) -> AsWritten:
+        """Returns the study's node as it stands in its file."""
+        return cast(
+            AsWritten, OmegaConf.to_container(compose("fit", self.overrides, self.config_dir).study, resolve=False)
+        )
+
+    def applies(self, override: str, arm: Sequence[str]) -> bool:
+        """Returns whether an arm's config has the key of ``override``."""
+        try:
+            compose("fit", layered([override], arm, [SINGLE]), self.config_dir)
+        except UserError:
+            return False
+        return True
 
 
-def check_user(cfg: FitConfig, study: Study) -> None:
+def composer_of(cfg: FitConfig, study: Study) -> Composer:
+    """Returns what composes the arms of a study under the user's command."""
+    wandb, given = cfg.logger.wandb, cfg.composed
+    tracked = (f"logger.wandb.group={quoted(study.name)}",) if wandb is not None and wandb.group is None else ()
+    return Composer(study, given.overrides, given.config_dir, cfg.seed, cfg.truth is not None, tracked)
+
+
+def check_user(composer: Composer, result: Mapping[str, object]) -> None:
     """Refuses overrides that would be lost to the study's choices or make its arms others than they are named.
 
     UserError for a group that arms choose, a key that an arm or a world sets, layers or a judge that arms differ in, a
     value that the grid sets, and a key that no arm has. A key that an arm takes from another one (``${...}``) and the
     layer stay free: the arm keeps its own, the others take the user's. UserError too for an experiment that sets more
-    than the study and its seed, which the points, composed without it, would not get.
+    than the study and its seed, which the points, composed without it, would not get: ``result`` has what can move a
+    number as the command was composed (``Identity.result``).
     """
-    user = of_points(cfg)
-    arms = list(study.arms_with(cfg.truth is not None).values())
+    study, user, arms = composer.study, composer.of_points(), list(composer.arms.values())
     chosen = {key_of(item) for overrides in arms for item in overrides if "." not in key_of(item)}
     _refuse(study, "arms", chosen, [override for override in user if key_of(override) in chosen])
     fixed = {key_of(item) for overrides in study.worlds.values() for item in overrides}
     _refuse(study, "worlds", fixed, [override for override in user if _touches(key_of(override), fixed)])
-    for problem in (*_mislabelled(cfg, study, user, chosen), *_lost_to_grids(cfg, study, user)):
+    for problem in (*_mislabelled(composer, user, chosen), *_lost_to_grids(composer, user)):
         raise UserError(f"study {study.name}: {problem}, or give {SINGLE} for a single run")
     for override in user:
         group, dot, _ = key_of(override).partition(".")
-        if dot and group in chosen and not any(applies(cfg, override, arm) for arm in arms):
-            compose("fit", layered([override], arms[0], [SINGLE]), cfg.composed.config_dir)
-    alone = result_of(load("fit", layered(user, [SINGLE, f"seed={cfg.seed}"]), cfg.composed.config_dir))
-    for key, value in result_of(cfg).items():
+        if dot and group in chosen and not any(composer.applies(override, arm) for arm in arms):
+            compose("fit", layered([override], arms[0], [SINGLE]), composer.config_dir)
+    alone = identity_of(load("fit", layered(user, [SINGLE, f"seed={composer.seed}"]), composer.config_dir)).result
+    for key, value in result.items():
         if value != alone.get(key):
             raise UserError(
                 f"study {study.name}: its experiment sets {key}, which no point would get: put it into "
@@ -126,12 +191,11 @@ def check_user(cfg: FitConfig, study: Study) -> None:
             )
 
 
-def _mislabelled(cfg: FitConfig, study: Study, user: Sequence[str], chosen: set[str]) -> Iterator[str]:
+def _mislabelled(composer: Composer, user: Sequence[str], chosen: set[str]) -> Iterator[str]:
     """Yields what is wrong with overrides that reach every arm and that some arms are told apart by."""
-    written = as_written(cfg)
-    arms = study.arms_with(cfg.truth is not None)
-    given = {**arms, **written["arms"], **(written.get("truth_arms") or {})}
-    sets = [item for name in arms for item in given[name]]
+    written = composer.as_written()
+    given = {**composer.arms, **written["arms"], **(written.get("truth_arms") or {})}
+    sets = [item for name in composer.arms for item in given[name]]
     literal = [key_of(item) for item in sets if not item.partition("=")[2].startswith("${")]
     own = {key for key in literal if "." in key and key != LAYER}
     for override in user:
@@ -141,7 +205,7 @@ def _mislabelled(cfg: FitConfig, study: Study, user: Sequence[str], chosen: set[
                 f"its arms differ in {key}, so {override} would make some of them others than they are named: leave "
                 "it out"
             )
-        if study.layers and key == LAYERS:
+        if composer.study.layers and key == LAYERS:
             yield (
                 f"study.layers makes an arm of every layer, and {override} would be read in place of each: give "
                 f"study.layers={override.partition('=')[2]}"
@@ -153,20 +217,20 @@ def _mislabelled(cfg: FitConfig, study: Study, user: Sequence[str], chosen: set[
             )
 
 
-def _lost_to_grids(cfg: FitConfig, study: Study, user: Sequence[str]) -> Iterator[str]:
+def _lost_to_grids(composer: Composer, user: Sequence[str]) -> Iterator[str]:
     """Yields what is wrong with overrides whose key is an axis of a grid of the study."""
-    grids = list(_grids(cfg, study))
+    grids = list(_grids(composer))
     for override in user:
         key, value = key_of(override), override.partition("=")[2]
-        sets = [f"{name}.{_axis(key, value)}" for name, grid in grids if key in grid.axes]
+        axis = f"{short(key)}=[{value}]" if key in (LR, BETA) else f"keys={{{key}:[{value}]}}"
+        sets = [f"{name}.{axis}" for name, grid in grids if key in grid.axes]
         if sets:
             yield f"{override} would be lost, the study's grid sets it: {' '.join(sets)}"
 
 
-def _grids(cfg: FitConfig, study: Study) -> Iterator[tuple[str, Grid]]:
+def _grids(composer: Composer) -> Iterator[tuple[str, Grid]]:
     """Yields the grids that the study's arms get, each with the key that it is overridden by."""
-    arms = list(study.arms_with(cfg.truth is not None))
-    node = as_written(cfg)
+    study, arms, node = composer.study, composer.arms, composer.as_written()
     named = {"study.grid": (node.get("grid"), study.grid)} if any(name not in study.grids for name in arms) else {}
     own = node.get("grids") or {}
     named |= {f"study.grids.{name}": (own.get(name), study.grids[name]) for name in arms if name in study.grids}
@@ -175,26 +239,6 @@ def _grids(cfg: FitConfig, study: Study) -> Iterator[tuple[str, Grid]]:
         origin = re.fullmatch(r"\$\{([\w.]+)\}", str(text))
         seen.setdefault(key if origin is None else origin[1], grid)
     yield from seen.items()
-
-
-class AsWritten(TypedDict, total=False):
-    """What is read of a study's node with its interpolations as they stand in its file."""
-
-    arms: dict[str, list[str]]
-    truth_arms: dict[str, list[str]] | None
-    grid: object
-    grids: dict[str, object] | None
-
-
-def as_written(cfg: FitConfig) -> AsWritten:
-    """Returns the study's node as it stands in its file."""
-    raw = compose("fit", cfg.composed.overrides, cfg.composed.config_dir)
-    return cast(AsWritten, OmegaConf.to_container(raw.study, resolve=False))
-
-
-def _axis(key: str, value: str) -> str:
-    """Returns the axis of a grid as an override of it that gives ``key`` one value."""
-    return f"{short(key)}=[{value}]" if key in (LR, BETA) else f"keys={{{key}:[{value}]}}"
 
 
 def _touches(key: str, others: set[str]) -> bool:
@@ -215,17 +259,17 @@ def _refuse(study: Study, of: str, chosen: set[str], clash: Sequence[str]) -> No
 def check_distinct(
     study: Study,
     arms: Sequence[Arm],
-    configs: Mapping[tuple[str, str], FitConfig],
+    composed: Mapping[tuple[str, str], Composed],
     depths: Mapping[tuple[str, str], int] | None = None,
 ) -> None:
     """Raises UserError naming two arms of a world that would train the very same points.
 
-    ``configs`` by world and arm; ``depths``: layers of an arm's judge, as far as known, which make "last" a number.
+    ``composed`` by world and arm; ``depths``: layers of an arm's judge, as far as known, which make "last" a number.
     """
     seen: dict[str, Arm] = {}
     for arm in arms:
         place = (arm.world, arm.name)
-        same = digest(_trained(configs[place], arm.grid or study.grid, (depths or {}).get(place, 0)))
+        same = digest(_trained(composed[place], arm.grid or study.grid, (depths or {}).get(place, 0)))
         other = seen.setdefault(f"{arm.world}/{same}", arm)
         if other is not arm:
             raise UserError(
@@ -234,22 +278,13 @@ def check_distinct(
             )
 
 
-def _trained(cfg: FitConfig, grid: Grid, depth: int) -> dict[str, object]:
+def _trained(made: Composed, grid: Grid, depth: int) -> dict[str, object]:
     """Returns all that an arm's points are made of, but the seed."""
-    values = {key: value for key, value in counted(cfg).items() if key not in grid.axes}
+    values = {key: value for key, value in counted(identity_of(made.config).result).items() if key not in grid.axes}
     layer = values.get(LAYER)
     if depth and isinstance(layer, int | str) and not is_auto(layer):
         values[LAYER] = resolve_layer(layer, depth)
-    return {"config": values, "paths": paths_of(cfg), "grid": grid.overrides()}
-
-
-def applies(cfg: FitConfig, override: str, arm: Sequence[str]) -> bool:
-    """Returns whether an arm's config has the key of ``override``."""
-    try:
-        compose("fit", layered([override], arm, [SINGLE]), cfg.composed.config_dir)
-    except UserError:
-        return False
-    return True
+    return {"config": values, "paths": identity_of(made.config).paths, "grid": grid.overrides()}
 
 
 def point_config(arm: Composed, point: Point, scorers: Mapping[str, str] | None = None) -> Composed:
@@ -267,45 +302,34 @@ def yaml_value(text: str) -> Json:
     return plain(DictConfig(OmegaConf.create(f"value: {text}")))["value"]
 
 
-def point_folder(folder: Path, point: Point, cfg: FitConfig, facts: Mapping[str, object]) -> Path:
+def point_folder(folder: Path, point: Point, result: Mapping[str, object], facts: Mapping[str, object]) -> Path:
     """Returns where a point's results lie: named by world, arm, grid values, seed, and the digest of all that moves a
     number.
 
-    That is the composed config, what the files it names hold, and ``facts``: contents of its paths, and the code.
+    That is ``result`` (``Identity.result`` of the config), what the files it names hold, and ``facts``: contents of its
+    paths, and the code.
     """
     settings = [value.partition("=") for value in point.values]
     world = [point.arm.world] if point.arm.world else []
     name = "-".join([*world, point.arm.name, *(f"{key.rpartition('.')[-1]}={value}" for key, _, value in settings)])
-    return folder / "points" / f"{clean(name)}-seed{point.seed}-{run_digest(cfg, facts)[:8]}"
+    return folder / "points" / f"{clean(name)}-seed{point.seed}-{run_digest(result, facts)[:8]}"
 
 
-def run_digest(cfg: FitConfig, facts: Mapping[str, object]) -> str:
+def run_digest(result: Mapping[str, object], facts: Mapping[str, object]) -> str:
     """Returns the digest of all that moves a number of a run: see ``point_folder``."""
-    values = result_of(cfg)
-    return digest({"config": values, "files": files_of(values), "facts": dict(facts)})
+    return digest({"config": result, "files": files_of(result), "facts": dict(facts)})
 
 
-def counted(cfg: FitConfig) -> dict[str, object]:
-    """Returns what can change a number of an arm, without the seed, which differs between its points.
+def counted(result: Mapping[str, object]) -> dict[str, object]:
+    """Returns what of ``result`` counts for an arm: all but the seed, which differs between its points.
 
     Options that came later are left out where they do what was done before them, so that a study keeps its digest.
     """
     return {
         key: value
-        for key, value in result_of(cfg).items()
+        for key, value in result.items()
         if key not in ("seed", "prepare.seed") and not (key in LATER and LATER[key] == value)
     }
-
-
-# ------------------------------------------------------------------------------------------------ tracker
-
-
-def study_overrides(cfg: FitConfig, study: str) -> list[str]:
-    """Overrides that put the points of a study into one W&B group, unless the user has named a group."""
-    chosen = cfg.logger.wandb
-    if chosen is None or chosen.group is not None:
-        return []
-    return [f"logger.wandb.group={quoted(study)}"]
 
 
 def word(value: object) -> str:

@@ -4,31 +4,34 @@ import inspect
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from attnpo.cli.terminal import command_text
 from attnpo.config.named_files import below, files_of
+from attnpo.data.base import PairSet
 from attnpo.data.prepare import EncodedSet
+from attnpo.data.reading import read_pairs
 from attnpo.data.weighing import Weighed
-from attnpo.lab.studies.arms import Composed, arm_config
 from attnpo.lab.studies.fit_config import FitConfig
-from attnpo.lab.studies.reads import Reads, reads_again
+from attnpo.lab.studies.plan import Plan
+from attnpo.lab.studies.reads import ROWS, Reads
 from attnpo.lab.studies.scorer_names import scorers_of
-from attnpo.lab.studies.scorers import Scorers, compose_scorers, train_scorers
+from attnpo.lab.studies.scorers import Scorers, train_scorers
 from attnpo.lab.studies.study import ONLY, Arm, Cost, Study, error_text, last_line
 from attnpo.models.loading import weights_fingerprint
 from attnpo.models.spec import ModelSpec
-from attnpo.run.context import RunContext, make_context, open_paths, settle, settle_judge
-from attnpo.run.identity import APART, by_class, inputs_of, settings_of
-from attnpo.run.inputs import encode, read_pairs
-from attnpo.run.run_config import RunConfig
-from attnpo.run.weighing import weigh
+from attnpo.run.base import BaseModel
+from attnpo.run.identity import APART, identity_of
+from attnpo.run.inputs import encode
+from attnpo.run.resolve import Resolved, make_judge, report_of, resolve, settle
+from attnpo.run.weighing import Readers
 from attnpo.schema import digest
 from attnpo.system.files import clean, file_digest, read_record, write_record
 from attnpo.system.machine import versions
 from attnpo.system.source_digest import source_digest
-from attnpo.weights.base import OnlineSource
+from attnpo.weights.base import OnlineSource, WeightSource, online_reads
 from attnpo.weights.pipeline import finished_weights
 
 log = logging.getLogger(__name__)
@@ -65,11 +68,6 @@ class Basis:
     reads: dict[str, Reads] = field(default_factory=dict)
 
     @property
-    def scorer_paths(self) -> dict[str, str]:
-        """Returns the model folders of the scorers."""
-        return self.scorers.paths
-
-    @property
     def label(self) -> str:
         """Returns a short name for logs."""
         return f"world {self.world}, seed {self.seed}" if self.world else f"seed {self.seed}"
@@ -88,76 +86,93 @@ class Basis:
         return {**self.facts, "weights": self.keys.get(arm.name if arm.layer is None else study.layer_arm, {})}
 
 
-def compose_arms(cfg: FitConfig, study: Study) -> dict[tuple[str, str], Composed]:
-    """Returns the configs of the study's arms by world and name, layers not yet told apart."""
-    return {
-        (world, name): arm_config(cfg, study, overrides, world)
-        for world in study.worlds or [ONLY]
-        for name, overrides in study.arms_in(world, cfg.truth is not None).items()
-    }
-
-
-def make_basis(
-    cfg: FitConfig,
-    study: Study,
-    seed: int,
-    world: str = ONLY,
-    composed: Mapping[tuple[str, str], Composed] | None = None,
-    folder: Path | None = None,
-    scorers: Mapping[tuple[str, str], Composed] | None = None,
-) -> Basis:
+def make_basis(plan: Plan, seed: int, world: str = ONLY, folder: Path | None = None) -> Basis:
     """Returns one world and seed with the store filled; then the study's analyses, kept in ``folder``, if one is given.
 
     Its scorers are trained first. The points find every weight in the store: one judge pass per base and judge,
     whatever the number of points. An arm that cannot be weighed is lost alone. An exception of any kind when the
     base, the pairs or all arms cannot be had.
     """
-    basis = Basis(world, seed)
-    composed = compose_arms(cfg, study) if composed is None else composed
-    arms = {name: found.changed({"seed": seed}).config for (of, name), found in composed.items() if of == world}
-    scorers = compose_scorers(cfg, study) if scorers is None else scorers
-    runs = {name: run for (of, name), run in scorers.items() if of == world}
-    settled = settle(next(iter(arms.values())))[0]
-    configs = {name: with_paths(config, settled) for name, config in arms.items()}
-    given = {name: composed[world, name].overrides for name in arms}
-    plain = {name: config for name, config in configs.items() if not scorers_of(given[name])}
-    trained = [with_paths(run.changed({"seed": seed}).config, settled) for run in runs.values()]
-    context = _ground(basis, plain, trained)
-    encoded = _facts(basis, context)
-    _note_gate(basis, "this base", context.prepared.get("base"))
-    basis.scorers = train_scorers(cfg, study, runs, seed, basis.facts)
+    basis, study = Basis(world, seed), plan.study
+    arms = {name: found.changed({"seed": seed}) for (of, name), found in plan.composed.items() if of == world}
+    runs = {name: run for (of, name), run in plan.scorers.items() if of == world}
+    settled = settle(next(iter(arms.values())).config)[0]
+    known = settled.model.path, getattr(settled.data, "path", None)
+    configs = {name: made.settled(*known) for name, made in arms.items()}
+    plain = {name: config for name, config in configs.items() if not scorers_of(arms[name].overrides)}
+    # All arms stand on what is laid for the first whose weights can be had, else for the first scorer.
+    candidates = [*plain.items(), *((None, run.changed({"seed": seed}).settled(*known)) for run in runs.values())]
+    ground: Resolved[FitConfig] | None = None
+    for name, config in candidates:
+        try:
+            ground = resolve(config)
+            break
+        except Exception as error:
+            if name is not None:
+                basis.lost[name] = error_text(error)
+            if config is candidates[-1][1]:
+                raise
+    assert ground is not None, "a study has an arm"
+    cfg, base, readers, report = ground
+    pairs = read_pairs(cfg.data, cfg.weights, base.store)
+    _note_facts(basis, base, report.get("digest"), pairs)
+    encoded = encode(pairs, base, cfg.lengths).encoded
+    _note_gate(basis, "this base", report.get("base"))
+    basis.scorers = train_scorers(study.name, runs, seed, basis.facts, plan.store, plan.workers)
     done: dict[str, Weighed] = {}
     for name, config in configs.items():
         if name in basis.lost:
             continue
         try:
-            config = basis.scorers.filled(config, given[name])
-            same = digest({key: value for key, value in inputs_of(config).items() if key != "transforms"})
+            for key, path in basis.scorers.paths_for(arms[name].overrides).items():
+                config = config.with_value(key, path)
+            inputs = identity_of(config).inputs
+            same = digest({key: value for key, value in inputs.items() if key != "transforms"})
             if same not in done:
-                done[same] = weigh(config.auto_layer.settle(replace(context, cfg=config), encoded), encoded)
-                _note_gate(basis, "the second base", settle_judge(config)[1])
+                own, second = _readers(readers, config, plan.store)
+                source, _ = config.auto_layer.settle(config.weights, own, encoded["train"])
+                done[same] = own.weigh(source, encoded)
+                _note_gate(basis, "the second base", second)
         except Exception as error:
             basis.lost[name] = error_text(error)
             if len(basis.lost) == len(configs):
                 raise
             continue
         basis.keys[name] = done[same].key
-        basis.reads[name] = _reads(config, done[same], encoded["train"])
+        basis.reads[name] = _reads(config.weights, config.batch.pairs, done[same], encoded["train"])
         basis.depths[name] = done[same].depth
         if not study.layers or name == study.layer_arm:  # the layers told apart are those of that arm's judge
             basis.depth = max(basis.depth, done[same].depth)
     for name, lost in basis.lost.items():
         log.error("%s: arm %s cannot be weighed and is left out: %s", basis.label, name, last_line(lost))
-    basis.cost = replace(_cost(context, list(done.values())), scorers=basis.scorers.seconds)
+    basis.cost = replace(_cost(report.get("base"), list(done.values())), scorers=basis.scorers.seconds)
     if folder is not None and study.analyses:
-        measure(cfg, study, basis, context, encoded, folder)
+        measure(plan, basis, readers, encoded, folder, data=getattr(cfg.data, "path", None))
     return basis
+
+
+def _readers(readers: Readers, cfg: FitConfig, store: Path) -> tuple[Readers, dict[str, object]]:
+    """Returns what an arm's weights are read with on the same base, and what was reported of its judge's base.
+
+    ``store``: below it another base that judges is built.
+    """
+    made = make_judge(cfg.judge, cfg.weights, cfg.prepare, store / "prepared")
+    own = replace(
+        readers,
+        judge=cfg.judge if made is None else replace(cfg.judge, path=str(made.path)),
+        verbalizer=cfg.verbalizer,
+        lengths=cfg.lengths,
+        align=cfg.align.method,
+        length_from=getattr(cfg.objective, "length_from", None),
+        command=command_text("weigh", *cfg.composed.arguments()),
+    )
+    return own, {} if made is None else report_of(made)
 
 
 TIMED = 64  # pairs that a source which asks no model is timed on
 
 
-def _reads(cfg: FitConfig, weighed: Weighed, encoded: EncodedSet) -> Reads:
+def _reads(source: WeightSource, step_pairs: int, weighed: Weighed, encoded: EncodedSet) -> Reads:
     """Returns what the weights of an arm ask of models, with the time that a source without models takes for a pair."""
     seconds, pairs = weighed.seconds, encoded.pairs[:TIMED]
     if not weighed.source.requires and not isinstance(weighed.source, OnlineSource):
@@ -165,22 +180,7 @@ def _reads(cfg: FitConfig, weighed: Weighed, encoded: EncodedSet) -> Reads:
         for pair, sides in zip(pairs, encoded.encoded, strict=False):
             finished_weights(weighed.source, None, sides, pair=pair)
         seconds = (time.perf_counter() - began) / max(1, len(pairs))
-    return Reads(weighed.reads, seconds, reads_again(cfg), cfg.batch.pairs)
-
-
-def _ground(basis: Basis, configs: Mapping[str, FitConfig], others: Sequence[FitConfig]) -> RunContext:
-    """Returns what all arms stand on, laid for the first of ``configs`` whose weights can be had, else for the first of
-    ``others``; the last error where there is none.
-    """
-    failure: Exception | None = None
-    for name, config in [*configs.items(), *((None, other) for other in others)]:
-        try:
-            return make_context(config)
-        except Exception as error:  # noqa: BLE001  raised below, if it is the last
-            failure = error
-            if name is not None:
-                basis.lost[name] = error_text(error)
-    raise failure or AssertionError("a study has an arm")
+    return Reads(weighed.reads, seconds, ROWS if "input_gradient" in online_reads(source) else 0, step_pairs)
 
 
 def _note_gate(basis: Basis, name: str, report: object) -> None:
@@ -189,47 +189,39 @@ def _note_gate(basis: Basis, name: str, report: object) -> None:
         basis.gates[name] = report["gate_passed"]
 
 
-def _facts(basis: Basis, context: RunContext) -> dict[str, EncodedSet]:
-    """Returns the encoded pairs; puts what identifies base, chat format and pairs into ``basis``."""
-    pairs = read_pairs(context)
-    basis.model = context.model
+def _note_facts(basis: Basis, base: BaseModel, world: object, pairs: Mapping[str, PairSet]) -> None:
+    """Puts what identifies base, chat format and pairs into ``basis``."""
+    basis.model = base.spec
     basis.facts = {
         "code": {**versions(), "source": source_digest()},
-        "world": context.prepared.get("digest"),
-        "model": weights_fingerprint(context.model.path, context.model.revision),
-        "chat": context.chat.fingerprint(),
+        "world": world,
+        "model": weights_fingerprint(base.spec.path, base.spec.revision),
+        "chat": base.chat.fingerprint(),
         "pairs": {split: found.fingerprint for split, found in pairs.items()},
     }
-    return encode(context, pairs)
-
-
-def with_paths(cfg: FitConfig, settled: RunConfig) -> FitConfig:
-    """``cfg`` with the paths of model and data that it lacks as they are in ``settled``."""
-    known = {"model.path": settled.model.path, "data.path": getattr(settled.data, "path", None)}
-    for key in open_paths(cfg):
-        cfg = cfg.with_value(key, known[key])
-    return cfg
 
 
 # ------------------------------------------------------------------------------------------------ analyses
 
 
 def measure(
-    cfg: FitConfig, study: Study, basis: Basis, context: RunContext, encoded: dict[str, EncodedSet], folder: Path
+    plan: Plan, basis: Basis, readers: Readers, encoded: dict[str, EncodedSet], folder: Path, data: str | None
 ) -> None:
-    """Puts the results of the study's analyses into ``basis``, those found in ``folder`` as they are there."""
-    own = arm_config(cfg, study, [], basis.world).changed({"seed": basis.seed})
-    config = with_paths(own.config, context.cfg)
-    values = {key: value for key, value in settings_of(config).items() if key.partition(".")[0] not in APART}
-    settings = by_class(cfg.below("study"))
-    for name, analysis in study.analyses.items():
+    """Puts the results of the study's analyses into ``basis``, those found in ``folder`` as they are there.
+
+    ``data``: the path of the pairs.
+    """
+    own = plan.composer.arm([], basis.world).changed({"seed": basis.seed})
+    config = own.settled(readers.base.spec.path, data)
+    values = {key: value for key, value in identity_of(config).settings.items() if key.partition(".")[0] not in APART}
+    for name, analysis in plan.study.analyses.items():
         same = digest(
             {
                 "facts": {**basis.facts, "analysis": file_digest(Path(inspect.getfile(type(analysis))))},
                 "weights": basis.keys,
                 "config": values,
                 "files": files_of(values),
-                "settings": {key: value for key, value in settings.items() if below(key, [f"analyses.{name}"])},
+                "settings": {key: value for key, value in plan.analyses.items() if below(key, [f"analyses.{name}"])},
             }
         )
         parts = [name, *([basis.world] if basis.world else []), f"seed{basis.seed}", same[:16]]
@@ -243,7 +235,8 @@ def measure(
             log.warning("%s: analysis %s is measured anew: %s is not as it was written", basis.label, name, path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            found = analysis.measure(replace(context, cfg=config), encoded, path.parent)
+            reading, _ = _readers(readers, config, plan.store)
+            found = analysis.measure(config.weights, reading, config.truth, encoded, path.parent)
             found = json.loads(json.dumps(found))  # as a repeated command will read it
         except Exception as error:  # noqa: BLE001  the points run whatever becomes of an analysis
             basis.unmeasured[name] = error_text(error)
@@ -256,8 +249,7 @@ def measure(
 # ------------------------------------------------------------------------------------------------ costs
 
 
-def _cost(context: RunContext, weighed: list[Weighed]) -> Cost:
-    base = context.prepared.get("base")
+def _cost(base: object, weighed: list[Weighed]) -> Cost:
     seconds = base.get("seconds") if isinstance(base, Mapping) else None
     passes = [found.report.seconds for found in weighed if found.report is not None and found.report.computed]
     return Cost(None if seconds is None else round(float(seconds), 1), round(sum(passes), 1) if passes else None)

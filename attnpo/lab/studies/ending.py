@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from attnpo.cli.terminal import command_text
-from attnpo.config.compose import load
+from attnpo.config.compose import Composition, load
 from attnpo.lab.studies.arms import key_of
 from attnpo.lab.studies.fit_config import FitConfig
 from attnpo.lab.studies.frontier import difference
@@ -26,14 +26,14 @@ from attnpo.schema import UserError
 GROUPS = {"helps": "better than", "harms": "worse than", "no clear difference": "a tie with"}
 
 
-def ending(cfg: FitConfig, outcome: Outcome) -> Iterator[str]:
+def ending(composed: Composition, outcome: Outcome) -> Iterator[str]:
     """Yields the outcome of a study, then up to three commands, each on a line of its own."""
     yield "came out:"
     for world in outcome.worlds:
         for text in came_out(outcome, world):
             yield f"  {f'{world}: ' if world else ''}{text}"
     yield "next, each as it can be pasted:"
-    for text in next_commands(cfg, outcome):
+    for text in next_commands(composed, outcome):
         yield f"  {text}"
 
 
@@ -81,15 +81,15 @@ def came_out(outcome: Outcome, world: str) -> Iterator[str]:
         yield "one seed: the intervals hold for the prompts, not for the noise of training"
 
 
-def next_commands(cfg: FitConfig, outcome: Outcome) -> list[str]:
+def next_commands(composed: Composition, outcome: Outcome) -> list[str]:
     """Returns commands for the study as a table, more seeds of it, and another study on its setting, if ``fit`` can."""
     seeds = len(all_seeds(outcome))
     more = 5 if seeds < 5 else seeds + 5
     other = "controls" if outcome.study.name != "controls" else "layer_sweep"
     places = ("experiment", "name", "seeds", "study", "grid", "grids")
-    kept = [item for item in cfg.composed.overrides if key_of(item).partition(".")[0] not in places]
-    longer = [*(item for item in cfg.composed.overrides if key_of(item) != "seeds"), f"seeds={more}"]
-    found = [_planned(words, cfg.composed.config_dir) for words in (longer, [f"experiment={other}", *kept, "seeds=1"])]
+    kept = [item for item in composed.overrides if key_of(item).partition(".")[0] not in places]
+    longer = [*(item for item in composed.overrides if key_of(item) != "seeds"), f"seeds={more}"]
+    found = [_planned(words, composed.config_dir) for words in (longer, [f"experiment={other}", *kept, "seeds=1"])]
     return [command_text("report", str(outcome.folder)), *(command_text("fit", *words) for words in found if words)]
 
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from attnpo.lab.studies.arms import Composed, point_config, point_folder
 from attnpo.lab.studies.bases import Basis
-from attnpo.lab.studies.fit_config import FitConfig
 from attnpo.lab.studies.left_models import MODEL, is_whole, keep_model, with_model
 from attnpo.lab.studies.selection import best_by_arm
 from attnpo.lab.studies.study import Outcome, Point, Study, WorldSeed, last_line
-from attnpo.lab.studies.workers import execute, on_gpu
+from attnpo.lab.studies.workers import Workers, execute, on_gpu
+from attnpo.run.identity import identity_of
 from attnpo.run.result import RunResult
 from attnpo.run.resume import read_result
 
@@ -46,12 +46,11 @@ def exporting(study: Study, point: Point, made: Composed) -> Composed:
     """Returns the config of a point, which leaves its model where it is sure to be needed: its arm has
     no other point.
     """
-    sure = len((point.arm.grid or study.grid).overrides()) == 1
-    return with_model(made) if study.benchmarks and sure else made
+    return with_model(made) if study.benchmarks and len((point.arm.grid or study.grid).overrides()) == 1 else made
 
 
 def export_chosen(
-    cfg: FitConfig, outcome: Outcome, own: Mapping[tuple[str, str], Composed], bases: Mapping[WorldSeed, Basis]
+    outcome: Outcome, own: Mapping[tuple[str, str], Composed], bases: Mapping[WorldSeed, Basis], workers: Workers
 ) -> tuple[list[Export], dict[Point, str], list[str]]:
     """Returns the chosen point of every arm, world and seed with its model, those that could not be had by their
     errors, and warnings.
@@ -63,13 +62,13 @@ def export_chosen(
     for world in outcome.worlds:
         for best in best_by_arm(outcome, world).values():
             for seed, result in zip(best.seeds, best.results, strict=True):
-                point = Point(best.arm, best.values, seed)
-                plain = point_config(own[world, best.arm.name], point, bases[world, seed].scorer_paths)
+                point, basis = Point(best.arm, best.values, seed), bases[world, seed]
+                plain = point_config(own[world, best.arm.name], point, basis.scorers.paths)
                 made = with_model(plain)
-                at = point_folder(folder, point, made.config, bases[world, seed].facts_of(study, best.arm))
+                at = point_folder(folder, point, identity_of(made.config).result, basis.facts_of(study, best.arm))
                 run = at if is_whole(at) else folder / EXPORTS / at.name
                 chosen.append(Export(point, result, made, run, bool(plain.raw.callbacks.checkpoints)))
-    lost = _run_again(cfg, study, [export for export in chosen if not is_whole(export.run)])
+    lost = _run_again(study.name, [export for export in chosen if not is_whole(export.run)], workers)
     there = [export for export in chosen if export.point not in lost]
     for export in there:
         if not export.wanted or export.run.parent.name == EXPORTS:
@@ -77,18 +76,18 @@ def export_chosen(
     return there, lost, [line for export in there if (line := _differs(export)) is not None]
 
 
-def _run_again(cfg: FitConfig, study: Study, exports: list[Export]) -> dict[Point, str]:
+def _run_again(study: str, exports: list[Export], workers: Workers) -> dict[Point, str]:
     """Runs points once more, leaving their models; the errors of those that fail."""
     lost: dict[Point, str] = {}
     if exports:
-        log.info("study %s: %d chosen points are run once more, to leave their models", study.name, len(exports))
+        log.info("study %s: %d chosen points are run once more, to leave their models", study, len(exports))
     for export in exports:
         if read_result(export.run)[0] is not None:
             log.warning("%s: its model is missing or damaged; it is made anew", export.run)
             shutil.rmtree(export.run)
     jobs = [(export.made.overrides, export.run) for export in exports]
-    alone = on_gpu([export.made.config for export in exports])
-    for place, result, error in execute(jobs, study.workers, cfg.composed.config_dir, cfg.store, alone):
+    alone = on_gpu(export.made.config.trainer.accelerator for export in exports)
+    for place, result, error in execute(jobs, workers, alone):
         if result is None:
             point = exports[place].point
             lost[point] = f"the model of its chosen point could not be made: {last_line(error or '')}"

@@ -19,10 +19,9 @@ from attnpo.lab.auto_layer import layer_rankings, pooled
 from attnpo.lab.studies.study import MeasuredBy, Outcome
 from attnpo.lab.testbed.grammar import Grammar
 from attnpo.lab.testbed.importance import decisive
-from attnpo.run.context import RunContext, run_judge
-from attnpo.run.weighing import weigh
+from attnpo.run.components import Truth
+from attnpo.run.weighing import Readers
 from attnpo.schema import SIDES, PreferencePair, UserError, check_least
-from attnpo.system.machine import device_of
 from attnpo.weights.base import WeightSource
 from attnpo.weights.faithfulness import Mode, Rankings, Removal, measure, rankings
 from attnpo.weights.sources.attention import Attention
@@ -60,7 +59,14 @@ class Faithfulness:
         if not self.shares or not all(0 < share < 1 for share in self.shares):
             raise UserError(f"faithfulness: expected shares between 0 and 1, got {list(self.shares)}")
 
-    def measure(self, context: RunContext, encoded: dict[str, EncodedSet], folder: Path) -> dict[str, object]:
+    def measure(
+        self,
+        source: WeightSource,
+        readers: Readers,
+        truth: Truth | None,
+        encoded: dict[str, EncodedSet],
+        folder: Path,
+    ) -> dict[str, object]:
         """Per weights and pair how much more the top-weighted tokens matter than random ones, and the true mass.
 
         Plain data: ``weights`` maps a name to ``layer``, ``mass``, ``remove`` and ``keep`` (by share a number per pair)
@@ -68,10 +74,10 @@ class Faithfulness:
         """
         began = time.perf_counter()
         pool, sample = self._sample(encoded)
-        truth = getattr(context.cfg.truth, "grammar", None)
-        grammar = truth if isinstance(truth, Grammar) else None
-        ranked = self._rankings(context, pool, sample, grammar)
-        loaded = run_judge(context).load(device_of(context.cfg.trainer.accelerator))
+        known = getattr(truth, "grammar", None)
+        grammar = known if isinstance(known, Grammar) else None
+        ranked = self._rankings(source, readers, pool, sample, grammar)
+        loaded = readers.make_judge().load(readers.base.device)
         removal = Removal(self.shares, self.draws, self.seed)
         log.info("faithfulness: %d weights on %d pairs", len(ranked), len(sample))
         sources = {name: rows for name, (_, rows) in ranked.items()}
@@ -109,14 +115,19 @@ class Faithfulness:
         return pool, [*first, *calibration_pairs(rest, self.pairs - len(first))]
 
     def _rankings(
-        self, context: RunContext, pool: EncodedSet, sample: list[PreferencePair], grammar: Grammar | None
+        self,
+        source: WeightSource,
+        readers: Readers,
+        pool: EncodedSet,
+        sample: list[PreferencePair],
+        grammar: Grammar | None,
     ) -> dict[str, tuple[int | None, Rankings]]:
         """Returns what is measured, by name: its layer if it is one, and its weights."""
-        layers = layer_rankings(by_layer(context), pool, sample, self.layers)
+        layers = layer_rankings(by_layer(source), readers, pool, sample, self.layers)
         found: dict[str, tuple[int | None, Rankings]] = {
             f"layer {layer}": (layer, rows) for layer, rows in layers.items()
         }
-        found[ROLLOUT] = None, rollout_rankings(context, pool, sample)
+        found[ROLLOUT] = None, rollout_rankings(source, readers, pool, sample)
         tokens = next(iter(layers.values()))
         equal = {
             name: {side: replace(row, weights=(1.0,) * len(row.weights)) for side, row in rows.items()}
@@ -141,23 +152,20 @@ class Faithfulness:
 # ------------------------------------------------------------------------------------------------ weights
 
 
-def by_layer(context: RunContext) -> RunContext:
-    """``context`` where its weights read a layer, as they are; else the same with attention as it is by default."""
-    return context if hasattr(context.cfg.weights, "layer") else with_weights(context, Attention())
+def by_layer(source: WeightSource) -> WeightSource:
+    """Returns ``source`` where it reads a layer; else attention as it is by default."""
+    return source if hasattr(source, "layer") else Attention()
 
 
-def with_weights(context: RunContext, source: WeightSource) -> RunContext:
-    """Returns the same context with other weights."""
-    return replace(context, cfg=context.cfg.with_component("weights", source))
-
-
-def rollout_rankings(context: RunContext, pool: EncodedSet, sample: list[PreferencePair]) -> Rankings:
+def rollout_rankings(
+    source: WeightSource, readers: Readers, pool: EncodedSet, sample: list[PreferencePair]
+) -> Rankings:
     """Returns the rollout's weights of ``sample``, post-processed as the study's are; what the store
     lacks is judged.
     """
-    own = getattr(by_layer(context).cfg.weights, "postprocess", None)
-    source = Rollout() if own is None else Rollout(postprocess=own)
-    weighed = weigh(with_weights(context, source), sample_of(pool, sample))
+    own = getattr(by_layer(source), "postprocess", None)
+    rollout = Rollout() if own is None else Rollout(postprocess=own)
+    weighed = readers.weigh(rollout, sample_of(pool, sample))
     return rankings(weighed.source, weighed.captured, weighed.layers)
 
 

@@ -20,14 +20,17 @@ def require_worlds(study: Study, prepare: Preparer | None) -> None:
         )
 
 
-def require_one_process(cfg: "FitConfig") -> None:
-    """Raises UserError for a study in a job of several processes, naming what started them and what to do."""
-    if cfg.study is None or world_size() == 1:
+def require_one_process(study: Study | None, arguments: list[str]) -> None:
+    """Raises UserError for a study in a job of several processes, naming what started them and what to do.
+
+    ``arguments``: what the command was given.
+    """
+    if study is None or world_size() == 1:
         return
     name, instead = launcher()
     raise UserError(
-        f"study {cfg.study.name} was started with {world_size()} processes by {name}, and a study starts its own: run "
-        f"it as one process (`{instead}{command_text('fit', *cfg.composed.arguments())}`), or a single run "
+        f"study {study.name} was started with {world_size()} processes by {name}, and a study starts its own: run "
+        f"it as one process (`{instead}{command_text('fit', *arguments)}`), or a single run "
         f"under {name}: experiment=none"
     )
 

@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from attnpo.cli.progress import Row, display, duration, noted, phase
-from attnpo.lab.studies.fit_config import FitConfig
-from attnpo.run.folders import store_root
 from attnpo.system.files import read_record, write_record
 
 TIMINGS = "timings.json"  # in the store: seconds of a base and of a point, by machine, setting and study
@@ -18,15 +16,14 @@ UNKNOWN = "time unknown until the first point has ended"
 class Pace:
     """The time that a study of ``points`` points and ``seeds`` seeds takes: as measured, before that as stored.
 
-    A point counts with the wall time between the ends of points, so that those that run beside each other count once.
+    It is stored in the file ``path``, by machine and ``key``. A point counts with the wall time between the ends of
+    points, so that those that run beside each other count once.
     """
 
-    def __init__(self, cfg: FitConfig, study: str, points: int, seeds: int = 1) -> None:
+    def __init__(self, path: Path, key: str, points: int, seeds: int = 1) -> None:
         self.points, self.over, self.seeds = points, 0, seeds
         self._prepared, self._preparing, self._ran, self._running = 0, 0.0, 0, 0.0
-        self._path = store_root(cfg) / TIMINGS
-        setting = cfg.composed.choices.get("setting", "none")
-        self._key = f"{platform.node()}/{setting}/{study}/{cfg.trainer.max_epochs}/{cfg.trainer.max_steps}"
+        self._path, self._key = path, f"{platform.node()}/{key}"
         self._stored = (read_record(self._path) or {}).get(self._key)
 
     def expected(self) -> str:
@@ -35,10 +32,6 @@ class Pace:
             return UNKNOWN
         seconds = self._stored["point"] * self.points + self._stored["base"] * self.seeds
         return f"about {duration(seconds)} as this study took on this machine before, less what is finished already"
-
-    def skip(self, count: int) -> None:
-        """Counts points that need not be run."""
-        self.over += count
 
     def prepared(self, seconds: float) -> None:
         """Counts the base, pairs and judge pass of one seed."""

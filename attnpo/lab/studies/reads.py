@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from attnpo.objectives.base import PreferenceObjective
 from attnpo.run.result import RunResult
-from attnpo.run.run_config import RunConfig
-from attnpo.weights.base import online_reads
+from attnpo.weights.base import WeightSource, online_reads
 
 ROWS = 2  # sequences of a pair: the prompt with each response
 
@@ -22,11 +22,6 @@ class Reads:
     seconds: float | None = None
     again: int = 0
     step_pairs: int = 1
-
-
-def reads_again(cfg: RunConfig) -> int:
-    """Sequences that the weights of a run read forward and backward once more of a pair in each step."""
-    return ROWS if "input_gradient" in online_reads(cfg.weights) else 0
 
 
 def times_trained(result: RunResult, step_pairs: int) -> float:
@@ -49,10 +44,17 @@ class ScorerRun:
     backwards: float
 
     @classmethod
-    def of(cls, cfg: RunConfig, model: Path, result: RunResult) -> "ScorerRun":
-        """Returns the scorer of a finished run."""
-        times = times_trained(result, cfg.batch.pairs)
-        reference = 0.0
-        if "reference" in cfg.objective.requires | online_reads(cfg.weights):
-            reference = ROWS * (1.0 if cfg.reference in ("cached", "first_epoch") else times)
-        return cls(model, result, ROWS * times + reference, ROWS * times)
+    def of(
+        cls,
+        model: Path,
+        result: RunResult,
+        step_pairs: int,
+        objective: PreferenceObjective,
+        weights: WeightSource,
+        reference: str,
+    ) -> "ScorerRun":
+        """Returns the scorer of a finished run; ``reference``: when its reference is read, if it is at all."""
+        times, more = times_trained(result, step_pairs), 0.0
+        if "reference" in objective.requires | online_reads(weights):
+            more = ROWS * (1.0 if reference in ("cached", "first_epoch") else times)
+        return cls(model, result, ROWS * times + more, ROWS * times)

@@ -3,7 +3,7 @@
 import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,6 @@ from attnpo.lab.studies.benchmark_table import benchmark_digits
 from attnpo.lab.studies.cost_table import cost_tables
 from attnpo.lab.studies.drift_table import drift_table
 from attnpo.lab.studies.exports import EXPORTS
-from attnpo.lab.studies.fit_config import FitConfig
 from attnpo.lab.studies.footnotes import footnotes, warnings
 from attnpo.lab.studies.left_models import MODEL
 from attnpo.lab.studies.predictions import predictions_section
@@ -27,18 +26,21 @@ from attnpo.run.folders import STUDY_FILES, TABLES
 from attnpo.run.report import _table, numbers
 from attnpo.run.result import RunResult
 from attnpo.system.credentials import redact
-from attnpo.system.files import changed, is_sealed, parse_json, seal, write_whole
+from attnpo.system.files import Json, changed, is_sealed, parse_json, seal, write_whole
 from attnpo.training.loggers import TrackedRun
+from attnpo.training.settings import WandbSettings
 
 log = logging.getLogger(__name__)
 
 SCORES = "benchmarks.csv"
 
 
-def publish_study(cfg: FitConfig, outcome: "Outcome") -> None:
-    """Sends a study's table, all its points and its figures to a W&B run of the points' group."""
-    settings = cfg.logger
-    if settings.wandb is None:
+def publish_study(settings: WandbSettings | None, values: Mapping[str, Json], outcome: "Outcome") -> None:
+    """Sends a study's table, all its points and its figures to a W&B run of the points' group.
+
+    ``values``: what the run shows as its configuration.
+    """
+    if settings is None:
         return
     import wandb
 
@@ -61,8 +63,8 @@ def publish_study(cfg: FitConfig, outcome: "Outcome") -> None:
     }
     for image in sorted(outcome.folder.glob("*.png")):
         media[f"study/{image.stem}"] = wandb.Image(str(image))
-    group = settings.wandb.group or outcome.study.name
-    tracker = TrackedRun(replace(settings.wandb, group=group), outcome.folder, cfg.values, job="study")
+    settings = replace(settings, group=settings.group or outcome.study.name)
+    tracker = TrackedRun(settings, outcome.folder, values, job="study")
     status = "failed"
     try:
         tracker.experiment.summary.update({"digest": outcome.digest, "failed": len(outcome.failed)})

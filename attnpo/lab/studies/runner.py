@@ -13,14 +13,15 @@ from attnpo.cli.progress import phase
 from attnpo.cli.terminal import training_began
 from attnpo.lab.studies.arms import (
     Composed,
-    arm_config,
+    Composer,
     check_distinct,
     counted,
     point_config,
     point_folder,
 )
 from attnpo.lab.studies.bases import Basis, keep_costs, make_basis
-from attnpo.lab.studies.benchmarks import check_benchmarks, measure_benchmarks, tell_costs
+from attnpo.lab.studies.benchmark_settings import check_benchmarks
+from attnpo.lab.studies.benchmarks import measure_benchmarks, tell_costs
 from attnpo.lab.studies.exports import exporting
 from attnpo.lab.studies.fit_config import FitConfig
 from attnpo.lab.studies.live import Pace, watching
@@ -41,8 +42,9 @@ from attnpo.lab.studies.study import (
     last_line,
     make_points,
 )
-from attnpo.lab.studies.workers import execute, on_gpu
+from attnpo.lab.studies.workers import Workers, execute, on_gpu
 from attnpo.run.folders import make_folder
+from attnpo.run.identity import identity_of
 from attnpo.run.result import RunResult
 from attnpo.run.resume import read_result
 from attnpo.schema import UserError, digest
@@ -76,19 +78,16 @@ def run_study(cfg: FitConfig, folder: Path, show: Show = lambda outcome: None, p
         UserError: as ``plan_study``, or every point failed.
     """
     plan = plan_study(cfg) if plan is None else plan
-    study, composed = plan.study, plan.composed
-    began = time.perf_counter()
+    study, began = plan.study, time.perf_counter()
     make_folder(folder)
-    so_far, pace = _Progress(), plan.pace(cfg)
+    so_far, pace = _Progress(), plan.pace()
     said: list[str] = []
     outcome: Outcome | None = None
 
     def arms_now() -> tuple[list[Arm], dict[tuple[str, str], Composed]]:
-        arms = [arm for world in study.worlds or [ONLY] for arm in _arms(cfg, study, so_far.bases, world)]
-        own = {(arm.world, arm.name): _composed(cfg, study, arm, composed) for arm in arms}
-        check_distinct(
-            study, arms, {place: made.config for place, made in own.items()}, _depths(study, arms, so_far.bases)
-        )
+        arms = [arm for world in study.worlds or [ONLY] for arm in _arms(plan.composer, so_far.bases, world)]
+        own = {(arm.world, arm.name): _composed(plan.composer, arm, plan.composed) for arm in arms}
+        check_distinct(study, arms, own, _depths(study, arms, so_far.bases))
         return arms, own
 
     def outcome_now() -> Outcome:
@@ -99,7 +98,7 @@ def run_study(cfg: FitConfig, folder: Path, show: Show = lambda outcome: None, p
     try:
         for place, seed in enumerate(plan.seeds):
             before = time.perf_counter()
-            bases, missing = make_bases(cfg, study, [seed], composed, folder, plan.scorers)
+            bases, missing = make_bases(plan, seed, folder)
             pace.prepared(time.perf_counter() - before)
             found = so_far.bases | bases
             so_far.bases = {
@@ -117,11 +116,11 @@ def run_study(cfg: FitConfig, folder: Path, show: Show = lambda outcome: None, p
                 record = _record(study, own, so_far.bases, plan.scorers)
                 log.info("study %s: grid, arms and world fixed, digest %s", study.name, digest(record)[:16])
                 if study.benchmarks:
-                    check_benchmarks(cfg, next(basis.model for basis in so_far.bases.values()))
-                    tell_costs(cfg, study, arms, so_far.bases, folder)
+                    check_benchmarks(plan.evaluations, next(basis.model for basis in so_far.bases.values()))
+                    tell_costs(plan.evaluations, arms, so_far.bases, folder)
             points = make_points(study, arms, [seed])
             pace.points = pace.over + len(points) * (len(plan.seeds) - place)
-            _run_points(cfg, study, points, own, so_far, folder, pace)
+            _run_points(plan.workers, study, points, own, so_far, folder, pace)
             outcome = outcome_now()
             if so_far.done and place < len(plan.seeds) - 1:
                 show(outcome)
@@ -142,7 +141,8 @@ def run_study(cfg: FitConfig, folder: Path, show: Show = lambda outcome: None, p
     outcome = outcome_now()
     if not study.benchmarks:
         return outcome
-    return replace(measure_benchmarks(cfg, outcome, own, so_far.bases), seconds=time.perf_counter() - began)
+    measured = measure_benchmarks(plan.evaluations, outcome, own, so_far.bases, plan.workers)
+    return replace(measured, seconds=time.perf_counter() - began)
 
 
 def _outcome(
@@ -186,36 +186,28 @@ def _outcome(
     )
 
 
-def make_bases(
-    cfg: FitConfig,
-    study: Study,
-    seeds: Sequence[int],
-    composed: Mapping[tuple[str, str], Composed],
-    folder: Path,
-    scorers: Mapping[tuple[str, str], Composed],
-) -> tuple[dict[WorldSeed, Basis], dict[WorldSeed, Exception]]:
-    """Returns what the points of every world and seed stand on, and the errors of those that cannot be had."""
+def make_bases(plan: Plan, seed: int, folder: Path) -> tuple[dict[WorldSeed, Basis], dict[WorldSeed, Exception]]:
+    """Returns what the points of a seed stand on in every world, and the errors of those that cannot be had."""
     bases: dict[WorldSeed, Basis] = {}
     errors: dict[WorldSeed, Exception] = {}
-    for world in study.worlds or [ONLY]:
-        for seed in seeds:
-            label = Basis(world, seed).label
-            try:
-                with phase(f"{label}: base, pairs and judge pass"):
-                    bases[world, seed] = make_basis(cfg, study, seed, world, composed, folder, scorers)
-            except Exception as error:  # noqa: BLE001  the other worlds and seeds go on
-                errors[world, seed] = error
-                log.error("%s cannot be prepared: %s", label, last_line(error_text(error)))
+    for world in plan.study.worlds or [ONLY]:
+        label = Basis(world, seed).label
+        try:
+            with phase(f"{label}: base, pairs and judge pass"):
+                bases[world, seed] = make_basis(plan, seed, world, folder)
+        except Exception as error:  # noqa: BLE001  the other worlds and seeds go on
+            errors[world, seed] = error
+            log.error("%s cannot be prepared: %s", label, last_line(error_text(error)))
     if bases:
         keep_costs(folder, bases)
     return bases, errors
 
 
-def _arms(cfg: FitConfig, study: Study, bases: Mapping[WorldSeed, Basis], world: str) -> list[Arm]:
+def _arms(composer: Composer, bases: Mapping[WorldSeed, Basis], world: str) -> list[Arm]:
     """Returns the arms of a world; one without any base is taken to be as deep as the others."""
     found = [basis.depth for basis in bases.values() if basis.world == world]
     depth = max(found or [basis.depth for basis in bases.values()])
-    return expand_arms(study, depth, truth=cfg.truth is not None, world=world)
+    return expand_arms(composer.study, depth, truth=composer.truth, world=world)
 
 
 def _depths(study: Study, arms: Sequence[Arm], bases: Mapping[WorldSeed, Basis]) -> dict[tuple[str, str], int]:
@@ -225,12 +217,12 @@ def _depths(study: Study, arms: Sequence[Arm], bases: Mapping[WorldSeed, Basis])
     return {place: known[place[0], name] for place, name in source.items() if (place[0], name) in known}
 
 
-def _composed(cfg: FitConfig, study: Study, arm: Arm, composed: Mapping[tuple[str, str], Composed]) -> Composed:
+def _composed(composer: Composer, arm: Arm, composed: Mapping[tuple[str, str], Composed]) -> Composed:
     """Returns the config of an arm, which only a layer makes another than that of the study's arm."""
     if arm.layer is None:
         return composed[arm.world, arm.name]
-    made = arm_config(cfg, study, arm.overrides, arm.world)
-    require_built(study, (arm.world, arm.name), made)
+    made = composer.arm(arm.overrides, arm.world)
+    require_built(composer.study, (arm.world, arm.name), made)
     return made
 
 
@@ -248,20 +240,19 @@ def _record(
     def by_label(every: Mapping[tuple[str, str], Composed]) -> dict[str, Composed]:
         return {f"{world}: {name}" if world else name: made for (world, name), made in every.items()}
 
-    arms = {name: counted(made.config) for name, made in by_label(own).items()}
+    arms = {name: counted(identity_of(made.config).result) for name, made in by_label(own).items()}
     record = grid_record(study, arms, worlds if study.worlds else worlds[ONLY])
     if not scorers:
         return record
-    named = {name: scorers_of(made.overrides) for name, made in by_label(own).items()}
     return {
         **record,
-        "scorers": {name: counted(made.config) for name, made in by_label(scorers).items()},
-        "scored": {name: keys for name, keys in named.items() if keys},
+        "scorers": {name: counted(identity_of(made.config).result) for name, made in by_label(scorers).items()},
+        "scored": {name: keys for name, made in by_label(own).items() if (keys := scorers_of(made.overrides))},
     }
 
 
 def _run_points(
-    cfg: FitConfig,
+    workers: Workers,
     study: Study,
     points: Sequence[Point],
     own: Mapping[tuple[str, str], Composed],
@@ -277,36 +268,35 @@ def _run_points(
     done: dict[int, RunResult] = {}
     errors: dict[int, str] = {}
     jobs: dict[int, tuple[list[str], Path]] = {}
-    configs: list[FitConfig] = []
+    accelerators: list[str] = []
     for i, point in enumerate(points):
         place = (point.arm.world, point.seed)
         lost = _lost(study, point, bases, so_far.missing)
         if lost is not None:
             errors[i] = f"not run: {lost}"
             continue
-        arm = own[point.arm.world, point.arm.name]
-        made = exporting(study, point, point_config(arm, point, bases[place].scorer_paths))
-        at = point_folder(folder, point, made.config, bases[place].facts_of(study, point.arm))
+        made = point_config(own[point.arm.world, point.arm.name], point, bases[place].scorers.paths)
+        made = exporting(study, point, made)
+        at = point_folder(folder, point, identity_of(made.config).result, bases[place].facts_of(study, point.arm))
         so_far.folders[point] = at
-        before = finished(at)
+        before, problem = read_result(at)
+        if problem is not None:
+            log.warning("%s: %s; the point counts as not finished and is run", at, problem)
         if before is not None:
             done[i] = before
         else:
             jobs[i] = (made.overrides, at)
-            configs.append(made.config)
+            accelerators.append(made.config.trainer.accelerator)
     if done:
         log.info("%d of %d points are finished already and reused", len(done), len(points))
-    pace.skip(len(points) - len(jobs))
+    pace.over += len(points) - len(jobs)
     places = list(jobs)
-    alone = on_gpu(configs)
     at_work = [points[i] for i in places]
     labels = [f"{point.arm.label} {label_of(point.values)} seed {point.seed}" for point in at_work]
     try:
         training_began()
         with watching(labels, [at for _, at in jobs.values()], pace) as ended:
-            for job, result, error in execute(
-                list(jobs.values()), study.workers, cfg.composed.config_dir, cfg.store, alone
-            ):
+            for job, result, error in execute(list(jobs.values()), workers, on_gpu(accelerators)):
                 i = places[job]
                 ended(job)
                 count = f"point {pace.over}/{pace.points} {points[i].label}"
@@ -328,18 +318,7 @@ def _lost(
     place = (point.arm.world, point.seed)
     if place in missing:
         return error_text(missing[place])
-    name = point.arm.name if point.arm.layer is None else study.layer_arm
-    return bases[place].lost.get(name)
-
-
-def finished(folder: Path) -> RunResult | None:
-    """Returns the result in a point's folder, or None when there is none; one that is damaged is said to be, and made
-    anew.
-    """
-    result, problem = read_result(folder)
-    if problem is not None:
-        log.warning("%s: %s; the point counts as not finished and is run", folder, problem)
-    return result
+    return bases[place].lost.get(point.arm.name if point.arm.layer is None else study.layer_arm)
 
 
 def headline(result: RunResult) -> str:

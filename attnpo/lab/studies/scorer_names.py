@@ -3,6 +3,7 @@
 Owns the placeholder and what can be wrong with one. Light: read with the configuration.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from attnpo.config.reader import did_you_mean
@@ -44,13 +45,8 @@ def scorer_problems(scorers: Mapping[str, Sequence[str]], arms: Mapping[str, Seq
                     f"arm {arm} has {key}={PREFIX}{name}, and study.scorers has "
                     f"{', '.join(scorers) or 'none'}{did_you_mean(name, list(scorers))}"
                 )
-            if not _weighs(key):
+            if key not in PLACES and re.fullmatch(r"weights\.[^.]*\.path", key) is None:
                 yield (
                     f"arm {arm} has {key}={PREFIX}{name}: a scorer stands for a model that weighs; expected one of "
                     f"{', '.join(PLACES)}"
                 )
-
-
-def _weighs(key: str) -> bool:
-    parts = key.split(".")
-    return key in PLACES or (len(parts) == 3 and parts[0] == "weights" and parts[2] == "path")

@@ -13,17 +13,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from attnpo.lab.studies.arms import Composed, arm_config, run_digest
-from attnpo.lab.studies.fit_config import FitConfig
+from attnpo.lab.studies.arms import Composed, Composer, run_digest
 from attnpo.lab.studies.left_models import MODEL, is_whole, keep_model, with_model
 from attnpo.lab.studies.reads import ScorerRun
 from attnpo.lab.studies.scorer_names import scorers_of
 from attnpo.lab.studies.study import ONLY, Study, last_line
-from attnpo.lab.studies.workers import execute, on_gpu
+from attnpo.lab.studies.workers import Workers, execute, on_gpu
 from attnpo.models.loading import weights_fingerprint
-from attnpo.run.context import open_paths
-from attnpo.run.folders import make_folder, store_root
-from attnpo.run.identity import paths_of
+from attnpo.run.folders import make_folder
+from attnpo.run.identity import identity_of
+from attnpo.run.resolve import open_paths
 from attnpo.run.resume import read_result
 from attnpo.schema import UserError
 from attnpo.system.files import clean
@@ -51,16 +50,15 @@ class Scorers:
         """Returns what training them took, by whichever command; None where there are none."""
         return sum(run.result.seconds["all"] for run in self.runs.values()) if self.runs else None
 
-    def filled(self, cfg: FitConfig, arm: Sequence[str]) -> FitConfig:
-        """Returns the config of an arm, given by its overrides, with the folders of its scorers.
+    def paths_for(self, arm: Sequence[str]) -> dict[str, str]:
+        """Returns the folders of the scorers that an arm's overrides name, by the key that takes each.
 
         UserError for one that could not be trained.
         """
-        for key, name in scorers_of(arm).items():
+        for name in scorers_of(arm).values():
             if name in self.lost:
                 raise UserError(f"scorer {name} could not be trained: {last_line(self.lost[name])}")
-            cfg = cfg.with_value(key, self.paths[name])
-        return cfg
+        return {key: self.paths[name] for key, name in scorers_of(arm).items()}
 
 
 def needed(study: Study, world: str, truth: bool) -> list[str]:
@@ -69,16 +67,17 @@ def needed(study: Study, world: str, truth: bool) -> list[str]:
     return [name for name in study.scorers if name in named]
 
 
-def compose_scorers(cfg: FitConfig, study: Study) -> dict[tuple[str, str], Composed]:
+def compose_scorers(composer: Composer) -> dict[tuple[str, str], Composed]:
     """Returns the configs of the scorers that arms name, by world and name; each run leaves its model.
 
     UserError naming the scorer whose config cannot be built.
     """
+    study = composer.study
     made: dict[tuple[str, str], Composed] = {}
     for world in study.worlds or [ONLY]:
-        for name in needed(study, world, cfg.truth is not None):
+        for name in needed(study, world, composer.truth):
             try:
-                made[world, name] = with_model(arm_config(cfg, study, study.scorers[name], world))
+                made[world, name] = with_model(composer.arm(study.scorers[name], world))
                 _ = made[world, name].config
             except UserError as error:
                 raise UserError(f"study {study.name}, scorer {name}: {error}") from error
@@ -86,21 +85,21 @@ def compose_scorers(cfg: FitConfig, study: Study) -> dict[tuple[str, str], Compo
 
 
 def train_scorers(
-    cfg: FitConfig, study: Study, runs: Mapping[str, Composed], seed: int, facts: Mapping[str, object]
+    study: str, runs: Mapping[str, Composed], seed: int, facts: Mapping[str, object], store: Path, workers: Workers
 ) -> Scorers:
-    """Returns the scorers ``runs`` of one world and seed, those that lie in the store as they are there, the others
+    """Returns the scorers ``runs`` of one world and seed, those that lie in ``store`` as they are there, the others
     trained.
 
     ``facts``: contents of the paths of the pairs and of the base, and the code. A scorer that fails is lost alone.
     """
     found = Scorers()
     made = {name: run.changed({"seed": seed}, [f"seed={seed}"]) for name, run in runs.items()}
-    places = {name: _place(cfg, name, seed, run.config, facts) for name, run in made.items()}
+    places = {name: store / SCORERS / _name(name, seed, run, facts) for name, run in made.items()}
     with ExitStack() as locks:
         for place in places.values():
             if not is_whole(place):
                 make_folder(place)
-                locks.enter_context(locked(place, cfg.lock_timeout, instead="store="))
+                locks.enter_context(locked(place, workers.lock_timeout, instead="store="))
         lacking = [name for name, place in places.items() if not is_whole(place)]
         for name in lacking:
             if read_result(places[name])[0] is not None:
@@ -108,10 +107,10 @@ def train_scorers(
                 shutil.rmtree(places[name] / MODEL, ignore_errors=True)
                 (places[name] / "result.json").unlink()
         if lacking:
-            log.info("study %s: training its scorers %s, seed %d", study.name, ", ".join(lacking), seed)
+            log.info("study %s: training its scorers %s, seed %d", study, ", ".join(lacking), seed)
         jobs = [(made[name].overrides, places[name]) for name in lacking]
-        alone = on_gpu([made[name].config for name in lacking])
-        for job, result, error in execute(jobs, study.workers, cfg.composed.config_dir, cfg.store, alone):
+        alone = on_gpu(made[name].config.trainer.accelerator for name in lacking)
+        for job, result, error in execute(jobs, workers, alone):
             name = lacking[job]
             if result is None:
                 found.lost[name] = error or ""
@@ -121,16 +120,20 @@ def train_scorers(
     for name, place in places.items():
         result = None if name in found.lost else read_result(place)[0]
         if result is not None:
-            found.runs[name] = ScorerRun.of(made[name].config, place / MODEL, result)
+            run = made[name].config
+            found.runs[name] = ScorerRun.of(
+                *(place / MODEL, result, run.batch.pairs), *(run.objective, run.weights, run.reference)
+            )
             took = f"trained in {result.seconds['all']:.0f} s" if name in lacking else "is there already and reused"
             log.info("scorer %s %s: %s", name, took, place)
     return found
 
 
-def _place(cfg: FitConfig, name: str, seed: int, run: FitConfig, facts: Mapping[str, object]) -> Path:
-    """Returns the folder of a scorer; one that starts from another model than the base counts that model's weights."""
-    own = {key: path for key, path in paths_of(run).items() if key not in ("model.path", "data.path")}
+def _name(name: str, seed: int, made: Composed, facts: Mapping[str, object]) -> str:
+    """Returns the name of a scorer's folder; one that starts from another model than the base counts its weights."""
+    run = made.config
+    own = {key: path for key, path in identity_of(run).paths.items() if key not in ("model.path", "data.path")}
     facts = {**facts, "scorer": own}
-    if "model.path" not in open_paths(run):
+    if "model.path" not in open_paths(run.model, run.data):
         facts["model"] = weights_fingerprint(run.model.path, run.model.revision)
-    return store_root(cfg) / SCORERS / f"{clean(name)}-seed{seed}-{run_digest(run, facts)[:16]}"
+    return f"{clean(name)}-seed{seed}-{run_digest(identity_of(run).result, facts)[:16]}"

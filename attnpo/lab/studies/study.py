@@ -22,7 +22,9 @@ from attnpo.schema import UserError, digest
 if TYPE_CHECKING:
     from attnpo.data.prepare import EncodedSet
     from attnpo.display.page import Section
-    from attnpo.run.context import RunContext
+    from attnpo.run.components import Truth
+    from attnpo.run.weighing import Readers
+    from attnpo.weights.base import WeightSource
 
 
 LR, BETA = "optimizer.lr", "objective.beta"  # the keys of a grid's two named axes
@@ -36,10 +38,18 @@ MeasuredBy = dict[tuple[str, int], dict[str, object]]
 class StudyAnalysis(Protocol):
     """A measurement that needs no trained policy (config node ``study.analyses.NAME``)."""
 
-    def measure(self, context: "RunContext", encoded: "dict[str, EncodedSet]", folder: Path) -> dict[str, object]:
+    def measure(
+        self,
+        source: "WeightSource",
+        readers: "Readers",
+        truth: "Truth | None",
+        encoded: "dict[str, EncodedSet]",
+        folder: Path,
+    ) -> dict[str, object]:
         """Plain JSON data of one world and seed; ``folder`` is where figures or files of its own may go.
 
-        ``context.cfg`` is the study's config in that world without the choices of any arm. The result is kept, and used
+        ``source`` and ``readers`` are the study's weights in that world without the choices of any arm, and what they
+        are read with; ``truth`` is the scorer of a world whose truth is known. The result is kept, and used
         again by a repeated command whose settings, world and judge are the same.
         """
 

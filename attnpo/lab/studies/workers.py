@@ -12,6 +12,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,40 +37,52 @@ LINGER = 5.0  # seconds in which a worker that a signal ended gives its answer b
 EDITED = "the package's source was changed while the study ran; run the study's command again"
 
 
-def on_gpu(configs: "Iterable[RunConfig]") -> bool:
-    """Returns whether one of these points would train on a GPU of this machine."""
+@dataclass(frozen=True)
+class Workers:
+    """How a study's runs are worked on: ``count`` at a time, composed with the user's options in ``config_dir``.
+
+    ``store``: where they keep what all share, None for what their own config says. ``lock_timeout``: seconds of waiting
+    for a folder in which another command works.
+    """
+
+    count: int
+    config_dir: Path | None
+    store: str | None
+    lock_timeout: float
+
+
+def on_gpu(accelerators: Iterable[str]) -> bool:
+    """Returns whether a point with one of these settings would train on a GPU of this machine."""
     import torch
 
-    return torch.cuda.is_available() and any(cfg.trainer.accelerator != "cpu" for cfg in configs)
+    return torch.cuda.is_available() and any(name != "cpu" for name in accelerators)
 
 
-def execute(
-    jobs: Sequence[Job], workers: int, config_dir: Path | None, store: str | None, here: bool = False
-) -> Iterator[Done]:
-    """(place in ``jobs``, result, error) of every job as it finishes, ``workers`` at a time in processes of their own.
+def execute(jobs: Sequence[Job], workers: Workers, here: bool = False) -> Iterator[Done]:
+    """(place in ``jobs``, result, error) of every job as it finishes, run by ``workers`` in processes of their own.
 
     ``here``: one after the other in this process, as where they need a GPU, which is not shared.
     """
     if not jobs:
         return
-    workers = min(workers, max(1, os.cpu_count() or 1))
-    if workers == 1 or here:
+    count = min(workers.count, max(1, os.cpu_count() or 1))
+    if count == 1 or here:
         try:
             for place, (overrides, folder) in enumerate(jobs):
-                yield (place, *run_point(overrides, folder, config_dir, store, None))
+                yield (place, *run_point(overrides, folder, workers.config_dir, workers.store, None))
         finally:
             from attnpo.run.recall import forget
 
             forget()
         return
-    workers = min(workers, len(jobs))
-    threads = max(1, (os.cpu_count() or workers) // workers)
-    calls = [(overrides, folder, config_dir, store, threads) for overrides, folder in jobs]
+    count = min(count, len(jobs))
+    threads = max(1, (os.cpu_count() or count) // count)
+    calls = [(overrides, folder, workers.config_dir, workers.store, threads) for overrides, folder in jobs]
     left = deque(range(len(jobs)))
     while left:
-        for place in (yield from _until_broken(calls, left, workers)):
+        for place in (yield from _until_broken(calls, left, count)):
             # One that was killed by itself is the culprit; beside others each is tried once more, by itself.
-            if workers == 1 or (yield from _until_broken(calls, deque([place]), 1)):
+            if count == 1 or (yield from _until_broken(calls, deque([place]), 1)):
                 yield place, None, KILLED
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from attnpo.config.compose import check, compose, load, typed
-from attnpo.data.prompts import REFUSED
+from attnpo.data.prompts import REFUSED, PromptSource
 from attnpo.evaluation.answers.answer_config import AnswerConfig
 from attnpo.evaluation.answers.answer_file import AnswerFile, AnswerRow
-from attnpo.evaluation.answers.answering import answer_prompts, output_path
+from attnpo.evaluation.answers.answering import answer_prompts, default_path
 from attnpo.generate import main
 from attnpo.lab.testbed.tokenizer import build_tokenizer
 from attnpo.models.generate import HFGenerator
@@ -140,13 +140,11 @@ def test_a_runs_folder_gives_the_answers_its_samples_have(world: World, tmp_path
 
 
 def test_without_an_output_the_file_is_named_after_model_and_prompts(world: World) -> None:
-    overrides = ["model.path=outputs/run-7/best", "data.path=sets/hard.v2.jsonl"]
-    assert output_path(load("generate", overrides)) == Path("outputs/answers-run-7-best-hard/answers.jsonl")
-    overrides = ["model.path=org/chat", "data.path=org/pairs", "data.split=val", "data.rows=100:300"]
-    named = output_path(load("generate", overrides)).parent.name
-    assert named == "answers-org-chat-pairs-val-100_300", "another split or other rows are another file"
-    overrides = ["model.path=./m", "data.path=org/set"]
-    assert output_path(load("generate", overrides)) == Path("outputs/answers-m-set-test/answers.jsonl")
+    named = default_path("outputs/run-7/best", PromptSource("sets/hard.v2.jsonl"))
+    assert named == Path("outputs/answers-run-7-best-hard/answers.jsonl")
+    named = default_path("org/chat", PromptSource("org/pairs", split="val", rows="100:300"))
+    assert named.parent.name == "answers-org-chat-pairs-val-100_300", "another split or other rows are another file"
+    assert default_path("./m", PromptSource("org/set")) == Path("outputs/answers-m-set-test/answers.jsonl")
 
 
 def test_what_cannot_be_answered_is_named_and_not_cut(world: World, tmp_path: Path) -> None:

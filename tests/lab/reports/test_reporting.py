@@ -27,12 +27,12 @@ from attnpo.lab.reports.weight_explorer import joined
 from attnpo.lab.studies.report import finish_study
 from attnpo.lab.studies.runner import run_study
 from attnpo.lab.studies.tables import DIGITS, main_table
-from attnpo.run.inputs import make_inputs
 from attnpo.run.models import reference_table
 from attnpo.schema import SIDES, UserError
 from attnpo.system.files import seal
 from attnpo.weights.capture import store_logps
 from tests.display.explored import hard
+from tests.run.made import make, make_inputs
 from tests.run.worlds import World, build_world, judge_loads
 
 
@@ -72,7 +72,8 @@ def test_the_tables_of_a_tiny_world_by_hand(world: World, tmp_path: Path) -> Non
     rows = weights_of(world, tmp_path, "layers=[1,2]", "min_count=3", "top=1000", "label=m")
     for layer in (1, 2):
         label = f"attention L{layer}"
-        inputs = make_inputs(world.config(f"weights.layer={layer}"))
+        made = make(world.config(f"weights.layer={layer}"))
+        inputs, tokenizer = made.inputs, made.base.tokenizer
         examples = inputs.examples["train"].examples
         for place, side in enumerate(SIDES):
             std, largest, length = 0.0, 0.0, 0.0
@@ -91,12 +92,12 @@ def test_the_tables_of_a_tiny_world_by_hand(world: World, tmp_path: Path) -> Non
             often = {token: values for token, values in by_token.items() if len(values) >= 3}
             tokens = table(rows, "tokens", weights=label, side=side, model="m")
             assert len(tokens) == len(often) and 1 < len(often) < len(by_token)
-            means = {inputs.context.tokenizer.decode([token]): sum(v) / len(v) for token, v in often.items()}
-            counts = {inputs.context.tokenizer.decode([token]): len(v) for token, v in often.items()}
+            means = {tokenizer.decode([token]): sum(v) / len(v) for token, v in often.items()}
+            counts = {tokenizer.decode([token]): len(v) for token, v in often.items()}
             listed = [float(row["weight"]) for row in tokens]
             assert listed == pytest.approx(sorted(means.values(), reverse=True), rel=1e-6)
             for row in tokens:
-                word = inputs.context.tokenizer.convert_tokens_to_string([row["token"]])
+                word = tokenizer.convert_tokens_to_string([row["token"]])
                 assert float(row["weight"]) == pytest.approx(means[word], rel=1e-6)
                 assert int(row["count"]) == counts[word]
         shares, uniform, responses = [0.0, 0.0, 0.0], 0.0, 0
@@ -199,9 +200,10 @@ def test_the_page_shows_tables_and_heat_maps(world: World, tmp_path: Path) -> No
 
 def test_the_explorer_has_the_weights_of_both_sources(world: World, tmp_path: Path) -> None:
     """Every weight is that of its source's and layer's training examples; rounds and the judge's order are told."""
-    inputs = make_inputs(world.config("reference=cached", "weights.layer=2"))
+    made = make(world.config("reference=cached", "weights.layer=2"))
+    inputs = made.inputs
     sources = {("attention", "L2"): inputs, ("rollout", ""): make_inputs(world.config("weights=rollout"))}
-    table = reference_table(inputs.context)
+    table = reference_table(made.base, made.cfg.lengths)
     first = inputs.examples["train"].examples[0]
     logps = [torch.full((len(side.response_ids),), -0.5) for side in first.sides]
     store_logps(table, {first.pair_id: (logps[0], logps[1])})

@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 
 from attnpo.config.compose import groups, load
-from attnpo.lab.studies.arms import arm_config, check_distinct, check_user, counted, point_folder
-from attnpo.lab.studies.bases import compose_arms
+from attnpo.lab.studies.arms import Composed, check_distinct, check_user, composer_of, counted, point_folder
 from attnpo.lab.studies.fit_config import FitConfig
 from attnpo.lab.studies.runner import run_study
 from attnpo.lab.studies.study import ONLY, Arm, Grid, Point, Study, expand_arms
-from attnpo.run.identity import numbers_of, result_of
+from attnpo.run.identity import identity_of
 from attnpo.schema import UserError
 from tests.run.worlds import build_world
 
@@ -26,18 +25,19 @@ def composed(*overrides: str) -> FitConfig:
     return load("fit", list(overrides))
 
 
-def expanded(cfg: FitConfig, study: Study) -> tuple[list[Arm], dict[tuple[str, str], FitConfig]]:
+def expanded(cfg: FitConfig, study: Study) -> tuple[list[Arm], dict[tuple[str, str], Composed]]:
     """All arms of a study, layers told apart, and their configs as the runner composes them."""
-    whole = compose_arms(cfg, study)
+    composer = composer_of(cfg, study)
+    whole = composer.every_arm()
     arms = [
         arm
         for world in study.worlds or [ONLY]
         for arm in expand_arms(study, DEPTH, truth=cfg.truth is not None, world=world)
     ]
     made = {
-        (arm.world, arm.name): whole[arm.world, arm.name].config
+        (arm.world, arm.name): whole[arm.world, arm.name]
         if arm.layer is None
-        else arm_config(cfg, study, arm.overrides, arm.world).config
+        else composer.arm(arm.overrides, arm.world)
         for arm in arms
     }
     return arms, made
@@ -60,9 +60,9 @@ def test_the_arms_of_a_shipped_study_are_different_runs(name: str) -> None:
         grids={arm: grid for arm, grid in whole.grids.items() if arm not in left},
     )
     arms, made = expanded(cfg, study)
-    check_user(cfg, study)
+    check_user(composer_of(cfg, study), identity_of(cfg).result)
     check_distinct(study, arms, made, dict.fromkeys(made, DEPTH))
-    values = [str(counted(config)) for config in made.values()]
+    values = [str(counted(identity_of(arm.config).result)) for arm in made.values()]
     assert len(set(values)) == len(values) >= 2
 
 
@@ -90,7 +90,7 @@ def test_an_override_that_spoils_a_study_is_refused(given: str, message: str) ->
     experiment, override = given.split()
     cfg = composed(f"experiment={experiment}", override)
     with pytest.raises(UserError, match=message) as refused:
-        check_user(cfg, cfg.study)
+        check_user(composer_of(cfg, cfg.study), identity_of(cfg).result)
     assert "experiment=none" in str(refused.value) and "\n" not in str(refused.value)
 
 
@@ -108,7 +108,7 @@ def test_an_override_that_spoils_a_study_is_refused(given: str, message: str) ->
 )
 def test_an_override_that_arms_can_take_is_not_refused(given: str) -> None:
     cfg = composed(*given.split())
-    check_user(cfg, cfg.study)
+    check_user(composer_of(cfg, cfg.study), identity_of(cfg).result)
 
 
 # ------------------------------------------------------------------------------------------------ equal arms
@@ -118,7 +118,7 @@ def distinct(arms: dict[str, list[str]], depth: int = 0, grids: dict[str, Grid] 
     """Checks a study of these arms."""
     cfg = composed("setting=testbed", "experiment=quickstart")
     study = Study("twins", arms, grid=Grid(beta=(0.1, 0.3)), grids=grids or {}, control=None)
-    made = {(ONLY, name): arm_config(cfg, study, overrides).config for name, overrides in arms.items()}
+    made = {(ONLY, name): composer_of(cfg, study).arm(overrides) for name, overrides in arms.items()}
     depths = dict.fromkeys(made, depth) if depth else None
     check_distinct(study, expand_arms(study, DEPTH), made, depths)
 
@@ -194,7 +194,7 @@ def point_of(arm: str, *overrides: str) -> FitConfig:
 
 
 def folder_of(cfg: FitConfig) -> Path:
-    return point_folder(Path(), Point(Arm("arm", ()), (), 0), cfg, {})
+    return point_folder(Path(), Point(Arm("arm", ()), (), 0), identity_of(cfg).result, {})
 
 
 EVERYWHERE = (
@@ -220,7 +220,7 @@ EVERYWHERE = (
 )
 def test_a_finished_point_is_found_again_whatever_it_does_not_read(arm: str, overrides: tuple[str, ...]) -> None:
     cfg, other = point_of(arm), point_of(arm, *overrides)
-    assert result_of(other) == result_of(cfg)
+    assert identity_of(other).result == identity_of(cfg).result
     assert folder_of(other) == folder_of(cfg)
 
 
@@ -240,6 +240,6 @@ def test_a_point_that_would_differ_is_run(arm: str, overrides: tuple[str, ...]) 
 
 def test_what_is_done_beside_the_training_counts_for_results_alone() -> None:
     cfg = composed("setting=testbed", "experiment=none")
-    assert {"truth.prompts", "callbacks.samples", "trainer.validate_every"} <= result_of(cfg).keys()
-    assert not {"truth.prompts", "callbacks.samples", "trainer.validate_every"} & numbers_of(cfg).keys()
-    assert numbers_of(cfg).items() <= result_of(cfg).items()
+    assert {"truth.prompts", "callbacks.samples", "trainer.validate_every"} <= identity_of(cfg).result.keys()
+    assert not {"truth.prompts", "callbacks.samples", "trainer.validate_every"} & identity_of(cfg).numbers.keys()
+    assert identity_of(cfg).numbers.items() <= identity_of(cfg).result.items()

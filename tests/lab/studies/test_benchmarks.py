@@ -16,13 +16,15 @@ from attnpo import fit
 from attnpo.config.compose import groups, load
 from attnpo.evaluation.evaluate_config import EvaluateConfig
 from attnpo.evaluation.grading.base import GradingCall, GradingReply
+from attnpo.evaluation.grading.limits import GradingLimits
 from attnpo.evaluation.grading.store import ReplyStore
 from attnpo.evaluation.result import EvaluationResult, read_result
 from attnpo.lab.studies import benchmarks, exports
 from attnpo.lab.studies.arms import Composed
 from attnpo.lab.studies.benchmark_scores import RowScore, asked_problems
+from attnpo.lab.studies.benchmark_settings import Evaluations, check_benchmarks, grammar_of
 from attnpo.lab.studies.benchmark_table import benchmark_cells, benchmark_notes
-from attnpo.lab.studies.benchmarks import bounded, check_benchmarks, evaluation_config
+from attnpo.lab.studies.benchmarks import bounds_left
 from attnpo.lab.studies.fit_config import FitConfig
 from attnpo.lab.studies.ranking import RANK, scores_table
 from attnpo.lab.studies.report import finish_study
@@ -72,6 +74,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., FitConfig]:
     (folder / "configs" / "experiment" / "tiny.yaml").write_text(EXPERIMENT)
     world = build_world(folder)
     return lambda *more: world.config("experiment=tiny", *more, config_dir=folder / "configs")
+
+
+def evaluations_of(cfg: FitConfig) -> Evaluations:
+    """What makes the evaluations of a config's study."""
+    grammar = grammar_of(cfg.values["prepare"])
+    return Evaluations(cfg.study, cfg.composed.config_dir, cfg.trainer.accelerator, grammar)
 
 
 Finished = tuple[FitConfig, Outcome]
@@ -312,11 +320,12 @@ def test_what_needs_a_base_that_is_still_to_be_built_waits_for_it(monkeypatch: p
     monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
     given = ["experiment=layer_sweep", "study.benchmarks=[testbed]"]
     cfg = load("fit", [*given, "study.evaluate.testbed={grader:local,grader.path:BASE}"])
-    check_benchmarks(cfg)
+    check_benchmarks(evaluations_of(cfg), None)
     with pytest.raises(UserError, match="no folder at '/gone"):
-        check_benchmarks(cfg, ModelSpec("/gone/base"))
+        check_benchmarks(evaluations_of(cfg), ModelSpec("/gone/base"))
     with pytest.raises(UserError, match="OPENAI_API_KEY"):
-        check_benchmarks(load("fit", [*given, "study.evaluate.testbed={benchmark.baseline:BASE}"]))
+        openai = load("fit", [*given, "study.evaluate.testbed={benchmark.baseline:BASE}"])
+        check_benchmarks(evaluations_of(openai), None)
 
 
 # ------------------------------------------------------------------------------------------------ settings of a row
@@ -335,9 +344,8 @@ def test_an_evaluation_is_that_of_its_row() -> None:
         ],
     )
     model = ModelSpec("/models/it's here", revision="r1", chat_template="{{ '${x}' }}", fallback_template="{{ y }}")
-    made = evaluation_config(
-        cfg, cfg.study, "testbed", model, "/bases/a b", cfg.values["prepare"]["grammar"], label="x", output="/out"
-    )
+    evaluations = evaluations_of(cfg)
+    made = evaluations.config("testbed", model, "/bases/a b", evaluations.grammar, label="x", output="/out")
     benchmark = made.benchmark
     assert isinstance(benchmark, TestbedBenchmark)
     assert (benchmark.baseline, benchmark.prompts, made.grading.rounds) == ("/bases/a b", 7, 1)
@@ -354,8 +362,10 @@ def test_bounds_hold_for_all_rows_of_a_benchmark(tiny: Callable[..., FitConfig],
         "study.evaluate.testbed={grader.model:m,grader.price_model:m,grader.price_input:1000000,grader.price_output:0,"
         "limits.max_cost:10,limits.max_calls:20}",
     )
-    made = evaluation_config(cfg, cfg.study, "testbed", cfg.model)
-    assert bounded(made, tmp_path / "own").limits == made.limits
+    made = evaluations_of(cfg).config("testbed", cfg.model)
+    bounds = {"limits.max_cost": 10.0, "limits.max_calls": 20}
+    assert bounds_left(made.limits, made.grader, tmp_path / "own") == bounds
+    assert bounds_left(GradingLimits(), made.grader, tmp_path / "own") == {}
     for name in ("own", "other"):
         (tmp_path / name).mkdir()
         store = ReplyStore(tmp_path / name)
@@ -363,9 +373,9 @@ def test_bounds_hold_for_all_rows_of_a_benchmark(tiny: Callable[..., FitConfig],
             for item in "abc":
                 call = GradingCall("testbed", item, "answer", 0, (Message(role="user", content=item),), max_tokens=4)
                 store.add(call, made.grader.identity(), GradingReply("7", input_tokens=1))
-    left = bounded(made, tmp_path / "own").limits
-    assert (left.max_cost, left.max_calls) == (7.0, 17)
-    assert bounded(made.with_value("limits.max_cost", 2.0), tmp_path / "own").limits.max_cost == 0.0
+    left = {"limits.max_cost": 7.0, "limits.max_calls": 17}
+    assert bounds_left(made.limits, made.grader, tmp_path / "own") == left
+    assert bounds_left(GradingLimits(max_cost=2.0), made.grader, tmp_path / "own") == {"limits.max_cost": 0.0}
 
 
 # ------------------------------------------------------------------------------------------------ shown

@@ -120,7 +120,7 @@ def test_one_seed_is_said_to_be_one() -> None:
 def test_the_commands_of_a_study_compose() -> None:
     """Read out of the printed lines, as a shell would take them."""
     cfg = load("fit", ["experiment=layer_sweep", "seeds=1", "study.workers=1", "trainer.max_steps=6"])
-    lines = [line.strip() for line in ending.ending(cfg, compared(0.25)) if "-m attnpo." in line]
+    lines = [line.strip() for line in ending.ending(cfg.composed, compared(0.25)) if "-m attnpo." in line]
     assert [shlex.split(line)[2] for line in lines] == ["attnpo.report", "attnpo.fit", "attnpo.fit"]
     assert shlex.split(lines[0])[3:] == ["out put"]
     more, other = (load("fit", shlex.split(line)[3:]) for line in lines[1:])
@@ -131,11 +131,11 @@ def test_the_commands_of_a_study_compose() -> None:
 def test_the_commands_of_a_run_compose(tmp_path: Path) -> None:
     given = ["experiment=none", "weights=attention", "weights.layer=1", "name=my run", f"output={tmp_path}"]
     cfg = load("fit", given)
-    report, seed, twin = (shlex.split(text)[3:] for text in next_commands(cfg, tmp_path / "my run"))
+    report, seed, twin = (shlex.split(text)[3:] for text in next_commands(cfg.composed, cfg.seed, tmp_path / "my run"))
     assert report == [str(tmp_path / "my run")]
     assert load("fit", seed).seed == 1 and load("fit", seed).name is None
     assert load("fit", twin).composed.choices["weights"] == "uniform"
-    back = load("fit", again(cfg, tmp_path / "my run"))
+    back = load("fit", again(cfg.composed, "my run"))
     assert (back.name, back.resume, back.output) == ("my run", "auto", str(tmp_path))
 
 
@@ -154,7 +154,7 @@ def test_a_run_suggests_only_what_fit_takes(objective: str, tmp_path: Path) -> N
         except UserError:
             continue
         accepted += 1
-        report, seed, *twin = (shlex.split(text)[2:] for text in next_commands(cfg, tmp_path))
+        report, seed, *twin = (shlex.split(text)[2:] for text in next_commands(cfg.composed, cfg.seed, tmp_path))
         assert (report, seed[0]) == (["attnpo.report", str(tmp_path)], "attnpo.fit")
         assert load("fit", seed[1:]).seed == cfg.seed + 1
         assert len(twin) == (not cfg.model.reward)
@@ -171,7 +171,8 @@ def test_dpo_and_factors_get_a_twin_of_another_objective(tmp_path: Path) -> None
         (("objective=otpo", "weights=transport"), ["weights=uniform", "objective=dpo"]),
         (("objective=tidpo", "objective.alpha=0.5", "weights=gradient"), ["weights=uniform", "objective=dpo"]),
     ):
-        printed = next_commands(load("fit", [*SMOKE, *words]), tmp_path)
+        cfg = load("fit", [*SMOKE, *words])
+        printed = next_commands(cfg.composed, cfg.seed, tmp_path)
         assert shlex.split(printed[2])[3:] == [*SMOKE, *twin]
 
 
@@ -191,7 +192,7 @@ def test_a_study_suggests_only_what_fit_takes(refused: bool, tmp_path: Path) -> 
     (tmp_path / "own options" / "experiment" / "small.yaml").write_text(OWN)
     given = ["experiment=small", *(["weights=uniform"] if refused else [])]
     cfg = load("fit", given, tmp_path / "own options")
-    printed = [shlex.split(text)[3:] for text in ending.next_commands(cfg, compared(0.25))]
+    printed = [shlex.split(text)[3:] for text in ending.next_commands(cfg.composed, compared(0.25))]
     assert len(printed) == (2 if refused else 3)
     for *words, flag, folder in printed[1:]:
         assert (flag, folder) == ("--config-dir", str(tmp_path / "own options"))

@@ -2,24 +2,25 @@
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from attnpo.data.prepare import calibration_pairs
+from attnpo.data.prepare import EncodedSet, calibration_pairs
+from attnpo.data.reading import read_pairs
 from attnpo.display.page import Image, TableBlock, report_page
 from attnpo.evaluation.intervals import rank_correlation
 from attnpo.lab.studies.faithfulness import EQUAL, ROLLOUT, TRUTH, Faithfulness, true_mass
 from attnpo.lab.studies.study import Arm, Outcome, Point, Study, StudyAnalysis
 from attnpo.lab.testbed.importance import decisive
 from attnpo.lab.testbed.scoring import TruthScorer
-from attnpo.run.context import RunContext, make_context
-from attnpo.run.inputs import encode, read_pairs
+from attnpo.run.inputs import encode
+from attnpo.run.resolve import resolve
 from attnpo.run.result import RunResult, Scores
-from attnpo.run.weighing import weigh
+from attnpo.run.weighing import Readers
 from attnpo.schema import PreferencePair, UserError
+from attnpo.weights.base import WeightSource
 from attnpo.weights.faithfulness import Ranking, rankings
 from tests.run.worlds import GRAMMAR, World, build_world
 
@@ -31,19 +32,23 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return build_world(tmp_path_factory.mktemp("world"))
 
 
-def with_truth(world: World, *overrides: str) -> RunContext:
-    context = make_context(world.config(*overrides))
-    return replace(context, cfg=context.cfg.with_component("truth", TruthScorer(grammar=GRAMMAR)))
+KNOWN = TruthScorer(grammar=GRAMMAR)
+
+
+def made(world: World, *overrides: str) -> tuple[WeightSource, Readers, dict[str, EncodedSet]]:
+    """The weights of a configuration, what they are read with, and the encoded pairs."""
+    cfg, base, readers, _ = resolve(world.config(*overrides))
+    return cfg.weights, readers, encode(read_pairs(cfg.data, cfg.weights, base.store), base, cfg.lengths).encoded
 
 
 @pytest.fixture(scope="module")
-def measured(world: World) -> tuple[RunContext, dict[str, Any]]:
-    context = with_truth(world, "weights=attention", "weights.layer=1")
-    return context, RULES.measure(context, encode(context, read_pairs(context)), world.store)
+def measured(world: World) -> dict[str, Any]:
+    source, readers, encoded = made(world, "weights=attention", "weights.layer=1")
+    return RULES.measure(source, readers, KNOWN, encoded, world.store)
 
 
-def test_every_layer_and_every_reference_is_measured(measured: tuple[RunContext, dict[str, Any]]) -> None:
-    _, values = measured
+def test_every_layer_and_every_reference_is_measured(measured: dict[str, Any]) -> None:
+    values = measured
     assert isinstance(RULES, StudyAnalysis)
     assert list(values["weights"]) == ["layer 1", "layer 2", ROLLOUT, EQUAL, TRUTH]
     assert values["pairs"] == 14  # 12 training pairs, then validation pairs
@@ -61,8 +66,8 @@ def test_the_weights_measured_are_those_that_the_study_trains(world: World) -> N
     rules = Faithfulness(pairs=4, shares=(0.4,), draws=1)
 
     def masses(*overrides: str) -> dict[str, float]:
-        context = with_truth(world, *overrides)
-        values = rules.measure(context, encode(context, read_pairs(context)), world.store)
+        source, readers, encoded = made(world, *overrides)
+        values = rules.measure(source, readers, KNOWN, encoded, world.store)
         return {name: found["mass"] for name, found in values["weights"].items()}
 
     plain = masses("weights=attention", "weights.layer=1")
@@ -73,19 +78,17 @@ def test_the_weights_measured_are_those_that_the_study_trains(world: World) -> N
     assert all(heads[name] != plain[name] for name in layers) and heads[ROLLOUT] == plain[ROLLOUT]
     assert all(found[name] == plain[name] for found in (sink, heads) for name in (EQUAL, TRUTH))
     assert masses("weights=uniform") == plain, "attention as it is by default where the weights read no layer"
-    context = with_truth(world, "weights=attention", "weights.layer=2", "weights.postprocess.sink_tokens=3")
-    encoded = encode(context, read_pairs(context))
+    source, readers, encoded = made(world, "weights=attention", "weights.layer=2", "weights.postprocess.sink_tokens=3")
     sample = calibration_pairs(encoded["train"].pairs, 4)
-    weighed = weigh(context, encoded)
+    weighed = readers.weigh(source, encoded)
     rows = rankings(weighed.source, weighed.captured, weighed.layers)
     assert true_mass(sample, rows, GRAMMAR) == sink["layer 2"]
 
 
-def test_a_setting_without_truth_has_no_mass(measured: tuple[RunContext, dict[str, Any]]) -> None:
-    context, _ = measured
-    bare = replace(context, cfg=context.cfg.with_value("truth", None))
+def test_a_setting_without_truth_has_no_mass(world: World) -> None:
+    source, readers, encoded = made(world, "weights=attention", "weights.layer=1")
     rules = Faithfulness(pairs=3, shares=(0.2,), draws=1, layers=("last",))
-    values = rules.measure(bare, encode(bare, read_pairs(bare)), Path("."))
+    values = rules.measure(source, readers, None, encoded, Path("."))
     assert list(values["weights"]) == ["layer 2", ROLLOUT, EQUAL]
     assert {found["mass"] for found in values["weights"].values()} == {None}
 

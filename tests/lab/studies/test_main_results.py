@@ -10,8 +10,7 @@ import pytest
 
 from attnpo.config.compose import load
 from attnpo.lab.reports.finished import run_row
-from attnpo.lab.studies.arms import Composed, check_distinct, check_user, of_points, point_config
-from attnpo.lab.studies.bases import compose_arms
+from attnpo.lab.studies.arms import Composed, check_distinct, check_user, composer_of, point_config
 from attnpo.lab.studies.fit_config import FitConfig
 from attnpo.lab.studies.ranking import RANK, ranked, ranking_table
 from attnpo.lab.studies.report import finish_study
@@ -19,6 +18,7 @@ from attnpo.lab.studies.runner import run_study
 from attnpo.lab.studies.study import Arm, Grid, Outcome, Point, Study, expand_arms, make_points
 from attnpo.lab.studies.tables import main_table
 from attnpo.run.combinations import require_reference
+from attnpo.run.identity import identity_of
 from attnpo.run.result import RunResult
 from attnpo.schema import UserError
 from tests.run.worlds import build_world
@@ -35,7 +35,7 @@ def composed(*overrides: str) -> FitConfig:
 @cache
 def arms_on(setting: str) -> dict[tuple[str, str], Composed]:
     """Every arm's configuration by world and name, composed once."""
-    return compose_arms(composed(f"setting={setting}"), study_on(setting))
+    return composer_of(composed(f"setting={setting}"), study_on(setting)).every_arm()
 
 
 def study_on(setting: str) -> Study:
@@ -58,7 +58,7 @@ def test_the_rows_are_the_papers(paper_tables: Path) -> None:
 def test_every_point_is_a_sound_run(setting: str) -> None:
     """The last point of every arm, whose values are the farthest from the defaults; no two arms are the same runs."""
     cfg, study = composed(f"setting={setting}"), study_on(setting)
-    check_user(cfg, study)
+    check_user(composer_of(cfg, study), identity_of(cfg).result)
     made = arms_on(setting)
     arms = expand_arms(study, 4, truth=cfg.truth is not None)
     for arm in arms:
@@ -66,7 +66,7 @@ def test_every_point_is_a_sound_run(setting: str) -> None:
         found = point_config(made["", arm.name], point)
         assert found.config.study is None  # it is sound
         assert set(point.values) < set(found.overrides)
-    check_distinct(study, arms, {place: arm.config for place, arm in made.items()})
+    check_distinct(study, arms, made)
 
 
 def test_only_methods_that_ask_more_of_their_reference_hold_one() -> None:
@@ -151,16 +151,16 @@ def test_a_row_of_a_llama_setting_is_one_point_with_its_published_values(setting
 def test_an_override_that_spoils_the_study_is_refused(given: str, message: str) -> None:
     cfg = composed(given)
     with pytest.raises(UserError, match=message):
-        check_user(cfg, cfg.study)
+        check_user(composer_of(cfg, cfg.study), identity_of(cfg).result)
 
 
 def test_a_grid_given_as_the_message_says_reaches_its_arm_alone() -> None:
     cfg = composed("grids.orpo.keys={objective.lam:[0.3]}", "grids.rdpo.lr=[1.0e-3]")
     study: Study = cfg.study
-    check_user(cfg, study)
+    check_user(composer_of(cfg, study), identity_of(cfg).result)
     assert study.grid_of("ORPO").keys == {"objective.lam": (0.3,)}
     assert (study.grid_of("R-DPO").lr, study.grid_of("DPO").lr) == ((1e-3,), (2.5e-5, 5e-5))
-    assert of_points(cfg) == ["experiment=main_results"]
+    assert composer_of(cfg, study).of_points() == ["experiment=main_results"]
 
 
 def test_a_setting_without_grids_has_every_method_once_at_its_defaults() -> None:

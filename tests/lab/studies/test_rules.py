@@ -6,19 +6,22 @@ from pathlib import Path
 import pytest
 
 from attnpo.config.compose import compose, load, read
+from attnpo.data.built import PreparedJudge
 from attnpo.judge.judge import RunJudge
 from attnpo.lab.studies import bases
-from attnpo.lab.studies.arms import arm_config, check_user
+from attnpo.lab.studies.arms import check_user, composer_of
 from attnpo.lab.studies.bases import COSTS, Basis, keep_costs, make_basis
+from attnpo.lab.studies.plan import plan_study
 from attnpo.lab.studies.study import Cost
-from attnpo.lab.studies.workers import execute
+from attnpo.lab.studies.workers import Workers, execute
 from attnpo.lab.testbed.grammar import Grammar
 from attnpo.lab.testbed.pretrain import new_model
 from attnpo.lab.testbed.tokenizer import build_tokenizer
-from attnpo.run.context import make_context
-from attnpo.run.inputs import make_inputs
+from attnpo.run.identity import identity_of
+from attnpo.run.resolve import resolve
 from attnpo.schema import UserError
 from attnpo.system.processes import process
+from tests.run.made import make_inputs
 from tests.run.worlds import RECIPE, World, build_world
 
 
@@ -33,9 +36,9 @@ STUDY = "experiment=quickstart"
 def test_an_override_that_fits_one_arm_is_left_out_of_the_other(world: World, caplog: pytest.LogCaptureFixture) -> None:
     cfg = world.config(STUDY, "weights.layer=2")
     study = cfg.study
-    check_user(cfg, study)
+    check_user(composer_of(cfg, study), identity_of(cfg).result)
     with caplog.at_level("INFO"):
-        configs = {name: arm_config(cfg, study, overrides).config for name, overrides in study.arms.items()}
+        configs = {name: composer_of(cfg, study).arm(overrides).config for name, overrides in study.arms.items()}
     assert configs["AttentionPO"].weights.layer == 2
     assert not hasattr(configs["uniform (DPO)"].weights, "layer")
     assert caplog.messages == ["arm weights=uniform: weights.layer=2 does not apply and is left out"]
@@ -46,7 +49,7 @@ def test_an_override_that_fits_no_arm_is_an_error(world: World) -> None:
     arms = "study.arms={one:['weights=uniform'],two:['weights=verbalized']}"
     cfg = world.config(STUDY, "~study.arms", f"+{arms}", "study.control=null", "weights.layer=2")
     with pytest.raises(UserError, match=r"weights\.layer"):
-        check_user(cfg, cfg.study)
+        check_user(composer_of(cfg, cfg.study), identity_of(cfg).result)
 
 
 def test_what_the_arms_choose_cannot_be_overridden(world: World) -> None:
@@ -54,12 +57,12 @@ def test_what_the_arms_choose_cannot_be_overridden(world: World) -> None:
     with pytest.raises(
         UserError, match=r"study quickstart chooses transform, weights .* weights=uniform would be lost"
     ):
-        check_user(cfg, cfg.study)
+        check_user(composer_of(cfg, cfg.study), identity_of(cfg).result)
 
 
 def test_the_studys_own_keys_do_not_reach_its_points(world: World) -> None:
     cfg = world.config(STUDY, "study.seeds=2", "+study.kl_limit=1.5", "batch.micro=1")
-    overrides = arm_config(cfg, cfg.study, ["weights=uniform"]).overrides
+    overrides = composer_of(cfg, cfg.study).arm(["weights=uniform"]).overrides
     assert "batch.micro=1" in overrides and not [item for item in overrides if "study." in item]
 
 
@@ -77,10 +80,10 @@ def test_an_experiment_that_sets_what_no_point_would_get_is_refused(tmp_path: Pa
     (tmp_path / "experiment" / "more.yaml").write_text(MORE, encoding="utf-8")
     cfg = load("fit", ["setting=real_smoke", "experiment=more"], tmp_path)
     with pytest.raises(UserError, match=r"experiment sets batch\.shuffle, .*put it into study\.shared"):
-        check_user(cfg, cfg.study)
+        check_user(composer_of(cfg, cfg.study), identity_of(cfg).result)
     cfg = load("fit", ["setting=real_smoke", "experiment=more", "batch.shuffle=false"], tmp_path)
-    check_user(cfg, cfg.study)
-    made = arm_config(cfg, cfg.study, ["weights=uniform"]).config
+    check_user(composer_of(cfg, cfg.study), identity_of(cfg).result)
+    made = composer_of(cfg, cfg.study).arm(["weights=uniform"]).config
     assert (made.seed, made.batch.shuffle) == (4, False)
 
 
@@ -128,7 +131,7 @@ def test_facts_follow_the_content_of_the_judges_file(world: World, tmp_path: Pat
         path = tmp_path / "judge.txt"
         path.write_text("{question}\n{answer_a}\n{answer_b}\n" + wording, encoding="utf-8")
         cfg = world.config(STUDY, f"judge.template_file={path}")
-        facts.append(make_basis(cfg, cfg.study, 0))
+        facts.append(make_basis(plan_study(cfg), 0))
     assert facts[0].keys["AttentionPO"] != facts[1].keys["AttentionPO"]
     assert facts[0].keys["uniform (DPO)"] == facts[1].keys["uniform (DPO)"] == {}
     assert facts[0].facts == facts[1].facts
@@ -158,19 +161,18 @@ def test_a_broken_file_of_costs_is_written_anew(broken: str, tmp_path: Path, cap
 
 def test_a_judge_that_missed_its_gate_is_warned_of(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The study's own base and the one that only judges are told apart; a base without a gate says nothing."""
-    cfg = world.config(STUDY)
-    study = cfg.study
-    assert make_basis(cfg, study, 0).warnings == []
-    laid, settled = bases.make_context, bases.settle_judge
+    plan = plan_study(world.config(STUDY))
+    assert make_basis(plan, 0).warnings == []
     report = {"base": {"gate_passed": False, "seconds": 1.0}}
-    monkeypatch.setattr(bases, "make_context", lambda cfg: replace(laid(cfg), prepared=report))
-    monkeypatch.setattr(bases, "settle_judge", lambda cfg: (settled(cfg)[0], {"gate_passed": True}))
-    basis = make_basis(cfg, study, 0)
+    monkeypatch.setattr(bases, "resolve", lambda cfg: resolve(cfg)._replace(report=report))
+    second = PreparedJudge(world.model, {"gate_passed": True}, reused=True)
+    monkeypatch.setattr(bases, "make_judge", lambda *_: second)
+    basis = make_basis(plan, 0)
     assert basis.gates == {"this base": False, "the second base": True}
     (line,) = basis.warnings
     assert line.startswith("WARNING seed 0: the judge of this base missed its gate; ")
-    monkeypatch.setattr(bases, "settle_judge", lambda cfg: (settled(cfg)[0], {"gate_passed": False}))
-    assert [line.partition(" missed")[0] for line in make_basis(cfg, study, 3).warnings] == [
+    second = replace(second, report={"gate_passed": False})
+    assert [line.partition(" missed")[0] for line in make_basis(plan, 3).warnings] == [
         "WARNING seed 3: the judge of this base",
         "WARNING seed 3: the judge of the second base",
     ]
@@ -196,9 +198,9 @@ def test_processes_are_counted_under_torchrun_and_slurm(
 
 def test_cut_judge_prompts_are_counted_from_the_store_too(world: World) -> None:
     """Some prompts of this world are longer than this bound; the second reading builds no prompt at all."""
-    context = make_context(world.config())
-    room = RunJudge(context.cfg.judge, context.model, context.chat)
-    pairs = context.cfg.data.load("train").pairs
+    resolved, base, _, _ = resolve(world.config())
+    room = RunJudge(resolved.judge, base.spec, base.chat)
+    pairs = resolved.data.load("train").pairs
     lengths = sorted(len(item.input_ids) for pair in pairs for item in room.prompts.build(pair))
     cfg = world.config(f"judge.max_length={lengths[len(lengths) // 2]}")
     counts = []
@@ -213,11 +215,11 @@ def test_cut_judge_prompts_are_counted_from_the_store_too(world: World) -> None:
 def test_points_in_processes_of_their_own_end_like_those_run_here(world: World, tmp_path: Path) -> None:
     overrides = world.overrides("experiment=none", "callbacks=none", "trainer.max_steps=1", "weights=uniform")
     jobs = [([*overrides, f"seed={seed}"], tmp_path / f"spawned{seed}") for seed in (0, 1)]
-    spawned = {place: result for place, result, error in execute(jobs, 2, None, None) if error is None}
+    spawned = {place: result for place, result, error in execute(jobs, Workers(2, None, None, 1.0)) if error is None}
     here = {
         place: result
         for place, result, error in execute(
-            [(job, tmp_path / f"here{i}") for i, (job, _) in enumerate(jobs)], 1, None, None
+            [(job, tmp_path / f"here{i}") for i, (job, _) in enumerate(jobs)], Workers(1, None, None, 1.0)
         )
         if error is None
     }

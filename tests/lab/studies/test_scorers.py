@@ -13,10 +13,11 @@ from transformers import AutoModelForSequenceClassification
 from attnpo.lab.studies.bases import make_basis
 from attnpo.lab.studies.cost_table import FORWARDS, TRAINING, WEIGHING, cost_tables
 from attnpo.lab.studies.fit_config import FitConfig
+from attnpo.lab.studies.plan import plan_study
 from attnpo.lab.studies.reads import Reads, ScorerRun
 from attnpo.lab.studies.report import finish_study
 from attnpo.lab.studies.runner import run_study
-from attnpo.lab.studies.scorers import Scorers, compose_scorers, needed, train_scorers
+from attnpo.lab.studies.scorers import Scorers, needed, train_scorers
 from attnpo.lab.studies.study import Arm, Outcome, Point, Study
 from attnpo.lab.testbed.pretrain import new_model
 from attnpo.lab.testbed.tokenizer import build_tokenizer
@@ -94,7 +95,7 @@ def test_arms_are_weighed_by_the_scorers_that_were_trained_for_them(
 ) -> None:
     cfg, world, _ = study
     assert [point.arm.name for point, _ in outcome.points] == ["SePO", "uniform", "reward attention", "mine"]
-    basis = make_basis(cfg, cfg.study, 0)
+    basis = make_basis(plan_study(cfg), 0)
     asked = basis.keys["SePO"]["judge"]
     assert isinstance(asked, dict)
     assert asked["first"]["weights"] == weights_fingerprint(scorer(world.store, "oracle") / "last")
@@ -178,16 +179,18 @@ def test_a_damaged_scorer_is_made_anew_and_another_recipe_is_another_scorer(
     _, world, folder = study
     shutil.copytree(world.store, tmp_path / "store")
     cfg = config(world, folder, f"store={tmp_path / 'store'}")
-    facts = make_basis(cfg, cfg.study, 0).facts
+    plan = plan_study(cfg)
+    facts = make_basis(plan, 0).facts
     oracle = scorer(tmp_path / "store", "oracle") / "last"
     before, weights = weights_fingerprint(oracle), oracle / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\1\0")
-    runs = {"oracle": compose_scorers(cfg, cfg.study)["", "oracle"]}
-    made = train_scorers(cfg, cfg.study, runs, 0, facts)
+    runs = {"oracle": plan.scorers["", "oracle"]}
+    lying = plan.store, plan.workers
+    made = train_scorers("tiny", runs, 0, facts, *lying)
     assert made.paths == {"oracle": str(oracle)} and weights_fingerprint(oracle) == before
     other = {"oracle": runs["oracle"].changed({"objective.beta": 0.7}, ["objective.beta=0.7"])}
-    assert train_scorers(cfg, cfg.study, other, 0, facts).paths["oracle"] != str(oracle)
-    assert train_scorers(cfg, cfg.study, runs, 0, {**facts, "pairs": "others"}).paths["oracle"] != str(oracle)
+    assert train_scorers("tiny", other, 0, facts, *lying).paths["oracle"] != str(oracle)
+    assert train_scorers("tiny", runs, 0, {**facts, "pairs": "others"}, *lying).paths["oracle"] != str(oracle)
 
 
 # ------------------------------------------------------------------------------------------------ bad input
@@ -256,9 +259,9 @@ def test_weights_made_in_every_step_are_counted_by_the_steps() -> None:
 def test_a_live_reference_is_read_as_often_as_pairs_are_trained_on(study: tuple[FitConfig, World, Path]) -> None:
     _, world, _ = study
     made = result(6, 12, 1.0)  # of four pairs: twice each
+    cfgs = (world.config(word) for word in ("reference=live", "reference=cached", "objective=simpo"))
     counts = [
-        ScorerRun.of(world.config(*words), Path(), made).forwards
-        for words in (["reference=live"], ["reference=cached"], ["objective=simpo"])
+        ScorerRun.of(Path(), made, cfg.batch.pairs, cfg.objective, cfg.weights, cfg.reference).forwards for cfg in cfgs
     ]
     assert counts == [8.0, 6.0, 4.0]
     assert Scorers().seconds is None

@@ -11,14 +11,16 @@ import pytest
 from attnpo import fit
 from attnpo.config.compose import load
 from attnpo.lab.studies import bases
-from attnpo.lab.studies.arms import arm_config, layered, point_config, point_folder
+from attnpo.lab.studies.arms import composer_of, layered, point_config, point_folder
 from attnpo.lab.studies.bases import make_basis
 from attnpo.lab.studies.fit_config import FitConfig
+from attnpo.lab.studies.plan import plan_study
 from attnpo.lab.studies.report import finish_study
 from attnpo.lab.studies.runner import run_study
 from attnpo.lab.studies.study import Arm, Grid, Outcome, Point, Study, expand_arms, grid_record, make_points
 from attnpo.run import run as runs
 from attnpo.run.folders import run_folder
+from attnpo.run.identity import identity_of
 from attnpo.schema import UserError
 from tests.corruption.damages import DAMAGES
 from tests.run import probe
@@ -247,7 +249,7 @@ def test_a_point_is_what_its_overrides_say(
     """Shared overrides, then the user's, then the point's own; its folder is named after it."""
     cfg, _, folder = study
     point, result = outcome[0].points[1]
-    made = point_config(arm_config(cfg, outcome[0].study, point.arm.overrides), point)
+    made = point_config(composer_of(cfg, outcome[0].study).arm(point.arm.overrides), point)
     config, overrides = made.config, made.overrides
     assert (config.optimizer.lr, config.objective.beta, config.batch.eval_micro) == (1e-3, 0.2, 4)
     assert (config.study, config.callbacks.checkpoints, config.trainer.max_steps) == (None, False, 1)
@@ -262,16 +264,16 @@ def test_a_points_folder_changes_with_its_numbers_and_not_with_its_paths(
 ) -> None:
     cfg, _, folder = study
     point = outcome[0].points[1][0]
-    arm = arm_config(cfg, outcome[0].study, point.arm.overrides)
+    arm = composer_of(cfg, outcome[0].study).arm(point.arm.overrides)
     config = point_config(arm, point).config
     other = point_config(arm, Point(point.arm, ("optimizer.lr=0.001", "objective.beta=0.3"), 0)).config
-    place = point_folder(folder, point, config, {"model": "m"})
-    assert point_folder(folder, point, other, {"model": "m"}) != place
-    assert point_folder(folder, point, config, {"model": "n"}) != place
+    place = point_folder(folder, point, identity_of(config).result, {"model": "m"})
+    assert point_folder(folder, point, identity_of(other).result, {"model": "m"}) != place
+    assert point_folder(folder, point, identity_of(config).result, {"model": "n"}) != place
     moved = config
     for key, value in (("model.path", "a"), ("data.path", "b"), ("store", "c"), ("output", "d")):
         moved = moved.with_value(key, value)
-    assert point_folder(folder, point, moved, {"model": "m"}) == place
+    assert point_folder(folder, point, identity_of(moved).result, {"model": "m"}) == place
 
 
 def test_a_repeated_command_trains_nothing_again(
@@ -464,7 +466,7 @@ def test_a_damaged_record_of_an_analysis_is_measured_anew(
         record.write_bytes(sound.replace(b"1.5", b"1.6"))
     else:
         DAMAGES[name](record)
-    basis = make_basis(cfg, cfg.study, 0, "short", folder=folder / "out")
+    basis = make_basis(plan_study(cfg), 0, "short", folder / "out")
     assert basis.measured["probe"] == outcome.measured["probe"]["short", 0]
     assert record.read_bytes() == sound
     assert [record.name in line for line in caplog.messages if "measured anew" in line] == [True]

@@ -1,4 +1,7 @@
-"""What ``auto`` becomes by the memory estimate: the quickest choice that fits, said once, the same on every process."""
+"""What a run says of memory before a model is loaded, the hardware that would hold it, and what ``auto`` becomes.
+
+That is the quickest choice that fits, said once, the same on every process.
+"""
 
 import logging
 from collections.abc import Container
@@ -11,6 +14,7 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from attnpo.judge import judge as judges
 from attnpo.judge.settings import TOKEN_BUDGET
@@ -18,13 +22,23 @@ from attnpo.models.loading import load_config
 from attnpo.models.memory import FREE_SHARE, MOST, ROUND, MemoryEstimate
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import ModelSpec
-from attnpo.run import memory_check, memory_choice, startup, training
-from attnpo.run.context import RunContext, make_context, run_judge
-from attnpo.run.identity import numbers_of, result_of
-from attnpo.run.memory_check import log_memory, training_estimate
-from attnpo.run.memory_choice import KEYS, decision, fit_memory, least_capacity
+from attnpo.run import memory, startup, training
+from attnpo.run.base import BaseModel
+from attnpo.run.identity import identity_of
+from attnpo.run.memory import (
+    KEYS,
+    Footprint,
+    alternatives,
+    decision,
+    fit_memory,
+    footprint,
+    log_judge,
+    log_training,
+)
 from attnpo.run.models import load_policy
+from attnpo.run.resolve import resolve
 from attnpo.run.run import run
+from attnpo.run.run_config import RunConfig
 from attnpo.schema import PreferenceBatch, UserError
 from attnpo.training import gather
 from attnpo.training.checkpoint_folders import STATE
@@ -42,9 +56,20 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return build_world(tmp_path_factory.mktemp("world"))
 
 
+def planned(cfg: RunConfig) -> Footprint:
+    """What a run's memory is estimated by: that of its configuration with the model as it is described."""
+    cfg, base, *_ = resolve(cfg)
+    return replace(footprint(cfg), model=base.spec)
+
+
 @pytest.fixture(scope="module")
-def context(world: World) -> RunContext:
-    return make_context(world.config("weights=uniform", "batch.eval_micro=1", *AUTO))
+def cfg(world: World) -> RunConfig:
+    return world.config("weights=uniform", "batch.eval_micro=1", *AUTO)
+
+
+@pytest.fixture(scope="module")
+def plan(cfg: RunConfig) -> Footprint:
+    return planned(cfg)
 
 
 @pytest.fixture(autouse=True)
@@ -56,13 +81,66 @@ def made(model: ModelSpec) -> tuple[object, object]:
     return model.gradient_checkpointing, model.logps_chunk
 
 
-def estimates(context: RunContext) -> list[MemoryEstimate]:
+def estimated(plan: Footprint) -> MemoryEstimate:
+    """What a plan needs with its own model, and a batch that is the least it may be."""
+    return plan.estimate(load_config(plan.model.path), plan.model, plan.least)
+
+
+def estimates(cfg: RunConfig) -> list[MemoryEstimate]:
     """Those of the choices in their order, each computed from the configuration that sets the choice by hand."""
-    config, found = load_config(context.model.path), []
-    for again, chunk in ORDER:
-        model = replace(context.cfg.model, gradient_checkpointing=again, logps_chunk=chunk)
-        found.append(training_estimate(replace(context.cfg, model=model), config))
-    return found
+    choices = (replace(cfg.model, gradient_checkpointing=again, logps_chunk=chunk) for again, chunk in ORDER)
+    return [estimated(footprint(replace(cfg, model=model))) for model in choices]
+
+
+# ------------------------------------------------------------------------------------------------ other hardware
+
+ALONE = ("hardware=1x141gb", "hardware=1x24gb", "hardware=1x80gb")
+
+
+def others_of(cfg: RunConfig, config: PretrainedConfig) -> dict[str, MemoryEstimate]:
+    """The estimates of the same command under every option of hardware, by option."""
+    return dict(alternatives(config, cfg.composed.overrides, cfg.composed.config_dir))
+
+
+def test_the_estimates_of_other_hardware_are_those_of_the_same_command_there(world: World) -> None:
+    """Two GPUs are left out: there is one device here at most. An option that was given is not added to."""
+    config = load_config(str(world.model))
+    for given in ([], ["hardware=2x80gb"]):
+        others = others_of(world.config("weights=uniform", *given), config)
+        assert tuple(others) == ALONE
+        for option in ALONE[:2]:
+            assert others[option] == estimated(footprint(world.config("weights=uniform", option)))
+        # The third takes 8-bit moments, whose package need not be there for the estimate.
+        assert others[ALONE[2]].total < others[ALONE[0]].total
+
+
+def test_hardware_that_would_hold_the_run_is_named_where_this_does_not(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cfg = world.config("weights=uniform")
+    plan = planned(cfg)
+    totals = {option: estimate.total for option, estimate in others_of(cfg, load_config(str(world.model))).items()}
+    room = sorted({*totals.values(), estimated(footprint(cfg)).total})[1] * 1.1  # the two least fit
+    monkeypatch.setattr(memory, "memory_of", lambda device: int(room))
+    caplog.set_level(logging.INFO)
+    log_training(plan, plan.model, plan.least, cfg.composed.overrides, cfg.composed.config_dir)
+    fitting = [option for option, total in totals.items() if total * 1.06 < room]
+    assert len(fitting) == 2
+    assert any("does not fit" in line and f"these would: {', '.join(fitting)}" in line for line in caplog.messages)
+
+
+def test_hardware_that_cannot_be_read_is_none(world: World, tmp_path: Path) -> None:
+    (tmp_path / "hardware").mkdir()
+    for name, key in {
+        "unknown": "model: {nowhere: 1}",
+        "absent": "optimizer: {_target_: attnpo.nowhere.Optimizer}",
+    }.items():
+        (tmp_path / "hardware" / f"{name}.yaml").write_text(f"# @package _global_\n{key}\n")
+    cfg = world.config("weights=uniform", config_dir=tmp_path)
+    assert tuple(others_of(cfg, load_config(str(world.model)))) == ALONE
+
+
+# ------------------------------------------------------------------------------------------------ what auto becomes
 
 
 def test_the_choices_are_those_of_the_keys_that_are_auto() -> None:
@@ -77,68 +155,74 @@ def test_the_choices_are_those_of_the_keys_that_are_auto() -> None:
 
 @pytest.mark.parametrize("place", range(4))
 def test_the_quickest_that_fits_is_taken_and_said_once(
-    place: int, context: RunContext, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    place: int,
+    cfg: RunConfig,
+    plan: Footprint,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The estimates of this model are made to differ in the order of the choices: 4, 3, 2 and 1 MiB."""
     found = [
-        MemoryEstimate("training", (replace(one.rows[0], size=(4 - i) << 20),))
-        for i, one in enumerate(estimates(context))
+        MemoryEstimate("training", (replace(one.rows[0], size=(4 - i) << 20),)) for i, one in enumerate(estimates(cfg))
     ]
     by_choice = dict(zip(ORDER, found, strict=True))
-    monkeypatch.setattr(memory_choice, "training_estimate", lambda cfg, config, model, batch: by_choice[made(model)])
+    monkeypatch.setattr(Footprint, "estimate", lambda plan, config, model, batch: by_choice[made(model)])
     capacity = int(found[place].total / (1 - FREE_SHARE)) + 1
-    monkeypatch.setattr(memory_choice, "capacity_of", lambda cfg: capacity)
+    monkeypatch.setattr(memory, "memory_of", lambda device: capacity)
     caplog.set_level(logging.INFO)
     for _ in range(2):
-        assert made(fit_memory(context).model) == ORDER[place]
+        assert made(fit_memory(plan)[0]) == ORDER[place]
     lines = [line for line in caplog.messages if "auto" in line or "estimated" in line]
     assert len(lines) == 5 and "the quickest that fits the device's 0.0 GiB" in lines[0]
     assert lines[0].startswith("model.gradient_checkpointing=auto and model.logps_chunk=auto: activations ")
     assert [line.split()[0] for line in lines[1:]] == ["4.00", "3.00", "2.00", "1.00"]
 
 
-def test_the_estimates_are_those_of_the_choices_and_fall_where_memory_is_what_differs(context: RunContext) -> None:
-    totals = [one.total for one in estimates(context)]
-    config = load_config(context.model.path)
-    assert totals == [training_estimate(context.cfg, config, choice).total for choice in context.model.choices()]
+def test_the_estimates_are_those_of_the_choices_and_fall_where_memory_is_what_differs(
+    cfg: RunConfig, plan: Footprint
+) -> None:
+    totals = [one.total for one in estimates(cfg)]
+    config = load_config(plan.model.path)
+    assert totals == [plan.estimate(config, choice, plan.least).total for choice in plan.model.choices()]
     assert totals[0] > totals[2] and min(totals) == totals[-1]
-    assert training_estimate(context.cfg, config).total == totals[-1], "of a configuration that is undecided"
+    assert estimated(footprint(cfg)).total == totals[-1], "of a configuration that is undecided"
 
 
 def test_least_is_taken_where_none_fits_or_memory_is_not_known(
-    context: RunContext, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    plan: Footprint, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    assert made(fit_memory(context).model) == ORDER[-1]
+    assert made(fit_memory(plan)[0]) == ORDER[-1]
     assert "of least memory: there is no GPU whose memory could be read" in caplog.text
-    monkeypatch.setattr(memory_choice, "capacity_of", lambda cfg: 1)
-    assert made(fit_memory(context).model) == ORDER[-1]
+    monkeypatch.setattr(memory, "memory_of", lambda device: 1)
+    assert made(fit_memory(plan)[0]) == ORDER[-1]
     assert "of least memory: none fits" in caplog.text
 
     def broken(*given: object, **named: object) -> None:
         raise TypeError("a list")
 
-    monkeypatch.setattr(memory_choice, "training_estimate", broken)
-    assert made(fit_memory(context).model) == ORDER[-1]
+    monkeypatch.setattr(Footprint, "estimate", broken)
+    assert made(fit_memory(plan)[0]) == ORDER[-1]
     assert "of least memory: there is no estimate" in caplog.text
 
 
 def test_what_is_set_stays_and_nothing_is_said(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    context = make_context(world.config("weights=uniform", "model.logps_chunk=64"))
+    cfg, base, *_ = resolve(world.config("weights=uniform", "model.logps_chunk=64"))
+    plan = replace(footprint(cfg), model=base.spec)
     caplog.clear()
     caplog.set_level(logging.INFO)
-    assert fit_memory(context) is context and not caplog.messages
-    assert load_policy(context).chunk == 64
+    spec, batch = fit_memory(plan)
+    assert spec is plan.model and batch == plan.batch and not caplog.messages
+    assert load_policy(replace(base, spec=spec)).chunk == 64
 
 
 def test_the_estimate_of_the_log_is_that_of_the_choice(
-    context: RunContext, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    cfg: RunConfig, plan: Footprint, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for room in (memory_check, memory_choice):
-        monkeypatch.setattr(room, "capacity_of", lambda cfg: 1 << 40)
+    monkeypatch.setattr(memory, "memory_of", lambda device: 1 << 40)
     caplog.set_level(logging.INFO)
-    log_memory(fit_memory(context))
-    total = f"{estimates(context)[0].total / (1 << 20):8.2f}  at its peak"
+    log_training(plan, *fit_memory(plan), cfg.composed.overrides, cfg.composed.config_dir)
+    total = f"{estimates(cfg)[0].total / (1 << 20):8.2f}  at its peak"
     assert any(total in line for line in caplog.messages)
 
 
@@ -148,8 +232,8 @@ def test_a_run_with_auto_trains_what_was_chosen_and_keeps_auto(
     """On a CPU: blocks computed again, 256 tokens at once. The chunk is no part of what makes a run the run it is."""
     loaded = []
 
-    def load(context: RunContext) -> ScoredLM:
-        loaded.append((load_policy(context), made(context.model)))
+    def load(base: BaseModel) -> ScoredLM:
+        loaded.append((load_policy(base), made(base.spec)))
         return loaded[-1][0]
 
     monkeypatch.setattr(training, "load_policy", load)
@@ -160,7 +244,7 @@ def test_a_run_with_auto_trains_what_was_chosen_and_keeps_auto(
     assert choice == ORDER[-1] and policy.chunk == 256 and policy.model.is_activation_checkpointing
     saved = (tmp_path / "auto" / "config.yaml").read_text(encoding="utf-8")
     assert "gradient_checkpointing: auto" in saved and "logps_chunk: auto" in saved
-    plain, auto = (numbers_of(world.config(*words, *more)) for more in ((), AUTO))
+    plain, auto = (identity_of(world.config(*words, *more)).numbers for more in ((), AUTO))
     assert {key for key in plain if plain[key] != auto[key]} == {"model.gradient_checkpointing"}
 
 
@@ -169,19 +253,21 @@ def test_a_run_with_auto_trains_what_was_chosen_and_keeps_auto(
 
 def test_the_smallest_gpu_of_a_node_decides(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = [80, 40, 80]
-    monkeypatch.setattr(memory_choice, "capacity_of", lambda cfg: 80)
+    monkeypatch.setattr(memory, "memory_of", lambda device: 80)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(sizes))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda place: SimpleNamespace(total_memory=sizes[place]))
     alone, several = world.config(), world.config("trainer.devices=3")
-    assert (least_capacity(alone), least_capacity(several)) == (80, 40)
+    assert (footprint(alone).capacity(), footprint(several).capacity()) == (80, 40)
 
 
-def test_processes_that_decide_otherwise_are_refused(context: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    choices = context.model.choices()
-    callback = SameEverywhere(*decision(context.cfg.model, choices[0]))
+def test_processes_that_decide_otherwise_are_refused(
+    cfg: RunConfig, plan: Footprint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choices = plan.model.choices()
+    callback = SameEverywhere(*decision(cfg.model, choices[0]))
     begin = partial(callback.setup, L.Trainer(accelerator="cpu", logger=False), L.LightningModule(), "fit")
     for other, refused in ((choices[0], False), (choices[2], True)):
-        values = [decision(context.cfg.model, choice)[1] for choice in (choices[0], choices[0], other)]
+        values = [decision(cfg.model, choice)[1] for choice in (choices[0], choices[0], other)]
         monkeypatch.setattr(gather, "from_all_ranks", lambda value, processes, values=values: values)
         if not refused:
             begin()
@@ -207,18 +293,20 @@ def test_budgets_are_as_large_as_a_step_where_there_is_room_and_the_least_where_
 ) -> None:
     """A step is 4 pairs of two rows of 64 tokens; a number of pairs leaves no budget to choose."""
     caplog.set_level(logging.INFO)
-    context = make_context(world.config(*FILL))
-    assert (context.batch.budget, context.batch.eval_budget) == (128, 256)
-    assert fit_memory(context).batch == context.batch
-    monkeypatch.setattr(memory_choice, "capacity_of", lambda cfg: 1 << 40)
-    found = fit_memory(context)
-    assert (found.batch.budget, found.batch.eval_budget) == (512 - 128, MOST)
+    plan = planned(world.config(*FILL))
+    assert (plan.least.budget, plan.least.eval_budget) == (128, 256)
+    assert fit_memory(plan)[1] == plan.least
+    monkeypatch.setattr(memory, "memory_of", lambda device: 1 << 40)
+    _, batch = fit_memory(plan)
+    assert (batch.budget, batch.eval_budget) == (512 - 128, MOST)
     said = [line for line in caplog.messages if "batch.tokens=auto" in line]
     assert len(said) == 2 and said[1].startswith("batch.tokens=auto and batch.eval_tokens=auto: activations kept, ")
     assert "384 tokens per forward, 32,768 in validation (the quickest that fits the device's 1024.0 GiB)" in said[1]
-    counted = make_context(world.config("batch.tokens=auto", "batch.eval_tokens=auto"))
-    assert (counted.batch.tokens, counted.batch.micro, fit_memory(counted)) == (None, 2, counted)
-    assert numbers_of(counted.cfg) == numbers_of(world.config())
+    config = world.config("batch.tokens=auto", "batch.eval_tokens=auto")
+    counted = planned(config)
+    assert (counted.least.tokens, counted.least.micro) == (None, 2)
+    assert fit_memory(counted) == (counted.model, counted.least)
+    assert identity_of(config).numbers == identity_of(world.config()).numbers
 
 
 def test_the_judge_reads_as_many_tokens_as_fit(
@@ -226,15 +314,15 @@ def test_the_judge_reads_as_many_tokens_as_fit(
 ) -> None:
     """What a judge that thinks first keeps is not estimated."""
     caplog.set_level(logging.INFO)
-    context = make_context(world.config("weights=attention", "judge.token_budget=auto"))
-    judge = run_judge(context)
+    made = resolve(world.config("weights=attention", "judge.token_budget=auto"))
+    judge = made.readers.make_judge()
     assert judge.budget(None) == judge.budget(1) == TOKEN_BUDGET
     room = int(judge.estimate(20000).total / (1 - FREE_SHARE)) + 1
     assert 20000 - ROUND < judge.budget(room) <= 20000 and judge.budget(1 << 40) == MOST
     monkeypatch.setattr(judges, "memory_of", lambda device: room)
     assert judge.load(torch.device("cpu")).model.token_budget == judge.budget(room)
-    monkeypatch.setattr(memory_check, "capacity_of", lambda cfg: room)
-    log_memory(context, training=False)
+    monkeypatch.setattr(memory, "memory_of", lambda device: room)
+    log_judge(judge, made.base.device)
     assert f"judge.token_budget=auto: {judge.budget(room):,} tokens per forward" in caplog.messages
     with pytest.raises(UserError, match=r"judge\.token_budget must be at least 1, or auto, got 0"):
         world.config("judge.token_budget=0")
@@ -269,8 +357,8 @@ def test_memory_that_runs_out_in_the_first_step_halves_the_budget_and_moves_no_n
 ) -> None:
     """In its second micro-batch, so that gradients are there. A resumed run keeps the half, recomputing or not."""
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(memory_choice, "least_capacity", lambda cfg: 1 << 40)
-    monkeypatch.setattr(memory_choice, "MOST", 128)
+    monkeypatch.setattr(Footprint, "capacity", lambda plan: 1 << 40)
+    monkeypatch.setattr(memory, "MOST", 128)
     whole = run(world.config(*FILL), tmp_path / "whole")
     with monkeypatch.context() as patch:
         starved = Starved(patch, {2})
@@ -301,8 +389,8 @@ def test_memory_that_runs_out_in_the_first_step_halves_the_budget_and_moves_no_n
 def test_memory_that_runs_out_otherwise_ends_the_run(
     fails: Container[int], words: tuple[str, ...], world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_choice, "least_capacity", lambda cfg: 1 << 40)
-    monkeypatch.setattr(memory_choice, "MOST", 128)
+    monkeypatch.setattr(Footprint, "capacity", lambda plan: 1 << 40)
+    monkeypatch.setattr(memory, "MOST", 128)
     starved = Starved(monkeypatch, fails)
     with pytest.raises(torch.OutOfMemoryError):
         run(world.config(*FILL, *words), tmp_path / "run")
@@ -313,4 +401,5 @@ def test_a_hardware_option_names_the_points_and_runs_that_it_did_when_it_set_che
     now, before = (
         world.config("hardware=1x141gb", f"model.gradient_checkpointing={each}") for each in ("auto", "true")
     )
-    assert result_of(now) == result_of(before) and numbers_of(now) == numbers_of(before)
+    one, other = identity_of(now), identity_of(before)
+    assert one.result == other.result and one.numbers == other.numbers

@@ -1,0 +1,140 @@
+"""How the models of a study are evaluated: the config of each evaluation, and what of it is refused before training."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from omegaconf import OmegaConf
+
+from attnpo.config.compose import compose, groups, read
+from attnpo.config.reader import did_you_mean
+from attnpo.evaluation.base import Benchmark
+from attnpo.evaluation.evaluate_config import EvaluateConfig
+from attnpo.evaluation.implicit_reward import ImplicitReward
+from attnpo.lab.studies.arms import word
+from attnpo.lab.studies.benchmark_scores import ALL
+from attnpo.lab.studies.study import Study
+from attnpo.models.loading import weights_fingerprint
+from attnpo.models.spec import ModelSpec
+from attnpo.schema import UserError
+from attnpo.system.files import Json
+
+OF_BASE = "BASE"
+"""As a value in ``study.evaluate``: the path of the base of the row's world and seed."""
+GRAMMAR = "benchmark.grammar"
+
+
+@dataclass(frozen=True)
+class Evaluations:
+    """Makes the configs of a study's evaluations, with the user's options in ``config_dir``, for one ``accelerator``.
+
+    ``grammar``: that of the study's own world, empty where there is none.
+    """
+
+    study: Study
+    config_dir: Path | None
+    accelerator: str
+    grammar: Mapping[str, Json]
+
+    def config(
+        self,
+        benchmark: str,
+        model: ModelSpec,
+        base: str | None = None,
+        grammar: Mapping[str, Json] | None = None,
+        **named: str,
+    ) -> EvaluateConfig:
+        """Returns the config of ``attnpo.evaluate`` for one model; ``named`` are ``label`` and ``output``.
+
+        ``grammar``: that of the model's world, for a benchmark with one, where the study does not say otherwise.
+        UserError where it cannot be.
+        """
+        given = _given(self.study, benchmark)
+        values = {key: base if value == OF_BASE and base is not None else value for key, value in given.items()}
+        overrides = [f"benchmark={benchmark}", *(f"{key}={word(value)}" for key, value in values.items())]
+        try:
+            raw = compose("evaluate", overrides, self.config_dir)
+            own = grammar if grammar and OmegaConf.select(raw, GRAMMAR) is not None else {}
+            found: dict[str, Json] = {f"{GRAMMAR}.{key}": value for key, value in own.items()}
+            found |= {"trainer.accelerator": self.accelerator, "model.path": model.path, **named}
+            for key, value in found.items():
+                if key not in given:
+                    OmegaConf.update(raw, key, value)
+            made: EvaluateConfig = read(raw, complete=True).of(EvaluateConfig)
+        except UserError as problem:
+            raise UserError(_told(self.study, benchmark, problem)) from problem
+        kwargs = {**(made.model.chat_template_kwargs or {}), **(model.chat_template_kwargs or {})}
+        return (
+            made.with_value("model.revision", model.revision or made.model.revision)
+            .with_value("model.chat_template", model.chat_template or made.model.chat_template)
+            .with_value("model.fallback_template", model.fallback_template or made.model.fallback_template)
+            .with_value("model.chat_template_kwargs", cast(dict[str, Json], kwargs) or None)
+            .with_value("model.fold_system", model.fold_system or made.model.fold_system)
+        )
+
+
+def _given(study: Study, benchmark: str) -> dict[str, object]:
+    """Returns what the study sets of an evaluation's config, by key."""
+    return {**(study.evaluate.get(ALL) or {}), **(study.evaluate.get(benchmark) or {})}
+
+
+def _told(study: Study, benchmark: str, problem: Exception) -> str:
+    return (
+        f"study {study.name}, benchmark {benchmark}: {problem}; its keys are given as "
+        f"'study.evaluate.{benchmark}={{KEY:VALUE}}', or study.evaluate.{ALL} for every benchmark"
+    )
+
+
+def grammar_of(prepare: Json) -> Mapping[str, Json]:
+    """Returns the grammar of the world that a node ``prepare`` builds; empty where there is none."""
+    grammar = prepare.get("grammar") if isinstance(prepare, dict) else None
+    return grammar if isinstance(grammar, dict) else {}
+
+
+# ------------------------------------------------------------------------------------------------ before training
+
+
+def check_benchmarks(evaluations: Evaluations, base: ModelSpec | None) -> None:
+    """Refuses what can be known to fail before anything is trained.
+
+    ``base``: the model that training starts from; None where it is still to be built, so that what names it is not
+    looked at.
+
+    Raises:
+        UserError: an unknown benchmark or key, data that cannot be had, a grader without its key or package, a bound in
+            dollars without a price, a published model that cannot be read.
+    """
+    study = evaluations.study
+    known_names = groups(evaluations.config_dir)["benchmark"]
+    for name in study.benchmarks:
+        if name not in known_names:
+            raise UserError(
+                f"study.benchmarks has {name}, which is no option of the group benchmark"
+                f"{did_you_mean(name, known_names)} There are: {', '.join(known_names)}"
+            )
+        unknown = [key for key, value in _given(study, name).items() if base is None and value == OF_BASE]
+        known = base or ModelSpec(OF_BASE)
+        made = evaluations.config(name, known, known.path, evaluations.grammar)
+        try:
+            if isinstance(made.benchmark, Benchmark):
+                if made.limits.dry_run:
+                    raise UserError(
+                        "limits.dry_run=true measures nothing; calls, tokens and cost are logged before a study trains "
+                        "anyway"
+                    )
+                made.benchmark.questions()
+                made.limits.check_price(made.grader)
+                if not any(key.startswith("grader.") for key in unknown):
+                    made.grader.check_ready()
+            if isinstance(made.benchmark, ImplicitReward):
+                made.benchmark.require_paths()
+            if not unknown:
+                made.benchmark.versions()
+        except (UserError, ImportError) as problem:
+            raise UserError(_told(study, name, problem)) from problem
+    for path in study.published:
+        try:
+            weights_fingerprint(path)
+        except UserError as problem:
+            raise UserError(f"study.published has {path}: {problem}") from problem
