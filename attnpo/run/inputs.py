@@ -20,9 +20,9 @@ from attnpo.models.spec import ModelSpec
 from attnpo.run.base import BaseModel
 from attnpo.run.combinations import require_reader
 from attnpo.run.identity import identity_of
+from attnpo.run.readers import Readers
 from attnpo.run.recall import Memory
 from attnpo.run.run_config import RunConfig
-from attnpo.run.weighing import Readers
 from attnpo.schema import UserError
 from attnpo.training.processes import planned_processes
 

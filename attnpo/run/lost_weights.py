@@ -11,7 +11,7 @@ from attnpo.judge.base import WeightReader
 from attnpo.judge.judge import RunJudge
 from attnpo.judge.layers import HeadRow, Row
 from attnpo.judge.prompts import Assembly
-from attnpo.run.weighing import Readers
+from attnpo.run.readers import Readers
 from attnpo.schema import SIDES
 from attnpo.text.alignment import AlignMethod
 from attnpo.weights.arrival import Arrival

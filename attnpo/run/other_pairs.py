@@ -17,7 +17,7 @@ from attnpo.data.weighing import Weighed
 from attnpo.judge.base import LoadedJudge
 from attnpo.models.layouts import padded
 from attnpo.objectives.base import LengthScaled, PreferenceObjective, mean_factors
-from attnpo.run.weighing import Readers
+from attnpo.run.readers import Readers
 from attnpo.schema import SIDES, Kind, PairWeights, PreferencePair, RowGroup
 from attnpo.system.store import Store
 from attnpo.weights.base import WeightSource

@@ -32,6 +32,7 @@ from attnpo.run.input_summary import example_statistics, log_inputs, log_plan, r
 from attnpo.run.inputs import Inputs, read_inputs, write_training_prompts
 from attnpo.run.memory import fit_memory, footprint, log_judge, log_training, require_device
 from attnpo.run.models import load_start
+from attnpo.run.readers import Readers
 from attnpo.run.resolve import resolve
 from attnpo.run.result import RunResult, Scores
 from attnpo.run.resume import (
@@ -53,7 +54,6 @@ from attnpo.run.resume import (
 from attnpo.run.run_config import RunConfig
 from attnpo.run.startup import warn_low_rate
 from attnpo.run.token_logps import first_logps
-from attnpo.run.weighing import Readers
 from attnpo.schema import Json, Message, PreferencePair, Sampling, UserError
 from attnpo.system.credentials import identify, mask
 from attnpo.system.files import naming

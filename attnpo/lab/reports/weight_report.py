@@ -47,8 +47,8 @@ from attnpo.run.components import LayerFinder
 from attnpo.run.heat_rows import heat_rows
 from attnpo.run.input_summary import describe_split_loss
 from attnpo.run.inputs import Inputs, encode
+from attnpo.run.readers import Readers
 from attnpo.run.resolve import resolve
-from attnpo.run.weighing import Readers
 from attnpo.schema import SIDES, UserError
 from attnpo.system.files import clean
 from attnpo.system.machine import versions

@@ -25,8 +25,8 @@ from attnpo.models.spec import ModelSpec
 from attnpo.run.base import BaseModel
 from attnpo.run.identity import APART, identity_of
 from attnpo.run.inputs import encode
+from attnpo.run.readers import Readers
 from attnpo.run.resolve import Resolved, make_judge, report_of, resolve, settle
-from attnpo.run.weighing import Readers
 from attnpo.schema import digest
 from attnpo.system.files import clean, file_digest, read_record, write_record
 from attnpo.system.machine import versions

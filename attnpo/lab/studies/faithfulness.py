@@ -20,7 +20,7 @@ from attnpo.lab.studies.study import MeasuredBy, Outcome
 from attnpo.lab.testbed.grammar import Grammar
 from attnpo.lab.testbed.importance import decisive
 from attnpo.run.components import Truth
-from attnpo.run.weighing import Readers
+from attnpo.run.readers import Readers
 from attnpo.schema import SIDES, PreferencePair, UserError, check_least
 from attnpo.weights.base import WeightSource
 from attnpo.weights.faithfulness import Mode, Rankings, Removal, measure, rankings

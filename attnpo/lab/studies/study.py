@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from attnpo.data.prepare import EncodedSet
     from attnpo.display.page import Section
     from attnpo.run.components import Truth
-    from attnpo.run.weighing import Readers
+    from attnpo.run.readers import Readers
     from attnpo.weights.base import WeightSource
 
 

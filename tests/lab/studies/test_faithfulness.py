@@ -16,9 +16,9 @@ from attnpo.lab.studies.study import Arm, Outcome, Point, Study, StudyAnalysis
 from attnpo.lab.testbed.importance import decisive
 from attnpo.lab.testbed.scoring import TruthScorer
 from attnpo.run.inputs import encode
+from attnpo.run.readers import Readers
 from attnpo.run.resolve import resolve
 from attnpo.run.result import RunResult, Scores
-from attnpo.run.weighing import Readers
 from attnpo.schema import PreferencePair, UserError
 from attnpo.weights.base import WeightSource
 from attnpo.weights.faithfulness import Ranking, rankings
