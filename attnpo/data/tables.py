@@ -16,7 +16,7 @@ from attnpo.data.delimited import DELIMITED, read_delimited
 from attnpo.data.json_lines import Table, read_lines
 from attnpo.system.errors import UserError
 from attnpo.system.files import parse_json
-from attnpo.system.hub import hub, out_of_reach
+from attnpo.system.hub_access import hub, out_of_reach
 
 if TYPE_CHECKING:
     import datasets

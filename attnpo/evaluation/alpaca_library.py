@@ -22,7 +22,7 @@ from jaxtyping import Float
 from attnpo.evaluation.grading.base import GradingReply
 from attnpo.schema import Json, Message, UserError, digest
 from attnpo.system.files import shortened
-from attnpo.system.hub import hub, out_of_reach
+from attnpo.system.hub_access import hub, out_of_reach
 
 # What a grader can be told of the library's settings for a call; the others say how its own client goes about it.
 ASKED = {"max_tokens", "temperature", "top_p", "logprobs", "top_logprobs"}

@@ -1,6 +1,6 @@
 """A causal LM as judge: attention rows of the verdict position, rollout and verdict, in one forward per batch.
 
-Implements ``judge.types.JudgeModel``. Prompts lie in one row without padding, what they begin with alike only once;
+Implements ``judge.base.JudgeModel``. Prompts lie in one row without padding, what they begin with alike only once;
 of the last layer only the verdict positions are run, the vocabulary head nowhere else, and nothing above the deepest
 layer that is asked for. A model that cannot follow such rows is given right-padded batches of similar lengths: the
 same numbers, more work. Whether it can is tried once.

@@ -36,7 +36,7 @@ from attnpo.models.spec import ModelSpec
 from attnpo.models.trial import require_causal
 from attnpo.schema import UserError, digest
 from attnpo.system.files import SEAL, changed, is_sealed, parse_json
-from attnpo.system.hub import hub, out_of_reach
+from attnpo.system.hub_access import hub, out_of_reach
 from attnpo.text.chat import ChatFormat
 from attnpo.text.template_options import with_default
 

@@ -20,8 +20,8 @@ from attnpo.models.spec import ModelSpec
 from attnpo.run.base import BaseModel
 from attnpo.run.combinations import require_reader
 from attnpo.run.identity import identity_of
+from attnpo.run.point_cache import Memory
 from attnpo.run.readers import Readers
-from attnpo.run.recall import Memory
 from attnpo.run.run_config import RunConfig
 from attnpo.schema import UserError
 from attnpo.training.processes import planned_processes

@@ -26,16 +26,7 @@ def check_ready(policy: nn.Module, reference: nn.Module | None, *, rounding: boo
             "checkpointing are off; let that module's train() pass the mode on"
         )
     check_rotary(policy)
-    trained = [(name, value) for name, value in policy.named_parameters() if value.requires_grad]
-    if not trained:
-        raise UserError("the policy has no parameter with requires_grad: nothing would be trained; unfreeze some")
-    short = [(name, value.dtype) for name, value in trained if value.dtype not in (torch.float32, torch.float64)]
-    if short and not rounding:
-        raise UserError(
-            f"{len(short)} of {len(trained)} trained parameters are not float32 (first: {short[0][0]}, {short[0][1]}), "
-            "which loses the small updates of a usual lr; set model.dtype=float32 (trainer.precision=bf16-mixed "
-            "computes in bf16 all the same) or an optimizer with stochastic_rounding"
-        )
+    require_full_precision(policy, rounding=rounding)
     if reference is None:
         return
     check_rotary(reference)
@@ -43,6 +34,21 @@ def check_ready(policy: nn.Module, reference: nn.Module | None, *, rounding: boo
         p.requires_grad for p in reference.parameters()
     ):
         raise UserError("the reference must be in eval mode and without gradients; give it as module.frozen(reference)")
+
+
+def require_full_precision(policy: nn.Module, *, rounding: bool) -> None:
+    """Raises ``UserError`` where nothing is trained, or weights that lose small updates, as ``check_ready`` says."""
+    trained = [(name, value) for name, value in policy.named_parameters() if value.requires_grad]
+    if not trained:
+        raise UserError("the policy has no parameter with requires_grad: nothing would be trained; unfreeze some")
+    short = [(name, value.dtype) for name, value in trained if value.dtype not in (torch.float32, torch.float64)]
+    if short and not rounding:
+        raise UserError(
+            f"{len(short)} of {len(trained)} trained parameters are not float32 (first: {short[0][0]}, {short[0][1]}), "
+            "which loses the small updates of a usual lr; set model.dtype=float32, or load the policy by "
+            'from_pretrained(MODEL, dtype="float32") (precision bf16-mixed computes in bf16 all the same), or take an '
+            "optimizer with stochastic_rounding"
+        )
 
 
 def frozen_names(module: nn.Module) -> set[str]:

@@ -22,7 +22,7 @@ from attnpo.models.router import ROUTER, load_balancing
 from attnpo.models.scored import ScoredLM
 from attnpo.objectives.base import PreferenceObjective, StepObjective
 from attnpo.schema import ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats, UserError
-from attnpo.training.checks import check_ready, check_saved, frozen_names, keep_trained
+from attnpo.training.checks import check_ready, check_saved, frozen_names, keep_trained, require_full_precision
 from attnpo.training.fsdp import shard
 from attnpo.training.gather import from_all_ranks
 from attnpo.training.metrics import PairMeans
@@ -67,6 +67,9 @@ class PreferenceModule(L.LightningModule):
         kept: called with each batch and the log-probabilities [rows R] that the reference model gives it.
         transforms: change the weights of the online source in every step.
         router_coef: what the load-balancing loss of each pair, ``losses/router``, adds to its loss, if not 0.
+
+    Raises:
+        UserError: trained weights that are not float32, under an optimizer that does not round stochastically.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class PreferenceModule(L.LightningModule):
         self.reads = objective.requires | (online.statistics if online is not None else frozenset())
         self.reads |= {ROUTER} if router_coef else frozenset()
         self.recipe = Optimizer() if optimizer is None else optimizer
+        require_full_precision(self.policy, rounding=self.recipe.stochastic_rounding)  # before the data is weighed
         self._total_steps = total_steps
         self.window = PairMeans()
         self.validation = PairMeans()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from attnpo.system.hub import out_of_reach
+from attnpo.system.hub_access import out_of_reach
 from tests.bad_input.attempts import Attempts
 from tests.bad_input.table import PROPERTY
 from tests.bad_input.table import pytest_terminal_summary as pytest_terminal_summary

@@ -14,7 +14,7 @@ from attnpo.lab.measures import DriftSettings
 from attnpo.models.scored import ScoredLM
 from attnpo.run.models import load_policy
 from attnpo.run.other_pairs import weigh_others
-from attnpo.run.recall import forget, remembering
+from attnpo.run.point_cache import forget, remembering
 from attnpo.run.result import RunResult
 from attnpo.run.run import run
 from attnpo.schema import PreferencePair, RowGroup, TokenStats, UserError

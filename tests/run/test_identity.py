@@ -105,7 +105,7 @@ def test_files_that_come_go_or_move_count_whatever_their_room(package: Path) -> 
         found.append(fresh(package))
     (package / "lab/new.py").rename(package / "training/new.py")
     found.append(fresh(package))
-    (package / "system/hub.py").unlink()
+    (package / "system/hub_access.py").unlink()
     found.append(fresh(package))
     assert len(set(found)) == len(found)
 

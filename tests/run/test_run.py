@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from attnpo.config.compose import load
 from attnpo.lab.studies.fit_config import FitConfig
 from attnpo.run.fill_store import fill_store
-from attnpo.run.recall import forget, remembering
+from attnpo.run.point_cache import forget, remembering
 from attnpo.run.result import RunResult
 from attnpo.run.resume import find_resume
 from attnpo.run.run import run

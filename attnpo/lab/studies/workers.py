@@ -71,7 +71,7 @@ def execute(jobs: Sequence[Job], workers: Workers, here: bool = False) -> Iterat
             for place, (overrides, folder) in enumerate(jobs):
                 yield (place, *run_point(overrides, folder, workers.config_dir, workers.store, None))
         finally:
-            from attnpo.run.recall import forget
+            from attnpo.run.point_cache import forget
 
             forget()
         return
@@ -154,7 +154,7 @@ def run_point(
     with importing("loading transformers"):
         import torch
 
-        from attnpo.run.recall import remembering
+        from attnpo.run.point_cache import remembering
         from attnpo.run.run import run
     if _source:  # the imports took seconds, in which the files may have changed
         source_digest.cache_clear()

@@ -1,4 +1,4 @@
-"""What the points of a study that run in one process share: made once, kept for the next, let go of at the end.
+"""In-process cache shared by the points of a study: made once, kept for the next, dropped at the end.
 
 Owns when something is kept. What it is, by which key it is known and how large it may be, its user says.
 """
