@@ -176,18 +176,20 @@ OF_RUNS, OF_OTHERS = 30, 7
 
 def whole_configurations(package: Path) -> dict[str, set[str]]:
     """Names of classes and type variables that are, or hold, a whole configuration, by the root they come from."""
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sorted(package.rglob("*.py"))]
-    nodes = [node for tree in trees for node in ast.walk(tree)]
+    made: list[tuple[set[str], set[str]]] = []  # a name, and the words that it is made of
+    for path in sorted(package.rglob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                fields = [item.annotation for item in node.body if isinstance(item, ast.AnnAssign)]
+                made.append(({node.name}, {word for part in (*node.bases, *fields) for word in words_in(part)}))
+            elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+                words = words_in(node.value)
+                made += [(words_in(node.targets[0]), words)] if "TypeVar" in words else []
     found = {"RunConfig": {"RunConfig"}, "Root": {"Root"}}
     for names in found.values():
         for _ in range(5):  # no chain is longer
-            for node in nodes:
-                if isinstance(node, ast.ClassDef):
-                    fields = [item.annotation for item in node.body if isinstance(item, ast.AnnAssign)]
-                    if any(words_in(part) & names for part in (*node.bases, *fields)):
-                        names.add(node.name)
-                elif isinstance(node, ast.Assign) and "TypeVar" in words_in(node) and words_in(node.value) & names:
-                    names |= words_in(node.targets[0])
+            for name, words in made:
+                names |= name if words & names else set()
     return found
 
 

@@ -105,8 +105,7 @@ def kept(model: PreTrainedModel, layout: str) -> int:
     return sum(sizes)
 
 
-@pytest.mark.parametrize("recomputed", [False, True])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "recomputed"), [*((layout, False) for layout in LAYOUTS), ("shared_prefix", True)])
 def test_compiled_blocks_give_the_same_numbers(
     exact_llama: Build, layout: str, recomputed: bool, graphs: list[int]
 ) -> None:
@@ -232,8 +231,9 @@ def tried(model: PreTrainedModel, backend: str, *, autocast: bool = False) -> No
     require_same_numbers(model, backend, shared_prefix, torch.device("cpu"), autocast=autocast)
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma2"])
+@pytest.mark.parametrize(
+    ("family", "autocast"), [("llama", False), ("llama", True), ("mistral", False), ("qwen3", True), ("gemma2", False)]
+)
 def test_right_gradients_pass_and_nothing_is_touched(
     tiny: Build, family: str, autocast: bool, graphs: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:

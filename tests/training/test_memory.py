@@ -282,8 +282,15 @@ def test_a_block_saves_what_is_counted(name: str, width: int | None, lora: LoraS
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor")  # torch's, as it traces
-@pytest.mark.parametrize("lora", [None, LoraSpec(rank=4)], ids=["full", "lora"])
-@pytest.mark.parametrize(("name", "recomputed"), [*((name, False) for name in FORMATS), ("mixed", True)])
+@pytest.mark.parametrize(
+    ("name", "recomputed", "lora"),
+    [
+        *((name, False, None) for name in FORMATS),
+        ("mixed", True, None),
+        ("mixed", False, LoraSpec(rank=4)),
+        ("mixed", True, LoraSpec(rank=4)),
+    ],
+)
 def test_a_compiled_block_saves_what_is_estimated(name: str, recomputed: bool, lora: LoraSpec | None) -> None:
     """By the partitioner that inductor takes as well; no compiler is needed for it."""
     dtype, mixed = FORMATS[name]

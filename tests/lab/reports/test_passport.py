@@ -235,7 +235,7 @@ def test_no_pairs(
     said = refused(world, tmp_path, capsys, f"data.path={tmp_path}")
     assert "has no usable pair: 1 rows read" in said and "data.columns" in said
     none = {"train": PairSet([]), "val": PairSet([])}
-    monkeypatch.setattr("attnpo.lab.reports.passport.read_pairs", lambda context: none)
+    monkeypatch.setattr("attnpo.lab.reports.passport.read_pairs", lambda *_: none)
     assert "expected labelled pairs, got none from 0 rows" in refused(world, tmp_path, capsys)
 
 
