@@ -27,7 +27,7 @@ _places: list[tuple[Path, bool]] = []
 
 def keep_digests(folder: Path, *, full: bool = False) -> None:
     """Keeps the digests of this process in ``folder`` from now on, and takes those there; ``full`` hashes again."""
-    _places[:] = [(folder, full)]
+    _places[:] = [(folder.absolute(), full)]  # whatever becomes the working directory
 
 
 def unchanged_digest(file: Path) -> str:

@@ -16,7 +16,7 @@ from attnpo import Weigher, generate
 from attnpo.cli.entry import run_entry
 from attnpo.models.loading import load_model, load_tokenizer, model_depth, weights_fingerprint
 from attnpo.schema import UserError
-from attnpo.system import hub
+from attnpo.system import hub_access
 from attnpo.text import chat
 from attnpo.text.chat import ChatFormat
 from tests.bad_input.attempts import Attempts
@@ -421,7 +421,7 @@ def test_a_hub_that_does_not_answer_is_asked_once(
         raise OSError("Name or service not known")
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(hub, "urlopen", unreachable)
+    monkeypatch.setattr(hub_access, "urlopen", unreachable)
     begin = time.monotonic()
     for _ in range(2):
         with pytest.raises(UserError) as caught:
