@@ -129,11 +129,7 @@ class Faithfulness:
         }
         found[ROLLOUT] = None, rollout_rankings(source, readers, pool, sample)
         tokens = next(iter(layers.values()))
-        equal = {
-            name: {side: replace(row, weights=(1.0,) * len(row.weights)) for side, row in rows.items()}
-            for name, rows in tokens.items()
-        }
-        found[EQUAL] = None, equal
+        found[EQUAL] = None, equal_rankings(tokens)
         if grammar is not None:
             found[TRUTH] = None, true_rankings(sample, tokens, grammar)
         return found
@@ -167,6 +163,14 @@ def rollout_rankings(
     rollout = Rollout() if own is None else Rollout(postprocess=own)
     weighed = readers.weigh(rollout, sample_of(pool, sample))
     return rankings(weighed.source, weighed.captured, weighed.layers)
+
+
+def equal_rankings(tokens: Rankings) -> Rankings:
+    """Returns weight 1 for every token."""
+    return {
+        name: {side: replace(row, weights=(1.0,) * len(row.weights)) for side, row in rows.items()}
+        for name, rows in tokens.items()
+    }
 
 
 def true_rankings(sample: Sequence[PreferencePair], tokens: Rankings, grammar: Grammar) -> Rankings:

@@ -15,7 +15,7 @@ from attnpo.data.base import PairSet
 from attnpo.judge.base import JudgeReading, LoadedJudge
 from attnpo.judge.judge import RunJudge
 from attnpo.judge.verdicts import wilson
-from attnpo.lab.reports.passport import drawn, write_passport
+from attnpo.lab.reports.passport import draw_sample, write_passport
 from attnpo.lab.testbed.pairs import write_jsonl
 from attnpo.lab.testbed.words import POLARITY
 from attnpo.schema import PreferencePair
@@ -216,10 +216,10 @@ def test_what_was_dropped_before_judging_is_told(world: World, tmp_path: Path) -
 def test_the_draw_depends_on_its_seed_and_not_on_the_order() -> None:
     pairs = [PreferencePair.make([{"role": "user", "content": str(n)}], "good", "bad") for n in range(30)]
     mixed = random.Random(1).sample(pairs, 30)
-    assert drawn(pairs, 10, 0) == drawn([*mixed, pairs[0]], 10, 0)
-    assert drawn(pairs, 10, 0) != drawn(pairs, 10, 1)
-    assert len(drawn([*pairs, *pairs], 99, 0)) == 30
-    assert drawn(pairs, 10, 0) == drawn(pairs, 20, 0)[:10], "a larger sample holds the smaller one"
+    assert draw_sample(pairs, 10, 0) == draw_sample([*mixed, pairs[0]], 10, 0)
+    assert draw_sample(pairs, 10, 0) != draw_sample(pairs, 10, 1)
+    assert len(draw_sample([*pairs, *pairs], 99, 0)) == 30
+    assert draw_sample(pairs, 10, 0) == draw_sample(pairs, 20, 0)[:10], "a larger sample holds the smaller one"
 
 
 # ------------------------------------------------------------------------------------------------ bad input

@@ -7,12 +7,14 @@ import pytest
 import torch
 
 from attnpo.judge.verdicts import JudgeStatistics, judge_lines, judge_statistics, wilson
-from attnpo.lab.analysis.passport import (
+from attnpo.lab.reports.passport import (
+    CHANCE,
+    DOUBTFUL,
+    READING,
     Estimate,
-    Worth,
     accuracy,
+    assess_judge,
     calibration,
-    judge_the_judge,
     layer_level,
     margins,
     mean,
@@ -48,23 +50,23 @@ def test_margins_are_ordered_by_the_chosen_answers_place() -> None:
 
 def test_accuracy_and_bias_by_hand() -> None:
     found = accuracy(FOUND)
-    assert found.chosen_first.value == 3 / 4 and found.chosen_second.value == 1 / 4
-    assert found.averaged.value == 2.5 / 4  # means 2, 1, -1.5 and 0, which is half
-    assert (found.averaged.low, found.averaged.high) == wilson(2.5 / 4, 4)
+    assert found["chosen_first"].value == 3 / 4 and found["chosen_second"].value == 1 / 4
+    assert found["averaged"].value == 2.5 / 4  # means 2, 1, -1.5 and 0, which is half
+    assert (found["averaged"].low, found["averaged"].high) == wilson(2.5 / 4, 4)
     # The first answer is picked in 1, 2, 1 and 2 of the two verdicts of each pair.
-    assert found.first_picked.value == 0.75
-    assert found.pull.value == pytest.approx((-1 + 3 + 0.5 + 1) / 4)  # half the difference of the margins
-    assert found.agree.value == 2 / 4 and found.agree.count == 4
+    assert found["first_picked"].value == 0.75
+    assert found["pull"].value == pytest.approx((-1 + 3 + 0.5 + 1) / 4)  # half the difference of the margins
+    assert found["agree"].value == 2 / 4 and found["agree"].count == 4
 
 
 def test_fits_lines_and_the_passport_say_the_same_numbers() -> None:
     captured = [pair(str(row), *row) for row in FOUND.tolist()]
     statistics, found = judge_statistics(captured, (A, B)), accuracy(FOUND)
-    assert statistics.chosen_first == found.chosen_first.value
-    assert statistics.chosen_second == found.chosen_second.value
-    assert statistics.first_picked == found.first_picked.value
-    assert statistics.pair_accuracy == found.averaged.value
-    assert statistics.consistency == found.agree.value
+    assert statistics.chosen_first == found["chosen_first"].value
+    assert statistics.chosen_second == found["chosen_second"].value
+    assert statistics.first_picked == found["first_picked"].value
+    assert statistics.pair_accuracy == found["averaged"].value
+    assert statistics.consistency == found["agree"].value
     assert judge_lines(statistics) == (
         "judge too few pairs to say: right in 62.5 % of 4 pairs, both orders averaged; 75.0 % where the chosen answer "
         "comes first, 25.0 % where it comes second",
@@ -97,30 +99,32 @@ def test_calibration_by_hand() -> None:
     sure, nearly = logit(0.98), logit(0.62)
     verdicts = [nearly, nearly, nearly, -nearly, sure, -sure]
     found = calibration(np.array([[value + 1, value - 1] for value in verdicts]))
-    low, high = found.bins
-    assert (low.low, low.high) == pytest.approx((0.6, 0.65)) and (high.low, high.high) == pytest.approx((0.95, 1.0))
-    assert (low.confidence, low.accuracy.value, low.accuracy.count) == pytest.approx((0.62, 0.75, 4))
-    assert (high.confidence, high.accuracy.value, high.accuracy.count) == pytest.approx((0.98, 0.5, 2))
-    assert (low.accuracy.low, low.accuracy.high) == wilson(0.75, 4)
-    assert found.error == pytest.approx((4 * 0.13 + 2 * 0.48) / 6)
-    assert found.excess == pytest.approx((4 * 0.62 + 2 * 0.98) / 6 - 4 / 6)
+    low, high = found["bins"]
+    assert (low["low"], low["high"]) == pytest.approx((0.6, 0.65))
+    assert (high["low"], high["high"]) == pytest.approx((0.95, 1.0))
+    right, other = low["accuracy"], high["accuracy"]
+    assert (low["confidence"], right.value, right.count) == pytest.approx((0.62, 0.75, 4))
+    assert (high["confidence"], other.value, other.count) == pytest.approx((0.98, 0.5, 2))
+    assert (right.low, right.high) == wilson(0.75, 4)
+    assert found["error"] == pytest.approx((4 * 0.13 + 2 * 0.48) / 6)
+    assert found["excess"] == pytest.approx((4 * 0.62 + 2 * 0.98) / 6 - 4 / 6)
 
 
 def test_a_perfect_judge_shows_what_chance_leaves() -> None:
     """One pair at confidence 0.7: it is right, 0.3 away, in 70 %, and 0.7 away else; the mean distance is 0.42."""
-    assert calibration(np.array([[logit(0.7)] * 2])).ideal == pytest.approx(0.42, abs=0.03)
+    assert calibration(np.array([[logit(0.7)] * 2]))["ideal"] == pytest.approx(0.42, abs=0.03)
     random = np.random.default_rng(3)
     confidence = random.uniform(0.5, 1, 4000)
     verdict = np.where(random.random(4000) < confidence, 1, -1) * np.log(confidence / (1 - confidence))
     found = calibration(np.stack([verdict, verdict], axis=1))
-    assert found.error < 0.03 and found.error == pytest.approx(found.ideal, abs=0.01)
-    assert len(found.bins) == 10 and sum(one.accuracy.count for one in found.bins) == 4000
+    assert found["error"] < 0.03 and found["error"] == pytest.approx(found["ideal"], abs=0.01)
+    assert len(found["bins"]) == 10 and sum(one["accuracy"].count for one in found["bins"]) == 4000
 
 
 def test_even_and_certain_verdicts_have_a_bin() -> None:
     found = calibration(np.array([[0.0, 0.0], [90.0, 90.0]]), bins=2)
-    assert [(one.confidence, one.accuracy.value) for one in found.bins] == [(0.5, 0.5), (1.0, 1.0)]
-    assert found.error == 0.0
+    assert [(one["confidence"], one["accuracy"].value) for one in found["bins"]] == [(0.5, 0.5), (1.0, 1.0)]
+    assert found["error"] == 0.0
 
 
 def test_calibration_refuses_no_bins_and_no_pairs() -> None:
@@ -138,27 +142,27 @@ HANGS, NOT = Estimate(0.5, 0.1, 0.9, 64), Estimate(0.1, -0.1, 0.3, 64)
 @pytest.mark.parametrize(
     ("statistics", "gains", "worth", "reason"),
     [
-        (stats(0.75, 256), {1: NOT, 2: HANGS}, Worth.READING, "in 1 of 2 layers (2)"),
-        (stats(0.75, 256), {}, Worth.READING, "was not measured"),
-        (stats(0.75, 256), {1: NOT}, Worth.DOUBTFUL, "in none of 1 layers"),
-        (stats(0.75, 256, other=0.6), {1: HANGS}, Worth.DOUBTFUL, "60 % of its verdicts name no label"),
-        (stats(0.25, 256), {1: HANGS}, Worth.DOUBTFUL, "below chance: right in 25.0 %"),
-        (stats(0.9, 19), {1: HANGS}, Worth.DOUBTFUL, "too few pairs to say: right in 90.0 %"),
-        (stats(0.55, 256), {1: HANGS}, Worth.CHANCE, "at chance: right in 55.0 %"),
-        (stats(0.5, 256, other=1.0), {1: NOT}, Worth.CHANCE, "100 % of its verdicts name no label"),
+        (stats(0.75, 256), {1: NOT, 2: HANGS}, READING, "in 1 of 2 layers (2)"),
+        (stats(0.75, 256), {}, READING, "was not measured"),
+        (stats(0.75, 256), {1: NOT}, DOUBTFUL, "in none of 1 layers"),
+        (stats(0.75, 256, other=0.6), {1: HANGS}, DOUBTFUL, "60 % of its verdicts name no label"),
+        (stats(0.25, 256), {1: HANGS}, DOUBTFUL, "below chance: right in 25.0 %"),
+        (stats(0.9, 19), {1: HANGS}, DOUBTFUL, "too few pairs to say: right in 90.0 %"),
+        (stats(0.55, 256), {1: HANGS}, CHANCE, "at chance: right in 55.0 %"),
+        (stats(0.5, 256, other=1.0), {1: NOT}, CHANCE, "100 % of its verdicts name no label"),
     ],
 )
-def test_the_rule(statistics: JudgeStatistics, gains: dict[int, Estimate], worth: Worth, reason: str) -> None:
-    found = judge_the_judge(statistics, gains)
-    assert found.worth is worth and reason in "\n".join(found.reasons)
+def test_the_rule(statistics: JudgeStatistics, gains: dict[int, Estimate], worth: str, reason: str) -> None:
+    found = assess_judge(statistics, gains)
+    assert found.worth == worth and reason in "\n".join(found.reasons)
     assert found.advice, "whatever it is, there is something to do"
 
 
 def test_advice_names_the_layer_and_the_pairs_left() -> None:
     gains = {1: HANGS, 2: Estimate(0.9, 0.2, 1.6, 64), 3: Estimate(2.0, -0.1, 4.1, 64)}
-    assert "begin with weights.layer=2" in judge_the_judge(stats(0.75, 256), gains).advice[0]
-    assert any("744 are left (passport.pairs)" in line for line in judge_the_judge(stats(0.5, 256), {}, 744).advice)
-    assert not any("are left" in line for line in judge_the_judge(stats(0.5, 256), {}, 0).advice)
+    assert "begin with weights.layer=2" in assess_judge(stats(0.75, 256), gains).advice[0]
+    assert any("744 are left (passport.pairs)" in line for line in assess_judge(stats(0.5, 256), {}, 744).advice)
+    assert not any("are left" in line for line in assess_judge(stats(0.5, 256), {}, 0).advice)
 
 
 def test_layers_share_the_level() -> None:
