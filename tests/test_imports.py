@@ -79,7 +79,7 @@ def loaded_by_turns(*modules: str) -> dict[str, list[str]]:
 
 def test_commands_do_not_pay_for_what_they_do_not_use() -> None:
     """The modules that do the work, the lightest first; Lightning takes seconds, and what it probes for some more."""
-    tables = ["attnpo.lab.reports.report", "attnpo.lab.reports.folder_report", "attnpo.lab.reports.scores_report"]
+    tables = ["attnpo.lab.reports.report", "attnpo.lab.reports.folder_report", "attnpo.lab.reports.scores"]
     answers = ["attnpo.evaluation.answers.answering", "attnpo.evaluation.evaluating"]
     judges = [
         "attnpo.run.fill_store",

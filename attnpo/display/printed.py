@@ -6,7 +6,7 @@ printed. What one of the two lacks stays None in the rows, and is a dash where p
 """
 
 import csv
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from io import StringIO
 from pathlib import Path
@@ -35,14 +35,6 @@ class KeyedTable:
     group: str | None = None
     digits: Mapping[str, int] = field(default_factory=dict)
     reading: "KeyedTable | None" = None
-
-    def groups(self) -> list[Cell]:
-        """Returns the values of ``group`` in their order; [None] for a table without one."""
-        return list(dict.fromkeys(None if self.group is None else row.get(self.group) for row in self.rows))
-
-    def of(self, value: Cell) -> tuple[Mapping[str, Cell], ...]:
-        """Returns the rows of one group."""
-        return tuple(row for row in self.rows if self.group is None or row.get(self.group) == value)
 
 
 @dataclass(frozen=True)
@@ -123,32 +115,24 @@ def beside(table: KeyedTable, printed: PrintedTable, *, fold: bool = False) -> K
     """
     keys = shared_keys(table, printed)
     values = [name for name in printed.columns if name not in keys and name in printed.digits]
-    known = {name for name in values if name in table.columns}
-    compared = {
-        name for name in known if printed.digits[name] or any(isinstance(row.get(name), float) for row in table.rows)
-    }
     only_ours = [name for name in (table.group, *table.keys) if name is not None and name not in printed.columns]
-    wide = [*only_ours, *(part for name in printed.columns for part in _parts(name, name in values, known, compared))]
-
-    def meeting(group: Cell, theirs: Mapping[str, Cell]) -> Sequence[Mapping[str, Cell] | None]:
-        return [row for row in table.of(group) if meets(row, theirs, keys, fold=fold)] or [None]
-
-    def joined(ours: Mapping[str, Cell] | None, theirs: Mapping[str, Cell], group: Cell) -> dict[str, Cell]:
-        row: dict[str, Cell] = {name: (ours or {}).get(name) for name in only_ours} | dict(theirs)
-        if table.group is not None:
-            row[table.group] = group
-        row |= {key: ours[key] for key in keys} if ours is not None else {}
-        for name in values:
-            row[name], row[name + PRINTED] = (ours or {}).get(name), theirs[name]
-            row[name + DIFFERENCE] = _difference(row[name], theirs[name])
-        return {name: row[name] for name in wide}
-
-    rows = [
-        joined(ours, theirs, group)
-        for group in table.groups()
-        for theirs in printed.rows
-        for ours in meeting(group, theirs)
-    ]
+    wide = [*only_ours]
+    for name in printed.columns:
+        known = name in table.columns
+        fractions = bool(printed.digits.get(name)) or any(isinstance(row.get(name), float) for row in table.rows)
+        parts = [(name, known), (name + PRINTED, True), (name + DIFFERENCE, known and fractions)]
+        wide += [part for part, shown in parts if shown] if name in values else [name]
+    of_group, nothing = table.group or "", dict[str, Cell]()
+    rows: list[Mapping[str, Cell]] = []
+    for group in dict.fromkeys(row.get(of_group) for row in table.rows):
+        mine = [row for row in table.rows if row.get(of_group) == group]
+        for theirs in printed.rows:
+            for ours in [row for row in mine if meets(row, theirs, keys, fold=fold)] or [nothing]:
+                row = {**theirs, **{name: ours.get(name, theirs.get(name)) for name in keys}, of_group: group}
+                row |= {name: ours.get(name) for name in (*values, *table.keys) if name not in keys}
+                row |= {name + PRINTED: theirs[name] for name in values}
+                row |= {name + DIFFERENCE: _difference(ours.get(name), theirs[name]) for name in values}
+                rows.append({name: row[name] for name in wide})
     digits = dict(table.digits)
     for name in values:
         digits[name] = max(digits.get(name, 0), printed.digits[name])
@@ -176,7 +160,9 @@ def shared_keys(table: KeyedTable, printed: PrintedTable) -> list[str]:
 
 def meets(ours: Mapping[str, Cell], theirs: Mapping[str, Cell], keys: Sequence[str], *, fold: bool = False) -> bool:
     """Returns whether a row of ours and a printed one have the same keys."""
-    return all(_same(ours.get(key), theirs[key], fold) for key in keys)
+    both = [(ours.get(key), theirs[key]) for key in keys]
+    texts = [[str(cell).casefold() if fold else str(cell) for cell in cells] for cells in both if None not in cells]
+    return len(texts) == len(both) and all(one == other for one, other in texts)
 
 
 def label_of(path: Path) -> str:
@@ -200,19 +186,6 @@ def for_reading(table: KeyedTable) -> KeyedTable:
     dashed = {name + part for name in compared for part in ("", PRINTED, DIFFERENCE)}
     rows = [{name: DASH if row[name] is None and name in dashed else row[name] for name in row} for row in table.rows]
     return replace(table, rows=tuple(rows))
-
-
-def _parts(name: str, number: bool, known: Container[str], compared: Container[str]) -> list[str]:
-    """Returns the columns that one of a printed file becomes."""
-    if not number:
-        return [name]
-    return [*([name] if name in known else []), name + PRINTED, *([name + DIFFERENCE] if name in compared else [])]
-
-
-def _same(ours: Cell, theirs: Cell, fold: bool) -> bool:
-    if ours is None or theirs is None:
-        return False
-    return str(ours).casefold() == str(theirs).casefold() if fold else str(ours) == str(theirs)
 
 
 def _difference(ours: Cell, theirs: Cell) -> Cell:

@@ -1,13 +1,16 @@
-"""Finished evaluations read back: what tables call their figures, and which of them cannot stand in one column."""
+"""Finished evaluations read back: their columns, what cannot stand in one of them, and their ranks."""
 
 import json
-import math
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 
+import numpy as np
+
+from attnpo.display.tables import half_up
 from attnpo.evaluation.base import Score
+from attnpo.evaluation.intervals import average_ranks
 from attnpo.evaluation.result import RESULT, EvaluationResult, read_result
 from attnpo.lab.reports.finished import nothing
 from attnpo.run.identity import by_class
@@ -29,28 +32,6 @@ ROUNDS = "rounds"
 OF_ONE_KIND = (ROUNDS, "grading", "benchmark.settings.path")
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """A finished evaluation and the folder it was read from."""
-
-    folder: Path
-    result: EvaluationResult
-
-    def figures(self) -> Iterator[tuple[str, Score]]:
-        """Yields every score that is a number, with the name of its column."""
-        for score in self.result.scores:
-            if math.isfinite(score.mean):
-                yield column_of(self.result, score.name), score
-
-    def conditions(self) -> dict[str, object]:
-        """Returns all that must agree in a column: grader, rounds and the key, without what is the model's own."""
-        key = {
-            name: value for name, value in by_class(self.result.key).items() if name.partition(".")[0] not in OF_MODEL
-        }
-        rounds = max((len(score.rounds) for score in self.result.scores), default=0)
-        return {"grader": self.result.grader, **key, ROUNDS: rounds}
-
-
 def column_of(result: EvaluationResult, score: str) -> str:
     """Returns the name of a score's column: the paper's where it has one, else the benchmark's, and the score's after
     it.
@@ -68,33 +49,34 @@ def counts(result: EvaluationResult, score: str) -> bool:
 # ------------------------------------------------------------------------------------------------ reading
 
 
-def read_evaluations(folders: Sequence[Path]) -> tuple[list[Evaluation], list[str]]:
-    """Returns the finished evaluations in folders, or one level below them, and lines on those that are not finished.
+def read_evaluations(folders: Sequence[Path]) -> tuple[dict[Path, EvaluationResult], list[str]]:
+    """Returns the finished evaluations in folders, or one level below them, by folder; and lines on those that are not
+    finished.
 
     UserError for a folder without any, for a damaged result, for two results of one label on one benchmark.
     """
-    found: dict[Path, Evaluation] = {}
+    places: dict[Path, Path] = {}
     notes = []
     for folder in folders:
-        places = [folder] if (folder / RESULT).is_file() else [path.parent for path in folder.glob(f"*/{RESULT}")]
-        if not places and not any(folder.glob("*.jsonl")):
+        found = [folder] if (folder / RESULT).is_file() else sorted(path.parent for path in folder.glob(f"*/{RESULT}"))
+        if not found and not any(folder.glob("*.jsonl")):
             raise nothing(folder, f"a finished evaluation ({RESULT}), or one with such folders in it")
-        if not places:
+        if not found:
             notes.append(f"left out, not finished: {folder} has no {RESULT}; give its command of attnpo.evaluate again")
-        for place in sorted(places):
-            found.setdefault(place.resolve(), Evaluation(place, read(place)))
-    evaluations = list(found.values())
-    if not evaluations:
+        for place in found:
+            places.setdefault(place.resolve(), place)
+    if not places:
         raise UserError(f"report scores: expected at least one finished evaluation; {'; '.join(notes)}")
-    once: dict[tuple[str, str], Evaluation] = {}
-    for one in evaluations:
-        other = once.setdefault((one.result.label, one.result.benchmark), one)
-        if other is not one:
+    results = {place: read(place) for place in places.values()}
+    once: dict[tuple[str, str], Path] = {}
+    for place, result in results.items():
+        other = once.setdefault((result.label, result.benchmark), place)
+        if other != place:
             raise UserError(
-                f"report scores: {other.folder} and {one.folder} are both {one.result.label!r} on "
-                f"{one.result.benchmark}; leave one out, or evaluate one of them under another label"
+                f"report scores: {other} and {place} are both {result.label!r} on {result.benchmark}; leave one out, "
+                "or evaluate one of them under another label"
             )
-    return evaluations, notes
+    return results, notes
 
 
 def read(folder: Path) -> EvaluationResult:
@@ -146,32 +128,134 @@ class Mixed:
         )
 
 
-def mixed(evaluations: Sequence[Evaluation]) -> list[Mixed]:
-    """Returns what differs within a benchmark, a line per way of differing from how most of its
-    evaluations were made.
+def find_mixed(results: Sequence[EvaluationResult]) -> list[Mixed]:
+    """Returns what differs within a benchmark, a line per way of differing from how most of its evaluations were
+    made.
     """
     out = []
-    for benchmark in dict.fromkeys(one.result.benchmark for one in evaluations):
-        mine = [one for one in evaluations if one.result.benchmark == benchmark]
-        texts = [json.dumps(one.conditions(), sort_keys=True, default=str) for one in mine]
-        most = Counter(texts).most_common(1)[0][0]
-        usual = [one for one, text in zip(mine, texts, strict=True) if text == most]
+    for benchmark in dict.fromkeys(result.benchmark for result in results):
+        made = {result.label: conditions(result) for result in results if result.benchmark == benchmark}
+        usual = max(made.values(), key=list(made.values()).count)
         ways: dict[tuple[tuple[str, str, str], ...], list[str]] = {}
-        for one in mine:
-            how = tuple(differences(plain(usual[0].conditions()), plain(one.conditions())))
-            if how:
-                ways.setdefault(how, []).append(one.result.label)
-        names = tuple(one.result.label for one in usual)
+        for label, one in made.items():
+            if how := tuple(differences(usual, one)):
+                ways.setdefault(how, []).append(label)
+        names = tuple(label for label, one in made.items() if one == usual)
         out += [Mixed(benchmark, names, tuple(odd), how) for how, odd in ways.items()]
     return out
 
 
-def plain(conditions: Mapping[str, object]) -> dict[str, object]:
-    """Conditions as JSON has them, so that what was read and what was made compare alike."""
-    read_back: dict[str, object] = json.loads(json.dumps(conditions, default=str))
-    return read_back
+def conditions(result: EvaluationResult) -> dict[str, object]:
+    """Returns all that must agree in a column: grader, rounds and the key, without what is the model's own.
+
+    As JSON has them, so that what was read and what was made compare alike.
+    """
+    key = {name: value for name, value in by_class(result.key).items() if name.partition(".")[0] not in OF_MODEL}
+    rounds = max((len(score.rounds) for score in result.scores), default=0)
+    found: dict[str, object] = json.loads(json.dumps({"grader": result.grader, **key, ROUNDS: rounds}, default=str))
+    return found
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
-    """Names as a list in words, the first of them where they are many."""
+    """Returns names as a list in words, the first of them where they are many."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+# ------------------------------------------------------------------------------------------------ what is compared
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A column: a benchmark's figure with the score of each label that has one.
+
+    ``shown``: whether it is a column of the main table. ``graded``: whether a grader gives it.
+    """
+
+    name: str
+    benchmark: str
+    shown: bool
+    scores: Mapping[str, Score]
+    graded: bool = True
+
+    @property
+    def digits(self) -> int:
+        """Returns the decimals it is printed with: two, as in the paper; four for shares."""
+        largest = max(abs(score.mean) for score in self.scores.values())
+        return 4 if largest <= 1 else 2
+
+    @property
+    def higher_is_better(self) -> bool | None:
+        """Returns the direction of its scores; None where they do not say, or not the same."""
+        said = {score.higher_is_better for score in self.scores.values()}
+        return said.pop() if len(said) == 1 else None
+
+    def printed(self, label: str) -> float | None:
+        """Returns a label's mean as it is printed."""
+        score = self.scores.get(label)
+        return None if score is None else half_up(score.mean, self.digits)
+
+
+@dataclass(frozen=True)
+class Board:
+    """All that is compared: labels in their order, figures in theirs, and what cannot be compared."""
+
+    labels: tuple[str, ...]
+    figures: tuple[Figure, ...]
+    mixed: tuple[Mixed, ...]
+
+    @property
+    def shown(self) -> list[Figure]:
+        """Returns the columns of the main table."""
+        return [figure for figure in self.figures if figure.shown]
+
+    def ranked(self) -> list[Figure]:
+        """Returns the figures that labels are ranked by: of two labels at least, in one way of grading, with a
+        direction.
+        """
+        unfit = {one.benchmark for one in self.mixed if not one.comparable}
+        return [
+            figure
+            for figure in self.shown
+            if len(figure.scores) > 1 and figure.benchmark not in unfit and figure.higher_is_better is not None
+        ]
+
+    def way(self, label: str, benchmark: str) -> int:
+        """Returns which way of grading and answering a label's figures of a benchmark are of: 0 for that of most."""
+        ways = [one for one in self.mixed if one.benchmark == benchmark and not one.comparable]
+        return next((number for number, one in enumerate(ways, start=1) if label in one.odd), 0)
+
+    def ranks(self) -> dict[str, float]:
+        """Returns the mean of each label's ranks, 1 the best, over its printed figures; without labels that lack one.
+
+        Ties share the mean of their ranks (paper, main table; reference EVALUATION 6). A benchmark with two columns
+        counts twice.
+        """
+        figures = self.ranked()
+        rows = {label: [figure.printed(label) for figure in figures] for label in self.labels}
+        whole = {label: [v for v in row if v is not None] for label, row in rows.items() if None not in row}
+        if not figures or len(whole) < 2:
+            return {}
+        means = average_ranks(np.array(list(whole.values())), [bool(figure.higher_is_better) for figure in figures])
+        return dict(zip(whole, means.tolist(), strict=True))
+
+
+def board_of(results: Sequence[EvaluationResult], ways: Sequence[Mixed]) -> Board:
+    """Returns the board of some evaluations: the paper's columns first, then the others as they come."""
+    found: dict[str, list[tuple[EvaluationResult, Score]]] = {}
+    for result in results:
+        for score in result.scores:
+            if isfinite(score.mean):
+                found.setdefault(column_of(result, score.name), []).append((result, score))
+    paper = list(PAPER.values())
+    names = sorted(found, key=lambda name: paper.index(name) if name in paper else len(paper))
+    figures = tuple(
+        Figure(
+            name,
+            found[name][0][0].benchmark,
+            any(counts(result, score.name) for result, score in found[name]),
+            {result.label: score for result, score in found[name]},
+            any(result.grader is not None for result, _ in found[name]),
+        )
+        for name in names
+    )
+    return Board(tuple(dict.fromkeys(result.label for result in results)), figures, tuple(ways))

@@ -42,7 +42,7 @@ def report(cfg: ReportConfig) -> None:
 
             gains_report(given, cfg.level, folder, mark)
         elif kind == SCORES:
-            from attnpo.lab.reports.scores_report import scores_report
+            from attnpo.lab.reports.scores import scores_report
 
             scores_report(given, printed, cfg.label, folder, mark)
         elif kind == RANKS:

@@ -1,194 +1,191 @@
-"""Tables of benchmark scores: the paper's main table, rounds with their intervals, spreads, differences, lengths."""
+"""``attnpo.report scores``: finished evaluations in the shape of the paper's tables, with its numbers beside ours.
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+The paper's main table, rounds with their intervals, differences below the grading noise, lengths, what was missing,
+and the spreads of every figure.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
 from statistics import stdev
 
-import numpy as np
-
-from attnpo.display.printed import KeyedTable
+from attnpo.display.page import Section, TableBlock
+from attnpo.display.printed import (
+    DIFFERENCE,
+    PRINTED,
+    KeyedTable,
+    PrintedTable,
+    beside,
+    counterpart,
+    for_reading,
+    label_of,
+    read_printed,
+)
 from attnpo.display.tables import Cell, fixed, half_up
-from attnpo.evaluation.base import Score
-from attnpo.evaluation.intervals import average_ranks
+from attnpo.evaluation.result import EvaluationResult
 from attnpo.evaluation.shown import rounds_text
 from attnpo.evaluation.spreads import grading_noise, half_widths
-from attnpo.lab.reports.evaluations import PAPER, Evaluation, Mixed, counts
+from attnpo.lab.reports.evaluations import Board, Figure, board_of, find_mixed, listed, read_evaluations
+from attnpo.lab.reports.folder_report import MODELS, letters, whose
+from attnpo.lab.reports.output import publish
+from attnpo.lab.reports.report_config import SCORES
+from attnpo.schema import UserError
 
-METHOD, BENCHMARK, FIGURE, AVG_RANK = "method", "benchmark", "figure", "avg_rank"
+METHOD, BENCHMARK, FIGURE, ARM, AVG_RANK = "method", "benchmark", "figure", "arm", "avg_rank"
 PRINTED_RANK = "avg_rank_printed"  # what files of printed numbers call the paper's average rank
 MEAN, CI, T = "_mean", "_ci95", "_t95"  # after a figure's name; the first two as in the paper's table of three runs
 DECIMALS = 2  # of the paper's tables
-SHARE_DECIMALS = 4  # of figures between -1 and 1
 Cells = dict[str, Cell]
 
 
-@dataclass(frozen=True)
-class Figure:
-    """A column: a benchmark's figure with the score of each label that has one.
+# ------------------------------------------------------------------------------------------------ the report
 
-    ``shown``: whether it is a column of the main table. ``graded``: whether a grader gives it. ``digits``: decimals it
-    is printed with.
+
+def scores_report(folders: Sequence[Path], printed: Sequence[Path], model: str | None, output: Path, mark: str) -> None:
+    """Prints the tables of finished evaluations and writes them to ``output``.
+
+    ``printed``: CSV files whose rows stand beside ours, those of ``model`` where a file has several models. UserError
+    for folders without a result, results that are damaged, and files that share no column with our tables.
     """
-
-    name: str
-    benchmark: str
-    shown: bool
-    scores: Mapping[str, Score]
-    graded: bool = True
-
-    @property
-    def digits(self) -> int:
-        """Two, as in the paper; four for shares."""
-        largest = max(abs(score.mean) for score in self.scores.values())
-        return SHARE_DECIMALS if largest <= 1 else DECIMALS
-
-    @property
-    def higher_is_better(self) -> bool | None:
-        """Returns the direction of its scores; None where they do not say, or not the same."""
-        said = {score.higher_is_better for score in self.scores.values()}
-        return said.pop() if len(said) == 1 else None
-
-    def printed(self, label: str) -> float | None:
-        """Returns a label's mean as it is printed."""
-        score = self.scores.get(label)
-        return None if score is None else half_up(score.mean, self.digits)
-
-
-@dataclass(frozen=True)
-class Board:
-    """All that is compared: labels in their order, figures in theirs, and what cannot be compared."""
-
-    labels: tuple[str, ...]
-    figures: tuple[Figure, ...]
-    mixed: tuple[Mixed, ...]
-
-    @property
-    def shown(self) -> list[Figure]:
-        """Returns the columns of the main table."""
-        return [figure for figure in self.figures if figure.shown]
-
-    def ranked(self) -> list[Figure]:
-        """Returns the figures that labels are ranked by: of two labels at least, in one way of grading, with a
-        direction.
-        """
-        unfit = {one.benchmark for one in self.mixed if not one.comparable}
-        return [
-            figure
-            for figure in self.shown
-            if len(figure.scores) > 1 and figure.benchmark not in unfit and figure.higher_is_better is not None
-        ]
-
-    def way(self, label: str, benchmark: str) -> int:
-        """Returns which way of grading and answering a label's figures of a benchmark are of: 0 for that of most."""
-        ways = [one for one in self.mixed if one.benchmark == benchmark and not one.comparable]
-        return next((number for number, one in enumerate(ways, start=1) if label in one.odd), 0)
-
-    def ranks(self) -> dict[str, float]:
-        """Returns the mean of each label's ranks, 1 the best, over its printed figures; without labels that lack one.
-
-        Ties share the mean of their ranks (paper, main table; reference EVALUATION 6). A benchmark with two columns
-        counts twice.
-        """
-        figures = self.ranked()
-        rows = {label: [figure.printed(label) for figure in figures] for label in self.labels}
-        whole = {label: [v for v in row if v is not None] for label, row in rows.items() if None not in row}
-        if not figures or len(whole) < 2:
-            return {}
-        directions = [bool(figure.higher_is_better) for figure in figures]
-        means = average_ranks(np.array(list(whole.values()), dtype=np.float64), directions)
-        return {label: float(mean) for label, mean in zip(whole, means, strict=True)}
-
-
-def board_of(evaluations: Sequence[Evaluation], ways: Sequence[Mixed]) -> Board:
-    """Returns the board of some evaluations: the paper's columns first, then the others as they come."""
-    scores: dict[str, dict[str, Score]] = {}
-    benchmarks: dict[str, str] = {}
-    shown: set[str] = set()
-    graded: set[str] = set()
-    for one in evaluations:
-        for name, score in one.figures():
-            scores.setdefault(name, {})[one.result.label] = score
-            benchmarks[name] = one.result.benchmark
-            if counts(one.result, score.name):
-                shown.add(name)
-            if one.result.grader is not None:
-                graded.add(name)
-    paper = list(PAPER.values())
-    names = sorted(scores, key=lambda name: paper.index(name) if name in paper else len(paper))
-    figures = tuple(Figure(name, benchmarks[name], name in shown, scores[name], name in graded) for name in names)
-    return Board(tuple(dict.fromkeys(one.result.label for one in evaluations)), figures, tuple(ways))
-
-
-# ------------------------------------------------------------------------------------------------ main table
-
-
-def scores_table(board: Board) -> KeyedTable:
-    """Returns a row per label, a column per figure (means over rounds), the average rank: the paper's main table."""
-    ranks = board.ranks()
-    columns = (METHOD, *(figure.name for figure in board.shown), AVG_RANK)
-    odd = {(label, one.benchmark) for one in board.mixed for label in one.odd}
-    rows: list[Cells] = []
-    read: list[Cells] = []
-    for label in board.labels:
-        means = {figure.name: figure.scores[label].mean for figure in board.shown if label in figure.scores}
-        rows.append({METHOD: label, **means, AVG_RANK: ranks.get(label)})
-        marked = {
-            figure.name: _marked(figure.printed(label), figure.digits, (label, figure.benchmark) in odd)
-            for figure in board.shown
-        }
-        read.append({METHOD: label, **marked, AVG_RANK: _half_up(ranks.get(label))})
-    digits = {**{figure.name: figure.digits for figure in board.shown}, AVG_RANK: DECIMALS}
-    table = KeyedTable("scores", "Scores, means over rounds", columns, tuple(rows), (METHOD,), None, digits)
-    return replace(table, reading=replace(table, rows=tuple(read)))
-
-
-def _marked(value: float | None, digits: int, odd: bool) -> Cell:
-    return f"{value:.{digits}f}*" if odd and value is not None else value
-
-
-def _half_up(value: float | None) -> float | None:
-    return None if value is None else half_up(value, DECIMALS)
-
-
-def rounds_table(board: Board) -> KeyedTable:
-    """Returns the means with both intervals over rounds: the paper's table of three runs, with Student's t beside it.
-
-    People read ``21.90 ± 1.57 (t 3.45)``; the CSV has a column for each of the three.
-    """
-    ranks = board.ranks()
-    rows: list[Cells] = []
-    read: list[Cells] = []
-    for label in board.labels:
-        row: Cells = {METHOD: label}
-        told: Cells = {METHOD: label}
-        for figure in board.shown:
-            score = figure.scores.get(label)
-            if score is None:
-                continue
-            normal, student = half_widths(score.rounds)
-            row |= {figure.name + MEAN: score.mean, figure.name + CI: normal, figure.name + T: student}
-            told[figure.name] = f"{fixed(score.mean, figure.digits)} {rounds_text(score, figure.digits)}".rstrip()
-        rows.append({**row, AVG_RANK: ranks.get(label)})
-        read.append({**told, AVG_RANK: _half_up(ranks.get(label))})
-    parts = [figure.name + part for figure in board.shown for part in (MEAN, CI, T)]
-    digits = {figure.name + part: figure.digits for figure in board.shown for part in (MEAN, CI, T)}
-    table = KeyedTable(
-        "rounds",
-        "Means over rounds ± 1.96 s/sqrt(n) (t: the half width by Student's t)",
-        (METHOD, *parts, AVG_RANK),
-        tuple(rows),
-        (METHOD,),
-        None,
-        {**digits, AVG_RANK: DECIMALS},
+    found, notes = read_evaluations(folders)
+    results = list(found.values())
+    board = board_of(results, find_mixed(results))
+    if not board.shown:
+        places = ", ".join(map(str, found))
+        raise UserError(f"report scores: expected a score that counts, but no figure of {places} is a number")
+    scores, rounds = main_tables(board)
+    lengths = lengths_table(results)
+    joined: list[KeyedTable] = []
+    lines: list[str] = []
+    for path in printed:
+        tables, said = put_beside([scores, rounds, *lengths], path, model)
+        joined += tables
+        lines += said
+    several = any(len(score.rounds) > 1 for figure in board.shown for score in figure.scores.values())
+    below = [*([rounds] if several else []), *close_table(board), *lengths, *missing_table(results)]
+    told = [*(way.line() for way in board.mixed), *about(board), *lines, *notes]
+    names = list(dict.fromkeys(name for result in results for name in result.cost))
+    costs: list[list[Cell]] = [[result.label, result.benchmark, *map(result.cost.get, names)] for result in results]
+    publish(
+        f"Scores of {listed(board.labels)}",
+        [scores, *joined, *below, *spreads_table(board)],
+        told,
+        output,
+        SCORES,
+        mark,
+        [Section("Cost", [TableBlock([METHOD, BENCHMARK, *names], costs)])],
+        why="no evaluation given has them",
     )
-    columns = (METHOD, *(figure.name for figure in board.shown), AVG_RANK)
-    return replace(table, reading=replace(table, columns=columns, rows=tuple(read)))
 
 
-# ------------------------------------------------------------------------------------------------ spreads
+def about(board: Board) -> list[str]:
+    """Returns how the ranks came about, what is not ranked and why, which spreads are not known, and figures whose
+    scores stand on different numbers of questions.
+    """
+    figures, ranks, labels = board.ranked(), board.ranks(), board.labels
+    shown = [(figure, label, score) for figure in board.shown for label, score in figure.scores.items()]
+    over, lower = named(figures), named(figure for figure in figures if not figure.higher_is_better)
+    unranked = [label for label in labels if label not in ranks]
+    alone = named(figure for figure in board.shown if len(figure.scores) == 1 and len(labels) > 1)
+    aimless = named(figure for figure in board.shown if figure.higher_is_better is None and len(figure.scores) > 1)
+    single = list(dict.fromkeys(label for _, label, score in shown if len(score.rounds) == 1))
+    unknown = named(figure for figure, _, score in shown if figure.graded and score.grading is None)
+    best = "highest score" + (f", of {lower} the lowest" if lower else "")
+    lines: list[tuple[object, str]] = [
+        (
+            ranks,
+            f"{AVG_RANK}: mean of the ranks over {over}, on the printed means of the {len(ranks)} rows that have them "
+            f"all; best 1, the {best}; ties share their ranks",
+        ),
+        (
+            unranked,
+            f"{AVG_RANK}: none for {listed(unranked)}: it takes two rows with the same benchmarks, all graded",
+        ),
+        (alone, f"{AVG_RANK}: not over {alone}, which a single row has"),
+        (aimless, f"{AVG_RANK}: not over {aimless}, of which it is not known whether higher is better"),
+        (single, f"one round, so no spread over rounds: {listed(single)}"),
+        (unknown, f"grading noise not known for some rows of {unknown}: no difference held against it"),
+        (
+            any(score.grading is not None for _, _, score in shown),
+            "grading noise of a difference: 1.96 sqrt(a^2 + b^2), a and b the standard deviations that grading the "
+            "same answers again gives the two figures; what is below it may be the grader's chance alone",
+        ),
+        (
+            len(shown) < len(board.shown) * len(labels),
+            "an empty cell: no evaluation of that row on that benchmark was given",
+        ),
+        (board.mixed, "*: graded or answered otherwise than most of its column, see the warning"),
+    ]
+    for figure in board.shown:
+        sizes = {label: score.questions for label, score in figure.scores.items() if score.questions}
+        told = ", ".join(f"{label} {count}" for label, count in sizes.items())
+        lines.append((len(set(sizes.values())) > 1, f"{figure.name}: on different numbers of questions ({told})"))
+    return [line for holds, line in lines if holds]
 
 
-def spreads_table(board: Board) -> KeyedTable:
+def named(figures: Iterable[Figure]) -> str:
+    """Returns the names of figures, each once, as a list in words."""
+    return ", ".join(dict.fromkeys(figure.name for figure in figures))
+
+
+# ------------------------------------------------------------------------------------------------ tables
+
+
+def main_tables(board: Board) -> list[KeyedTable]:
+    """Returns the paper's main table (a row per label, a column per figure, means over rounds, the average rank), and
+    its table of three runs: the means with both intervals over rounds, the second by Student's t.
+
+    People read the means as they are printed, with an asterisk where they were graded otherwise than most, and
+    ``21.90 ± 1.57 (t 3.45)``; the CSV has the numbers in full.
+    """
+    ranks, odd = board.ranks(), {(label, one.benchmark) for one in board.mixed for label in one.odd}
+    scores, scores_read, rounds, rounds_read = (list[Cells]() for _ in range(4))
+    digits = {AVG_RANK: DECIMALS}
+    for label in board.labels:
+        full, told, wide, words = (Cells({METHOD: label}) for _ in range(4))
+        for figure in board.shown:
+            name, score, mean = figure.name, figure.scores.get(label), figure.printed(label)
+            parts = [name + MEAN, name + CI, name + T]
+            digits |= dict.fromkeys((name, *parts), figure.digits)
+            full[name] = None if score is None else score.mean
+            wide |= zip(parts, (full[name], *half_widths(() if score is None else score.rounds)), strict=True)
+            if score is None or mean is None:
+                told[name] = words[name] = None
+                continue
+            text = f"{mean:.{figure.digits}f}"
+            told[name] = f"{text}*" if (label, figure.benchmark) in odd else mean
+            words[name] = f"{text} {rounds_text(score, figure.digits)}".rstrip()
+        rank = ranks.get(label)
+        near = None if rank is None else half_up(rank, DECIMALS)
+        scores.append({**full, AVG_RANK: rank})
+        scores_read.append({**told, AVG_RANK: near})
+        rounds.append({**wide, AVG_RANK: rank})
+        rounds_read.append({**words, AVG_RANK: near})
+    title = "Means over rounds ± 1.96 s/sqrt(n) (t: the half width by Student's t)"
+    return [
+        *_table("scores", "Scores, means over rounds", scores, (METHOD,), scores_read, digits),
+        *_table("rounds", title, rounds, (METHOD,), rounds_read, digits),
+    ]
+
+
+def _table(
+    name: str,
+    title: str,
+    rows: Sequence[Cells],
+    keys: tuple[str, ...],
+    read: Sequence[Cells] = (),
+    digits: Mapping[str, int] | None = None,
+) -> list[KeyedTable]:
+    """Returns the table of some rows, ``read`` as people read them; none without rows."""
+    if not rows:
+        return []
+    table = KeyedTable(name, title, tuple(rows[0]), tuple(rows), keys, None, digits or {})
+    reading = replace(table, columns=tuple(read[0]), rows=tuple(read)) if read else None
+    return [replace(table, reading=reading)]
+
+
+def spreads_table(board: Board) -> list[KeyedTable]:
     """Returns every figure with its three spreads apart: 95 % over questions, standard deviations over rounds and of
     grading.
 
@@ -198,114 +195,153 @@ def spreads_table(board: Board) -> KeyedTable:
     read: list[Cells] = []
     for figure in board.figures:
         for label, score in figure.scores.items():
-            low, high = score.interval or (None, None)
+            bounds = [fixed(end, figure.digits) for end in score.interval or ()]
             spread = stdev(score.rounds) if len(score.rounds) > 1 else None
+            low, high = score.interval or (None, None)
             names: Cells = {FIGURE: figure.name, METHOD: label}
-            rows.append(
-                {
-                    **names,
-                    "mean": score.mean,
-                    "questions": score.questions,
-                    "questions_low": low,
-                    "questions_high": high,
-                    "rounds": len(score.rounds),
-                    "rounds_sd": spread,
-                    "grading_sd": score.grading,
-                }
-            )
-            both = (
-                "" if low is None or high is None else f"{fixed(low, figure.digits)} to {fixed(high, figure.digits)} "
-            )
+            of_questions: Cells = {"questions": score.questions, "questions_low": low, "questions_high": high}
+            of_rounds: Cells = {"rounds": len(score.rounds), "rounds_sd": spread, "grading_sd": score.grading}
+            rows.append(names | {"mean": score.mean} | of_questions | of_rounds)
             read.append(
                 {
                     **names,
                     "mean": fixed(score.mean, figure.digits),
-                    "95 % over questions (n)": f"{both}({score.questions})",
+                    "95 % over questions (n)": f"{' to '.join(bounds)} ({score.questions})".strip(),
                     "sd of rounds (n)": ""
                     if spread is None
                     else f"{fixed(spread, figure.digits)} ({len(score.rounds)})",
                     "sd of grading": "" if score.grading is None else fixed(score.grading, figure.digits),
                 }
             )
-    table = KeyedTable("spreads", "Spreads of each figure", tuple(rows[0]), tuple(rows), (FIGURE, METHOD))
-    return replace(table, reading=replace(table, columns=tuple(read[0]), rows=tuple(read)))
+    return _table("spreads", "Spreads of each figure", rows, (FIGURE, METHOD), read)
 
 
-def close_table(board: Board) -> KeyedTable | None:
-    """Pairs of labels that a figure does not tell apart, since grading the same answers again moves it as much.
+def close_table(board: Board) -> list[KeyedTable]:
+    """Finds pairs of labels that a figure does not tell apart, since grading the same answers again moves it as much.
 
-    Pairs that were graded or answered in different ways are left out. None where no pair is so close.
+    Pairs that were graded or answered in different ways are left out; empty where no pair is so close.
     """
     rows: list[Cells] = []
     for figure in board.shown:
-        known = [(label, score, score.grading) for label, score in figure.scores.items() if score.grading is not None]
-        known.sort(key=lambda item: -item[1].mean)
-        for place, (label, score, spread) in enumerate(known):
-            for other, lower, below in known[place + 1 :]:
-                noise = grading_noise(spread, below)
-                alike = board.way(label, figure.benchmark) == board.way(other, figure.benchmark)
-                if alike and score.mean - lower.mean < noise:
-                    rows.append(
-                        {
-                            FIGURE: figure.name,
-                            METHOD: label,
-                            "not told from": other,
-                            "difference": score.mean - lower.mean,
-                            "grading_noise": noise,
-                        }
-                    )
-    if not rows:
-        return None
-    title = "Differences below the grading noise"
-    return KeyedTable("close", title, tuple(rows[0]), tuple(rows), (FIGURE, METHOD))
+        known = [(label, score.mean, score.grading) for label, score in figure.scores.items()]
+        graded = [(label, mean, spread) for label, mean, spread in known if spread is not None]
+        for (one, higher, a), (other, lower, b) in combinations(sorted(graded, key=lambda item: -item[1]), 2):
+            noise, alike = grading_noise(a, b), board.way(one, figure.benchmark) == board.way(other, figure.benchmark)
+            if alike and higher - lower < noise:
+                names: Cells = {FIGURE: figure.name, METHOD: one, "not told from": other}
+                rows.append(names | {"difference": higher - lower, "grading_noise": noise})
+    return _table("close", "Differences below the grading noise", rows, (FIGURE, METHOD))
 
 
-# ------------------------------------------------------------------------------------------------ lengths
-
-
-def lengths_table(evaluations: Sequence[Evaluation]) -> KeyedTable | None:
-    """Returns how long the answers are, by benchmark and label; None where no evaluation says."""
+def lengths_table(results: Sequence[EvaluationResult]) -> list[KeyedTable]:
+    """Returns how long the answers are, by benchmark and label; none where no evaluation says."""
     rows: list[Cells] = [
         {
-            BENCHMARK: one.result.benchmark,
-            METHOD: one.result.label,
+            BENCHMARK: result.benchmark,
+            METHOD: result.label,
             "n_tokens": lengths.tokens,
             "n_characters": lengths.characters,
             "cut": lengths.cut,
             "tokenizer": lengths.tokenizer,
         }
-        for one in evaluations
-        if (lengths := one.result.lengths) is not None
+        for result in sorted(results, key=lambda result: result.benchmark)
+        if (lengths := result.lengths) is not None
     ]
-    if not rows:
-        return None
-    rows.sort(key=lambda row: str(row[BENCHMARK]))
     digits = {"n_tokens": 1, "n_characters": 1, "cut": 3}
     title = "Response lengths, means over questions; cut: share that ended at the most tokens"
-    return KeyedTable("lengths", title, tuple(rows[0]), tuple(rows), (BENCHMARK, METHOD), None, digits)
+    return _table("lengths", title, rows, (BENCHMARK, METHOD), digits=digits)
 
 
-def missing_table(evaluations: Sequence[Evaluation]) -> KeyedTable | None:
-    """Returns what was missing or replaced, by label, benchmark and reason; None where nothing was."""
+def missing_table(results: Sequence[EvaluationResult]) -> list[KeyedTable]:
+    """Returns what was missing or replaced, by label, benchmark and reason; none where nothing was."""
     rows: list[Cells] = [
-        {METHOD: one.result.label, BENCHMARK: one.result.benchmark, "reason": reason, "count": count}
-        for one in evaluations
-        for reason, count in one.result.counts.items()
+        {METHOD: result.label, BENCHMARK: result.benchmark, "reason": reason, "count": count}
+        for result in results
+        for reason, count in result.counts.items()
         if count
     ]
+    return _table("missing", "Missing or replaced", rows, (METHOD, BENCHMARK, "reason"))
+
+
+# ------------------------------------------------------------------------------------------------ printed numbers
+
+
+def put_beside(tables: Sequence[KeyedTable], path: Path, model: str | None) -> tuple[list[KeyedTable], list[str]]:
+    """Returns the printed rows of a model beside ours, once for each of our tables that has columns of theirs; and
+    notes.
+
+    UserError for a file without the column ``method`` or without any column of ours.
+    """
+    printed = read_printed(path, [METHOD, ARM, BENCHMARK, *MODELS], {PRINTED_RANK: AVG_RANK})
+    if METHOD not in printed.columns:
+        raise UserError(f"printed={path}: expected a column {METHOD}, got {', '.join(printed.columns)}")
+    counterpart(tables, printed)  # says what is expected where no column is shared
+    printed, lines = rows_of(printed, model)
+    if not printed.rows:
+        return [], lines
+    methods = dict.fromkeys(str(row[METHOD]) for row in printed.rows)
+    theirs = {name.casefold() for name in methods}
+    ranked = {str(row[METHOD]).casefold() for row in tables[0].rows if row[AVG_RANK] is not None}
+    left = [name for name in printed.columns if name in printed.digits]
+    shared = [[name for name in left if name in table.columns and name not in table.keys] for table in tables]
+    if AVG_RANK in left and ranked != theirs:
+        left.remove(AVG_RANK)
+        lines.append(
+            f"{label_of(path)}: average ranks not compared: over {len(theirs)} rows there, over {len(ranked)} here"
+        )
+    joined: list[KeyedTable] = []
+    for table, names in sorted(zip(tables, shared, strict=True), key=lambda item: -len(item[1])):
+        names = [name for name in names if name in left]
+        left = [name for name in left if name not in names]
+        if names:
+            columns = tuple(name for name in printed.columns if name in (METHOD, BENCHMARK, *names))
+            rows = tuple({name: row[name] for name in columns} for row in printed.rows)
+            told = beside(table, replace(printed, columns=columns, rows=rows), fold=True)
+            told = replace(told, title=f"Printed numbers of {label_of(path)} beside our {table.name}")
+            joined.append(replace(told, reading=rounded(told, names)))
+    if left:
+        lines.append(f"{label_of(path)}: printed columns without ours: {', '.join(left)}")
+    ours = dict.fromkeys(str(row[METHOD]) for table in tables for row in table.rows)
+    alone = [label for label in ours if label.casefold() not in theirs]
+    if alone:
+        lines.append(f"{label_of(path)}: no printed row for {listed(alone)}; its rows are {', '.join(methods)}")
+    return joined, lines
+
+
+def rounded(table: KeyedTable, names: Sequence[str]) -> KeyedTable:
+    """Returns a joined table as people read it: our numbers rounded as the printed ones are, differences those of the
+    two.
+    """
+    rows = []
+    for row in table.rows:
+        told = dict(row)
+        for name in names:
+            ours, theirs, digits = row[name], row.get(name + PRINTED), table.digits[name + PRINTED]
+            if isinstance(ours, int | float):
+                told[name] = near = half_up(ours, digits)
+                if isinstance(theirs, int | float) and name + DIFFERENCE in row:
+                    told[name + DIFFERENCE] = half_up(near - theirs, digits)
+        rows.append(told)
+    digits_of = {name: table.digits.get(name + PRINTED, count) for name, count in table.digits.items()}
+    return for_reading(replace(table, rows=tuple(rows), digits=digits_of))
+
+
+def rows_of(printed: PrintedTable, model: str | None) -> tuple[PrintedTable, list[str]]:
+    """Returns the printed rows about a model, names compared by letters and digits alone; and a line on those left out.
+
+    Without a model all rows of a file about one, and none of a file about several, whose methods have one name each.
+    """
+    names, label = list(dict.fromkeys(filter(None, map(whose, printed.rows)))), label_of(printed.path)
+    wanted = model if model is not None else names[0] if len(names) == 1 else None
+    if wanted is None:
+        if not names:
+            return printed, []
+        said = f"say label={names[0]} (or {', '.join(names[1:])})"
+        return replace(printed, rows=()), [f"{label}: left out, it is about several models; {said}"]
+    rows = tuple(row for row in printed.rows if letters(whose(row) or wanted) == letters(wanted))
+    others = ", ".join(name for name in names if letters(name) != letters(wanted))
     if not rows:
-        return None
-    return KeyedTable("missing", "Missing or replaced", tuple(rows[0]), tuple(rows), (METHOD, BENCHMARK, "reason"))
-
-
-def cost_rows(evaluations: Sequence[Evaluation]) -> list[Cells]:
-    """Returns what each evaluation cost."""
-    names = dict.fromkeys(name for one in evaluations for name in one.result.cost)
-    return [
-        {
-            METHOD: one.result.label,
-            BENCHMARK: one.result.benchmark,
-            **{name: one.result.cost.get(name) for name in names},
-        }
-        for one in evaluations
-    ]
+        lines = [f"{label}: left out, it has no rows of {wanted} but of {others}"]
+    else:
+        lines = [f"{label}: rows of other models left out ({others})"] if others else []
+    return replace(printed, rows=rows), lines

@@ -17,10 +17,9 @@ from attnpo.display.page import Section, TableBlock
 from attnpo.evaluation.base import Score
 from attnpo.evaluation.result import RESULT, EvaluationResult, Lengths
 from attnpo.evaluation.spreads import half_widths
-from attnpo.lab.reports.evaluations import column_of, mixed, read_evaluations
+from attnpo.lab.reports.evaluations import Board, Figure, board_of, column_of, find_mixed, read_evaluations
 from attnpo.lab.reports.report import report
 from attnpo.lab.reports.report_config import ReportConfig
-from attnpo.lab.reports.scores import Board, Figure, board_of
 from attnpo.schema import UserError
 from attnpo.system.files import write_record
 
@@ -258,9 +257,10 @@ def test_what_is_mixed_in_a_column_is_named(
 
 
 def test_models_alone_do_not_differ(tmp_path: Path) -> None:
-    evaluations, _ = read_evaluations([a_paper(tmp_path)])
-    assert mixed(evaluations) == []
-    assert board_of(evaluations, []).labels == ("AttentionPO", "Base", "DPO")
+    found, _ = read_evaluations([a_paper(tmp_path)])
+    results = list(found.values())
+    assert find_mixed(results) == []
+    assert board_of(results, []).labels == ("AttentionPO", "Base", "DPO")
 
 
 def test_pairs_of_different_graders_are_not_held_against_noise(tmp_path: Path) -> None:
@@ -402,8 +402,8 @@ def test_wide_tables_are_continued_on_a_narrow_terminal(width: int) -> None:
 
 def test_columns_are_named_by_benchmark_and_score(tmp_path: Path) -> None:
     place = an_evaluation(tmp_path, "A", "ifeval", {"accuracy": [0.5], "strict": [0.25]})
-    (one,) = read_evaluations([place])[0]
-    assert [column_of(one.result, name) for name in ("accuracy", "strict")] == ["ifeval", "ifeval strict"]
+    (result,) = read_evaluations([place])[0].values()
+    assert [column_of(result, name) for name in ("accuracy", "strict")] == ["ifeval", "ifeval strict"]
     folder = report_on(tmp_path, [place])
     assert json.loads((folder / "report.json").read_text())["files"] == [
         *("report.html", "scores.csv", "scores.md", "scores.tex")
