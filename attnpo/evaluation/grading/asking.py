@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from attnpo.evaluation.grading.base import Grader, GradingCall, GradingFailure, GradingReply, Price
-from attnpo.evaluation.grading.input_tokens import ENOUGH, InputTokens
-from attnpo.evaluation.grading.limits import Budget, GradingLimits
+from attnpo.evaluation.grading.limits import Budget, GradingLimits, InputCount, count_input
 from attnpo.evaluation.grading.store import ReplyStore
 from attnpo.schema import UserError
 
@@ -98,13 +97,9 @@ class Asked:
 
 
 def estimate(calls: Iterable[GradingCall], grader: Grader, store: ReplyStore) -> Estimate:
-    """Returns what ``ask_all`` would take, before the first call; the store's replies correct the count of input
-    tokens.
-    """
-    wanted, identity = list(dict.fromkeys(calls)), grader.identity()
-    tokens = InputTokens(grader)
-    lacking = _lacking(wanted, identity, store, tokens)
-    return _estimated(lacking, len(wanted), grader, tokens)
+    """Returns what ``ask_all`` would take, before the first call."""
+    wanted = list(dict.fromkeys(calls))
+    return _estimate(count_input(_lacking(wanted, grader.identity(), store), grader), len(wanted), grader.price)
 
 
 def ask_all(
@@ -122,59 +117,28 @@ def ask_all(
     limits.check_price(grader)
     wanted = list(dict.fromkeys(calls))
     if limits.dry_run:
-        return _without_asking(wanted, grader, store)
+        identity, ahead = grader.identity(), estimate(wanted, grader, store)
+        log.info("limits.dry_run: %s", ahead)
+        left = tuple(_lacking(wanted, identity, store))
+        return Asked(_stored(wanted, identity, store), left=left, stopped="limits.dry_run", ahead=ahead)
     with store.writing():
         return _ask(wanted, grader, store, limits)
 
 
-def _without_asking(wanted: list[GradingCall], grader: Grader, store: ReplyStore) -> Asked:
-    identity, tokens = grader.identity(), InputTokens(grader)
-    left = _lacking(wanted, identity, store, tokens)
-    ahead = _estimated(left, len(wanted), grader, tokens)
-    log.info("limits.dry_run: %s", ahead)
-    return Asked(_stored(wanted, identity, store), left=tuple(left), stopped="limits.dry_run", ahead=ahead)
-
-
 def _ask(wanted: list[GradingCall], grader: Grader, store: ReplyStore, limits: GradingLimits) -> Asked:
-    identity, tokens = grader.identity(), InputTokens(grader)
-    todo = tokens.spread(_lacking(wanted, identity, store, tokens))
+    identity, price = grader.identity(), grader.price
+    todo = deque(_lacking(wanted, identity, store))
+    counted = count_input(todo, grader)
     before = store.replies(identity)
-    spent = math.fsum(grader.price.of(reply.input_tokens, reply.output_tokens) for reply in before)
-    budget = Budget(limits, grader, tokens, spent, len(before))
+    spent = math.fsum(price.of(reply.input_tokens, reply.output_tokens) for reply in before)
+    budget = Budget(limits, price, {call: count.tokens for call, count in counted.items()}, spent, len(before))
     if todo:
-        log.info("%s", _estimated(todo, len(wanted), grader, tokens))
+        log.info("%s", _estimate(counted, len(wanted), price))
     tally = _Tally(len(wanted), len(wanted) - len(todo), budget, limits.max_failed, str(identity.get("model") or ""))
-    # Estimates are fitted to the first replies, which are awaited: the quickest of more would be the shortest.
-    first = 0 if tokens.exact or tokens.seen >= ENOUGH else ENOUGH
-    probe, rest = deque(todo[:first]), deque(todo[first:])
-    _ask_part(probe, grader, store, budget, tally)
-    if rest and not probe:
-        if first and tokens.seen >= ENOUGH:
-            log.info("grading: %d calls left: %s", len(rest), _estimated(rest, len(rest), grader, tokens).rest)
-        _ask_part(rest, grader, store, budget, tally)
-    left = (*probe, *rest)
-    ahead = _estimated(left, len(left), grader, tokens) if left else None
-    asked = Asked(
-        replies=_stored(wanted, identity, store),
-        failures=tally.failures,
-        left=left,
-        stopped=budget.stopped if left else None,
-        ahead=ahead,
-        spent=budget.spent - spent,
-        made=budget.replied - len(before),
-        seconds=time.monotonic() - tally.began,
-    )
-    _report(asked, budget)
-    return asked
-
-
-def _ask_part(calls: deque[GradingCall], grader: Grader, store: ReplyStore, budget: Budget, tally: "_Tally") -> None:
-    """Asks what is in ``calls`` and takes it out, until a bound is reached."""
-    identity = grader.identity()
     asking = True
-    while calls and asking:  # what did not fit beside calls in flight may fit after them
+    while todo and asking:  # what did not fit beside calls in flight may fit after them
         asking = False
-        for call, found in grader.ask(budget.admitted(calls)):
+        for call, found in grader.ask(budget.admitted(todo)):
             asking = True
             problem = None if isinstance(found, GradingFailure) else found.problem()
             reply = found if problem is None else GradingFailure(problem)
@@ -185,6 +149,18 @@ def _ask_part(calls: deque[GradingCall], grader: Grader, store: ReplyStore, budg
             else:
                 store.add(call, identity, budget.settle(call, reply))
                 tally.note(call, reply)
+    asked = Asked(
+        replies=_stored(wanted, identity, store),
+        failures=tally.failures,
+        left=tuple(todo),
+        stopped=budget.stopped if todo else None,
+        ahead=_estimate({call: counted[call] for call in todo}, len(todo), price) if todo else None,
+        spent=budget.spent - spent,
+        made=budget.replied - len(before),
+        seconds=time.monotonic() - tally.began,
+    )
+    _report(asked, budget)
+    return asked
 
 
 @dataclass
@@ -239,23 +215,14 @@ class _Tally:
         done = self.stored + self.answered
         left = self.wanted - done - len(self.failures)
         pace = seconds / (self.answered + len(self.failures))
-        cost = f", {dollars(self.budget.spent)} spent" if self.budget.grader.price.known else ""
+        cost = f", {dollars(self.budget.spent)} spent" if self.budget.price.known else ""
         failed = f", {len(self.failures)} failed" if self.failures else ""
         log.info("grading: %d of %d%s%s, %.0f s left", done, self.wanted, failed, cost, pace * left)
 
 
-def _lacking(
-    wanted: Iterable[GradingCall], identity: Mapping[str, object], store: ReplyStore, tokens: InputTokens
-) -> list[GradingCall]:
-    """Returns the calls that have to be asked; the others' accounts correct ``tokens``."""
-    lacking = []
-    for call in wanted:
-        reply = store.reply(call, identity)
-        if reply is None:
-            lacking.append(call)
-        else:
-            tokens.saw(call, reply)
-    return lacking
+def _lacking(wanted: Iterable[GradingCall], identity: Mapping[str, object], store: ReplyStore) -> list[GradingCall]:
+    """Returns the calls that have to be asked."""
+    return [call for call in wanted if store.reply(call, identity) is None]
 
 
 def _stored(
@@ -265,12 +232,17 @@ def _stored(
     return {call: reply for call, reply in found if reply is not None}
 
 
-def _estimated(lacking: Iterable[GradingCall], wanted: int, grader: Grader, tokens: InputTokens) -> Estimate:
-    calls = list(lacking)
-    before = tokens.total(calls)
-    most = sum(call.max_tokens for call in calls)
-    cost = grader.price.of(before, most) if grader.price.known else None
-    return Estimate(wanted, wanted - len(calls), before, most, cost, tokens.method)
+def _estimate(counted: Mapping[GradingCall, InputCount], wanted: int, price: Price) -> Estimate:
+    tokens = sum(count.tokens for count in counted.values())
+    most = sum(call.max_tokens for call in counted)
+    cost = price.of(tokens, most) if price.known else None
+    bounded = sum(count.is_bound for count in counted.values())
+    method = "counted by the grader's tokenizer"
+    if bounded == len(counted) > 0:
+        method = "an upper bound, the bytes of the text; grader.tokenizer=FOLDER counts them"
+    elif bounded:
+        method += f", {bounded} calls that its chat template refuses bounded by the bytes of their text"
+    return Estimate(wanted, wanted - len(counted), tokens, most, cost, method)
 
 
 def _report(asked: Asked, budget: Budget) -> None:
@@ -281,7 +253,7 @@ def _report(asked: Asked, budget: Budget) -> None:
         more = f"; and {len(reasons) - NAMED} other reasons" if len(reasons) > NAMED else ""
         log.warning("%d grading calls failed: %s%s", len(asked.failures), named, more)
     if asked.stopped is not None:
-        spent = f", {dollars(budget.spent)} spent in all" if budget.grader.price.known else ""
+        spent = f", {dollars(budget.spent)} spent in all" if budget.price.known else ""
         left = len(asked.left), asked.ahead.rest if asked.ahead else ""
         log.warning("%s is reached%s; raise it to ask the %d calls that are left: %s", asked.stopped, spent, *left)
     if asked.made:
@@ -289,8 +261,8 @@ def _report(asked: Asked, budget: Budget) -> None:
     estimated = sum(reply.estimated for reply in asked.replies.values())
     if estimated:
         log.warning(
-            "%d of %d replies had no token counts (usage): their cost is an upper estimate, from estimated input and "
-            "the maximum output",
+            "%d of %d replies had no token counts (usage): their cost is an upper estimate, from counted input and the "
+            "maximum output",
             estimated,
             len(asked.replies),
         )

@@ -52,8 +52,8 @@ class GradingReply:
 
     ``logprobs``: the first token's most likely texts with their natural log-probabilities, None where the grader gives
     none. Token counts are the grader's own account (``usage``). ``estimated``: it gave none, so that they are what was
-    set aside for the call, its estimated input and the most output. ``model`` is who says to have replied, where that
-    is said.
+    set aside for the call, its counted input and the most output. ``model`` is who says to have replied, where that is
+    said.
     """
 
     text: str
@@ -122,4 +122,4 @@ class Grader(Protocol):
         """
 
     def count_tokens(self, call: GradingCall) -> int | None:
-        """Input tokens of a call by the grader's own tokenizer, or None where that is not at hand."""
+        """Counts a call's input tokens by the grader's own tokenizer; None where that is not at hand."""

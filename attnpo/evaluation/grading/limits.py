@@ -1,12 +1,14 @@
-"""What a command may ask of a grader: how much, and for how many dollars."""
+"""What a command may ask of a grader, in calls and dollars, and how long calls are before they are made."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from attnpo.evaluation.grading.base import Grader, GradingCall, GradingReply
-from attnpo.evaluation.grading.input_tokens import InputTokens
+from attnpo.evaluation.grading.base import Grader, GradingCall, GradingReply, Price
 from attnpo.schema import UserError, check_least
+
+ADDED = 32
+"""Input tokens that a chat template adds to a call at most: marks of turns, and dates as Llama 3.1's has them."""
 
 
 @dataclass(frozen=True)
@@ -39,17 +41,35 @@ class GradingLimits:
             )
 
 
+@dataclass(frozen=True)
+class InputCount:
+    """Input tokens of a call before it is made; ``is_bound``: it has no more than these, by the bytes of its text."""
+
+    tokens: int
+    is_bound: bool = False
+
+
+def count_input(calls: Iterable[GradingCall], grader: Grader) -> dict[GradingCall, InputCount]:
+    """Counts input tokens by the grader's tokenizer; without it the bytes of the text are an upper bound."""
+    counts = ((call, grader.count_tokens(call)) for call in calls)
+    return {call: InputCount(_bound(call), True) if count is None else InputCount(count) for call, count in counts}
+
+
+def _bound(call: GradingCall) -> int:
+    return ADDED + sum(len(turn["content"].encode(errors="surrogatepass")) for turn in call.messages)
+
+
 @dataclass
 class Budget:
     """Lets calls through as long as they fit.
 
     A call fits when what was spent, the most that those in flight can cost and the most that it can cost are together
-    within ``limits.max_cost``. The most: its input tokens and ``max_tokens`` of output. Not for several threads.
+    within ``limits.max_cost``. The most: its input ``tokens`` and ``max_tokens`` of output. Not for several threads.
     """
 
     limits: GradingLimits
-    grader: Grader
-    tokens: InputTokens
+    price: Price
+    tokens: Mapping[GradingCall, int]
     spent: float = 0.0
     replied: int = 0
     stopped: str | None = None
@@ -57,9 +77,8 @@ class Budget:
 
     def admitted(self, calls: deque[GradingCall]) -> Iterator[GradingCall]:
         """Takes calls from the front of ``calls`` while they fit; ``stopped`` says which bound ended it."""
-        price = self.grader.price
         while calls:
-            most = price.of(self.tokens.of(calls[0]), calls[0].max_tokens)
+            most = self.price.of(self.tokens[calls[0]], calls[0].max_tokens)
             self.stopped = self._bound(most)
             if self.stopped is not None:
                 return
@@ -74,10 +93,8 @@ class Budget:
         """
         self.drop(call)
         if reply.estimated:
-            reply = replace(reply, input_tokens=self.tokens.of(call), output_tokens=call.max_tokens)
-        else:
-            self.tokens.saw(call, reply)
-        self.spent += self.grader.price.of(reply.input_tokens, reply.output_tokens)
+            reply = replace(reply, input_tokens=self.tokens[call], output_tokens=call.max_tokens)
+        self.spent += self.price.of(reply.input_tokens, reply.output_tokens)
         self.replied += 1
         return reply
 

@@ -19,6 +19,7 @@ from attnpo.text.chat import ChatFormat, RefusedText
 
 if TYPE_CHECKING:
     import openai
+    import tiktoken
     from openai.types.chat import ChatCompletionMessageParam
 
 log = logging.getLogger(__name__)
@@ -27,6 +28,9 @@ SERVICE = "https://api.openai.com/v1"
 ADDRESS = "OPENAI_BASE_URL"  # the client's own variable for another address
 KEY = "OPENAI_API_KEY"  # the client's own variable for the key, of its own address or of that
 LENGTH_KEYS = ("max_tokens", "max_completion_tokens")
+# Tokens of OpenAI's chat format: around a turn with its role, and ahead of the reply (OpenAI Cookbook, "How to count
+# tokens with tiktoken").
+OF_TURN, BEGINS_REPLY = 4, 3
 OUT_OF_CREDIT = "insufficient_quota"  # OpenAI's code of a 429 that no waiting mends
 
 
@@ -38,7 +42,8 @@ class OpenAIGrader:
     ``key_variable``; None: from ``OPENAI_API_KEY``, and a ``base_url`` that is given is sent no key. ``concurrency``
     calls are open at once, each try ends after ``timeout`` seconds, and up to ``max_retries`` follow the first, not
     where the server asks for more than two minutes of patience.
-    ``tokenizer``: a folder or hub name with the model's tokenizer and chat template, which count input tokens exactly.
+    ``tokenizer``: a folder or hub name with the model's tokenizer and chat template, which count input tokens exactly;
+    None: those of OpenAI's service are counted by tiktoken.
     The prices (dollars per million tokens) are those of ``price_model``; another ``model`` has none. ``extra_body``
     goes with every request, ``length_key`` is the name it gives the most output tokens.
     """
@@ -96,11 +101,19 @@ class OpenAIGrader:
         }
 
     def count_tokens(self, call: GradingCall) -> int | None:
-        """By ``tokenizer``, the chat template's tokens included; None where that refuses the call, or there is none."""
-        try:
-            return None if self.tokenizer is None else len(_chat(self.tokenizer).prompt_ids(call.messages))
-        except RefusedText:
+        """Counts by ``tokenizer`` or tiktoken, the chat format's tokens included.
+
+        None where the chat template refuses the call, and for a server of one's own without ``tokenizer``.
+        """
+        if self.tokenizer is not None:
+            try:
+                return len(_chat(self.tokenizer).prompt_ids(call.messages))
+            except RefusedText:
+                return None
+        vocabulary = _vocabulary(self.model) if self.address == SERVICE else None
+        if vocabulary is None:
             return None
+        return BEGINS_REPLY + sum(OF_TURN + len(vocabulary.encode_ordinary(turn["content"])) for turn in call.messages)
 
     def check_ready(self) -> None:
         """Raises UserError without the client's package, or without a key for OpenAI's service."""
@@ -224,3 +237,15 @@ def _chat(tokenizer: str) -> ChatFormat:
     from attnpo.models.loading import load_tokenizer
 
     return ChatFormat(load_tokenizer(tokenizer))
+
+
+@cache
+def _vocabulary(model: str) -> "tiktoken.Encoding | None":
+    """Loads the vocabulary of one of OpenAI's models, which tiktoken downloads once; None where it cannot be had."""
+    try:
+        import tiktoken
+
+        return tiktoken.encoding_for_model(model)
+    except (ImportError, KeyError, OSError, ValueError) as problem:
+        log.info("no vocabulary of grader.model=%s (%s): its input tokens are bounded, not counted", model, problem)
+        return None

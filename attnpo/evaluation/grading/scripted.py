@@ -21,7 +21,7 @@ class ScriptedGrader:
     price: Price = field(default_factory=Price)
     name: str = "scripted"
     at_once: int = 1
-    tokens: Callable[[GradingCall], int] | None = None
+    tokens: Callable[[GradingCall], int | None] | None = None
     asked: list[GradingCall] = field(default_factory=list)
 
     def check_ready(self) -> None:

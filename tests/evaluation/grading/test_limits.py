@@ -8,7 +8,7 @@ import pytest
 from attnpo.evaluation.grading import asking
 from attnpo.evaluation.grading.asking import ask_all, dollars, estimate
 from attnpo.evaluation.grading.base import GradingCall, GradingFailure, GradingReply, Price
-from attnpo.evaluation.grading.limits import GradingLimits
+from attnpo.evaluation.grading.limits import ADDED, GradingLimits
 from attnpo.evaluation.grading.scripted import ScriptedGrader
 from attnpo.evaluation.grading.store import ReplyStore
 from attnpo.schema import UserError
@@ -18,8 +18,8 @@ PRICE = Price(input=100.0, output=1000.0)  # dollars per million: numbers one ca
 
 
 def of_size(number: int, tokens: int, most: int = 10) -> GradingCall:
-    """A call of so many pieces of text, three of them those of the system's message."""
-    return call(number, "word " * (tokens - 3), max_tokens=most)
+    """A call whose input is bounded by so many tokens: 10 bytes of the system's message, and what a template adds."""
+    return call(number, "x" * (tokens - ADDED - len("You grade.")), max_tokens=most)
 
 
 def test_a_dollar_is_counted_per_million_tokens() -> None:
@@ -33,20 +33,37 @@ def test_an_estimate_before_the_first_call(tmp_path: Path) -> None:
     )
     assert (found.calls, found.stored, found.input_tokens, found.most_output_tokens) == (2, 0, 201, 100)
     assert found.dollars == pytest.approx(201 * 100e-6 + 100 * 1000e-6)
-    assert "201 input tokens (estimated from the text), at most 100 output tokens (upper bound" in str(found)
+    assert "201 input tokens (an upper bound, the bytes of the text; grader.tokenizer=FOLDER counts them)" in str(found)
+    assert "at most 100 output tokens (upper bound from max_tokens); at most $0.12" in str(found)
     exact = estimate([of_size(1, 100)], ScriptedGrader({}, PRICE, tokens=lambda _: 77), ReplyStore(tmp_path))
     assert exact.input_tokens == 77 and "counted by the grader's tokenizer" in str(exact)
     unknown = estimate([of_size(1, 100)], ScriptedGrader({}, Price(known=False)), ReplyStore(tmp_path))
     assert unknown.dollars is None and "price of its tokens is not known" in str(unknown)
 
 
-def test_what_is_stored_corrects_the_estimate(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["word " * 40, "字" * 40, "é\ud800🙂", "\u2028" * 9, "\x00{}();\n\n"])
+def test_no_byte_level_tokenizer_counts_more_than_the_bound(text: str, tmp_path: Path) -> None:
+    """One that has merged nothing takes a token a byte, a lone surrogate's three bytes included."""
+    found = estimate([call(1, text)], ScriptedGrader({}), ReplyStore(tmp_path))
+    most = len("You grade.") + sum(3 if "\ud800" <= sign < "\ue000" else len(sign.encode()) for sign in text)
+    assert found.input_tokens == most + ADDED
+
+
+def test_a_call_that_the_tokenizer_cannot_count_is_bounded_beside_the_others(tmp_path: Path) -> None:
+    grader = ScriptedGrader({}, PRICE, tokens=lambda asked: None if asked.item == "q1" else 7)
+    found = estimate([of_size(1, 100), of_size(2, 100), of_size(3, 100)], grader, ReplyStore(tmp_path))
+    assert found.input_tokens == 100 + 7 + 7
+    assert found.method == (
+        "counted by the grader's tokenizer, 1 calls that its chat template refuses bounded by the bytes of their text"
+    )
+
+
+def test_what_is_stored_is_not_estimated_again(tmp_path: Path) -> None:
     calls = [of_size(number, 100) for number in range(30)]
-    grader = ScriptedGrader(lambda _: GradingReply("7", input_tokens=130, output_tokens=1), PRICE)
+    grader = ScriptedGrader(lambda _: GradingReply("7", input_tokens=30, output_tokens=1), PRICE)
     ask_all(calls[:20], grader, ReplyStore(tmp_path))
     found = estimate(calls, grader, ReplyStore(tmp_path))
-    assert (found.calls, found.stored, found.input_tokens) == (30, 20, 1300)
-    assert "fitted to 20 replies, which took 1.30 times as many" in found.method
+    assert (found.calls, found.stored, found.input_tokens) == (30, 20, 1000)
 
 
 # ------------------------------------------------------------------------------------------------ budgets
@@ -78,10 +95,19 @@ def test_with_exact_counts_a_budget_is_never_overspent(max_cost: float, at_once:
 
 
 @pytest.mark.parametrize("at_once", [1, 8])
-def test_with_wrong_counts_no_more_than_the_calls_in_flight_is_overspent(at_once: int, tmp_path: Path) -> None:
-    each = GradingReply("7", input_tokens=300, output_tokens=10)  # three times what its text is taken for
-    grader = ScriptedGrader(lambda _: each, PRICE, at_once=at_once)
+def test_a_bound_that_is_four_times_too_high_leaves_less_than_one_call_unspent(at_once: int, tmp_path: Path) -> None:
+    """What a call did not cost is free again once its reply is there, for those that did not fit beside it."""
+    grader = ScriptedGrader(lambda _: GradingReply("7", input_tokens=25, output_tokens=10), PRICE, at_once=at_once)
     calls = [of_size(number, 100) for number in range(60)]
+    asked = ask_all(calls, grader, ReplyStore(tmp_path), GradingLimits(max_cost=0.5))
+    assert 0.5 - PRICE.of(100, 10) < asked.spent <= 0.5 and asked.left
+
+
+@pytest.mark.parametrize("at_once", [1, 8])
+def test_a_grader_that_counts_wrongly_overspends_the_calls_in_flight_at_most(at_once: int, tmp_path: Path) -> None:
+    each = GradingReply("7", input_tokens=300, output_tokens=10)
+    grader = ScriptedGrader(lambda _: each, PRICE, at_once=at_once, tokens=lambda _: 100)
+    calls = [call(number, max_tokens=10) for number in range(60)]
     asked = ask_all(calls, grader, ReplyStore(tmp_path), GradingLimits(max_cost=0.5))
     cost = PRICE.of(300, 10)
     assert 0.5 - cost < asked.spent <= 0.5 + at_once * cost and asked.left
