@@ -16,9 +16,9 @@ import pytest
 
 from attnpo import evaluate, fit, generate, pair, report, show, weigh
 from attnpo.cli.entry import run_entry
-from attnpo.evaluation.answers.row_file import Row, RowFile
 from attnpo.evaluation.grading.base import GradingCall, GradingReply
 from attnpo.evaluation.grading.store import ReplyStore
+from attnpo.evaluation.jsonl_store import JsonlStore, Row
 from attnpo.lab.studies import workers
 from attnpo.schema import Message
 from tests.bad_input.conftest import Record
@@ -187,13 +187,13 @@ def test_output_on_a_full_disk_is_told(words: tuple[str, ...]) -> None:
 def test_a_folder_that_is_removed_beneath_a_command_is_told(
     place: tuple[World, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    append = RowFile.append
+    append = JsonlStore.append
 
-    def remove(self: RowFile[Row], rows: Iterable[Row]) -> None:
+    def remove(self: JsonlStore[Row], rows: Iterable[Row]) -> None:
         shutil.rmtree(self.path.parent)
         append(self, rows)
 
-    monkeypatch.setattr(RowFile, "append", remove)
+    monkeypatch.setattr(JsonlStore, "append", remove)
     assert start_generate(*place, tmp_path / "out") == 2
     said = capsys.readouterr().err
     assert said.startswith(f"error: the folder {tmp_path / 'out'} is not there: expected one that stays while")

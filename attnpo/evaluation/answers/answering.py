@@ -13,9 +13,8 @@ from attnpo.config.compose import RUNS_ROOT
 from attnpo.data.prepare import warn_of_rendered
 from attnpo.data.prompts import EncodedPrompts, Prompt, PromptSet, PromptSource, encode_prompts
 from attnpo.evaluation.answers.answer_config import AnswerConfig
-from attnpo.evaluation.answers.answer_file import AnswerFile, AnswerRow
-from attnpo.evaluation.answers.base import Answerer, Asked, Reply
-from attnpo.evaluation.answers.row_file import Name
+from attnpo.evaluation.answers.base import Answerer, AnswerRow, Asked, Reply
+from attnpo.evaluation.jsonl_store import JsonlStore, Name
 from attnpo.models.loading import load_chat
 from attnpo.models.spec import ModelSpec
 from attnpo.schema import Sampling, UserError
@@ -50,7 +49,7 @@ def answer_prompts(cfg: AnswerConfig) -> Path:
             "times: set a temperature above 0"
         )
     path = default_path(model.path, data) if cfg.output is None else Path(cfg.output).expanduser()
-    file = AnswerFile(path, *process())
+    file = JsonlStore[AnswerRow](path, "answers", *process())
     cfg.require_unread("output", path, file.sidecar)
     with locked(path.parent, file=file.part.name, instead="output=FILE.jsonl"):
         answerer = cfg.answering.open(model, device_of(cfg.trainer.get("accelerator", "auto")))
@@ -68,7 +67,7 @@ def _answer(
     found: PromptSet,
     sampling: Sampling,
     per_prompt: int,
-    file: AnswerFile,
+    file: JsonlStore[AnswerRow],
     origin: Mapping[str, object],
 ) -> None:
     """Makes the answers that ``file`` lacks, and its account, which has ``origin`` among its facts."""

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NotRequired, Protocol, runtime_checkable
 
 import torch
 
+from attnpo.evaluation.jsonl_store import Row
 from attnpo.models.spec import ModelSpec
 from attnpo.schema import Message, Sampling
 from attnpo.text.chat import ChatFormat
@@ -40,6 +41,21 @@ class Reply:
     tokens: int
     finish_reason: str
     refused: str | None = None
+
+
+class AnswerRow(Row):
+    """One answer in a file. ``draw`` counts the answers to one prompt, or the turns of a question from 0.
+
+    ``finish_reason`` and ``refused`` are those of the reply. ``temperature``: that of the question, where it has one of
+    its own.
+    """
+
+    prompt: list[Message]
+    answer: str
+    finish_reason: str
+    tokens: int
+    refused: NotRequired[str]
+    temperature: NotRequired[float]
 
 
 @runtime_checkable

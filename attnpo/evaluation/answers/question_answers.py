@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from attnpo.data.prompts import Prompt, encode_prompts
-from attnpo.evaluation.answers.answer_file import AnswerFile, AnswerRow
 from attnpo.evaluation.answers.answering import fill, key_of, refused, row_of
-from attnpo.evaluation.answers.base import LENGTH, Answerer, Asked, Reply
+from attnpo.evaluation.answers.base import LENGTH, Answerer, AnswerRow, Asked, Reply
 from attnpo.evaluation.answers.questions import ModelAnswer, Question
-from attnpo.evaluation.answers.row_file import Name
+from attnpo.evaluation.jsonl_store import JsonlStore, Name
 from attnpo.schema import Message, Sampling, UserError
 from attnpo.system.locks import locked
 from attnpo.system.processes import process
@@ -81,15 +80,20 @@ def answer_questions(
         return _Round(questions, sampling, answerer, file, round_).run()
 
 
-def _file(folder: Path, round_: int) -> AnswerFile:
-    return AnswerFile(round_path(folder, round_), *process(), instead=OUTPUT)
+def _file(folder: Path, round_: int) -> JsonlStore[AnswerRow]:
+    return JsonlStore(round_path(folder, round_), "answers", *process(), instead=OUTPUT)
 
 
 class _Round:
     """One round's work on its file."""
 
     def __init__(
-        self, questions: Sequence[Question], sampling: Sampling, answerer: Answerer, file: AnswerFile, round_: int
+        self,
+        questions: Sequence[Question],
+        sampling: Sampling,
+        answerer: Answerer,
+        file: JsonlStore[AnswerRow],
+        round_: int,
     ) -> None:
         self.questions, self.answerer, self.file, self.round = questions, answerer, file, round_
         self.base, self.sampling = sampling, replace(sampling, seed=sampling.seed + round_)

@@ -1,35 +1,26 @@
 """Replies of graders as they came: one append-only file in an evaluation's folder, asked for nothing twice.
 
-Each line holds one reply under the key of its call and grader, what the call was about, and a digest of the line. A
-process that is killed loses the replies that were on their way, no other.
+Each line holds one reply under the key of its call and grader, and what the call was about. A process that is killed
+loses the replies that were on their way, no other.
 """
 
-import json
 import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TextIO
 
 from attnpo.evaluation.grading.base import GradingCall, GradingReply
-from attnpo.schema import UserError, digest
+from attnpo.evaluation.jsonl_store import damaged_line, read_lines, seal_lines
+from attnpo.schema import digest
 from attnpo.system.credentials import identify
-from attnpo.system.files import mend_lines, naming, parse_json, seal_row, shortened, take_seal
+from attnpo.system.files import mend_lines, naming
 from attnpo.system.locks import locked
 
 log = logging.getLogger(__name__)
 
 GRADES = "grades.jsonl"
-
-
-@dataclass(frozen=True)
-class StoredReply:
-    """A reply in the store with a digest of the identity of the grader that gave it."""
-
-    reply: GradingReply
-    grader: str
 
 
 @dataclass
@@ -41,8 +32,8 @@ class ReplyStore:
     """
 
     folder: Path
-    _replies: dict[str, StoredReply] = field(init=False, default_factory=dict)
-    _file: TextIO | None = field(init=False, default=None)
+    _replies: dict[str, tuple[GradingReply, str]] = field(init=False)  # with the digest of its grader's identity
+    _is_open: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self._replies = _read(self.path)
@@ -56,12 +47,12 @@ class ReplyStore:
         """Returns the reply to a call of a grader with this identity; None where it has to be asked for."""
         # An earlier version named replies by the identity with its secrets.
         found = self._replies.get(call.key(identify(grader))) or self._replies.get(call.key(grader))
-        return None if found is None else found.reply
+        return None if found is None else found[0]
 
     def replies(self, grader: Mapping[str, object]) -> list[GradingReply]:
         """Returns all replies of a grader with this identity, whatever was asked."""
         wanted = digest(identify(grader))
-        return [stored.reply for stored in self._replies.values() if stored.grader == wanted]
+        return [reply for reply, by in self._replies.values() if by == wanted]
 
     def __len__(self) -> int:
         return len(self._replies)
@@ -79,15 +70,15 @@ class ReplyStore:
             if mend_lines(self.path):
                 log.info("%s: its last line was cut off; that call is asked again", self.path)
             self._replies = _read(self.path)
-            with self.path.open("a", encoding="utf-8") as self._file:
-                try:
-                    yield
-                finally:
-                    self._file = None
+            self._is_open = True
+            try:
+                yield
+            finally:
+                self._is_open = False
 
     def add(self, call: GradingCall, grader: Mapping[str, object], reply: GradingReply) -> None:
         """Appends a reply and hands it to the system, so that it outlives this process."""
-        if self._file is None:
+        if not self._is_open:
             raise RuntimeError(f"{self.path} is not open for writing: use `with store.writing()`")
         grader = identify(grader)
         key = call.key(grader)
@@ -103,32 +94,23 @@ class ReplyStore:
             "reply": asdict(reply),
             "time": time.strftime("%Y-%m-%d %H:%M:%S"),
         }
-        with naming(self.path):
-            self._file.write(json.dumps(seal_row(line)) + "\n")
-            self._file.flush()
-        self._replies[key] = StoredReply(reply, digest(grader))
+        with naming(self.path), self.path.open("a", encoding="utf-8") as file:
+            file.write(seal_lines([line], ascii_only=True))  # graders may send text that is no Unicode
+        self._replies[key] = reply, digest(grader)
 
 
-def _read(path: Path) -> dict[str, StoredReply]:
-    replies: dict[str, StoredReply] = {}
+def _read(path: Path) -> dict[str, tuple[GradingReply, str]]:
+    replies: dict[str, tuple[GradingReply, str]] = {}
     unusable: set[str] = set()
-    # A line without its end is being written by another process, or was by one that is gone.
-    lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
-    for number, text in enumerate(lines, start=1):
+    for number, line in enumerate(read_lines(path, "replies"), start=1):
         try:
-            line = parse_json(text)
-            if not take_seal(line):
-                raise ValueError("changed")
-            reply = GradingReply(**line["reply"])
+            key, reply = line["key"], GradingReply(**line["reply"])
             if reply.problem() is not None:
-                unusable.add(line["key"])
+                unusable.add(key)
             else:
-                replies[line["key"]] = StoredReply(reply, digest(identify(line["grader"])))
+                replies[key] = reply, digest(identify(line["grader"]))
         except (ValueError, KeyError, TypeError, AttributeError) as problem:
-            raise UserError(
-                f"{path}, line {number}: expected a reply as it was written, got one that is damaged or was edited: "
-                f"{shortened(text.decode(errors='replace'))}; delete the line, its call is then asked again"
-            ) from problem
+            raise damaged_line(path, number, "replies", line) from problem
     unusable -= replies.keys()
     if unusable:
         log.warning("%s: %d replies are of another type than replies can be: they are asked again", path, len(unusable))

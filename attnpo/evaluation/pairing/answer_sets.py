@@ -10,9 +10,8 @@ from attnpo.data.adapters import RowProblem, require_columns
 from attnpo.data.base import row_range
 from attnpo.data.prompts import Prompt, PromptColumns, prompt_of
 from attnpo.data.tables import read_table
-from attnpo.evaluation.answers.answer_file import AnswerFile
-from attnpo.evaluation.answers.base import LENGTH
-from attnpo.evaluation.answers.row_file import DIGEST, KEY, SUFFIX, read_account
+from attnpo.evaluation.answers.base import LENGTH, AnswerRow
+from attnpo.evaluation.jsonl_store import DIGEST, KEY, SUFFIX, JsonlStore, read_account
 from attnpo.evaluation.pairing.base import AnswerSet, Candidate
 from attnpo.schema import UserError, digest
 
@@ -96,7 +95,7 @@ class AnswerSource:
             )
         if isinstance(origin, Mapping) and DIGEST in account:
             try:
-                AnswerFile(path).require_finished()
+                JsonlStore[AnswerRow](path, "answers").require_finished()
             except UserError as problem:
                 raise UserError(f"{problem}. Where that is on purpose, copy it to a name of your own") from problem
         elif isinstance(origin, Mapping):

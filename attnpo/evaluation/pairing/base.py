@@ -7,7 +7,7 @@ from typing import NotRequired, Protocol, runtime_checkable
 
 import torch
 
-from attnpo.evaluation.answers.row_file import Row, RowFile
+from attnpo.evaluation.jsonl_store import Row
 from attnpo.schema import Message, asked_by, digest
 
 
@@ -38,15 +38,6 @@ class ScoreRow(Row):
 
     score: float | None
     reason: NotRequired[str]
-
-
-@dataclass(frozen=True)
-class ScoreFile(RowFile[ScoreRow]):
-    """The scores of answers at ``path``, as ``RowFile`` keeps them."""
-
-    noun = "scores"
-    value = "score"
-    origin = "which answers and which ranker its scores are of"
 
 
 def scored(found: AnswerSet, scores: Sequence[float]) -> list[ScoreRow]:

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from attnpo.evaluation.answers.row_file import DIGEST, KEY, SUFFIX, read_account
+from attnpo.evaluation.jsonl_store import DIGEST, KEY, SUFFIX, JsonlStore, read_account
 from attnpo.evaluation.pairing.answer_sets import AnswerSets
-from attnpo.evaluation.pairing.base import AnswerSet, ScoreFile, ScoreRow
+from attnpo.evaluation.pairing.base import AnswerSet, ScoreRow
 from attnpo.evaluation.pairing.pair_config import PairConfig, PairRules, Take
 from attnpo.schema import Message, UserError, digest
 from attnpo.system.credentials import identify
@@ -45,7 +45,7 @@ def make_pairs(cfg: PairConfig) -> Path | None:
     account = path.with_suffix(".json")
     written = [str(read_account(account)[DIGEST])] if DIGEST in read_account(account) else []
     require_own(f"output={path}", path, account, written, "attnpo.pair")
-    file = ScoreFile(path.with_name(f"{path.stem}.scores{SUFFIX}"), *process())
+    file = JsonlStore[ScoreRow](path.with_name(f"{path.stem}.scores{SUFFIX}"), "scores", *process())
     cfg.require_unread("output", path, account, file.path, file.sidecar)
     with locked(path.parent, file=file.part.name, instead="output=FILE.jsonl"):
         found, ranker = cfg.answers.load(), cfg.ranker

@@ -12,8 +12,9 @@ import pytest
 from attnpo.config.compose import check, compose, load, typed
 from attnpo.data.prompts import REFUSED, PromptSource
 from attnpo.evaluation.answers.answer_config import AnswerConfig
-from attnpo.evaluation.answers.answer_file import AnswerFile, AnswerRow
 from attnpo.evaluation.answers.answering import answer_prompts, default_path
+from attnpo.evaluation.answers.base import AnswerRow
+from attnpo.evaluation.jsonl_store import JsonlStore
 from attnpo.generate import main
 from attnpo.lab.testbed.tokenizer import build_tokenizer
 from attnpo.models.generate import HFGenerator
@@ -348,17 +349,22 @@ def test_keys_that_moved_are_told(name: str) -> None:
 
 
 def test_a_file_without_its_account_or_with_a_broken_row_is_not_touched(tmp_path: Path) -> None:
-    file = AnswerFile(tmp_path / "answers.jsonl")
+    file = JsonlStore[AnswerRow](tmp_path / "answers.jsonl", "answers")
     file.path.write_text('{"id": "a", "draw": 0, "answer": ""}\n', encoding="utf-8")
-    with pytest.raises(UserError, match=r"answers.jsonl has no answers.json beside it that says which model"):
+    with pytest.raises(
+        UserError, match=r"has no answers.json beside it that says what its answers are of"
+    ):
         file.open({"sampling": 1})
     file.account({"sampling": 1}, {})
     with pytest.raises(UserError, match=r"line 1: .* in a file of an earlier version, where no line has"):
         file.open({"sampling": 1})
     file.path.unlink()
-    row = AnswerRow(id="a", draw=0, prompt=[], answer="", finish_reason="stop", tokens=0)
+    row = AnswerRow(id="a", draw=0, prompt=[], answer="é", finish_reason="stop", tokens=0)
     file.append([row])
     assert file.open({"sampling": 1}) == {("a", 0): row}
+    whole = '{"id": "a", "draw": 0, "prompt": [], "answer": "é", "finish_reason": "stop", "tokens": 0, '
+    whole += '"digest": "f5ffa24e20688f8c"}\n'
+    assert file.path.read_text(encoding="utf-8") == whole, "as earlier versions wrote it"
     file.sidecar.write_text('{"of": "somebody"}\n', encoding="utf-8")
     for _ in range(2):
         with pytest.raises(UserError, match=r"has no answers.json beside it"):

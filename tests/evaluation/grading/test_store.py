@@ -132,6 +132,26 @@ def test_a_damaged_line_is_named(damage: str, tmp_path: Path, record_property: p
     record_property("bad input", (f"store of grades: line {damage}", str(refused.value), "nothing, once deleted"))
 
 
+BEFORE = (
+    '{"key": "b5112bb7201575e65036aa37d68ae5d5", "benchmark": "quiz", "item": "q1", "part": "turn1", "round": 0, '
+    '"repeat": 0, "messages": "684d16528e3c8856de6a84127aa356576d426729cef3cd421ba34c941586c05d", "grader": '
+    '{"kind": "scripted", "name": "a"}, "reply": {"text": "8", "finish_reason": "stop", "logprobs": null, '
+    '"input_tokens": 5, "output_tokens": 1, "seconds": 0.5, "model": "m", "estimated": false}, '
+    '"time": "2026-11-01 10:00:00", "digest": "98e4c8ae5101f62b"}'
+)
+
+
+def test_a_reply_of_an_earlier_version_is_found_and_goes_on(tmp_path: Path) -> None:
+    """As attnpo wrote it when answers, scores and replies had a class of files each."""
+    (tmp_path / GRADES).write_text(BEFORE + "\n")
+    found = ReplyStore(tmp_path).reply(call(1), GRADER)
+    assert found == GradingReply("8", input_tokens=5, output_tokens=1, seconds=0.5, model="m")
+    assert found is not None
+    write(tmp_path, call(1), reply=found)
+    before, again = map(json.loads, (tmp_path / GRADES).read_text().splitlines())
+    assert {**again, "time": "", "digest": ""} == {**before, "time": "", "digest": ""}
+
+
 def test_an_empty_folder_is_an_empty_store_and_stays_one(tmp_path: Path) -> None:
     assert len(ReplyStore(tmp_path / "none")) == 0 and not (tmp_path / "none").exists()
 

@@ -1,16 +1,15 @@
-"""A file of rows: JSON lines that a stopped command leaves whole and a repeated one continues.
+"""JSON lines that a stopped command leaves whole and a repeated one continues: answers, scores, replies of graders.
 
-A file beside it, of the same name but for its ending .json, says what the rows are of and what became of them. Each
-process of a job appends to a part of its own; whoever finds all rows there merges. Every row has a digest of itself and
-of what the rows are of, which is compared when it is read; the file beside finished rows has one of them all.
+Every line has a digest of itself, which is compared when it is read. A file beside the rows of a ``JsonlStore``, of the
+same name but for its ending .json, says what they are of and what became of them; their digests hold that too.
 """
 
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Generic, TypedDict, TypeVar
+from typing import Any, Generic, TypedDict, TypeVar
 
 from attnpo.schema import UserError, digest
 from attnpo.system.credentials import identify
@@ -27,7 +26,6 @@ from attnpo.system.files import (
 )
 
 log = logging.getLogger(__name__)
-
 
 SUFFIX = ".jsonl"
 KEY = "key"
@@ -46,23 +44,55 @@ class Row(TypedDict):
 SomeRow = TypeVar("SomeRow", bound=Row)
 
 
+def read_lines(file: Path, noun: str, of: str = "", row_name: Callable[[Any], object] | None = None) -> list[Any]:
+    """Returns the rows of a file, each as it was written; none where there is no file.
+
+    A line without its end is still being written, by another process or by one that was stopped, and is left out.
+
+    Raises:
+        UserError: a line is damaged, was edited, or has the ``row_name`` of an earlier one.
+    """
+    rows: list[Any] = []
+    names: set[object] = set()
+    lines = file.read_bytes().split(b"\n")[:-1] if file.is_file() else []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = parse_json(line)
+            if not take_seal(row, of) or (name := number if row_name is None else row_name(row)) in names:
+                raise ValueError("changed")
+        except (ValueError, KeyError, TypeError) as error:
+            raise damaged_line(file, number, noun, line.decode(errors="replace")) from error
+        names.add(name)
+        rows.append(row)
+    return rows
+
+
+def damaged_line(file: Path, number: int, noun: str, line: object) -> UserError:
+    """Returns the error for a line that is not as it was written."""
+    return UserError(
+        f"{file}, line {number}: expected one of the {noun} as it was written, once, got a line that was edited, is "
+        f"damaged, repeated or without a digest: {shortened(line)}; delete the line, what it held is then asked for "
+        "again; in a file of an earlier version, where no line has a digest, move the file away"
+    )
+
+
+def seal_lines(rows: Iterable[Mapping[str, object]], of: str = "", ascii_only: bool = False) -> str:
+    """Returns rows as lines with their digests."""
+    return "".join(json.dumps(seal_row(row, of), ensure_ascii=ascii_only) + "\n" for row in rows)
+
+
 @dataclass(frozen=True)
-class RowFile(Generic[SomeRow]):
-    """The rows at ``path``, and this process's part of them: the file itself when there is only one process.
+class JsonlStore(Generic[SomeRow]):
+    """The rows at ``path`` (``noun``: what they are), and this process's part of them.
 
-    A kind of rows says what they are (``noun``), what they hold (``value``), and what the file beside them says
-    (``origin``).
-
-    ``instead`` is what names another place, for messages.
+    Each process of a job appends to a part of its own, which is the file itself when there is only one; whoever finds
+    all rows there merges. ``instead`` is what names another place, for messages.
 
     Raises UserError for a path that does not end in .jsonl.
     """
 
-    noun: ClassVar[str]
-    value: ClassVar[str]
-    origin: ClassVar[str]
-
     path: Path
+    noun: str
     rank: int = 0
     processes: int = 1
     instead: str = "output=FILE.jsonl"
@@ -107,8 +137,8 @@ class RowFile(Generic[SomeRow]):
         if (files or self.sidecar.exists()) and not isinstance(before, Mapping):
             there = files[0] if files else self.sidecar
             raise UserError(
-                f"{self.path} has no {self.sidecar.name} beside it that says {self.origin}: move {there} away, or give "
-                f"another {self.instead}"
+                f"{self.path} has no {self.sidecar.name} beside it that says what its {self.noun} are of: move {there} "
+                f"away, or give another {self.instead}"
             )
         if isinstance(before, Mapping):
             for name, was, now in differences(identify(before), key):
@@ -121,7 +151,7 @@ class RowFile(Generic[SomeRow]):
             self.account(key, {})
         if mend_lines(self.part):
             log.info("%s: its last line was cut off; what it held is computed again", self.part)
-        rows = {(row["id"], row["draw"]): row for file in files for row in self._rows(file)}
+        rows = self._rows(files)
         if not self._is_as_finished(stored):
             log.warning(
                 "%s has lines more, less or in another order than when it was finished: each is as it was written, and "
@@ -132,7 +162,7 @@ class RowFile(Generic[SomeRow]):
 
     def require_finished(self) -> None:
         """Raises UserError where the rows are not those that the file beside them was written for."""
-        self._rows(self.path)
+        self._rows([self.path])
         if not self._is_as_finished(read_account(self.sidecar)):
             raise UserError(
                 f"{self.path} has lines more, less or in another order than {self.sidecar.name} says: give the command "
@@ -142,35 +172,18 @@ class RowFile(Generic[SomeRow]):
     def _is_as_finished(self, account: Mapping[str, object]) -> bool:
         return DIGEST not in account or not self.path.is_file() or account[DIGEST] == file_digest(self.path)
 
-    def _rows(self, file: Path) -> list[SomeRow]:
-        rows: list[SomeRow] = []
-        asked: set[str] = set()
+    def _rows(self, files: Iterable[Path]) -> dict[Name, SomeRow]:
+        # Under one name a later row counts where it answers another prompt: its earlier turns came anew.
         of = self._of()
-        # A line without its end is still being written, by another process or by one that was stopped.
-        lines = file.read_bytes().split(b"\n")[:-1] if file.is_file() else []
-        for number, line in enumerate(lines, start=1):
-            try:
-                row = parse_json(line)
-                # Under one name a later row counts where it answers another prompt: its earlier turns came anew.
-                if not take_seal(row, of) or (name := digest([row["id"], row["draw"], row.get("prompt")])) in asked:
-                    raise ValueError("changed")
-            except (ValueError, KeyError, TypeError) as error:
-                raise UserError(
-                    f"{file}, line {number}: expected a row of {self.noun} as it was written, once, got one that was "
-                    f"edited, is damaged, repeated or without a digest: {shortened(line.decode(errors='replace'))}; "
-                    f"delete the line, its {self.value} is then made again; in a file of an earlier version, where no "
-                    "line has a digest, move the file away"
-                ) from error
-            asked.add(name)
-            rows.append(row)
-        return rows
+        rows = (row for file in files for row in read_lines(file, self.noun, of, _name_with_prompt))
+        return {(row["id"], row["draw"]): row for row in rows}
 
     # ------------------------------------------------------------------------------------------ writing
 
     def append(self, rows: Iterable[SomeRow]) -> None:
         """Adds rows to this process's part and waits until they are handed to the system."""
         with naming(self.part), self.part.open("a", encoding="utf-8") as file:
-            file.write(self._lines(rows))
+            file.write(seal_lines(rows, self._of()))
 
     def merge(self, order: Sequence[Name]) -> list[SomeRow] | None:
         """Returns the rows of ``order``, or None while some are missing.
@@ -179,11 +192,11 @@ class RowFile(Generic[SomeRow]):
         come here at once write the same file.
         """
         files = self._files()
-        rows = {(row["id"], row["draw"]): row for file in files for row in self._rows(file)}
+        rows = self._rows(files)
         if any(name not in rows for name in order):
             return None
         asked = [rows.pop(name) for name in order]
-        write_whole(self.path, self._lines([*asked, *rows.values()]))
+        write_whole(self.path, seal_lines([*asked, *rows.values()], self._of()))
         for part in set(files) - {self.path}:
             part.unlink(missing_ok=True)
         if rows:
@@ -196,12 +209,12 @@ class RowFile(Generic[SomeRow]):
         stored = read_account(self.sidecar).get(KEY, identify(key))  # the same, as the rows' digests have it
         write_whole(self.sidecar, json.dumps({KEY: stored, **facts, **finished}, indent=1, ensure_ascii=False) + "\n")
 
-    def _lines(self, rows: Iterable[SomeRow]) -> str:
-        of = self._of()
-        return "".join(json.dumps(seal_row(row, of), ensure_ascii=False) + "\n" for row in rows)
-
     def _of(self) -> str:
         return digest(read_account(self.sidecar)[KEY])
+
+
+def _name_with_prompt(row: Mapping[str, object]) -> str:
+    return digest([row["id"], row["draw"], row.get("prompt")])
 
 
 def read_account(file: Path) -> dict[str, object]:
