@@ -1,13 +1,20 @@
 """Files of a benchmark's own repository, read from a checkout that the user names; nothing in it is executed."""
 
+import ast
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from string import Formatter
+from typing import Any, NoReturn
 
-from attnpo.schema import Json, UserError
+from attnpo.schema import Message, UserError
 from attnpo.system.files import parse_json
+
+NAME = str | int
+"""A name in a file: a text, not empty, or a whole number."""
+_KINDS = {str: "a text", NAME: "a name or a whole number", list: "a list", dict: "an object"}
 
 
 @dataclass(frozen=True)
@@ -39,82 +46,128 @@ class Checkout:
         self.digests[name] = hashlib.sha256(content).hexdigest()
         return text
 
-    def rows(self, name: str) -> "list[Row]":
-        """Returns the objects of the JSON lines file ``name``. UserError names the line that is damaged."""
-        return list(self._rows(name))
-
-    def _rows(self, name: str) -> Iterator["Row"]:
+    def rows(self, name: str, form: dict[str, Any]) -> list[dict[str, Any]]:
+        """Returns the objects of the JSON lines file ``name``. UserError for a line of another ``form``, by number."""
+        rows = []
         for number, line in enumerate(self.text(name).split("\n"), 1):  # not splitlines: U+2028 stands in real prompts
             if not line.strip():
                 continue
             where = f"{name}, line {number}"
             try:
-                values = parse_json(line)
+                row = parse_json(line)
             except ValueError as error:
                 self.refuse(where, f"is not JSON ({error}); the file is damaged or half-written")
-            if not isinstance(values, dict):
-                self.refuse(where, f"holds {str(values)[:40]!r}, expected a JSON object")
-            yield Row(self, where, values)
+            self.require(where, row, form)
+            rows.append(row)
+        return rows
+
+    def rows_by(self, key: str, name: str, form: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        """Returns the objects of a file by the name in ``key``. UserError for a name that stands twice."""
+        found: dict[str, dict[str, Any]] = {}
+        for row in self.rows(name, {key: NAME, **form}):
+            if str(row[key]) in found:
+                self.refuse(name, f"has {key} {row[key]} twice")
+            found[str(row[key])] = row
+        return found
+
+    def require(self, where: str, value: object, form: object) -> None:
+        """Raises UserError about the place ``where`` for a value of another form, as ``check_form`` reads it."""
+        try:
+            check_form(value, form, where)
+        except ValueError as error:
+            self.refuse(*error.args)
+
+    def require_template(self, where: str, text: str, places: Sequence[str]) -> None:
+        """Raises UserError unless ``str.format`` finds each of ``places`` in ``text``, plain, and no other.
+
+        A template of somebody else could read attributes through a place that is not plain.
+        """
+        try:
+            parts = [part for part in Formatter().parse(text) if part[1] is not None]
+        except ValueError as error:
+            self.refuse(where, f"is no template ({error})")
+        found = {f"{name}{'!' * bool(conv)}{conv or ''}{':' * bool(form)}{form}" for _, name, form, conv in parts}
+        if found != set(places):
+            listed = [" ".join("{" + name + "}" for name in names) or "none" for names in (places, sorted(found))]
+            self.refuse(where, f"has to have the places {listed[0]}, it has {listed[1]}")
 
     def refuse(self, where: str, problem: str) -> NoReturn:
         """Raises a UserError about the place ``where`` in the folder, with the way to get the folder anew."""
         raise UserError(f"{self.key}={self.given}: {where} {problem} (looked in {self.folder}). {self.source}")
 
 
-@dataclass(frozen=True)
-class Row:
-    """A JSON object of a file; every accessor raises UserError where the key is missing or holds another type."""
+def check_form(value: Any, form: Any, where: str) -> None:
+    """Checks that a value from a file has a form.
 
-    checkout: Checkout
-    where: str
-    values: Mapping[str, Json]
+    A form is a type, ``{key: form}`` of an object, ``[form]`` of each item of a list that is not empty, or
+    ``[..., form]`` of its last item.
 
-    def text(self, key: str) -> str:
-        """Returns a text."""
-        value = self.values.get(key)
-        return value if isinstance(value, str) else self._unexpected(key, "a text")
-
-    def id(self, key: str) -> str:
-        """Returns a name: a text, or a whole number as text."""
-        value = self.values.get(key)
-        if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
-            self._unexpected(key, "a name or a whole number")
-        return str(value)
-
-    def texts(self, key: str) -> tuple[str, ...]:
-        """Returns a list of texts, not empty."""
-        value = self.values.get(key)
-        if not isinstance(value, list) or not value:
-            self._unexpected(key, "a list of texts")
-        texts = tuple(item for item in value if isinstance(item, str))
-        return texts if len(texts) == len(value) else self._unexpected(key, "a list of texts")
-
-    def item(self, key: str, place: int) -> "Row":
-        """Returns the object at ``place`` of a list: 0 is the first, -1 the last."""
-        value = self.values.get(key)
-        item = value[place] if isinstance(value, list) and value else None
-        if not isinstance(item, dict):
-            self._unexpected(key, "a list of objects")
-        return Row(self.checkout, f"{self.where}: {key}[{place}]", item)
-
-    def within(self, key: str) -> "Row":
-        """Returns the object below ``key``."""
-        value = self.values.get(key)
-        if not isinstance(value, dict):
-            self._unexpected(key, "an object")
-        return Row(self.checkout, f"{self.where}: {key}", value)
-
-    def _unexpected(self, key: str, expected: str) -> NoReturn:
-        got = f"got {str(self.values[key])[:40]!r}" if key in self.values else "it is missing"
-        self.checkout.refuse(f"{self.where}: {key}", f"has to be {expected}, {got}")
+    Raises:
+        ValueError: the place that has another form, and what is wrong there.
+    """
+    kind = type(form) if isinstance(form, list | dict) else form
+    if not isinstance(value, kind) or isinstance(value, bool) or (value in ("", []) and kind is not str):
+        got = "it is missing" if value is ... else f"got {str(value)[:40]!r}"
+        raise ValueError(where, f"has to be {_KINDS[kind]}, {got}")
+    if isinstance(form, dict):
+        for key, inner in form.items():
+            check_form(value.get(key, ...), inner, f"{where}: {key}")
+    elif isinstance(form, list):
+        last = len(value) - 1
+        for place in range(last, last + 1) if form[0] is ... else range(last + 1):
+            check_form(value[place], form[-1], f"{where}[{place}]")
 
 
-def once(rows: Sequence[Row], key: str) -> dict[str, Row]:
-    """Rows by the name in ``key``. UserError for a name that stands twice, or a file without rows."""
-    found: dict[str, Row] = {}
-    for row in rows:
-        name = row.id(key)
-        if name in found:
-            row.checkout.refuse(row.where, f"has {key} {name} again, which {found[name].where} has already")
-        found[name] = row
-    return found
+def grader_messages(system: str, template: str, values: dict[str, str]) -> tuple[Message, ...]:
+    """Returns the messages to a grader: ``template`` filled in one pass after ``system``, where that is not empty."""
+    before = (Message(role="system", content=system),) if system else ()
+    return (*before, Message(role="user", content=template.format(**values)))
+
+
+# ------------------------------------------------------------------------------------- constants of a Python file
+
+
+class _Inliner(ast.NodeTransformer):
+    """Puts the values of earlier constants in the place of their names, and joins texts."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, Any] = {}
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(self.known[node.id]) if node.id in self.known else node
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        self.generic_visit(node)
+        texts = [side.value for side in (node.left, node.right) if isinstance(side, ast.Constant)]
+        if isinstance(node.op, ast.Add) and len(texts) == 2 and all(isinstance(text, str) for text in texts):
+            return ast.Constant("".join(map(str, texts)))
+        return node
+
+
+def read_constant(text: str, name: str) -> Any:
+    """Reads the value that the Python file ``text`` gives ``name`` at its top, without running it.
+
+    Raises:
+        ValueError: the file is no Python, has no such name, or gives it something that only running it would tell.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # "\\d" in a text of somebody else
+            warnings.simplefilter("ignore", DeprecationWarning)  # the same before Python 3.12
+            tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"is no Python file ({error})") from error
+    inliner = _Inliner()
+    for statement in tree.body:
+        if not isinstance(statement, ast.Assign | ast.AnnAssign) or statement.value is None:
+            continue
+        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+        names = [target.id for target in targets if isinstance(target, ast.Name)]
+        try:
+            inliner.known |= dict.fromkeys(names, ast.literal_eval(inliner.visit(statement.value)))
+        except (ValueError, TypeError, RecursionError, MemoryError):
+            for each in names:
+                inliner.known.pop(each, None)
+    if name not in inliner.known:
+        raise ValueError(f"gives {name} no value that can be read without running the file")
+    return inliner.known[name]

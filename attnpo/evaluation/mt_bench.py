@@ -12,16 +12,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 
 from attnpo.evaluation.answers.questions import ModelAnswer, Question
 from attnpo.evaluation.base import Graded, Replies
-from attnpo.evaluation.checkout import Checkout, Row, once
+from attnpo.evaluation.checkout import NAME, Checkout, grader_messages
 from attnpo.evaluation.grading.base import GradingCall
 from attnpo.evaluation.matching import answered, matched, weighted_mean
-from attnpo.evaluation.prompt_template import GraderPrompt, PromptTemplate
 from attnpo.schema import Message, Sampling, UserError, check_least
 
 RULES = 1
@@ -60,11 +60,14 @@ def rating(text: str) -> float | None:
 
 @dataclass(frozen=True)
 class MTBenchFiles:
-    """What a checkout holds: questions, prompts by (with references, turn), reference turns by question, digests."""
+    """What a checkout holds.
+
+    ``prompts``: system text and template by (with references, turn); ``references``: turns by question.
+    """
 
     questions: tuple[Question, ...]
-    prompts: Mapping[tuple[bool, int], GraderPrompt]
-    references: Mapping[str, tuple[str, ...]]
+    prompts: Mapping[tuple[bool, int], tuple[str, str]]
+    references: Mapping[str, Sequence[str]]
     digests: Mapping[str, str]
 
 
@@ -140,29 +143,26 @@ class MTBench:
         texts = {"question": question.turns, "answer": answer.turns, "ref_answer": references}
         for name, turns in texts.items():
             values |= {f"{name}_{number}": text for number, text in enumerate(turns, 1)}
-        return self._files.prompts[question.category in self.with_reference, turn].messages(values)
+        return grader_messages(*self._files.prompts[question.category in self.with_reference, turn], values)
 
     def grade(self, answers: Mapping[str, ModelAnswer], replies: Replies) -> Graded:
         """Means over every valid judgment in ``replies``, not means of means: a question counts as often as it has any.
 
         ``questions`` are those that ``answers`` has. All repeats among the replies count.
         """
-        return grade_ratings(answered(self.questions(), answers), tuple(self.temperatures), answers, replies)
+        return grade_ratings(answered(self.questions(), answers), tuple(self.temperatures), replies)
 
 
-def grade_ratings(
-    questions: Sequence[Question], categories: Sequence[str], answers: Mapping[str, ModelAnswer], replies: Replies
-) -> Graded:
+def grade_ratings(questions: Sequence[Question], categories: Sequence[str], replies: Replies) -> Graded:
     """Returns the scores of ``questions``: of all, by turn, by category."""
     place = {question.id: index for index, question in enumerate(questions)}
-    total, number = np.zeros((len(TURNS), len(questions))), np.zeros((len(TURNS), len(questions)))
-    judged = np.zeros((len(TURNS), len(questions)), dtype=bool)
+    total, number, judged = np.zeros((3, len(TURNS), len(questions)))
     counts: Counter[str] = Counter()
     for call, reply in replies.items():
         if call.item not in place:
-            continue  # a question outside ``answers``
+            continue  # a question that is not graded here
         at = (TURNS.index(call.part), place[call.item])
-        judged[at] = True
+        judged[at] = 1
         counts[CUT] += reply.finish_reason == "length"
         value = rating(reply.text)
         if value is None:
@@ -171,14 +171,13 @@ def grade_ratings(
         counts[OUTSIDE] += not LOWEST <= value <= HIGHEST
         total[at] += value
         number[at] += 1
-    counts[NO_REPLY] = int((~judged).sum())
+    counts[NO_REPLY] = int((judged == 0).sum())
 
     weights = {"score": number.sum(axis=0), **dict(zip(TURNS, number, strict=True))}
     totals = {"score": total.sum(axis=0), **dict(zip(TURNS, total, strict=True))}
     for category in categories:
         inside = np.array([question.category == category for question in questions], dtype=bool)
-        weights[category] = np.where(inside, weights["score"], 0.0)
-        totals[category] = totals["score"]
+        weights[category], totals[category] = np.where(inside, weights["score"], 0.0), totals["score"]
     values = {
         name: np.divide(totals[name], weight, out=np.full(len(questions), np.nan), where=weight > 0)
         for name, weight in weights.items()
@@ -199,54 +198,52 @@ def _read(benchmark: MTBench) -> MTBenchFiles:
     given = Path(benchmark.path).expanduser()
     folder = next((given / below for below in FOLDERS if (given / below / QUESTIONS).is_file()), given / FOLDERS[0])
     checkout = Checkout(folder, "benchmark.path", benchmark.path, SOURCE)
-    questions = tuple(_question(row, benchmark) for row in once(checkout.rows(QUESTIONS), "question_id").values())
+    rows = checkout.rows_by("question_id", QUESTIONS, {"category": str, "turns": [str]})
+    for name, row in rows.items():
+        if row["category"] not in benchmark.temperatures:
+            known = ", ".join(benchmark.temperatures)
+            told = f"has question {name} of category {row['category']}; benchmark.temperatures has {known}"
+            checkout.refuse(QUESTIONS, told)
+        if len(row["turns"]) != len(TURNS):
+            checkout.refuse(QUESTIONS, f"has {len(row['turns'])} turns of question {name}, expected {len(TURNS)}")
+    questions = tuple(
+        Question(name, tuple(row["turns"]), None, row["category"], benchmark.temperatures[row["category"]])
+        for name, row in rows.items()
+    )
     prompts = _prompts(checkout)
     asked = [question.id for question in questions if question.category in benchmark.with_reference]
     references = _references(checkout, benchmark.references, asked) if asked else {}
     return MTBenchFiles(questions, prompts, references, checkout.digests)
 
 
-def _question(row: Row, benchmark: MTBench) -> Question:
-    category, turns = row.text("category"), row.texts("turns")
-    if category not in benchmark.temperatures:
-        known = ", ".join(benchmark.temperatures)
-        row.checkout.refuse(row.where, f"has the category {category}; benchmark.temperatures has {known}")
-    if len(turns) != len(TURNS):
-        row.checkout.refuse(row.where, f"has {len(turns)} turns, expected {len(TURNS)}")
-    return Question(row.id("question_id"), turns, category=category, temperature=benchmark.temperatures[category])
-
-
-def _prompts(checkout: Checkout) -> dict[tuple[bool, int], GraderPrompt]:
-    rows = once(checkout.rows(PROMPTS), "name")
+def _prompts(checkout: Checkout) -> dict[tuple[bool, int], tuple[str, str]]:
+    form = dict.fromkeys(("output_format", "system_prompt", "prompt_template"), str)
+    rows = checkout.rows_by("name", PROMPTS, form)
     prompts = {}
-    for referenced, names in PROMPT_NAMES.items():
-        for turn, name in enumerate(names):
-            if name not in rows:
-                checkout.refuse(PROMPTS, f"has no prompt {name}")
-            row = rows[name]
-            form = row.text("output_format")
-            if form != "[[rating]]":
-                checkout.refuse(row.where, f"({name}) asks for {form}, expected [[rating]]")
-            places = (*PLACES[turn], *(REFERENCE_PLACES[turn] if referenced else ()))
-            template = PromptTemplate.read(row.text("prompt_template"), places, checkout, f"{row.where} ({name})")
-            prompts[referenced, turn] = GraderPrompt(row.text("system_prompt"), template)
+    for (referenced, names), turn in product(PROMPT_NAMES.items(), range(len(TURNS))):
+        where, row = f"{PROMPTS}, {names[turn]},", rows.get(names[turn])
+        if row is None:
+            checkout.refuse(PROMPTS, f"has no prompt {names[turn]}")
+        if row["output_format"] != "[[rating]]":
+            checkout.refuse(where, f"asks for {row['output_format']}, expected [[rating]]")
+        places = (*PLACES[turn], *(REFERENCE_PLACES[turn] if referenced else ()))
+        checkout.require_template(where, row["prompt_template"], places)
+        prompts[referenced, turn] = row["system_prompt"], row["prompt_template"]
     return prompts
 
 
-def _references(checkout: Checkout, name: str, asked: Sequence[str]) -> dict[str, tuple[str, ...]]:
+def _references(checkout: Checkout, name: str, asked: Sequence[str]) -> dict[str, Sequence[str]]:
     own, inside = Path(name).expanduser(), checkout.folder / REFERENCES
     folder = inside if (inside / name).is_file() or not own.is_file() else own.parent
     file = name if folder == inside else own.name
     beside = ", ".join(sorted(path.name for path in inside.glob("*.jsonl"))) or "none"
     source = f"benchmark.references={name} has to be a path or a file of {REFERENCES} (there: {beside}). {SOURCE}"
     references = Checkout(folder, checkout.key, checkout.given, source)
-    found = {row.id("question_id"): row for row in references.rows(file)}  # FastChat takes the last of several too
-    missing = [question for question in asked if question not in found]
-    if missing:
-        references.refuse(file, f"has no reference answer to question {', '.join(missing[:5])}")
-    turns = {question: found[question].item("choices", 0).texts("turns") for question in asked}
-    short = [question for question, texts in turns.items() if len(texts) < len(TURNS)]
-    if short:
-        references.refuse(file, f"answers one turn only of question {', '.join(short[:5])}")
+    rows = references.rows(file, {"question_id": NAME, "choices": [{"turns": [str]}]})
+    turns = {str(row["question_id"]): row["choices"][0]["turns"] for row in rows}  # FastChat takes the last one too
+    for name in asked:
+        if len(turns.get(name, ())) < len(TURNS):
+            has = "one turn only of the" if name in turns else "no"
+            references.refuse(file, f"has {has} reference answer to question {name}")
     checkout.digests["references"] = references.digests[file]
     return turns

@@ -15,9 +15,8 @@ from typing import TypeVar
 from omegaconf import DictConfig, OmegaConf
 
 from attnpo.config.compose import CONFIG_DIR, build
-from attnpo.evaluation.answers.questions import ModelAnswer, Question
-from attnpo.evaluation.arena_hard import ArenaHard
-from attnpo.evaluation.arena_hard_verdicts import AGREE, GAME, GAMES, LAST, QUESTION
+from attnpo.evaluation.answers.questions import Question
+from attnpo.evaluation.arena_hard import AGREE, GAME, GAMES, LAST, QUESTION, ArenaHard
 from attnpo.evaluation.base import Graded, Replies
 from attnpo.evaluation.grading.base import GradingCall, GradingReply
 from attnpo.evaluation.mt_bench import TURNS, MTBench, grade_ratings
@@ -91,9 +90,7 @@ def arena_hard(known: Fields, rows: Sequence[Mapping[str, str]], comparison: Com
         for part, column in zip(GAMES, ("game1", "game2"), strict=True)
     }
     by_rules = {
-        rules: replace(configured, verdicts=verdicts, missing=missing).graded(
-            questions, PATTERNS, _silent(questions), replies
-        )
+        rules: replace(configured, verdicts=verdicts, missing=missing).grade_games(questions, PATTERNS, replies)
         for rules, verdicts, missing in (("2024", AGREE, GAME), ("2025", LAST, QUESTION))
     }
     graded, published = by_rules["2024"], known.number("leaderboard_score")
@@ -127,7 +124,7 @@ def mt_bench(known: Fields, rows: Sequence[Mapping[str, str]], comparison: Compa
         every[_call("mt_bench", *place, repeat)] = last[place] = reply
 
     def graded(replies: Replies) -> Graded:
-        return grade_ratings(questions, categories, _silent(questions), replies)
+        return grade_ratings(questions, categories, replies)
 
     as_there, once = graded(every), graded({_call("mt_bench", *place): reply for place, reply in last.items()})
     kept = known.at("dedup_keep_last")
@@ -161,7 +158,3 @@ def _configured(option: str, kind: type[SomeBenchmark]) -> SomeBenchmark:
 
 def _call(benchmark: str, item: str, part: str, repeat: int = 0) -> GradingCall:
     return GradingCall(benchmark, item, part, 0, (), 1, repeat=repeat)
-
-
-def _silent(questions: Sequence[Question]) -> dict[str, ModelAnswer]:
-    return {question.id: ModelAnswer(question.id, question.turns) for question in questions}

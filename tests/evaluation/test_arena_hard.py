@@ -12,8 +12,8 @@ import pytest
 from attnpo.evaluation.answers.questions import ModelAnswer
 from attnpo.evaluation.arena_hard import ArenaHard
 from attnpo.evaluation.base import Benchmark
+from attnpo.evaluation.checkout import read_constant
 from attnpo.evaluation.grading.base import GradingReply
-from attnpo.evaluation.python_constants import constant
 from attnpo.schema import UserError
 from tests.evaluation.checkouts import answers_to, arena_hard_auto, check_means, configured, graded_with
 
@@ -303,7 +303,7 @@ def test_a_missing_or_damaged_file_is_named_with_the_way_to_get_it(checkout: Pat
 @pytest.mark.parametrize(
     ("name", "old", "new", "expected"),
     [
-        (QUESTIONS, '"a2"', '"a1"', "line 2 has uid a1 again, which"),
+        (QUESTIONS, '"a2"', '"a1"', "question.jsonl has uid a1 twice"),
         (
             QUESTIONS,
             '"arena-hard-v0.1"',
@@ -312,16 +312,21 @@ def test_a_missing_or_damaged_file_is_named_with_the_way_to_get_it(checkout: Pat
         ),
         (QUESTIONS, '"prompt"', '"turns"', "line 1: prompt has to be a text, it is missing"),
         (BASELINE, '"a2"', '"a9"', "has no baseline answer to 1 questions (a2)"),
-        (BASELINE, '"messages"', '"choices"', "messages has to be a list of objects, it is missing"),
-        (BASELINE, '{"answer"', '{"text"', "messages[-1]: content: answer has to be a text, it is missing"),
+        (BASELINE, '"messages"', '"choices"', "messages has to be a list, it is missing"),
+        (BASELINE, '{"answer"', '{"text"', "messages[1]: content: answer has to be a text, it is missing"),
         (JUDGES, "JUDGE_SETTINGS", "SETTINGS", "gives JUDGE_SETTINGS no value that can be read without running"),
         (JUDGES, '"Read it aloud."', "open('x').read()", "no value that can be read without running"),
-        (JUDGES, '"arena-hard-v0.1"', '"v0.1"', "JUDGE_SETTINGS['arena-hard-v0.1'] the texts baseline and system"),
-        (JUDGES, '"old", "system_prompt": FAIR}', '"", "system_prompt": FAIR}', "the texts baseline and system"),
+        (JUDGES, '"arena-hard-v0.1"', '"v0.1"', "JUDGE_SETTINGS: arena-hard-v0.1 has to be an object"),
+        (
+            JUDGES,
+            '"old", "system_prompt": FAIR}',
+            '"", "system_prompt": FAIR}',
+            "v0.1: baseline has to be a name",
+        ),
         (CONFIG, "{ANSWER_B}", "", "has to have the places {QUESTION} {ANSWER_A} {ANSWER_B}, it has"),
         (CONFIG, "{ANSWER_B}", "{ANSWER_B} {REFERENCE}", "it has {ANSWER_A} {ANSWER_B} {QUESTION} {REFERENCE}"),
         (CONFIG, "prompt_template", "template", "prompt_template has to be a text, it is missing"),
-        (CONFIG, "regex_patterns", "patterns", "regex_patterns has to be a list of texts, it is missing"),
+        (CONFIG, "regex_patterns", "patterns", "regex_patterns has to be a list, it is missing"),
         (CONFIG, "]+)", "]+", "regex_patterns has a pattern that is none"),
         (CONFIG, "([AB<>=]+)", "[AB<>=]+", "has to have patterns of one group each"),
     ],
@@ -371,8 +376,9 @@ def test_both_options_build_the_same_class() -> None:
 
 def test_constants_are_read_and_nothing_is_run() -> None:
     text = 'A = "a" + "b"\nB: dict = {"x": [A, 1, True], "y": {"z": A}}\nA = "c"\nC = A\nraise SystemExit\n'
-    assert constant(text, "B") == {"x": ["ab", 1, True], "y": {"z": "ab"}}
-    assert constant(text, "C") == "c"
+    assert read_constant(text, "B") == {"x": ["ab", 1, True], "y": {"z": "ab"}}
+    assert read_constant(text, "C") == "c"
+    assert read_constant("X = {1: 'a', (2, 'b'): None}", "X") == {1: "a", (2, "b"): None}
 
 
 @pytest.mark.parametrize(
@@ -381,7 +387,9 @@ def test_constants_are_read_and_nothing_is_run() -> None:
         "X = open('y')",
         "X = Y",
         "X = 'a'\nX = f()",
-        "X = {1: 'a'}",
+        "X = {[]: 'a'}",
+        "X = 'a' + 1",
+        "X = " + "'a' + " * 9999 + "'a'",
         "X = {**{}}",
         "def f():\n    X = 'a'",
         "X = 'a' * 9**9",
@@ -393,4 +401,4 @@ def test_constants_are_read_and_nothing_is_run() -> None:
 )
 def test_what_only_running_would_tell_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"is no Python file|no value that can be read without running"):
-        constant(text, "X")
+        read_constant(text, "X")

@@ -242,7 +242,7 @@ def test_a_missing_or_damaged_file_is_named_with_the_way_to_get_it(checkout: Pat
         b"": "is empty",
         whole[:-9]: "is not JSON",
         b"\xff" + whole: "cannot be read as UTF-8 text",
-        whole + b"[1]\n": "expected a JSON object",
+        whole + b"[1]\n": "has to be an object, got '[1]'",
     }.items():
         path.unlink() if content is None else path.write_bytes(content)
         with pytest.raises(UserError) as refused:
@@ -263,18 +263,38 @@ def test_a_checkout_that_is_none_is_told(tmp_path: Path) -> None:
         ("judge_prompts.jsonl", "Rate {answer} to {question} as", "Rate {question} as", "it has {question}"),
         ("judge_prompts.jsonl", "as [[n]].", "{answer.__class__}", "it has {answer} {answer.__class__} {question}"),
         ("judge_prompts.jsonl", "as [[n]].", "{answer!r}", "{answer!r}"),
-        ("judge_prompts.jsonl", "as [[n]].", "{", "line 1 (single-v1) is no template"),
-        ("judge_prompts.jsonl", "[[rating]]", "[[A]]", "line 1 (single-v1) asks for [[A]], expected [[rating]]"),
+        ("judge_prompts.jsonl", "as [[n]].", "{", "judge_prompts.jsonl, single-v1, is no template"),
+        (
+            "judge_prompts.jsonl",
+            "[[rating]]",
+            "[[A]]",
+            "single-v1, asks for [[A]], expected [[rating]]",
+        ),
         ("judge_prompts.jsonl", '"single-math-v1"', '"other"', "has no prompt single-math-v1"),
         ("judge_prompts.jsonl", '"Be fair."', "3", "line 1: system_prompt has to be a text, got '3'"),
-        ("mt_bench/question.jsonl", "101,", "81,", "line 2 has question_id 81 again"),
-        ("mt_bench/question.jsonl", '"writing"', '"law"', "line 1 has the category law; benchmark.temperatures has"),
-        ("mt_bench/question.jsonl", ', "more 81"', "", "line 1 has 1 turns, expected 2"),
-        ("mt_bench/question.jsonl", '"more 81"', "null", "line 1: turns has to be a list of texts"),
+        ("mt_bench/question.jsonl", "101,", "81,", "question.jsonl has question_id 81 twice"),
+        (
+            "mt_bench/question.jsonl",
+            '"writing"',
+            '"law"',
+            "question 81 of category law; benchmark.temperatures has",
+        ),
+        ("mt_bench/question.jsonl", ', "more 81"', "", "has 1 turns of question 81, expected 2"),
+        ("mt_bench/question.jsonl", '"more 81"', "null", "line 1: turns[1] has to be a text, got 'None'"),
         ("mt_bench/question.jsonl", '"category"', '"kind"', "line 1: category has to be a text, it is missing"),
         ("mt_bench/reference_answer/gpt-4.jsonl", "111,", "112,", "has no reference answer to question 111"),
-        ("mt_bench/reference_answer/gpt-4.jsonl", ', "also right 111"', "", "answers one turn only of question 111"),
-        ("mt_bench/reference_answer/gpt-4.jsonl", '"choices"', '"picks"', "choices has to be a list of objects"),
+        (
+            "mt_bench/reference_answer/gpt-4.jsonl",
+            ', "also right 111"',
+            "",
+            "one turn only of the reference answer",
+        ),
+        (
+            "mt_bench/reference_answer/gpt-4.jsonl",
+            '"choices"',
+            '"picks"',
+            "choices has to be a list, it is missing",
+        ),
     ],
 )
 def test_files_that_are_laid_out_otherwise_are_refused(

@@ -351,9 +351,7 @@ def test_keys_that_moved_are_told(name: str) -> None:
 def test_a_file_without_its_account_or_with_a_broken_row_is_not_touched(tmp_path: Path) -> None:
     file = JsonlStore[AnswerRow](tmp_path / "answers.jsonl", "answers")
     file.path.write_text('{"id": "a", "draw": 0, "answer": ""}\n', encoding="utf-8")
-    with pytest.raises(
-        UserError, match=r"has no answers.json beside it that says what its answers are of"
-    ):
+    with pytest.raises(UserError, match=r"has no answers.json beside it that says what its answers are of"):
         file.open({"sampling": 1})
     file.account({"sampling": 1}, {})
     with pytest.raises(UserError, match=r"line 1: .* in a file of an earlier version, where no line has"):
