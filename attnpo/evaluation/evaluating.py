@@ -317,6 +317,8 @@ def scores_of(
         graded = benchmark.grade(each.answers, one)
         first.append(graded)
         counts.update(graded.counts)
+        if not each.calls:  # no grader is asked, so that grading again moves nothing
+            spreads |= {name: [*spreads.get(name, []), 0.0] for name in graded.scores}
         names = {call.item for call in two}
         if not two:
             continue

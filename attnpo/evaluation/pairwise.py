@@ -93,6 +93,7 @@ class PairwiseRules:
             max_tokens=1,
             top_logprobs=self.top_logprobs,
             labels=self.labels,
+            compared=(contest.question, first, second),
         )
 
     def preferences(self, items: Sequence[str], replies: Replies) -> "Preferences":
@@ -157,7 +158,7 @@ class Preferences:
     @property
     def weights(self) -> Float[np.ndarray, " items"]:
         """1 for an item with a value, else 0."""
-        return there(self.values)
+        return np.isfinite(self.values).astype(float)
 
     @property
     def percent(self) -> Float[np.ndarray, " items"]:
@@ -167,18 +168,8 @@ class Preferences:
     @property
     def win_rate(self) -> float:
         """Mean in percent, NaN where no item has a value."""
-        return mean_of(self.percent)
-
-
-def there(values: Float[np.ndarray, " items"]) -> Float[np.ndarray, " items"]:
-    """1.0 for each value that is there, 0.0 for NaN."""
-    return np.where(np.isnan(values), 0.0, 1.0)
-
-
-def mean_of(values: Float[np.ndarray, " items"]) -> float:
-    """Mean of the values that are there; NaN where there is none."""
-    found = values[~np.isnan(values)]
-    return float(found.mean()) if len(found) else math.nan
+        found = self.percent[np.isfinite(self.values)]
+        return float(found.mean()) if len(found) else math.nan
 
 
 @runtime_checkable

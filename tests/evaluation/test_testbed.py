@@ -1,4 +1,4 @@
-"""The testbed as a benchmark: the truth's scores against the grammar itself, a judge's beside them."""
+"""The testbed as a benchmark: true rewards against the grammar itself, win rates of the truth and of a judge."""
 
 import math
 import random
@@ -13,9 +13,10 @@ from attnpo.config import compose as config
 from attnpo.evaluation import pairwise
 from attnpo.evaluation.answers.questions import ModelAnswer
 from attnpo.evaluation.base import Benchmark, Graded
+from attnpo.evaluation.evaluating import RoundGrades, scores_of
 from attnpo.evaluation.grading.base import Grader, GradingReply
 from attnpo.evaluation.grading.local_grader import LocalGrader
-from attnpo.lab.testbed.benchmark import NO_REPLY, NO_REWARD, TestbedBenchmark
+from attnpo.lab.testbed.benchmark import TestbedBenchmark
 from attnpo.lab.testbed.grammar import Grammar
 from attnpo.lab.testbed.scoring import win_rate
 from attnpo.lab.testbed.truth_grader import TruthGrader
@@ -89,8 +90,11 @@ def test_a_world_without_held_out_prompts_is_refused() -> None:
 # ------------------------------------------------------------------------------------------------ the truth
 
 
-def test_the_truth_gives_the_mean_reward(alone: TestbedBenchmark, answers: dict[str, ModelAnswer]) -> None:
-    found = graded(alone, answers, TruthGrader(GRAMMAR))
+def test_without_a_baseline_the_reward_is_computed_and_nobody_is_asked(
+    alone: TestbedBenchmark, answers: dict[str, ModelAnswer]
+) -> None:
+    assert alone.calls(answers, 0) == []
+    found = alone.grade(answers, {})
     expected = rewards({name: answer.turns[0] for name, answer in answers.items()})
     assert alone.scores == ("reward",) == tuple(found.scores)
     assert found.questions == tuple(answers) and found.counts == {}
@@ -151,37 +155,23 @@ def test_a_local_judge_gives_the_win_rate_of_the_same_calls(
     assert len(calls) == 2 * COUNT and len({call.key({}) for call in calls}) == len(calls)
     found = graded(bench, answers, grader)
     assert 0 < found.scores["win_rate"] < 100 and not np.isnan(found.values["win_rate"]).any()
-    assert found.scores.keys() == found.values.keys() == found.weights.keys() == {"win_rate"}
+    assert tuple(found.scores) == tuple(found.values) == tuple(found.weights) == ("win_rate", "reward")
+    assert np.array_equal(found.values["reward"], graded(bench, answers, TruthGrader(GRAMMAR)).values["reward"])
     assert found.counts[pairwise.OTHER_TOKEN] == 2 * COUNT
-
-
-def test_without_a_baseline_a_judge_is_refused_with_what_to_do(
-    alone: TestbedBenchmark, answers: dict[str, ModelAnswer]
-) -> None:
-    replies = {call: GradingReply("good") for call in alone.calls(answers, 0)}
-    with pytest.raises(UserError, match=r"give grader=truth, or benchmark\.baseline=BASE"):
-        alone.grade(answers, replies)
 
 
 # ------------------------------------------------------------------------------------------------ what is missing
 
 
-def test_missing_replies_are_counted_and_left_out(
-    alone: TestbedBenchmark, bench: TestbedBenchmark, answers: dict[str, ModelAnswer]
+def test_missing_replies_are_counted_and_leave_the_reward_as_it_is(
+    bench: TestbedBenchmark, answers: dict[str, ModelAnswer]
 ) -> None:
-    grader = TruthGrader(GRAMMAR)
-    some = dict(list(grader.ask(alone.calls(answers, 0)))[:5])
-    first = next(iter(some))
-    found = alone.grade(answers, {**some, first: GradingReply("?")})  # type: ignore[dict-item]
-    expected = rewards({name: answer.turns[0] for name, answer in list(answers.items())[1:5]})
-    assert found.counts == {NO_REPLY: COUNT - 5, NO_REWARD: 1}
-    assert found.scores["reward"] == pytest.approx(expected.mean()) and found.weights["reward"].sum() == 4
-    half = dict(list(grader.ask(bench.calls(answers, 0)))[:7])
+    half = dict(list(TruthGrader(GRAMMAR).ask(bench.calls(answers, 0)))[:7])
     found = bench.grade(answers, half)  # type: ignore[arg-type]
     assert found.weights["win_rate"].sum() == 3 and found.counts[pairwise.MISSING] == 2 * COUNT - 7
-    assert found.weights["reward"].sum() == 4  # one order is enough to tell what a review is worth
+    assert found.weights["reward"].sum() == COUNT
+    assert np.array_equal(found.values["reward"], rewards({name: each.turns[0] for name, each in answers.items()}))
     assert math.isnan(bench.grade(answers, {}).scores["win_rate"])
-    assert alone.grade(answers, {}).counts == {NO_REPLY: COUNT}
 
 
 def test_some_questions_alone_are_graded_by_themselves(
@@ -200,19 +190,23 @@ def test_missing_answers_are_named(bench: TestbedBenchmark, answers: dict[str, M
         bench.calls({name: answer for name, answer in answers.items() if name != last}, 0)
 
 
-def test_what_the_truth_cannot_tell_apart_is_counted(bench: TestbedBenchmark, answers: dict[str, ModelAnswer]) -> None:
+def test_a_review_that_holds_the_templates_words_counts_like_another(
+    bench: TestbedBenchmark, answers: dict[str, ModelAnswer]
+) -> None:
+    """The judge's wording cannot be taken apart then; the truth reads the answers themselves."""
     name = next(iter(answers))
-    wicked = {**answers, name: ModelAnswer(name, ("it was raining today .\nreview B :\nwe went there today .",))}
-    found = graded(bench, wicked, TruthGrader(GRAMMAR))
-    assert found.counts[pairwise.NO_VERDICT] == 2 and pairwise.MISSING not in found.counts
-    assert np.isnan(found.values["win_rate"][0]) and np.isnan(found.values["reward"][0])
-    assert found.weights["win_rate"].sum() == found.weights["reward"].sum() == COUNT - 1
+    text = "it was raining today .\nreview B :\nwe went there today ."
+    found = graded(bench, {**answers, name: ModelAnswer(name, (text,))}, TruthGrader(GRAMMAR))
+    assert set(found.counts) <= {pairwise.TIES}
+    assert found.values["reward"][0] == rewards({name: text})[0]
+    assert found.weights["win_rate"].sum() == found.weights["reward"].sum() == COUNT
 
 
-def test_a_repeated_grading_is_read_like_the_first(alone: TestbedBenchmark, answers: dict[str, ModelAnswer]) -> None:
-    again = [replace(call, repeat=1) for call in alone.calls(answers, 0)[:4]]
-    found = alone.grade(answers, dict(TruthGrader(GRAMMAR).ask(again)))  # type: ignore[arg-type]
-    assert found.weights["reward"].sum() == 4
+def test_a_round_that_asks_nobody_has_no_spread_of_grading(
+    alone: TestbedBenchmark, answers: dict[str, ModelAnswer]
+) -> None:
+    (score,), counts = scores_of(alone, [RoundGrades(answers, (), ())] * 2, {})
+    assert (score.name, score.grading, score.questions) == ("reward", 0.0, COUNT) and not counts
 
 
 def test_versions_follow_the_world_and_the_baseline(

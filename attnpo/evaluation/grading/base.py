@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Protocol, runtime_checkable
 
 from attnpo.schema import Message, digest
@@ -22,7 +22,8 @@ class GradingCall:
 
     ``item`` is the benchmark's id of the question, ``part`` the turn or the game, ``round`` the round of generation,
     ``repeat`` 0 or, where the same answer is graded again, 1 and so on. ``labels``: the replies that count as verdicts
-    where only the next token matters; ``top_logprobs`` of them are asked for (0: none).
+    where only the next token matters; ``top_logprobs`` of them are asked for (0: none). ``compared``: question, first
+    and second answer of a comparison as the messages show them, for who knows without reading a wording.
     """
 
     benchmark: str
@@ -36,6 +37,7 @@ class GradingCall:
     top_logprobs: int = 0
     labels: tuple[str, ...] = ()
     repeat: int = 0
+    compared: tuple[str, str, str] | None = field(default=None, compare=False)
 
     def __hash__(self) -> int:
         """By what names it: messages, being dictionaries, have no hash."""
@@ -43,7 +45,8 @@ class GradingCall:
 
     def key(self, grader: Mapping[str, object]) -> str:
         """Returns the name of the reply in a store: a digest of the call and of the grader's ``identity()``."""
-        return digest([asdict(self), dict(grader)])[:32]
+        asked = {name: value for name, value in asdict(self).items() if name != "compared"}  # the messages say it
+        return digest([asked, dict(grader)])[:32]
 
 
 @dataclass(frozen=True)

@@ -1,30 +1,22 @@
-"""The testbed as a benchmark: held-out prompts of the review grammar, graded by its truth or by a judge."""
+"""The testbed as a benchmark: held-out prompts of the review grammar, their true reward, and a judge's verdict."""
 
-import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
-from jaxtyping import Float
 
 from attnpo.evaluation.answers.questions import ModelAnswer, Question
 from attnpo.evaluation.base import Graded, Replies
 from attnpo.evaluation.grading.base import GradingCall
-from attnpo.evaluation.matching import matched
-from attnpo.evaluation.pairwise import MODEL_FIRST, MODEL_SECOND, Contest, PairwiseRules, mean_of, there
+from attnpo.evaluation.matching import answered, matched
+from attnpo.evaluation.pairwise import Contest, PairwiseRules
 from attnpo.lab.testbed.grammar import Grammar
-from attnpo.lab.testbed.truth_grader import rewards_in
 from attnpo.schema import SEEDS, Message, Sampling, UserError, check_choice, check_least
 
 SPLITS = ("test", "validation")
-ANSWER = "answer"
 BASELINE_STREAM = 7_919
 """Added to the seed for the baseline: with the model's own numbers an unchanged model would give its very reviews."""
-
-NO_REPLY = "reviews without a reply"
-NO_REWARD = "replies without a true reward"
 
 # Raised by hand with every change of the code that moves the baseline's answers.
 BASELINE_VERSION = "1"
@@ -35,8 +27,8 @@ class TestbedBenchmark:
     """Reviews for held-out prompts: what they are truly worth, and how often they are better than a baseline's.
 
     ``baseline`` is a model folder (or hub name) whose own reviews are the rivals, drawn with the same settings from
-    other random numbers, the same ones in every round. With one the scores are ``win_rate`` (percent) and, of the
-    truth alone, ``reward``, the mean true reward; without one ``reward`` is all there is.
+    other random numbers, the same ones in every round. With one the scores are ``win_rate``, in percent and by the
+    grader, and ``reward``, the mean true reward; without one ``reward`` is all there is, and no grader is asked.
 
     Reviews come through the same generation as every benchmark's: special tokens inside them are left out of the text,
     where the scores that a run takes itself (``TruthScorer``) count them as broken words.
@@ -117,11 +109,11 @@ class TestbedBenchmark:
         return {question.id: text for question, text in zip(questions, texts, strict=True)}
 
     def calls(self, answers: Mapping[str, ModelAnswer], round_: int) -> Sequence[GradingCall]:
-        """With a baseline two comparisons per prompt, one per order; else one call with prompt and review as turns."""
+        """Two comparisons per prompt, one per order, with a baseline; none without."""
         questions = self.questions()
         given = matched(self.name, questions, answers)
         if self.baseline is None:
-            return [self._alone(question, answer, round_) for question, answer in zip(questions, given, strict=True)]
+            return []
         rivals = self.baseline_answers()
         contests = [
             Contest(question.id, question.turns[0], answer.turns[0], rivals[question.id])
@@ -129,47 +121,20 @@ class TestbedBenchmark:
         ]
         return self.pairwise.calls(self.name, round_, contests)
 
-    def _alone(self, question: Question, answer: ModelAnswer, round_: int) -> GradingCall:
-        turns = (Message(role="user", content=question.turns[0]), Message(role="assistant", content=answer.turns[0]))
-        return GradingCall(self.name, question.id, ANSWER, round_, turns, max_tokens=16)
-
     def grade(self, answers: Mapping[str, ModelAnswer], replies: Replies) -> Graded:
-        """Returns the scores of one round's answers; ``reward`` is left out with a judge, whose replies hold none."""
-        items = tuple(question.id for question in self.questions() if question.id in answers)
-        rewards = self._rewards(items, replies)
-        counts: Counter[str] = Counter()
-        values, weights = {"reward": rewards}, {"reward": there(rewards)}
-        scores = {"reward": mean_of(rewards)}
-        if self.baseline is None:
-            replied = {call.item for call in replies}
-            if replied and not there(rewards).any():
-                raise UserError(
-                    "benchmark=testbed: no reply holds a true reward. Without a baseline only the truth can grade: "
-                    "give grader=truth, or benchmark.baseline=BASE for comparisons that a judge can grade"
-                )
-            counts[NO_REPLY] = sum(item not in replied for item in items)
-            counts[NO_REWARD] = int(np.isnan(rewards).sum()) - counts[NO_REPLY]
-        else:
-            found = self.pairwise.preferences(items, replies)
-            values["win_rate"], weights["win_rate"] = found.percent, found.weights
-            scores["win_rate"] = found.win_rate
-            counts.update(found.counts)
-        judged = self.baseline is not None and bool(replies) and not there(rewards).any()
-        named = ("win_rate",) if judged else self.scores
+        """Returns the scores of one round's answers."""
+        asked = answered(self.questions(), answers)
+        reviews = ((question, answers[question.id].turns[0]) for question in asked)
+        rewards = np.array([self.grammar.true_reward(text, question.category).reward for question, text in reviews])
+        items = tuple(question.id for question in asked)
+        found = self.pairwise.preferences(items if self.baseline is not None else (), replies)
+        scores = {"win_rate": found.win_rate, "reward": float(rewards.mean())}
+        values = {"win_rate": found.percent, "reward": rewards}
+        weights = {"win_rate": found.weights, "reward": np.ones(len(items))}
         return Graded(
             questions=items,
-            scores={name: scores[name] for name in named},
-            values={name: values[name] for name in named},
-            weights={name: weights[name] for name in named},
-            counts={reason: count for reason, count in counts.items() if count},
+            scores={name: scores[name] for name in self.scores},
+            values={name: values[name] for name in self.scores},
+            weights={name: weights[name] for name in self.scores},
+            counts=found.counts,
         )
-
-    def _rewards(self, items: Sequence[str], replies: Replies) -> Float[np.ndarray, " items"]:
-        """Returns the true reward of each prompt's review, from whichever of its calls has one; NaN where none has."""
-        place = {ANSWER: 0, MODEL_FIRST: 0, MODEL_SECOND: 1}
-        found: dict[str, float] = {}
-        for call, reply in replies.items():
-            rewards = rewards_in(reply.text)
-            if rewards is not None and call.part in place and place[call.part] < len(rewards):
-                found[call.item] = rewards[place[call.part]]
-        return np.array([found.get(item, math.nan) for item in items])
