@@ -17,11 +17,11 @@ from attnpo.evaluation.evaluate_config import EvaluateConfig, GradingRules
 from attnpo.evaluation.evaluating import LEFT_OUT, UNANSWERED, evaluate, graded_twice
 from attnpo.evaluation.grading.base import GradingCall, GradingFailure, GradingReply, Price
 from attnpo.evaluation.grading.limits import GradingLimits
-from attnpo.evaluation.grading.scripted import ScriptedGrader
 from attnpo.evaluation.result import RESULT, read_result
 from attnpo.models.spec import ModelSpec
 from attnpo.schema import Message, Sampling, UserError
 from attnpo.system.files import RECORD, write_record
+from tests.evaluation.grading.scripted import ScriptedGrader
 from tests.run.worlds import build_world
 
 Says = Callable[[GradingCall], str | GradingReply | GradingFailure]

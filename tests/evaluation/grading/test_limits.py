@@ -9,10 +9,10 @@ from attnpo.evaluation.grading import asking
 from attnpo.evaluation.grading.asking import ask_all, dollars, estimate
 from attnpo.evaluation.grading.base import GradingCall, GradingFailure, GradingReply, Price
 from attnpo.evaluation.grading.limits import ADDED, GradingLimits
-from attnpo.evaluation.grading.scripted import ScriptedGrader
 from attnpo.evaluation.grading.store import ReplyStore
 from attnpo.schema import UserError
 from tests.evaluation.grading.calls import call
+from tests.evaluation.grading.scripted import ScriptedGrader
 
 PRICE = Price(input=100.0, output=1000.0)  # dollars per million: numbers one can see
 

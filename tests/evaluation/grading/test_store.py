@@ -8,10 +8,10 @@ import pytest
 
 from attnpo.evaluation.grading.asking import ask_all
 from attnpo.evaluation.grading.base import GradingCall, GradingReply
-from attnpo.evaluation.grading.scripted import ScriptedGrader
 from attnpo.evaluation.grading.store import GRADES, ReplyStore
 from attnpo.schema import Message, UserError, digest
 from tests.evaluation.grading.calls import call
+from tests.evaluation.grading.scripted import ScriptedGrader
 
 GRADER: dict[str, object] = {"kind": "scripted", "name": "a"}
 REPLY = GradingReply("8", logprobs={"8": -0.1, "é\ud800": float("-inf")}, input_tokens=5, output_tokens=1, model="m")

@@ -16,7 +16,6 @@ from attnpo.config.compose import check, compose, load
 from attnpo.data.base import PairSource
 from attnpo.evaluation.grading.base import GradingCall, GradingFailure, GradingReply
 from attnpo.evaluation.grading.limits import GradingLimits
-from attnpo.evaluation.grading.scripted import ScriptedGrader
 from attnpo.evaluation.pairing import rankers
 from attnpo.evaluation.pairing.answer_sets import EQUAL, REPEATED, AnswerSource
 from attnpo.evaluation.pairing.base import AnswerSet, Candidate, Ranker, ScoreRow
@@ -29,6 +28,7 @@ from attnpo.pair import main
 from attnpo.schema import UserError
 from attnpo.text.chat import ChatFormat
 from tests.bad_input.table import PROPERTY
+from tests.evaluation.grading.scripted import ScriptedGrader
 from tests.run.worlds import World, build_world
 
 Row = dict[str, object]
