@@ -14,13 +14,13 @@ Tables from the store and from finished folders; printed=FILE.csv puts printed n
   weights           statistics of the weights a run would train with; reads the groups below
   study FOLDER ...  the tables of finished studies again, and several side by side
   run FOLDER ...    one row per finished run; FOLDER ... alone goes by what the folders hold
-  gains FOLDER ...  what is known before training against the gain over uniform weights
-  scores FOLDER ... finished evaluations as the paper's tables: scores, spreads, ranks, lengths
-  ranks FILE.csv .. average ranks and intervals of printed tables, recomputed"""
+  scores FOLDER ... finished evaluations as the paper's tables: scores, spreads, ranks, lengths"""
 EXAMPLES = """\
 python -m attnpo.report weights layers=[1,2,3,4]
-python -m attnpo.report gains outputs/regimes-testbed outputs/why-testbed level=1
 python -m attnpo.report scores outputs/eval-* printed=experiments/paper/main_results/printed.csv"""
+
+MOVED = {"gains": "experiments.gains FOLDER ... --kl 1.0", "ranks": "experiments.check_tables TABLE.csv ..."}
+"""Reports that stand beside the package, with their commands; told until 0.2.0."""
 
 
 def main(cfg: "ReportConfig") -> int:
@@ -38,6 +38,9 @@ def complete(cfg: "ReportConfig") -> bool:
 
 if __name__ == "__main__":
     hear_signals()
+    if moved := MOVED.get(next((word for word in sys.argv[1:] if "=" not in word), "")):
+        sys.stderr.write(f"error: this report stands beside the package: in a checkout, python -m {moved}\n")
+        sys.exit(2)
     from attnpo.cli.entry import run_entry
     from attnpo.data.tables import check_validation as early
 

@@ -543,7 +543,7 @@ def test_generate_asks_for_model_and_prompts() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "report: expected `weights`, `study FOLDER ...`, `run FOLDER ...`, `gains FOLDER ...`, `scores FOLDER"),
+        ([], "report: expected `weights`, `study FOLDER ...`, `run FOLDER ...`, `scores FOLDER"),
         (["study"], "report study: expected `weights`"),
         (["weights", "outputs/run"], "report weights: expected GROUP=OPTION or KEY=VALUE after it, got 'outputs/run'"),
         (["weights", "layers=[1,1]"], "layers: expected each layer once, got 1 more than once"),

@@ -88,10 +88,9 @@ def test_commands_do_not_pay_for_what_they_do_not_use() -> None:
         "tests.conformance.recompute",
     ]
     models = [*answers, *judges, "attnpo.run.resume", "attnpo.run.run"]
-    found = loaded_by_turns(*tables, *models, "attnpo.lab.reports.gains_report")
+    found = loaded_by_turns(*tables, *models)
     assert [found[name] for name in tables] == [[]] * len(tables)
     assert [found[name] for name in models] == [["transformers"]] * len(models)
-    assert found["attnpo.lab.reports.gains_report"] == ["transformers", "matplotlib"]
 
 
 def test_training_imports_lightning() -> None:

@@ -103,3 +103,16 @@ def test_a_command_of_before_says_where_it_went(command: str, words: str) -> Non
     for how in (["-m", f"attnpo.{command}"], ["-m", "attnpo", command, "PATH"]):
         done = subprocess.run([sys.executable, *how], cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 2 and words in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["gains", "cases.json", "level=0.5"], "python -m experiments.gains FOLDER ... --kl 1.0"),
+        (["name=r", "ranks", "printed.csv"], "python -m experiments.check_tables TABLE.csv ..."),
+    ],
+)
+def test_a_report_of_before_says_where_it_went(given: list[str], words: str) -> None:
+    for how in (["-m", "attnpo.report"], ["-m", "attnpo", "report"]):
+        done = subprocess.run([sys.executable, *how, *given], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 2 and words in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr

@@ -93,9 +93,7 @@ def test_the_commands_follow_from_each_other(name: str, monkeypatch: pytest.Monk
         if entry == "evaluate":
             made |= evaluated(name, keys, made)
             continue
-        if entry == "report" and words[0] == "ranks":
-            assert all((ROOT / word).is_file() for word in words[1:]) and len(words) > 1
-        elif entry == "report":
+        if entry == "report":
             assert words[0] in ("weights", "study", "scores")
             folders = {word.removeprefix("outputs/") for word in words if word.startswith("outputs/")}
             assert folders <= made
@@ -113,6 +111,11 @@ def test_the_commands_follow_from_each_other(name: str, monkeypatch: pytest.Monk
             settings.add(keys.get("setting", "testbed"))
     assert not settings or ("testbed" in settings and len(settings) > 1)
     assert any(entry == "report" for entry, _ in commands(name)) or name == "hyperparameters"
+
+
+def test_the_misprints_are_listed_by_a_command_on_files_that_are_there() -> None:
+    found = re.findall(r"^python -m experiments\.check_tables (.+)$", text_of("main_results"), re.MULTILINE)
+    assert [all((ROOT / word).is_file() for word in words.split()) for words in found] == [True]
 
 
 def evaluated(name: str, keys: dict[str, str], made: set[str]) -> set[str]:

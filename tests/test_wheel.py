@@ -1,5 +1,6 @@
 """A wheel built from an sdist works from any folder, with its configurations and templates inside."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -90,9 +91,11 @@ def test_the_installed_command_works_from_another_folder(installed: Path, tmp_pa
 
 def test_the_installed_command_writes_pages(installed: Path, tmp_path: Path) -> None:
     """Its templates lie in the package."""
-    shutil.copy(ROOT / "experiments" / "paper" / "main_results" / "printed.csv", tmp_path / "printed.csv")
-    finished = done(installed / "attnpo", "report", "ranks", "printed.csv", cwd=tmp_path)
-    assert " attnpo report ranks printed.csv" in finished.stderr
+    result = {"steps": 12, "seconds": {"all": 2.5}, "metrics": {"val/loss": 0.5}, "inputs": {}, "truth": None}
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "result.json").write_text(json.dumps(result), encoding="utf-8")
+    finished = done(installed / "attnpo", "report", "run", "first", cwd=tmp_path)
+    assert " attnpo report run first" in finished.stderr
     (page,) = tmp_path.glob("outputs/*/report.html")
     assert "<table" in page.read_text(encoding="utf-8")
 

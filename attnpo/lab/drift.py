@@ -10,12 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from attnpo.cli.progress import phase
 from attnpo.data.arrow_rows import pair_ids_of, pairs_of
 from attnpo.data.collate import TrainingExample, bare_rows, collate
 from attnpo.lab.analysis.drift import Moved, Row, by_token, mean_gain, quantiles, ranking_accuracy
-from attnpo.lab.analysis.freedom import against, alone
 from attnpo.models.layouts import Sequences, padded
 from attnpo.models.scored import ScoredLM
 from attnpo.objectives.base import PreferenceObjective
@@ -30,6 +31,7 @@ from attnpo.schema import (
     EncodedResponse,
     Json,
     Kind,
+    ModelInputs,
     PreferencePair,
     RowGroup,
     TokenStats,
@@ -185,7 +187,7 @@ def _scored(models: _Models, sides: Sequence[EncodedResponse]) -> list[tuple[Row
         chunk, order = order[:size], order[size:]
         group, stats = _on_base(models, [(sides[i].prompt_ids, sides[i].response_ids) for i in chunk])
         with base.autocast():
-            policy = against(models.run.policy, models.base, stats, group)
+            policy = score_policy(models.run.policy, models.base, stats, group)
         gains = (policy.logps.double() - stats.logps.double()).sum(-1).tolist()  # exactly 0 off the response
         kl, mask = policy.joint["kl_policy_ref"].double().cpu(), group.response_mask.cpu()
         for row, i in enumerate(chunk):
@@ -200,12 +202,38 @@ def _on_base(models: _Models, sequences: Sequences) -> tuple[RowGroup, TokenStat
 
     def make() -> TokenStats:
         with base.autocast():
-            return alone(models.base, group)
+            return score_base(models.base, group)
 
     def key() -> dict[str, object]:
         return {"model": models.of_base, "device": str(base.device), "rows": sequences}
 
     return group, _of_base.recall(key, make, _bytes_of)
+
+
+def score_base(base: ScoredLM, group: RowGroup) -> TokenStats:
+    """Returns the base's statistics on the rows, with the hidden states that ``score_policy`` reads, without gradients.
+
+    Raises ``ValueError`` when the rows have no model inputs.
+    """
+    with torch.no_grad():
+        stats: TokenStats = base(*_read(group), frozenset({"hidden"}))
+    return stats
+
+
+def score_policy(policy: ScoredLM, base: ScoredLM, of_base: TokenStats, group: RowGroup) -> TokenStats:
+    """Returns the policy's statistics on the rows, with "kl_policy_ref", without gradients.
+
+    ``of_base``: of ``score_base``. UserError for a model without a plain head, ``ValueError`` for rows without inputs.
+    """
+    with torch.no_grad():
+        stats: TokenStats = policy(*_read(group), frozenset({"joint:kl_policy_ref"}), (of_base.hidden, base.head()))
+    return stats
+
+
+def _read(group: RowGroup) -> tuple[ModelInputs, Tensor, Tensor]:
+    if group.inputs is None:
+        raise ValueError("the rows have no model inputs")
+    return group.inputs, group.response_ids, group.response_mask
 
 
 def _bytes_of(stats: TokenStats) -> int:

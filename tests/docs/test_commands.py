@@ -42,7 +42,7 @@ NOT_RUN = {
 }
 # Commands that another test runs, which must be there.
 ELSEWHERE = {
-    r"attnpo\.report gains\b": "tests/lab/reports/test_gains.py::test_a_study_that_ran_is_read",
+    r"experiments\.gains\b": "tests/gains/test_gains.py::test_a_study_that_ran_is_read",
     r"attnpo\.report scores\b": "tests/lab/reports/test_scores.py::test_printed_numbers_stand_beside_ours",
     r"tests\.conformance": "tests/conformance/test_conformance.py::test_the_command_prints_records_and_counts",
     r"experiments\.theory": "tests/theory/test_theory.py::test_the_figures_and_the_command",
@@ -50,7 +50,7 @@ ELSEWHERE = {
     r"benchmark=implicit_reward": "tests/evaluation/test_implicit_reward.py",
     r"experiments[./]benchmarks[./](step|extraction|pipeline|start|gpu|\w+_memory|harness)": "tests/test_benchmarks.py",
     r"experiments/benchmarks/token_coverage\.py": "tests/test_token_coverage.py",
-    r"attnpo\.report ranks\b": "tests/lab/reports/test_ranks.py::test_the_papers_tables_as_shipped",
+    r"experiments\.check_tables\b": "tests/test_check_tables.py::test_the_papers_tables_as_shipped",
     r"--config-dir \S+ experiment=none": "tests/weights/test_formula.py",
     r"--config-dir \S+ (experiment=m|benchmark=judge)": "tests/docs/test_own_things_page.py::test_the_commands_compose",
     r"data\.path=own/": "tests/docs/test_data_page.py::test_an_example_is_read_by_its_command",
@@ -87,7 +87,7 @@ FILLED = {
     r"--config-dir \S+": "--config-dir own",
     r"benchmark\.auxiliary=\S+": "benchmark.length_controlled=false",  # the file is read while composing
     r"\bTABLE/": "experiments/paper/main_results/",
-    r"(report (?:scores|ranks|study|run))$": r"\1 FOLDER",
+    r"(report (?:scores|study|run))$": r"\1 FOLDER",
     r"attnpo\.evaluate$": "attnpo.evaluate benchmark=judge",
     r" \.\.\.|\bKEY=VALUE\b": "",
 }

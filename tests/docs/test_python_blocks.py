@@ -73,4 +73,4 @@ def test_freedom_is_measured_as_printed(tmp_path: Path, monkeypatch: pytest.Monk
     names: dict[str, Any] = {}
     (block,) = BLOCKS["docs/theory.md"]
     exec(compile(block, "theory.md", "exec"), names)
-    assert set(names["result"].deciles[0].kl) == {"DPO", "AttentionPO"}
+    assert set(names["result"].of("kl")) == {"DPO", "AttentionPO"}

@@ -9,7 +9,7 @@ import torch
 from attnpo.config.compose import load
 from attnpo.data.prepare import TrainingExample
 from attnpo.lab import drift
-from attnpo.lab.analysis.freedom import alone
+from attnpo.lab.drift import score_base
 from attnpo.lab.measures import DriftSettings
 from attnpo.models.scored import ScoredLM
 from attnpo.run.models import load_policy
@@ -82,9 +82,9 @@ def test_points_of_a_process_ask_the_base_once(world: World, tmp_path: Path, mon
 
     def counted(base: ScoredLM, group: RowGroup) -> TokenStats:
         asked.append(len(group.response_ids))
-        return alone(base, group)
+        return score_base(base, group)
 
-    monkeypatch.setattr(drift, "alone", counted)
+    monkeypatch.setattr(drift, "score_base", counted)
     overrides = ("callbacks=none", "optimizer.lr=0.01", *DRIFT)
     outside = run(world.config(*overrides), tmp_path / "outside").drift
     with remembering():

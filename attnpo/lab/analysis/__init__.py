@@ -1,1 +1,1 @@
-"""Measurements: statistics of weights, faithfulness, freedom, drift, intervals, prediction."""
+"""Measurements: statistics of weights, where a policy moved, how a judge is calibrated."""

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Float
 
-from attnpo.lab.analysis.freedom import DECILES, Freedom, freedom
 from attnpo.schema import Json
 
 Row = Float[np.ndarray, "_"]  # the tokens of one response
@@ -19,6 +18,7 @@ Flags = Bool[np.ndarray, "_"]
 
 END, NO_WEIGHT, BELOW, WEIGHTED, OTHER = "end_of_turn", "no_weight", "below_uniform", "weighted", "other"
 DECISIVE = "decisive"
+DECILES = 10
 ROUNDING = 1e-6  # |y| w of uniform weights is 1 up to rounding
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 
@@ -46,29 +46,38 @@ def by_token(responses: Sequence[Moved]) -> dict[str, Json]:
     Deciles are left out where all weights are equal, classes by weight where a response has none.
     """
     kl, ends = (np.concatenate([getattr(one, name) for one in responses]) for name in ("kl", "ends"))
-    weights = [one.weights for one in responses if one.weights is not None]
+    rows = [one.weights for one in responses if one.weights is not None]
     flags = [one.decisive for one in responses if one.decisive is not None]
     places = [(np.arange(len(one.kl)) + 0.5) / max(1, len(one.kl)) for one in responses]
-    rows = [one.kl for one in responses]
     out: dict[str, Json] = {
         "responses": len(responses),
         "tokens": int(kl.size),
-        "kl": _over(float(kl.sum()), float(len(rows))),
+        "kl": _over(float(kl.sum()), float(len(responses))),
     }
-    known = len(weights) == len(responses)
-    classes = weight_classes(np.concatenate(weights), ends) if known else {END: ends, OTHER: ~ends}
-    out["classes"] = shares(kl, classes)
+    weights = np.concatenate(rows) if len(rows) == len(responses) else None
+    out["classes"] = shares(kl, {END: ends, OTHER: ~ends} if weights is None else weight_classes(weights, ends))
     if len(flags) == len(responses):
         decisive = np.concatenate(flags)
         out["truth"] = shares(kl, {DECISIVE: decisive, OTHER: ~decisive})
     if kl.size < DECILES:
         return out
-    if known and np.ptp(np.concatenate(weights)) > ROUNDING:
-        # The weights go in as a second "policy", whose means over each decile are what is wanted of them.
-        groups = freedom(weights, {"kl": rows, "weight": weights}, draws=1)
-        out["deciles"] = {"weight": _means(groups, "weight"), "kl": _means(groups, "kl")}
-    out["position"] = {"kl": _means(freedom(places, {"kl": rows}, draws=1), "kl")}
+    if weights is not None and np.ptp(weights) > ROUNDING:
+        out["deciles"] = dict(decile_means(weights, {"weight": weights, "kl": kl}))
+    out["position"] = dict(decile_means(np.concatenate(places), {"kl": kl}))
     return out
+
+
+def decile_means(order: Row, values: Mapping[str, Row]) -> dict[str, dict[str, Json]]:
+    """Returns the means of ``values`` over tenths of the tokens by rising ``order``, by the tenth's number.
+
+    Tokens of equal ``order`` are split between tenths by chance.
+    """
+    tokens = np.lexsort((np.random.default_rng(0).random(order.size), order))
+    groups = np.split(tokens, [-(-number * order.size // DECILES) for number in range(1, DECILES)])
+    return {
+        name: {str(number): _rounded(float(row[group].mean())) for number, group in enumerate(groups, start=1)}
+        for name, row in values.items()
+    }
 
 
 def weight_classes(weights: Row, ends: Flags) -> dict[str, Flags]:
@@ -114,11 +123,6 @@ def quantiles(values: Row) -> dict[str, Json]:
     if not values.size:
         return {}
     return {name: _rounded(float(np.quantile(values, level))) for name, level in QUANTILES.items()}
-
-
-def _means(groups: Freedom, name: str) -> dict[str, Json]:
-    """Returns the mean per group by its number."""
-    return {str(one.number): _rounded(one.kl[name].mean) for one in groups.deciles}
 
 
 def _over(top: float, under: float) -> float | None:

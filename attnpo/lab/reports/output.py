@@ -132,8 +132,11 @@ def pieces(table: KeyedTable, by: str | None) -> list[tuple[str, list[tuple[str,
     ]
 
 
-def check_free(folder: Path, mark: str) -> None:
-    """Raises UserError for a folder with anything but an earlier report of the same command."""
+def check_free(folder: Path, mark: str, *, instead: str = "name= another folder below `output`") -> None:
+    """Raises UserError for a folder with anything but an earlier report of the same command.
+
+    ``instead``: what to give for another place.
+    """
     try:
         names = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
     except OSError as problem:
@@ -147,4 +150,4 @@ def check_free(folder: Path, mark: str) -> None:
         before = None
     if before != mark:
         other = "the report of another command" if before else f"{', '.join(held[:3])}"
-        raise UserError(f"{folder} holds {other}, which would be overwritten; give name= another folder below `output`")
+        raise UserError(f"{folder} holds {other}, which would be overwritten; give {instead}")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from attnpo.cli.terminal import command_text
 from attnpo.lab.reports.output import check_free
-from attnpo.lab.reports.report_config import GAINS, PLACES, RANKS, SCORES, WEIGHTS, ReportConfig, files, kind_of
+from attnpo.lab.reports.report_config import PLACES, SCORES, WEIGHTS, ReportConfig, files, kind_of
 from attnpo.schema import UserError, digest
 from attnpo.system.locks import locked
 from attnpo.system.processes import world_size
@@ -37,18 +37,10 @@ def report(cfg: ReportConfig) -> None:
                 from attnpo.lab.reports.weight_explorer import weight_explorer
 
                 weight_explorer(cfg, folder)
-        elif kind == GAINS:
-            from attnpo.lab.reports.gains_report import gains_report
-
-            gains_report(given, cfg.level, folder, mark)
         elif kind == SCORES:
             from attnpo.lab.reports.scores import scores_report
 
             scores_report(given, printed, cfg.label, folder, mark)
-        elif kind == RANKS:
-            from attnpo.lab.reports.ranks_report import ranks_report
-
-            ranks_report(given, folder, mark)
         else:
             from attnpo.lab.reports.folder_report import folder_report
 

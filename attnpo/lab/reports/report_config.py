@@ -12,19 +12,13 @@ from attnpo.lab.studies.fit_config import FitConfig
 from attnpo.run.run_config import TRAINING
 from attnpo.schema import UserError
 
-WEIGHTS, STUDY, RUN, GAINS, SCORES, RANKS = "weights", "study", "run", "gains", "scores", "ranks"
-KINDS = (WEIGHTS, STUDY, RUN, GAINS, SCORES, RANKS)
+KINDS = (WEIGHTS, STUDY, RUN, SCORES) = ("weights", "study", "run", "scores")
 MARK = "report.json"
 # Parts of the config that move no number of a report.
 PLACES = ("name", "output", "store", "lock_timeout", "composed")
 # Keys that every report reads, and those that each kind of report on files reads beside them; "" goes by the folders.
 OF_FOLDERS = ("what", "name", "output", "lock_timeout", "composed")
-READ = {
-    **dict.fromkeys(("", STUDY, RUN), ("printed",)),
-    GAINS: ("level",),
-    SCORES: ("printed", "label"),
-    RANKS: (),
-}
+READ = {**dict.fromkeys(("", STUDY, RUN), ("printed",)), SCORES: ("printed", "label")}
 
 
 @dataclass(frozen=True)
@@ -42,7 +36,6 @@ class ReportConfig(FitConfig):
     heat_maps: int = 2
     explorer: int = 0
     against: str | None = None
-    level: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,8 +48,6 @@ class ReportConfig(FitConfig):
             raise UserError(f"layers: expected each layer once, got {twice[0]} more than once")
         if self.min_count < 1 or self.top < 1 or self.heat_maps < 0 or self.explorer < 0:
             raise UserError("min_count and top must be at least 1, heat_maps and explorer at least 0")
-        if not self.level > 0:
-            raise UserError(f"level: expected a KL above 0, got {self.level}")
         for path in files(self.printed):
             if not path.is_file():
                 raise UserError(f"printed={path}: expected a CSV file, there is none")
@@ -66,13 +57,11 @@ class ReportConfig(FitConfig):
         if not self.what:
             return {}
         kind = kind_of(self.what)
-        of_gains = {"level": "report gains reads it"}
         if kind == WEIGHTS:
             alone = {} if self.explorer else {"against": "explorer=0 draws no explorer"}
-            return {**super().unread(), **dict.fromkeys(TRAINING, "a report trains nothing"), **of_gains, **alone}
-        why = {"printed": f"report {kind} compares with no paper", **of_gains}
+            return {**super().unread(), **dict.fromkeys(TRAINING, "a report trains nothing"), **alone}
         names = [item.name for item in fields(self) if item.init and item.name not in (*OF_FOLDERS, *READ[kind])]
-        return {name: why.get(name, "finished folders are read as they are") for name in names}
+        return dict.fromkeys(names, "finished folders are read as they are")
 
 
 def kind_of(what: Sequence[str]) -> str:
@@ -83,8 +72,7 @@ def kind_of(what: Sequence[str]) -> str:
     if first is None or (first in KINDS and first != WEIGHTS and len(what) == 1):
         raise UserError(
             f"report{'' if first is None else ' ' + first}: expected `weights`, `study FOLDER ...`, `run FOLDER ...`, "
-            "`gains FOLDER ...`, `scores FOLDER ...`, `ranks FILE.csv ...` or folders of finished studies or runs; "
-            "see --help"
+            "`scores FOLDER ...` or folders of finished studies or runs; see --help"
         )
     return first if first in KINDS else ""
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from attnpo.lab.analysis.drift import Moved, by_token, mean_gain, quantiles, ranking_accuracy, weight_classes
-from attnpo.lab.analysis.freedom import freedom
+from experiments.theory.kl_by_weight import freedom
 
 # no partner, below uniform, uniform up to rounding, above, end of the turn (with a weight of its own)
 WEIGHTS = np.array([0.0, 0.25, 0.9999999, 2.75, 1.0])
@@ -54,10 +54,11 @@ def test_shares_sum_to_one_and_deciles_are_those_of_freedom() -> None:
     for name in ("tokens", "kl"):
         assert sum(one[name] for one in found["classes"].values()) == pytest.approx(1, abs=1e-5)
     weights, kl = [one.weights for one in responses], [one.kl for one in responses]
-    expected = freedom(weights, {"policy": kl}, draws=10).deciles
-    assert list(found["deciles"]["kl"].values()) == pytest.approx([one.kl["policy"].mean for one in expected], abs=1e-6)
-    for one, weight in zip(expected, found["deciles"]["weight"].values(), strict=True):
-        assert one.lowest < weight < one.highest
+    expected = freedom(weights, {"policy": kl}, draws=10)
+    means = expected.of("kl")["policy"]["mean"].tolist()
+    assert list(found["deciles"]["kl"].values()) == pytest.approx(means, abs=1e-6)
+    for (_, one), weight in zip(expected.groups.iterrows(), found["deciles"]["weight"].values(), strict=True):
+        assert one["lowest"] < weight < one["highest"]
     assert found["kl"] == pytest.approx(sum(row.sum() for row in kl) / 40, abs=1e-6)
     assert "truth" not in found
 

@@ -16,7 +16,7 @@ from attnpo.run.result import RunResult
 from attnpo.schema import UserError
 from attnpo.system.files import clean, seal
 from tests.docs.test_own_data import write_model
-from tests.lab.reports.test_gains import Ran, a_study, record
+from tests.gains.test_gains import Ran, a_study, record
 from tests.lab.reports.test_reporting import STUDY, TRUTH
 from tests.lab.reports.test_reporting import a_run as bare_run
 from tests.lab.reports.test_reporting import a_study as older_study

@@ -400,7 +400,7 @@ def test_folders_of_one_name_are_told_apart_and_one_given_twice_is_refused(tmp_p
     folder, _ = report_on(tmp_path / "both", ["study", str(one), str(two)])
     assert {row["table"] for row in rows_of(folder / "study.csv")} >= {"here/runs/study", "there/runs/study"}
     (tmp_path / "link").symlink_to(one)
-    for what in (["study", str(one), str(one)], [str(one), str(tmp_path / "link")], ["gains", str(one), f"{one}/."]):
+    for what in (["study", str(one), str(one)], [str(one), str(tmp_path / "link")], ["study", str(one), f"{one}/."]):
         with pytest.raises(UserError, match=r"expected each folder and file once, got .* more than once"):
             report_on(tmp_path, what)
     printed = tmp_path / "printed.csv"

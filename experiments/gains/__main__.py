@@ -1,37 +1,94 @@
-"""Can it be known before training whether judge weights will gain over uniform weights: tables, figure, an answer."""
+"""``python -m experiments.gains FOLDER ...``: can it be known before training whether judge weights will gain?
 
+Tables, a figure and an answer: which numbers that a run knows before training go with the gain over uniform weights.
+"""
+
+import argparse
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pandas
+
+from attnpo.cli.terminal import as_called, guarded, hear_signals, reporting
 from attnpo.display.page import Image, Section, TableBlock
 from attnpo.display.printed import KeyedTable
-from attnpo.display.scatter_figure import ScatterPanel, scatter_figure
 from attnpo.display.tables import Cell
-from attnpo.evaluation.intervals import Interval, rank_correlation
-from attnpo.lab.analysis.prediction import WORLDS_TO_FIT, Case, HeldOut, held_out, over_worlds, within_groups
+from attnpo.evaluation.intervals import Interval
 from attnpo.lab.reports.finished import column_names, read_study
-from attnpo.lab.reports.gain_cases import FILE, read_cases, write_cases
-from attnpo.lab.reports.gains import AGREEMENT, EFFECTIVE, HIDDEN, KNOWN, LENGTH, SHARE, Harvest, collect
 from attnpo.lab.reports.output import publish
-from attnpo.lab.reports.report_config import GAINS
 from attnpo.run.folders import make_folder
 from attnpo.schema import UserError
+from experiments.gains.cases import (
+    AGREEMENT,
+    EFFECTIVE,
+    FILE,
+    HIDDEN,
+    KNOWN,
+    LENGTH,
+    NUMBERS,
+    SHARE,
+    Harvest,
+    collect,
+    read_cases,
+    write_cases,
+)
+from experiments.gains.figure import draw_gains
+from experiments.gains.prediction import WORLDS_TO_FIT, HeldOut, held_out, over_worlds, with_numbers, within_groups
+from experiments.report_folder import report_folder
 
 SAME = 0.95  # numbers whose ranks agree so much are not drawn beside each other
+EXAMPLE = """\
+example:
+  python -m experiments.gains outputs/regimes-testbed outputs/why-testbed --kl 1"""
 
 
-def gains_report(folders: Sequence[Path], level: float, output: Path, mark: str) -> None:
+def report_gains(paths: Sequence[Path], level: float = 1.0, output: Path | None = None) -> None:
     """Prints which numbers known before training go with the gain at KL ``level``; writes tables, figure and cases.
 
-    ``folders``: of finished studies, or files of cases that another such report wrote. UserError where they hold no
-    judge weights beside uniform ones whose paths reach the level.
+    ``paths``: folders of finished studies, or files of cases that another such report wrote. UserError where they hold
+    no judge weights beside uniform ones whose paths reach the level.
     """
-    studies = {folder: read_study(folder) for folder in folders if not folder.is_file()}
+    if not level > 0:
+        raise UserError(f"--kl: expected a KL above 0, got {level:g}")
+    with report_folder("gains", paths, output, level=level) as (folder, mark):
+        harvest = Harvest()
+        notes = read_all(paths, level, harvest)
+        cases = harvest.cases()
+        if cases.empty:
+            why = "; ".join(f"{reason}: {count}" for reason, count in harvest.lost.items())
+            raise UserError(
+                "gains: expected studies with an arm of judge weights and one of uniform weights of the same plain "
+                f"TwDPO, both reaching KL {level:g}, found none{f' ({why})' if why else ''}; try another --kl or folder"
+            )
+        told = {name: Told.of(cases, name) for name in NUMBERS}
+        best = best_two(told, cases)
+        tables = [worlds_table(cases), known_table(told, cases, best), hidden_table(told)]
+        notes = [*verdict(told, cases["world"].nunique()), *explained(harvest, level), *notes]
+        title = f"Known before training against the gain at KL {level:g}"
+        make_folder(folder)
+        write_cases(folder / FILE, level, harvest)
+        columns = ["group", "gain", *NUMBERS]
+        rows = cases[columns].astype(object).where(cases[columns].notna(), None).to_numpy().tolist()
+        sections = [Section("Every case", [TableBlock(["world and seed", *columns[1:]], rows)])]
+        if best:
+            ylabel = f"reward less uniform's, KL {level:g}"
+            path = draw_gains(cases, best, folder / "gains.png", ylabel=ylabel, title=title)
+            caption = (
+                "gain of judge weights over uniform weights against the two that go with it most; a point per case"
+            )
+            sections.insert(0, Section("Figure", [Image(path, caption)]))
+        publish(title, tables, notes, folder, "gains", mark, sections)
+
+
+def read_all(paths: Sequence[Path], level: float, harvest: Harvest) -> list[str]:
+    """Adds the cases of all folders and files to ``harvest``; returns what must be said of them."""
+    studies = {path: read_study(path) for path in paths if not path.is_file()}
     names = dict(zip(studies, column_names([study.path for study in studies.values()]), strict=True))
-    notes, harvest = [], Harvest()
-    for path in folders:
+    notes = []
+    for path in paths:
         if path not in studies:
             read_cases(path, level, harvest)
             continue
@@ -40,27 +97,7 @@ def gains_report(folders: Sequence[Path], level: float, output: Path, mark: str)
             raise UserError(f"{study.path}: expected a finished study, {study.notes[0]}")
         notes += [f"{name}: {line}" for line in study.notes if line.startswith("left out")]
         notes += collect(study, name, level, harvest)
-    cases = list(harvest.cases.values())
-    if not cases:
-        why = "; ".join(f"{reason}: {count}" for reason, count in harvest.lost.items())
-        raise UserError(
-            "report gains: expected studies with an arm of judge weights and one of uniform weights of the same plain "
-            f"TwDPO, both reaching KL {level:g}, found none{f' ({why})' if why else ''}; try another level= or folder"
-        )
-    told = {name: Told.of(cases, name) for name in (*KNOWN, *HIDDEN)}
-    best = best_two(told, cases)
-    tables = [worlds_table(cases), known_table(told, cases, best), hidden_table(told)]
-    notes = [*verdict(told, len({case.world for case in cases})), *explained(harvest, level), *notes]
-    title = f"Known before training against the gain at KL {level:g}"
-    make_folder(output)
-    write_cases(output / FILE, level, harvest)
-    sections = [Section("Every case", [case_table(cases)])]
-    if best:
-        panels = [ScatterPanel(name, points_of(cases, name)) for name in best]
-        path = scatter_figure(panels, output / "gains.png", ylabel=f"reward less uniform's, KL {level:g}", title=title)
-        caption = "gain of judge weights over uniform weights against the two that go with it most; a point per case"
-        sections.insert(0, Section("Figure", [Image(path, caption)]))
-    publish(title, tables, notes, output, GAINS, mark, sections)
+    return notes
 
 
 @dataclass(frozen=True)
@@ -73,9 +110,9 @@ class Told:
     held: HeldOut | None
 
     @classmethod
-    def of(cls, cases: Sequence[Case], name: str) -> "Told":
+    def of(cls, cases: pandas.DataFrame, name: str) -> "Told":
         """Returns all of it for one number."""
-        worlds = len({case.world for case in cases if case.has(name)})
+        worlds = with_numbers(cases, name)["world"].nunique()
         return cls(over_worlds(cases, name), worlds, within_groups(cases, name), held_out(cases, name))
 
     @property
@@ -88,7 +125,7 @@ HEADS = ("correlation, 95 %", "cases", "worlds", "within a world, 95 %", "world-
 OUTSIDE = ("sign right", "majority", "left out")
 
 
-def known_table(told: Mapping[str, Told], cases: Sequence[Case], best: Sequence[str]) -> KeyedTable:
+def known_table(told: Mapping[str, Told], cases: pandas.DataFrame, best: Sequence[str]) -> KeyedTable:
     """Returns what was known before training, a row per number, and the two that go with the gain most as one."""
     rows = [_row(name, told[name]) for name in KNOWN]
     if len(best) == 2:
@@ -123,50 +160,30 @@ def _outside(held: HeldOut | None) -> dict[str, Cell]:
     return dict(zip(OUTSIDE, cells, strict=True))
 
 
-def worlds_table(cases: Sequence[Case]) -> KeyedTable:
+def worlds_table(cases: pandas.DataFrame) -> KeyedTable:
     """Returns every world with its cases and their gains."""
-    rows: list[dict[str, Cell]] = []
-    for world in dict.fromkeys(case.world for case in cases):
-        mine = [case for case in cases if case.world == world]
-        gains = [case.gain for case in mine]
-        rows.append(
-            {
-                "world": world,
-                "cases": len(mine),
-                "seeds": len({case.seed for case in mine}),
-                "mean gain": sum(gains) / len(gains),
-                "least": min(gains),
-                "most": max(gains),
-                "above 0": sum(gain > 0 for gain in gains),
-            }
-        )
-    return KeyedTable("worlds", "Gain of judge weights over uniform weights", tuple(rows[0]), tuple(rows), ("world",))
+    gains = cases.assign(above=cases["gain"] > 0).groupby("world", sort=False)
+    columns = {
+        "cases": ("gain", "size"),
+        "seeds": ("seed", "nunique"),
+        "mean gain": ("gain", "mean"),
+        "least": ("gain", "min"),
+        "most": ("gain", "max"),
+        "above 0": ("above", "sum"),
+    }
+    rows = gains.agg(**columns).reset_index().to_dict("records")
+    title = "Gain of judge weights over uniform weights"
+    return KeyedTable("worlds", title, ("world", *columns), tuple(rows), ("world",))
 
 
-def case_table(cases: Sequence[Case]) -> TableBlock:
-    """Returns every case with all that is known of it."""
-    rows = [[case.group, case.gain, *(case.known.get(name) for name in (*KNOWN, *HIDDEN))] for case in cases]
-    return TableBlock(["world and seed", "gain", *KNOWN, *HIDDEN], rows)
-
-
-def points_of(cases: Sequence[Case], name: str) -> dict[str, list[tuple[float, float]]]:
-    """Returns the cases as points of a figure, by world."""
-    points: dict[str, list[tuple[float, float]]] = {}
-    for case in cases:
-        if case.has(name):
-            points.setdefault(case.world, []).append((case.known[name], case.gain))
-    return points
-
-
-def best_two(told: Mapping[str, Told], cases: Sequence[Case]) -> list[str]:
+def best_two(told: Mapping[str, Told], cases: pandas.DataFrame) -> list[str]:
     """Returns the number known before training that goes with the gain most, and the next that is not
     nearly the same.
     """
     ranked = [name for name in KNOWN if math.isfinite(told[name].over.mean)]
     ranked.sort(key=lambda name: -abs(told[name].over.mean))
-    columns = {name: [case.known.get(name, math.nan) for case in cases] for name in ranked}
-    others = [name for name in ranked[1:] if abs(rank_correlation(columns[ranked[0]], columns[name])) < SAME]
-    return [*ranked[:1], *others[:1]]
+    alike = cases[ranked].corr("spearman", min_periods=3).abs()
+    return [*ranked[:1], *[name for name in ranked[1:] if alike.loc[ranked[0], name] < SAME][:1]]
 
 
 def verdict(told: Mapping[str, Told], worlds: int) -> list[str]:
@@ -195,6 +212,7 @@ def verdict(told: Mapping[str, Told], worlds: int) -> list[str]:
 
 def explained(harvest: Harvest, level: float) -> list[str]:
     """Returns what the numbers are, and what was left out."""
+    merged = len(harvest.found) - len(harvest.cases())
     return [
         f"gain: test reward at KL {level:g} less that of uniform weights, one case per seed and arm, each on its own "
         "path over its grid. Worlds that are configured alike are one world, whichever study they are in",
@@ -211,6 +229,34 @@ def explained(harvest: Harvest, level: float) -> list[str]:
         "judge's errors with wrong labels, and the testbed's validation labels are all right, so that with few "
         "training pairs it tells less of theirs",
         f"{EFFECTIVE}: {SHARE} times {LENGTH} (median tokens, mean of both sides)",
-        *([f"counted once, though several studies have them: {harvest.merged}"] if harvest.merged else []),
+        *([f"counted once, though several studies have them: {merged}"] if merged else []),
         *(f"left out: {reason}: {count}" for reason, count in sorted(harvest.lost.items())),
     ]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints and writes the report on the studies named; returns 0, or 2 where nothing can be compared."""
+    parser = argparse.ArgumentParser(
+        prog=as_called("python -m experiments.gains"),
+        description="Hold what finished studies knew before training against the gain of judge over uniform weights.",
+        epilog=as_called(EXAMPLE),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "paths", nargs="+", type=Path, metavar="FOLDER", help=f"a finished study, or the {FILE} of an earlier report"
+    )
+    parser.add_argument("--kl", type=float, default=1.0, help="KL to the base at which rewards are compared (1)")
+    parser.add_argument("--output", type=Path, help="where the report goes; by default a folder below outputs")
+    chosen = parser.parse_args(arguments)
+
+    def command() -> int:
+        report_gains(chosen.paths, chosen.kl, chosen.output)
+        return 0
+
+    with reporting(bars=False):
+        return guarded(command)
+
+
+if __name__ == "__main__":
+    hear_signals()
+    sys.exit(main())

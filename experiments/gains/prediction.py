@@ -1,7 +1,9 @@
 """Can a number that is known before training tell what comes of it: rank correlations and predictions over worlds.
 
-Pure numpy, no files. Cases of one world share data and judge, cases of one seed have more in common in all worlds:
-both are resampled whole, and worlds are what is left out.
+``cases`` is a frame with a row per training run: ``world``, ``seed``, ``group`` (the cases among which a user would
+choose, such as the layers of one judge), ``gain``, and a column per number, NaN where it was not known. Cases of one
+world share data and judge, cases of one seed have more in common in all worlds: both are resampled whole, and worlds
+are what is left out.
 """
 
 import math
@@ -9,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import pandas
 from jaxtyping import Bool, Float, Int
 
 from attnpo.evaluation.intervals import Interval, rank_correlation, widened_tail
@@ -16,26 +19,7 @@ from attnpo.evaluation.intervals import Interval, rank_correlation, widened_tail
 DRAWS, LEVEL = 2000, 0.95
 WORLDS_TO_FIT = 3  # the fewest of which one can be left out: a line through a single world tells nothing of worlds
 
-Values = Float[np.ndarray, "cases"]
 Rows = Int[np.ndarray, "_"]  # of any number each
-
-
-@dataclass(frozen=True)
-class Case:
-    """One training run's ``gain``, and the numbers that were ``known`` before it; NaN or absent where one was not.
-
-    ``group``: the cases among which a user would choose, such as the layers of one judge.
-    """
-
-    world: str
-    seed: int
-    group: str
-    gain: float
-    known: Mapping[str, float]
-
-    def has(self, *names: str) -> bool:
-        """Returns whether all of these numbers were known."""
-        return all(math.isfinite(self.known.get(name, math.nan)) for name in names)
 
 
 @dataclass(frozen=True)
@@ -56,28 +40,29 @@ class HeldOut:
         return self.right > self.majority
 
 
-def over_worlds(cases: Sequence[Case], name: str) -> Interval:
-    """Spearman's correlation of a known number with the gain, over all cases that have it; see ``clustered``."""
-    cases = [case for case in cases if case.has(name)]
-    values, gains = _column(cases, name), _gains(cases)
+def with_numbers(cases: pandas.DataFrame, *names: str) -> pandas.DataFrame:
+    """Returns the cases of which all of these numbers were known."""
+    return cases[np.isfinite(cases[[*names]]).all(axis=1)]
+
+
+def over_worlds(cases: pandas.DataFrame, name: str) -> Interval:
+    """Returns Spearman's correlation of a number with the gain, over all cases that have it; see ``clustered``."""
+    cases = with_numbers(cases, name)
+    values, gains = cases[name].to_numpy(float), cases["gain"].to_numpy(float)
     return clustered(_nested(cases), lambda rows: rank_correlation(values[rows].tolist(), gains[rows].tolist()))
 
 
-def within_groups(cases: Sequence[Case], name: str) -> Interval:
+def within_groups(cases: pandas.DataFrame, name: str) -> Interval:
     """Returns the mean over groups of Spearman's correlation within each; groups that have none are left out."""
-    first, found = [], []
-    for group in dict.fromkeys(case.group for case in cases):
-        mine = [case for case in cases if case.group == group and case.has(name)]
-        value = rank_correlation([case.known[name] for case in mine], [case.gain for case in mine])
-        if math.isfinite(value):
-            first.append(mine[0])
-            found.append(value)
-    means = np.array(found, dtype=float)
+    groups = with_numbers(cases, name).groupby("group", sort=False)
+    found = [rank_correlation(one[name].tolist(), one["gain"].tolist()) for _, one in groups]
+    first = groups.head(1).assign(within=found).dropna(subset="within")
+    means = first["within"].to_numpy(float)
     return clustered(_nested(first), lambda rows: float(means[rows].mean()) if len(rows) else math.nan)
 
 
 def clustered(nested: Sequence[Mapping[int, Rows]], statistic: Callable[[Rows], float]) -> Interval:
-    """``statistic`` with a percentile interval from resampling worlds, and seeds for all worlds alike.
+    """Returns ``statistic`` with a percentile interval from resampling worlds, and seeds for all worlds alike.
 
     ``nested``: the row numbers by world and seed, which stay together; ``seeds`` of the interval counts the latter,
     ``prompts`` the rows. The percentiles are widened for few worlds. A resample in which the statistic is NaN (nothing
@@ -102,14 +87,20 @@ def clustered(nested: Sequence[Mapping[int, Rows]], statistic: Callable[[Rows], 
     return Interval(value, float(low), float(high), LEVEL, method, *counts)
 
 
-def held_out(cases: Sequence[Case], *names: str) -> HeldOut | None:
+def _nested(cases: pandas.DataFrame) -> list[dict[int, Rows]]:
+    """Returns the row numbers of the cases by world, then seed."""
+    worlds = cases.reset_index(drop=True).groupby("world", sort=False)
+    return [{int(seed): rows.index.to_numpy() for seed, rows in world.groupby("seed")} for _, world in worlds]
+
+
+def held_out(cases: pandas.DataFrame, *names: str) -> HeldOut | None:
     """Predicts every world from a line fitted to the ranks of all others, by least squares, in the named numbers.
 
     None where fewer than three worlds have them, or one of them never varies.
     """
-    cases = [case for case in cases if case.has(*names)]
-    worlds = np.array([case.world for case in cases])
-    columns, gains = [_column(cases, name) for name in names], _gains(cases)
+    cases = with_numbers(cases, *names)
+    worlds, gains = cases["world"].to_numpy(), cases["gain"].to_numpy(float)
+    columns = [cases[name].to_numpy(float) for name in names]
     if len(set(worlds)) < WORLDS_TO_FIT or any(np.ptp(column) == 0 for column in columns):
         return None
     ranks, signs = np.zeros(len(cases)), np.zeros(len(cases), dtype=bool)
@@ -122,7 +113,7 @@ def held_out(cases: Sequence[Case], *names: str) -> HeldOut | None:
 
 
 def _predict(
-    columns: Sequence[Values], gains: Values, out: Bool[np.ndarray, " cases"]
+    columns: Sequence[Float[np.ndarray, " cases"]], gains: Float[np.ndarray, " cases"], out: Bool[np.ndarray, " cases"]
 ) -> tuple[Float[np.ndarray, " held"], Bool[np.ndarray, " held"]]:
     """Returns the ranks of the gains left ``out`` as the others predict them, from 0 to 1, and whether that is a gain
     above 0.
@@ -145,19 +136,3 @@ def _places(reference: Float[np.ndarray, " others"], values: Float[np.ndarray, "
     ordered = np.sort(reference)
     ends = np.searchsorted(ordered, values, "left") + np.searchsorted(ordered, values, "right")
     return np.asarray(ends / (2 * len(ordered)), dtype=float)
-
-
-def _nested(cases: Sequence[Case]) -> list[dict[int, Rows]]:
-    """Returns the places of the cases by world, then seed."""
-    places: dict[str, dict[int, list[int]]] = {}
-    for place, case in enumerate(cases):
-        places.setdefault(case.world, {}).setdefault(case.seed, []).append(place)
-    return [{seed: np.array(rows, dtype=int) for seed, rows in seeds.items()} for seeds in places.values()]
-
-
-def _column(cases: Sequence[Case], name: str) -> Values:
-    return np.array([case.known[name] for case in cases], dtype=float)
-
-
-def _gains(cases: Sequence[Case]) -> Values:
-    return np.array([case.gain for case in cases], dtype=float)

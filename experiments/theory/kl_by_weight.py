@@ -10,58 +10,43 @@ overall, so every KL is also shown over the policy's own mean. Intervals resampl
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
-import torch
+import pandas
 from jaxtyping import Float, Int
-from torch import Tensor
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
+from attnpo.display.look import COLOURS, MARKERS, SOFT, legend, new_figure, panel, save
+from attnpo.lab.analysis.drift import DECILES
+from attnpo.lab.drift import score_base, score_policy
 from attnpo.models.scored import ScoredLM
-from attnpo.schema import ModelInputs, RowGroup, TokenStats, UserError
+from attnpo.schema import RowGroup, TokenStats, UserError
 
-DECILES = 10
 Row = Float[np.ndarray, "_"]  # the tokens of one response
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """A mean with the ends of its bootstrap interval."""
-
-    mean: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True)
-class Decile:
-    """One group of tokens: its number (1 holds the lowest weights), its tokens and weights, and KL by policy.
-
-    ``kl``: nats per token. ``relative``: over the policy's mean KL per token. ``ratio``: ``relative`` over that of the
-    control; empty where there is none.
-    """
-
-    number: int
-    tokens: int
-    lowest: float
-    highest: float
-    kl: dict[str, Estimate]
-    relative: dict[str, Estimate]
-    ratio: dict[str, Estimate]
-
-
-@dataclass(frozen=True)
 class Freedom:
-    """All groups, and for each policy the claim itself.
+    """KL by weight: groups of tokens, what is measured in each, and for each policy the claim itself.
 
-    ``claim``: relative KL of the lower half of the groups over that of the upper half, over the same for the control
-    where there is one. Above 1, its whole interval too: more freedom on low weights.
+    ``groups``: by number (1 holds the lowest weights) the tokens and their lowest and highest weight. ``measured``: by
+    what it is, policy and group ``mean``, ``low`` and ``high``; "kl" in nats per token, "relative" over the policy's
+    mean KL per token, "ratio" that over the control's, where there is one. ``claim``: by policy the relative KL of the
+    lower half of the groups over that of the upper half, over the same for the control where there is one. Above 1, its
+    whole interval too: more freedom on low weights.
     """
 
-    deciles: tuple[Decile, ...]
-    claim: dict[str, Estimate]
+    groups: pandas.DataFrame
+    measured: pandas.DataFrame
+    claim: pandas.DataFrame
     control: str | None
-    responses: int
-    level: float
+
+    def of(self, measure: str) -> dict[str, pandas.DataFrame]:
+        """Returns one of the measures by policy."""
+        found = self.measured[self.measured.index.get_level_values(0) == measure].droplevel(0)
+        return {str(name): rows.droplevel(0) for name, rows in found.groupby(level=0, sort=False)}
 
 
 def freedom(
@@ -101,35 +86,24 @@ def freedom(
     drawn = random.multinomial(len(weights), np.full(len(weights), 1 / len(weights)), size=draws)
     picks = np.vstack([np.ones(len(weights)), drawn])  # the first row is the sample as it is
     tokens = picks @ count
-    tail = (1 - level) / 2
     plain = {name: (picks @ one, tokens) for name, one in sums.items()}
     means = {name: _over(top, under) for name, (top, under) in plain.items()}
     relative = {
         name: _over(means[name], _over(top.sum(1), under.sum(1))[:, None]) for name, (top, under) in plain.items()
     }
-    halves = {name: _halves(top, under) for name, (top, under) in plain.items()}
-    others = [name for name in kl if control is not None and name != control]
-    ratio = {name: _over(relative[name], relative[control or name]) for name in others}
-    claim = {
-        name: half if name not in others else _over(half, halves[control or name]) for name, half in halves.items()
-    }
+    claim = {name: _halves(top, under)[:, None] for name, (top, under) in plain.items()}
+    found = {"kl": means, "relative": relative}
+    if control is not None:
+        others = [name for name in kl if name != control]
+        found["ratio"] = {name: _over(relative[name], relative[control]) for name in others}
+        claim |= {name: _over(claim[name], claim[control]) for name in others}
+    measured = {(name, of): _estimates(table, level) for name, tables in found.items() for of, table in tables.items()}
+    weight = pandas.Series(flat).groupby(group + 1)
     return Freedom(
-        deciles=tuple(
-            Decile(
-                number=place + 1,
-                tokens=int(tokens[0, place]),
-                lowest=float(flat[group == place].min()),
-                highest=float(flat[group == place].max()),
-                kl=_estimates(means, place, tail),
-                relative=_estimates(relative, place, tail),
-                ratio=_estimates(ratio, place, tail),
-            )
-            for place in range(groups)
-        ),
-        claim={name: _estimate(values, tail) for name, values in claim.items()},
+        groups=weight.agg(tokens="size", lowest="min", highest="max"),
+        measured=pandas.concat(measured),
+        claim=pandas.concat({name: _estimates(table, level) for name, table in claim.items()}).droplevel(1),
         control=control,
-        responses=len(weights),
-        level=level,
     )
 
 
@@ -140,33 +114,7 @@ def measure(policy: ScoredLM, base: ScoredLM, group: RowGroup) -> tuple[list[Row
         UserError: a model has no plain linear head to compare with.
         ValueError: the rows have no model inputs.
     """
-    return rows_of(group, against(policy, base, alone(base, group), group))
-
-
-def alone(base: ScoredLM, group: RowGroup) -> TokenStats:
-    """Statistics of the base on the rows, with the hidden states that ``against`` reads, without gradients.
-
-    Raises ``ValueError`` when the rows have no model inputs.
-    """
-    with torch.no_grad():
-        stats: TokenStats = base(*_read(group), frozenset({"hidden"}))
-    return stats
-
-
-def against(policy: ScoredLM, base: ScoredLM, of_base: TokenStats, group: RowGroup) -> TokenStats:
-    """Statistics of the policy on the rows, with "kl_policy_ref", without gradients; ``of_base``: of ``alone``.
-
-    Raises as ``measure`` does.
-    """
-    with torch.no_grad():
-        stats: TokenStats = policy(*_read(group), frozenset({"joint:kl_policy_ref"}), (of_base.hidden, base.head()))
-    return stats
-
-
-def _read(group: RowGroup) -> tuple[ModelInputs, Tensor, Tensor]:
-    if group.inputs is None:
-        raise ValueError("the rows have no model inputs")
-    return group.inputs, group.response_ids, group.response_mask
+    return rows_of(group, score_policy(policy, base, score_base(base, group), group))
 
 
 def rows_of(group: RowGroup, stats: TokenStats) -> tuple[list[Row], list[Row]]:
@@ -227,49 +175,60 @@ def _halves(top: np.ndarray, under: np.ndarray) -> np.ndarray:
     return _over(low, _over(top[:, -half:].sum(1), under[:, -half:].sum(1)))
 
 
-def _estimates(tables: Mapping[str, np.ndarray], place: int, tail: float) -> dict[str, Estimate]:
-    return {name: _estimate(table[:, place], tail) for name, table in tables.items()}
-
-
-def _estimate(values: Row, tail: float) -> Estimate:
-    """Returns the first value with the quantiles of the others; those that could not be formed are left out."""
-    rest = values[1:][np.isfinite(values[1:])]
-    low, high = np.quantile(rest, (tail, 1 - tail)) if rest.size else (np.nan, np.nan)
-    return Estimate(float(values[0]), float(low), float(high))
+def _estimates(values: Float[np.ndarray, "draws columns"], level: float) -> pandas.DataFrame:
+    """Returns the first row with the quantiles of the others; those that could not be formed are left out."""
+    low, high = pandas.DataFrame(values[1:]).quantile([(1 - level) / 2, (1 + level) / 2]).to_numpy()
+    numbers = range(1, values.shape[1] + 1)
+    return pandas.DataFrame({"mean": values[0], "low": low, "high": high}, index=numbers)
 
 
 # ------------------------------------------------------------------------------------------------ table and figure
 
 
-def freedom_table(result: Freedom) -> tuple[list[str], list[list[str | float | int]]]:
-    """Columns and rows, one per group: weights, tokens, and by policy its KL, relative KL and ratio with interval."""
-    names = list(result.claim)
-    columns = ["decile", "tokens", "weight from", "to"]
-    columns += [head for name in names for head in (f"{name} KL", f"{name} relative")]
-    columns += [f"{name} over {result.control}" for name in result.deciles[0].ratio]
-    rows: list[list[str | float | int]] = []
-    for one in result.deciles:
-        row: list[str | float | int] = [one.number, one.tokens, one.lowest, one.highest]
-        for name in names:
-            row += [one.kl[name].mean, _text(one.relative[name])]
-        rows.append([*row, *(_text(ratio) for ratio in one.ratio.values())])
-    return columns, rows
+def freedom_table(result: Freedom) -> pandas.DataFrame:
+    """Returns a row per group: weights, tokens, and by policy its KL, relative KL and ratio, these with interval."""
+    table = result.groups.rename(columns={"lowest": "weight from", "highest": "to"})
+    kl, relative = result.of("kl"), result.of("relative")
+    for name in kl:
+        table[f"{name} KL"], table[f"{name} relative"] = kl[name]["mean"], _texts(relative[name])
+    return table.assign(**{f"{name} over {result.control}": _texts(rows) for name, rows in result.of("ratio").items()})
 
 
-def claim_table(result: Freedom) -> tuple[list[str], list[list[str | float | int]]]:
-    """Columns and rows, one per policy: lower over upper half, and what that says of more freedom on low weights."""
-    rows: list[list[str | float | int]] = []
-    for name, one in result.claim.items():
-        against = f"over {result.control}" if name in result.deciles[0].ratio else "of its own"
-        rows.append([name, against, one.mean, one.low, one.high, _verdict(one)])
-    return ["policy", "lower over upper half", "ratio", "low", "high", "more freedom on low weights"], rows
+def claim_table(result: Freedom) -> pandas.DataFrame:
+    """Returns a row per policy: lower over upper half, and what that says of more freedom on low weights."""
+    of = [f"over {result.control}" if name in result.of("ratio") else "of its own" for name in result.claim.index]
+    verdicts = np.select([result.claim["low"] > 1, result.claim["high"] < 1], ["yes", "no, less"], "open")
+    return result.claim.assign(**{"lower over upper half": of, "more freedom on low weights": verdicts})
 
 
-def _verdict(one: Estimate) -> str:
-    if one.low > 1:
-        return "yes"
-    return "no, less" if one.high < 1 else "open"
+def _texts(rows: pandas.DataFrame) -> list[str]:
+    return [f"{mean:.2f} [{low:.2f}, {high:.2f}]" for mean, low, high in rows.to_numpy()]
 
 
-def _text(one: Estimate) -> str:
-    return f"{one.mean:.2f} [{one.low:.2f}, {one.high:.2f}]"
+def freedom_figure(result: Freedom, path: Path | str, title: str = "KL to the base by token weight") -> Path:
+    """Draws relative KL per group and policy and, where there is a control, the ratio to it; returns the PNG's path."""
+    panels = {title: "relative", **({} if result.control is None else {f"the same over {result.control}": "ratio"})}
+    labels = {"relative": "KL per token over the policy's mean", "ratio": "ratio of relative KL"}
+    figure = new_figure(5.6 * len(panels), 4.2)
+    for axes, (head, measure) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+        _lines(axes, result.of(measure), list(result.claim.index))
+        panel(axes, head, "weight decile, 1 is the lowest", labels[measure])
+        axes.axhline(1.0, color=SOFT, linewidth=0.9)
+        legend(axes, loc="best")
+    figure.tight_layout(w_pad=2.0)
+    return save(figure, path)
+
+
+def _lines(axes: Axes, policies: Mapping[str, pandas.DataFrame], names: Sequence[str]) -> None:
+    """Draws a line with its interval for every policy; its look is that of its place among ``names``."""
+    for name, rows in policies.items():
+        number = names.index(name)
+        colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
+        places = rows.index + 0.08 * (number - (len(names) - 1) / 2)
+        axes.vlines(places, rows["low"], rows["high"], color=colour, linewidth=2, alpha=0.4)
+        axes.plot(places, rows["mean"], color=colour, marker=marker, linewidth=1.5, markersize=5, label=name)
+        axes.set_xticks(rows.index)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0), numticks=20))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.2g}"))
+    axes.yaxis.set_minor_locator(NullLocator())

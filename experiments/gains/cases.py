@@ -1,18 +1,20 @@
 """The gain of judge weights over uniform weights in finished studies, and what could be known of it before training.
 
 Arms are told by what they are configured as, never by name: TwDPO in its plain form, whose weights are a judge's
-attention as it is read, beside the same with uniform weights, which is DPO.
+attention as it is read, beside the same with uniform weights, which is DPO. ``cases.json`` holds what a report found:
+studies that ran elsewhere are read from it without their folders.
 """
 
 import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from pathlib import Path
 
-from attnpo.lab.analysis.prediction import Case
+import pandas
+
 from attnpo.lab.reports.finished import ANALYSES, StudyFolder, finished_points
 from attnpo.lab.studies.faithfulness import ROLLOUT
 from attnpo.lab.studies.frontier import at_kl
@@ -22,12 +24,13 @@ from attnpo.objectives.twdpo import TwDPO
 from attnpo.run.identity import LATER, by_class, component
 from attnpo.run.result import RunResult
 from attnpo.schema import UserError, digest
-from attnpo.system.files import Json, clean, parse_json, read_record
+from attnpo.system.files import Json, clean, parse_json, read_record, write_record
 from attnpo.weights.faithfulness import score_of
 from attnpo.weights.sources.attention import Attention
 from attnpo.weights.sources.rollout import Rollout
 from attnpo.weights.sources.uniform import Uniform
 
+FILE = "cases.json"
 SOURCE, OBJECTIVE, NOISE = "weights._target_", "objective._target_", "prepare.pairs.label_noise"
 # Where the arms of a comparison may differ beside their weights: axes of the grid, and how weights reach the tokens.
 FREE = (SOURCE, LR, BETA, "align.method", "objective.length_from")
@@ -44,26 +47,30 @@ INPUTS = {
 EFFECTIVE, FAITHFUL = "effective number", "faithfulness"
 KNOWN = (*INPUTS, LENGTH, EFFECTIVE, FAITHFUL)
 HIDDEN = (TRUE_NOISE, TRUE_MASS) = "true label noise", "true mass"
+NUMBERS = (*KNOWN, *HIDDEN)
 Record = Mapping[str, Json]
 Measured = dict[int | str, tuple[float, float]]  # faithfulness and true mass, by layer or name of the weights
 
 
 @dataclass
 class Harvest:
-    """The cases of all studies, each once; ``lost``: how many could not be compared, by reason; ``merged``: repeats."""
+    """The cases of all studies as they are found, some of them in several.
 
-    cases: dict[str, Case] = field(default_factory=dict)
-    names: dict[str, str] = field(default_factory=dict)  # of worlds, by digest
+    ``names``: of worlds, by the digest of their settings. ``lost``: how many could not be compared, by reason.
+    """
+
+    found: list[dict[str, object]] = field(default_factory=list)
+    names: dict[str, str] = field(default_factory=dict)
     lost: Counter[str] = field(default_factory=Counter)
-    merged: int = 0
 
-    def add(self, key: str, case: Case) -> None:
+    def add(self, key: str, world: str, seed: int, group: str, gain: float, known: Mapping[str, float]) -> None:
         """Adds a case; one that is there already only gains what it did not know."""
-        if key in self.cases:
-            self.merged += 1
-            known = self.cases[key].known
-            case = replace(self.cases[key], known={**case.known, **{k: v for k, v in known.items() if v == v}})
-        self.cases[key] = case
+        self.found.append({"key": key, "world": world, "seed": seed, "group": group, "gain": gain, **known})
+
+    def cases(self) -> pandas.DataFrame:
+        """Returns every case once, by its key, with a column per number, NaN where it is not known."""
+        frame = pandas.DataFrame(self.found, columns=["key", "world", "seed", "group", "gain", *NUMBERS])
+        return frame.astype(dict.fromkeys(("gain", *NUMBERS), float)).groupby("key", sort=False).first()
 
 
 def collect(study: StudyFolder, name: str, level: float, harvest: Harvest) -> list[str]:
@@ -78,6 +85,8 @@ def collect(study: StudyFolder, name: str, level: float, harvest: Harvest) -> li
     measured, notes = analyses_in(study.path)
     for label, control in comparisons(arms):
         mine, other = ([(one.point, one.result) for one in finished_points(study, arm)] for arm in (label, control))
+        settings = comparable_settings(arms[control])
+        base = digest({key: value for key, value in settings.items() if key not in (LR, BETA)})
         for seed in sorted({point.seed for point, _ in mine}):
             one, control_one = ([run for run in runs if run[0].seed == seed] for runs in (mine, other))
             reason, gain = gain_at(one, control_one, level)
@@ -86,13 +95,10 @@ def collect(study: StudyFolder, name: str, level: float, harvest: Harvest) -> li
                 continue
             point, result = one[0]
             place = f"{name}: {point.arm.world}" if point.arm.world else name
-            base = digest(
-                {key: value for key, value in comparable_settings(arms[control]).items() if key not in (LR, BETA)}
-            )
             known = known_before(result, arms[label], measured.get((clean(point.arm.world), seed), {}))
             grids = [sorted(point.values for point, _ in runs) for runs in (one, control_one)]
             key = digest({"arm": comparable_settings(arms[label]), "base": base, "grids": grids, "seed": seed})
-            harvest.add(key, Case(harvest.names.setdefault(base, place), seed, f"{place}, seed {seed}", gain, known))
+            harvest.add(key, harvest.names.setdefault(base, place), seed, f"{place}, seed {seed}", gain, known)
     return notes
 
 
@@ -214,3 +220,44 @@ def _faithfulness_in(path: Path) -> Measured | None:
         }
     except (AttributeError, KeyError, TypeError, ZeroDivisionError):
         return None
+
+
+# ------------------------------------------------------------------------------------------------ their file
+
+
+def write_cases(path: Path, level: float, harvest: Harvest) -> None:
+    """Writes all cases at KL ``level``, with a digest of the whole; the keys of cases and worlds say what made them."""
+    worlds = {name: key for key, name in harvest.names.items()}
+    cases = {
+        str(key): {
+            "world": worlds[row["world"]],
+            **{name: row[name] for name in ("seed", "group", "gain")},
+            "known": {name: row[name] for name in NUMBERS if math.isfinite(row[name])},
+        }
+        for key, row in harvest.cases().to_dict("index").items()
+    }
+    named = {key: name for key, name in harvest.names.items() if any(one["world"] == key for one in cases.values())}
+    write_record(path, {"level": level, "worlds": named, "cases": cases, "lost": dict(harvest.lost)})
+
+
+def read_cases(path: Path, level: float, harvest: Harvest) -> None:
+    """Adds the cases of a file to ``harvest``; a world it knows already keeps its name there.
+
+    UserError for a file that another KL level made, that has changed since it was written, or that is none.
+    """
+    content = read_record(path)
+    if content is None or not {"level", "worlds", "cases", "lost"} <= content.keys():
+        raise UserError(
+            f"{path}: expected the {FILE} of an earlier report, unchanged since; make it again from the studies"
+        )
+    made_at = content["level"]
+    if made_at != level:
+        raise UserError(
+            f"{path}: expected cases at KL {level:g}, it has those at KL {made_at:g}; give --kl {made_at:g}"
+        )
+    taken = set(harvest.names.values())
+    for key, name in content["worlds"].items():
+        harvest.names.setdefault(key, name if name not in taken else f"{name} ({key[:6]})")
+    for key, one in content["cases"].items():
+        harvest.add(key, harvest.names[one["world"]], one["seed"], one["group"], one["gain"], one["known"])
+    harvest.lost.update(content["lost"])

@@ -1,4 +1,4 @@
-"""``report gains`` on folders made by hand: who is compared with whom, what was known before, what follows from it."""
+"""``experiments.gains`` on folders made by hand: who is compared with whom, what was known before, what follows."""
 
 import csv
 import json
@@ -10,14 +10,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from omegaconf import OmegaConf
 
-from attnpo.config.compose import compose, typed
 from attnpo.display.output import tables_json
 from attnpo.display.page import Section, TableBlock
 from attnpo.lab.reports.finished import read_study
-from attnpo.lab.reports.gain_cases import read_cases
-from attnpo.lab.reports.gains import (
+from attnpo.lab.studies.report import finish_study
+from attnpo.lab.studies.runner import run_study
+from attnpo.schema import UserError
+from attnpo.system.files import clean, write_record
+from experiments.gains.__main__ import main, report_gains
+from experiments.gains.cases import (
     EFFECTIVE,
     FAITHFUL,
     KNOWN,
@@ -27,13 +29,8 @@ from attnpo.lab.reports.gains import (
     Harvest,
     collect,
     comparisons,
+    read_cases,
 )
-from attnpo.lab.reports.report import report
-from attnpo.lab.reports.report_config import ReportConfig
-from attnpo.lab.studies.report import finish_study
-from attnpo.lab.studies.runner import run_study
-from attnpo.schema import UserError
-from attnpo.system.files import clean, write_record
 from tests.lab.reports.test_reporting import STUDY, TRUTH
 from tests.run.worlds import build_world
 
@@ -122,10 +119,8 @@ def an_analysis(folder: Path, world: str, seed: int, layers: Mapping[int, tuple[
     os.utime(path, (1_000_000 - at, 1_000_000 - at))  # a later ``at`` is older
 
 
-def asked(folders: list[Path], tmp_path: Path, *overrides: str) -> Path:
-    raw = compose("report", [f"output={tmp_path}", "name=r", *overrides])
-    OmegaConf.update(raw, "what", ["gains", *map(str, folders)])
-    report(typed(raw, ReportConfig))
+def asked(folders: list[Path], tmp_path: Path, level: float = 1.0) -> Path:
+    report_gains(folders, level, tmp_path / "r")
     return tmp_path / "r"
 
 
@@ -183,12 +178,12 @@ def test_what_is_known_of_a_case_by_hand(tmp_path: Path) -> None:
     an_analysis(folder, "0.3", 4, {1: (8.0, 8.0)})
     harvest = Harvest()
     assert collect(read_study(folder), "s", 1.0, harvest) == []
-    (case,) = harvest.cases.values()
-    assert (case.world, case.seed, case.group) == ("s: few, 0.3", 4, "s: few, 0.3, seed 4")
-    assert case.gain == pytest.approx(0.125)
-    assert [case.known[name] for name in KNOWN] == pytest.approx([0.875, 0.8, 0.5, 96, 0.9, 22, 11, 0.7])
-    assert (case.known[LENGTH], case.known[EFFECTIVE], case.known[FAITHFUL]) == pytest.approx((22, 11, 0.7))
-    assert (case.known[TRUE_NOISE], case.known[TRUE_MASS]) == (0.3, 0.2)
+    (case,) = harvest.cases().to_dict("records")
+    assert (case["world"], case["seed"], case["group"]) == ("s: few, 0.3", 4, "s: few, 0.3, seed 4")
+    assert case["gain"] == pytest.approx(0.125)
+    assert [case[name] for name in KNOWN] == pytest.approx([0.875, 0.8, 0.5, 96, 0.9, 22, 11, 0.7])
+    assert (case[LENGTH], case[EFFECTIVE], case[FAITHFUL]) == pytest.approx((22, 11, 0.7))
+    assert (case[TRUE_NOISE], case[TRUE_MASS]) == (0.3, 0.2)
 
 
 def test_only_points_of_the_tables_count(tmp_path: Path) -> None:
@@ -200,7 +195,7 @@ def test_only_points_of_the_tables_count(tmp_path: Path) -> None:
     a_point(folder / "points" / "a-lr=5e-05-beta=1.0-seed0-0000000b", 0, Ran(9.0))
     harvest = Harvest()
     collect(read_study(folder), "s", 1.0, harvest)
-    assert [case.gain for case in harvest.cases.values()] == pytest.approx([0.25])
+    assert harvest.cases()["gain"].tolist() == pytest.approx([0.25])
 
 
 def test_the_newest_of_several_measures_counts_and_is_named(tmp_path: Path) -> None:
@@ -211,7 +206,7 @@ def test_the_newest_of_several_measures_counts_and_is_named(tmp_path: Path) -> N
     harvest = Harvest()
     notes = collect(read_study(folder), "s", 1.0, harvest)
     assert notes == ["s: several measures of faithfulness, the newest taken: seed 0"]
-    assert [case.known[FAITHFUL] for case in harvest.cases.values()] == [0.5]
+    assert harvest.cases()[FAITHFUL].tolist() == [0.5]
 
 
 @pytest.mark.parametrize(
@@ -224,7 +219,7 @@ def test_another_analysis_with_weights_of_its_own_is_no_measure_of_faithfulness(
     write_record(folder / "analyses" / f"probe-seed0-{1:016x}.json", {"of": "x", "found": found})
     harvest = Harvest()
     assert collect(read_study(folder), "s", 1.0, harvest) == []
-    assert [case.known[FAITHFUL] for case in harvest.cases.values()] == [0.7]
+    assert harvest.cases()[FAITHFUL].tolist() == [0.7]
 
 
 def test_a_path_that_ends_early_is_no_case(tmp_path: Path) -> None:
@@ -233,7 +228,7 @@ def test_a_path_that_ends_early_is_no_case(tmp_path: Path) -> None:
     folder = a_study(tmp_path / "s", arms, {**runs, ("b", 0): Ran(0.5, kl=0.5), ("b", 2): Ran(0.5)}, worlds=False)
     harvest = Harvest()
     collect(read_study(folder), "s", 1.0, harvest)
-    assert [(case.seed, case.gain) for case in harvest.cases.values()] == [(0, 0.25)]
+    assert harvest.cases()[["seed", "gain"]].to_numpy().tolist() == [[0, 0.25]]
     assert harvest.lost == {
         "the arm's path has no point near KL 1": 1,
         "the control's path has no point near KL 1": 1,
@@ -270,18 +265,28 @@ def test_cases_stand_for_the_folders_of_their_studies(tmp_path: Path) -> None:
     assert rows and sorted(rows) == sorted(line.split(",") for line in (again / "gains.csv").read_text().splitlines())
     asked([file, again / "cases.json"], tmp_path / "both")
     assert (tmp_path / "both" / "r" / "gains.csv").read_text().splitlines()[0] == together.splitlines()[0]
-    with pytest.raises(UserError, match=r"cases\.json: expected cases at KL 2, it has those at KL 1; give level="):
-        asked([file], tmp_path / "l", "level=2")
+    with pytest.raises(UserError, match=r"cases\.json: expected cases at KL 2, it has those at KL 1; give --kl 1"):
+        asked([file], tmp_path / "l", 2)
     file.write_text(file.read_text().replace('"seed": 1', '"seed": 2', 1))
-    with pytest.raises(UserError, match=r"cases\.json: expected the cases\.json of a `report gains`, unchanged since"):
+    with pytest.raises(UserError, match=r"cases\.json: expected the cases\.json of an earlier report, unchanged since"):
         asked([file], tmp_path / "d")
 
 
-def test_the_committed_cases_are_whole() -> None:
-    harvest, docs = Harvest(), Path(__file__).parents[3] / "docs"
+def test_the_committed_cases_are_whole_and_give_the_pages_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    harvest, docs = Harvest(), Path(__file__).parents[2] / "docs"
     read_cases(docs / "gain_cases.json", 0.5, harvest)
-    assert {case.seed for case in harvest.cases.values()} == set(range(20, 30))
-    assert f"Of {len(harvest.cases)} cases" in (docs / "results.md").read_text(encoding="utf-8")
+    cases = harvest.cases()
+    assert set(cases["seed"]) == set(range(20, 30)) and len(cases) == len(harvest.found)
+    page = (docs / "results.md").read_text(encoding="utf-8")
+    assert f"Of {len(cases)} cases" in page
+    assert main([str(docs / "gain_cases.json"), "--kl", "0.5", "--output", str(tmp_path / "r")]) == 0
+    assert "nothing known before training predicts the gain here" in " ".join(capsys.readouterr().out.split())
+    rows = [line for line in (tmp_path / "r" / "gains.md").read_text(encoding="utf-8").splitlines() if "[-" in line]
+    assert len(rows) >= len(KNOWN) and [row for row in rows[: len(KNOWN)] if row not in page] == []
+    assert main([str(docs / "gain_cases.json"), "--output", str(tmp_path / "other")]) == 2
+    assert "expected cases at KL 1, it has those at KL 0.5; give --kl 0.5" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------ what follows
@@ -323,13 +328,13 @@ def test_a_lone_world_gives_no_interval_and_says_so(tmp_path: Path, capsys: pyte
 def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
     arms = {"u": record(UNIFORM), "a": record(ATTENTION, transforms__shuffled__seed=0)}
     shuffled = a_study(tmp_path / "shuffled", arms, {("u", 0): Ran(0.25), ("a", 0): Ran(0.5)}, worlds=False)
-    with pytest.raises(UserError, match=r"both reaching KL 1, found none; try another level= or folder"):
+    with pytest.raises(UserError, match=r"both reaching KL 1, found none; try another --kl or folder"):
         asked([shuffled], tmp_path)
     lone = many_worlds(tmp_path / "lone", lambda accuracy, chance: chance, worlds=1)
     with pytest.raises(UserError, match=r"found none \(the arm's path has no point near KL 2: 6\)"):
-        asked([lone], tmp_path, "level=2")
-    with pytest.raises(UserError, match="level: expected a KL above 0, got -1"):
-        asked([lone], tmp_path, "level=-1")
+        asked([lone], tmp_path, 2)
+    with pytest.raises(UserError, match="--kl: expected a KL above 0, got -1"):
+        asked([lone], tmp_path, -1)
     (lone / "study.json").write_text("{}")
     with pytest.raises(UserError, match=r"study\.json: expected the configs of the study's arms"):
         asked([lone], tmp_path)
@@ -355,6 +360,7 @@ def test_a_study_that_ran_is_read(tmp_path: Path) -> None:
     level = 0.9 * min(result.truth["test"].numbers["kl"] for _, result in outcome.points if result.truth)
     harvest = Harvest()
     collect(read_study(tmp_path / "out"), "out", level, harvest)
-    (case,) = harvest.cases.values()
-    assert case.world == "out: one world" and harvest.lost == {}
-    assert 0 < case.known["effective share"] <= 1 and case.has("agreement with labels", LENGTH, "training pairs")
+    (case,) = harvest.cases().to_dict("records")
+    assert case["world"] == "out: one world" and harvest.lost == {}
+    assert 0 < case["effective share"] <= 1
+    assert np.isfinite([case[name] for name in ("agreement with labels", LENGTH, "training pairs")]).all()

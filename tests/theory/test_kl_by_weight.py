@@ -9,11 +9,18 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from attnpo.data.collate import bare_rows
-from attnpo.lab.analysis.freedom import Row, claim_table, freedom, freedom_table, measure, rows_of
-from attnpo.lab.freedom_figure import freedom_figure
 from attnpo.models.layouts import padded
 from attnpo.models.scored import ScoredLM
 from attnpo.schema import RowGroup, TokenStats, UserError
+from experiments.theory.kl_by_weight import (
+    Row,
+    claim_table,
+    freedom,
+    freedom_figure,
+    freedom_table,
+    measure,
+    rows_of,
+)
 
 
 def planted(power: float, seed: int = 0) -> tuple[list[Row], dict[str, list[Row]]]:
@@ -32,51 +39,53 @@ def planted(power: float, seed: int = 0) -> tuple[list[Row], dict[str, list[Row]
 def test_group_means_by_hand() -> None:
     weights = [np.array([0.1, 0.4]), np.array([0.2, 0.3])]
     result = freedom(weights, {"a": [np.array([1.0, 7.0]), np.array([3.0, 5.0])]}, groups=2, draws=50)
-    low, high = result.deciles
-    assert (low.number, low.tokens, low.lowest, low.highest) == (1, 2, 0.1, 0.2)
-    assert (low.kl["a"].mean, high.kl["a"].mean) == (2.0, 6.0)
-    assert (low.relative["a"].mean, high.relative["a"].mean) == (0.5, 1.5)
-    assert result.claim["a"].mean == pytest.approx(1 / 3)
-    assert low.ratio == {}
+    assert result.groups.index.tolist() == [1, 2] and result.groups.loc[1].tolist() == [2, 0.1, 0.2]
+    assert result.of("kl")["a"]["mean"].tolist() == [2.0, 6.0]
+    assert result.of("relative")["a"]["mean"].tolist() == [0.5, 1.5]
+    assert result.claim.loc["a", "mean"] == pytest.approx(1 / 3)
+    assert result.of("ratio") == {}
 
 
 def test_groups_are_equal_in_size_and_ordered_by_weight_even_where_weights_tie() -> None:
     weights = [np.repeat([0.0, 1.0, 2.0], [50, 30, 20])]
     result = freedom(weights, {"a": [np.ones(100)]}, draws=20)
-    assert [one.tokens for one in result.deciles] == [10] * 10
-    assert [one.lowest for one in result.deciles] == [0.0] * 5 + [1.0] * 3 + [2.0] * 2
-    assert result.claim["a"].mean == 1.0
+    assert result.groups["tokens"].tolist() == [10] * 10
+    assert result.groups["lowest"].tolist() == [0.0] * 5 + [1.0] * 3 + [2.0] * 2
+    assert result.claim.loc["a", "mean"] == 1.0
 
 
 @pytest.mark.parametrize(("power", "verdict"), [(-0.5, "yes"), (0.5, "no, less")])
 def test_a_planted_effect_is_found_against_the_control(power: float, verdict: str) -> None:
     weights, kl = planted(power)
     result = freedom(weights, kl, "dpo", draws=400)
-    claim = result.claim["twdpo"]
-    assert claim.low < claim.mean < claim.high
-    assert {row[0]: row[-1] for row in claim_table(result)[1]}["twdpo"] == verdict
-    ratios = [one.ratio["twdpo"].mean for one in result.deciles]
+    claim = result.claim.loc["twdpo"]
+    assert claim["low"] < claim["mean"] < claim["high"]
+    table = claim_table(result)
+    assert table.loc["twdpo", "more freedom on low weights"] == verdict
+    assert table["lower over upper half"].to_dict() == {"dpo": "of its own", "twdpo": "over dpo"}
+    ratios = result.of("ratio")["twdpo"]["mean"].tolist()
     assert ratios == sorted(ratios, reverse=power < 0)
-    assert list(result.deciles[0].ratio) == ["twdpo"]
+    assert list(result.of("ratio")) == ["twdpo"]
 
 
 def test_without_an_effect_the_control_takes_the_slope_away() -> None:
     weights, kl = planted(0.0)
     result = freedom(weights, kl, "dpo", draws=400)
-    assert result.claim["dpo"].high < 1  # tokens of high weight move more, with or without weights in training
-    assert result.claim["twdpo"].mean == pytest.approx(1.0)
+    assert result.claim.loc["dpo", "high"] < 1  # tokens of high weight move more, with or without weights in training
+    assert result.claim.loc["twdpo", "mean"] == pytest.approx(1.0)
 
 
 def test_intervals_resample_responses_and_repeat() -> None:
     weights, kl = planted(-0.5)
     first, again = (freedom(weights, kl, "dpo", draws=300) for _ in range(2))
-    assert first == again
+    for name in ("groups", "measured", "claim"):
+        assert getattr(first, name).equals(getattr(again, name))
     # tokens of one response that move together say little: fewer responses, wider interval
     few = [np.concatenate(weights[i::6]) for i in range(6)]
     lumped = {name: [np.concatenate(rows[i::6]) * (1 + i) for i in range(6)] for name, rows in kl.items()}
-    wide = freedom(few, lumped, draws=300).deciles[4].kl["dpo"]
-    narrow = first.deciles[4].kl["dpo"]
-    assert (wide.high - wide.low) / wide.mean > 3 * (narrow.high - narrow.low) / narrow.mean
+    wide = freedom(few, lumped, draws=300).of("kl")["dpo"].loc[5]
+    narrow = first.of("kl")["dpo"].loc[5]
+    assert (wide["high"] - wide["low"]) / wide["mean"] > 3 * (narrow["high"] - narrow["low"]) / narrow["mean"]
 
 
 def test_rows_are_read_off_a_batch_on_response_tokens_relative_to_uniform() -> None:
@@ -124,9 +133,9 @@ def test_both_models_are_measured_on_the_rows() -> None:
 def test_table_and_figure(tmp_path: Path) -> None:
     weights, kl = planted(-0.5)
     result = freedom(weights, kl, "dpo", draws=100)
-    columns, rows = freedom_table(result)
-    assert len(rows) == 10
-    assert all(len(row) == len(columns) for row in rows)
+    table = freedom_table(result)
+    heads = ["tokens", "weight from", "to", "dpo KL", "dpo relative", "twdpo KL", "twdpo relative", "twdpo over dpo"]
+    assert list(table.columns) == heads and len(table) == 10 and not table.isna().any(axis=None)
     assert freedom_figure(result, tmp_path / "two.png").stat().st_size > 20_000
     alone = freedom(weights, {"dpo": kl["dpo"]}, draws=100)
     assert freedom_figure(alone, tmp_path / "one.png").stat().st_size > 10_000

@@ -1,18 +1,22 @@
-"""``report ranks``: what does not follow from printed tables, the paper's own and invented ones by hand."""
+"""``experiments.check_tables``: what does not follow from printed tables, the paper's own and invented ones by hand."""
 
 import csv
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
-from attnpo.config.compose import compose, typed
-from attnpo.lab.reports.misprints import impossible_rounds, interval_misprints, rank_misprints, rank_sum, read_tables
-from attnpo.lab.reports.report import report
-from attnpo.lab.reports.report_config import ReportConfig
 from attnpo.schema import UserError
+from experiments.check_tables import (
+    check_tables,
+    impossible_rounds,
+    interval_misprints,
+    main,
+    rank_misprints,
+    rank_sum,
+    read_tables,
+)
 
-SHIPPED = Path(__file__).resolve().parents[3] / "experiments" / "paper"
+SHIPPED = Path(__file__).resolve().parents[1] / "experiments" / "paper"
 SFT, INSTRUCT = "llama38bbasesft", "llama38binstruct"
 # Evaluation sheet, section 6, and the tables' README: recomputed and printed ranks, intervals, the one impossible run.
 RANKS = {
@@ -36,16 +40,10 @@ STILL = (
 )
 
 
-def asked(what: list[Path], *overrides: str) -> ReportConfig:
-    raw = compose("report", list(overrides))
-    OmegaConf.update(raw, "what", ["ranks", *map(str, what)])
-    return typed(raw, ReportConfig)
-
-
 def report_on(tmp_path: Path, files: list[Path]) -> tuple[list[dict[str, str]], str]:
     """The rows of the CSV and the Markdown of a report on files."""
-    report(asked(files, f"output={tmp_path / 'reports'}", "name=r"))
-    folder = tmp_path / "reports" / "r"
+    folder = tmp_path / "reports"
+    check_tables(files, folder)
     with (folder / "ranks.csv").open(encoding="utf-8", newline="") as lines:
         return list(csv.DictReader(lines)), (folder / "ranks.md").read_text(encoding="utf-8")
 
@@ -114,7 +112,7 @@ def test_a_rank_of_halves_is_printed_upwards(tmp_path: Path) -> None:
     assert rank_misprints(table) == [] and rank_sum(table) == (12.0, 12.0)
     (table,) = read_tables(a_file(tmp_path, good.replace("1.13", "1.12")))
     (item,) = rank_misprints(table)
-    assert (item.method, item.printed, item.expected) == ("X", "1.12", "1.13")
+    assert (item["method"], item["printed"], item["expected"]) == ("X", "1.12", "1.13")
 
 
 def test_a_row_without_a_score_has_no_rank(tmp_path: Path) -> None:
@@ -143,7 +141,7 @@ def test_intervals_of_no_width_are_doubtful_beside_others_of_the_same_answers(tm
     (table,) = read_tables(
         a_file(tmp_path, f"{head}\nX,5.00,0.00,6.00,0.10,7.00,0.00\nY,5.00,0.00,6.00,0.00,7.00,7.00\n")
     )
-    found = [(item.method, item.column, item.expected.split(",")[0]) for item in interval_misprints(table)]
+    found = [(row["method"], row["column"], str(row["expected"]).split(",")[0]) for row in interval_misprints(table)]
     assert found == [
         ("X", "alpacaeval_lc", "doubtful: alpacaeval_wr"),
         ("Y", "mt_bench", "an interval; it repeats the mean"),
@@ -167,6 +165,19 @@ def test_files_that_are_no_table_are_refused(tmp_path: Path, text: str, message:
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="there is no file"):
         report_on(tmp_path, [tmp_path / "nowhere.csv"])
-    table = a_file(tmp_path, SINGLE)
-    unread = asked([table], f"printed={table}", "level=2").unread()
-    assert unread["printed"] == "report ranks compares with no paper" and unread["level"] == "report gains reads it"
+
+
+def test_the_command_writes_a_folder_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same files go there again; other ones are kept from an occupied folder, and one given twice is refused."""
+    monkeypatch.chdir(tmp_path)
+    table, other = a_file(tmp_path, SINGLE), a_file(tmp_path, SINGLE, "other.csv")
+    assert main([str(table)]) == 0 and main([str(table)]) == 0
+    assert "3 of 3 printed average ranks follow" in " ".join(capsys.readouterr().out.split())
+    (folder,) = (tmp_path / "outputs").iterdir()
+    assert {path.name for path in folder.glob("*.*")} >= {"ranks.md", "ranks.tex", "ranks.csv", "report.html"}
+    assert main([str(other), "--output", str(folder)]) == 2
+    assert "would be overwritten; give --output another folder" in capsys.readouterr().err
+    assert main([str(table), f"{tmp_path}/./t.csv"]) == 2
+    assert "expected each folder and file once" in capsys.readouterr().err

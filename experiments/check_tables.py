@@ -1,0 +1,291 @@
+"""``python -m experiments.check_tables TABLE.csv ...``: what does not follow from the numbers of printed result tables.
+
+Average ranks, intervals, runs that are no round. The rules are those of the reference, EVALUATION 6: average ranks from
+the printed scores with ties averaged; the half width 1.96 s / sqrt(n) over n rounds, of which the table of single runs
+shows the first.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pandas
+
+from attnpo.cli.terminal import as_called, guarded, hear_signals, reporting
+from attnpo.display.printed import KeyedTable, label_of, read_printed
+from attnpo.display.tables import Cell, half_up
+from attnpo.evaluation.spreads import NORMAL
+from attnpo.lab.reports.evaluations import PAPER
+from attnpo.lab.reports.folder_report import MODELS, letters, whose
+from attnpo.lab.reports.output import publish
+from attnpo.lab.reports.scores import CI, DECIMALS, MEAN, METHOD, PRINTED_RANK
+from attnpo.schema import UserError
+from experiments.report_folder import report_folder
+
+RECOMPUTED, PRINTED, MISPRINT = "average rank", "printed", "misprint"
+KEYS = ("file", "base_model", METHOD)
+ROUNDS = 3  # of the paper's table of several runs
+SLACK = 1e-9  # of sums and differences of printed decimals
+Row = Mapping[str, Cell]
+EXAMPLE = """\
+example:
+  python -m experiments.check_tables experiments/paper/main_results/printed.csv"""
+
+
+@dataclass(frozen=True)
+class Table:
+    """The rows of one base model in a printed table.
+
+    ``numbers``: all that is printed, a row per method, NaN where it has none. ``scores``: the columns of these that are
+    scores, named as in the table of single runs; ``of_rounds``: whether they are means over rounds.
+    """
+
+    path: Path
+    model: str
+    numbers: pandas.DataFrame
+    scores: list[str]
+    digits: Mapping[str, int]
+    of_rounds: bool
+
+    @property
+    def name(self) -> str:
+        """Returns the table's name in titles and notes."""
+        return f"{label_of(self.path)}, {self.model}" if self.model else label_of(self.path)
+
+    @property
+    def ranked(self) -> pandas.DataFrame:
+        """Returns the scores of the methods that have all of them."""
+        return self.numbers[self.scores].dropna()
+
+    @property
+    def has_ranks(self) -> bool:
+        """Returns whether the table prints an average rank."""
+        return bool(PRINTED_RANK in self.numbers and self.numbers[PRINTED_RANK].notna().any())
+
+
+def read_tables(path: Path) -> list[Table]:
+    """Reads the tables in a CSV file of printed results, one per base model. UserError for a file that holds none.
+
+    Scores are the columns of numbers with decimals that are neither an average rank nor an interval; where some are
+    named as means (``mt_bench_mean``), those.
+    """
+    if not path.is_file():
+        raise UserError(f"check_tables: expected CSV files of printed results, there is no file {path}")
+    printed = read_printed(path, (METHOD, "arm", *MODELS))
+    if METHOD not in printed.columns:
+        raise UserError(f"{path}: expected a column {METHOD}, got {', '.join(printed.columns)}")
+    numbers = [name for name in printed.columns if printed.digits.get(name, 0) and name != PRINTED_RANK]
+    means = [name for name in numbers if name.endswith(MEAN)]
+    scores = means or [name for name in numbers if not name.endswith(CI)]
+    if not scores:
+        raise UserError(f"{path}: expected columns of scores with decimals, got {', '.join(printed.columns)}")
+    short = {name: name.removesuffix(MEAN) for name in scores}
+    digits = {short.get(name, name): count for name, count in printed.digits.items()}
+    frame = (
+        pandas.DataFrame(printed.rows)
+        .set_index(METHOD)[[*printed.digits]]
+        .astype(float)
+        .rename(index=str, columns=short)
+    )
+    frame = frame.replace([np.inf, -np.inf], np.nan)
+    models = np.array([whose(row) or "" for row in printed.rows])
+    tables = [
+        Table(path, str(model), frame[models == model], [*short.values()], digits, bool(means))
+        for model in dict.fromkeys(models)
+    ]
+    for table in tables:
+        twice = table.numbers.index[table.numbers.index.duplicated()]
+        if len(twice):
+            raise UserError(f"{path}: expected each method once for {table.model or 'all rows'}, got {twice[0]} again")
+    return tables
+
+
+def misprint(table: Table, method: object, column: str, printed: str, expected: str) -> Row:
+    """Returns a row on something printed that cannot be, and what would be expected, in words."""
+    cells = (label_of(table.path), table.model, str(method), column, printed, expected)
+    return dict(zip((*KEYS, "column", "printed", "expected"), cells, strict=True))
+
+
+# ------------------------------------------------------------------------------------------------ ranks
+
+
+def rank_methods(table: Table) -> pandas.DataFrame:
+    """Returns the scores with the average rank as the paper would print it, the printed one, and if they differ."""
+    ranks = table.ranked.rank(ascending=False).mean(axis=1)
+    found = table.ranked.assign(**{RECOMPUTED: [half_up(rank, DECIMALS) for rank in ranks]})
+    if table.has_ranks:
+        printed = table.numbers.loc[found.index, PRINTED_RANK]
+        differs = printed.notna() & (printed != found[RECOMPUTED])
+        found = found.assign(**{PRINTED: printed, MISPRINT: np.where(differs, "yes", "")})
+    return found
+
+
+def rank_misprints(table: Table) -> list[Row]:
+    """Returns the printed average ranks that do not follow from the printed scores."""
+    found = rank_methods(table)
+    wrong = found[found[MISPRINT] == "yes"] if table.has_ranks else found[:0]
+    return [
+        misprint(table, method, RECOMPUTED, f"{row[PRINTED]:.2f}", f"{row[RECOMPUTED]:.2f}")
+        for method, row in wrong.iterrows()
+    ]
+
+
+def rank_sum(table: Table) -> tuple[float | None, float]:
+    """Returns what the printed average ranks say all ranks sum to, and what ranks must sum to: columns x n (n + 1) / 2.
+
+    An average over k columns is a multiple of 1 / (2 k), so a printed one stands for the nearest. None where a row has
+    no printed one.
+    """
+    count, columns = table.ranked.shape
+    ranks = table.numbers.loc[table.ranked.index, PRINTED_RANK]
+    found = None if ranks.isna().any() else float((ranks * 2 * columns).round().sum() / 2)
+    return found, columns * count * (count + 1) / 2
+
+
+# ------------------------------------------------------------------------------------------------ intervals
+
+
+def interval_misprints(table: Table) -> Iterator[Row]:
+    """Yields intervals that repeat their mean, and those of no width where another score of the answers has one."""
+    for method, row in table.numbers.iterrows() if table.of_rounds else ():
+        for name in table.scores:
+            mean, width = row[name], row.get(name + CI, np.nan)
+            if np.isnan(mean) or np.isnan(width):
+                continue
+            text = f"{mean:.{table.digits[name]}f} ± {width:.{table.digits[name + CI]}f}"
+            if width == mean != 0:
+                yield misprint(table, method, name, text, "an interval; it repeats the mean")
+            others = [other for other in other_scores(name) if row.get(other + CI, 0) > 0]
+            if width == 0 and others:
+                yield misprint(table, method, name, text, f"doubtful: {others[0]}, of the same answers, varies")
+
+
+def other_scores(column: str) -> list[str]:
+    """Returns the other columns of a column's benchmark."""
+    benchmark = next((key[0] for key, name in PAPER.items() if name == column), None)
+    return [name for key, name in PAPER.items() if key[0] == benchmark and name != column]
+
+
+def may_be_round(single: Table, rounds: Table) -> bool:
+    """Returns whether one table has single runs and the other means over rounds of the same base model."""
+    return not single.of_rounds and rounds.of_rounds and letters(single.model) == letters(rounds.model)
+
+
+def shared_cells(single: Table, rounds: Table) -> list[tuple[str, str, float, float, float]]:
+    """Returns (method, column, score, mean, half width) of every score that both print, the second with an interval."""
+    both = single.ranked.index.intersection(rounds.numbers.index, sort=False)
+    names = [name for name in single.scores if name in rounds.scores and name + CI in rounds.numbers]
+    one, other = single.numbers.at, rounds.numbers.at
+    cells = [(str(m), name, one[m, name], other[m, name], other[m, name + CI]) for m in both for name in names]
+    return [cell for cell in cells if not np.isnan(cell[3:]).any()]
+
+
+def impossible_rounds(single: Table, rounds: Table, count: int = ROUNDS) -> Iterator[tuple[Row, float]]:
+    """Yields single runs that cannot be one of the rounds whose mean and interval another table prints, with that mean.
+
+    With x1 = mean + d the others sum to -d, so s^2 >= d^2 n / (n - 1)^2 and the half width is at least
+    1.96 d / (n - 1): 0.98 d for three rounds. What rounding may have added is allowed for.
+    """
+    for method, name, first, mean, width in shared_cells(single, rounds):
+        digits = rounds.digits[name]
+        rounding = 0.5 * (10.0 ** -single.digits[name] + 10.0**-digits)
+        least = NORMAL / (count - 1) * max(0.0, abs(first - mean) - rounding)
+        if least > width + 0.5 * 10.0 ** -rounds.digits[name + CI] + SLACK:
+            expected = f"a round of {mean:.{digits}f} ± {width:.{digits}f}; it takes at least ± {least:.{digits}f}"
+            yield misprint(single, method, name, f"{first:.{single.digits[name]}f}", expected), mean
+
+
+def with_other_cell(table: Table, item: Row, mean: float) -> str:
+    """Returns a line on the average ranks that still differ once a cell holds the mean over rounds."""
+    method, column = str(item[METHOD]), str(item["column"])
+    numbers = table.numbers.copy()
+    numbers.loc[method, column] = mean
+    left = rank_misprints(replace(table, numbers=numbers))
+    told = ", ".join(f"{one[METHOD]} {one['expected']} against {one['printed']}" for one in left)
+    where = f"{table.model}, {method} with {column} {mean:.{table.digits[column]}f}"
+    return (
+        f"{where} in place of {item['printed']}: {len(left)} average ranks still differ{f' ({told})' if told else ''}"
+    )
+
+
+# ------------------------------------------------------------------------------------------------ the report
+
+
+def check_tables(paths: Sequence[Path], output: Path | None = None) -> None:
+    """Prints the recomputed average ranks of every table and all that does not follow from its numbers.
+
+    Writes both into ``output``, by default a folder below ``outputs``. UserError for a file that is no table.
+    """
+    with report_folder("ranks", paths, output) as (folder, mark):
+        tables = [table for path in paths for table in read_tables(path)]
+        both = [(single, rounds) for single in tables for rounds in tables if may_be_round(single, rounds)]
+        of_rounds = [(single, *found) for single, rounds in both for found in impossible_rounds(single, rounds)]
+        misprints = [row for table in tables for row in (*rank_misprints(table), *interval_misprints(table))]
+        misprints += [row for _, row, _ in of_rounds]
+        notes = [line for table in tables for line in describe_ranks(table)]
+        if both:
+            cells = sum(len(shared_cells(single, rounds)) for single, rounds in both)
+            possible = f"{cells - len(of_rounds)} of {cells} can be one of them"
+            notes.append(f"single runs beside means over {ROUNDS} rounds: {possible}")
+        notes += [with_other_cell(single, row, mean) for single, row, mean in of_rounds if single.has_ranks]
+        title, names = "Does not follow from the printed numbers", (*KEYS, "column", "printed", "expected")
+        listed = [KeyedTable("misprints", title, names, tuple(misprints), KEYS)] if misprints else []
+        publish("Average ranks, recomputed", [*listed, *map(ranks_table, tables)], notes, folder, "ranks", mark)
+
+
+def describe_ranks(table: Table) -> list[str]:
+    """Returns lines on how many printed ranks of a table follow from its scores, and whether they can be ranks."""
+    lacking = table.numbers.index.difference(table.ranked.index, sort=False)
+    lines = [f"{table.name}: no scores, left out: {', '.join(lacking)}"] if len(lacking) else []
+    if not table.has_ranks:
+        return [*lines, f"{table.name}: prints no average rank"]
+    wrong, known = len(rank_misprints(table)), rank_methods(table)[PRINTED].count()
+    lines.append(f"{table.name}: {known - wrong} of {known} printed average ranks follow from the printed scores")
+    found, expected = rank_sum(table)
+    if found is not None and found != expected:
+        lines.append(
+            f"{table.name}: the printed ranks of all rows and columns sum to {found:g}; ranks of {len(table.ranked)} "
+            f"rows over {len(table.scores)} columns sum to {expected:g}, so one wrong score cannot explain it"
+        )
+    return lines
+
+
+def ranks_table(table: Table) -> KeyedTable:
+    """Returns every row of a printed table with its recomputed average rank beside the printed one."""
+    found = rank_methods(table).reset_index()
+    shown = tuple(found.columns)
+    rows: list[Row] = found.astype(object).where(found.notna(), None).to_dict("records")
+    digits = {**dict.fromkeys((RECOMPUTED, PRINTED), DECIMALS), **{name: table.digits[name] for name in table.scores}}
+    of = {"file": label_of(table.path), "base_model": table.model}
+    title = f"{of['file']}: {table.model}" if table.model else of["file"]
+    read = KeyedTable("ranks", title, shown, tuple(rows), KEYS[2:], None, digits)
+    full = tuple({**of, **row} for row in rows)
+    return replace(read, columns=(*of, *shown), rows=full, keys=KEYS, reading=read)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints and writes the report on the files named; returns 0, or 2 for a file that is no table of results."""
+    parser = argparse.ArgumentParser(
+        prog=as_called("python -m experiments.check_tables"),
+        description="Recompute average ranks and intervals of printed result tables, and list what cannot be.",
+        epilog=as_called(EXAMPLE),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("tables", nargs="+", type=Path, metavar="TABLE.csv", help="printed results, a row per method")
+    parser.add_argument("--output", type=Path, help="where the report goes; by default a folder below outputs")
+    chosen = parser.parse_args(arguments)
+
+    def command() -> int:
+        check_tables(chosen.tables, chosen.output)
+        return 0
+
+    with reporting(bars=False):
+        return guarded(command)
+
+
+if __name__ == "__main__":
+    hear_signals()
+    sys.exit(main())

@@ -1,0 +1,25 @@
+"""The figure of gains against numbers that were known before training: a panel per number, a colour per world."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas
+
+from attnpo.display.look import COLOURS, INK, MARKERS, legend, new_figure, panel, save
+
+
+def draw_gains(cases: pandas.DataFrame, names: Sequence[str], path: Path, *, ylabel: str, title: str) -> Path:
+    """Draws the gains over each number, with a dotted line at 0 and one legend for all, and returns the PNG's path."""
+    figure = new_figure(4.6 * len(names) + 2.2, 4.2)
+    known = cases[cases[[*names]].notna().any(axis=1)]
+    for place, name in enumerate(names):
+        axes = figure.add_subplot(1, len(names), place + 1)
+        panel(axes, title if place == 0 else "", name, ylabel if place == 0 else "")
+        axes.axhline(0.0, color=INK, linewidth=0.9, linestyle=":")
+        for number, (world, rows) in enumerate(known.groupby("world", sort=False)):
+            turn, colour = divmod(number, len(COLOURS))
+            marker = MARKERS[(colour + 3 * turn) % len(MARKERS)]
+            axes.plot(rows[name], rows["gain"], marker, color=COLOURS[colour], markersize=5, alpha=0.75, label=world)
+    legend(axes, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    figure.tight_layout()
+    return save(figure, path)
