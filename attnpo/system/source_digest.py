@@ -20,7 +20,7 @@ SHOWING = (
         f"lab/studies/{name}.py"
         for name in (
             *("benchmark_scores", "benchmark_settings", "benchmark_table", "benchmarks", "cost_table", "drift_table"),
-            *("ending", "exports", "faithfulness", "faithfulness_pages", "footnotes", "frontier", "predictions"),
+            *("ending", "exports", "faithfulness", "footnotes", "frontier", "predictions"),
             *("ranking", "report", "selection", "show_config", "study_figures", "study_page", "tables", "yardstick"),
         )
     ),

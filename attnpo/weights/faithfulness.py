@@ -8,13 +8,13 @@ counts, since any removal spoils a response somewhat.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from itertools import islice, pairwise
 from random import Random
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -236,90 +236,78 @@ def measure(
     UserError when no pair is left.
     """
     usable = [pair for pair in pairs if all(pair.pair_id in found for found in sources.values())]
-    numbers: dict[Asked, int] = {}
+    asked: dict[Asked, int] = {}
 
-    def number(*asked: int | str) -> int:
-        return numbers.setdefault(cast(Asked, asked), len(numbers))
+    def numbers(prompts: Sequence[Asked]) -> list[int]:
+        return [asked.setdefault(one, len(asked)) for one in prompts]
 
-    def both(place: int, chosen: str, rejected: str) -> list[int]:
-        return [number(place, chosen, rejected, order) for order in (0, 1)]
-
-    whole = [both(place, pair.chosen, pair.rejected) for place, pair in enumerate(usable)]
-    blank = _blanks(numbers)
-    places = {
+    whole = [numbers(_in_both_orders(place, pair.chosen, pair.rejected)) for place, pair in enumerate(usable)]
+    blank = _blanks(asked)
+    changed = {
         name: {
-            (mode, share): _places(usable, found, removal, mode, share, number, both)
+            (mode, share): [
+                tuple(map(numbers, _without(place, pair, found[pair.pair_id], removal, mode, share)))
+                for place, pair in enumerate(usable)
+            ]
             for mode in removal.modes
             for share in removal.shares
         }
         for name, found in sources.items()
     }
-    margins = _margins(usable, list(numbers), judge, prompts, progress)
-    full, sound = _mean(margins, whole), np.isfinite(_mean(margins, whole))
-    changes = {
-        name: {key: (_mean(margins, top), _mean(margins, random)) for key, (top, random) in found.items()}
-        for name, found in places.items()
+    margins = _margins(usable, list(asked), judge, prompts, progress)
+    full = np.array([margins[row].mean() for row in whole])
+    sign = np.where(full < 0, -1.0, 1.0)
+    means = {
+        name: {
+            key: sign * np.array([[margins[row].mean() for row in pair] for pair in rows]).reshape(-1, 2).T
+            for key, rows in found.items()
+        }
+        for name, found in changed.items()
     }
-    for top, random in (change for found in changes.values() for change in found.values()):
-        sound &= np.isfinite(top) & np.isfinite(random)
+    sound = np.isfinite([full, *(row for found in means.values() for both in found.values() for row in both)]).all(0)
     if not sound.any():
         raise UserError(
             f"faithfulness: expected pairs that the judge can be shown with tokens removed, got none of {len(pairs)}; "
             "see the log for pairs that cannot be judged"
         )
-    sign = np.where(full < 0, -1.0, 1.0)
     return Measured(
         pair_ids=tuple(pair.pair_id for pair, good in zip(usable, sound, strict=True) if good),
         full=(sign * full)[sound],
-        changes={
-            name: {key: Change((sign * top)[sound], (sign * random)[sound]) for key, (top, random) in found.items()}
-            for name, found in changes.items()
-        },
-        counts={EMPTIED: _blanks(numbers) - blank, REFUSED: int((~sound).sum())},
-        prompts=len(numbers),
+        changes={name: {key: Change(*both[:, sound]) for key, both in found.items()} for name, found in means.items()},
+        counts={EMPTIED: _blanks(asked) - blank, REFUSED: int((~sound).sum())},
+        prompts=len(asked),
     )
 
 
-def _mean(margins: Float[np.ndarray, " prompts"], places: Sequence[Sequence[int]]) -> Array:
-    """Returns the mean log-odds of each pair's prompts."""
-    return np.array([margins[found].mean() for found in places])
-
-
-def _blanks(numbers: Mapping[Asked, int]) -> int:
+def _blanks(asked: Iterable[Asked]) -> int:
     """Returns how many different shortened pairs have how many empty responses."""
-    texts = {asked[:3] for asked in numbers}
+    texts = {one[:3] for one in asked}
     return sum((not chosen.strip()) + (not rejected.strip()) for _, chosen, rejected in texts)
 
 
-def _places(
-    pairs: Sequence[PreferencePair],
-    found: Rankings,
-    removal: Removal,
-    mode: Mode,
-    share: float,
-    number: Callable[..., int],
-    both: Callable[[int, str, str], list[int]],
-) -> tuple[list[list[int]], list[list[int]]]:
-    """Per pair the numbers of the prompts without the top tokens, and of those without random ones.
+def _in_both_orders(place: int, chosen: str, rejected: str) -> list[Asked]:
+    return [(place, chosen, rejected, order) for order in (0, 1)]
+
+
+def _without(
+    place: int, pair: PreferencePair, rows: Mapping[str, Ranking], removal: Removal, mode: Mode, share: float
+) -> tuple[list[Asked], list[Asked]]:
+    """Returns a pair's prompts without the top tokens, and those without random ones.
 
     Each random removal is read in one of the orders, in turn over draws, beginning with either.
     """
-    top: list[list[int]] = []
-    random: list[list[int]] = []
-    for place, pair in enumerate(pairs):
-        rows = found[pair.pair_id]
-        picked = {side: _top(rows[side], share, f"{removal.seed}/{pair.pair_id}/{side}/ties") for side in SIDES}
-        top.append(both(place, *(_shortened(pair.response(side), rows[side], picked[side], mode) for side in SIDES)))
-        random.append([])
-        order = Random(f"{removal.seed}/{pair.pair_id}/order").randrange(2)
-        for draw in range(removal.draws):
-            texts = []
-            for side in SIDES:
-                dice = Random(f"{removal.seed}/{pair.pair_id}/{side}/{draw}")
-                drawn = matched_tokens(picked[side], len(rows[side].offsets), dice)
-                texts.append(_shortened(pair.response(side), rows[side], drawn, mode))
-            random[-1].append(number(place, *texts, (order + draw) % 2))
-    return top, random
+    key = f"{removal.seed}/{pair.pair_id}"
+    picked = {side: _top(rows[side], share, f"{key}/{side}/ties") for side in SIDES}
+    chosen, rejected = (_shortened(pair.response(side), rows[side], picked[side], mode) for side in SIDES)
+    order, random = Random(f"{key}/order").randrange(2), []
+    for draw in range(removal.draws):
+        drawn = {
+            side: matched_tokens(picked[side], len(rows[side].offsets), Random(f"{key}/{side}/{draw}"))
+            for side in SIDES
+        }
+        one, other = (_shortened(pair.response(side), rows[side], drawn[side], mode) for side in SIDES)
+        random.append((place, one, other, (order + draw) % 2))
+    return _in_both_orders(place, chosen, rejected), random
 
 
 def _top(row: Ranking, share: float, key: str) -> set[int]:

@@ -53,7 +53,7 @@ from attnpo.lab.reports.output import check_free
 from attnpo.lab.reports.passport_config import PassportConfig, PassportSettings
 from attnpo.lab.reports.report_config import MARK
 from attnpo.lab.reports.weight_report import model_label
-from attnpo.lab.studies.faithfulness import by_layer, equal_rankings, true_mass
+from attnpo.lab.studies.faithfulness import by_layer, equal_weights, true_mass
 from attnpo.lab.testbed.grammar import Grammar
 from attnpo.lab.testbed.importance import is_flipped
 from attnpo.run.folders import make_folder
@@ -381,7 +381,7 @@ def compare_with_truth(judged: Judged, found: Margins, ranked: Rankings, grammar
     return {
         "wrong_labels": share(flipped.astype(np.float64)),
         "accuracy": share(np.where(flipped, 1 - right, right)),
-        "equal": true_mass(judged.shown, equal_rankings(ranked), grammar),
+        "equal": true_mass(judged.shown, equal_weights(ranked), grammar),
     }
 
 

@@ -8,24 +8,36 @@ separately, with the trained reward at equal KL; nothing makes the three agree.
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
+from itertools import combinations
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from attnpo.data.prepare import EncodedSet, calibration_pairs, sample_of
-from attnpo.display.page import Section
+from attnpo.display.page import Block, Image, Paragraph, Section, TableBlock
+from attnpo.display.tables import Cell
+from attnpo.evaluation.intervals import Prompts, hierarchical_bootstrap
 from attnpo.lab.auto_layer import layer_rankings, pooled
+from attnpo.lab.studies.frontier import at_kl
+from attnpo.lab.studies.selection import gather, has_truth
 from attnpo.lab.studies.study import MeasuredBy, Outcome
 from attnpo.lab.testbed.grammar import Grammar
 from attnpo.lab.testbed.importance import decisive
 from attnpo.run.components import Truth
 from attnpo.run.readers import Readers
 from attnpo.schema import SIDES, PreferencePair, UserError, check_least
+from attnpo.system.files import clean
 from attnpo.weights.base import WeightSource
-from attnpo.weights.faithfulness import Mode, Rankings, Removal, measure, rankings
+from attnpo.weights.faithfulness import Mode, Rankings, Removal, measure, rankings, score_of
 from attnpo.weights.sources.attention import Attention
 from attnpo.weights.sources.rollout import Rollout
+
+if TYPE_CHECKING:
+    import pandas
 
 log = logging.getLogger(__name__)
 
@@ -129,19 +141,17 @@ class Faithfulness:
         }
         found[ROLLOUT] = None, rollout_rankings(source, readers, pool, sample)
         tokens = next(iter(layers.values()))
-        found[EQUAL] = None, equal_rankings(tokens)
+        found[EQUAL] = None, equal_weights(tokens)
         if grammar is not None:
             found[TRUTH] = None, true_rankings(sample, tokens, grammar)
         return found
 
     def sections(self, outcome: Outcome, measured: MeasuredBy) -> list[Section]:
         """Tables over layers, per seed and over seeds, the rank correlations, and a figure; one set per world."""
-        from attnpo.lab.studies.faithfulness_pages import world_sections
-
         found = []
         for world in dict.fromkeys(world for world, _ in measured):
             by_seed = {seed: values for (of, seed), values in sorted(measured.items()) if of == world}
-            found += world_sections(self, outcome, world, by_seed)
+            found += _World(self, outcome, world, by_seed).sections()
         return found
 
 
@@ -165,11 +175,11 @@ def rollout_rankings(
     return rankings(weighed.source, weighed.captured, weighed.layers)
 
 
-def equal_rankings(tokens: Rankings) -> Rankings:
-    """Returns weight 1 for every token."""
+def equal_weights(rows: Rankings) -> Rankings:
+    """Returns the same tokens with a weight of 1 each."""
     return {
-        name: {side: replace(row, weights=(1.0,) * len(row.weights)) for side, row in rows.items()}
-        for name, rows in tokens.items()
+        name: {side: replace(row, weights=(1.0,) * len(row.weights)) for side, row in sides.items()}
+        for name, sides in rows.items()
     }
 
 
@@ -196,3 +206,182 @@ def true_mass(sample: Sequence[PreferencePair], rows: Rankings, grammar: Grammar
             if any(marks) and total > 0:
                 shares.append(sum(w for w, mark in zip(row.weights, marks, strict=True) if mark) / total)
     return round(sum(shares) / len(shares), 4) if shares else math.nan
+
+
+# ------------------------------------------------------------------------------------------------ tables and figure
+
+
+@dataclass(frozen=True)
+class _World:
+    """What was measured in one world, by seed, beside the trained rewards of the study."""
+
+    rules: Faithfulness
+    outcome: Outcome
+    world: str
+    by_seed: Mapping[int, Mapping[str, Any]]
+
+    def sections(self) -> list[Section]:
+        """Returns all sections; with a single layer there is nothing to rank and no figure over layers."""
+        suffix = f", {self.world}" if self.world else ""
+        layers = self.rows.dropna(subset="layer")
+        count = int(layers.groupby("seed").size().max())
+        over = [self._over_seeds(name, mine) for name, mine in self.rows.groupby("weights", sort=False)]
+        columns = list(dict.fromkeys(column for row in over for column in row))
+        blocks: list[Block] = [TableBlock(columns, over), *map(Paragraph, self._notes())]
+        found = [Section(f"Faithfulness of token weights{suffix}", blocks)]
+        cells = self.rows.drop(columns="layer").astype(object).fillna("")
+        seeds = TableBlock(list(cells.columns), cells.to_dict("records"), digits=2)
+        if count == 1:
+            return [*found, Section(f"Faithfulness by seed{suffix}", [seeds])]
+        ranks: list[Block] = [self._correlations(layers), *map(Paragraph, self._correlation_notes(count))]
+        return [
+            *found,
+            Section(f"Faithfulness by seed{suffix}", [seeds, self._draw(layers)]),
+            Section(f"Rank correlation over layers{suffix}", ranks),
+        ]
+
+    @property
+    def reward(self) -> str:
+        """Returns the column of trained rewards."""
+        return f"reward at KL {self.rules.kl_limit:g}"
+
+    @cached_property
+    def rows(self) -> "pandas.DataFrame":
+        """Returns a row per seed and weights: means over pairs, score, true mass and trained reward; NaN for none."""
+        import pandas
+
+        rows = [
+            {
+                "seed": seed,
+                "weights": name,
+                "layer": found["layer"],
+                **{head: float(np.mean(found[mode][share])) for head, mode, share in self._removals()},
+                "score": score_of(found),
+                "true mass": found["mass"],
+                self.reward: self.rewards[seed].get(found["layer"]),
+            }
+            for seed, values in self.by_seed.items()
+            for name, found in values["weights"].items()
+        ]
+        return pandas.DataFrame(rows).astype({"layer": float, "true mass": float, self.reward: float})
+
+    @cached_property
+    def rewards(self) -> dict[int, dict[int, float]]:
+        """Returns by seed the test reward of each layer at one KL, on its own path over the grid.
+
+        A layer is left out where its path does not go as far, where no point is finished, and where no truth is known.
+        """
+        found: dict[int, dict[int, float]] = {seed: {} for seed in self.by_seed}
+        for seed, rewards in found.items():
+            mine = [one for one in self.outcome.points if (one[0].seed, one[0].arm.world) == (seed, self.world)]
+            points = gather(mine)
+            for layer in sorted({point.arm.layer for point in points if point.arm.layer is not None}):
+                arm = [point for point in points if point.arm.layer == layer]
+                place = at_kl(arm, self.rules.kl_limit) if has_truth(arm) else None
+                if place is not None and not place.mark:
+                    rewards[layer] = place.reward
+        return found
+
+    def _removals(self) -> list[tuple[str, str, str]]:
+        """Returns column, mode and share of all that was removed or kept."""
+        return [
+            (f"{word} {100 * share:g} %", mode, str(share))
+            for mode, word in {"remove": "without", "keep": "only"}.items()
+            for share in self.rules.shares
+        ]
+
+    def _over_seeds(self, name: str, mine: "pandas.DataFrame") -> dict[str, Cell]:
+        """Returns one weights' row of the table over seeds: means with intervals over seeds and pairs."""
+        row: dict[str, Cell] = {"weights": name}
+        for head, mode, share in self._removals():
+            found = [self.by_seed[seed]["weights"][name][mode][share] for seed in mine["seed"]]
+            scores = np.array([one[: min(map(len, found))] for one in found], dtype=float)  # as many pairs of each
+            row[head] = hierarchical_bootstrap(scores, draws=2000, prompts=Prompts.PER_SEED).text(2)
+        row["score"] = round(float(mine["score"].mean()), 2)
+        if mine["true mass"].notna().any():
+            row["true mass"] = round(float(mine["true mass"].mean()), 3)
+        if any(self.rewards.values()):
+            reached, seeds = int(mine[self.reward].count()), len(mine)
+            some = "" if reached == seeds else f" ({reached} of {seeds} seeds)"
+            row[self.reward] = f"{mine[self.reward].mean():.3f}{some}" if reached else ""
+        return row
+
+    def _notes(self) -> list[str]:
+        """Returns what the numbers of the table are."""
+        values = self.by_seed.values()
+        shares = ", ".join(f"{100 * share:g}" for share in self.rules.shares)
+        full = ", ".join(f"{one['full']:.2f}" for one in values)
+        pairs = " or ".join(map(str, sorted({one["pairs"] for one in values})))
+        return [
+            f"without: the top-weighted {shares} % of both responses' tokens are removed from the judge's prompt; "
+            "shown is the fall of the log-odds of the judge's own verdict (nats, both orders averaged) minus the fall "
+            "without as many random tokens from the same places. only: they alone are kept; shown are the log-odds "
+            "minus those with random tokens kept. Positive is faithful; equal weights must come out near 0",
+            f"score: mean of the shares under removal, what weights.layer=auto goes by. Log-odds with whole responses: "
+            f"{full}; {pairs} pairs per seed, {self.rules.draws} random draws; intervals over seeds and pairs",
+            "true mass: share of the weights on the tokens that carry the true reward"
+            if self.rows["true mass"].notna().any()
+            else "no truth is known in this setting, so there is no true mass",
+            "measured in " + ", ".join(f"{one['seconds']:.0f} s ({one['prompts']} judge prompts)" for one in values),
+            *(
+                f"seed {seed}: {what}: {count}"
+                for seed, one in self.by_seed.items()
+                for what, count in one["counts"].items()
+                if count
+            ),
+        ]
+
+    def _correlations(self, layers: "pandas.DataFrame") -> TableBlock:
+        """Returns Spearman's correlations over the layers of each seed, their mean and their spread over seeds."""
+        import pandas
+
+        names = {"score": "faithfulness", "true mass": "true mass", self.reward: "reward"}
+        rows: list[dict[str, Cell]] = []
+        for seed, mine in layers.set_index("layer").groupby("seed"):
+            ranks, trained = mine[[*names]].corr("spearman", min_periods=3), mine[self.reward].dropna()
+            pairs = {f"{names[one]} and {names[other]}": ranks.loc[one, other] for one, other in combinations(names, 2)}
+            rows.append(
+                {
+                    "seed": str(seed),
+                    **{name: float(value) for name, value in pairs.items()},
+                    **{"layers": len(mine), "with reward": len(trained), "most faithful": int(mine["score"].idxmax())},
+                    "best reward": int(trained.idxmax()) if len(trained) else "",
+                }
+            )
+        if len(rows) > 1:
+            numbers = pandas.DataFrame(rows)[[*pairs]]
+            rows.append({"seed": "mean", **numbers.mean().to_dict()})
+            rows.append({"seed": "standard deviation", **numbers.std().to_dict()})
+        return TableBlock(list(rows[0]), [{name: row.get(name, "") for name in rows[0]} for row in rows], digits=2)
+
+    def _correlation_notes(self, layers: int) -> list[str]:
+        """Returns how little a correlation over a few layers says."""
+        return [
+            f"Spearman over {layers} layers of one seed: with so few, an exchange of two neighbours moves it by "
+            f"{12 / (layers * (layers * layers - 1)):.2g} and more, and chance alone gives 1 once in "
+            f"{math.factorial(layers):.3g} orders; the spread over seeds says more than any one value",
+            f"reward: on test prompts at KL {self.rules.kl_limit:g}, read off each layer's own path over the grid; "
+            "layers whose points do not go as far are left out. That a layer is faithful, that it finds the truth, and "
+            "that it trains best are three statements",
+        ]
+
+    def _draw(self, layers: "pandas.DataFrame") -> Image:
+        """Draws the figure over layers into the study's folder."""
+        from attnpo.display.layer_panels import LayerPanel, layer_panels
+
+        def by_seed(column: str) -> list[dict[int, float]]:
+            seeds = layers.dropna(subset=column).groupby("seed")
+            return [dict(zip(mine["layer"].astype(int), mine[column], strict=True)) for _, mine in seeds]
+
+        falls = {head: by_seed(head) for head, mode, _ in self._removals() if mode == "remove"}
+        panels = [LayerPanel("faithfulness", "fall beyond random removal (nats)", falls)]
+        others = {
+            "true mass": ("true importance", "share of weights on decisive tokens", "true mass"),
+            self.reward: ("training", f"test {self.reward}", "reward"),
+        }
+        for column, (title, ylabel, name) in others.items():
+            if layers[column].notna().any():
+                panels.append(LayerPanel(title, ylabel, {name: by_seed(column)}))
+        path = self.outcome.folder / (f"faithfulness-{clean(self.world)}.png" if self.world else "faithfulness.png")
+        caption = "by layer: faithfulness, true importance and trained reward, as far as known; thin lines are seeds"
+        return Image(layer_panels(panels, path), caption)
