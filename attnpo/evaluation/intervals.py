@@ -1,7 +1,7 @@
 """Statistics of studies: intervals over seeds and prompts, paired differences, tied ranks.
 
 Pure numpy, no files. Rules: seeds and held-out prompts are the two sources of chance; arms are compared pair by pair
-(same seed, same prompt); every result says how it was made.
+(same seed, same prompt).
 """
 
 import math
@@ -18,6 +18,7 @@ from attnpo.schema import UserError
 
 Scores = Float[np.ndarray, "seeds prompts"]
 
+LEVEL = 0.95  # nominal coverage of the intervals
 _DRAWS_AT_ONCE = 4_000_000  # numbers held by one chunk of resamples (32 MB)
 
 
@@ -30,7 +31,7 @@ class Prompts(Enum):
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean with its interval at ``level``; ``method`` says in words how the interval was made.
+    """A mean with its 95 % interval, and of how many seeds and prompts it is.
 
     ``low`` and ``high`` are NaN where a single value leaves nothing to draw an interval from.
     """
@@ -38,8 +39,6 @@ class Interval:
     mean: float
     low: float
     high: float
-    level: float
-    method: str
     seeds: int
     prompts: int
 
@@ -59,45 +58,37 @@ class Interval:
 
 
 def hierarchical_bootstrap(
-    values: Scores,
-    *,
-    level: float = 0.95,
-    draws: int = 10_000,
-    seed: int = 0,
-    prompts: Prompts = Prompts.SHARED,
-    expand: bool = True,
+    values: Scores, *, draws: int = 10_000, seed: int = 0, prompts: Prompts = Prompts.SHARED
 ) -> Interval:
     """Returns the mean of ``values`` with a percentile interval from resampling seeds, then prompts.
 
+    The percentiles are widened for few units (Hesterberg, The American Statistician 69, 2015): resampling n units sees
+    (n - 1) / n of their variance and no heavy tail, so that plain percentiles over 5 seeds cover about 83 instead of 95
+    percent. The units are counted by Satterthwaite's rule from the variances over seeds and over prompts: near the
+    number of seeds where training noise rules (then the widening is large), near that of prompts where the choice of
+    prompts does.
+
     Args:
         values: a row per training seed, a column per held-out prompt; all finite. One row: prompts only are drawn.
-        level: nominal coverage, above 0 and below 1.
         draws: number of resamples.
         seed: of the resampling; equal arguments give equal intervals.
         prompts: SHARED draws one set of prompts for all seeds of a resample, as is right when every seed answers the
             same prompts (what is special about a prompt does not average out over seeds); PER_SEED draws anew for
             each drawn seed.
-        expand: widen the percentiles for few units (Hesterberg, The American Statistician 69, 2015): resampling n
-            units sees (n - 1) / n of their variance and no heavy tail, so that plain percentiles over 5 seeds cover
-            about 83 instead of 95 percent. The units are counted by Satterthwaite's rule from the variances over
-            seeds and over prompts: near the number of seeds where training noise rules (then the widening is large),
-            near that of prompts where the choice of prompts does. False gives plain percentiles.
 
     An interval over S seeds never leaves their range of means by more than the prompts' noise: over 5 seeds it cannot
     cover more than about 94 percent where seeds dominate, over 3 about 75 percent.
     """
     scores = _checked(values, "values")
-    _check_level(level)
     if draws < 1:
         raise UserError(f"bootstrap draws: expected at least 1, got {draws}")
     seeds, width = scores.shape
     mean = float(scores.mean())
-    if seeds == 1 and width == 1:
-        return Interval(mean, math.nan, math.nan, level, "no interval: one seed, one prompt", 1, 1)
-    means = _resampled_means(scores, draws, seed, prompts)
-    tail = widened_tail(level, _freedom(scores)) if expand else (1 - level) / 2
-    low, high = np.quantile(means, (tail, 1 - tail))
-    return Interval(mean, float(low), float(high), level, _method(seeds, width, expand), seeds, width)
+    if scores.size == 1:
+        return Interval(mean, math.nan, math.nan, 1, 1)
+    tail = widened_tail(_freedom(scores))
+    low, high = np.quantile(_resampled_means(scores, draws, seed, prompts), (tail, 1 - tail))
+    return Interval(mean, float(low), float(high), seeds, width)
 
 
 def paired_difference(first: Scores, second: Float[np.ndarray, "other_seeds other_prompts"]) -> Interval:
@@ -165,19 +156,10 @@ def _freedom(scores: Scores) -> int:
     return max(1, math.floor(1 / sum((part / total) ** 2 / freedom for part, freedom in parts) + 1e-9))
 
 
-def widened_tail(level: float, freedom: int) -> float:
+def widened_tail(freedom: int) -> float:
     """Returns the share cut off at each end so that percentiles over few units reach as far as a t interval does."""
-    reach = math.sqrt((freedom + 1) / freedom) * t_quantile((1 + level) / 2, freedom)
+    reach = math.sqrt((freedom + 1) / freedom) * t_quantile((1 + LEVEL) / 2, freedom)
     return NormalDist().cdf(-reach)
-
-
-def _method(seeds: int, width: int, expand: bool) -> str:
-    widened = ", widened for few units" if expand else ""
-    if seeds == 1:
-        return f"bootstrap over {width} prompts only (one seed: training noise left out){widened}"
-    if width == 1:
-        return f"bootstrap over {seeds} seeds{widened}"
-    return f"bootstrap over {seeds} seeds, then {width} prompts{widened}"
 
 
 def t_quantile(probability: float, freedom: int) -> float:
@@ -260,19 +242,3 @@ def _checked(values: Scores, name: str) -> Scores:
             "every arm alike) or repeat their runs"
         )
     return scores
-
-
-def _check_level(level: float) -> None:
-    if not 0 < level < 1:
-        raise UserError(f"interval level: expected above 0 and below 1 (such as 0.95), got {level}")
-
-
-def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
-    """Spearman's correlation of what is finite in both; NaN for fewer than three, or where one is constant."""
-    both = [pair for pair in zip(first, second, strict=True) if all(map(math.isfinite, pair))]
-    if len(both) < 3:
-        return math.nan
-    one, two = (tied_ranks(np.array(column, dtype=float)) for column in zip(*both, strict=True))
-    if one.std() == 0 or two.std() == 0:
-        return math.nan
-    return float(np.corrcoef(one, two)[0, 1])

@@ -14,9 +14,9 @@ import numpy as np
 import pandas
 from jaxtyping import Bool, Float, Int
 
-from attnpo.evaluation.intervals import Interval, rank_correlation, widened_tail
+from attnpo.evaluation.intervals import Interval, tied_ranks, widened_tail
 
-DRAWS, LEVEL = 2000, 0.95
+DRAWS = 2000
 WORLDS_TO_FIT = 3  # the fewest of which one can be left out: a line through a single world tells nothing of worlds
 
 Rows = Int[np.ndarray, "_"]  # of any number each
@@ -43,6 +43,17 @@ class HeldOut:
 def with_numbers(cases: pandas.DataFrame, *names: str) -> pandas.DataFrame:
     """Returns the cases of which all of these numbers were known."""
     return cases[np.isfinite(cases[[*names]]).all(axis=1)]
+
+
+def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
+    """Returns Spearman's correlation of what is finite in both; NaN for fewer than three, or where one is constant."""
+    both = [pair for pair in zip(first, second, strict=True) if all(map(math.isfinite, pair))]
+    if len(both) < 3:
+        return math.nan
+    one, two = (tied_ranks(np.array(column, dtype=float)) for column in zip(*both, strict=True))
+    if one.std() == 0 or two.std() == 0:
+        return math.nan
+    return float(np.corrcoef(one, two)[0, 1])
 
 
 def over_worlds(cases: pandas.DataFrame, name: str) -> Interval:
@@ -72,7 +83,7 @@ def clustered(nested: Sequence[Mapping[int, Rows]], statistic: Callable[[Rows], 
     every = np.concatenate(seeds) if seeds else np.array([], dtype=int)
     value, counts = statistic(every), (len(seeds), len(every))
     if len(nested) < 2 or math.isnan(value):
-        return Interval(value, math.nan, math.nan, LEVEL, f"no interval: worlds {len(nested)}", *counts)
+        return Interval(value, math.nan, math.nan, *counts)
     random = np.random.default_rng(0)
     known = sorted({seed for world in nested for seed in world})
     values = []
@@ -81,10 +92,9 @@ def clustered(nested: Sequence[Mapping[int, Rows]], statistic: Callable[[Rows], 
         drawn = [known[place] for place in random.integers(len(known), size=len(known))]
         rows = [world[seed] for world in worlds for seed in drawn if seed in world]
         values.append(statistic(np.concatenate(rows)) if rows else math.nan)
-    tail = widened_tail(LEVEL, len(nested) - 1)
+    tail = widened_tail(len(nested) - 1)
     low, high = np.quantile(np.nan_to_num(values), (tail, 1 - tail))
-    method = f"bootstrap over {len(nested)} worlds and {len(known)} seeds, widened for few worlds"
-    return Interval(value, float(low), float(high), LEVEL, method, *counts)
+    return Interval(value, float(low), float(high), *counts)
 
 
 def _nested(cases: pandas.DataFrame) -> list[dict[int, Rows]]:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from attnpo.evaluation.intervals import (
     Interval,
     Prompts,
+    _resampled_means,
     average_ranks,
     hierarchical_bootstrap,
     paired_difference,
@@ -24,6 +25,14 @@ from attnpo.schema import UserError
 
 def half_width(interval: Interval) -> float:
     return (interval.high - interval.low) / 2
+
+
+def plain_percentiles(
+    scores: np.ndarray, level: float = 0.95, draws: int = 10_000, seed: int = 0, prompts: Prompts = Prompts.SHARED
+) -> tuple[float, float]:
+    """The interval without its widening for few units."""
+    low, high = np.quantile(_resampled_means(scores, draws, seed, prompts), ((1 - level) / 2, (1 + level) / 2))
+    return float(low), float(high)
 
 
 def draw(seed: int, seeds: int = 5, prompts: int = 40, training: float = 0.1, prompt: float = 0.4) -> np.ndarray:
@@ -66,7 +75,7 @@ def test_t_quantile_refuses(probability: float, freedom: int) -> None:
 def test_single_seed_says_that_only_prompts_were_drawn() -> None:
     scores = draw(0, seeds=1)
     interval = hierarchical_bootstrap(scores)
-    assert "prompts only" in interval.method and "one seed" in interval.method
+    assert (interval.seeds, interval.prompts) == (1, 40)
     assert interval.low < interval.mean < interval.high
     spread = float(scores.std(ddof=1)) / math.sqrt(scores.size)
     assert half_width(interval) == pytest.approx(2.02 * spread, rel=0.1)  # t with 39 degrees of freedom
@@ -80,10 +89,10 @@ def test_single_value_has_no_interval() -> None:
 
 def test_bootstrap_of_two_values_by_hand() -> None:
     # Seeds 0 and 1: a resample's mean is 0, 1/2, 1 with chances 1/4, 1/2, 1/4; one prompt changes nothing.
-    interval = hierarchical_bootstrap(np.array([[0.0], [1.0]]), level=0.4, expand=False)
-    assert (interval.mean, interval.low, interval.high) == (0.5, 0.5, 0.5)  # the 30 and 70 percent points
-    wide = hierarchical_bootstrap(np.array([[0.0], [1.0]]), level=0.6, expand=False)
-    assert (wide.low, wide.high) == (0.0, 1.0)  # the 20 and 80 percent points
+    scores = np.array([[0.0], [1.0]])
+    assert hierarchical_bootstrap(scores).mean == 0.5
+    assert plain_percentiles(scores, 0.4) == (0.5, 0.5)  # the 30 and 70 percent points
+    assert plain_percentiles(scores, 0.6) == (0.0, 1.0)  # the 20 and 80 percent points
 
 
 def test_bootstrap_variance_by_hand() -> None:
@@ -92,10 +101,10 @@ def test_bootstrap_variance_by_hand() -> None:
     seeds, prompts = np.arange(4.0)[:, None], np.arange(10.0)[None, :]
     scores = seeds + prompts
     sixteen = 0.6826894921  # one standard deviation on each side
-    shared = hierarchical_bootstrap(scores, level=sixteen, expand=False, draws=40_000)
-    assert half_width(shared) == pytest.approx(math.sqrt(1.25 / 4 + 8.25 / 10), rel=0.02)
-    apart = hierarchical_bootstrap(scores, level=sixteen, expand=False, draws=40_000, prompts=Prompts.PER_SEED)
-    assert half_width(apart) == pytest.approx(math.sqrt(1.25 / 4 + 8.25 / 40), rel=0.02)
+    low, high = plain_percentiles(scores, sixteen, draws=40_000)
+    assert (high - low) / 2 == pytest.approx(math.sqrt(1.25 / 4 + 8.25 / 10), rel=0.02)
+    low, high = plain_percentiles(scores, sixteen, draws=40_000, prompts=Prompts.PER_SEED)
+    assert (high - low) / 2 == pytest.approx(math.sqrt(1.25 / 4 + 8.25 / 40), rel=0.02)
 
 
 def test_bootstrap_is_deterministic_in_its_seed() -> None:
@@ -130,24 +139,24 @@ def test_coverage_of_the_widened_bootstrap(training: float, prompt: float) -> No
 
 
 def test_plain_percentiles_over_five_seeds_cover_too_little() -> None:
-    cover = {True: 0, False: 0}
+    plain = widened = 0
     for seed in range(300):
         scores = np.random.default_rng(seed).normal(size=(5, 1))
-        for expand in cover:
-            interval = hierarchical_bootstrap(scores, draws=500, seed=seed, expand=expand)
-            cover[expand] += interval.low <= 0 <= interval.high
-    assert 0.76 <= cover[False] / 300 <= 0.89  # about 83 percent
-    assert cover[True] / 300 >= 0.90  # at most about 94
+        low, high = plain_percentiles(scores, draws=500, seed=seed)
+        interval = hierarchical_bootstrap(scores, draws=500, seed=seed)
+        plain += low <= 0 <= high
+        widened += interval.low <= 0 <= interval.high
+    assert 0.76 <= plain / 300 <= 0.89  # about 83 percent
+    assert widened / 300 >= 0.90  # at most about 94
 
 
 def test_widening_fades_where_prompts_rule() -> None:
     scores = draw(0, training=0.0, prompt=2.0, prompts=200)
-    plain = half_width(hierarchical_bootstrap(scores, expand=False))
-    assert half_width(hierarchical_bootstrap(scores)) == pytest.approx(plain, rel=0.05)
+    low, high = plain_percentiles(scores)
+    assert half_width(hierarchical_bootstrap(scores)) == pytest.approx((high - low) / 2, rel=0.05)
     seeds_only = np.random.default_rng(0).normal(size=(5, 1))
-    assert half_width(hierarchical_bootstrap(seeds_only)) > 1.2 * half_width(
-        hierarchical_bootstrap(seeds_only, expand=False)
-    )
+    low, high = plain_percentiles(seeds_only)
+    assert half_width(hierarchical_bootstrap(seeds_only)) > 1.2 * (high - low) / 2
 
 
 def test_pairing_narrows_the_interval() -> None:
@@ -167,8 +176,6 @@ def test_errors_say_what_to_do() -> None:
         paired_difference(draw(0), draw(0, seeds=4))
     with pytest.raises(UserError, match="1 of 4 that are not"):
         hierarchical_bootstrap(np.array([[0.0, 1.0], [math.nan, 2.0]]))
-    with pytest.raises(UserError, match="level"):
-        hierarchical_bootstrap(draw(0), level=95.0)
     with pytest.raises(UserError, match="draws"):
         hierarchical_bootstrap(draw(0), draws=0)
     with pytest.raises(UserError, match="at least 1 x 1"):

@@ -10,7 +10,6 @@ import pytest
 from attnpo.data.prepare import EncodedSet, calibration_pairs
 from attnpo.data.reading import read_pairs
 from attnpo.display.page import Image, TableBlock, report_page
-from attnpo.evaluation.intervals import rank_correlation
 from attnpo.lab.studies.faithfulness import EQUAL, ROLLOUT, TRUTH, Faithfulness, true_mass
 from attnpo.lab.studies.study import Arm, Outcome, Point, Study, StudyAnalysis
 from attnpo.lab.testbed.importance import decisive
@@ -200,11 +199,3 @@ def test_a_single_layer_is_not_ranked_and_has_no_figure_over_layers(tmp_path: Pa
     sections = Faithfulness(shares=(0.2, 0.4)).sections(outcome(tmp_path, {0: {}}), {("", 0): values({1: 1.0}, None)})
     assert [section.title for section in sections] == ["Faithfulness of token weights", "Faithfulness by seed"]
     assert not list(tmp_path.glob("*.png"))
-
-
-def test_rank_correlation_by_hand() -> None:
-    assert rank_correlation([1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 4.0, 3.0]) == pytest.approx(0.8)
-    assert rank_correlation([1.0, 1.0, 2.0], [5.0, 5.0, 1.0]) == pytest.approx(-1.0)
-    assert rank_correlation([1.0, math.nan, 2.0, 3.0], [1.0, 9.0, 2.0, 3.0]) == pytest.approx(1.0)
-    assert math.isnan(rank_correlation([1.0, 2.0], [1.0, 2.0]))
-    assert math.isnan(rank_correlation([1.0, 1.0, 1.0], [1.0, 2.0, 3.0]))

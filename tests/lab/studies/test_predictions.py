@@ -185,7 +185,7 @@ def test_a_changed_prediction_changes_the_digest() -> None:
     ("low", "high", "word"), [(0.1, 0.5, "hit"), (-0.5, -0.1, "MISS"), (-0.1, 0.5, "open"), (0.0, 0.5, "open")]
 )
 def test_the_interval_alone_decides(low: float, high: float, word: str) -> None:
-    assert decide(Interval(0.2, low, high, 0.95, "by hand", 2, 2)) == word
+    assert decide(Interval(0.2, low, high, 2, 2)) == word
     assert decide(None) == "open"
 
 

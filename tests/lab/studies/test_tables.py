@@ -312,7 +312,7 @@ def test_every_run_is_a_row_of_the_file() -> None:
 
 
 def test_an_interval_that_does_not_exist_says_so() -> None:
-    rest = {"level": 0.95, "method": "by hand", "seeds": 1, "prompts": 1}
+    rest = {"seeds": 1, "prompts": 1}
     assert interval_text(Interval(0.5, math.nan, math.nan, **rest)) == "[no interval]"
     assert interval_text(Interval(0.5, 0.25, 0.75, **rest)) == "[0.250, 0.750]"
 
@@ -385,7 +385,7 @@ def test_without_a_choice_or_a_truth_there_is_nothing_at_equal_kl() -> None:
 )
 def test_the_word_follows_from_the_interval_alone(low: float, high: float, word: str) -> None:
     mean = 0.25 if math.isnan(low) else (low + high) / 2
-    assert verdict(Interval(mean, low, high, 0.95, "by hand", 2, 2)) == word
+    assert verdict(Interval(mean, low, high, 2, 2)) == word
 
 
 def in_world(arm: Arm, world: str) -> Arm:
