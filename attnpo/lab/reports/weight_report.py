@@ -9,8 +9,8 @@ kept, before transforms and alignment. Either way of the training pairs that are
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from attnpo.config.compose import as_yaml
@@ -28,10 +28,6 @@ from attnpo.judge.layers import HeadRow, attending, distinct_layers
 from attnpo.judge.settings import Judge
 from attnpo.judge.verdicts import judge_warning
 from attnpo.lab.analysis.weight_stats import (
-    ResponseStats,
-    TokenMean,
-    WeightedRow,
-    WeightSummary,
     response_statistics,
     sink_row,
     statistics_row,
@@ -57,6 +53,9 @@ from attnpo.weights.arrival import Arrival
 from attnpo.weights.base import WeightSource
 from attnpo.weights.pipeline import finished_weights
 
+if TYPE_CHECKING:
+    import pandas
+
 KEYS = ("model", "side", "token")
 DIGITS = {
     **{"std": 4, "max": 4, "mean_length": 2, "effective": 1, "mass": 4, "weight": 4, "relative": 2},
@@ -74,9 +73,9 @@ class Measured:
     """
 
     label: str
-    sides: dict[str, WeightSummary]
-    sink: WeightSummary
-    tokens: dict[str, list[TokenMean]]
+    sides: dict[str, dict[str, float]]
+    sink: dict[str, float]
+    tokens: dict[str, "pandas.DataFrame"]
     most: int
     account: dict[str, Cell]
     heat: list[HeatRow]
@@ -204,15 +203,14 @@ def measure(
         raise UserError(f"{label}: none of {examples.read} pairs is left: {'; '.join(examples.tally.lines())}")
     sides, tokens, most = {}, {}, 0
     for place, side in enumerate(SIDES):
-        rows = [
-            WeightedRow(torch.tensor(example.sides[place].response_ids), example.weights[place], example.scales[place])
-            for example in examples.examples
-        ]
-        statistics = [response_statistics(one.weights[place], one.lengths[place]) for one in examples.examples]
-        sides[side] = summarize(statistics)
-        means = token_means(rows)
-        tokens[side] = [mean for mean in means if mean.count >= min_count]
-        most = max([most, *(mean.count for mean in means)])
+        ids = [example.sides[place].response_ids for example in examples.examples]
+        weights, scales = ([getattr(one, name)[place] for one in examples.examples] for name in ("weights", "scales"))
+        sides[side] = summarize(
+            response_statistics(one.weights[place], one.lengths[place]) for one in examples.examples
+        )
+        means = token_means(ids, weights, scales)
+        tokens[side] = means[means["count"] >= min_count]
+        most = max([most, *means["count"].tolist()])
     kept = {example.pair_id for example in examples.examples}
     arrived = Arrival.of(examples.examples)
     account: dict[str, Cell] = {
@@ -228,12 +226,12 @@ def measure(
     lost = describe_split_loss(made, "train")
     if lost is not None:
         account["weights lost"] = lost
-    sink = summarize(list(shares_before_sink(made.weighed, encoded, kept)))
+    sink = summarize(shares_before_sink(made.weighed, encoded, kept))
     heat = heat_rows(made, tokenizer, heat_maps) if heat_maps else []
     return Measured(label, sides, sink, tokens, most, account, heat)
 
 
-def shares_before_sink(weighed: Weighed, encoded: EncodedSet, kept: set[str]) -> Iterator[ResponseStats]:
+def shares_before_sink(weighed: Weighed, encoded: EncodedSet, kept: set[str]) -> Iterator[dict[str, float]]:
     """Statistics of every kept response's row on the source's own tokens: rounds combined, the sink kept."""
     source = weighed.source
     if source.postprocess is not None:
