@@ -109,7 +109,7 @@ def check_form(value: Any, form: Any, where: str) -> None:
     if not isinstance(value, kind) or isinstance(value, bool) or (value in ("", []) and kind is not str):
         got = "it is missing" if value is ... else f"got {str(value)[:40]!r}"
         raise ValueError(where, f"has to be {_KINDS[kind]}, {got}")
-    if isinstance(form, dict):
+    if isinstance(form, dict) and isinstance(value, dict):
         for key, inner in form.items():
             check_form(value.get(key, ...), inner, f"{where}: {key}")
     elif isinstance(form, list):

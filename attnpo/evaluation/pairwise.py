@@ -158,7 +158,7 @@ class Preferences:
     @property
     def weights(self) -> Float[np.ndarray, " items"]:
         """1 for an item with a value, else 0."""
-        return np.isfinite(self.values).astype(float)
+        return np.asarray(np.isfinite(self.values), dtype=float)
 
     @property
     def percent(self) -> Float[np.ndarray, " items"]:

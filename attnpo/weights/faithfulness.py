@@ -17,7 +17,7 @@ from random import Random
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 
 from attnpo.judge.base import JudgeModel, JudgePrompt, PromptBuilder
 from attnpo.judge.layers import Row
@@ -264,7 +264,8 @@ def measure(
         }
         for name, found in changed.items()
     }
-    sound = np.isfinite([full, *(row for found in means.values() for both in found.values() for row in both)]).all(0)
+    rows = [full, *(row for found in means.values() for both in found.values() for row in both)]
+    sound: Bool[np.ndarray, " pairs"] = np.isfinite(np.array(rows)).all(axis=0)
     if not sound.any():
         raise UserError(
             f"faithfulness: expected pairs that the judge can be shown with tokens removed, got none of {len(pairs)}; "
