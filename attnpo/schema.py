@@ -6,6 +6,7 @@ Axis names used throughout: ``pairs`` P, ``rows`` 2P (all chosen rows first, the
 positions, ``T`` model tokens, ``n`` source tokens of one response, ``m`` training tokens of one response.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
@@ -32,11 +33,23 @@ SEEDS = 2**32
 """Seeds lie below it: what NumPy takes."""
 
 
+def check_range(part: str, bounds: str, **values: float | int | None) -> None:
+    """Raises UserError for a setting of the config node ``part`` outside ``bounds``; None passes, NaN never does.
+
+    ``bounds``: an interval as in mathematics, "[0, 1]" with its ends, "(0, 1)" without; "[1, inf)" and "(0, inf)" have
+    no upper end, and infinity is outside.
+    """
+    low, high = (float(end) for end in bounds[1:-1].split(","))
+    for name, value in values.items():
+        above = value is None or (low <= value if bounds[0] == "[" else low < value)
+        if not (above and (value is None or (value <= high if bounds[-1] == "]" else value < high))):
+            words = f"at least {low:g}" if bounds[0] == "[" else f"above {low:g}"
+            raise UserError(f"{part}.{name} must be {words if high == math.inf else 'in ' + bounds}, got {value}")
+
+
 def check_least(part: str, least: int, **values: float | int | None) -> None:
     """Raises UserError for a setting of the config node ``part`` that is below ``least`` or not finite; None passes."""
-    for name, value in values.items():
-        if value is not None and not least <= value < float("inf"):
-            raise UserError(f"{part}.{name} must be at least {least}, got {value}")
+    check_range(part, f"[{least}, inf)", **values)
 
 
 def check_seed(key: str, seed: int, count: int = 1) -> None:
