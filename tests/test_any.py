@@ -10,7 +10,16 @@ MOST = 40
 ACCOUNT = "what became of a run's inputs, nested as result.json has it"
 CARD = "facts of a model card, nested as the card's sections"
 TURNS = "turns and function schemas as chat templates take them, whatever JSON they hold"
+FOREIGN = "rows and constants of a benchmark's own repository, whose form is checked there"
+PASSPORT = "the passport's numbers, nested as passport.json has them"
 REASONS = {
+    **{f"evaluation/checkout.py::{name}": FOREIGN for name in ("rows", "rows_by", "read_constant")},
+    "evaluation/jsonl_store.py::read_lines": "rows as they were written, each of its own kind of file",
+    **{
+        f"lab/reports/passport.py::{name}": PASSPORT
+        for name in ("_calibration", "_layer_cells", "calibration", "compare_with_truth", "look_at", "measure_removal")
+    },
+    "lab/reports/passport.py::read": "the keywords of a judge's read, passed on as they come",
     "weights/faithfulness.py::score_of": "plain data of the analysis, read back from its file",
     "config/compose.py::_changed": "a copy of any dataclass or mapping",
     "config/compose.py::load": "the configuration's _target_ says which root it is",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import Formatter
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from attnpo.schema import Message, UserError
 from attnpo.system.files import parse_json
@@ -96,7 +96,7 @@ class Checkout:
         raise UserError(f"{self.key}={self.given}: {where} {problem} (looked in {self.folder}). {self.source}")
 
 
-def check_form(value: Any, form: Any, where: str) -> None:
+def check_form(value: object, form: object, where: str) -> None:
     """Checks that a value from a file has a form.
 
     A form is a type, ``{key: form}`` of an object, ``[form]`` of each item of a list that is not empty, or
@@ -105,14 +105,14 @@ def check_form(value: Any, form: Any, where: str) -> None:
     Raises:
         ValueError: the place that has another form, and what is wrong there.
     """
-    kind = type(form) if isinstance(form, list | dict) else form
+    kind = type(form) if isinstance(form, list | dict) else cast(type, form)
     if not isinstance(value, kind) or isinstance(value, bool) or (value in ("", []) and kind is not str):
         got = "it is missing" if value is ... else f"got {str(value)[:40]!r}"
         raise ValueError(where, f"has to be {_KINDS[kind]}, {got}")
     if isinstance(form, dict) and isinstance(value, dict):
         for key, inner in form.items():
             check_form(value.get(key, ...), inner, f"{where}: {key}")
-    elif isinstance(form, list):
+    elif isinstance(form, list) and isinstance(value, list):
         last = len(value) - 1
         for place in range(last, last + 1) if form[0] is ... else range(last + 1):
             check_form(value[place], form[-1], f"{where}[{place}]")
