@@ -4,6 +4,8 @@ import base64
 import json
 import math
 import re
+import shutil
+import subprocess
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
@@ -142,6 +144,22 @@ def test_bad_pairs_are_named() -> None:
     short = SideWeights(rows[0].weights[:-1], 3.0)
     with pytest.raises(UserError, match=r"pair-0, chosen: expected one of the weights of View.* 24 tokens, got 23"):
         explorer_html([replace(pair, weights={view: (short, rows[1])})])
+
+
+# ------------------------------------------------------------------------------------------------ in node
+
+
+def test_the_script_draws_a_pair_with_tokens_that_have_no_partner(tmp_path: Path) -> None:
+    """A browser is rarer than node, which runs the script up to its first pair."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("needs node on the PATH")
+    page = write_explorer(tmp_path / "explorer.html", hard(1))
+    command = [node, str(Path(__file__).with_name("explorer_page.mjs")), str(page)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    told = json.loads(done.stdout)
+    assert "could not be read" not in told["about"], told["about"]
+    assert "lost" in {look for _, _, look in told["tokens"]} and len(told["tokens"]) > 10
 
 
 # ------------------------------------------------------------------------------------------------ in a browser

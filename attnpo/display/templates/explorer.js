@@ -277,6 +277,7 @@ const explorer = (() => {
     }
     facts.push("effective number " + fixed(current.effective[pair][side], 1));
     const text = Array.from(data.pairs[pair].texts[side]), tokens = element("div", undefined, "text tokens");
+    const whole = current.view.coverage[pair]?.[side] === 1;
     tokens.dir = "auto";
     let seen = 0, place = 0;
     const spans = [];
@@ -286,7 +287,7 @@ const explorer = (() => {
       const ends = stop <= start, relative = current.table[current.codes[i]];
       const words = ends ? data.ends[ids[i]] ?? "" : text.slice(seen, Math.max(seen, stop)).join("");
       if (!ends) seen = Math.max(seen, stop);
-      const lost = !ends && relative === 0 && !(found && found[side] === 1);
+      const lost = !ends && relative === 0 && !whole;
       const look = Number.isNaN(relative) ? "unknown" : lost ? "lost" : shade(relative);
       const span = element("span", visible(words) || "\u25af", look + (ends ? " end" : ""));
       span.tabIndex = spans.length || side ? -1 : 0;
