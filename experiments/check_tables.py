@@ -5,7 +5,6 @@ the printed scores with ties averaged; the half width 1.96 s / sqrt(n) over n ro
 shows the first.
 """
 
-import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pandas
 
-from attnpo.cli.terminal import as_called, guarded, hear_signals, reporting
+from attnpo.cli.terminal import hear_signals
 from attnpo.display.printed import KeyedTable, label_of, read_printed
 from attnpo.display.tables import Cell, half_up
 from attnpo.evaluation.spreads import NORMAL
@@ -23,7 +22,7 @@ from attnpo.lab.reports.folder_report import MODELS, letters, whose
 from attnpo.lab.reports.output import publish
 from attnpo.lab.reports.scores import CI, DECIMALS, MEAN, METHOD, PRINTED_RANK
 from attnpo.schema import UserError
-from experiments.report_folder import report_folder
+from experiments.report_folder import new_parser, report_folder, write_report
 
 RECOMPUTED, PRINTED, MISPRINT = "average rank", "printed", "misprint"
 KEYS = ("file", "base_model", METHOD)
@@ -37,7 +36,7 @@ example:
 
 @dataclass(frozen=True)
 class Table:
-    """The rows of one base model in a printed table.
+    """Rows of one base model in a printed table.
 
     ``numbers``: all that is printed, a row per method, NaN where it has none. ``scores``: the columns of these that are
     scores, named as in the table of single runs; ``of_rounds``: whether they are means over rounds.
@@ -56,7 +55,7 @@ class Table:
         return f"{label_of(self.path)}, {self.model}" if self.model else label_of(self.path)
 
     @property
-    def ranked(self) -> pandas.DataFrame:
+    def complete_rows(self) -> pandas.DataFrame:
         """Returns the scores of the methods that have all of them."""
         return self.numbers[self.scores].dropna()
 
@@ -114,8 +113,8 @@ def misprint(table: Table, method: object, column: str, printed: str, expected: 
 
 def rank_methods(table: Table) -> pandas.DataFrame:
     """Returns the scores with the average rank as the paper would print it, the printed one, and if they differ."""
-    ranks = table.ranked.rank(ascending=False).mean(axis=1)
-    found = table.ranked.assign(**{RECOMPUTED: [half_up(rank, DECIMALS) for rank in ranks]})
+    ranks = table.complete_rows.rank(ascending=False).mean(axis=1)
+    found = table.complete_rows.assign(**{RECOMPUTED: [half_up(rank, DECIMALS) for rank in ranks]})
     if table.has_ranks:
         printed = table.numbers.loc[found.index, PRINTED_RANK]
         differs = printed.notna() & (printed != found[RECOMPUTED])
@@ -139,8 +138,8 @@ def rank_sum(table: Table) -> tuple[float | None, float]:
     An average over k columns is a multiple of 1 / (2 k), so a printed one stands for the nearest. None where a row has
     no printed one.
     """
-    count, columns = table.ranked.shape
-    ranks = table.numbers.loc[table.ranked.index, PRINTED_RANK]
+    count, columns = table.complete_rows.shape
+    ranks = table.numbers.loc[table.complete_rows.index, PRINTED_RANK]
     found = None if ranks.isna().any() else float((ranks * 2 * columns).round().sum() / 2)
     return found, columns * count * (count + 1) / 2
 
@@ -176,7 +175,7 @@ def may_be_round(single: Table, rounds: Table) -> bool:
 
 def shared_cells(single: Table, rounds: Table) -> list[tuple[str, str, float, float, float]]:
     """Returns (method, column, score, mean, half width) of every score that both print, the second with an interval."""
-    both = single.ranked.index.intersection(rounds.numbers.index, sort=False)
+    both = single.complete_rows.index.intersection(rounds.numbers.index, sort=False)
     names = [name for name in single.scores if name in rounds.scores and name + CI in rounds.numbers]
     one, other = single.numbers.at, rounds.numbers.at
     cells = [(str(m), name, one[m, name], other[m, name], other[m, name + CI]) for m in both for name in names]
@@ -238,7 +237,7 @@ def check_tables(paths: Sequence[Path], output: Path | None = None) -> None:
 
 def describe_ranks(table: Table) -> list[str]:
     """Returns lines on how many printed ranks of a table follow from its scores, and whether they can be ranks."""
-    lacking = table.numbers.index.difference(table.ranked.index, sort=False)
+    lacking = table.numbers.index.difference(table.complete_rows.index, sort=False)
     lines = [f"{table.name}: no scores, left out: {', '.join(lacking)}"] if len(lacking) else []
     if not table.has_ranks:
         return [*lines, f"{table.name}: prints no average rank"]
@@ -246,9 +245,10 @@ def describe_ranks(table: Table) -> list[str]:
     lines.append(f"{table.name}: {known - wrong} of {known} printed average ranks follow from the printed scores")
     found, expected = rank_sum(table)
     if found is not None and found != expected:
+        rows, columns = table.complete_rows.shape
         lines.append(
-            f"{table.name}: the printed ranks of all rows and columns sum to {found:g}; ranks of {len(table.ranked)} "
-            f"rows over {len(table.scores)} columns sum to {expected:g}, so one wrong score cannot explain it"
+            f"{table.name}: the printed ranks of all rows and columns sum to {found:g}; ranks of {rows} rows over "
+            f"{columns} columns sum to {expected:g}, so one wrong score cannot explain it"
         )
     return lines
 
@@ -268,22 +268,11 @@ def ranks_table(table: Table) -> KeyedTable:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints and writes the report on the files named; returns 0, or 2 for a file that is no table of results."""
-    parser = argparse.ArgumentParser(
-        prog=as_called("python -m experiments.check_tables"),
-        description="Recompute average ranks and intervals of printed result tables, and list what cannot be.",
-        epilog=as_called(EXAMPLE),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    about = "Recompute average ranks and intervals of printed result tables, and list what cannot be."
+    parser = new_parser("experiments.check_tables", about, EXAMPLE)
     parser.add_argument("tables", nargs="+", type=Path, metavar="TABLE.csv", help="printed results, a row per method")
-    parser.add_argument("--output", type=Path, help="where the report goes; by default a folder below outputs")
     chosen = parser.parse_args(arguments)
-
-    def command() -> int:
-        check_tables(chosen.tables, chosen.output)
-        return 0
-
-    with reporting(bars=False):
-        return guarded(command)
+    return write_report(lambda: check_tables(chosen.tables, chosen.output))
 
 
 if __name__ == "__main__":

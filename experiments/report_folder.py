@@ -1,13 +1,38 @@
-"""The folder of a report that a command beside the package writes."""
+"""Command line and folder of a report that a command beside the package writes."""
 
-from collections.abc import Iterator, Sequence
+import argparse
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from attnpo.cli.terminal import as_called, guarded, reporting
 from attnpo.lab.reports.output import check_free
 from attnpo.lab.reports.report import require_distinct
 from attnpo.schema import digest
 from attnpo.system.locks import locked
+
+
+def new_parser(module: str, description: str, example: str) -> argparse.ArgumentParser:
+    """Makes the parser of a command's arguments, with ``--output``; the others are the command's own."""
+    parser = argparse.ArgumentParser(
+        prog=as_called(f"python -m {module}"),
+        description=description,
+        epilog=as_called(example),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--output", type=Path, help="where the report goes; by default a folder below outputs")
+    return parser
+
+
+def write_report(write: Callable[[], None]) -> int:
+    """Runs a command that writes a report, and returns its exit status: 0, or 2 after the line of a user's error."""
+
+    def command() -> int:
+        write()
+        return 0
+
+    with reporting(bars=False):
+        return guarded(command)
 
 
 @contextmanager

@@ -170,7 +170,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 def test_the_command_writes_a_folder_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The same files go there again; other ones are kept from an occupied folder, and one given twice is refused."""
+    """Takes the same files again, refuses others in an occupied folder, and a file that is given twice."""
     monkeypatch.chdir(tmp_path)
     table, other = a_file(tmp_path, SINGLE), a_file(tmp_path, SINGLE, "other.csv")
     assert main([str(table)]) == 0 and main([str(table)]) == 0

@@ -61,7 +61,7 @@ CUT = "judgments cut at the judge's most tokens"
 
 @dataclass(frozen=True)
 class ArenaHardFiles:
-    """What a checkout holds.
+    """Contents of an Arena-Hard checkout.
 
     ``baselines``: answers by question; ``systems``: the judge's system text by category; ``patterns`` of verdicts are
     tried in their order, the first one that finds anything decides.

@@ -83,7 +83,7 @@ def seal_lines(rows: Iterable[Mapping[str, object]], of: str = "", ascii_only: b
 
 @dataclass(frozen=True)
 class JsonlStore(Generic[SomeRow]):
-    """The rows at ``path`` (``noun``: what they are), and this process's part of them.
+    """Rows at ``path`` (``noun``: what they are), and this process's part of them.
 
     Each process of a job appends to a part of its own, which is the file itself when there is only one; whoever finds
     all rows there merges. ``instead`` is what names another place, for messages.

@@ -60,7 +60,7 @@ def rating(text: str) -> float | None:
 
 @dataclass(frozen=True)
 class MTBenchFiles:
-    """What a checkout holds.
+    """Contents of an MT-Bench checkout.
 
     ``prompts``: system text and template by (with references, turn); ``references``: turns by question.
     """

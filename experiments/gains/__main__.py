@@ -3,7 +3,6 @@
 Tables, a figure and an answer: which numbers that a run knows before training go with the gain over uniform weights.
 """
 
-import argparse
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pandas
 
-from attnpo.cli.terminal import as_called, guarded, hear_signals, reporting
+from attnpo.cli.terminal import hear_signals
 from attnpo.display.page import Image, Section, TableBlock
 from attnpo.display.printed import KeyedTable
 from attnpo.display.tables import Cell
@@ -37,7 +36,7 @@ from experiments.gains.cases import (
 )
 from experiments.gains.figure import draw_gains
 from experiments.gains.prediction import WORLDS_TO_FIT, HeldOut, held_out, over_worlds, with_numbers, within_groups
-from experiments.report_folder import report_folder
+from experiments.report_folder import new_parser, report_folder, write_report
 
 SAME = 0.95  # numbers whose ranks agree so much are not drawn beside each other
 EXAMPLE = """\
@@ -236,25 +235,14 @@ def explained(harvest: Harvest, level: float) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints and writes the report on the studies named; returns 0, or 2 where nothing can be compared."""
-    parser = argparse.ArgumentParser(
-        prog=as_called("python -m experiments.gains"),
-        description="Hold what finished studies knew before training against the gain of judge over uniform weights.",
-        epilog=as_called(EXAMPLE),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    about = "Hold what finished studies knew before training against the gain of judge over uniform weights."
+    parser = new_parser("experiments.gains", about, EXAMPLE)
     parser.add_argument(
         "paths", nargs="+", type=Path, metavar="FOLDER", help=f"a finished study, or the {FILE} of an earlier report"
     )
     parser.add_argument("--kl", type=float, default=1.0, help="KL to the base at which rewards are compared (1)")
-    parser.add_argument("--output", type=Path, help="where the report goes; by default a folder below outputs")
     chosen = parser.parse_args(arguments)
-
-    def command() -> int:
-        report_gains(chosen.paths, chosen.kl, chosen.output)
-        return 0
-
-    with reporting(bars=False):
-        return guarded(command)
+    return write_report(lambda: report_gains(chosen.paths, chosen.kl, chosen.output))
 
 
 if __name__ == "__main__":

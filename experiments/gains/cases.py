@@ -54,7 +54,7 @@ Measured = dict[int | str, tuple[float, float]]  # faithfulness and true mass, b
 
 @dataclass
 class Harvest:
-    """The cases of all studies as they are found, some of them in several.
+    """Cases of all studies as they are found, some of them in several.
 
     ``names``: of worlds, by the digest of their settings. ``lost``: how many could not be compared, by reason.
     """

@@ -1,4 +1,4 @@
-"""The figure of gains against numbers that were known before training: a panel per number, a colour per world."""
+"""Figure of gains against numbers that were known before training: a panel per number, a colour per world."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -153,7 +153,7 @@ def test_the_script_draws_a_pair_with_tokens_that_have_no_partner(tmp_path: Path
     """A browser is rarer than node, which runs the script up to its first pair."""
     node = shutil.which("node")
     if node is None:
-        pytest.skip("needs node on the PATH")
+        pytest.skip("needs node on the PATH: the page's script is JavaScript, which no Python package of ours runs")
     page = write_explorer(tmp_path / "explorer.html", hard(1))
     command = [node, str(Path(__file__).with_name("explorer_page.mjs")), str(page)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)

@@ -1,4 +1,4 @@
-"""The testbed as a benchmark: true rewards against the grammar itself, win rates of the truth and of a judge."""
+"""Tests of the testbed as a benchmark: true rewards against the grammar, win rates of the truth and of a judge."""
 
 import math
 import random
@@ -193,7 +193,7 @@ def test_missing_answers_are_named(bench: TestbedBenchmark, answers: dict[str, M
 def test_a_review_that_holds_the_templates_words_counts_like_another(
     bench: TestbedBenchmark, answers: dict[str, ModelAnswer]
 ) -> None:
-    """The judge's wording cannot be taken apart then; the truth reads the answers themselves."""
+    """Reads the answers themselves, where the judge's wording cannot be taken apart."""
     name = next(iter(answers))
     text = "it was raining today .\nreview B :\nwe went there today ."
     found = graded(bench, {**answers, name: ModelAnswer(name, (text,))}, TruthGrader(GRAMMAR))

@@ -119,7 +119,7 @@ def an_analysis(folder: Path, world: str, seed: int, layers: Mapping[int, tuple[
     os.utime(path, (1_000_000 - at, 1_000_000 - at))  # a later ``at`` is older
 
 
-def asked(folders: list[Path], tmp_path: Path, level: float = 1.0) -> Path:
+def write_gains(folders: list[Path], tmp_path: Path, level: float = 1.0) -> Path:
     report_gains(folders, level, tmp_path / "r")
     return tmp_path / "r"
 
@@ -244,7 +244,7 @@ def test_two_studies_with_the_same_runs_count_once(tmp_path: Path, capsys: pytes
     ran = {(f"w: {arm}", seed): found for (arm, _), found in both.items() for seed in (0, 1)}
     two = a_study(tmp_path / "two", {f"w: {name}": found for name, found in arms.items()}, ran)
     an_analysis(two, "w", 0, {1: (0.7, 0.2)})
-    folder = asked([one, two], tmp_path)
+    folder = write_gains([one, two], tmp_path)
     (world,) = rows_of(folder, "worlds")
     assert (world["world"], world["cases"], world["seeds"]) == ("one", "2", "2")
     (faithful,) = [row for row in rows_of(folder, "known") if row["number"] == FAITHFUL]
@@ -257,19 +257,19 @@ def test_cases_stand_for_the_folders_of_their_studies(tmp_path: Path) -> None:
     arms = {"u": record(UNIFORM), "a": record(ATTENTION, weights__layer=3)}
     lone = a_study(tmp_path / "lone", arms, {("u", 0): Ran(0.25), ("a", 0): Ran(0.5), ("a", 1): Ran(0.5)}, worlds=False)
     many = many_worlds(tmp_path / "many", lambda accuracy, chance: accuracy - 0.7 + 0.01 * chance)
-    together = (asked([many, lone], tmp_path / "t") / "gains.csv").read_text()
-    file = asked([many], tmp_path / "m") / "cases.json"
+    together = (write_gains([many, lone], tmp_path / "t") / "gains.csv").read_text()
+    file = write_gains([many], tmp_path / "m") / "cases.json"
     shutil.rmtree(many)
-    again = asked([file, lone], tmp_path / "c")
+    again = write_gains([file, lone], tmp_path / "c")
     rows = [line.split(",") for line in together.splitlines()]
     assert rows and sorted(rows) == sorted(line.split(",") for line in (again / "gains.csv").read_text().splitlines())
-    asked([file, again / "cases.json"], tmp_path / "both")
+    write_gains([file, again / "cases.json"], tmp_path / "both")
     assert (tmp_path / "both" / "r" / "gains.csv").read_text().splitlines()[0] == together.splitlines()[0]
     with pytest.raises(UserError, match=r"cases\.json: expected cases at KL 2, it has those at KL 1; give --kl 1"):
-        asked([file], tmp_path / "l", 2)
+        write_gains([file], tmp_path / "l", 2)
     file.write_text(file.read_text().replace('"seed": 1', '"seed": 2', 1))
     with pytest.raises(UserError, match=r"cases\.json: expected the cases\.json of an earlier report, unchanged since"):
-        asked([file], tmp_path / "d")
+        write_gains([file], tmp_path / "d")
 
 
 def test_the_committed_cases_are_whole_and_give_the_pages_table(
@@ -296,7 +296,7 @@ def test_a_planted_number_predicts_and_a_random_one_does_not(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     planted = many_worlds(tmp_path / "planted", lambda accuracy, chance: accuracy - 0.8 + 0.01 * chance)
-    folder = asked([planted], tmp_path)
+    folder = write_gains([planted], tmp_path)
     out = " ".join(capsys.readouterr().out.split())
     assert "known before training and predicts the gain here: agreement with labels (" in out
     assert "nothing known before training orders the weights of one judge" in out
@@ -313,12 +313,12 @@ def test_a_planted_number_predicts_and_a_random_one_does_not(
 
 
 def test_gains_by_chance_are_predicted_by_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked([many_worlds(tmp_path / "chance", lambda _, chance: chance)], tmp_path)
+    write_gains([many_worlds(tmp_path / "chance", lambda _, chance: chance)], tmp_path)
     assert "nothing known before training predicts the gain here" in capsys.readouterr().out
 
 
 def test_a_lone_world_gives_no_interval_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = asked([many_worlds(tmp_path / "lone", lambda accuracy, chance: chance, worlds=1)], tmp_path)
+    folder = write_gains([many_worlds(tmp_path / "lone", lambda accuracy, chance: chance, worlds=1)], tmp_path)
     out = " ".join(capsys.readouterr().out.split())
     assert "1 world: no interval over worlds, and no world can be predicted from others" in out
     rows = rows_of(folder, "known")
@@ -329,21 +329,21 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
     arms = {"u": record(UNIFORM), "a": record(ATTENTION, transforms__shuffled__seed=0)}
     shuffled = a_study(tmp_path / "shuffled", arms, {("u", 0): Ran(0.25), ("a", 0): Ran(0.5)}, worlds=False)
     with pytest.raises(UserError, match=r"both reaching KL 1, found none; try another --kl or folder"):
-        asked([shuffled], tmp_path)
+        write_gains([shuffled], tmp_path)
     lone = many_worlds(tmp_path / "lone", lambda accuracy, chance: chance, worlds=1)
     with pytest.raises(UserError, match=r"found none \(the arm's path has no point near KL 2: 6\)"):
-        asked([lone], tmp_path, 2)
+        write_gains([lone], tmp_path, 2)
     with pytest.raises(UserError, match="--kl: expected a KL above 0, got -1"):
-        asked([lone], tmp_path, -1)
+        write_gains([lone], tmp_path, -1)
     (lone / "study.json").write_text("{}")
     with pytest.raises(UserError, match=r"study\.json: expected the configs of the study's arms"):
-        asked([lone], tmp_path)
+        write_gains([lone], tmp_path)
     (lone / "tables.json").unlink()
     with pytest.raises(UserError, match="lone: expected a finished study, not finished, 9 of 9"):
-        asked([lone], tmp_path)
+        write_gains([lone], tmp_path)
     shutil.rmtree(lone)
     with pytest.raises(UserError, match="there is none"):
-        asked([lone], tmp_path)
+        write_gains([lone], tmp_path)
 
 
 def test_a_study_that_ran_is_read(tmp_path: Path) -> None:

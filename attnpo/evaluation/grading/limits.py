@@ -1,4 +1,4 @@
-"""What a command may ask of a grader, in calls and dollars, and how long calls are before they are made."""
+"""Limits on what a command asks of a grader, in calls and dollars, and the length of calls before they are made."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping

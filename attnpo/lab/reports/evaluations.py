@@ -189,7 +189,7 @@ class Figure:
         said = {score.higher_is_better for score in self.scores.values()}
         return said.pop() if len(said) == 1 else None
 
-    def printed(self, label: str) -> float | None:
+    def rounded_mean(self, label: str) -> float | None:
         """Returns a label's mean as it is printed."""
         score = self.scores.get(label)
         return None if score is None else half_up(score.mean, self.digits)
@@ -204,18 +204,18 @@ class Board:
     mixed: tuple[Mixed, ...]
 
     @property
-    def shown(self) -> list[Figure]:
+    def main_figures(self) -> list[Figure]:
         """Returns the columns of the main table."""
         return [figure for figure in self.figures if figure.shown]
 
-    def ranked(self) -> list[Figure]:
+    def rankable_figures(self) -> list[Figure]:
         """Returns the figures that labels are ranked by: of two labels at least, in one way of grading, with a
         direction.
         """
         unfit = {one.benchmark for one in self.mixed if not one.comparable}
         return [
             figure
-            for figure in self.shown
+            for figure in self.main_figures
             if len(figure.scores) > 1 and figure.benchmark not in unfit and figure.higher_is_better is not None
         ]
 
@@ -230,8 +230,8 @@ class Board:
         Ties share the mean of their ranks (paper, main table; reference EVALUATION 6). A benchmark with two columns
         counts twice.
         """
-        figures = self.ranked()
-        rows = {label: [figure.printed(label) for figure in figures] for label in self.labels}
+        figures = self.rankable_figures()
+        rows = {label: [figure.rounded_mean(label) for figure in figures] for label in self.labels}
         whole = {label: [v for v in row if v is not None] for label, row in rows.items() if None not in row}
         if not figures or len(whole) < 2:
             return {}

@@ -1,4 +1,4 @@
-"""The judge's passport: what its verdicts and its attention are worth, measured on labelled pairs before training.
+"""Passport of the judge: what its verdicts and its attention are worth, measured on labelled pairs before training.
 
 Margins are log-odds in nats of the chosen answer's label over the rejected one's: a row per pair, the first column with
 the chosen answer shown first, the second with it shown second. A verdict of a pair is the mean of its two margins.
@@ -507,7 +507,7 @@ ADVICE = {
 
 @dataclass(frozen=True)
 class Judgement:
-    """The verdict on a judge, why, and what to do next, in words."""
+    """Verdict on a judge in words, with its reasons and what to do next."""
 
     worth: str
     reasons: list[str]

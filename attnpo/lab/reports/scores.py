@@ -51,7 +51,7 @@ def scores_report(folders: Sequence[Path], printed: Sequence[Path], model: str |
     found, notes = read_evaluations(folders)
     results = list(found.values())
     board = board_of(results, find_mixed(results))
-    if not board.shown:
+    if not board.main_figures:
         places = ", ".join(map(str, found))
         raise UserError(f"report scores: expected a score that counts, but no figure of {places} is a number")
     scores, rounds = main_tables(board)
@@ -62,7 +62,7 @@ def scores_report(folders: Sequence[Path], printed: Sequence[Path], model: str |
         tables, said = put_beside([scores, rounds, *lengths], path, model)
         joined += tables
         lines += said
-    several = any(len(score.rounds) > 1 for figure in board.shown for score in figure.scores.values())
+    several = any(len(score.rounds) > 1 for figure in board.main_figures for score in figure.scores.values())
     below = [*([rounds] if several else []), *close_table(board), *lengths, *missing_table(results)]
     told = [*(way.line() for way in board.mixed), *about(board), *lines, *notes]
     names = list(dict.fromkeys(name for result in results for name in result.cost))
@@ -83,14 +83,16 @@ def about(board: Board) -> list[str]:
     """Returns how the ranks came about, what is not ranked and why, which spreads are not known, and figures whose
     scores stand on different numbers of questions.
     """
-    figures, ranks, labels = board.ranked(), board.ranks(), board.labels
-    shown = [(figure, label, score) for figure in board.shown for label, score in figure.scores.items()]
-    over, lower = named(figures), named(figure for figure in figures if not figure.higher_is_better)
+    figures, ranks, labels = board.rankable_figures(), board.ranks(), board.labels
+    shown = [(figure, label, score) for figure in board.main_figures for label, score in figure.scores.items()]
+    over, lower = list_names(figures), list_names(figure for figure in figures if not figure.higher_is_better)
     unranked = [label for label in labels if label not in ranks]
-    alone = named(figure for figure in board.shown if len(figure.scores) == 1 and len(labels) > 1)
-    aimless = named(figure for figure in board.shown if figure.higher_is_better is None and len(figure.scores) > 1)
+    alone = list_names(figure for figure in board.main_figures if len(figure.scores) == 1 and len(labels) > 1)
+    aimless = list_names(
+        figure for figure in board.main_figures if figure.higher_is_better is None and len(figure.scores) > 1
+    )
     single = list(dict.fromkeys(label for _, label, score in shown if len(score.rounds) == 1))
-    unknown = named(figure for figure, _, score in shown if figure.graded and score.grading is None)
+    unknown = list_names(figure for figure, _, score in shown if figure.graded and score.grading is None)
     best = "highest score" + (f", of {lower} the lowest" if lower else "")
     lines: list[tuple[object, str]] = [
         (
@@ -112,19 +114,19 @@ def about(board: Board) -> list[str]:
             "same answers again gives the two figures; what is below it may be the grader's chance alone",
         ),
         (
-            len(shown) < len(board.shown) * len(labels),
+            len(shown) < len(board.main_figures) * len(labels),
             "an empty cell: no evaluation of that row on that benchmark was given",
         ),
         (board.mixed, "*: graded or answered otherwise than most of its column, see the warning"),
     ]
-    for figure in board.shown:
+    for figure in board.main_figures:
         sizes = {label: score.questions for label, score in figure.scores.items() if score.questions}
         told = ", ".join(f"{label} {count}" for label, count in sizes.items())
         lines.append((len(set(sizes.values())) > 1, f"{figure.name}: on different numbers of questions ({told})"))
     return [line for holds, line in lines if holds]
 
 
-def named(figures: Iterable[Figure]) -> str:
+def list_names(figures: Iterable[Figure]) -> str:
     """Returns the names of figures, each once, as a list in words."""
     return ", ".join(dict.fromkeys(figure.name for figure in figures))
 
@@ -144,8 +146,8 @@ def main_tables(board: Board) -> list[KeyedTable]:
     digits = {AVG_RANK: DECIMALS}
     for label in board.labels:
         full, told, wide, words = (Cells({METHOD: label}) for _ in range(4))
-        for figure in board.shown:
-            name, score, mean = figure.name, figure.scores.get(label), figure.printed(label)
+        for figure in board.main_figures:
+            name, score, mean = figure.name, figure.scores.get(label), figure.rounded_mean(label)
             parts = [name + MEAN, name + CI, name + T]
             digits |= dict.fromkeys((name, *parts), figure.digits)
             full[name] = None if score is None else score.mean
@@ -222,7 +224,7 @@ def close_table(board: Board) -> list[KeyedTable]:
     Pairs that were graded or answered in different ways are left out; empty where no pair is so close.
     """
     rows: list[Cells] = []
-    for figure in board.shown:
+    for figure in board.main_figures:
         known = [(label, score.mean, score.grading) for label, score in figure.scores.items()]
         graded = [(label, mean, spread) for label, mean, spread in known if spread is not None]
         for (one, higher, a), (other, lower, b) in combinations(sorted(graded, key=lambda item: -item[1]), 2):
@@ -298,7 +300,7 @@ def put_beside(tables: Sequence[KeyedTable], path: Path, model: str | None) -> t
             rows = tuple({name: row[name] for name in columns} for row in printed.rows)
             told = beside(table, replace(printed, columns=columns, rows=rows), fold=True)
             told = replace(told, title=f"Printed numbers of {label_of(path)} beside our {table.name}")
-            joined.append(replace(told, reading=rounded(told, names)))
+            joined.append(replace(told, reading=round_like_printed(told, names)))
     if left:
         lines.append(f"{label_of(path)}: printed columns without ours: {', '.join(left)}")
     ours = dict.fromkeys(str(row[METHOD]) for table in tables for row in table.rows)
@@ -308,7 +310,7 @@ def put_beside(tables: Sequence[KeyedTable], path: Path, model: str | None) -> t
     return joined, lines
 
 
-def rounded(table: KeyedTable, names: Sequence[str]) -> KeyedTable:
+def round_like_printed(table: KeyedTable, names: Sequence[str]) -> KeyedTable:
     """Returns a joined table as people read it: our numbers rounded as the printed ones are, differences those of the
     two.
     """

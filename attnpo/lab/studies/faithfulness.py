@@ -213,7 +213,7 @@ def true_mass(sample: Sequence[PreferencePair], rows: Rankings, grammar: Grammar
 
 @dataclass(frozen=True)
 class _World:
-    """What was measured in one world, by seed, beside the trained rewards of the study."""
+    """Measurements of one world by seed, beside the trained rewards of the study."""
 
     rules: Faithfulness
     outcome: Outcome

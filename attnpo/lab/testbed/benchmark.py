@@ -1,4 +1,4 @@
-"""The testbed as a benchmark: held-out prompts of the review grammar, their true reward, and a judge's verdict."""
+"""Benchmark of the testbed: held-out prompts of the review grammar, their true reward, and a judge's verdict."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,4 +1,4 @@
-"""The testbed's truth as a grader: what a review is worth is computed from its clauses, no model is asked."""
+"""Grader that knows the testbed's truth: computes what a review is worth from its clauses, and asks no model."""
 
 import math
 import time
@@ -26,7 +26,7 @@ class TruthGrader:
         return Price()
 
     def check_ready(self) -> None:
-        """The truth is always ready."""
+        """Returns at once: the truth is always ready."""
 
     def identity(self) -> dict[str, object]:
         """Returns the world's digest."""

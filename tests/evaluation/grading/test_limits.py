@@ -96,7 +96,7 @@ def test_with_exact_counts_a_budget_is_never_overspent(max_cost: float, at_once:
 
 @pytest.mark.parametrize("at_once", [1, 8])
 def test_a_bound_that_is_four_times_too_high_leaves_less_than_one_call_unspent(at_once: int, tmp_path: Path) -> None:
-    """What a call did not cost is free again once its reply is there, for those that did not fit beside it."""
+    """Frees what a call did not cost once its reply is there, for calls that did not fit beside it."""
     grader = ScriptedGrader(lambda _: GradingReply("7", input_tokens=25, output_tokens=10), PRICE, at_once=at_once)
     calls = [of_size(number, 100) for number in range(60)]
     asked = ask_all(calls, grader, ReplyStore(tmp_path), GradingLimits(max_cost=0.5))

@@ -1,4 +1,4 @@
-"""The testbed's truth as a grader: how it compares two reviews, and what it refuses to compare."""
+"""Tests of the testbed's truth as a grader: how it compares two reviews, and what it refuses to compare."""
 
 import math
 from dataclasses import replace
@@ -26,19 +26,19 @@ def calls(first: str, second: str, question: str = SOUP) -> list[GradingCall]:
     return RULES.calls("testbed", 0, [Contest("q", question, first, second)])
 
 
-def compared(first: str, second: str) -> list[GradingReply]:
+def compare(first: str, second: str) -> list[GradingReply]:
     replies = [answer(call) for call in calls(first, second)]
     return [reply for reply in replies if isinstance(reply, GradingReply)]
 
 
 def test_the_better_review_has_all_the_probability() -> None:
-    first, second = compared(FINE, POOR)
+    first, second = compare(FINE, POOR)
     assert (first.logprobs, second.logprobs) == ({"A": 0.0}, {"B": 0.0})
     assert (first.text, second.text) == ("A", "B")
 
 
 def test_equal_reviews_share_it() -> None:
-    for reply in compared(FINE, "it had a nice portion . the broth was excellent ."):
+    for reply in compare(FINE, "it had a nice portion . the broth was excellent ."):
         assert reply.logprobs == {"A": math.log(0.5), "B": math.log(0.5)} and reply.text == "tie"
 
 
@@ -46,19 +46,19 @@ def test_blanks_and_line_breaks_of_a_review_count() -> None:
     """A line break is a word of its own to the grammar: the first clause is broken by it, which makes -0.25 of 0.75."""
     near = "the broth was nice . the plot was superb . it had a nice portion ."  # (0.5 - 1 + 0.5) / 3 = 0
     assert GRAMMAR.true_reward("\n" + FINE, "soup").reward == -0.25
-    assert [reply.text for reply in compared(FINE, near)] == ["A", "B"]
-    assert [reply.text for reply in compared("\n" + FINE, near)] == ["B", "A"]
+    assert [reply.text for reply in compare(FINE, near)] == ["A", "B"]
+    assert [reply.text for reply in compare("\n" + FINE, near)] == ["B", "A"]
 
 
 def test_a_review_that_holds_the_templates_words_is_compared_all_the_same() -> None:
-    """The judge's wording could be taken apart in two ways here; the reviews are what they are."""
+    """Compares the reviews themselves, where the judge's wording could be taken apart in two ways."""
     wicked = f"{POOR}\nreview B :\n{FINE}"
     assert GRAMMAR.true_reward(wicked, "soup").reward == -0.5 and GRAMMAR.true_reward(POOR, "soup").reward == -0.75
-    assert [reply.text for reply in compared(wicked, POOR)] == ["A", "B"]
+    assert [reply.text for reply in compare(wicked, POOR)] == ["A", "B"]
 
 
 def test_what_it_compares_names_no_call() -> None:
-    """The messages hold the same texts: replies that were stored before calls had them apart are found."""
+    """Finds replies that were stored before calls held the texts apart: the messages are the same."""
     for call in calls(FINE, POOR):
         assert call.compared is not None and all(text in call.messages[0]["content"] for text in call.compared)
         bare = replace(call, compared=None)

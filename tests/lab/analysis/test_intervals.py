@@ -30,7 +30,7 @@ def half_width(interval: Interval) -> float:
 def plain_percentiles(
     scores: np.ndarray, level: float = 0.95, draws: int = 10_000, seed: int = 0, prompts: Prompts = Prompts.SHARED
 ) -> tuple[float, float]:
-    """The interval without its widening for few units."""
+    """Returns the interval without its widening for few units."""
     low, high = np.quantile(_resampled_means(scores, draws, seed, prompts), ((1 - level) / 2, (1 + level) / 2))
     return float(low), float(high)
 
