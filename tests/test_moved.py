@@ -28,6 +28,7 @@ BEFORE = {
     "attnpo.grading.openai_grader.OpenAIGrader": "OpenAIGrader",
     "attnpo.grading.truth_grader.TruthGrader": "TruthGrader",
     "attnpo.inspection.show_config.ShowConfig": "ShowRoot",
+    "attnpo.objectives.otpo.OTPO": "OTPO",
     "attnpo.pairing.answer_sets.AnswerSource": "AnswerSource",
     "attnpo.pairing.pair_config.PairConfig": "PairConfig",
     "attnpo.pairing.rankers.JudgeRanker": "JudgeRanker",

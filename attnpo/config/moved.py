@@ -12,6 +12,7 @@ MOVED = {
     "attnpo.grading.truth_grader.": "attnpo.lab.testbed.truth_grader.",
     "attnpo.grading.": "attnpo.evaluation.grading.",
     "attnpo.inspection.show_config.ShowConfig": "attnpo.lab.studies.show_config.ShowRoot",
+    "attnpo.objectives.otpo.": "attnpo.objectives.twdpo.",
     "attnpo.pairing.": "attnpo.evaluation.pairing.",
     "attnpo.reports.": "attnpo.lab.reports.",
     "attnpo.runs.implicit_reward.": "attnpo.evaluation.weighted_implicit_reward.",

@@ -35,10 +35,9 @@ from attnpo.data.arrow_rows import (
     sizes_of,
     weighed_row,
 )
-from attnpo.data.base import SPLITS, PairSet, PairSource
+from attnpo.data.base import SPLITS, PairSet, PairSource, SetAccount
 from attnpo.data.collate import TrainingExample
 from attnpo.data.example_numbers import Measured
-from attnpo.data.mixture import SetAccount
 from attnpo.data.overlap import Overlap, Overlaps, key_of_prompt
 from attnpo.data.prepare import EncodedSet, ExampleSet, Tally, fit_transforms
 from attnpo.data.prepared_rows import Account, prepared_rows, record_lines, repeat_lines
@@ -163,10 +162,7 @@ def facts_of_ids(chat: ChatFormat, rules: LengthRules, pairs: Mapping[str, PairS
 
 
 def prepare_ids(
-    store: Path,
-    facts: Mapping[str, object],
-    pairs: Mapping[str, PairSet],
-    encode: Callable[[str, Take], EncodedSet],
+    store: Path, facts: Mapping[str, object], pairs: Mapping[str, PairSet], encode: Callable[[str, Take], EncodedSet]
 ) -> tuple[dict[str, EncodedSet], Overlap]:
     """Prepares the training ids of both splits, with what the splits share; ``encode`` hands on those of a split."""
 

@@ -5,9 +5,9 @@ how it is cut into micro-batches and shared over ranks (``data.micro_batches``).
 its whole step, so a loss of ``sum over pairs / step_pairs`` needs no knowledge of the cutting.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import NotRequired, TypedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, NotRequired, TypedDict
 
 import torch
 from torch.utils.data import Sampler
@@ -52,15 +52,6 @@ class Split:
     world_size: int
 
 
-class SavedSplit(TypedDict):
-    """A ``Split`` in a checkpoint."""
-
-    rule: str
-    accumulation: int
-    short: int
-    world_size: int
-
-
 class SamplerState(TypedDict):
     """Where in the data a run was saved.
 
@@ -72,7 +63,7 @@ class SamplerState(TypedDict):
     epoch: int
     batches: int
     order: NotRequired[dict[str, int]]
-    layout: NotRequired[SavedSplit | Sequence[int]]
+    layout: NotRequired[Mapping[str, Any] | Sequence[int]]
     budgets: NotRequired[Sequence[int]]
 
 
@@ -218,21 +209,11 @@ class StepBatches(Sampler[PlannedBatch]):
             "epoch": self.epoch,
             "batches": self.consumed if batches is None else batches,
             "order": self._order_key(),
-            "layout": SavedSplit(
-                rule=self.split.rule,
-                accumulation=self.split.accumulation,
-                short=self.split.short,
-                world_size=self.split.world_size,
-            ),
+            "layout": asdict(self.split),
         }
 
     def _order_key(self) -> dict[str, int]:
-        return {
-            "num_pairs": self.num_pairs,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "step_size": self.size,
-        }
+        return {"num_pairs": self.num_pairs, "seed": self.seed, "shuffle": self.shuffle, "step_size": self.size}
 
     def load_state_dict(self, state: SamplerState) -> None:
         """Makes the next pass give the batches left of the saved epoch, possibly none.
@@ -258,7 +239,7 @@ class StepBatches(Sampler[PlannedBatch]):
         self._enter(int(state["epoch"]))
         self.consumed = self._start = batches
 
-    def _split_of(self, saved: SavedSplit | Sequence[int] | None) -> Split:
+    def _split_of(self, saved: Mapping[str, Any] | Sequence[int] | None) -> Split:
         """Returns the split of a saved state, also of one that tells micro-batch, accumulation and number
         of processes.
         """

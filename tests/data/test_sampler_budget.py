@@ -30,7 +30,7 @@ def fewest(sizes: list[int], cost: RowCost, limit: int) -> int:
     return best[-1]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 60), st.integers(1, 12), st.integers(1, 3), st.integers(60, 240), COSTS, st.integers(0, 99))
 def test_budget_properties(num_pairs: int, size: int, world: int, budget: int, cost: RowCost, seed: int) -> None:
     """Two epochs: every pair once, the steps of any other cutting, the budget kept, no micro-batch too many."""

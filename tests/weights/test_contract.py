@@ -11,7 +11,7 @@ from attnpo.config.compose import groups, load
 from attnpo.data.collate import collate
 from attnpo.models.layouts import padded
 from attnpo.models.scored import ScoredLM
-from attnpo.objectives.otpo import OTPO
+from attnpo.objectives.twdpo import OTPO
 from attnpo.schema import SIDES, EncodedResponse, Kind, PairWeights, PreferencePair, Round, TokenWeights, UserError
 from attnpo.training.module import PreferenceModule
 from attnpo.training.online_weights import weighed

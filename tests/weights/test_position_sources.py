@@ -19,8 +19,7 @@ from attnpo.models.scored import ScoredLM
 from attnpo.objectives.base import PreferenceObjective
 from attnpo.objectives.dpo import DPO
 from attnpo.objectives.ipo import IPO
-from attnpo.objectives.otpo import OTPO
-from attnpo.objectives.twdpo import TwDPO
+from attnpo.objectives.twdpo import OTPO, TwDPO
 from attnpo.run.combinations import require_reader
 from attnpo.schema import SIDES, EncodedResponse, Kind, PreferenceBatch, TokenStats, UserError
 from attnpo.text.alignment import differing

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from attnpo.config.compose import load
 from attnpo.objectives.dpo import DPO
-from attnpo.objectives.otpo import OTPO
-from attnpo.objectives.twdpo import TwDPO
+from attnpo.objectives.twdpo import OTPO, TwDPO
 from attnpo.run.combinations import require_reader
 from attnpo.schema import EncodedResponse, Kind, PreferenceBatch, PreferencePair, RowGroup, TokenStats, UserError
 from attnpo.weights.base import OnlineSource, is_neutral
