@@ -21,16 +21,11 @@ from attnpo.run.inputs import encode
 from attnpo.run.resolve import resolve, settle
 from attnpo.schema import UserError
 from tests.run.made import make, make_inputs
-from tests.run.worlds import GRAMMAR, RECIPE, World, build_world
+from tests.run.worlds import GRAMMAR, RECIPE, World
 
 CARRIED = ("align.method=${other_judge.align}", "objective.length_from=${other_judge.length_from}")
 ANOTHER = ("judge=other", "other_judge.template_file=judge/testbed.txt", "other_judge.max_length=512", *CARRIED)
 BY_CHARACTERS = ("other_judge.align=characters", "other_judge.length_from=train")
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return build_world(tmp_path_factory.mktemp("world"))
 
 
 def save_judge(folder: Path, seed: int, merges: int | None = 250) -> Path:

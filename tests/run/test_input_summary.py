@@ -32,14 +32,9 @@ from attnpo.system.machine import versions
 from attnpo.system.store import Store
 from attnpo.training.processes import planned_processes
 from tests.run.made import make, make_inputs
-from tests.run.worlds import TRAIN, VAL, World, build_world, judge_loads
+from tests.run.worlds import TRAIN, VAL, World, judge_loads
 
 PAIRS = TRAIN + VAL
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return build_world(tmp_path_factory.mktemp("world"))
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,7 @@ from attnpo.run.weight_export import write_weights
 from attnpo.schema import SIDES
 from attnpo.system.files import read_record
 from tests.run.made import make_inputs
-from tests.run.worlds import World, build_world
+from tests.run.worlds import World
 
 PLAIN = "weights.postprocess.sink_tokens=0"
 HEAVY = {"chosen": 4.0, "rejected": 29.0}
@@ -62,11 +62,6 @@ class LastWordJudge:
             token = None if label_ids is None else label_ids[0]
             found.append(JudgeReading(rows, None, torch.zeros(2), token, torch.tensor([0.5, 0.4, 0.5]).log()))
         return found
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return build_world(tmp_path_factory.mktemp("lost"))
 
 
 @pytest.fixture(autouse=True)

@@ -44,16 +44,11 @@ from attnpo.training import gather
 from attnpo.training.checkpoint_folders import STATE
 from attnpo.training.gather import SameEverywhere
 from attnpo.training.module import PreferenceModule
-from tests.run.worlds import World, build_world
+from tests.run.worlds import World
 
 AUTO = tuple(f"model.{key}=auto" for key in KEYS)
 # Whether blocks are computed again, tokens at once through the head: from the quickest to the least.
 ORDER = [(False, 1024), (False, 256), (True, 1024), (True, 256)]
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return build_world(tmp_path_factory.mktemp("world"))
 
 
 def planned(cfg: RunConfig) -> Footprint:

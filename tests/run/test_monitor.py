@@ -16,7 +16,7 @@ from attnpo.schema import UserError
 from attnpo.system.files import seal
 from attnpo.training.checkpoint_folders import read_account
 from attnpo.training.settings import CallbackSettings
-from tests.run.worlds import World, build_world
+from tests.run.worlds import World
 
 LOUD = (
     "callbacks=default",
@@ -25,11 +25,6 @@ LOUD = (
     "optimizer.lr=0.3",
     "trainer.max_epochs=2",
 )
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return build_world(tmp_path_factory.mktemp("monitored"))
 
 
 def validated(folder: Path, name: str) -> dict[int, float]:

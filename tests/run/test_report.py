@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import wandb
 import yaml
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -37,7 +38,7 @@ from attnpo.run.run import run
 from attnpo.training.loggers import open_loggers
 from attnpo.training.model_card import model_card
 from tests.run.made import Made, make
-from tests.run.worlds import TRAIN, VAL, World, build_world
+from tests.run.worlds import TRAIN, VAL, World
 from tests.training.wandb_files import keep_home, only, records, rows, sessions, values
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,11 +48,6 @@ TRACKED = ("logger=wandb", "logger.wandb.mode=offline")
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep_home(tmp_path, monkeypatch)
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return build_world(tmp_path_factory.mktemp("world"))
 
 
 @pytest.fixture(scope="module")
@@ -299,8 +295,13 @@ def test_the_exporter_knows_every_end_and_card_facts_are_optional(made: Made) ->
 
 
 def test_a_whole_run_is_tracked_and_exported(world: World, tmp_path: Path) -> None:
-    """Metrics at the steps of metrics.csv, media after them, one W&B run, a folder with card and generation config."""
+    """Metrics at the steps of metrics.csv, media after them, one W&B run, a folder with card and generation config.
+
+    A second run in the process is a W&B run of its own.
+    """
     folder = tmp_path / "run"
+    run(world.config(*TRACKED, "callbacks=none", "trainer.max_steps=1"), tmp_path / "before")
+    assert wandb.run is None and len(sessions(tmp_path / "before")) == 1
     result = run(world.config(*TRACKED, "trainer.validate_every=1", "callbacks.export_dtype=bfloat16"), folder)
     (session,) = sessions(folder)
     config = values(only(session, "run").config.update)

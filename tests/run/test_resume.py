@@ -21,14 +21,9 @@ from attnpo.system.files import seal
 from attnpo.training.checkpoint_folders import STATE, read_account
 from attnpo.training.interrupted import Interrupted
 from attnpo.training.module import PreferenceModule
-from tests.run.worlds import World, build_world
+from tests.run.worlds import World
 
 SHORT = ("trainer.validate_every=1", "callbacks.samples=0", "callbacks.report=false")
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return build_world(tmp_path_factory.mktemp("world"))
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from attnpo.system.store import Store
 from attnpo.weights.score_parser import NO_PARTS
 from attnpo.weights.verbalizer import ANSWERS, RunVerbalizer, StoredAnswers
 from tests.run.made import make_inputs
-from tests.run.worlds import TRAIN, VAL, World, build_world
+from tests.run.worlds import TRAIN, VAL, World
 
 PAIRS = TRAIN + VAL
 KNOWN = (
@@ -36,11 +36,6 @@ FREE = (
     "verbalizer.known_parts=null",
     "verbalizer.sampling.max_new_tokens=8",
 )
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return build_world(tmp_path_factory.mktemp("verbalizing"))
 
 
 @contextmanager
