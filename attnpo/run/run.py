@@ -27,7 +27,7 @@ from attnpo.run.components import Truth
 from attnpo.run.folders import POLICIES, make_folder
 from attnpo.run.for_page import PAIRS, keep_for_page
 from attnpo.run.heat_rows import heat_rows
-from attnpo.run.identity import DECAY_ALL, identity_of
+from attnpo.run.identity import identity_of
 from attnpo.run.input_summary import example_statistics, log_inputs, log_plan, require_budgets, require_examples
 from attnpo.run.inputs import Inputs, read_inputs, write_training_prompts
 from attnpo.run.memory import fit_memory, footprint, log_judge, log_training, require_device
@@ -41,10 +41,8 @@ from attnpo.run.resume import (
     check_contents,
     check_folder,
     contents_of,
-    decays_all,
     find_resume,
     finished,
-    is_begun_live,
     keep_last,
     prepare_folder,
     tidy_checkpoints,
@@ -87,12 +85,7 @@ def run(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | None:
     began = time.perf_counter()
     as_launched(cfg.trainer)  # refuses before anything is loaded
     leading = leads()  # before training: Lightning takes its variables back afterwards
-    named = any(override.lstrip("+").startswith("reference=") for override in cfg.composed.overrides)
     identity = identity_of(cfg)
-    by_default = cfg.model.lora is not None and cfg.reference == "adapter_off" and not named
-    if by_default and is_begun_live(cfg.resume, folder, identity.moveless):
-        cfg = cfg.with_value("reference", "live")
-        identity = identity_of(cfg)
     before = finished(folder, identity, point) if cfg.resume == "auto" else None
     if before is not None:
         return before if leading else None
@@ -104,10 +97,6 @@ def run(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | None:
     if cfg.model.lora is not None:
         warn_low_rate(cfg.optimizer.lr)
     resume = find_resume(cfg.resume, folder, identity.numbers, point)
-    if cfg.model.lora is None and decays_all(resume, cfg.optimizer):
-        cfg = cfg.with_value(DECAY_ALL, True)
-        # The key stays out of what the run saves, so that the same command goes on from there again.
-        cfg.values["optimizer"] = {key: value for key, value in cfg.below("optimizer").items() if key != "decay_all"}
     check_folder(folder, resume)
     if leading:
         make_folder(folder)

@@ -230,21 +230,6 @@ def test_a_point_of_a_study_mends_itself(
     assert end_of(folder) == runs.end
 
 
-def test_a_state_without_digests_is_taken_by_its_name_alone(
-    runs: Runs, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A run of an earlier version has none; a line says that it was not checked."""
-    folder = copied(runs.stopped, tmp_path / "run")
-    for name in ("best", "last"):
-        (folder / name / "digests.json").unlink()
-        (folder / name / "metrics.csv").unlink()
-    refusal = answer(lambda: fit.main(runs.config(folder)))
-    assert refusal is not None and f"resume={folder / 'last'} takes it unchecked" in refusal
-    assert answer(lambda: fit.main(runs.config(folder, f"resume={folder / 'last'}"))) is None
-    assert [text for text in caplog.messages if "has no digests.json" in text and "unchecked" in text]
-    assert end_of(folder) == runs.end
-
-
 def test_files_of_others_beside_a_checkpoint_do_not_matter(runs: Runs, tmp_path: Path) -> None:
     folder = copied(runs.stopped, tmp_path / "run")
     (folder / "last" / "notes.txt").write_text("mine")

@@ -6,14 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from attnpo.config.compose import CONFIG_DIR, as_yaml, load
+from attnpo.config.compose import CONFIG_DIR, load
 from attnpo.lab.studies.arms import point_folder
 from attnpo.lab.studies.bases import make_basis
 from attnpo.lab.studies.plan import plan_study
 from attnpo.lab.studies.study import Arm, Point
-from attnpo.run.identity import by_class, identity_of, saved_numbers
-from attnpo.run.resume import check_same
-from attnpo.schema import UserError
+from attnpo.run.identity import by_class, identity_of
 from attnpo.system import source_digest as sources
 from attnpo.system.source_digest import SHOWING, source_digest
 from tests.run.worlds import build_world
@@ -135,23 +133,6 @@ def test_changed_code_of_the_reference_is_another_basis_for_the_points(
 def folder_of(*overrides: str) -> str:
     cfg = load("fit", ["setting=testbed", "experiment=none", *overrides])
     return point_folder(Path(), Point(Arm("arm", ()), (), 0), identity_of(cfg).result, {}).name
-
-
-def test_a_run_saved_when_studies_were_a_group_of_their_own_is_the_same_run(tmp_path: Path) -> None:
-    """Its file has ``study=none`` among its overrides, ``_target_`` in its grids and no grids of the methods."""
-    given = ["setting=testbed", "experiment=none", "weights=attention"]
-    cfg = load("fit", given)
-    grid = {"_target_": "attnpo.lab.studies.study.Grid", **cfg.below("grid")}
-    choices = {**cfg.composed.choices, "study": "none", "experiment": None}
-    composed = {"overrides": ["setting=testbed", "study=none", "weights=attention"], "choices": choices}
-    old = {**cfg.values, "grid": grid, "grids": {"beta_sweep": grid}, "composed": composed}
-    (tmp_path / "config.yaml").write_text(as_yaml(old), encoding="utf-8")
-    identity = identity_of(cfg)
-    stored = saved_numbers(tmp_path / "config.yaml", identity.moveless)
-    check_same(stored, identity.numbers, tmp_path)
-    assert stored == identity.numbers
-    with pytest.raises(UserError, match=r"resume: optimizer\.lr was"):
-        check_same(stored, identity_of(load("fit", ["experiment=none", "optimizer.lr=1"])).numbers, tmp_path)
 
 
 @pytest.mark.parametrize("key", ["judge.template_file", "model.chat_template", "model.fallback_template"])

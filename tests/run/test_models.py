@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from transformers import PreTrainedModel
 
 from attnpo.config.compose import check, load
@@ -119,25 +118,6 @@ def weights_of(world: World) -> list[torch.Tensor]:
 def load_adapters(world: World) -> list[torch.Tensor]:
     policy = load_policy(resolve(world.config(*LORA)).base)
     return [value for name, value in policy.named_parameters() if ".lora_" in name]
-
-
-def test_a_run_that_was_begun_with_a_live_reference_goes_on_with_it(
-    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As runs with adapters were by default once; a reference that is named is another run, as ever."""
-    words = [*LORA, "callbacks.checkpoints=true", "name=begun", f"output={tmp_path}", "experiment=none"]
-    folder = tmp_path / "begun"
-    first = run(world.config(*words, "reference=live"), folder)
-    with caplog.at_level("INFO", "attnpo"):
-        assert run(world.config(*words, "resume=auto"), folder) == first
-        (folder / "result.json").unlink()
-        assert run(world.config(*words, "resume=auto"), folder).metrics == first.metrics
-        again = run(world.config(*words, f"resume={folder / 'last'}"), tmp_path / "forked")
-    assert again.metrics == first.metrics
-    assert caplog.text.count("resume: going on with reference=live, as the run was begun") == 3
-    assert OmegaConf.load(tmp_path / "forked" / "config.yaml").reference == "live"
-    with pytest.raises(UserError, match=r"resume: reference was 'live' in .* and is 'adapter_off' now"):
-        run(world.config(*words, "resume=auto", "reference=adapter_off"), folder)
 
 
 def test_checkpointing_and_half_precision_run_the_whole_way(world: World, tmp_path: Path) -> None:

@@ -394,7 +394,7 @@ def test_resume_auto_starts_anew_where_there_is_nothing(tmp_path: Path) -> None:
     assert find_resume("auto", tmp_path, {}) is None
     (tmp_path / "last").mkdir()
     torch.save({"state_dict": {}, "global_step": 0}, tmp_path / "last" / "state.ckpt")
-    write_account(tmp_path / "last", {"step": 0})
+    write_account(tmp_path / "last", {"step": 0, "config": {}})
     seal(tmp_path / "last")
     assert find_resume("auto", tmp_path, {}) == tmp_path / "last" / "state.ckpt"
     assert find_resume(str(tmp_path / "last"), tmp_path / "elsewhere", {}) == tmp_path / "last" / "state.ckpt"
