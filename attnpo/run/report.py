@@ -39,7 +39,7 @@ from attnpo.models.older_readers import warning_for
 from attnpo.models.spec import ModelSpec
 from attnpo.run.folders import store_root
 from attnpo.run.heat_rows import Logps, heat_rows
-from attnpo.run.input_summary import example_statistics, row_lines
+from attnpo.run.input_summary import row_lines
 from attnpo.run.inputs import Inputs
 from attnpo.run.result import RunResult, Scores
 from attnpo.run.run_config import RunConfig
@@ -338,13 +338,13 @@ def make_exporter(
     return Exporter(chat.tokenizer, ends, dtype, facts, chat_template=template, notes=tuple(notes))
 
 
-def card_facts(cfg: RunConfig, model: ModelSpec, inputs: Inputs) -> dict[str, Any]:
+def card_facts(cfg: RunConfig, model: ModelSpec, inputs: Inputs, statistics: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what a run's model card tells apart from its metrics, as plain data (keys:
     ``attnpo/training/model_card.py``).
 
-    The digest of a large base's weights takes a while.
+    ``statistics``: of ``example_statistics``. The digest of a large base's weights takes a while.
     """
-    statistics, prepared = example_statistics(inputs), store_root(cfg.store) / "prepared"
+    prepared = store_root(cfg.store) / "prepared"
     data, mix, judge = cfg.below("data"), getattr(cfg.data, "mix", None), cfg.below("judge")
     return {
         "reward": model.reward,

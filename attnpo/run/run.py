@@ -16,7 +16,9 @@ from attnpo.cli.progress import importing, phase
 from attnpo.config.compose import as_yaml
 from attnpo.config.named_files import code_of
 from attnpo.data.arrow_rows import pair_ids_of
+from attnpo.data.collate import TrainingExample
 from attnpo.data.prompts import Prompt, encode_prompts
+from attnpo.data.scoring import score_examples
 from attnpo.models.backbone import frozen
 from attnpo.models.generate import chat_generator, context_length
 from attnpo.models.packed_attention import attend_as_before
@@ -26,11 +28,12 @@ from attnpo.run.base import BaseModel
 from attnpo.run.components import Truth
 from attnpo.run.folders import POLICIES, make_folder
 from attnpo.run.for_page import PAIRS, keep_for_page
-from attnpo.run.heat_rows import heat_rows
+from attnpo.run.heat_rows import Logps, heat_rows
 from attnpo.run.identity import identity_of
 from attnpo.run.input_summary import example_statistics, log_inputs, log_plan, require_budgets, require_examples
 from attnpo.run.inputs import Inputs, read_inputs, write_training_prompts
 from attnpo.run.memory import fit_memory, footprint, log_judge, log_training, require_device
+from attnpo.run.messages import warn_low_rate
 from attnpo.run.models import load_start
 from attnpo.run.readers import Readers
 from attnpo.run.resolve import resolve
@@ -50,8 +53,6 @@ from attnpo.run.resume import (
     write_result,
 )
 from attnpo.run.run_config import RunConfig
-from attnpo.run.startup import warn_low_rate
-from attnpo.run.token_logps import first_logps
 from attnpo.schema import Json, Message, PreferencePair, Sampling, UserError
 from attnpo.system.credentials import identify, mask
 from attnpo.system.files import naming
@@ -120,22 +121,25 @@ def run(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | None:
         write_config(folder, configuration, machine)
         if cfg.callbacks.checkpoints:
             write_training_prompts(inputs, folder)
-    log_inputs(inputs)
+    statistics = example_statistics(inputs)
+    log_inputs(inputs, statistics)
     for split, made in inputs.examples.items():
         require_examples(split, made, planned_processes(cfg.trainer))
     require_budgets(inputs.examples, cfg.layout, batch)
     log_plan(inputs.examples["train"], batch, cfg.trainer, cfg.callbacks, base.tokenizer)
     # Lightning takes seconds: what inputs can be refused for is said before, and a finished run does without.
     with importing("loading Lightning"):
+        from attnpo.run.report import card_facts
         from attnpo.run.training import train
         from attnpo.training.loggers import open_loggers
 
     account = {"config": identify(numbers), "contents": contents}
+    facts = card_facts(cfg, base.spec, inputs, statistics) if cfg.callbacks.checkpoints and leading else None
     with open_loggers(cfg.logger, folder, cfg.values) as loggers:
-        trained = train(cfg, base, batch, inputs, account, folder, loggers, resume)
+        trained = train(cfg, base, batch, inputs, account, facts, folder, loggers, resume)
         if not leading:
             return None
-        result = _finish(cfg, base, readers, inputs, trained, folder, loggers, began, resume, point)
+        result = _finish(cfg, base, readers, inputs, statistics, trained, folder, loggers, began, resume, point)
     write_config(folder, configuration, machine)  # once more, so that what is sealed is what ran
     write_result(folder / f"{RESULT}.part")
     return result
@@ -146,6 +150,7 @@ def _finish(
     base: BaseModel,
     readers: Readers,
     inputs: Inputs,
+    statistics: dict[str, Json],
     trained: "Trained",
     folder: Path,
     loggers: list["Logger"],
@@ -186,7 +191,6 @@ def _finish(
                 seed=cfg.seed,
             )
     seconds = {"train": round(trained.seconds, 2), "all": round(time.perf_counter() - began, 2)}
-    statistics = example_statistics(inputs)
     result = RunResult(
         cfg.seed, trained.steps, seconds, trained.metrics, statistics, versions(), truth, drift, merges_of(folder)
     )
@@ -198,11 +202,26 @@ def _finish(
             keep_for_page(folder, heat_rows(inputs, chat.tokenizer, PAIRS), sampled)
     if callbacks.report:
         with spare(folder, "the report"):
-            first = first_logps(base, policy, inputs.examples["train"].examples[: callbacks.heat_maps])
+            first = score_first(base, policy, inputs.examples["train"].examples[: callbacks.heat_maps])
             write_run_report(inputs, result, chat, callbacks, as_yaml(cfg.values), folder, first)
     with spare(folder, "handing the run to its loggers"):
         publish_run(loggers, inputs, result, chat.tokenizer, callbacks, folder)
     return result
+
+
+@phase("log-probabilities of the first pairs")
+def score_first(base: BaseModel, policy: ScoredLM, examples: Sequence[TrainingExample]) -> Logps:
+    """Returns the log-probabilities of the examples' response tokens, chosen and rejected.
+
+    None of a reward model, whose numbers on tokens are rewards.
+    """
+    if base.spec.reward:
+        return []
+    policy.to(base.device)
+    with base.autocast():
+        found = dict(score_examples(policy, examples, base.chat.rows.pad_id))
+    both = (found[example.pair_id] for example in examples)
+    return [(chosen.tolist(), rejected.tolist()) for chosen, rejected in both]
 
 
 def merges_of(folder: Path) -> dict[str, Json]:

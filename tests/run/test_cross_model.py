@@ -139,7 +139,7 @@ def test_counting_the_tokens_of_another_vocabulary_is_warned_of_once(
     world: World, judge: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     cfg = world.config("weights=attention", *ANOTHER, "other_judge.align=characters", f"other_judge.path={judge}")
-    with caplog.at_level(logging.WARNING, logger="attnpo.run.startup"):
+    with caplog.at_level(logging.WARNING, logger="attnpo.run.messages"):
         resolve(cfg)
         resolve(cfg)
         resolve(world.config("weights=attention", *ANOTHER, *BY_CHARACTERS, f"other_judge.path={judge}"))

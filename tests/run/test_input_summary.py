@@ -16,15 +16,15 @@ from attnpo.data.weighing import log_store
 from attnpo.models.loading import load_config
 from attnpo.models.shape import Shape
 from attnpo.models.spec import LoraSpec, ModelSpec
-from attnpo.run import startup
+from attnpo.run import messages
 from attnpo.run.folders import store_root
 from attnpo.run.input_summary import example_statistics, log_inputs, log_plan, require_budgets, require_examples
 from attnpo.run.inputs import Inputs
 from attnpo.run.memory import footprint
+from attnpo.run.messages import announce, log_once
 from attnpo.run.resolve import log_model, resolve
 from attnpo.run.run import run
 from attnpo.run.run_config import RunConfig
-from attnpo.run.startup import announce, log_once
 from attnpo.schema import UserError
 from attnpo.system import machine, processes
 from attnpo.system.files import in_bytes
@@ -40,7 +40,7 @@ PAIRS = TRAIN + VAL
 @pytest.fixture(autouse=True)
 def nothing_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """A process that has logged nothing yet."""
-    monkeypatch.setattr(startup, "_said", set())
+    monkeypatch.setattr(messages, "_said", set())
     with caplog.at_level(logging.INFO, logger="attnpo"):
         yield
 
@@ -58,7 +58,7 @@ def tell(cfg: RunConfig) -> Inputs:
     """The inputs of a configuration, with the account of them that a run gives before it trains."""
     made = make(cfg)
     cfg, inputs = made.cfg, made.inputs
-    log_inputs(inputs)
+    log_inputs(inputs, example_statistics(inputs))
     for split, examples in inputs.examples.items():
         require_examples(split, examples, planned_processes(cfg.trainer))
     batch = footprint(cfg).least
@@ -294,7 +294,7 @@ def test_announcing_logs_the_opening(world: World, tmp_path: Path, caplog: pytes
     said = opening(caplog, "fit", cfg, None)
     log_store("reference log-probs", Store(tmp_path).table("reference", {}), 4, 0, 0)
     assert len(said) == 6 and {(record.name, record.levelname) for record in caplog.records[:6]} == {
-        ("attnpo.run.startup", "INFO")
+        ("attnpo.run.messages", "INFO")
     }
     assert [record.getMessage() for record in caplog.records] == [
         *said,

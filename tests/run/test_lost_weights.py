@@ -17,7 +17,7 @@ from attnpo.judge.judge import RunJudge
 from attnpo.lab.reports.passport import write_passport
 from attnpo.lab.reports.passport_config import PassportConfig
 from attnpo.run.fill_store import fill_store
-from attnpo.run.input_summary import log_inputs
+from attnpo.run.input_summary import example_statistics, log_inputs
 from attnpo.run.run import run
 from attnpo.run.run_config import RunConfig
 from attnpo.run.weight_export import write_weights
@@ -114,7 +114,7 @@ def test_a_run_says_what_it_loses(world: World, tmp_path: Path, caplog: pytest.L
 def tell(cfg: RunConfig) -> None:
     """Logs what became of the inputs of a configuration."""
     inputs = make_inputs(cfg)
-    log_inputs(inputs)
+    log_inputs(inputs, example_statistics(inputs))
 
 
 @pytest.mark.parametrize("more", ["judge.assembly=ids", "align.method=characters"])

@@ -22,7 +22,7 @@ from attnpo.models.loading import load_config
 from attnpo.models.memory import FREE_SHARE, MOST, ROUND, MemoryEstimate
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import ModelSpec
-from attnpo.run import memory, startup, training
+from attnpo.run import memory, messages, training
 from attnpo.run.base import BaseModel
 from attnpo.run.identity import identity_of
 from attnpo.run.memory import (
@@ -69,7 +69,7 @@ def plan(cfg: RunConfig) -> Footprint:
 
 @pytest.fixture(autouse=True)
 def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(startup, "_said", set())
+    monkeypatch.setattr(messages, "_said", set())
 
 
 def made(model: ModelSpec) -> tuple[object, object]:

@@ -18,9 +18,9 @@ from attnpo.evaluation.pair_set import UnseenPairs
 from attnpo.evaluation.result import read_result as read_evaluation
 from attnpo.lab.reports.finished import run_warnings
 from attnpo.models.spec import ModelSpec
-from attnpo.run.ending import outcome_text
 from attnpo.run.fill_store import fill_store
 from attnpo.run.input_summary import example_statistics
+from attnpo.run.messages import outcome_text
 from attnpo.run.result import RunResult
 from attnpo.run.run import run
 from attnpo.schema import UserError

@@ -244,7 +244,7 @@ def test_numbers_are_found_at_any_depth_and_nothing_else() -> None:
 
 
 def facts_of(made: Made) -> dict[str, Any]:
-    return card_facts(made.cfg, made.base.spec, made.inputs)
+    return card_facts(made.cfg, made.base.spec, made.inputs, example_statistics(made.inputs))
 
 
 def test_the_card_tells_how_the_run_was_made(world: World, made: Made) -> None:
