@@ -108,19 +108,6 @@ def test_no_commit_is_claimed_outside_a_checkout(monkeypatch: pytest.MonkeyPatch
     assert machine.commit() is None and "commit" not in machine.version_line()
 
 
-@pytest.mark.parametrize(
-    ("overrides", "processes"),
-    [([], 1), (["trainer.devices='3'"], 3), (["trainer.devices='0,1'", "trainer.num_nodes=2"], 4)],
-)
-def test_planned_processes(overrides: list[str], processes: int) -> None:
-    assert planned_processes(load("fit", ["trainer.accelerator=cpu", *overrides]).trainer) == processes
-
-
-def test_processes_already_started_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    assert planned_processes(load("fit").trainer) == 8
-
-
 def test_sizes_are_for_readers() -> None:
     assert [in_bytes(count) for count in (0, 1023, 1536, 5 * 2**30, 3 * 2**40)] == [
         "0 B",

@@ -182,21 +182,23 @@ def test_points_of_a_study_share_a_group(world: World) -> None:
     assert world.config(*TRACKED, *more).logger.wandb.group == "it's a sweep"
 
 
-def test_a_study_sends_its_table_and_every_point(world: World, tmp_path: Path) -> None:
-    arms = [Arm("attention", ()), Arm("uniform", ())]
+def study_outcome(folder: Path, arms: list[Arm], accuracies: tuple[float, ...], **more: Any) -> Outcome:
+    """What a study of one point for each arm has found."""
     split = {"effective_share": 0.5, "coverage": 1.0}
-    points = []
-    for arm, accuracy in zip(arms, (0.75, 0.5), strict=True):
-        result = {
-            "metrics": {"val/loss": 0.6, "val/rewards/accuracies": accuracy},
-            "inputs": {"train": split, "val": split},
-            "steps": 3,
-            "seconds": {"all": 1.5},
-            "truth": None,
-        }
-        points.append((Point(arm, (), 7), RunResult.from_json(result)))
-    study = Study("duel", {"attention": [], "uniform": []})
-    outcome = Outcome(study, arms, points, [], {"grid": {}}, tmp_path / "duel", 3.0)
+    common = {"inputs": {"train": split, "val": split}, "steps": 3, "seconds": {"all": 1.5}, "truth": None}
+    points = [
+        (
+            Point(arm, (), 7),
+            RunResult.from_json({**common, "metrics": {"val/loss": 0.6, "val/rewards/accuracies": one}}),
+        )
+        for arm, one in zip(arms, accuracies, strict=True)
+    ]
+    study = Study("duel", {arm.name: [] for arm in arms}, **more)
+    return Outcome(study, arms, points, [], {"grid": {}}, folder, 3.0)
+
+
+def test_a_study_sends_its_table_and_every_point(world: World, tmp_path: Path) -> None:
+    outcome = study_outcome(tmp_path / "duel", [Arm("attention", ()), Arm("uniform", ())], (0.75, 0.5))
     publish_study(world.config().logger.wandb, {}, outcome)
     assert not (tmp_path / "duel").exists(), "without logger=wandb nothing is sent"
     cfg = world.config(*TRACKED)
@@ -216,16 +218,9 @@ def test_a_study_sends_its_table_and_every_point(world: World, tmp_path: Path) -
 
 def test_the_points_of_a_study_of_worlds_name_theirs(world: World, tmp_path: Path) -> None:
     """Else two points of an arm could not be told apart."""
-    split = {"effective_share": 0.5, "coverage": 1.0}
-    result = {
-        **{"metrics": {"val/rewards/accuracies": 0.5}, "steps": 3, "seconds": {"all": 1.5}, "truth": None},
-        "inputs": {"train": split, "val": split},
-    }
-    arms = [Arm("uniform", (), world=name) for name in ("calm", "noisy")]
-    study = Study("duel", {"uniform": []}, worlds={"calm": [], "noisy": []})
-    outcome = Outcome(
-        study, arms, [(Point(arm, (), 7), RunResult.from_json(result)) for arm in arms], [], {}, tmp_path / "duel", 3.0
-    )
+    worlds: dict[str, list[str]] = {"calm": [], "noisy": []}
+    arms = [Arm("uniform", (), world=name) for name in worlds]
+    outcome = study_outcome(tmp_path / "duel", arms, (0.5, 0.5), worlds=worlds)
     cfg = world.config(*TRACKED)
     publish_study(cfg.logger.wandb, cfg.values, outcome)
     (session,) = sessions(tmp_path / "duel")
