@@ -55,7 +55,7 @@ def losses(folder: Path, name: str = "train/loss") -> list[float]:
 def test_a_run_leaves_everything_a_reader_needs(first: tuple[World, Path, RunResult]) -> None:
     _, folder, result = first
     assert json.loads((folder / "result.json").read_text()) == result.to_json()
-    assert result.steps == 3 and len(losses(folder)) == 3
+    assert result.steps == 3 and len(losses(folder)) == 3 and result.drift == {}
     assert len(losses(folder, "val/loss")) == 4
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
     page = (folder / "report.html").read_text()
