@@ -157,15 +157,6 @@ def test_other_rules_are_another_choice(made: Made, tmp_path: Path, monkeypatch:
     assert (first["pairs"], second["pairs"]) == (4, 6)
 
 
-def test_a_damaged_record_is_computed_anew(made: Made, tmp_path: Path) -> None:
-    first = asking(made, tmp_path).record()
-    (stored,) = (tmp_path / CHOICE).glob("*.json")
-    stored.write_text('{"layer": 1', encoding="utf-8")
-    again, record = asking(made, tmp_path).settle()
-    assert record is not None and record["scores"] == first["scores"]
-    assert json.loads(stored.read_text(encoding="utf-8"))["layer"] == again.layer
-
-
 def test_several_processes_do_not_each_look_for_it(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="2 processes"):

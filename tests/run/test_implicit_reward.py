@@ -86,14 +86,6 @@ def test_the_weighted_reward_is_that_of_the_objective(world: World, tmp_path: Pa
     assert figures["gain_weighted"] == pytest.approx(figures["accuracy_weighted"] - figures["reference_alone"])
 
 
-def test_weights_and_plain_sums_differ_in_what_they_order(world: World, tmp_path: Path) -> None:
-    """On the training split, so that the test above is not one of equal figures."""
-    run = run_folder(world, tmp_path / "run", "weights.layer=1")
-    found = measure(world, run, "train").measure(subject(world, tmp_path))
-    rewards = {score.name: score for score in found.scores}
-    assert rewards["accuracy_weighted"].questions == rewards["accuracy"].questions == 12
-
-
 def test_versions_follow_the_run(world: World, tmp_path: Path) -> None:
     one = measure(world, run_folder(world, tmp_path / "one", "weights.layer=1"))
     two = measure(world, run_folder(world, tmp_path / "two", "weights.layer=2"))

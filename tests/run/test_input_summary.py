@@ -12,7 +12,6 @@ from attnpo.data.arrow_rows import sizes_of
 from attnpo.data.example_numbers import token_percentiles
 from attnpo.data.micro_batches import PADDED, SHARED_PREFIX
 from attnpo.data.prepare import percentiles
-from attnpo.data.weighing import log_store
 from attnpo.models.loading import load_config
 from attnpo.models.shape import Shape
 from attnpo.models.spec import LoraSpec, ModelSpec
@@ -21,7 +20,7 @@ from attnpo.run.folders import store_root
 from attnpo.run.input_summary import example_statistics, log_inputs, log_plan, require_budgets, require_examples
 from attnpo.run.inputs import Inputs
 from attnpo.run.memory import footprint
-from attnpo.run.messages import announce, log_once
+from attnpo.run.messages import announce
 from attnpo.run.resolve import log_model, resolve
 from attnpo.run.run import run
 from attnpo.run.run_config import RunConfig
@@ -29,7 +28,6 @@ from attnpo.schema import UserError
 from attnpo.system import machine, processes
 from attnpo.system.files import in_bytes
 from attnpo.system.machine import versions
-from attnpo.system.store import Store
 from attnpo.training.processes import planned_processes
 from tests.run.made import make, make_inputs
 from tests.run.worlds import TRAIN, VAL, World, judge_loads
@@ -268,22 +266,3 @@ def test_what_cannot_work_is_refused_before_the_data_is_read(
 ) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
         make_inputs(world.config(*overrides, f"data.path={tmp_path / 'nowhere'}"))
-
-
-def test_memory_lines_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    for _ in range(2):
-        log_once(["memory of a run", "  weights 1.00"])
-    assert [record.getMessage() for record in caplog.records] == ["memory of a run", "  weights 1.00"]
-
-
-def test_announcing_logs_the_opening(world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    cfg = world.config()
-    said = opening(caplog, "fit", cfg, None)
-    log_store("reference log-probs", Store(tmp_path).table("reference", {}), 4, 0, 0)
-    assert len(said) == 6 and {(record.name, record.levelname) for record in caplog.records[:6]} == {
-        ("attnpo.run.messages", "INFO")
-    }
-    assert [record.getMessage() for record in caplog.records] == [
-        *said,
-        "reference log-probs: 4 of 4 pairs in the store",
-    ]

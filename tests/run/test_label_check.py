@@ -125,16 +125,6 @@ def test_stop_ends_it_before_the_pass(
     assert not list(world.store.glob("weights/*/*.parquet"))
 
 
-def test_stop_holds_for_weights_that_another_run_stored(
-    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    scripted(monkeypatch, 0.25)
-    assert weighs(world, "judge.low_label_mass=warn") == 0
-    capsys.readouterr()
-    assert weighs(world, "judge.low_label_mass=stop") == 2
-    assert LOW in capsys.readouterr().err
-
-
 def forget(record: Path) -> None:
     record.unlink()
 

@@ -43,21 +43,12 @@ def test_best_is_the_best_in_the_direction_of_its_metric(
     assert kept[metric] == pytest.approx(pick(values.values()))
 
 
+LESS = ("loss", "losses/sft", "rewards/kl", "rewards/rejected", "rewards/unweighted/rejected", "logps/rejected")
+MORE = ("rewards/margins", "rewards/accuracies", "rewards/chosen", "rewards/unweighted/chosen", "logps/chosen")
+
+
 @pytest.mark.parametrize(
-    ("metric", "mode"),
-    [
-        ("val/loss", "min"),
-        ("val/losses/sft", "min"),
-        ("val/rewards/kl", "min"),
-        ("val/rewards/margins", "max"),
-        ("val/rewards/accuracies", "max"),
-        ("val/rewards/chosen", "max"),
-        ("val/rewards/rejected", "min"),
-        ("val/rewards/unweighted/chosen", "max"),
-        ("val/rewards/unweighted/rejected", "min"),
-        ("val/logps/chosen", "max"),
-        ("val/logps/rejected", "min"),
-    ],
+    ("metric", "mode"), [*((f"val/{name}", "min") for name in LESS), *((f"val/{name}", "max") for name in MORE)]
 )
 def test_the_direction_follows_from_the_metric_and_a_contradiction_is_refused(metric: str, mode: str) -> None:
     assert CallbackSettings(monitor=metric).direction == mode

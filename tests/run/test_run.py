@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import re
 import shutil
 from pathlib import Path
@@ -10,18 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 from omegaconf import OmegaConf
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from attnpo.config.compose import load
 from attnpo.lab.studies.fit_config import FitConfig
 from attnpo.run.fill_store import fill_store
 from attnpo.run.point_cache import forget, remembering
 from attnpo.run.result import RunResult
-from attnpo.run.resume import find_resume
 from attnpo.run.run import run
 from attnpo.schema import UserError
-from attnpo.system.files import seal
-from attnpo.training.checkpoint_folders import write_account
 from attnpo.training.metrics_file import read_metrics
 from tests.run.made import make_inputs
 from tests.run.worlds import TRAIN, VAL, World, judge_loads
@@ -167,27 +163,6 @@ def test_an_export_that_fails_before_the_last_step_ends_the_run(
         run(first[0].config("trainer.validate_every=1"), tmp_path / "run")
 
 
-def test_best_and_last_are_model_folders(first: tuple[World, Path, RunResult]) -> None:
-    world, folder, _ = first
-    start = AutoModelForCausalLM.from_pretrained(world.model).state_dict()
-    for name in ("best", "last"):
-        assert (folder / name / "state.ckpt").is_file()
-        trained = AutoModelForCausalLM.from_pretrained(folder / name).state_dict()
-        assert trained.keys() == start.keys()
-        assert any(not torch.equal(trained[key], start[key]) for key in start)
-        assert AutoTokenizer.from_pretrained(folder / name).chat_template is not None
-
-
-def test_before_the_first_step_the_loss_is_ln_2(first: tuple[World, Path, RunResult]) -> None:
-    """Policy and reference are one model then; what may differ is rounding of the summed log-probabilities."""
-    _, _, result = first
-    metrics = result.metrics
-    sums = abs(metrics["first/val/logps/chosen"]) + abs(metrics["first/val/logps/rejected"])
-    assert sums > 10
-    assert abs(metrics["first/val/loss"] - math.log(2)) < 0.1 * sums * 2**-21
-    assert metrics["val/loss"] != metrics["first/val/loss"]
-
-
 # ------------------------------------------------------------------------------------------------ what is found again
 
 
@@ -321,14 +296,6 @@ def test_two_shards_fill_the_store_that_fit_then_finds(world: World, monkeypatch
     assert loaded == []
 
 
-def test_each_shard_takes_its_half(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "1")
-    fill_store(world.config())
-    monkeypatch.delenv("WORLD_SIZE")
-    assert computed(world.config()) == PAIRS // 2
-
-
 def test_a_reference_that_is_not_stored_is_refused_in_several_processes(
     world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -388,29 +355,6 @@ def test_a_wrong_setting_is_named(
 ) -> None:
     with pytest.raises(UserError, match=message):
         run(first[0].config(override), tmp_path / "run")
-
-
-def test_resume_auto_starts_anew_where_there_is_nothing(tmp_path: Path) -> None:
-    assert find_resume("auto", tmp_path, {}) is None
-    (tmp_path / "last").mkdir()
-    torch.save({"state_dict": {}, "global_step": 0}, tmp_path / "last" / "state.ckpt")
-    write_account(tmp_path / "last", {"step": 0, "config": {}})
-    seal(tmp_path / "last")
-    assert find_resume("auto", tmp_path, {}) == tmp_path / "last" / "state.ckpt"
-    assert find_resume(str(tmp_path / "last"), tmp_path / "elsewhere", {}) == tmp_path / "last" / "state.ckpt"
-    assert find_resume(None, tmp_path, {}) is None
-
-
-@pytest.mark.parametrize("transform", ["cross_pair", "[mixture,shuffled]"])
-def test_a_control_changes_the_weights_and_nothing_else(world: World, transform: str) -> None:
-    """The same pairs and lengths with other weights of the same total."""
-    plain, changed = (
-        make_inputs(world.config(*more)).examples["train"].examples for more in ((), (f"transform={transform}",))
-    )
-    assert [one.pair_id for one in plain] == [one.pair_id for one in changed]
-    assert any(not torch.equal(a.weights[0], b.weights[0]) for a, b in zip(plain, changed, strict=True))
-    for one, other in zip(plain, changed, strict=True):
-        assert one.lengths == other.lengths and one.coverage == other.coverage
 
 
 # ------------------------------------------------------------------------------------------------ memory
