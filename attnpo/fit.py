@@ -35,7 +35,7 @@ def main(cfg: "FitConfig") -> int:
     """
     from attnpo.lab.studies.fit_config import require_one_process
     from attnpo.run.folders import make_folder, run_folder
-    from attnpo.run.startup import announce
+    from attnpo.run.messages import announce
     from attnpo.system.locks import locked
 
     require_one_process(cfg.study, cfg.composed.arguments())
@@ -93,7 +93,7 @@ def _leave_group() -> None:
 
 
 def _work(cfg: "FitConfig", folder: "Path", plan: "Plan | None") -> int:
-    from attnpo.run.ending import again, ending
+    from attnpo.run.messages import again, ending
     from attnpo.training.interrupted import Interrupted
 
     if plan is None:

@@ -124,9 +124,8 @@ def plan_line(pairs: int, plan: BatchPlan, settings: TrainerSettings, kept: Call
     )
 
 
-def log_inputs(inputs: Inputs) -> None:
-    """Logs what the run stands on: counts, lengths, coverage, the judge."""
-    statistics = example_statistics(inputs)
+def log_inputs(inputs: Inputs, statistics: Mapping[str, Any]) -> None:
+    """Logs what the run stands on: counts, lengths, coverage, the judge, by ``example_statistics``."""
     for split in SPLITS:
         for line in split_lines(inputs, split, statistics[split]):
             log.info("%s", line)

@@ -16,12 +16,13 @@ from pathlib import Path
 import pandas
 
 from attnpo.lab.reports.finished import ANALYSES, StudyFolder, finished_points
+from attnpo.lab.studies.arms import LATER
 from attnpo.lab.studies.faithfulness import ROLLOUT
 from attnpo.lab.studies.frontier import at_kl
 from attnpo.lab.studies.selection import gather, has_truth
 from attnpo.lab.studies.study import BETA, LR, Point
 from attnpo.objectives.twdpo import TwDPO
-from attnpo.run.identity import LATER, by_class, component
+from attnpo.run.identity import by_class, component
 from attnpo.run.result import RunResult
 from attnpo.schema import UserError, digest
 from attnpo.system.files import Json, clean, parse_json, read_record, write_record

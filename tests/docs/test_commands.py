@@ -38,7 +38,7 @@ NOT_RUN = {
     r"prepare=(clean|long)": "long: a base model of its own",
     r"judge=other": "hub: another model than the run's",
     r" -m$": "long: a grid of runs (tests/test_sweeps.py reads every job)",
-    r"logger=wandb": "API: an account (tests/run/test_run.py runs it offline)",
+    r"logger=wandb": "API: an account (tests/run/test_report.py runs it offline)",
 }
 # Commands that another test runs, which must be there.
 ELSEWHERE = {

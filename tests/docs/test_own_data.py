@@ -28,7 +28,7 @@ from attnpo import evaluate, fit, show
 from attnpo.cli.entry import run_entry
 from attnpo.config.compose import CONFIG_DIR
 from attnpo.judge.reader import CausalJudge
-from attnpo.run import startup
+from attnpo.run import messages
 from tests.conformance.family_tokenizer import BAD, GOOD, tiny_tokenizer
 from tests.docs.commands import ROOT
 
@@ -108,7 +108,7 @@ def test_the_models_own_template_trains_judges_and_is_exported(
     """By the README's commands; a model without a template gets the plain one, with one warning."""
     write_model(family, tmp_path / "model")
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
-    monkeypatch.setattr(startup, "_said", set())
+    monkeypatch.setattr(messages, "_said", set())
     read, prompts = CausalJudge.read, []
 
     def listen(judge: CausalJudge, asked: Any, **named: Any) -> Any:

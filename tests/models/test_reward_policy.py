@@ -11,7 +11,7 @@ from attnpo.models.layouts import packed, padded
 from attnpo.models.loading import load_model
 from attnpo.models.reward_policy import RewardPolicy
 from attnpo.objectives.cpo import CPO
-from attnpo.run.ending import next_commands
+from attnpo.run.messages import next_commands
 from attnpo.run.run import run
 from attnpo.schema import PreferenceBatch, RowGroup, UserError
 from tests.run.worlds import World, build_world

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     import pandas
 
 COUNTERS = ("step", "epoch")
-SAMPLES = "generations.jsonl"
 
 
 # ------------------------------------------------------------------------------------------------ runs
@@ -117,10 +116,9 @@ def _run(path: Path, result: RunResult) -> Run:
 
 def sample_rows(folder: Path) -> list[dict[str, object]]:
     """Returns the sample answers in a run's folder, prompts as text; none without them."""
-    from attnpo.run.report import sample_table
+    from attnpo.run.report import read_samples
 
-    table = sample_table(folder / SAMPLES)
-    return [] if table is None else [dict(zip(table[0], row, strict=True)) for row in table[1]]
+    return [{**row} for row in read_samples(folder)]
 
 
 # ------------------------------------------------------------------------------------------------ studies

@@ -18,7 +18,7 @@ from attnpo.lab.studies.fit_config import FitConfig
 from attnpo.lab.studies.scorer_names import scorers_of
 from attnpo.lab.studies.study import BETA, LR, ONLY, Arm, Grid, Point, Study, short
 from attnpo.run.combinations import LAYER, is_auto
-from attnpo.run.identity import LATER, LAYERS, identity_of
+from attnpo.run.identity import LAYERS, identity_of
 from attnpo.run.resolve import open_paths
 from attnpo.schema import UserError, digest
 from attnpo.system.files import Json, clean
@@ -318,6 +318,21 @@ def point_folder(folder: Path, point: Point, result: Mapping[str, object], facts
 def run_digest(result: Mapping[str, object], facts: Mapping[str, object]) -> str:
     """Returns the digest of all that moves a number of a run: see ``point_folder``."""
     return digest({"config": result, "files": files_of(result), "facts": dict(facts)})
+
+
+# Options that came later: what a config that lacks one of them meant.
+LATER = {
+    **{"judge.span_drop": 2, "judge.prefill": None, "judge.chat_template_kwargs": None, "judge.trace": None},
+    **{"model.chat_template_kwargs": None, "model.fold_system": False},
+    **{"optimizer.warmup_from": "first", "lengths.keep": "start", "batch.shuffle": True},
+    **{"objective.anchor": 0.0, "objective.anchor_on": "all", "objective.clip_ratio": None},
+    **{"data.exchanged": False, "data.val_share": None, "data.mix": None, "data.mix_seed": 0, "model.reward": False},
+    **{"model.router_aux_loss_coef": 0.0, "optimizer.decay_all": True, "model.fallback_template": None},
+    **{"data.columns.input": None, "data.columns.system": None, "data.columns.role": "role"},
+    **{"data.columns.content": "content", "data.columns.traces": "keep", "data.columns.tools": None},
+    **{"prepare.base.easy_length": 1.0, "prepare.base.answer_tokens": 64, "truth.max_new_tokens": 64},
+    "callbacks.extra": None,
+}
 
 
 def counted(result: Mapping[str, object]) -> dict[str, object]:

@@ -20,7 +20,7 @@ from attnpo.lab.studies.footnotes import warnings
 from attnpo.lab.studies.plan import plan_study
 from attnpo.lab.studies.study import Arm, Outcome, Point
 from attnpo.lab.studies.tables import short_table
-from attnpo.run.ending import again, next_commands
+from attnpo.run.messages import again, next_commands
 from attnpo.schema import UserError
 from tests.lab.studies.test_tables import LOW, STUDY, make_outcome, result, typed
 
