@@ -14,8 +14,6 @@ import pytest
 from attnpo.display.output import tables_json
 from attnpo.display.page import Section, TableBlock
 from attnpo.lab.reports.finished import read_study
-from attnpo.lab.studies.report import finish_study
-from attnpo.lab.studies.runner import run_study
 from attnpo.schema import UserError
 from attnpo.system.files import clean, write_record
 from experiments.gains.__main__ import main, report_gains
@@ -31,8 +29,6 @@ from experiments.gains.cases import (
     comparisons,
     read_cases,
 )
-from tests.lab.reports.test_reporting import STUDY, TRUTH
-from tests.run.worlds import build_world
 
 SOURCES = "attnpo.weights.sources"
 UNIFORM, ATTENTION = f"{SOURCES}.uniform.Uniform", f"{SOURCES}.attention.Attention"
@@ -344,23 +340,3 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
     shutil.rmtree(lone)
     with pytest.raises(UserError, match="there is none"):
         write_gains([lone], tmp_path)
-
-
-def test_a_study_that_ran_is_read(tmp_path: Path) -> None:
-    """From the command's overrides through the names of its points' folders to the gain of its tables."""
-    world = build_world(tmp_path / "world")
-    (tmp_path / "configs" / "experiment").mkdir(parents=True)
-    (tmp_path / "configs" / "truth").mkdir()
-    (tmp_path / "configs" / "experiment" / "tiny.yaml").write_text(STUDY.replace("max_steps=1", "max_steps=4"))
-    (tmp_path / "configs" / "truth" / "known.yaml").write_text(TRUTH)
-    chosen = ("study.layers=[2]", "~study.arms.broken", "+study.worlds={one world: []}", "study.grid.lr=[1.0e-2]")
-    cfg = world.config("experiment=tiny", "+truth=known", *chosen, config_dir=tmp_path / "configs")
-    outcome = run_study(cfg, tmp_path / "out")
-    finish_study(outcome)
-    level = 0.9 * min(result.truth["test"].numbers["kl"] for _, result in outcome.points if result.truth)
-    harvest = Harvest()
-    collect(read_study(tmp_path / "out"), "out", level, harvest)
-    (case,) = harvest.cases().to_dict("records")
-    assert case["world"] == "out: one world" and harvest.lost == {}
-    assert 0 < case["effective share"] <= 1
-    assert np.isfinite([case[name] for name in ("agreement with labels", LENGTH, "training pairs")]).all()

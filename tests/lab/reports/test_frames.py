@@ -10,39 +10,23 @@ import pytest
 
 import attnpo
 from attnpo.lab.reports.finished import read_study
-from attnpo.lab.studies.report import finish_study
-from attnpo.lab.studies.runner import run_study
 from attnpo.run.result import RunResult
 from attnpo.schema import UserError
 from attnpo.system.files import clean, seal
+from experiments.gains.cases import LENGTH, Harvest, collect
 from tests.docs.test_own_data import write_model
 from tests.gains.test_gains import Ran, a_study, record
-from tests.lab.reports.test_reporting import STUDY, TRUTH
 from tests.lab.reports.test_reporting import a_run as bare_run
 from tests.lab.reports.test_reporting import a_study as older_study
-from tests.run.worlds import VAL, World, build_world
+from tests.lab.studied import Finished
+from tests.run.worlds import VAL
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "python_api.md"
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return build_world(tmp_path_factory.mktemp("world"))
-
-
-@pytest.fixture(scope="module")
-def study(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished study of two arms with a known truth and sample answers."""
-    folder = tmp_path_factory.mktemp("study")
-    (folder / "configs" / "experiment").mkdir(parents=True)
-    (folder / "configs" / "truth").mkdir()
-    shown = STUDY.replace("callbacks=none", "callbacks=none, callbacks.samples=2").replace("max_steps=1", "max_steps=2")
-    (folder / "configs" / "experiment" / "tiny.yaml").write_text(shown)
-    (folder / "configs" / "truth" / "known.yaml").write_text(TRUTH)
-    words = ("experiment=tiny", "+truth=known", "study.layers=[2]", "~study.arms.broken")
-    outcome = run_study(world.config(*words, config_dir=folder / "configs"), folder / "out")
-    finish_study(outcome)
-    return folder / "out"
+def study(true_study: Finished) -> Path:
+    return true_study.folder
 
 
 def point_of(study: Path) -> Path:
@@ -55,14 +39,14 @@ def test_a_run_as_frames(study: Path) -> None:
     folder = point_of(study)
     run = attnpo.load_run(str(folder))
     assert run.result == RunResult.read((folder / "result.json").read_text(encoding="utf-8"))
-    assert run.notes == () and run.config["trainer"]["max_steps"] == 2  # type: ignore[index,call-overload]
+    assert run.notes == () and run.config["trainer"]["max_steps"] == 3  # type: ignore[index,call-overload]
     with (folder / "metrics.csv").open(encoding="utf-8", newline="") as lines:
         written = [{name: float(cell) for name, cell in row.items() if cell} for row in csv.DictReader(lines)]
     assert len(run.metrics) == len(written) and str(run.metrics["step"].dtype) == "Int64"
     last = written[-1]
     assert {name: run.metrics.iloc[-1][name] for name in last} == last
     curve = run.curves.query("split == 'train' and metric == 'loss'")
-    assert list(curve["value"]) == [row["train/loss"] for row in written if "train/loss" in row] and len(curve) == 2
+    assert list(curve["value"]) == [row["train/loss"] for row in written if "train/loss" in row] and len(curve) == 3
     lines_ = [json.loads(line) for line in (folder / "generations.jsonl").read_text(encoding="utf-8").splitlines()]
     assert list(run.samples["policy"]) == [line["policy"] for line in lines_] and len(lines_) == 2
     assert run.samples["prompt"][0] == f"user: {lines_[0]['prompt'][0]['content']}"
@@ -119,6 +103,18 @@ def test_reward_at_a_kl_by_hand(tmp_path: Path) -> None:
         study.at_kl(-1.0)
 
 
+def test_its_gains_are_read(true_study: Finished) -> None:
+    """From the command's overrides through its points to ``experiments.gains``."""
+    results = [result for _, result in true_study.outcome.points]
+    level = 0.9 * min(result.truth["test"].numbers["kl"] for result in results if result.truth)
+    harvest = Harvest()
+    collect(read_study(true_study.folder), "out", level, harvest)
+    (case,) = harvest.cases().to_dict("records")
+    assert case["world"] == "out" and harvest.lost == {}
+    assert 0 < case["effective share"] <= 1
+    assert all(math.isfinite(case[name]) for name in ("agreement with labels", LENGTH, "training pairs"))
+
+
 def test_what_is_not_finished_says_so(tmp_path: Path) -> None:
     bare_run(tmp_path / "s" / "points" / "uniform-seed0-0", None)
     (tmp_path / "s" / "predictions.json").write_text("{}")
@@ -171,7 +167,7 @@ def test_without_pandas_the_error_says_where_it_comes_from(tmp_path: Path, monke
         run.metrics  # noqa: B018
 
 
-def test_the_page_runs(world: World, study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_runs(true_study: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """docs/python_api.md, block after block; others: tests/test_fitting.py, run/test_plain_lightning.py, TRL's own."""
     blocks = [part.partition("```")[0] for part in PAGE.read_text(encoding="utf-8").split("```python\n")[1:]]
     elsewhere = ("DPOTrainer", "attnpo.train(", "L.Trainer(")
@@ -181,10 +177,10 @@ def test_the_page_runs(world: World, study: Path, tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ATTNPO_CACHE", str(tmp_path / "cache"))
     names: dict[str, object] = {
-        "RUN": str(point_of(study)),
-        "STUDY": study,
+        "RUN": str(point_of(true_study.folder)),
+        "STUDY": true_study.folder,
         "MODEL": str(tmp_path / "model"),
-        "PAIRS": world.data,
+        "PAIRS": true_study.world.data,
     }
     for block in mine:
         exec(compile(block, "page", "exec"), names)

@@ -13,7 +13,6 @@ from attnpo.lab.studies.arms import check_user, composer_of
 from attnpo.lab.studies.bases import COSTS, Basis, keep_costs, make_basis
 from attnpo.lab.studies.plan import plan_study
 from attnpo.lab.studies.study import Cost
-from attnpo.lab.studies.workers import Workers, execute
 from attnpo.lab.testbed.grammar import Grammar
 from attnpo.lab.testbed.pretrain import new_model
 from attnpo.lab.testbed.tokenizer import build_tokenizer
@@ -22,13 +21,7 @@ from attnpo.run.resolve import resolve
 from attnpo.schema import UserError
 from attnpo.system.processes import process
 from tests.run.made import make_inputs
-from tests.run.worlds import RECIPE, World, build_world
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return build_world(tmp_path_factory.mktemp("world"))
-
+from tests.run.worlds import RECIPE, World
 
 STUDY = "experiment=quickstart"
 
@@ -209,20 +202,3 @@ def test_cut_judge_prompts_are_counted_from_the_store_too(world: World) -> None:
         counts.append(sum(item.cut for pair in inputs.weighed.captured.values() for item in pair.rounds))
     assert inputs.weighed.report is not None and inputs.weighed.report.computed == 0
     assert counts[0] == counts[1] > 0
-
-
-@pytest.mark.slow
-def test_points_in_processes_of_their_own_end_like_those_run_here(world: World, tmp_path: Path) -> None:
-    overrides = world.overrides("experiment=none", "callbacks=none", "trainer.max_steps=1", "weights=uniform")
-    jobs = [([*overrides, f"seed={seed}"], tmp_path / f"spawned{seed}") for seed in (0, 1)]
-    spawned = {place: result for place, result, error in execute(jobs, Workers(2, None, None, 1.0)) if error is None}
-    here = {
-        place: result
-        for place, result, error in execute(
-            [(job, tmp_path / f"here{i}") for i, (job, _) in enumerate(jobs)], Workers(1, None, None, 1.0)
-        )
-        if error is None
-    }
-    assert spawned.keys() == here.keys() == {0, 1}
-    for place in (0, 1):
-        assert spawned[place].metrics == pytest.approx(here[place].metrics, rel=1e-5, abs=1e-6)
