@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from attnpo.cli.terminal import override, reporting
 from attnpo.config.compose import load
-from attnpo.lab.reports.frames import Run, StudyResults, load_run, load_study
+from attnpo.lab.results import Run, StudyResults, load_run, load_study
 from attnpo.run.folders import run_folder
 from attnpo.schema import UserError
 

@@ -15,7 +15,7 @@ SHOWING = (
     *("evaluate.py", "theory.py", "verify.py", "losses.py", "weigher.py", "display", "evaluation", "lab/reports"),
     *("cli/typed_texts.py", "run/bad_batch.py", "run/ending.py", "run/show.py", "run/show_config.py"),
     *("run/token_numbers.py", "run/views.py"),
-    *("lab/testbed/benchmark.py", "lab/testbed/truth_grader.py"),
+    *("lab/results.py", "lab/testbed/benchmark.py", "lab/testbed/truth_grader.py"),
     *(
         f"lab/studies/{name}.py"
         for name in (

@@ -75,7 +75,7 @@ def test_what_counts_asks_what_shows_results_for_pages_alone() -> None:
             found |= {(name, other) for other in asked if shows(other) and (PACKAGE / other).is_file()}
     assert found == {
         ("lab/api.py", "fit.py"),  # the command, called from Python
-        ("lab/api.py", "lab/reports/frames.py"),  # what it gave, read back
+        ("lab/api.py", "lab/results.py"),  # what it gave, read back
         ("run/for_page.py", "display/heat.py"),
         ("run/for_page.py", "display/heat_record.py"),
         ("run/heat_rows.py", "display/heat.py"),

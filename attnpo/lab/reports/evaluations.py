@@ -12,7 +12,7 @@ from attnpo.display.tables import half_up
 from attnpo.evaluation.base import Score
 from attnpo.evaluation.intervals import average_ranks
 from attnpo.evaluation.result import RESULT, EvaluationResult, read_result
-from attnpo.lab.reports.finished import nothing
+from attnpo.lab.results import nothing
 from attnpo.run.identity import by_class
 from attnpo.schema import UserError
 from attnpo.system.files import differences

@@ -19,7 +19,7 @@ from attnpo.lab.studies.left_models import MODEL
 from attnpo.lab.studies.predictions import predictions_section
 from attnpo.lab.studies.ranking import ranking_table, scores_table
 from attnpo.lab.studies.selection import PointResults, gather
-from attnpo.lab.studies.study import Outcome
+from attnpo.lab.studies.study import Outcome, Point
 from attnpo.lab.studies.study_page import write_study_report
 from attnpo.lab.studies.tables import DIGITS, Row, level_tables, main_table, short_table
 from attnpo.run.folders import STUDY_FILES, TABLES
@@ -162,7 +162,17 @@ def keep_record(outcome: Outcome, figures: Sequence[str]) -> None:
     for name in earlier:
         if name not in figures:
             (outcome.folder / name).unlink(missing_ok=True)
-    record = {**outcome.record, "digest": outcome.digest, "seconds": round(outcome.seconds, 1), "figures": [*figures]}
+    runs = [
+        {
+            **{"world": point.arm.world, "arm": point.arm.name, "layer": point.arm.layer, "values": [*point.values]},
+            **{"seed": seed, "folder": place.relative_to(outcome.folder).as_posix()},
+        }
+        for point in gather(outcome.points)
+        for seed in point.seeds
+        if (place := outcome.folders.get(Point(point.arm, point.values, seed))) is not None
+    ]
+    told = {"digest": outcome.digest, "seconds": round(outcome.seconds, 1), "figures": [*figures], "runs": runs}
+    record = {**outcome.record, **told}
     write_whole(path, json.dumps(redact(record), indent=1) + "\n")
 
 

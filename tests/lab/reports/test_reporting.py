@@ -18,13 +18,13 @@ from attnpo.config.compose import compose, typed
 from attnpo.display.output import read_tables, tables_json
 from attnpo.display.page import Paragraph, Section, TableBlock
 from attnpo.display.printed import KeyedTable
-from attnpo.display.tables import Cell, format_cell
-from attnpo.lab.reports.finished import headline, kind_in, printed_tables, read_study
-from attnpo.lab.reports.folder_report import figures
+from attnpo.display.tables import Cell
+from attnpo.lab.reports.folder_report import figures, headline, keyed_tables
 from attnpo.lab.reports.report import report
 from attnpo.lab.reports.report_config import ReportConfig
 from attnpo.lab.reports.weight_explorer import joined
-from attnpo.lab.studies.tables import DIGITS, main_table
+from attnpo.lab.results import kind_in, read_study
+from attnpo.lab.studies.tables import main_table
 from attnpo.run.models import reference_table
 from attnpo.schema import SIDES, UserError
 from attnpo.system.files import seal
@@ -289,7 +289,11 @@ def a_study(folder: Path, rewards: dict[str, float], setting: str = "toy_1") -> 
     folder.mkdir(parents=True)
     sections = [Section("Arms", [TableBlock(ARMS, rows, digits={"KL": 2}), Paragraph("seeds 0")])]
     (folder / "tables.json").write_text(tables_json(sections))
-    (folder / "study.json").write_text(json.dumps({"kl_limit": 2.0, "digest": "d"}))
+    runs = [
+        {"world": "", "arm": arm, "layer": None, "values": [], "seed": 3, "folder": f"points/{arm}-seed0-00000000"}
+        for arm in rewards
+    ]
+    (folder / "study.json").write_text(json.dumps({"kl_limit": 2.0, "digest": "d", "runs": runs}))
     (folder / "results.csv").write_text("arm,seed,test/reward\n" + "".join(f"{a},0,{r}\n" for a, r in rewards.items()))
     for arm, reward in rewards.items():
         place = a_run(folder / "points" / f"{arm}-seed0-00000000", reward)
@@ -378,9 +382,10 @@ def test_only_figures_that_the_study_draws_are_shown(tmp_path: Path) -> None:
     drawn = ["arms-few_pairs", "frontier", "gains", "layers", "probe-few_pairs", "yardstick"]
     for name in (*drawn, "frontiers", "curves", "mine"):
         (study / f"{name}.png").write_bytes(PNG)
-    record = {"kl_limit": 2.0, "figures": [f"{name}{end}" for name in (*drawn, "removed") for end in (".png", ".svg")]}
+    record = json.loads((study / "study.json").read_text())
+    record["figures"] = [f"{name}{end}" for name in (*drawn, "removed") for end in (".png", ".svg")]
     (study / "study.json").write_text(json.dumps(record))
-    assert [path.stem for path in figures(study)] == drawn
+    assert [path.stem for path in figures(read_study(study))] == drawn
     _, page = report_on(tmp_path, ["study", str(study)])
     assert page.count("<figure") == len(drawn)
 
@@ -493,8 +498,7 @@ def test_an_unfinished_study_gives_the_points_it_has(tmp_path: Path) -> None:
     a_run(tmp_path / "s" / "points" / "uniform-seed0-0", 0.5)
     (tmp_path / "s" / "points" / "attention-seed0-0").mkdir()
     study = read_study(tmp_path / "s")
-    assert [row["run"] for row in study.tables[0].rows] == ["uniform-seed0-0"]
-    assert not study.finished
+    assert [row["run"] for row in study.rows] == ["uniform-seed0-0"] and not study.finished
     assert study.notes == (
         "not finished, 1 of 2 begun points have a result, and there is no tables.json: run the study's command again "
         "to finish it",
@@ -517,7 +521,7 @@ def test_a_study_of_an_older_version_is_read_from_its_points(tmp_path: Path, poi
             read_study(study)
         return
     read = read_study(study)
-    assert not read.finished and [row["reward"] for row in read.tables[0].rows] == [0.5]
+    assert not read.finished and [row["reward"] for row in read.rows] == [0.5]
     assert read.notes[0] == (
         "of an older version, 1 of 1 begun points have a result, and there is no tables.json: run the study's command "
         "again to write it"
@@ -529,24 +533,37 @@ def test_a_study_of_an_older_version_is_read_from_its_points(tmp_path: Path, poi
 
 
 def test_tables_are_read_back_as_they_were_printed(tmp_path: Path) -> None:
-    """The file holds full numbers; a report shows what the study showed, text where a column is not all numbers."""
+    """With full numbers, and the digits that the study showed."""
+    study = a_study(tmp_path / "a", {"uniform": 0.5})
     numbers: list[list[Cell]] = [["a", 1.501, 3, 2.0, math.nan], ["b", None, 4, "-", 5e-7]]
     sections = [
         Section("one", [TableBlock(["arm", "n", "k", "rank", "lr"], numbers, digits={"n": 2}), Paragraph("note")]),
         Section("two", [TableBlock(["x"], [["|"]], caption="within")]),
     ]
-    path = tmp_path / "tables.json"
+    path = study / "tables.json"
     path.write_text(tables_json(sections))
-    read = read_tables(path)
-    assert tables_json(read) == path.read_text() and "1.501" in path.read_text()
-    tables, notes = printed_tables(path)
+    assert tables_json(read_tables(path)) == path.read_text() and "1.501" in path.read_text()
+    read = read_study(study)
+    tables = keyed_tables(read)
     assert [(table.title, table.keys, table.digits) for table in tables] == [
-        ("one", ("arm",), {"n": 2, "k": 0, "lr": 0}),
+        ("one", ("arm",), {"n": 2}),
         ("within", ("x",), {}),
     ]
     one, two = tables[0].rows
-    assert (one["n"], one["k"], one["rank"]) == (1.5, 3, "2.000") and math.isnan(float(str(one["lr"])))
-    assert (two["n"], two["rank"], two["lr"], notes) == (None, "-", 5e-7, ["note"])
+    assert (one["n"], one["k"], one["rank"]) == (1.501, 3, 2.0) and math.isnan(float(str(one["lr"])))
+    assert (two["n"], two["rank"], two["lr"], read.notes[0]) == (None, "-", 5e-7, "note")
+
+
+def test_a_study_that_lists_no_runs_is_of_an_older_version(tmp_path: Path) -> None:
+    study = a_study(tmp_path / "a", {"uniform": 0.5})
+    (study / "table.md").write_text("| arm |")
+    (study / "study.json").write_text(json.dumps({"kl_limit": 2.0}))
+    read = read_study(study)
+    assert [row["reward"] for row in read.rows] == [0.5]
+    assert read.notes[0] == (
+        "of an older version, 1 of 1 begun points have a result, and study.json lists no runs: run the study's command "
+        "again to write it"
+    )
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"sections": [{"title": "t"}]}', '{"sections": []}'])
@@ -601,8 +618,8 @@ def test_the_report_on_a_study_has_exactly_its_tables(
     assert [row["arm"] for row in ours] == arms
     for told, row in zip(ours, rows, strict=True):
         for name in columns:
-            shown = format_cell(row.get(name), DIGITS.get(name, 3))
-            assert told[name] == shown or float(told[name]) == float(shown)
+            cell = row.get(name)
+            assert told[name] == ("" if cell is None else str(cell)) or float(told[name]) == cell
     assert paper[2:] == [f"| Second | {arms[-1]} | 1.5 |"]
     drawn = [name for name in json.loads((study.folder / "study.json").read_text())["figures"] if "png" in name]
     assert page.count("<figure") == len(drawn) >= 1

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from attnpo.config.compose import load
-from attnpo.lab.reports.finished import run_row
+from attnpo.lab.results import run_row
 from attnpo.lab.studies.arms import Composed, check_distinct, check_user, composer_of, point_config
 from attnpo.lab.studies.fit_config import FitConfig
 from attnpo.lab.studies.ranking import RANK, ranked, ranking_table
