@@ -10,7 +10,7 @@ import pytest
 
 from attnpo.config.compose import CONFIG_DIR, groups, load
 from attnpo.lab.studies.arms import composer_of, counted
-from attnpo.lab.studies.fit_config import FitConfig
+from attnpo.lab.studies.config import FitConfig
 from attnpo.lab.studies.study import ONLY, Arm, Study, expand_arms, grid_record, settings_digest
 from attnpo.run.identity import identity_of
 from attnpo.schema import UserError

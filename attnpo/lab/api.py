@@ -14,7 +14,7 @@ from attnpo.run.folders import run_folder
 from attnpo.schema import UserError
 
 if TYPE_CHECKING:
-    from attnpo.lab.studies.fit_config import FitConfig
+    from attnpo.lab.studies.config import FitConfig
 
 log = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from attnpo.display.output import read_tables
 from attnpo.display.page import Paragraph, TableBlock
 from attnpo.display.tables import Cell, ordered_cells
 from attnpo.lab.studies.frontier import at_kl
+from attnpo.lab.studies.outcome import PointResults, best_point, gather, has_truth
 from attnpo.lab.studies.predictions import HEADS, TITLE
-from attnpo.lab.studies.selection import PointResults, best_point, gather, has_truth
 from attnpo.lab.studies.study import BETA, LR, Arm, Point, short
 from attnpo.run.folders import CONFIG, FIXED, STUDY_FILES, TABLES
 from attnpo.run.result import RunResult

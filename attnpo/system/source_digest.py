@@ -19,9 +19,8 @@ SHOWING = (
     *(
         f"lab/studies/{name}.py"
         for name in (
-            *("benchmark_scores", "benchmark_settings", "benchmark_table", "benchmarks", "cost_table", "drift_table"),
-            *("ending", "exports", "faithfulness", "footnotes", "frontier", "predictions"),
-            *("ranking", "report", "selection", "show_config", "study_figures", "study_page", "tables", "yardstick"),
+            *("benchmark_settings", "benchmarks", "ending", "exports", "faithfulness", "footnotes", "frontier"),
+            *("outcome", "page", "predictions", "study_figures", "tables", "yardstick"),
         )
     ),
 )

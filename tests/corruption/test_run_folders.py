@@ -18,8 +18,8 @@ from attnpo.config.compose import compose, load, typed
 from attnpo.lab.studies import runner
 from attnpo.lab.studies.arms import Composed
 from attnpo.lab.studies.bases import Basis
-from attnpo.lab.studies.fit_config import FitConfig
-from attnpo.lab.studies.live import Pace
+from attnpo.lab.studies.config import FitConfig
+from attnpo.lab.studies.plan import Pace
 from attnpo.lab.studies.study import ONLY, Arm, Point, Study
 from attnpo.lab.studies.workers import Workers, run_point
 from attnpo.run.identity import identity_of, saved_numbers

@@ -14,9 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 from attnpo.config.compose import compose, load, plain, typed
 from attnpo.config.named_files import below, files_of
 from attnpo.judge.layers import resolve_layer
-from attnpo.lab.studies.fit_config import FitConfig
-from attnpo.lab.studies.scorer_names import scorers_of
-from attnpo.lab.studies.study import BETA, LR, ONLY, Arm, Grid, Point, Study, short
+from attnpo.lab.studies.config import FitConfig
+from attnpo.lab.studies.study import BETA, LR, ONLY, Arm, Grid, Point, Study, scorers_of, short
 from attnpo.run.combinations import LAYER, is_auto
 from attnpo.run.identity import LATER, LAYERS, identity_of
 from attnpo.run.resolve import open_paths

@@ -7,10 +7,10 @@ from pathlib import Path
 from attnpo.cli.terminal import command_text
 from attnpo.config.compose import Composition, load
 from attnpo.lab.studies.arms import key_of
-from attnpo.lab.studies.fit_config import FitConfig
+from attnpo.lab.studies.config import FitConfig
 from attnpo.lab.studies.frontier import difference
-from attnpo.lab.studies.plan import plan_study
-from attnpo.lab.studies.selection import (
+from attnpo.lab.studies.outcome import (
+    Outcome,
     all_seeds,
     best_by_arm,
     by_arm,
@@ -20,7 +20,7 @@ from attnpo.lab.studies.selection import (
     training_warnings,
     verdict,
 )
-from attnpo.lab.studies.study import Outcome
+from attnpo.lab.studies.plan import plan_study
 from attnpo.schema import UserError
 
 GROUPS = {"helps": "better than", "harms": "worse than", "no clear difference": "a tie with"}

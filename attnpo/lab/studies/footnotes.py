@@ -5,9 +5,8 @@ from statistics import fmean
 from typing import TypeGuard
 
 from attnpo.lab.studies.arms import key_of
-from attnpo.lab.studies.benchmark_table import benchmark_notes
-from attnpo.lab.studies.predictions import unregistered
-from attnpo.lab.studies.selection import (
+from attnpo.lab.studies.outcome import (
+    Outcome,
     PointResults,
     all_seeds,
     best_by_arm,
@@ -17,7 +16,9 @@ from attnpo.lab.studies.selection import (
     lacking_seeds,
     training_warnings,
 )
-from attnpo.lab.studies.study import Arm, Grid, Outcome, Point, last_line, short
+from attnpo.lab.studies.predictions import unregistered
+from attnpo.lab.studies.study import Arm, Grid, Point, last_line, short
+from attnpo.lab.studies.tables import benchmark_notes
 from attnpo.run.result import RunResult
 from attnpo.weights.arrival import KEPT_MASS
 

@@ -22,17 +22,14 @@ from attnpo.lab.studies.arms import (
 from attnpo.lab.studies.bases import Basis, keep_costs, make_basis
 from attnpo.lab.studies.benchmark_settings import check_benchmarks
 from attnpo.lab.studies.benchmarks import measure_benchmarks, tell_costs
+from attnpo.lab.studies.config import FitConfig
 from attnpo.lab.studies.exports import exporting
-from attnpo.lab.studies.fit_config import FitConfig
-from attnpo.lab.studies.live import Pace, watching
-from attnpo.lab.studies.plan import Plan, plan_study, require_built
+from attnpo.lab.studies.outcome import Outcome, label_of
+from attnpo.lab.studies.plan import Pace, Plan, plan_study, watching
 from attnpo.lab.studies.predictions import check_predicted, fix
-from attnpo.lab.studies.scorer_names import scorers_of
-from attnpo.lab.studies.selection import label_of
 from attnpo.lab.studies.study import (
     ONLY,
     Arm,
-    Outcome,
     Point,
     Study,
     WorldSeed,
@@ -41,8 +38,10 @@ from attnpo.lab.studies.study import (
     grid_record,
     last_line,
     make_points,
+    scorers_of,
 )
 from attnpo.lab.studies.workers import Workers, execute, on_gpu
+from attnpo.run.combinations import LAYER
 from attnpo.run.folders import make_folder
 from attnpo.run.identity import identity_of
 from attnpo.run.result import RunResult
@@ -86,7 +85,7 @@ def run_study(cfg: FitConfig, folder: Path, show: Show = lambda outcome: None, p
 
     def arms_now() -> tuple[list[Arm], dict[tuple[str, str], Composed]]:
         arms = [arm for world in study.worlds or [ONLY] for arm in _arms(plan.composer, so_far.bases, world)]
-        own = {(arm.world, arm.name): _composed(plan.composer, arm, plan.composed) for arm in arms}
+        own = {(arm.world, arm.name): _composed(study, arm, plan.composed) for arm in arms}
         check_distinct(study, arms, own, _depths(study, arms, so_far.bases))
         return arms, own
 
@@ -217,13 +216,11 @@ def _depths(study: Study, arms: Sequence[Arm], bases: Mapping[WorldSeed, Basis])
     return {place: known[place[0], name] for place, name in source.items() if (place[0], name) in known}
 
 
-def _composed(composer: Composer, arm: Arm, composed: Mapping[tuple[str, str], Composed]) -> Composed:
+def _composed(study: Study, arm: Arm, composed: Mapping[tuple[str, str], Composed]) -> Composed:
     """Returns the config of an arm, which only a layer makes another than that of the study's arm."""
     if arm.layer is None:
         return composed[arm.world, arm.name]
-    made = composer.arm(arm.overrides, arm.world)
-    require_built(composer.study, (arm.world, arm.name), made)
-    return made
+    return composed[arm.world, study.layer_arm].changed({LAYER: arm.layer}, [f"{LAYER}={arm.layer}"])
 
 
 def _record(

@@ -11,10 +11,8 @@ from attnpo.display.frontier_figure import FrontierPoint, frontier
 from attnpo.display.look import SOFT, Level, Look, Looks, looks_of
 from attnpo.display.page import Image
 from attnpo.evaluation.intervals import hierarchical_bootstrap
-from attnpo.lab.studies.benchmark_scores import BASE_ROW
-from attnpo.lab.studies.benchmark_table import layer_figures
-from attnpo.lab.studies.selection import PointResults, best_by_arm, by_arm, gather, has_truth
-from attnpo.lab.studies.study import Outcome, WorldAxis
+from attnpo.lab.studies.outcome import Outcome, PointResults, best_by_arm, by_arm, gather, has_truth
+from attnpo.lab.studies.study import BASE_ROW, WorldAxis
 from attnpo.lab.studies.tables import at_levels
 from attnpo.system.files import clean
 
@@ -202,3 +200,32 @@ def drawn_together(arms: Sequence[str], control: str | None) -> list[list[str]]:
     others = [arm for arm in arms if arm != control]
     size = math.ceil(len(others) / math.ceil(len(others) / FEW))
     return [[*shared, *others[start : start + size]] for start in range(0, len(others), size)]
+
+
+def layer_figures(outcome: Outcome, world: str, looks: Looks) -> Iterator[Image]:
+    """Yields a figure per benchmark of score over layer, the other rows as levels; none where arms are no layers."""
+    arms = [arm for arm in outcome.arms if arm.world == world]
+    of, stem = (f", world {world}", f"-{clean(world)}") if world else ("", "")
+    for name, rows in outcome.benchmarks.items():
+        scored = {row: score for (at, row), score in rows.items() if at == world and not score.failed}
+        layers = [
+            LayerPoint(arm.layer, scored[arm.name].mean, *scored[arm.name].bounds, arm.name)
+            for arm in arms
+            if arm.layer is not None and arm.name in scored
+        ]
+        if len(layers) < 2:
+            continue
+        split = {arm.name for arm in arms if arm.layer is not None}
+        title = f"{outcome.study.name}{f', {world}' if world else ''}: {name}, each arm at its chosen point"
+        path = layer_curve(
+            layers,
+            outcome.folder / f"layers-{clean(name)}{stem}.png",
+            baselines={row: Level(score.mean, *score.bounds) for row, score in scored.items() if row not in split},
+            ylabel=f"{name} ({scored[next(iter(scored))].name})",
+            title=title,
+            looks=looks,
+            control=outcome.study.control,
+        )
+        several = any(score.half_width is not None for score in scored.values())
+        bars = "seeds" if several else "questions"
+        yield Image(path, f"{name} by layer{of}, each at its chosen grid point, with 95 % intervals over {bars}")

@@ -10,8 +10,7 @@ from attnpo.display.figures import LayerPoint, layer_curve
 from attnpo.display.look import Level, Looks
 from attnpo.display.page import Block, Image, Paragraph, Section, TableBlock
 from attnpo.evaluation.intervals import Interval, hierarchical_bootstrap, paired_difference
-from attnpo.lab.studies.selection import PointResults, best_by_arm, by_arm, difference_text, interval_text
-from attnpo.lab.studies.study import Outcome
+from attnpo.lab.studies.outcome import Outcome, PointResults, best_by_arm, by_arm, difference_text, interval_text
 from attnpo.lab.studies.tables import Row, columns_of
 from attnpo.run.result import RunResult
 from attnpo.schema import SIDES

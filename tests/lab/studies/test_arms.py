@@ -8,7 +8,7 @@ import pytest
 
 from attnpo.config.compose import groups, load
 from attnpo.lab.studies.arms import Composed, check_distinct, check_user, composer_of, counted, point_folder
-from attnpo.lab.studies.fit_config import FitConfig
+from attnpo.lab.studies.config import FitConfig
 from attnpo.lab.studies.runner import run_study
 from attnpo.lab.studies.study import ONLY, Arm, Grid, Point, Study, expand_arms
 from attnpo.run.identity import identity_of

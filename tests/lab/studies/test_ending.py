@@ -17,8 +17,9 @@ from attnpo.display.output import print_sections
 from attnpo.display.page import Section
 from attnpo.lab.studies import ending
 from attnpo.lab.studies.footnotes import warnings
+from attnpo.lab.studies.outcome import Outcome
 from attnpo.lab.studies.plan import plan_study
-from attnpo.lab.studies.study import Arm, Outcome, Point
+from attnpo.lab.studies.study import Arm, Point
 from attnpo.lab.studies.tables import short_table
 from attnpo.run.ending import again, next_commands
 from attnpo.schema import UserError

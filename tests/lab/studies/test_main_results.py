@@ -11,12 +11,12 @@ import pytest
 from attnpo.config.compose import load
 from attnpo.lab.results import run_row
 from attnpo.lab.studies.arms import Composed, check_distinct, check_user, composer_of, point_config
-from attnpo.lab.studies.fit_config import FitConfig
-from attnpo.lab.studies.ranking import RANK, ranked, ranking_table
-from attnpo.lab.studies.report import finish_study
+from attnpo.lab.studies.config import FitConfig
+from attnpo.lab.studies.outcome import Outcome
+from attnpo.lab.studies.page import finish_study
 from attnpo.lab.studies.runner import run_study
-from attnpo.lab.studies.study import Arm, Grid, Outcome, Point, Study, expand_arms, make_points
-from attnpo.lab.studies.tables import main_table
+from attnpo.lab.studies.study import Arm, Grid, Point, Study, expand_arms, make_points
+from attnpo.lab.studies.tables import RANK, main_table, ranked, ranking_table
 from attnpo.run.combinations import require_reference
 from attnpo.run.identity import identity_of
 from attnpo.run.result import RunResult
