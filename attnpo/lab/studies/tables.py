@@ -2,8 +2,9 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 
 import numpy as np
@@ -51,7 +52,7 @@ def main_table(outcome: Outcome) -> tuple[list[str], list[Row]]:
     Against the truth, on test prompts and with the base above; of validation metrics in settings without a truth.
     """
     known, uneven = has_truth(gather(outcome.points)), uneven_training(outcome)
-    rows = [row for world in outcome.worlds for row in _world_rows(outcome, world, uneven, known)]
+    rows = by_world(outcome, lambda world: _world_rows(outcome, world, uneven, known))
     return columns_of(rows), rows
 
 
@@ -78,6 +79,11 @@ def short_table(outcome: Outcome) -> TableBlock:
         mark = point[point.index("(") :] if "(" in point else point if point.isupper() or point[:6] == "FAILED" else ""
         made.append({**short, **({"note": mark} if mark else {})})
     return TableBlock(columns_of(made), made, digits={**DIGITS, **benchmarks})
+
+
+def by_world(outcome: Outcome, rows_of: Callable[[str], Iterable[Row]]) -> list[Row]:
+    """Returns the rows of every world, under its name where the study has worlds."""
+    return [{**({"world": world} if world else {}), **row} for world in outcome.worlds for row in rows_of(world)]
 
 
 def columns_of(rows: Sequence[Row]) -> list[str]:
@@ -123,20 +129,18 @@ def _effective(point: PointResults) -> float:
 
 def _world_rows(outcome: Outcome, world: str, uneven: Sequence[str], known: bool) -> Iterator[Row]:
     best = best_by_arm(outcome, world)
-    named: Row = {"world": world} if world else {}
     said = origins(outcome)
     if best and known:
-        yield {**named, **base_row(next(iter(best.values()))), **benchmark_cells(outcome, world, BASE_ROW)}
+        yield {**base_row(next(iter(best.values()))), **benchmark_cells(outcome, world, BASE_ROW)}
     elif outcome.benchmarks:
-        yield {**named, "arm": BASE_ROW, "point": "", **benchmark_cells(outcome, world, BASE_ROW)}
+        yield {"arm": BASE_ROW, "point": "", **benchmark_cells(outcome, world, BASE_ROW)}
     for arm in (arm for arm in outcome.arms if arm.world == world):
         point = best.get(arm.name)
         if point is None:
-            yield {**named, **lost_row(outcome, arm.name, world)}
+            yield lost_row(outcome, arm.name, world)
             continue
         beyond = over_limit(point, outcome) if known else ""
         yield {
-            **named,
             "arm": arm.name,
             "point": point.label + beyond + seeds_mark(len(point.seeds), outcome),
             **({"values": said[arm.name]} if said else {}),
@@ -145,7 +149,7 @@ def _world_rows(outcome: Outcome, world: str, uneven: Sequence[str], known: bool
             **_inputs_of(point, uneven),
         }
     for model in outcome.study.published if outcome.benchmarks else ():
-        yield {**named, "arm": model, "point": "published", **benchmark_cells(outcome, world, model)}
+        yield {"arm": model, "point": "published", **benchmark_cells(outcome, world, model)}
 
 
 def _truth_of(point: PointResults, best: Mapping[str, PointResults], control: str | None) -> Row:
@@ -225,7 +229,7 @@ def level_tables(outcome: Outcome) -> list[Section]:
     )
     if study.control is not None:
         note += f"; differences to {study.control} at the same level, paired by seed and prompt"
-    rows = [row for world in outcome.worlds for row in _level_rows(outcome, world, chosen[world])]
+    rows = by_world(outcome, lambda world: _level_rows(outcome, world, chosen[world]))
     tables = [Section("Reward at equal KL", [TableBlock(columns_of(rows), rows), Paragraph(note)])]
     if study.worlds and study.control is not None:
         tables.append(_worlds_table(outcome, chosen))
@@ -272,7 +276,7 @@ def at_levels(outcome: Outcome, world: str) -> dict[tuple[str, float], AtLevel]:
 def _level_rows(outcome: Outcome, world: str, chosen: dict[tuple[str, float], AtLevel]) -> Iterator[Row]:
     study = outcome.study
     for name, points in by_arm(outcome, world).items():
-        row: Row = {**({"world": world} if world else {}), "arm": name}
+        row: Row = {"arm": name}
         for level in study.kl_levels:
             at = chosen[name, level]
             lost = str(lost_row(outcome, name, world)["point"]) if not points else NONE
@@ -416,7 +420,7 @@ def ranking_table(outcome: Outcome) -> list[Section]:
 def _by_truth(outcome: Outcome) -> list[Section]:
     if not has_truth(gather(outcome.points)):
         return []
-    rows = [row for world in outcome.worlds for row in _ranked_rows(outcome, world)]
+    rows = by_world(outcome, lambda world: _ranked_rows(outcome, world))
     levels = ", ".join(f"{level:g}" for level in outcome.study.kl_levels)
     at = (
         f" and the rewards at KL {levels} (as in the table at equal KL; {ENDS} and {CHORD}: not there)"
@@ -457,10 +461,9 @@ def scores_table(outcome: Outcome) -> tuple[list[str], list[Row]]:
     The base first, then the arms in the study's order, then published models, world by world.
     """
     said, digits, directions = origins(outcome), benchmark_digits(outcome), _directions(outcome)
-    rows: list[Row] = []
-    for world in outcome.worlds:
-        arms = [arm.name for arm in outcome.arms if arm.world == world]
-        names = [BASE_ROW, *arms, *outcome.study.published]
+
+    def rows_of(world: str) -> Iterator[Row]:
+        names = [BASE_ROW, *(arm.name for arm in outcome.arms if arm.world == world), *outcome.study.published]
         means = {
             name: [_printed(outcome.benchmarks[of].get((world, name)), digits[of]) for of in directions]
             for name in names
@@ -468,18 +471,17 @@ def scores_table(outcome: Outcome) -> tuple[list[str], list[Row]]:
         }
         ranks = ranked(means, list(directions.values()))
         for name in names:
-            rows.append(
-                {
-                    **({"world": world} if world else {}),
-                    "arm": name,
-                    **({"values": said.get(name, "")} if said else {}),
-                    **{
-                        benchmark: _score_cell(outcome, world, name, scores.get((world, name)))
-                        for benchmark, scores in outcome.benchmarks.items()
-                    },
-                    RANK: ranks.get(name, NONE),
-                }
-            )
+            yield {
+                "arm": name,
+                **({"values": said.get(name, "")} if said else {}),
+                **{
+                    benchmark: _score_cell(outcome, world, name, scores.get((world, name)))
+                    for benchmark, scores in outcome.benchmarks.items()
+                },
+                RANK: ranks.get(name, NONE),
+            }
+
+    rows = by_world(outcome, rows_of)
     return columns_of(rows), rows
 
 
@@ -500,48 +502,37 @@ def _score_cell(outcome: Outcome, world: str, arm: str, score: RowScore | None) 
 
 def _ranked_rows(outcome: Outcome, world: str) -> Iterator[Row]:
     """Yields the base, then every arm in the study's order; one without results says so and is not ranked."""
-    best, every = best_by_arm(outcome, world), by_arm(outcome, world)
-    named: Row = {"world": world} if world else {}
-    said = origins(outcome)
-    levels = {
-        name: {level: at_kl(points, level) for level in outcome.study.kl_levels}
-        for name, points in every.items()
-        if name in best
-    }
-    scores = {name: _scores_of(point, levels[name]) for name, point in best.items()}
+    best, every, said = best_by_arm(outcome, world), by_arm(outcome, world), origins(outcome)
+    at = {name: {level: at_kl(every[name], level) for level in outcome.study.kl_levels} for name in best}
     base = next(iter(best.values()), None)
-    if base is not None:
-        reward = base.truth("test", "base_reward")
-        scores = {"base": [reward, 0.5, *(reward for _ in outcome.study.kl_levels)], **scores}
-        ranks = ranked(scores)
-        yield {
-            **named,
-            "arm": "base",
-            **({"values": ""} if said else {}),
+    reward = math.nan if base is None else base.truth("test", "base_reward")
+    scores = {BASE_ROW: [reward, 0.5, *(reward for _ in outcome.study.kl_levels)]}
+    ranks = ranked({**scores, **{name: _scores_of(point, at[name]) for name, point in best.items()}})
+
+    def row(name: str, reward: float, win_rate: float, levels: Iterable[str], kl: float, length: float) -> Row:
+        return {
+            "arm": name,
+            **({"values": said.get(name, "")} if said else {}),
             "reward": reward,
-            "win rate": 0.5,
-            **{f"reward at KL {level:g}": f"{reward:.3f}" for level in outcome.study.kl_levels},
-            "KL": 0.0,
-            "length": base.truth("test", "base_length"),
-            RANK: ranks.get("base", NONE),
+            "win rate": win_rate,
+            **{f"reward at KL {level:g}": cell for level, cell in zip(outcome.study.kl_levels, levels, strict=True)},
+            "KL": kl,
+            "length": length,
+            RANK: ranks.get(name, NONE),
         }
+
+    if base is not None:
+        shown = [f"{reward:.3f}" for _ in outcome.study.kl_levels]
+        yield row(BASE_ROW, reward, 0.5, shown, 0.0, base.truth("test", "base_length"))
     for arm in (arm for arm in outcome.arms if arm.world == world):
         point = best.get(arm.name)
-        origin: Row = {"values": said.get(arm.name, "")} if said else {}
         if point is None:
-            yield {**named, "arm": arm.name, **origin, RANK: str(lost_row(outcome, arm.name, world)["point"])}
-            continue
-        yield {
-            **named,
-            "arm": arm.name,
-            **origin,
-            "reward": point.truth("test", "reward"),
-            "win rate": point.truth("test", "win_rate"),
-            **{f"reward at KL {level:g}": _reward_shown(place) for level, place in levels[arm.name].items()},
-            "KL": point.truth("test", "kl"),
-            "length": point.truth("test", "length"),
-            RANK: ranks.get(arm.name, NONE),
-        }
+            origin: Row = {"values": said.get(arm.name, "")} if said else {}
+            yield {"arm": arm.name, **origin, RANK: str(lost_row(outcome, arm.name, world)["point"])}
+        else:
+            numbers = (point.truth("test", name) for name in ("reward", "win_rate", "kl", "length"))
+            reward, win_rate, kl, length = numbers
+            yield row(arm.name, reward, win_rate, map(_reward_shown, at[arm.name].values()), kl, length)
 
 
 def _scores_of(point: PointResults, levels: Mapping[float, AtKL | None]) -> list[float]:
@@ -588,15 +579,13 @@ def cost_tables(outcome: Outcome) -> list[Section]:
     """Returns what weights cost, where the study asks for it, and the scorers, where it has any; means over seeds."""
     sections: list[Section] = []
     if outcome.study.costs:
-        rows = [row for world in outcome.worlds for row in _cost_rows(outcome, world)]
-        columns = list(dict.fromkeys(key for row in rows for key in row))
-        shown: list[Block] = [TableBlock(columns, rows, digits=COST_DIGITS), Paragraph(COSTS_NOTE)]
+        rows = by_world(outcome, lambda world: _cost_rows(outcome, world))
+        shown: list[Block] = [TableBlock(columns_of(rows), rows, digits=COST_DIGITS), Paragraph(COSTS_NOTE)]
         sections.append(Section("What the weights cost", shown))
     if outcome.scorers or outcome.lost_scorers:
-        rows = [row for world in outcome.worlds for row in _scorer_rows(outcome, world)]
+        rows = by_world(outcome, lambda world: _scorer_rows(outcome, world))
         lost = [Paragraph(line, warning=True) for line in outcome.lost_scorers]
-        columns = list(dict.fromkeys(key for row in rows for key in row))
-        tables = [TableBlock(columns, rows, digits=COST_DIGITS)] if rows else []
+        tables = [TableBlock(columns_of(rows), rows, digits=COST_DIGITS)] if rows else []
         sections.append(Section("Scorers", [*lost, *tables, Paragraph(_scorers_note(outcome))]))
     return sections
 
@@ -606,7 +595,7 @@ def _cost_rows(outcome: Outcome, world: str) -> Iterator[Row]:
     for arm in (arm for arm in outcome.arms if arm.world == world):
         source = arm.name if arm.layer is None else outcome.study.layer_arm
         known = [reads for (of, _, name), reads in outcome.reads.items() if (of, name) == (world, source)]
-        row: Row = {**({"world": world} if world else {}), "arm": arm.name}
+        row: Row = {"arm": arm.name}
         if not known:
             yield row
             continue
@@ -659,7 +648,6 @@ def _scorer_rows(outcome: Outcome, world: str) -> Iterator[Row]:
             continue
         results = [run.result for run in runs]
         row: Row = {
-            **({"world": world} if world else {}),
             "scorer": name,
             "of arms": ", ".join(arm.name for arm in arms if name in scorers_of(arm.overrides).values()),
             "pairs": fmean(result.input("train", "pairs") for result in results),
@@ -732,30 +720,24 @@ def drift_table(outcome: Outcome) -> list[Section]:
     measured = [result.drift for point in points for result in point.results if result.drift]
     if not measured:
         return []
-    sampled = any("answers" in one for one in measured)
+    part = "answers" if any("answers" in one for one in measured) else "pairs"
     blocks: list[Block] = []
-    for caption, columns in DRIFT_TABLES.items():
-        rows: list[Row] = [
-            {
-                **({"world": world} if world else {}),
-                "arm": name,
-                **{head: _moved(point, paths, "answers" if sampled else "pairs") for head, paths in columns.items()},
-                **(_answers_of(point) if caption == PER_TOKEN and has_truth(points) else {}),
-            }
-            for world in outcome.worlds
-            for name, point in best_by_arm(outcome, world).items()
-        ]
+    for caption in DRIFT_TABLES:
+        rows = by_world(outcome, partial(_drift_rows, outcome, caption=caption, part=part))
         blocks.append(TableBlock(columns_of(rows), rows, caption, DRIFT_DIGITS))
-    where = "on answers sampled from the policy" if sampled else "on the responses of validation pairs"
+    where = "on answers sampled from the policy" if part == "answers" else "on the responses of validation pairs"
     first = f"each arm at its chosen point, means over seeds; tokens are looked at {where}"
     return [Section("Where the policy moved", [*blocks, *map(Paragraph, (first, *DRIFT_NOTES))])]
+
+
+def _drift_rows(outcome: Outcome, world: str, caption: str, part: str) -> Iterator[Row]:
+    known = caption == PER_TOKEN and has_truth(gather(outcome.points))
+    for name, point in best_by_arm(outcome, world).items():
+        row: Row = {"arm": name}
+        row |= {head: _moved(point, paths, part) for head, paths in DRIFT_TABLES[caption].items()}
+        yield row | ({name: point.truth("test", name) for name in ("polarity", "broken")} if known else {})
 
 
 def _moved(point: PointResults, paths: tuple[str, ...], part: str) -> float | str:
     value = sum(point.drift(path.format(part)) for path in paths)
     return NONE if math.isnan(value) else value
-
-
-def _answers_of(point: PointResults) -> Row:
-    """Returns what the answers became beside it."""
-    return {name: point.truth("test", name) for name in ("polarity", "broken")}
