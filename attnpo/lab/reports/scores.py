@@ -29,7 +29,7 @@ from attnpo.evaluation.spreads import grading_noise, half_widths
 from attnpo.lab.reports.evaluations import Board, Figure, board_of, find_mixed, listed, read_evaluations
 from attnpo.lab.reports.folder_report import MODELS, letters, whose
 from attnpo.lab.reports.output import publish
-from attnpo.lab.reports.report_config import SCORES
+from attnpo.lab.reports.report import SCORES
 from attnpo.schema import UserError
 
 METHOD, BENCHMARK, FIGURE, ARM, AVG_RANK = "method", "benchmark", "figure", "arm", "avg_rank"
