@@ -20,7 +20,7 @@ SHOWING = (
         f"lab/studies/{name}.py"
         for name in (
             *("benchmark_settings", "benchmarks", "ending", "exports", "faithfulness", "footnotes", "frontier"),
-            *("outcome", "page", "predictions", "study_figures", "tables", "yardstick"),
+            *("figures", "outcome", "page", "predictions", "tables"),
         )
     ),
 )

@@ -24,11 +24,11 @@ from attnpo.display.page import (
 )
 from attnpo.display.tables import Cell, table_csv
 from attnpo.lab.studies.exports import EXPORTS, MODEL
+from attnpo.lab.studies.figures import study_figures, study_looks, unweighted_section
 from attnpo.lab.studies.footnotes import footnotes, warnings
 from attnpo.lab.studies.outcome import Outcome, PointResults, best_by_arm, gather, has_truth
 from attnpo.lab.studies.predictions import predictions_section
 from attnpo.lab.studies.study import Point
-from attnpo.lab.studies.study_figures import study_figures, study_looks
 from attnpo.lab.studies.tables import (
     DIGITS,
     Row,
@@ -41,7 +41,6 @@ from attnpo.lab.studies.tables import (
     scores_table,
     short_table,
 )
-from attnpo.lab.studies.yardstick import yardstick_section
 from attnpo.run.folders import STUDY_FILES, TABLES
 from attnpo.run.for_page import ForPage, read_for_page
 from attnpo.run.report import REPORT, _table, numbers
@@ -241,12 +240,12 @@ def write_study_report(outcome: Outcome, tables: Sequence[Section]) -> list[str]
     """
     images = study_figures(outcome)
     known = has_truth(gather(outcome.points))
-    yardstick = [] if known else yardstick_section(outcome, study_looks(outcome))
+    compared = [] if known else unweighted_section(outcome, study_looks(outcome))
     sections = with_notes(
         outcome,
         [
             *tables[:1],
-            *yardstick,
+            *compared,
             *([Section("Figures", images)] if images else []),
             *tables[1:],
             *answers_sections(outcome),

@@ -12,6 +12,7 @@ from attnpo.display.figures import training_curves
 from attnpo.display.page import Image, Paragraph, Section, TableBlock
 from attnpo.evaluation.intervals import Interval
 from attnpo.lab.studies import ending
+from attnpo.lab.studies.figures import drawn_together
 from attnpo.lab.studies.footnotes import NO_CONTROL, footnotes, warnings
 from attnpo.lab.studies.frontier import difference
 from attnpo.lab.studies.outcome import (
@@ -26,7 +27,6 @@ from attnpo.lab.studies.outcome import (
 )
 from attnpo.lab.studies.page import all_points, analysis_sections, keep_record, write_study_report
 from attnpo.lab.studies.study import Arm, Grid, Point, Study
-from attnpo.lab.studies.study_figures import drawn_together
 from attnpo.lab.studies.tables import level_tables, main_table
 from attnpo.run.result import RunResult
 from tests.run.probe import Probe
