@@ -13,15 +13,11 @@ from attnpo.lab.studies.arms import check_user, composer_of
 from attnpo.lab.studies.bases import COSTS, Basis, keep_costs, make_basis
 from attnpo.lab.studies.outcome import Cost
 from attnpo.lab.studies.plan import plan_study
-from attnpo.lab.testbed.grammar import Grammar
-from attnpo.lab.testbed.pretrain import new_model
-from attnpo.lab.testbed.tokenizer import build_tokenizer
 from attnpo.run.identity import identity_of
 from attnpo.run.resolve import resolve
 from attnpo.schema import UserError
-from attnpo.system.processes import process
 from tests.run.made import make_inputs
-from tests.run.worlds import RECIPE, World
+from tests.run.worlds import World
 
 STUDY = "experiment=quickstart"
 
@@ -99,25 +95,6 @@ def test_a_named_grid_has_an_effect_where_an_arm_gets_it(
     assert read(cfg).idle_overrides() == idle
 
 
-def test_weights_that_nobody_reads_are_refused(world: World) -> None:
-    with pytest.raises(UserError, match=r"DPO reads no token weights.*weights=uniform"):
-        make_inputs(world.config("objective=dpo"))
-
-
-def test_a_judge_with_another_vocabulary_needs_characters(world: World, tmp_path: Path) -> None:
-    other = Grammar()
-    tokenizer = build_tokenizer(other)
-    tokenizer.add_tokens(["zebra"])
-    model = new_model(RECIPE, tokenizer, seed=5)
-    model.save_pretrained(tmp_path / "judge")
-    tokenizer.save_pretrained(tmp_path / "judge")
-    cfg = world.config(f"judge.path={tmp_path / 'judge'}")
-    with pytest.raises(UserError, match=r"another vocabulary.*align\.method=characters"):
-        make_inputs(cfg)
-    inputs = make_inputs(world.config(f"judge.path={tmp_path / 'judge'}", "align.method=characters"))
-    assert inputs.examples["train"].examples
-
-
 def test_facts_follow_the_content_of_the_judges_file(world: World, tmp_path: Path) -> None:
     facts = []
     for wording in ("which is better , A or B ?", "which review is better , A or B ?"):
@@ -169,24 +146,6 @@ def test_a_judge_that_missed_its_gate_is_warned_of(world: World, monkeypatch: py
         "WARNING seed 3: the judge of this base",
         "WARNING seed 3: the judge of the second base",
     ]
-
-
-@pytest.mark.parametrize(
-    ("variables", "expected"),
-    [
-        ({}, (0, 1)),
-        ({"RANK": "1", "WORLD_SIZE": "4"}, (1, 4)),
-        ({"SLURM_PROCID": "2", "SLURM_NTASKS": "3"}, (2, 3)),
-    ],
-)
-def test_processes_are_counted_under_torchrun_and_slurm(
-    variables: dict[str, str], expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert process() == expected
 
 
 def test_cut_judge_prompts_are_counted_from_the_store_too(world: World) -> None:

@@ -257,28 +257,16 @@ def test_a_repeated_command_trains_nothing_again(plain_study: Finished, monkeypa
     assert again.digest == plain_study.outcome.digest
 
 
-def test_changed_code_runs_every_point_again(plain_study: Finished, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store keeps what it has."""
-    cfg, folder = plain_study.cfg, plain_study.folder
-    tried: list[str] = []
-
-    def run(config: FitConfig, place: Path, point: bool) -> dict[str, Any]:
-        tried.append(place.name.partition("-")[0])
-        raise UserError("tried")
-
-    monkeypatch.setattr(runs, "run", run)
-    monkeypatch.setattr(bases, "source_digest", lambda *given: "another version")
-    with judge_loads() as loaded, pytest.raises(UserError, match="all 3 points failed"):
-        run_study(cfg, folder)
-    assert tried == ["uniform", "broken", "attention"] and loaded == []
-
-
-def test_another_setting_is_another_study_in_the_same_folder(
-    plain_study: Finished, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("changed", ["code", "seed"])
+def test_changed_code_or_another_setting_runs_every_point_again(
+    changed: str, plain_study: Finished, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Results are found by what was set, not by the name of the study; when every point fails that is an error."""
-    world, folder = plain_study.world, plain_study.folder
-    cfg = world.config("experiment=tiny", "batch.eval_micro=4", "seed=1", config_dir=folder.parent / "configs")
+    """In the same folder, with what the store has; that every point fails is an error."""
+    world, folder, cfg = plain_study.world, plain_study.folder, plain_study.cfg
+    if changed == "seed":
+        cfg = world.config("experiment=tiny", "batch.eval_micro=4", "seed=1", config_dir=folder.parent / "configs")
+    else:
+        monkeypatch.setattr(bases, "source_digest", lambda *given: "another version")
     tried: list[str] = []
 
     def run(config: FitConfig, place: Path, point: bool) -> dict[str, Any]:
@@ -286,9 +274,12 @@ def test_another_setting_is_another_study_in_the_same_folder(
         raise RuntimeError("out of luck")
 
     monkeypatch.setattr(runs, "run", run)
-    with pytest.raises(UserError, match=r"study tiny: all 3 points failed; the first with: (.|\n)*out of luck"):
+    with (
+        judge_loads() as loaded,
+        pytest.raises(UserError, match=r"study tiny: all 3 points failed; the first with: (.|\n)*out of luck"),
+    ):
         run_study(cfg, folder)
-    assert len(tried) == 3
+    assert [name.partition("-")[0] for name in tried] == ["uniform", "broken", "attention"] and loaded == []
     assert "out of luck" in (folder / "points" / tried[0] / "error.txt").read_text()
 
 
@@ -305,7 +296,6 @@ def test_a_finished_study_writes_its_table(plain_study: Finished, capsys: pytest
 @pytest.mark.parametrize(
     ("variables", "name", "instead"),
     [
-        ({"WORLD_SIZE": "2", "RANK": "0", "TORCHELASTIC_RUN_ID": "none", "LOCAL_RANK": "0"}, "torchrun", "`python"),
         ({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}, "torchrun or its like", "`python"),
         ({"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, "SLURM", "`srun --ntasks=1 python"),
         ({"WORLD_SIZE": "2"}, "a launcher that sets WORLD_SIZE", "`env -u WORLD_SIZE -u RANK python"),
