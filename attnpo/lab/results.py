@@ -316,7 +316,10 @@ def read_study(folder: Path) -> StudyResults:
     points = point_folders(folder)
     sound = [place for place, damage in points.items() if damage is None]
     record = _record_in(folder)
-    state, printed, rows, notes = "", [], [], []
+    state = ""
+    printed: list[tuple[str, TableBlock]] = []
+    rows: list[dict[str, Cell]] = []
+    notes: list[str] = []
     if (folder / TABLES).is_file() and "runs" in record:
         printed, notes = printed_tables(folder / TABLES)
         notes += unchecked([folder])
@@ -339,7 +342,7 @@ def read_study(folder: Path) -> StudyResults:
     return StudyResults(folder, state, tuple(notes), tuple(printed), tuple(rows), record, setting)
 
 
-def _record_in(folder: Path) -> dict[str, Any]:
+def _record_in(folder: Path) -> dict[str, Json]:
     """Returns what a study's study.json holds; nothing without that file."""
     path = folder / RECORD
     try:

@@ -76,7 +76,8 @@ class Progress:
 
     def prepare(self, seed: int) -> bool:
         """Adds what the points of a seed stand on, or why it cannot be had; returns whether any world has a base."""
-        before, found = time.perf_counter(), {}
+        before = time.perf_counter()
+        found: dict[WorldSeed, Basis] = {}
         for world in self.worlds:
             label = Basis(world, seed).label
             try:

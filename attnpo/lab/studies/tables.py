@@ -733,9 +733,11 @@ def drift_table(outcome: Outcome) -> list[Section]:
 def _drift_rows(outcome: Outcome, world: str, caption: str, part: str) -> Iterator[Row]:
     known = caption == PER_TOKEN and has_truth(gather(outcome.points))
     for name, point in best_by_arm(outcome, world).items():
-        row: Row = {"arm": name}
-        row |= {head: _moved(point, paths, part) for head, paths in DRIFT_TABLES[caption].items()}
-        yield row | ({name: point.truth("test", name) for name in ("polarity", "broken")} if known else {})
+        yield {
+            "arm": name,
+            **{head: _moved(point, paths, part) for head, paths in DRIFT_TABLES[caption].items()},
+            **({name: point.truth("test", name) for name in ("polarity", "broken")} if known else {}),
+        }
 
 
 def _moved(point: PointResults, paths: tuple[str, ...], part: str) -> float | str:

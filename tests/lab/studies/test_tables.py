@@ -14,7 +14,6 @@ from attnpo.evaluation.intervals import Interval
 from attnpo.lab.studies import ending
 from attnpo.lab.studies.figures import drawn_together
 from attnpo.lab.studies.footnotes import NO_CONTROL, footnotes, warnings
-from attnpo.lab.studies.frontier import difference
 from attnpo.lab.studies.outcome import (
     Cost,
     Outcome,
@@ -165,15 +164,6 @@ def test_rows_are_the_base_and_every_arm_at_its_best_point() -> None:
     assert rows[2]["minus uniform"] == "+0.500 [0.500, 0.500]"
     assert (rows[2]["KL"], rows[2]["length"], rows[2]["eff. weights/n"], rows[2]["s/run"]) == (0.75, 20.0, 0.5, 10.0)
     assert set(rows[0]) <= set(columns) and columns[0] == "arm"
-
-
-def test_arms_are_compared_on_the_seeds_they_share() -> None:
-    made = [RunResult.from_json(result(test=test)) for test in ([0.5, 0.5], [1.0, 1.0], [0.75, 0.75], [0.25, 0.5])]
-    one = PointResults(ATTENTION, LOW, (0, 2), (made[0], made[1]))
-    other = PointResults(UNIFORM, LOW, (1, 2), (made[2], made[3]))
-    found = difference(one, other)
-    assert found is not None and found.mean == pytest.approx((0.75 + 0.5) / 2)
-    assert difference(one, PointResults(UNIFORM, LOW, (1,), (RunResult.from_json(result()),))) is None
 
 
 def test_without_a_truth_the_table_holds_validation_metrics() -> None:
