@@ -73,7 +73,8 @@ def keyed_tables(study: StudyResults) -> list[KeyedTable]:
     for title, block in study.printed:
         rows = [dict(zip(block.columns, row, strict=True)) for row in ordered_cells(block.columns, block.rows)]
         keys = tuple(key for key in KEYS if key in block.columns) or (block.columns[0],)
-        tables.append(KeyedTable("arms", title, tuple(block.columns), tuple(rows), keys, None, block.digits))
+        digits = block.digits if isinstance(block.digits, Mapping) else dict.fromkeys(block.columns, block.digits)
+        tables.append(KeyedTable("arms", title, tuple(block.columns), tuple(rows), keys, None, digits))
     return tables
 
 

@@ -546,7 +546,7 @@ def test_tables_are_read_back_as_they_were_printed(tmp_path: Path) -> None:
     tables = keyed_tables(read)
     assert [(table.title, table.keys, table.digits) for table in tables] == [
         ("one", ("arm",), {"n": 2}),
-        ("within", ("x",), {}),
+        ("within", ("x",), {"x": 3}),
     ]
     one, two = tables[0].rows
     assert (one["n"], one["k"], one["rank"]) == (1.501, 3, 2.0) and math.isnan(float(str(one["lr"])))
