@@ -544,10 +544,8 @@ def test_tables_are_read_back_as_they_were_printed(tmp_path: Path) -> None:
     assert tables_json(read_tables(path)) == path.read_text() and "1.501" in path.read_text()
     read = read_study(study)
     tables = keyed_tables(read)
-    assert [(table.title, table.keys, table.digits) for table in tables] == [
-        ("one", ("arm",), {"n": 2}),
-        ("within", ("x",), {"x": 3}),
-    ]
+    assert [(table.title, table.keys) for table in tables] == [("one", ("arm",)), ("within", ("x",))]
+    assert tables[0].digits["n"] == 2
     one, two = tables[0].rows
     assert (one["n"], one["k"], one["rank"]) == (1.501, 3, 2.0) and math.isnan(float(str(one["lr"])))
     assert (two["n"], two["rank"], two["lr"], read.notes[0]) == (None, "-", 5e-7, "note")
