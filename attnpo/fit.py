@@ -121,7 +121,7 @@ def _work(cfg: "FitConfig", folder: "Path", plan: "Plan | None") -> int:
                 log.info("%s", line)
         return 0
     from attnpo.config.compose import as_yaml
-    from attnpo.lab.studies.ending import ending as study_ending
+    from attnpo.lab.studies.notes import ending as study_ending
     from attnpo.lab.studies.page import finish_study, publish_study, show_so_far
     from attnpo.lab.studies.runner import run_study
     from attnpo.run.folders import CONFIG

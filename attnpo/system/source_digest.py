@@ -19,8 +19,8 @@ SHOWING = (
     *(
         f"lab/studies/{name}.py"
         for name in (
-            *("benchmark_settings", "benchmarks", "ending", "exports", "faithfulness", "footnotes", "frontier"),
-            *("figures", "outcome", "page", "predictions", "tables"),
+            *("benchmark_settings", "benchmarks", "exports", "faithfulness", "figures", "frontier", "notes"),
+            *("outcome", "page", "predictions", "tables"),
         )
     ),
 )

@@ -25,7 +25,7 @@ from attnpo.display.page import (
 from attnpo.display.tables import Cell, table_csv
 from attnpo.lab.studies.exports import EXPORTS, MODEL
 from attnpo.lab.studies.figures import study_figures, study_looks, unweighted_section
-from attnpo.lab.studies.footnotes import footnotes, warnings
+from attnpo.lab.studies.notes import footnotes, warnings
 from attnpo.lab.studies.outcome import Outcome, PointResults, best_by_arm, gather, has_truth
 from attnpo.lab.studies.predictions import predictions_section
 from attnpo.lab.studies.study import Point

@@ -11,9 +11,9 @@ import pytest
 from attnpo.display.figures import training_curves
 from attnpo.display.page import Image, Paragraph, Section, TableBlock
 from attnpo.evaluation.intervals import Interval
-from attnpo.lab.studies import ending
+from attnpo.lab.studies import notes
 from attnpo.lab.studies.figures import drawn_together
-from attnpo.lab.studies.footnotes import NO_CONTROL, footnotes, warnings
+from attnpo.lab.studies.notes import NO_CONTROL, footnotes, warnings
 from attnpo.lab.studies.outcome import (
     Cost,
     Outcome,
@@ -281,7 +281,7 @@ def test_validation_that_is_trained_on_is_said_above_the_table_and_in_the_last_w
     assert [line for line in warnings(outcome) if "trained on" in line] == [
         "WARNING: 4 of 4 validation pairs are trained on as well"
     ]
-    assert list(ending.came_out(outcome, ""))[1:] == ["4 of 4 validation pairs are trained on as well"]
+    assert list(notes.came_out(outcome, ""))[1:] == ["4 of 4 validation pairs are trained on as well"]
     assert not any("trained on" in line for line in warnings(make_outcome(without_truth(POINTS))))
 
 
