@@ -11,7 +11,7 @@ from attnpo.cli.progress import importing
 from attnpo.cli.terminal import hear_signals
 
 if TYPE_CHECKING:
-    from attnpo.lab.studies.weigh_config import WeighConfig
+    from attnpo.lab.studies.config import WeighConfig
 
 DESCRIPTION = "Capture judge weights, and with reference=cached the reference's log-probs, in the store; resumable."
 EXAMPLES = """\

@@ -47,7 +47,7 @@ REASONS = {
         for file in ("lab/measures", "run/components")
         for name in ("settle", "measure")
     },
-    "lab/studies/runner.py::_record": "a testbed's digest of its world, whatever its form",
+    "lab/studies/runner.py::record": "a testbed's digest of its world, whatever its form",
     "text/chat.py::_written": TURNS,
     **{f"text/tools.py::{name}": TURNS for name in ("check", "tools_of", "without_tools")},
     "training/loggers.py::experiment": "a class of wandb, which is imported inside functions only",

@@ -25,7 +25,7 @@ from attnpo.config import compose as config
 from attnpo.config import fields as component_fields
 from attnpo.config import kept_choices as kept_configs
 from attnpo.config.reader import located
-from attnpo.lab.reports.report_config import ReportConfig
+from attnpo.lab.reports.report import ReportConfig
 from attnpo.run import combinations as settings
 from attnpo.schema import UserError
 
@@ -786,7 +786,7 @@ def test_a_wrong_option_of_any_group_names_the_nearest(group: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["+new.key=3"], "new: unknown key of attnpo.lab.studies.fit_config.FitConfig; it has: data, model"),
+        (["+new.key=3"], "new: unknown key of attnpo.lab.studies.config.FitConfig; it has: data, model"),
         (["~seed"], "seed: required by FitConfig"),
         (["~weights"], "weights: required by FitConfig"),
         (["~weights._target_"], "weights: expected a component (keys with _target_) that is a WeightSource, got keys"),

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,8 @@ from attnpo.config.compose import compose, load, typed
 from attnpo.lab.studies import runner
 from attnpo.lab.studies.arms import Composed
 from attnpo.lab.studies.bases import Basis
-from attnpo.lab.studies.fit_config import FitConfig
-from attnpo.lab.studies.live import Pace
+from attnpo.lab.studies.config import FitConfig
+from attnpo.lab.studies.plan import Pace
 from attnpo.lab.studies.study import ONLY, Arm, Point, Study
 from attnpo.lab.studies.workers import Workers, run_point
 from attnpo.run.identity import identity_of, saved_numbers
@@ -245,7 +246,9 @@ def test_files_of_others_beside_a_checkpoint_do_not_matter(runs: Runs, tmp_path:
 def finished(runs: Runs, folder: Path) -> RunResult | None:
     """What a study takes as the result of its only point, whose folder this is; None where it would run it."""
     point, study = Point(Arm("uniform", ()), (), 0), Study("one", {"uniform": []})
-    so_far = runner._Progress({(ONLY, 0): Basis(ONLY, 0)})
+    plan = SimpleNamespace(study=study, workers=Workers(1, None, None, 0))
+    pace = Pace(folder.parent / "pace.json", "", 1)
+    so_far = runner.Progress(plan, folder.parent, pace, {(ONLY, 0): Basis(ONLY, 0)})  # type: ignore[arg-type]
     own = {(ONLY, "uniform"): Composed(runs.composed, runs.world.overrides(*KEYS))}
     ran: list[Path] = []
 
@@ -256,8 +259,7 @@ def finished(runs: Runs, folder: Path) -> RunResult | None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "point_folder", lambda *_: folder)
         patch.setattr(runner, "execute", execute)
-        pace = Pace(folder.parent / "pace.json", "", 1)
-        runner._run_points(Workers(1, None, None, 0), study, [point], own, so_far, folder.parent, pace)
+        so_far.run_points([point], own)
     assert [*(one for one, _ in so_far.done), *ran] == [folder if ran else point], "taken or run"
     return dict(so_far.done).get(point)
 

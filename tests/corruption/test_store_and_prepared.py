@@ -15,7 +15,7 @@ import pytest
 
 from attnpo.cli.entry import run_entry
 from attnpo.config.compose import load
-from attnpo.lab.studies.fit_config import FitConfig
+from attnpo.lab.studies.config import FitConfig
 from attnpo.lab.testbed import pairs, prepare
 from attnpo.lab.testbed.prepare import REPORT
 from attnpo.run.combinations import CHOICE

@@ -42,7 +42,7 @@ NOT_RUN = {
 }
 # Commands that another test runs, which must be there.
 ELSEWHERE = {
-    r"experiments\.gains\b": "tests/gains/test_gains.py::test_a_study_that_ran_is_read",
+    r"experiments\.gains\b": "tests/gains/test_gains.py::test_the_committed_cases_are_whole_and_give_the_pages_table",
     r"attnpo\.report scores\b": "tests/lab/reports/test_scores.py::test_printed_numbers_stand_beside_ours",
     r"tests\.conformance": "tests/conformance/test_conformance.py::test_the_command_prints_records_and_counts",
     r"experiments\.theory": "tests/theory/test_theory.py::test_the_figures_and_the_command",

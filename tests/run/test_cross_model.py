@@ -10,7 +10,7 @@ from transformers import CanineTokenizer
 from attnpo.config.compose import check, compose, load
 from attnpo.data.built import Prepared
 from attnpo.lab.studies.bases import make_basis
-from attnpo.lab.studies.fit_config import FitConfig
+from attnpo.lab.studies.config import FitConfig
 from attnpo.lab.studies.plan import plan_study
 from attnpo.lab.studies.runner import run_study
 from attnpo.lab.testbed.prepare import Testbed

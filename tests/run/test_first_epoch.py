@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from attnpo.lab.studies.fit_config import FitConfig
+from attnpo.lab.studies.config import FitConfig
 from attnpo.run import training
 from attnpo.run.combinations import require_reference
 from attnpo.run.models import load_reference, reference_table

@@ -70,7 +70,7 @@ def test_what_counts_asks_what_shows_results_for_pages_alone() -> None:
             found |= {(name, other) for other in asked if shows(other) and (PACKAGE / other).is_file()}
     assert found == {
         ("lab/api.py", "fit.py"),  # the command, called from Python
-        ("lab/api.py", "lab/reports/frames.py"),  # what it gave, read back
+        ("lab/api.py", "lab/results.py"),  # what it gave, read back
         ("run/for_page.py", "display/heat.py"),
         ("run/for_page.py", "display/heat_record.py"),
         ("run/heat_rows.py", "display/heat.py"),
@@ -86,9 +86,13 @@ def test_what_counts_asks_what_shows_results_for_pages_alone() -> None:
         ("lab/studies/runner.py", "lab/studies/benchmarks.py"),  # measures what the points have left
         ("lab/studies/runner.py", "lab/studies/exports.py"),  # sets callbacks, which count as any key does
         ("lab/studies/runner.py", "lab/studies/predictions.py"),  # keeps what was predicted, before any point runs
-        ("lab/studies/runner.py", "lab/studies/selection.py"),  # a point in words, for the log
+        ("lab/studies/bases.py", "lab/studies/outcome.py"),  # notes seconds and how often models read a pair
+        ("lab/studies/config.py", "run/show_config.py"),  # keys of another command
+        ("lab/studies/runner.py", "lab/studies/outcome.py"),  # gathers what the points came to
+        ("lab/studies/scorers.py", "lab/studies/exports.py"),  # leaves a model, which moves no number of its run
+        ("lab/studies/scorers.py", "lab/studies/outcome.py"),  # notes how often training read a pair
         ("lab/studies/study.py", "display/page.py"),
-        ("lab/studies/study.py", "lab/studies/benchmark_scores.py"),  # what may be asked for
+        ("lab/studies/study.py", "lab/studies/outcome.py"),  # what an analysis may show
     }
 
 

@@ -16,7 +16,7 @@ from attnpo.evaluation.evaluating import evaluate
 from attnpo.evaluation.implicit_reward import ImplicitReward
 from attnpo.evaluation.pair_set import UnseenPairs
 from attnpo.evaluation.result import read_result as read_evaluation
-from attnpo.lab.reports.finished import run_warnings
+from attnpo.lab.results import run_warnings
 from attnpo.models.spec import ModelSpec
 from attnpo.run.fill_store import fill_store
 from attnpo.run.input_summary import example_statistics

@@ -12,7 +12,7 @@ import pytest
 from attnpo.config.compose import load
 from attnpo.data import prepared as prepared_inputs
 from attnpo.data.prepared_rows import FOLDER
-from attnpo.lab.studies.fit_config import FitConfig
+from attnpo.lab.studies.config import FitConfig
 from attnpo.run.run import run
 from tests.run.made import make_inputs
 from tests.run.worlds import World, build_world

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM
 
 from attnpo.config.compose import load
-from attnpo.lab.studies.fit_config import FitConfig
+from attnpo.lab.studies.config import FitConfig
 from attnpo.run.fill_store import fill_store
 from attnpo.run.point_cache import forget, remembering
 from attnpo.run.result import RunResult

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 
 from attnpo.config.compose import compose, load
 from attnpo.judge.judge import RunJudge
-from attnpo.lab.studies.fit_config import FitConfig
+from attnpo.lab.studies.config import FitConfig
 from attnpo.lab.testbed.grammar import Grammar, Prompt
 from attnpo.lab.testbed.pairs import pair_row, write_jsonl
 from attnpo.lab.testbed.pretrain import new_model

@@ -18,7 +18,7 @@ from attnpo.data.base import pairs_from_rows
 from attnpo.data.rules import BatchPlan
 from attnpo.judge.prompts import JudgePrompts, JudgeRules
 from attnpo.judge.settings import TOKEN_BUDGET
-from attnpo.lab.studies.fit_config import FitConfig
+from attnpo.lab.studies.config import FitConfig
 from attnpo.lab.studies.study import expand_arms
 from attnpo.models.memory import GIB, MOST, ROUND, MemoryEstimate, estimate_pass, estimate_training, most_tokens
 from attnpo.models.spec import ModelSpec

@@ -49,9 +49,8 @@ from attnpo.judge.verdicts import (
     with_verdicts,
 )
 from attnpo.lab.auto_layer import at_layers, pooled
-from attnpo.lab.reports.output import check_free
+from attnpo.lab.reports.output import MARK, check_free
 from attnpo.lab.reports.passport_config import PassportConfig, PassportSettings
-from attnpo.lab.reports.report_config import MARK
 from attnpo.lab.reports.weight_report import model_label
 from attnpo.lab.studies.faithfulness import by_layer, equal_weights, true_mass
 from attnpo.lab.testbed.grammar import Grammar

@@ -8,10 +8,9 @@ import numpy as np
 
 from attnpo.display.page import Paragraph, Section, TableBlock
 from attnpo.evaluation.intervals import Interval, paired_difference
-from attnpo.lab.studies.claims import Claim
 from attnpo.lab.studies.frontier import AtKL, at_kl
-from attnpo.lab.studies.selection import by_arm, difference_text, gather, has_truth
-from attnpo.lab.studies.study import Arm, Outcome, Study, settings_digest
+from attnpo.lab.studies.outcome import Outcome, by_arm, difference_text, gather, has_truth
+from attnpo.lab.studies.study import Arm, Claim, Study, settings_digest
 from attnpo.lab.studies.tables import NOT_EQUAL, Row
 from attnpo.run.folders import FIXED
 from attnpo.run.resume import RESULT

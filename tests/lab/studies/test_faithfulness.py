@@ -11,7 +11,8 @@ from attnpo.data.prepare import EncodedSet, calibration_pairs
 from attnpo.data.reading import read_pairs
 from attnpo.display.page import Image, TableBlock, report_page
 from attnpo.lab.studies.faithfulness import EQUAL, ROLLOUT, TRUTH, Faithfulness, true_mass
-from attnpo.lab.studies.study import Arm, Outcome, Point, Study, StudyAnalysis
+from attnpo.lab.studies.outcome import Outcome
+from attnpo.lab.studies.study import Arm, Point, Study, StudyAnalysis
 from attnpo.lab.testbed.importance import decisive
 from attnpo.lab.testbed.scoring import TruthScorer
 from attnpo.run.inputs import encode
@@ -21,14 +22,9 @@ from attnpo.run.result import RunResult, Scores
 from attnpo.schema import PreferencePair, UserError
 from attnpo.weights.base import WeightSource
 from attnpo.weights.faithfulness import Ranking, rankings
-from tests.run.worlds import GRAMMAR, World, build_world
+from tests.run.worlds import GRAMMAR, World
 
 RULES = Faithfulness(pairs=14, shares=(0.2, 0.4), draws=1)
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return build_world(tmp_path_factory.mktemp("world"))
 
 
 KNOWN = TruthScorer(grammar=GRAMMAR)
