@@ -302,11 +302,7 @@ def test_every_row_is_accounted_for_at_each_stage(chats: list[ChatFormat], recor
     account = Account()
 
     @settings(
-        max_examples=EXAMPLES,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=list(HealthCheck),
+        max_examples=EXAMPLES, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
     )
     @given(
         rows=st.lists(_ROW, min_size=ROWS, max_size=ROWS).map(_with_exchanged),

@@ -252,7 +252,8 @@ def test_no_entry_of_a_table_is_idle(pattern: str) -> None:
 # ------------------------------------------------------------------------------------------------ those that run
 
 RUN = [command for command in COMMANDS if arguments(command) is not None and reason(command) is None]
-STUDY = ("experiment=quickstart", "study.workers=1", "seeds=1")  # in this process, without workers of its own
+# In this process, without workers of its own; points without checkpoints and pages, which single runs have.
+STUDY = (*("experiment=quickstart", "study.workers=1", "seeds=1"), 'study.shared=["reference=cached","callbacks=none"]')
 # What the tiny world gives in place of a command's own.
 GIVEN = {
     "setting",

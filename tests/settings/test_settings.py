@@ -452,7 +452,7 @@ if SHARED.is_dir():  # what ours are like
 @pytest.fixture(scope="module")
 def pairs() -> list[PreferencePair]:
     """Pairs of our own, and the paper's kind of data where it is at hand."""
-    whole = pairs_from_rows(own_texts.rows(140)).pairs
+    whole = pairs_from_rows(own_texts.rows(70)).pairs
     # The judge reads answers without blanks around them, which these rules do not speak of.
     found = [pair for pair in whole if all(pair.response(side) == pair.response(side).strip() for side in SIDES)]
     for file in SHARED.glob("data/ultrafeedback_sample/test.jsonl"):
