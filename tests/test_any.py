@@ -49,7 +49,7 @@ REASONS = {
     },
     "lab/studies/runner.py::record": "a testbed's digest of its world, whatever its form",
     "text/chat.py::_written": TURNS,
-    **{f"text/tools.py::{name}": TURNS for name in ("check", "tools_of", "without_tools")},
+    **{f"text/template.py::{name}": TURNS for name in ("check", "tools_of", "without_tools")},
     "training/loggers.py::experiment": "a class of wandb, which is imported inside functions only",
 }
 

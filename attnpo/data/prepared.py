@@ -46,21 +46,19 @@ from attnpo.data.tables import files_of, read_table
 from attnpo.data.weighing import Weighed
 from attnpo.judge.base import WeightReader
 from attnpo.judge.judge import RunJudge
-from attnpo.judge.label_check import LabelCheck
-from attnpo.judge.label_mass import LabelMass
-from attnpo.judge.trace_lengths import TraceStatistics
-from attnpo.judge.verdicts import JudgeStatistics
+from attnpo.judge.label_check import LabelCheck, LabelMass
+from attnpo.judge.verdicts import JudgeStatistics, TraceStatistics
 from attnpo.models.kept_digests import unchanged_digest
 from attnpo.schema import SIDES, EncodedResponse, PreferencePair, digest, ids_of
 from attnpo.system.files import flat
 from attnpo.system.source_digest import PACKAGE, source_digest
 from attnpo.system.store import Store, Table
 from attnpo.text.chat import ChatFormat
-from attnpo.weights.answer_statistics import AnswerStatistics
 from attnpo.weights.arrival import Arrival
 from attnpo.weights.base import WeightSource
 from attnpo.weights.capture import WEIGHTS, CapturedRows, CaptureReport, LogpPair, weights_key
 from attnpo.weights.transforms import WeightTransform
+from attnpo.weights.verbalizer import AnswerStatistics
 
 Logps = Sequence[LogpPair]
 

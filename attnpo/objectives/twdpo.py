@@ -122,7 +122,7 @@ def otpo_loss(
     """Returns the OTPO loss of each pair: ``-log sigmoid(beta (sum_t w_wt d_wt - sum_t w_lt d_lt))``.
 
     d is the log-ratio of a token in nats, w (``weights``) the mass that each token keeps in the transport between the
-    pair's responses (``weights.optimal_transport``). Rewards are ``beta sum_t w_t d_t``. Source: Li et al. 2025;
+    pair's responses (``weights.sources.transport``). Rewards are ``beta sum_t w_t d_t``. Source: Li et al. 2025;
     Mimasss2/OTPO, ``scripts/otpo_trainer.py``.
 
     Example:

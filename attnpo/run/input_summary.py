@@ -25,8 +25,8 @@ from attnpo.run.result import OVERLAP
 from attnpo.schema import SIDES, UserError
 from attnpo.training.processes import planned_processes
 from attnpo.training.settings import CallbackSettings, TrainerSettings, total_steps
-from attnpo.weights.answer_statistics import AnswerStatistics
 from attnpo.weights.arrival import COLUMNS, Arrival
+from attnpo.weights.verbalizer import AnswerStatistics
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from attnpo.evaluation.base import Benchmark, Graded
 from attnpo.evaluation.grading.base import GradingCall, GradingReply
 from attnpo.evaluation.grading.local_grader import LocalGrader
 from attnpo.evaluation.pairwise import MODEL_FIRST, MODEL_SECOND, Contest, PairwiseBenchmark, PairwiseRules
-from attnpo.judge.wording import JudgeTemplate
+from attnpo.judge.prompts import JudgeTemplate
 from attnpo.schema import Sampling, UserError
 from tests.evaluation.checkouts import answers_to, arena_hard_auto
 from tests.run.worlds import GRAMMAR, World

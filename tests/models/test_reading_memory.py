@@ -10,7 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig, PretrainedConfig
 
-from attnpo.judge.attention_rows import LayerAttention
+from attnpo.judge.attention import LayerAttention
 from attnpo.judge.reader import CausalJudge
 
 LENGTHS = (512, 1024, 2048)

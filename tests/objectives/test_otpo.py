@@ -16,7 +16,7 @@ from torch import Tensor
 from attnpo.objectives.dpo import DPO
 from attnpo.objectives.twdpo import OTPO
 from attnpo.schema import PreferenceBatch, TokenStats
-from attnpo.weights.optimal_transport import Plan
+from attnpo.weights.sources.transport import Plan
 from tests.conformance.fields import Record
 from tests.conformance.records import Check, Status
 from tests.conformance.transport import recompute

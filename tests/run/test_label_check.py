@@ -240,6 +240,6 @@ def test_a_real_judge_through_fit(world: World, tmp_path: Path, caplog: pytest.L
 
 
 def test_settings_that_cannot_be(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    for given, told in (("min_label_mass=50", "from 0 to 1, got 50"), ("low_label_mass=halt", "warn, stop")):
+    for given, told in (("min_label_mass=50", "in [0, 1], got 50"), ("low_label_mass=halt", "warn, stop")):
         assert weighs(world, f"judge.{given}") == 2
         assert told in capsys.readouterr().err

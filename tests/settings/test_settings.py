@@ -16,8 +16,8 @@ from transformers import AutoTokenizer, LlamaConfig, MistralConfig, PretrainedCo
 from attnpo.config.compose import CONFIG_DIR, check, compose, groups, load
 from attnpo.data.base import pairs_from_rows
 from attnpo.data.rules import BatchPlan
-from attnpo.judge.prompts import JudgePrompts, JudgeRules
-from attnpo.judge.settings import TOKEN_BUDGET
+from attnpo.judge.prompts import JudgePrompts
+from attnpo.judge.settings import TOKEN_BUDGET, JudgeRules
 from attnpo.lab.studies.config import FitConfig
 from attnpo.lab.studies.study import expand_arms
 from attnpo.models.memory import GIB, MOST, ROUND, MemoryEstimate, estimate_pass, estimate_training, most_tokens

@@ -32,10 +32,9 @@ from attnpo.display.tables import DEFAULT_DIGITS, Cell, format_cell
 from attnpo.evaluation.intervals import t_quantile
 from attnpo.judge.base import JudgeModel, JudgeReading, LoadedJudge
 from attnpo.judge.judge import RunJudge
-from attnpo.judge.label_mass import LabelMass, in_words, written
+from attnpo.judge.label_check import LabelMass, in_words, written
 from attnpo.judge.layers import Row, attending, distinct_layers
-from attnpo.judge.trace_lengths import CUT as TRACE_CUT
-from attnpo.judge.trace_lengths import trace_statistics
+from attnpo.judge.verdicts import CUT as TRACE_CUT
 from attnpo.judge.verdicts import (
     ENOUGH,
     JudgeStatistics,
@@ -45,6 +44,7 @@ from attnpo.judge.verdicts import (
     judge_standing,
     judge_statistics,
     margin_of,
+    trace_statistics,
     wilson,
     with_verdicts,
 )

@@ -12,8 +12,9 @@ from attnpo.data.base import PreferencePair
 from attnpo.evaluation.grading.base import Grader, GradingCall, GradingFailure, GradingReply, Price
 from attnpo.evaluation.grading.local_grader import LocalGrader
 from attnpo.evaluation.pairwise import Contest, PairwiseRules
-from attnpo.judge.prompts import JudgePrompts, JudgeRules
+from attnpo.judge.prompts import JudgePrompts
 from attnpo.judge.reader import CausalJudge
+from attnpo.judge.settings import JudgeRules
 from attnpo.models.loading import load_model, load_tokenizer
 from attnpo.schema import Message, UserError
 from attnpo.text.chat import ChatFormat
