@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from attnpo.cli.terminal import hear_signals
 
 if TYPE_CHECKING:
-    from attnpo.lab.reports.report import ReportConfig
+    from attnpo.lab.reports.report_config import ReportConfig
 
 DESCRIPTION = """\
 Tables from the store and from finished folders; printed=FILE.csv puts printed numbers below ours.

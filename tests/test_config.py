@@ -21,7 +21,7 @@ from attnpo.cli import entry as command_line
 from attnpo.config import compose as config
 from attnpo.config import fields as component_fields
 from attnpo.config.reader import located
-from attnpo.lab.reports.report import ReportConfig
+from attnpo.lab.reports.report_config import ReportConfig
 from attnpo.run import combinations as settings
 from attnpo.schema import UserError
 

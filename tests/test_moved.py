@@ -27,7 +27,6 @@ BEFORE = {
     "attnpo.grading.truth_grader.TruthGrader": "TruthGrader",
     "attnpo.inspection.show_config.ShowConfig": "ShowRoot",
     "attnpo.objectives.otpo.OTPO": "OTPO",
-    "attnpo.lab.reports.report_config.ReportConfig": "ReportConfig",
     "attnpo.lab.studies.fit_config.FitConfig": "FitConfig",
     "attnpo.lab.studies.show_config.ShowRoot": "ShowRoot",
     "attnpo.lab.studies.weigh_config.WeighConfig": "WeighConfig",

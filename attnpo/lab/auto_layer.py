@@ -15,7 +15,7 @@ from attnpo.data.prepare import EncodedSet, calibration_pairs, sample_of
 from attnpo.judge.base import CAPTURE_VERSION
 from attnpo.judge.judge import RunJudge
 from attnpo.judge.layers import attending
-from attnpo.lab.measures import LayerRules
+from attnpo.lab.layer_rules import LayerRules
 from attnpo.run.combinations import CHOICE
 from attnpo.run.readers import Readers
 from attnpo.schema import PreferencePair, UserError, digest

@@ -8,7 +8,7 @@ from attnpo.display.page import Image, Section, TableBlock
 from attnpo.display.printed import KeyedTable, PrintedTable, beside, label_of, meets, read_printed, shared_keys
 from attnpo.display.tables import DEFAULT_DIGITS, Cell, format_cell, ordered_cells
 from attnpo.lab.reports.output import RUNS, publish
-from attnpo.lab.reports.report import RUN, STUDY
+from attnpo.lab.reports.report_config import RUN, STUDY
 from attnpo.lab.results import StudyResults, kind_in, read_study, run_row, run_warnings, setting_in, unchecked
 
 METHOD = "method"  # what the paper's tables call the column that names the rows

@@ -34,7 +34,7 @@ from attnpo.evaluation.shown import rounds_text
 from attnpo.evaluation.spreads import grading_noise, half_widths
 from attnpo.lab.reports.folder_report import MODELS, letters, whose
 from attnpo.lab.reports.output import publish
-from attnpo.lab.reports.report import SCORES
+from attnpo.lab.reports.report_config import SCORES
 from attnpo.lab.results import nothing
 from attnpo.run.identity import by_class
 from attnpo.schema import UserError

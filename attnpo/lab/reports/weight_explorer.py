@@ -19,7 +19,7 @@ from attnpo.data.prepared import Recipe
 from attnpo.data.reading import read_pairs
 from attnpo.display.explorer import ExplorerPair, ExplorerSide, SideWeights, View, write_explorer
 from attnpo.display.output import terminal
-from attnpo.lab.reports.report import ReportConfig
+from attnpo.lab.reports.report_config import ReportConfig
 from attnpo.lab.reports.weight_report import asked_layers, each_weights, model_label, weights_label
 from attnpo.run.heat_rows import heat_rows
 from attnpo.run.inputs import Inputs, encode

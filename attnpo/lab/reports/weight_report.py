@@ -36,7 +36,7 @@ from attnpo.judge.settings import Judge
 from attnpo.judge.verdicts import judge_warning
 from attnpo.lab.auto_layer import at_layers
 from attnpo.lab.reports.output import publish
-from attnpo.lab.reports.report import ReportConfig, files
+from attnpo.lab.reports.report_config import ReportConfig, files
 from attnpo.models.spec import ModelSpec
 from attnpo.run.components import LayerFinder
 from attnpo.run.heat_rows import heat_rows
@@ -137,7 +137,7 @@ def weight_report(cfg: ReportConfig, folder: Path, mark: str) -> None:
     publish(f"Token weights: {model}", shown, notes, folder, "weights", mark, [*sections, *about], by="side")
     for one in measured:
         if one.heat:
-            from attnpo.display.heat_figure import heatmap_figure  # matplotlib: not for a report without figures
+            from attnpo.display.heat_figure import heatmap_figure
 
             path = heatmap_figure(one.heat[0], folder / f"heat-{clean(one.label)}.png")
             terminal().print(f"  {path}", highlight=False, markup=False)

@@ -12,52 +12,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnpo.lab.studies.arms import Composed, point_config, point_folder
-from attnpo.lab.studies.outcome import Outcome, best_by_arm
-from attnpo.lab.studies.study import Point, Study, WorldSeed, last_line
+from attnpo.lab.studies.left_models import MODEL, is_whole, keep_model, with_model
+from attnpo.lab.studies.outcome import best_by_arm
+from attnpo.lab.studies.study import Outcome, Point, Study, WorldSeed, last_line
 from attnpo.lab.studies.workers import Workers, execute, on_gpu
-from attnpo.models.loading import weights_fingerprint
 from attnpo.run.identity import identity_of
 from attnpo.run.result import RunResult
 from attnpo.run.resume import read_result
-from attnpo.schema import UserError
-from attnpo.system.files import seal, sealed
-from attnpo.training.checkpoint_folders import STATE, remove
 
 if TYPE_CHECKING:
     from attnpo.lab.studies.bases import Basis
 
 
 log = logging.getLogger(__name__)
-
-MODEL = "last"  # of a run's checkpoints that of its last step, which is what a study scores
-
-
-def with_model(made: Composed) -> Composed:
-    """Returns the config of a run that leaves its model."""
-    return made.changed({"callbacks.checkpoints": True}, ["callbacks.checkpoints=true"])
-
-
-def is_whole(run: Path) -> bool:
-    """Returns whether a run is finished and its model as it was written."""
-    if read_result(run)[0] is None or not (run / MODEL).is_dir():
-        return False
-    try:
-        weights_fingerprint(run / MODEL)
-    except UserError as problem:
-        log.warning("%s", problem)
-        return False
-    return True
-
-
-def keep_model(run: Path) -> None:
-    """Removes what a finished run has beside its model to resume from: several times the model's size."""
-    model = run / MODEL
-    files = sealed(model)
-    if STATE in files:
-        kept = {name: found for name, found in files.items() if name != STATE}
-        seal(model, kept, only=list(kept))
-    (model / STATE).unlink(missing_ok=True)
-    remove(run / "best")
 
 
 EXPORTS = "exports"

@@ -14,7 +14,6 @@ from attnpo.display.look import SOFT, Level, Look, Looks, looks_of
 from attnpo.display.page import Block, Image, Paragraph, Section, TableBlock
 from attnpo.evaluation.intervals import Interval, hierarchical_bootstrap, paired_difference
 from attnpo.lab.studies.outcome import (
-    Outcome,
     PointResults,
     best_by_arm,
     by_arm,
@@ -23,7 +22,7 @@ from attnpo.lab.studies.outcome import (
     has_truth,
     interval_text,
 )
-from attnpo.lab.studies.study import BASE_ROW, WorldAxis
+from attnpo.lab.studies.study import BASE_ROW, Outcome, WorldAxis
 from attnpo.lab.studies.tables import Row, at_levels, by_world, columns_of
 from attnpo.run.result import RunResult
 from attnpo.schema import SIDES

@@ -12,7 +12,6 @@ from attnpo.lab.studies.arms import key_of
 from attnpo.lab.studies.config import FitConfig
 from attnpo.lab.studies.frontier import difference
 from attnpo.lab.studies.outcome import (
-    Outcome,
     PointResults,
     all_seeds,
     best_by_arm,
@@ -27,7 +26,7 @@ from attnpo.lab.studies.outcome import (
 )
 from attnpo.lab.studies.plan import plan_study
 from attnpo.lab.studies.predictions import unregistered
-from attnpo.lab.studies.study import Arm, Grid, Point, last_line, short
+from attnpo.lab.studies.study import Arm, Grid, Outcome, Point, last_line, short
 from attnpo.lab.studies.tables import benchmark_notes
 from attnpo.run.result import RunResult
 from attnpo.schema import UserError

@@ -23,12 +23,13 @@ from attnpo.display.page import (
     svg_beside,
 )
 from attnpo.display.tables import Cell, table_csv
-from attnpo.lab.studies.exports import EXPORTS, MODEL
+from attnpo.lab.studies.exports import EXPORTS
 from attnpo.lab.studies.figures import study_figures, study_looks, unweighted_section
+from attnpo.lab.studies.left_models import MODEL
 from attnpo.lab.studies.notes import footnotes, warnings
-from attnpo.lab.studies.outcome import Outcome, PointResults, best_by_arm, gather, has_truth
+from attnpo.lab.studies.outcome import PointResults, best_by_arm, gather, has_truth
 from attnpo.lab.studies.predictions import predictions_section
-from attnpo.lab.studies.study import Point
+from attnpo.lab.studies.study import Outcome, Point
 from attnpo.lab.studies.tables import (
     DIGITS,
     Row,

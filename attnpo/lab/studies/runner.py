@@ -11,24 +11,19 @@ from typing import Any
 
 from attnpo.cli.progress import phase
 from attnpo.cli.terminal import training_began
-from attnpo.lab.studies.arms import (
-    Composed,
-    check_distinct,
-    counted,
-    point_config,
-    point_folder,
-)
+from attnpo.lab.studies.arms import Composed, check_distinct, counted, point_config, point_folder
 from attnpo.lab.studies.bases import Basis, keep_costs, make_basis
 from attnpo.lab.studies.benchmark_settings import check_benchmarks
 from attnpo.lab.studies.benchmarks import measure_benchmarks, tell_costs
 from attnpo.lab.studies.config import FitConfig
 from attnpo.lab.studies.exports import exporting
-from attnpo.lab.studies.outcome import Outcome, label_of
+from attnpo.lab.studies.outcome import label_of
 from attnpo.lab.studies.plan import Pace, Plan, plan_study, watching
 from attnpo.lab.studies.predictions import check_predicted, fix
 from attnpo.lab.studies.study import (
     ONLY,
     Arm,
+    Outcome,
     Point,
     Study,
     WorldSeed,

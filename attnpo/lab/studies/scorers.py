@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from attnpo.lab.studies.arms import Composed, Composer, run_digest
-from attnpo.lab.studies.exports import MODEL, is_whole, keep_model, with_model
-from attnpo.lab.studies.outcome import ScorerRun
-from attnpo.lab.studies.study import ONLY, Study, last_line, scorers_of
+from attnpo.lab.studies.left_models import MODEL, is_whole, keep_model, with_model
+from attnpo.lab.studies.study import ONLY, ScorerRun, Study, last_line, scorers_of
 from attnpo.lab.studies.workers import Workers, execute, on_gpu
 from attnpo.models.loading import weights_fingerprint
 from attnpo.run.folders import make_folder

@@ -16,11 +16,7 @@ from attnpo.evaluation.spreads import grading_noise
 from attnpo.lab.analysis.drift import BELOW, DECISIVE, END, NO_WEIGHT, OTHER
 from attnpo.lab.studies.frontier import CHORD, ENDS, FAR, AtKL, at_kl, difference
 from attnpo.lab.studies.outcome import (
-    Outcome,
     PointResults,
-    Reads,
-    RowScore,
-    ScorerRun,
     best_by_arm,
     by_arm,
     difference_text,
@@ -29,10 +25,9 @@ from attnpo.lab.studies.outcome import (
     has_truth,
     interval_text,
     seeds_mark,
-    times_trained,
     verdict,
 )
-from attnpo.lab.studies.study import BASE_ROW, scorers_of
+from attnpo.lab.studies.study import BASE_ROW, Outcome, Reads, RowScore, ScorerRun, scorers_of, times_trained
 from attnpo.run.result import RunResult
 from attnpo.weights.arrival import COLUMNS as ARRIVED
 

@@ -20,7 +20,8 @@ from attnpo.display.page import Paragraph, Section, TableBlock
 from attnpo.display.printed import KeyedTable
 from attnpo.display.tables import Cell
 from attnpo.lab.reports.folder_report import figures, headline, keyed_tables
-from attnpo.lab.reports.report import ReportConfig, report
+from attnpo.lab.reports.report import report
+from attnpo.lab.reports.report_config import ReportConfig
 from attnpo.lab.reports.weight_explorer import joined
 from attnpo.lab.results import kind_in, read_study
 from attnpo.lab.studies.tables import main_table

@@ -17,7 +17,8 @@ from attnpo.display.page import Section, TableBlock
 from attnpo.evaluation.base import Score
 from attnpo.evaluation.result import RESULT, EvaluationResult, Lengths
 from attnpo.evaluation.spreads import half_widths
-from attnpo.lab.reports.report import ReportConfig, report
+from attnpo.lab.reports.report import report
+from attnpo.lab.reports.report_config import ReportConfig
 from attnpo.lab.reports.scores import Board, Figure, board_of, column_of, find_mixed, read_evaluations
 from attnpo.schema import UserError
 from attnpo.system.files import write_record

@@ -24,10 +24,10 @@ from attnpo.lab.studies.arms import Composed
 from attnpo.lab.studies.benchmark_settings import Evaluations, check_benchmarks, grammar_of
 from attnpo.lab.studies.benchmarks import bounds_left
 from attnpo.lab.studies.config import FitConfig
-from attnpo.lab.studies.outcome import Outcome, PointResults, RowScore, best_by_arm
+from attnpo.lab.studies.outcome import PointResults, best_by_arm
 from attnpo.lab.studies.page import finish_study
 from attnpo.lab.studies.runner import run_study
-from attnpo.lab.studies.study import Arm, Study, asked_problems
+from attnpo.lab.studies.study import Arm, Outcome, RowScore, Study, asked_problems
 from attnpo.lab.studies.tables import RANK, benchmark_cells, benchmark_notes, main_table, scores_table
 from attnpo.lab.testbed.benchmark import TestbedBenchmark
 from attnpo.models.loading import load_model

@@ -11,8 +11,8 @@ from attnpo.judge.judge import RunJudge
 from attnpo.lab.studies import bases
 from attnpo.lab.studies.arms import check_user, composer_of
 from attnpo.lab.studies.bases import COSTS, Basis, keep_costs, make_basis
-from attnpo.lab.studies.outcome import Cost
 from attnpo.lab.studies.plan import plan_study
+from attnpo.lab.studies.study import Cost
 from attnpo.run.identity import identity_of
 from attnpo.run.resolve import resolve
 from attnpo.schema import UserError

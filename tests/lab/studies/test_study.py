@@ -14,11 +14,10 @@ from attnpo.lab.studies import bases
 from attnpo.lab.studies.arms import composer_of, layered, point_config, point_folder
 from attnpo.lab.studies.bases import make_basis
 from attnpo.lab.studies.config import FitConfig
-from attnpo.lab.studies.outcome import Outcome
 from attnpo.lab.studies.page import finish_study
 from attnpo.lab.studies.plan import plan_study
 from attnpo.lab.studies.runner import run_study
-from attnpo.lab.studies.study import Arm, Grid, Point, Study, expand_arms, grid_record, make_points
+from attnpo.lab.studies.study import Arm, Grid, Outcome, Point, Study, expand_arms, grid_record, make_points
 from attnpo.run import run as runs
 from attnpo.run.folders import run_folder
 from attnpo.run.identity import identity_of

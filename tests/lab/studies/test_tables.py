@@ -14,18 +14,9 @@ from attnpo.evaluation.intervals import Interval
 from attnpo.lab.studies import notes
 from attnpo.lab.studies.figures import drawn_together
 from attnpo.lab.studies.notes import NO_CONTROL, footnotes, warnings
-from attnpo.lab.studies.outcome import (
-    Cost,
-    Outcome,
-    PointResults,
-    best_by_arm,
-    best_point,
-    gather,
-    interval_text,
-    verdict,
-)
+from attnpo.lab.studies.outcome import PointResults, best_by_arm, best_point, gather, interval_text, verdict
 from attnpo.lab.studies.page import all_points, analysis_sections, keep_record, write_study_report
-from attnpo.lab.studies.study import Arm, Grid, Point, Study
+from attnpo.lab.studies.study import Arm, Cost, Grid, Outcome, Point, Study
 from attnpo.lab.studies.tables import level_tables, main_table
 from attnpo.run.result import RunResult
 from tests.run.probe import Probe

@@ -1,0 +1,78 @@
+"""Configuration of ``attnpo.report``, known before anything heavy is loaded."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import ClassVar
+
+from attnpo.lab.studies.config import FitConfig
+from attnpo.run.run_config import TRAINING
+from attnpo.schema import UserError
+
+KINDS = (WEIGHTS, STUDY, RUN, SCORES) = ("weights", "study", "run", "scores")
+# Parts of the config that move no number of a report.
+PLACES = ("name", "output", "store", "lock_timeout", "composed")
+# Keys that every report reads, and those that each kind of report on files reads beside them; "" goes by the folders.
+OF_FOLDERS = ("what", "name", "output", "lock_timeout", "composed")
+READ = {**dict.fromkeys(("", STUDY, RUN), ("printed",)), SCORES: ("printed", "label")}
+
+
+@dataclass(frozen=True)
+class ReportConfig(FitConfig):
+    """A report; a field per key of ``configs/report.yaml``, where each is explained, and those of ``fit``."""
+
+    trains: ClassVar[bool] = False
+
+    what: tuple[str, ...] = ()
+    printed: tuple[str, ...] | str = ()
+    layers: tuple[int | str, ...] | str = ()
+    label: str | None = None
+    min_count: int = 100
+    top: int = 10
+    heat_maps: int = 2
+    explorer: int = 0
+    against: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.what and kind_of(self.what) == WEIGHTS and self.what != (WEIGHTS,):
+            raise UserError(f"report weights: expected GROUP=OPTION or KEY=VALUE after it, got {self.what[1]!r}")
+        if isinstance(self.layers, str) and self.layers != "all":
+            raise UserError(f"layers: expected all or a list such as [1,2,1/2,last], got {self.layers!r}")
+        twice = [layer for layer in dict.fromkeys(self.layers) if list(self.layers).count(layer) > 1]
+        if not isinstance(self.layers, str) and twice:
+            raise UserError(f"layers: expected each layer once, got {twice[0]} more than once")
+        if self.min_count < 1 or self.top < 1 or self.heat_maps < 0 or self.explorer < 0:
+            raise UserError("min_count and top must be at least 1, heat_maps and explorer at least 0")
+        for path in files(self.printed):
+            if not path.is_file():
+                raise UserError(f"printed={path}: expected a CSV file, there is none")
+
+    def unread(self) -> dict[str, str]:
+        """Keys without effect as the others stand, with the reason."""
+        if not self.what:
+            return {}
+        kind = kind_of(self.what)
+        if kind == WEIGHTS:
+            alone = {} if self.explorer else {"against": "explorer=0 draws no explorer"}
+            return {**super().unread(), **dict.fromkeys(TRAINING, "a report trains nothing"), **alone}
+        names = [item.name for item in fields(self) if item.init and item.name not in (*OF_FOLDERS, *READ[kind])]
+        return dict.fromkeys(names, "finished folders are read as they are")
+
+
+def kind_of(what: Sequence[str]) -> str:
+    """Returns the kind of report its words ask for; empty when they are folders alone. UserError when nothing is asked
+    for.
+    """
+    first = what[0] if what else None
+    if first is None or (first in KINDS and first != WEIGHTS and len(what) == 1):
+        raise UserError(
+            f"report{'' if first is None else ' ' + first}: expected `weights`, `study FOLDER ...`, `run FOLDER ...`, "
+            "`scores FOLDER ...` or folders of finished studies or runs; see --help"
+        )
+    return first if first in KINDS else ""
+
+
+def files(printed: Sequence[str] | str) -> list[Path]:
+    """Returns the CSV files of ``printed``, a name or a list of names."""
+    return [Path(path).expanduser() for path in ([printed] if isinstance(printed, str) else printed)]
