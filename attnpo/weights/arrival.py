@@ -34,7 +34,8 @@ def shares_that_arrived(weights: Float[Tensor, " n"], arrived: Float[Tensor, " n
 def kept_share(mass: Float[Tensor, " n"], arrived: Float[Tensor, " n"]) -> float:
     """Returns the share of ``mass`` that arrives, 1 where there is none."""
     total = float(mass.sum())
-    return float(mass @ arrived) / total if total else 1.0
+    # Copies, as a dot product of rows that begin at another address has other last bits.
+    return float(mass.clone() @ arrived.clone()) / total if total else 1.0
 
 
 @runtime_checkable
