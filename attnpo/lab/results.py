@@ -372,7 +372,7 @@ def read_rows(path: Path) -> list[dict[str, Cell]]:
         with path.open(encoding="utf-8", newline="") as lines:
             rows = list(csv.DictReader(lines, strict=True))
         return [{name: text if name in ("world", "arm") else _cell(text) for name, text in row.items()} for row in rows]
-    except (ValueError, TypeError, csv.Error) as problem:  # TypeError: a row that is no longer or shorter than the head
+    except (ValueError, TypeError, csv.Error) as problem:  # TypeError: a row that is not as long as the head
         raise UserError(f"{path}: expected the table of a study's runs, but it cannot be read ({problem})") from problem
 
 
