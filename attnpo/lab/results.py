@@ -3,11 +3,12 @@
 Reads files alone and loads no model. A frame is made when it is first asked for.
 """
 
+import csv
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -365,18 +366,22 @@ def printed_tables(path: Path) -> tuple[list[tuple[str, TableBlock]], list[str]]
 
 def read_rows(path: Path) -> list[dict[str, Cell]]:
     """Returns every run of a study, from its results.csv; none without that file."""
+    if not path.is_file():
+        return []
     try:
-        frame = pandas.read_csv(
-            path if path.is_file() else StringIO("arm"),
-            dtype={"world": str, "arm": str},
-            float_precision="round_trip",
-            keep_default_na=False,
-            na_values=[""],
-        )
-    except ValueError as problem:
+        with path.open(encoding="utf-8", newline="") as lines:
+            rows = list(csv.DictReader(lines, strict=True))
+        return [{name: text if name in ("world", "arm") else _cell(text) for name, text in row.items()} for row in rows]
+    except (ValueError, TypeError, csv.Error) as problem:  # TypeError: a row that is not as long as the head
         raise UserError(f"{path}: expected the table of a study's runs, but it cannot be read ({problem})") from problem
-    rows: list[dict[str, Cell]] = frame.astype(object).where(frame.notna(), None).to_dict("records")
-    return rows
+
+
+def _cell(text: str) -> Cell:
+    """Returns the number that a text is; None for an empty one."""
+    for number in (int, float):
+        with suppress(ValueError):
+            return number(text)
+    return text or None
 
 
 # ------------------------------------------------------------------------------------------------ folders

@@ -17,6 +17,7 @@ arms:
   uniform: [weights=uniform]
   broken: [weights=uniform, data.val_split=nowhere]
   attention: [weights=attention]
+layers: []
 grid:
   _target_: attnpo.lab.studies.study.Grid
   lr: [1.0e-3]

@@ -86,13 +86,10 @@ def test_what_counts_asks_what_shows_results_for_pages_alone() -> None:
         ("lab/studies/runner.py", "lab/studies/benchmarks.py"),  # measures what the points have left
         ("lab/studies/runner.py", "lab/studies/exports.py"),  # sets callbacks, which count as any key does
         ("lab/studies/runner.py", "lab/studies/predictions.py"),  # keeps what was predicted, before any point runs
-        ("lab/studies/bases.py", "lab/studies/outcome.py"),  # notes seconds and how often models read a pair
         ("lab/studies/config.py", "run/show_config.py"),  # keys of another command
         ("lab/studies/runner.py", "lab/studies/outcome.py"),  # gathers what the points came to
-        ("lab/studies/scorers.py", "lab/studies/exports.py"),  # leaves a model, which moves no number of its run
-        ("lab/studies/scorers.py", "lab/studies/outcome.py"),  # notes how often training read a pair
         ("lab/studies/study.py", "display/page.py"),
-        ("lab/studies/study.py", "lab/studies/outcome.py"),  # what an analysis may show
+        ("lab/studies/study.py", "evaluation/intervals.py"),  # of a benchmark's score over seeds
     }
 
 
