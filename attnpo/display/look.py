@@ -40,23 +40,19 @@ def new_figure(width: Number, height: Number) -> Figure:
     return Figure(figsize=(width, height), dpi=DPI, facecolor=PAPER)
 
 
-def save(figure: Figure, path: Path | str, *, adapts: bool = True, svg: bool = True) -> Path:
+def save(figure: Figure, path: Path | str) -> Path:
     """Writes the figure as a PNG and beside it as an SVG, makes their folder first, empties it, and returns the PNG.
 
-    The SVG keeps its text as text, has no background and takes lighter lines where its reader prefers dark pages;
-    ``adapts`` False keeps it as it is, on white. ``svg`` False writes the PNG alone.
+    The SVG keeps its text as text, has no background and takes lighter lines where its reader prefers dark pages.
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     drawing = io.StringIO()
     with naming(target), matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": f"attnpo {target.stem}"}):
         figure.savefig(target, format="png", dpi=DPI)
-        if svg:
-            figure.savefig(drawing, format="svg", facecolor="none" if adapts else PAPER, metadata={"Date": None})
-    if svg:
-        text = adaptive(drawing.getvalue()) if adapts else drawing.getvalue()
-        with naming(svg_beside(target)):
-            svg_beside(target).write_text(text, encoding="utf-8")
+        figure.savefig(drawing, format="svg", facecolor="none", metadata={"Date": None})
+    with naming(svg_beside(target)):
+        svg_beside(target).write_text(adaptive(drawing.getvalue()), encoding="utf-8")
     figure.clear()
     return target
 

@@ -17,6 +17,7 @@ from attnpo.config.compose import as_yaml
 from attnpo.config.named_files import code_of
 from attnpo.data.arrow_rows import pair_ids_of
 from attnpo.data.prompts import Prompt, encode_prompts
+from attnpo.data.scoring import score_examples
 from attnpo.models.backbone import frozen
 from attnpo.models.generate import chat_generator, context_length
 from attnpo.models.packed_attention import attend_as_before
@@ -53,7 +54,6 @@ from attnpo.run.resume import (
 )
 from attnpo.run.run_config import RunConfig
 from attnpo.run.startup import warn_low_rate
-from attnpo.run.token_logps import first_logps
 from attnpo.schema import Json, Message, PreferencePair, Sampling, UserError
 from attnpo.system.credentials import identify, mask
 from attnpo.system.files import naming
@@ -209,7 +209,9 @@ def _finish(
             keep_for_page(folder, heat_rows(inputs, chat.tokenizer, PAIRS), sampled)
     if callbacks.report:
         with spare(folder, "the report"):
-            first = first_logps(base, policy, inputs.examples["train"].examples[: callbacks.heat_maps])
+            shown = [] if base.spec.reward else inputs.examples["train"].examples[: callbacks.heat_maps]
+            with base.autocast(), phase("log-probabilities of the first pairs"):
+                first = dict(score_examples(policy.to(base.device), shown, base.chat.rows.pad_id))
             write_run_report(inputs, result, chat, callbacks, as_yaml(cfg.values), folder, first)
     with spare(folder, "handing the run to its loggers"):
         publish_run(loggers, inputs, result, chat.tokenizer, callbacks, folder)
