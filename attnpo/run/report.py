@@ -17,8 +17,7 @@ from attnpo.config.compose import Composition
 from attnpo.config.fields import as_values
 from attnpo.data.weighing import SPLITS
 from attnpo.display.column_notes import column_notes
-from attnpo.display.drift_figure import drift_figure
-from attnpo.display.figures import training_curves
+from attnpo.display.figures import drift_figure, training_curves
 from attnpo.display.heatmap import heatmap_html
 from attnpo.display.page import (
     Beside,

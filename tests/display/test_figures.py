@@ -11,11 +11,10 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from attnpo.display.arm_figure import ArmPanel, arm_figure
-from attnpo.display.figures import LayerPoint, layer_curve, training_curves
-from attnpo.display.frontier_figure import FrontierPoint, frontier
-from attnpo.display.look import COLOURS, DPI, INK, Level, Look, fitting, looks_of
+from attnpo.display.figures import training_curves
+from attnpo.display.look import COLOURS, DPI, INK, Level, Look, axis_limits, looks_of
 from attnpo.display.page import svg_beside
+from attnpo.lab.figures import ArmPanel, FrontierPoint, LayerPoint, arm_figure, frontier, layer_curve
 
 BLUE, ORANGE, GREEN = (colour.lower() for colour in COLOURS[:3])
 
@@ -122,12 +121,14 @@ def test_a_point_far_off_stands_at_the_edge_and_does_not_press_the_others_togeth
 
 def test_the_axis_leaves_out_what_would_press_all_others_together_and_nothing_else() -> None:
     values = [0.1, 0.12, 0.2, 0.22, 0.25, 0.3, 0.31, 0.33]
-    low, high = fitting(values)
+    low, high = axis_limits(values)
     assert low < 0.1 and high > 0.33
-    assert fitting([*values, -9.0]) == pytest.approx((low, high), abs=0.05)
-    assert fitting([0.1, 9.0])[1] > 9, "of few values none is far off"
-    assert fitting(values, [0.0, 0.5])[1] > 0.5 and fitting(values, [90.0])[1] < 1, "intervals reach one span further"
-    assert fitting([math.nan]) == (0.0, 1.0) and fitting([0.5])[0] < 0.5 < fitting([0.5])[1]
+    assert axis_limits([*values, -9.0]) == pytest.approx((low, high), abs=0.05)
+    assert axis_limits([0.1, 9.0])[1] > 9, "of few values none is far off"
+    assert axis_limits(values, [0.0, 0.5])[1] > 0.5 and axis_limits(values, [90.0])[1] < 1, (
+        "intervals reach one span further"
+    )
+    assert axis_limits([math.nan]) == (0.0, 1.0) and axis_limits([0.5])[0] < 0.5 < axis_limits([0.5])[1]
 
 
 def test_an_arm_looks_the_same_whatever_is_drawn_with_it() -> None:

@@ -3,11 +3,11 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from attnpo.display.figures import LayerPoint, layer_curve
 from attnpo.display.look import Level, Looks
 from attnpo.display.page import Image
 from attnpo.display.tables import Cell
 from attnpo.evaluation.spreads import grading_noise
+from attnpo.lab.figures import LayerPoint, layer_curve
 from attnpo.lab.studies.benchmark_scores import BASE_ROW, RowScore
 from attnpo.lab.studies.study import Outcome
 from attnpo.system.files import clean

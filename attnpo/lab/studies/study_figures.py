@@ -5,12 +5,19 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from attnpo.display.arm_figure import ArmPanel, arm_figure
-from attnpo.display.figures import GainPoint, LayerPoint, gains, layer_curve
-from attnpo.display.frontier_figure import FrontierPoint, frontier
 from attnpo.display.look import SOFT, Level, Look, Looks, looks_of
 from attnpo.display.page import Image
 from attnpo.evaluation.intervals import hierarchical_bootstrap
+from attnpo.lab.figures import (
+    ArmPanel,
+    FrontierPoint,
+    GainPoint,
+    LayerPoint,
+    arm_figure,
+    frontier,
+    gains,
+    layer_curve,
+)
 from attnpo.lab.studies.benchmark_scores import BASE_ROW
 from attnpo.lab.studies.benchmark_table import layer_figures
 from attnpo.lab.studies.selection import PointResults, best_by_arm, by_arm, gather, has_truth

@@ -5,11 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from attnpo.display.arm_figure import ArmPanel, arm_figure
-from attnpo.display.figures import LayerPoint, layer_curve
 from attnpo.display.look import Level, Looks
 from attnpo.display.page import Block, Image, Paragraph, Section, TableBlock
 from attnpo.evaluation.intervals import Interval, hierarchical_bootstrap, paired_difference
+from attnpo.lab.figures import ArmPanel, LayerPoint, arm_figure, layer_curve
 from attnpo.lab.studies.selection import PointResults, best_by_arm, by_arm, difference_text, interval_text
 from attnpo.lab.studies.study import Outcome
 from attnpo.lab.studies.tables import Row, columns_of

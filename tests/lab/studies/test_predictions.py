@@ -7,9 +7,9 @@ from typing import Any
 import matplotlib.image
 import pytest
 
-from attnpo.display.figures import GainPoint, gains
 from attnpo.display.page import Paragraph, TableBlock
 from attnpo.evaluation.intervals import Interval
+from attnpo.lab.figures import GainPoint, gains
 from attnpo.lab.studies.claims import Claim, Predictions
 from attnpo.lab.studies.footnotes import footnotes, on_edge, warnings
 from attnpo.lab.studies.predictions import check_predicted, decide, fix, predictions_section
