@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from attnpo import show
-from attnpo.cli.typed_texts import take_texts
 from attnpo.data.collate import collate
 from attnpo.data.scoring import score_examples
 from attnpo.display import token_table
@@ -110,15 +109,15 @@ def test_files_and_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("sys.stdin", io.StringIO("said\n"))
     (tmp_path / "a.txt").write_text("two\nlines, =[x]\n\n", encoding="utf-8")
     argv = ["column=weight", f"prompt=@{tmp_path}/a.txt", "chosen=-", "rejected=@@x", "model.path=M"]
-    texts, rest = take_texts(argv)
+    texts, rest = show.take_texts(argv)
     assert texts == {"prompt": "two\nlines, =[x]\n", "chosen": "said", "rejected": "@x"}
     assert rest == ["column=weight", "model.path=M"]
     with pytest.raises(UserError, match=r"prompt=@none\.txt: cannot be read .* typed as @@none\.txt"):
-        take_texts(["prompt=@none.txt", "chosen=a", "rejected=b"])
+        show.take_texts(["prompt=@none.txt", "chosen=a", "rejected=b"])
     with pytest.raises(UserError, match=r"prompt=- and chosen=-: standard input can be read once"):
-        take_texts(["prompt=-", "chosen=-", "rejected=b"])
+        show.take_texts(["prompt=-", "chosen=-", "rejected=b"])
     with pytest.raises(UserError, match="prompt= is given twice"):
-        take_texts(["prompt=a", "prompt=b"])
+        show.take_texts(["prompt=a", "prompt=b"])
 
 
 def test_a_pair_typed_in_part_names_what_lacks_and_what_is_near(capsys: pytest.CaptureFixture[str]) -> None:
