@@ -54,8 +54,8 @@ def test_training_curves(tmp_path: Path) -> None:
     assert image.shape[:2] == (round(6.6 * DPI), 12 * DPI) and image.min() < 0.5
     assert BLUE in told and ORANGE in told and "a $title$ that is no formula$" in told
     assert "gradient norm (1 not finite)" in told and told.count("not logged") == 3
-    for few in ([], [{"step": 3.0, "val/loss": 0.69}, {"train/loss": math.inf}]):
-        assert "not logged" in drawn(training_curves(few, tmp_path / "few.png"))
+    few = drawn(training_curves([{"step": 3.0, "val/loss": 0.69}, {"train/loss": math.inf}], tmp_path / "few.png"))
+    assert few.count("not logged") == 5 and "loss (1 not finite)" in few
 
 
 def test_layer_curve(tmp_path: Path) -> None:
@@ -63,11 +63,11 @@ def test_layer_curve(tmp_path: Path) -> None:
     points = [LayerPoint(4, 0.39), LayerPoint(1, 0.46), LayerPoint(2, math.nan)]
     levels = {"uniform": Level(0.36, 0.33, 0.38), "gone": math.nan}
     held = drawn(layer_curve(points, tmp_path / "h.png", baselines=levels, title="t", control="uniform"))
-    bare = drawn(layer_curve(points, tmp_path / "b.png", baselines={"uniform": 0.36}, control="uniform"))
+    many = [LayerPoint(number, 0.1) for number in range(1, 81)]
+    bare = drawn(layer_curve(many, tmp_path / "b.png", baselines={"uniform": 0.36}, control="uniform"))
     assert BLUE in held and INK in held and ORANGE not in held
     assert "95 % intervals" in held and "opacity: 0.15" in held
-    assert "95 %" not in bare and "opacity: 0.15" not in bare
-    assert drawn(layer_curve([LayerPoint(n, 0.1) for n in range(1, 81)], tmp_path / "deep.png")).count(">79<") == 0
+    assert "95 %" not in bare and "opacity: 0.15" not in bare and ">76<" in bare and ">77<" not in bare
     assert layer_curve([], tmp_path / "empty.png").stat().st_size > 1000
 
 
@@ -93,9 +93,8 @@ def test_frontier(tmp_path: Path) -> None:
     plain = [FrontierPoint(p.arm, p.kl, p.reward, p.label) for p in points]
     told = drawn(frontier(plain, tmp_path / "g.png", base_reward=-0.1))
     assert "stroke-width: 1.8" not in told and "opacity: 0.18" not in told
-    again = [svg_beside(frontier(plain[:1], tmp_path / str(n) / "f.png")).read_text(encoding="utf-8") for n in (1, 2)]
+    again = [svg_beside(frontier([], tmp_path / name / "f.png")).read_text(encoding="utf-8") for name in ("1", "2")]
     assert again[0] == again[1], "the same figure gives the same file"
-    assert frontier([], tmp_path / "empty.png").stat().st_size > 1000
 
 
 def test_a_point_far_off_stands_at_the_edge_and_does_not_press_the_others_together(tmp_path: Path) -> None:

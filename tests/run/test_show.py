@@ -167,7 +167,7 @@ def test_a_prefill_is_shown_and_moves_the_weights(world: World, capsys: pytest.C
     assert f"attention after '{prefill}'" in " ".join(capsys.readouterr().out.split())
 
 
-def test_rows_of_a_run_are_what_it_trained_on(
+def test_rows_of_a_run_are_what_it_trained_on_and_a_typed_pair_is_weighed_as_they_are(
     finished: Path, trained: Made, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = rows(capsys, f"run={finished}", "rows=2:4", "stages=[all]")
@@ -185,6 +185,8 @@ def test_rows_of_a_run_are_what_it_trained_on(
             share = trained.cfg.transforms["mixture"].share  # type: ignore[attr-defined]
             expected = [(1 - share) / (count + 1) + share * one for one in source[:count]]
             assert mixed[:count] == pytest.approx(expected, rel=1e-4)
+    typed = rows(capsys, f"run={finished}", *TYPED)
+    assert {(row["stage"], row["pair_id"]) for row in typed} == {("position_profile", PAIR.pair_id)}
 
 
 def test_contributions_add_up_to_the_margin(finished: Path, trained: Made, capsys: pytest.CaptureFixture[str]) -> None:
@@ -205,11 +207,6 @@ def test_contributions_add_up_to_the_margin(finished: Path, trained: Made, capsy
         assert values(found, "log_ratio", side=side) == pytest.approx(ratio.tolist(), abs=1e-5)
         margin += float(expected.sum())
     assert sum(values(found, "contribution")) == pytest.approx(margin, abs=1e-5) and abs(margin) > 1e-6
-
-
-def test_a_typed_pair_under_a_run(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = rows(capsys, f"run={finished}", *TYPED)
-    assert {row["stage"] for row in found} == {"position_profile"} and found[0]["pair_id"] == PAIR.pair_id
 
 
 # ------------------------------------------------------------------------------------------------ a saved step
