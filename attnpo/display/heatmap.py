@@ -87,7 +87,10 @@ def heatmap_terminal(
 
 def write_svg(pairs: Sequence[PairRecord], path: Path | str) -> Path:
     """Draws the heat maps of ``pairs`` as one SVG picture on white, as wide as 130 characters, and returns its path."""
-    console = Console(record=True, width=130, file=io.StringIO(), force_terminal=True, color_system="truecolor")
+    out = io.StringIO()  # of a notebook too, which would show what is printed
+    console = Console(
+        record=True, width=130, file=out, force_terminal=True, force_jupyter=False, color_system="truecolor"
+    )
     heatmap_terminal(pairs, console, paper=True)
     target = Path(path).expanduser()
     target.parent.mkdir(parents=True, exist_ok=True)
