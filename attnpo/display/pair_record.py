@@ -139,7 +139,10 @@ class WeighedResponse:
             tuple(data["token_ids"]),
             tuple((start, end) for start, end in data["offsets"]),
             torch.tensor(data["weights"], dtype=torch.float64),
-            *(data[name] for name in ("length", "coverage", "source_coverage", "kept_mass")),
+            data["length"],
+            data["coverage"],
+            data["source_coverage"],
+            data["kept_mass"],
             {name: torch.tensor(row, dtype=torch.float64) for name, row in data.get("scores", {}).items()},
         )
 

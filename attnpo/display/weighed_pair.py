@@ -216,10 +216,10 @@ def pair_with_weights(
             tuple(encoded.response_ids),
             tuple((start, end) for start, end in encoded.offsets),
             example.weights[i],
-            *(
-                float(both[i])
-                for both in (example.scales, example.coverage, example.source_coverage, example.kept_mass)
-            ),
+            float(example.scales[i]),
+            float(example.coverage[i]),
+            float(example.source_coverage[i]),
+            float(example.kept_mass[i]),
             scores[i],
         )
         for i, (side, encoded) in enumerate(zip(SIDES, example.sides, strict=True))

@@ -122,13 +122,13 @@ def _draw_arm(axes: Axes, arm: str, line: Sequence[FrontierPoint], beyond: Seque
     chosen = ", ".join(point.label for point in line if point.best and point.label)
     name = f"{look.named(arm)}\n    best: {chosen}" if chosen else look.named(arm)
     places, rewards = [point.root for point in inside], [point.reward for point in inside]
-    shape = {"marker": look.marker, "linestyle": look.style, "markersize": 5, "linewidth": 1.4}
+    shape: dict[str, Any] = {"marker": look.marker, "linestyle": look.style, "markersize": 5, "linewidth": 1.4}
     axes.plot(places, rewards, alpha=0.9, label=name, **shape, **look.inked)
     for point in inside:
         width, depth = (2.4, 0.65) if point.best else (1.0, 0.3)
         draw_interval(axes, point.root, point.low, point.high, color=look.colour, linewidth=width, alpha=depth)
         if point.best:
-            ring = {"fillstyle": "none", "markeredgewidth": 1.8, "markersize": 13}
+            ring: dict[str, Any] = {"fillstyle": "none", "markeredgewidth": 1.8, "markersize": 13}
             axes.plot(point.root, point.reward, "o", color=look.colour, **ring)
 
 
@@ -274,7 +274,7 @@ def layer_curve(
     figure = new_figure(6.4 + (wide + 2.4) * bool(levels), 4.4)
     shares = [5.4, wide] if levels else [1.0]
     grid = figure.subplots(1, len(shares), sharey=True, squeeze=False, gridspec_kw={"width_ratios": shares})[0]
-    bounded = any(math.isfinite(one.low) for one in (*kept, *levels.values()))
+    bounded = any(map(math.isfinite, [*(one.low for one in kept), *(one.low for one in levels.values())]))
     panel(grid[0], title, "layer\nbars: 95 % intervals" if bounded else "layer", ylabel)
     layers = [point.layer for point in kept]
     own = any(point.arm for point in kept)
@@ -404,7 +404,7 @@ def _draw_gains(axes: Axes, lines: Mapping[str, Sequence[GainPoint]], looks: Loo
     axes.axhline(0.0, color=INK, linewidth=0.9, linestyle=":")
     for number, (name, line) in enumerate(kept.items()):
         look = looks[name]
-        line_of = {"color": look.colour, "marker": look.marker, "markersize": 6}
+        line_of: dict[str, Any] = {"color": look.colour, "marker": look.marker, "markersize": 6}
         aside = gap * 0.06 * (number - (len(kept) - 1) / 2)
         at = [one.place + aside for one in line]
         gained = [one.gain for one in line]

@@ -243,7 +243,8 @@ def _example(
     made = [transforms[name] for name in first]
     weights = training_weights(source, raw, encoded, align.method, made, layers=weighed.layers, pair=pair)
     if view.stage == CAPTURED and raw is not None:
-        weights = replace(weights, **raw_weights(source, raw, encoded, align.method, layers=weighed.layers))
+        bare = raw_weights(source, raw, encoded, align.method, layers=weighed.layers)
+        weights = replace(weights, chosen=bare["chosen"], rejected=bare["rejected"])
     return make_example(pair.pair_id, encoded, weights)
 
 

@@ -257,7 +257,12 @@ def test_terminal_and_files_hold_the_same(
 ) -> None:
     argv = [*words(world, "layers=[1,2]"), *TYPED]
     found: list[WeighedPair] = []
-    monkeypatch.setattr(showing, "weighed_pairs", lambda cfg: found or found.extend(weighed_pairs(cfg)) or found)
+
+    def weighed_once(cfg: ShowConfig) -> list[WeighedPair]:
+        found.extend([] if found else weighed_pairs(cfg))
+        return found
+
+    monkeypatch.setattr(showing, "weighed_pairs", weighed_once)
     lines = rows(capsys, *argv)
     place = tmp_path / "deep"
     for ending in ("jsonl", "csv", "parquet", "html"):

@@ -100,7 +100,7 @@ def first_pairs(
     option, *transforms = label.split(" + ")
     option, _, layer = option.partition(" ")
     name = " + ".join([option, *transforms])
-    pairs = {}
+    pairs: dict[str, ExplorerPair] = {}
     for combined in heat_rows(made, tokenizer, count):
         pair, rounds = combined.pair, () if combined.captured is None else combined.captured.rounds
         views = {View(name, layer): replace(combined, captured=None)}
