@@ -17,8 +17,7 @@ from attnpo.data.adapters import Columns, RowProblem, adapt
 from attnpo.data.collate import TrainingExample
 from attnpo.data.prepare import EncodedSet, Tally, encode_pair, prepare_examples, warn_of_rendered
 from attnpo.data.rules import AlignRules, LengthRules
-from attnpo.display.heat import heat_row
-from attnpo.display.weighed_pair import WeighedPair, WeighedPairs, weighed_responses
+from attnpo.display.weighed_pair import WeighedPair, WeighedPairs, pair_with_weights
 from attnpo.judge.base import LoadedJudge
 from attnpo.judge.judge import thinking
 from attnpo.judge.label_check import PAIRS, measure_labels
@@ -314,23 +313,10 @@ class Weigher:
             source = replace(source, layer=layer, layers=()).resolve(self.depth)
         example = self._example(one, source, raw)
         read = source.layer if isinstance(source, Attention) and not source.layers else None
-        heat = heat_row(
-            pair,
-            example.sides,
-            example.weights,
-            lambda token: str(self.tokenizer.decode([token])),
-            lengths=example.scales,
-            coverage=example.coverage,
-            source_coverage=example.source_coverage,
-            kept_mass=example.kept_mass,
-            rounds=raw.rounds if raw is not None else (),
-            note=type(source).__name__.lower() + ("" if read is None else f", layer {read} of {int(self.depth)}"),
-        )
-        ids = [(side.response_ids, side.offsets) for side in example.sides]
-        chosen, rejected = weighed_responses(heat, pair, ids, example.weights)
+        found = pair_with_weights(pair, example, lambda token: str(self.tokenizer.decode([token])), raw)
+        note = type(source).__name__.lower() + ("" if read is None else f", layer {read} of {int(self.depth)}")
         number = read if isinstance(read, int) else None
-        again = partial(self._finished, one, captured)
-        return WeighedPair(pair, chosen, rejected, heat.verdicts, number, heat, raw, again)
+        return replace(found, note=note, layer=number, again=partial(self._finished, one, captured))
 
     def _example(self, one: EncodedSet, source: WeightSource, raw: PairWeights | None) -> TrainingExample:
         made = prepare_examples(one, source, {} if raw is None else {raw.pair_id: raw}, AlignRules(), self._rows)

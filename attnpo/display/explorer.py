@@ -9,15 +9,17 @@ import json
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 from markupsafe import Markup
 
-from attnpo.display.heat import LEGEND, LEVELS, OCTAVES, tint
+from attnpo.display.heat import LEGEND, LEVELS, OCTAVES, shade_rules
 from attnpo.display.templating import render
-from attnpo.schema import SIDES, EncodedResponse, Message, UserError
+from attnpo.display.weighed_pair import WeighedPair
+from attnpo.schema import SIDES, UserError
 from attnpo.system.files import write_whole
 
 TOP = 254  # the highest code of a number; 0 is the weight 0
@@ -26,60 +28,10 @@ SIGNED_TOP = 127  # codes 1..127 are positive weights and 128..254 negative ones
 SPAN = 24.0  # octaves below the largest weight that are told apart
 LOGP_TOP = 65534
 LOGP_UNKNOWN = 65535
+FACTS = {"lengths": "length", **{name: name for name in ("coverage", "source_coverage", "kept_mass")}}
+LOGPS = {"policy": "logp", "reference": "reference_logp"}  # models by the columns of their log-probabilities
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
-
-
-@dataclass(frozen=True)
-class ExplorerSide:
-    """One response: its text, and training ids and characters of its ``tokens`` (empty ranges: end of turn).
-
-    ``ends``: the texts of the tokens without characters by their id. ``logps``: log-probabilities per token by the name
-    of the model ("policy", "reference"), where they are known.
-    """
-
-    text: str
-    token_ids: Sequence[int]
-    offsets: Sequence[tuple[int, int]]
-    ends: Mapping[int, str] = field(default_factory=dict)
-    logps: Mapping[str, Sequence[float]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, text: str, encoded: EncodedResponse, ends: Mapping[int, str]) -> "ExplorerSide":
-        """Returns the side of an encoded response, log-probabilities unknown."""
-        return cls(text, encoded.response_ids, encoded.offsets, ends)
-
-
-@dataclass(frozen=True)
-class SideWeights:
-    """The weights of one response's tokens. ``length`` makes them relative to uniform: |y|, or 1 for factors.
-
-    ``coverage``: share of the tokens with characters that got a partner on the source's side, ``source_coverage`` and
-    ``kept_mass``: shares of the source's tokens and of its weights that arrived. None when not known.
-    """
-
-    weights: Sequence[float]
-    length: float | int
-    coverage: float | int | None = None
-    source_coverage: float | int | None = None
-    kept_mass: float | int | None = None
-
-
-@dataclass(frozen=True)
-class ExplorerPair:
-    """One pair; ``weights`` by view (``View``) hold both sides, a view may lack the pair. ``note``: a line about it."""
-
-    pair_id: str
-    prompt: Sequence[Message]
-    chosen: ExplorerSide
-    rejected: ExplorerSide
-    weights: Mapping["View", tuple[SideWeights, SideWeights]]
-    note: str = ""
-
-    @property
-    def sides(self) -> tuple[ExplorerSide, ExplorerSide]:
-        """Chosen, rejected."""
-        return self.chosen, self.rejected
 
 
 @dataclass(frozen=True)
@@ -89,6 +41,10 @@ class View:
     source: str
     layer: str = ""
     round: str = "combined"
+
+
+ExplorerPair = Mapping[View, WeighedPair]
+"""One pair on the same training tokens in every view; other pairs may have more views, or fewer."""
 
 
 # ------------------------------------------------------------------------------------------------ numbers
@@ -161,33 +117,32 @@ def explorer_html(pairs: Sequence[ExplorerPair], *, title: str = "Token weights"
 
     Weights relative to uniform are kept to half a step of their ``Scale`` (at most 3.4 %, 6.8 % where there are
     negative ones), which the page states; weights of exactly 0 are exact. Log-probabilities are kept to 1/131068 of the
-    lowest one.
-
-    Raises:
-        UserError: no pairs, a pair without weights, or weights or log-probabilities of another number than the tokens.
+    lowest one. UserError for no pairs, or a pair without weights.
     """
-    views = list(dict.fromkeys(view for pair in pairs for view in pair.weights))
-    if not views:
-        raise UserError("the explorer got no pairs with weights; expected at least one pair and one view of it")
-    _check(pairs)
+    views = list(dict.fromkeys(view for pair in pairs for view in pair))
+    if not views or not all(pairs):
+        raise UserError("the explorer got no pairs, or one without weights; expected at least one view of each pair")
     blobs: list[tuple[str, Markup]] = []
 
     def keep(name: str, data: bytes) -> None:
         blobs.append((name, packed(data)))
 
-    sides = [side for pair in pairs for side in pair.sides]
+    firsts = [next(iter(pair.values())) for pair in pairs]
+    sides = [side for pair in firsts for _, side in pair.sides]
     keep("ids", np.array([one for side in sides for one in side.token_ids], dtype="<i4").tobytes())
     bounds = [np.array(side.offsets, dtype=np.int64).reshape(-1, 2) for side in sides]
     gaps = [np.diff(one.reshape(-1), prepend=0) for one in bounds]  # gap in front of a token, its characters, ...
     keep("characters", np.concatenate(gaps).astype("<i4").tobytes())
     described = []
     for number, view in enumerate(views):
-        rows = [pair.weights.get(view) for pair in pairs]
+        rows = [None if (row := pair.get(view)) is None else (row.chosen, row.rejected) for pair in pairs]
         relative = np.concatenate(
             [
-                np.full(len(side.token_ids), np.nan) if row is None else _relative(row[place])
-                for pair, row in zip(pairs, rows, strict=True)
-                for place, side in enumerate(pair.sides)
+                np.full(len(side.tokens), np.nan)
+                if row is None
+                else row[place].weights.double().numpy() * row[place].length
+                for first, row in zip(firsts, rows, strict=True)
+                for place, (_, side) in enumerate(first.sides)
             ]
         )
         scale = Scale.over(relative)
@@ -196,31 +151,36 @@ def explorer_html(pairs: Sequence[ExplorerPair], *, title: str = "Token weights"
             {
                 **{"source": view.source, "layer": view.layer, "round": view.round},
                 **{"low": scale.low, "step": scale.step, "signed": scale.signed, "error": scale.error},
-                "lengths": [None if row is None else [side.length for side in row] for row in rows],
                 **{
-                    name: [None if row is None else [getattr(side, name) for side in row] for row in rows]
-                    for name in ("coverage", "source_coverage", "kept_mass")
+                    heads: [None if row is None else [_plain(getattr(side, name)) for side in row] for row in rows]
+                    for heads, name in FACTS.items()
                 },
             }
         )
     models = []
-    for number, name in enumerate(dict.fromkeys(name for side in sides for name in side.logps)):
-        logps = [np.array(side.logps.get(name, [math.nan] * len(side.token_ids)), dtype=float) for side in sides]
+    known = [(name, key) for name, key in LOGPS.items() if any(key in side.scores for side in sides)]
+    for number, (name, key) in enumerate(known):
+        logps = [side.scores.get(key, torch.full_like(side.weights, math.nan)).double().numpy() for side in sides]
         data, step = encode_logps(np.concatenate(logps))
         keep(f"logps-{number}", data)
         models.append({"name": name, "step": step})
     texts = {
         "pairs": [
             {
-                "id": pair.pair_id,
-                "note": pair.note,
-                "prompt": [[message["role"], message["content"]] for message in pair.prompt],
-                "texts": [side.text for side in pair.sides],
-                "counts": [len(side.token_ids) for side in pair.sides],
+                "id": one.pair.pair_id,
+                "note": "; ".join(next((row.rounds for row in pair.values() if row.rounds), [])),
+                "prompt": [[message["role"], message["content"]] for message in one.pair.prompt],
+                "texts": [side.text for _, side in one.sides],
+                "counts": [len(side.tokens) for _, side in one.sides],
             }
-            for pair in pairs
+            for pair, one in zip(pairs, firsts, strict=True)
         ],
-        "ends": {number: text for side in sides for number, text in side.ends.items()},
+        "ends": {
+            token_id: text
+            for side in sides
+            for token_id, text, end in zip(side.token_ids, side.tokens, side.ends, strict=True)
+            if end
+        },
         "views": described,
         "logps": models,
         "legend": [[name, value] for name, value in LEGEND],
@@ -236,7 +196,7 @@ def explorer_html(pairs: Sequence[ExplorerPair], *, title: str = "Token weights"
         title=title,
         blobs_at_first=[blob for blob in blobs if blob[0] in at_first],
         blobs_later=[blob for blob in blobs if blob[0] not in at_first],
-        shades=Markup(_shades()),
+        shades=Markup(shade_rules()),
     )
 
 
@@ -253,32 +213,6 @@ def _looked_at_first(views: Sequence[View]) -> set[int]:
     return {0, next((number for number, view in enumerate(views) if view.source != views[0].source), 1)}
 
 
-def _relative(row: SideWeights) -> Array:
-    return np.array(row.weights, dtype=np.float64) * row.length
-
-
-def _check(pairs: Sequence[ExplorerPair]) -> None:
-    for pair in pairs:
-        if not pair.weights:
-            raise UserError(f"explorer, pair {pair.pair_id}: expected weights of at least one view, got none")
-        for place, (name, side) in enumerate(zip(SIDES, pair.sides, strict=True)):
-            counts = {f"weights of {view}": len(rows[place].weights) for view, rows in pair.weights.items()}
-            counts |= {f"log-probs of {model}": len(row) for model, row in side.logps.items()}
-            counts["offsets"] = len(side.offsets)
-            for what, count in counts.items():
-                if count != len(side.token_ids):
-                    raise UserError(
-                        f"explorer, pair {pair.pair_id}, {name}: expected one of the {what} for each of the "
-                        f"{len(side.token_ids)} tokens, got {count}"
-                    )
-
-
-def _shades() -> str:
-    """Style rules of the shades, those of negative weights included."""
-    rules = []
-    for prefix, negative in (("h", False), ("v", True)):
-        for shade in range(-LEVELS, LEVELS + 1):
-            red, green, blue, opacity = tint(shade, negative)
-            ink = ";color:#1b1205" if shade >= 9 and not negative else ""
-            rules.append(f".{prefix}{shade + LEVELS}{{background:rgba({red},{green},{blue},{opacity:.3f}){ink}}}")
-    return "\n".join(rules)
+def _plain(value: float) -> float | None:
+    """Returns a number as JSON has it, None for NaN."""
+    return None if math.isnan(value) else float(value)

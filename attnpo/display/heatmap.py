@@ -1,127 +1,100 @@
-"""Heat maps of token weights as self-contained HTML and in the terminal.
+"""Heat maps of token weights as self-contained HTML, in the terminal, and as an SVG picture of the terminal's.
 
-The HTML needs no font and no file besides itself, and a script only to switch a pair to another layer or round; every
-text of the data is escaped and every line of a response takes its own direction (left to right or right to left).
+The HTML needs no font, script or file besides itself; every text of the data is escaped and every line of a response
+takes its own direction (left to right or right to left).
 """
 
-import json
+import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
-from markupsafe import Markup
 from rich.columns import Columns
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.panel import Panel
 from rich.style import Style
 from rich.table import Column, Table
+from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 from rich.text import Text
 
-from attnpo.display.heat import (
-    LEGEND,
-    LEVELS,
-    OCTAVES,
-    RGB,
-    HeatRow,
-    HeatSide,
-    HeatToken,
-    level,
-    over,
-    readable,
-    tint,
-    visible,
-)
+from attnpo.display.heat import DARK_INK, LEGEND, RGB, level, over, readable, shade_class, shade_rules, tint, visible
+from attnpo.display.pair_record import PairRecord, WeighedResponse
 from attnpo.display.templating import render
+from attnpo.system.files import write_whole
 
 # ------------------------------------------------------------------------------------------------ HTML
 
-_DARK_INK = 9  # from this shade on the tint is opaque enough to need dark letters on a dark page, too
 
-
-def heatmap_html(rows: Sequence[HeatRow], *, page: bool = True, title: str = "Token weights") -> str:
-    """Returns the heat maps of ``rows``: a whole page, or with ``page`` False a fragment to put into one (style
+def heatmap_html(pairs: Sequence[PairRecord], *, page: bool = True, title: str = "Token weights") -> str:
+    """Returns the heat maps of ``pairs``: a whole page, or with ``page`` False a fragment to put into one (style
     included).
     """
-    signed = any(token.weight < 0 for row in rows for _, side in row.sides for token in side.tokens)
-    legend = [(name, _shade_class(value)) for name, value in (*LEGEND, *([("negative", -1.0)] if signed else []))]
-    fragment = render(
-        "heatmap.html",
-        rows=rows,
-        legend=legend,
-        shade_rules=_shade_rules(signed),
-        look_of=_look,
-        rounds_of=_rounds,
-        levels=LEVELS,
-        octaves=OCTAVES,
-    )
+    signed = any(bool((side.weights < 0).any()) for pair in pairs for _, side in pair.sides)
+    legend = [(name, shade_class(value)) for name, value in (*LEGEND, *([("negative", -1.0)] if signed else []))]
+    rules = shade_rules(".heat ", signed)
+    fragment = render("heatmap.html", pairs=pairs, legend=legend, shade_rules=rules, spans_of=_spans)
     return render("frame.html", title=title, body=fragment) if page else fragment
 
 
-def _shade_rules(signed: bool) -> str:
-    rules = []
-    for prefix, negative in (("h", False), ("v", True))[: 2 if signed else 1]:
-        for shade in range(-LEVELS, LEVELS + 1):
-            red, green, blue, opacity = tint(shade, negative)
-            ink = ";color:#1b1205" if shade >= _DARK_INK and not negative else ""
-            rules.append(f".heat .{prefix}{shade + LEVELS}{{background:rgba({red},{green},{blue},{opacity:.3f}){ink}}}")
-    return "\n".join(rules)
-
-
-def _shade_class(relative: float) -> str:
-    return f"{'v' if relative < 0 else 'h'}{level(relative) + LEVELS}"
-
-
-def _look(side: HeatSide, token: HeatToken) -> tuple[str, str]:
-    """Returns the classes of a token and the text that appears over it."""
-    relative = side.relative(token)
-    classes = _shade_class(relative) if math.isfinite(relative) else "bad"
-    facts = f", {token.facts()}" if token.facts() else ""
-    if token.end:
-        return f"{classes} end", f"{relative:.2f}, end of turn{facts}"
-    if token.matched:
-        return classes, f"{relative:.2f}{facts}"
-    return "lost", f"{relative:.2f}, no partner{facts}"
-
-
-def _rounds(row: HeatRow) -> Markup:
-    """Returns what a row can be switched to, as JSON that is safe within a script element."""
-    data = [
-        {
-            "name": one.name,
-            "layers": one.layers,
-            **{
-                name: {"tokens": [[visible(text) or "▯", *rest] for text, *rest in side.tokens], "rows": side.rows}
-                for name, side in (("chosen", one.chosen), ("rejected", one.rejected))
-            },
-        }
-        for one in row.rounds
-    ]
-    return Markup(json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"))
+def _spans(side: WeighedResponse) -> Iterator[tuple[str, str, str]]:
+    """Yields of each token its classes, the text that appears over it, and its own."""
+    rows = zip(side.tokens, side.relative.tolist(), side.matched, side.ends, strict=True)
+    for place, (text, relative, matched, end) in enumerate(rows):
+        shade = shade_class(relative) if math.isfinite(relative) else "bad"
+        kind, said = (f"{shade} end", ", end of turn") if end else (shade, "") if matched else ("lost", ", no partner")
+        yield kind, f"{relative:.2f}{said}, {side.facts(place)}", text
 
 
 # ------------------------------------------------------------------------------------------------ terminal
 
 _DARK: RGB = (24, 26, 31)
+_WHITE: RGB = (255, 255, 255)
 _LIGHT_LETTERS, _DARK_LETTERS = "#e6e8ec", "#1b1205"
 
 
-def heatmap_terminal(rows: Sequence[HeatRow], console: Console, *, numbers: bool | None = None) -> None:
-    """Writes the heat maps of ``rows`` to ``console``, both responses side by side where 100 columns fit.
+def heatmap_terminal(
+    pairs: Sequence[PairRecord], console: Console, *, numbers: bool | None = None, paper: bool = False
+) -> None:
+    """Writes the heat maps of ``pairs`` to ``console``, both responses side by side where 100 columns fit.
 
-    ``numbers`` writes w * |y| after each token; by default where the console shows no colour.
+    ``numbers`` writes w * |y| after each token; by default where the console shows no colour. ``paper``: for a picture
+    on white, where nothing but us turns lines from right to left.
     """
     with_numbers = console.color_system is None if numbers is None else numbers
-    console.print(_legend_text())
-    for row in rows:
-        heads = [f"pair {row.pair_id[:12]}", *([row.note] if row.note else [])]
-        heads += [f"round {n}: {one.summary()}" for n, one in enumerate(row.verdicts, 1)]
-        console.rule(Text(visible(heads[0])), align="left")
+    console.print(_legend_text(paper))
+    for one in pairs:
+        heads = [f"pair {one.pair.pair_id[:12]}", *([one.note] if one.note else []), *one.rounds]
+        console.rule(Text(visible(heads[0])), align="left", style="dim" if paper else "rule.line")
         for line in heads[1:]:
             console.print(Text(visible(line), style="dim"))
-        for message in row.prompt:
+        for message in one.pair.prompt:
             role = Text(f"{visible(message['role'])}: ", style="bold")
             console.print(role + Text(readable(message["content"])))
-        panels = [_side_panel(name, side, with_numbers) for name, side in row.sides]
+        panels = [_side_panel(name, side, with_numbers, paper) for name, side in one.sides]
         console.print(_beside(panels) if console.width >= 100 else Group(*panels))
+
+
+def write_svg(pairs: Sequence[PairRecord], path: Path | str) -> Path:
+    """Draws the heat maps of ``pairs`` as one SVG picture on white, as wide as 130 characters, and returns its path."""
+    out = io.StringIO()  # of a notebook too, which would show what is printed
+    console = Console(
+        record=True, width=130, file=out, force_terminal=True, force_jupyter=False, color_system="truecolor"
+    )
+    heatmap_terminal(pairs, console, paper=True)
+    target = Path(path).expanduser()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(target, console.export_svg(theme=DEFAULT_TERMINAL_THEME, code_format=_SVG))
+    return target
+
+
+# Rich's own has the frame of a window, and asks the net for a font.
+_SVG = """<svg viewBox="0 0 {terminal_width} {terminal_height}" xmlns="http://www.w3.org/2000/svg">
+<style>.{unique_id}-matrix {{ font: {char_height}px ui-monospace, "DejaVu Sans Mono", monospace; white-space: pre; }}
+{styles}</style>
+<defs><clipPath id="{unique_id}-clip-terminal"><rect width="{terminal_width}" height="{terminal_height}"/></clipPath>
+{lines}</defs><rect width="100%" height="100%" fill="#ffffff"/>
+<g>{backgrounds}<g class="{unique_id}-matrix">{matrix}</g></g></svg>
+"""
 
 
 def _beside(panels: Sequence[RenderableType]) -> Table:
@@ -130,37 +103,49 @@ def _beside(panels: Sequence[RenderableType]) -> Table:
     return grid
 
 
-def _side_panel(name: str, side: HeatSide, numbers: bool) -> Panel:
+def _side_panel(name: str, side: WeighedResponse, numbers: bool, paper: bool) -> Panel:
     text = Text(overflow="fold")
-    text.append(side.summary() + "\n", style="dim")
-    for token in side.tokens:
-        text.append(visible(token.text) or "▯", style=_token_style(side, token))
+    for token, relative, matched, end in zip(side.tokens, side.relative.tolist(), side.matched, side.ends, strict=True):
+        text.append(visible(token) or "▯", style=_token_style(relative, matched, end, paper))
         if numbers:
-            text.append("|." if not token.matched else f"|{side.relative(token):.2f}", style="dim")
+            text.append("|." if not (matched or end) else f"|{relative:.2f}", style="dim")
             text.append(" ")
-    return Panel(text, title=name, title_align="left", border_style="green" if name == "chosen" else "red")
+    body = _Mirrored(text) if paper and side.is_right_to_left else text
+    head = Text(side.summary(), style="dim", overflow="fold")
+    return Panel(Group(head, body), title=name, title_align="left", border_style="green" if name == "chosen" else "red")
 
 
-def _token_style(side: HeatSide, token: HeatToken) -> Style:
-    relative = side.relative(token)
+class _Mirrored:
+    """Text whose tokens run from the right edge of each line; the letters of each are left to who draws them."""
+
+    def __init__(self, text: Text) -> None:
+        self.text = text
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        for line in self.text.wrap(console, options.max_width):
+            parts = line.divide(sorted({span.start for span in line.spans}))
+            yield Text.assemble(*reversed(parts), justify="right")
+
+
+def _token_style(relative: float, matched: bool, end: bool, paper: bool) -> Style:
     if not math.isfinite(relative):
         return Style(reverse=True, blink=True)
-    if not token.matched:
+    if not (matched or end):
         return Style(dim=True, underline=True, strike=True)
-    return shade_style(relative) + Style(italic=token.end, underline=token.end)
+    return shade_style(relative, paper) + Style(italic=end, underline=end)
 
 
-def shade_style(relative: float | int) -> Style:
-    """Letters and background of a finite weight relative to uniform, for a terminal with colours."""
+def shade_style(relative: float | int, paper: bool = False) -> Style:
+    """Returns letters and background of a finite weight relative to uniform, on a dark terminal or on ``paper``."""
     shade = level(relative)
-    red, green, blue = over(tint(shade, relative < 0), _DARK)
-    letters = _DARK_LETTERS if shade >= _DARK_INK - 3 and relative >= 0 else _LIGHT_LETTERS
+    red, green, blue = over(tint(shade, relative < 0), _WHITE if paper else _DARK)
+    letters = _DARK_LETTERS if paper or (shade >= DARK_INK - 3 and relative >= 0) else _LIGHT_LETTERS
     return Style(color=letters, bgcolor=f"#{red:02x}{green:02x}{blue:02x}")
 
 
-def _legend_text() -> Columns:
+def _legend_text(paper: bool) -> Columns:
     parts = [Text("weight relative to uniform (w·|y|):")]
-    parts += [Text(f" {name} ", style=shade_style(value)) for name, value in LEGEND]
+    parts += [Text(f" {name} ", style=shade_style(value, paper)) for name, value in LEGEND]
     parts += [
         Text("no partner", style=Style(dim=True, underline=True, strike=True)),
         Text("end of turn", style=Style(italic=True, underline=True)),

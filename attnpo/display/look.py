@@ -5,7 +5,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -35,28 +35,42 @@ _DARK = {
 Corner = Literal["best", "upper left", "lower left", "lower right", "upper center", "center left"]
 
 
-def new_figure(width: Number, height: Number) -> Figure:
+# As a decorator: what a function draws has this look, and no one else's settings change.
+styled = matplotlib.rc_context(
+    {
+        "text.parse_math": False, "text.color": INK, "axes.titlesize": 10.5, "axes.titlelocation": "left",
+        "axes.labelsize": 9, "axes.labelcolor": INK, "axes.facecolor": "none", "axes.edgecolor": SOFT,
+        "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True, "axes.grid": True,
+        "grid.color": GRID, "grid.linewidth": 0.7, "xtick.labelsize": 8, "ytick.labelsize": 8, "xtick.color": INK,
+        "ytick.color": INK, "xtick.major.size": 3, "ytick.major.size": 3, "legend.fontsize": 8,
+        "legend.frameon": False, "legend.labelcolor": INK,
+    }
+)  # fmt: skip
+
+
+def new_figure(width: Number, height: Number, title: str = "") -> Figure:
     """Returns an empty figure of ``width`` x ``height`` inches that no window shows."""
-    return Figure(figsize=(width, height), dpi=DPI, facecolor=PAPER)
+    figure = Figure(figsize=(width, height), dpi=DPI, facecolor=PAPER)
+    if title:
+        figure.suptitle(title, fontsize=12, x=0.012, ha="left")
+    return figure
 
 
-def save(figure: Figure, path: Path | str, *, adapts: bool = True, svg: bool = True) -> Path:
+def save(figure: Figure, path: Path | str, **layout: Any) -> Path:
     """Writes the figure as a PNG and beside it as an SVG, makes their folder first, empties it, and returns the PNG.
 
-    The SVG keeps its text as text, has no background and takes lighter lines where its reader prefers dark pages;
-    ``adapts`` False keeps it as it is, on white. ``svg`` False writes the PNG alone.
+    The SVG keeps its text as text, has no background and takes lighter lines where its reader prefers dark pages.
+    ``layout``: of ``Figure.tight_layout``.
     """
+    figure.tight_layout(**layout)
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     drawing = io.StringIO()
     with naming(target), matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": f"attnpo {target.stem}"}):
         figure.savefig(target, format="png", dpi=DPI)
-        if svg:
-            figure.savefig(drawing, format="svg", facecolor="none" if adapts else PAPER, metadata={"Date": None})
-    if svg:
-        text = adaptive(drawing.getvalue()) if adapts else drawing.getvalue()
-        with naming(svg_beside(target)):
-            svg_beside(target).write_text(text, encoding="utf-8")
+        figure.savefig(drawing, format="svg", facecolor="none", metadata={"Date": None})
+    with naming(svg_beside(target)):
+        svg_beside(target).write_text(adaptive(drawing.getvalue()), encoding="utf-8")
     figure.clear()
     return target
 
@@ -87,9 +101,9 @@ class Look:
     note: str = ""
 
     @property
-    def face(self) -> str:
-        """Returns the colour inside of its markers."""
-        return self.colour if self.filled else PAPER
+    def inked(self) -> dict[str, Any]:
+        """Returns the colours of its lines and inside of its markers."""
+        return {"color": self.colour, "markerfacecolor": self.colour if self.filled else PAPER}
 
     def named(self, arm: str) -> str:
         """Returns the arm's name for a legend or an axis."""
@@ -137,7 +151,7 @@ class Level:
     high: Number = math.nan
 
     @property
-    def bounded(self) -> bool:
+    def is_bounded(self) -> bool:
         """Returns whether there is an interval."""
         return math.isfinite(self.low) and math.isfinite(self.high)
 
@@ -147,7 +161,7 @@ def level_of(value: "Level | Number") -> Level:
     return value if isinstance(value, Level) else Level(value)
 
 
-def fitting(values: Sequence[Number], ends: Sequence[Number] = (), margin: float = 0.06) -> tuple[float, float]:
+def axis_limits(values: Sequence[Number], ends: Sequence[Number] = (), margin: float = 0.06) -> tuple[float, float]:
     """Returns the limits of an axis that shows ``values``, and ``ends`` of intervals as far as one span beyond them.
 
     Of eight values and more those are left out that lie three times the distance between the quartiles, and a fifth of
@@ -172,28 +186,19 @@ def fitting(values: Sequence[Number], ends: Sequence[Number] = (), margin: float
 
 
 def panel(axes: Axes, title: str, xlabel: str = "", ylabel: str = "") -> Axes:
-    """Gives ``axes`` titles, a light grid and two spines, and returns them."""
-    axes.set_facecolor("none")
-    axes.set_title(title, fontsize=10.5, color=INK, loc="left", parse_math=False)
-    axes.set_xlabel(xlabel, fontsize=9, color=INK, parse_math=False)
-    axes.set_ylabel(ylabel, fontsize=9, color=INK, parse_math=False)
-    axes.grid(True, color=GRID, linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.tick_params(labelsize=8, colors=INK, length=3)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color(SOFT)
+    """Gives ``axes`` titles, and returns them."""
+    axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
     return axes
 
 
-def legend(
-    axes: Axes, loc: Corner = "best", *, bbox_to_anchor: tuple[float, float] | None = None, ncols: int = 1
-) -> None:
-    """Names the labelled lines of ``axes``, if there are any, as plain text."""
+def legend(axes: Axes, loc: Corner = "best", *, bbox_to_anchor: tuple[float, float] | None = None) -> None:
+    """Names the labelled lines of ``axes``, if there are any."""
     if axes.get_legend_handles_labels()[0]:
-        drawn = axes.legend(
-            loc=loc, bbox_to_anchor=bbox_to_anchor, ncols=ncols, fontsize=8, frameon=False, labelcolor=INK
-        )
-        for text in drawn.get_texts():
-            text.set_parse_math(False)
+        axes.legend(loc=loc, bbox_to_anchor=bbox_to_anchor)
+
+
+def draw_interval(axes: Axes, at: Number, low: Number, high: Number, *, across: bool = False, **line: Any) -> None:
+    """Draws an interval, where there is one, as a bar at a place; ``across``: from left to right."""
+    if math.isfinite(low) and math.isfinite(high):
+        ends, places = [low, high], [at, at]
+        axes.plot(*((ends, places) if across else (places, ends)), **line)

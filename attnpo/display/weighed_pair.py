@@ -1,24 +1,21 @@
 """Weights of one pair, or of many, on the training tokens: to read, to hand on and to look at."""
 
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
-from jaxtyping import Float
 from rich.console import Console
-from torch import Tensor
 
-from attnpo.display.heat import HeatRow, Verdict
-from attnpo.display.heatmap import heatmap_html, heatmap_terminal
-from attnpo.schema import SIDES, PairWeights, PreferencePair, UserError
+from attnpo.data.collate import TrainingExample
+from attnpo.display.heatmap import heatmap_html, heatmap_terminal, write_svg
+from attnpo.display.pair_record import Columns, PairRecord, Verdict, WeighedResponse
+from attnpo.schema import SIDES, EncodedResponse, PairWeights, PreferencePair, UserError
 from attnpo.system.files import write_whole
 
 if TYPE_CHECKING:
     import pandas as pd
-
-Range = tuple[int, int]
 
 
 class WeighedToken(NamedTuple):
@@ -40,83 +37,88 @@ class WeighedToken(NamedTuple):
     matched: bool
 
 
-@dataclass(frozen=True)
-class WeighedResponse:
-    """A response's m training tokens with a weight each, the end of turn among them.
-
-    ``tokens``: their texts with the blanks before them. ``offsets``: half-open character ranges of ``text``, empty for
-    the end of turn. ``length``: |y| as the source counts it, 1 for factors. ``coverage``: the share of the tokens with
-    characters that got a partner among the source's tokens. ``matched``: which did. ``source_coverage`` and
-    ``kept_mass``: the shares of the source's tokens and of its weights that arrived.
-    """
-
-    text: str
-    tokens: tuple[str, ...]
-    token_ids: tuple[int, ...]
-    offsets: tuple[Range, ...]
-    weights: Float[Tensor, " m"]
-    length: float
-    coverage: float
-    matched: tuple[bool, ...]
-    source_coverage: float = 1.0
-    kept_mass: float = 1.0
+class _Shown:
+    """What one pair and several have in common: tables and heat maps of all their tokens."""
 
     @property
-    def relative(self) -> Float[Tensor, " m"]:
-        """Returns the weights relative to uniform, w * |y|: 1 where a token counts as much as the mean token."""
-        return self.weights * self.length
-
-    def to_dict(self) -> dict[str, object]:
-        """Plain values, which JSON can hold."""
-        return {
-            "text": self.text,
-            "tokens": list(self.tokens),
-            "token_ids": list(self.token_ids),
-            "offsets": [list(span) for span in self.offsets],
-            "weights": self.weights.tolist(),
-            "relative": self.relative.tolist(),
-            "length": self.length,
-            "coverage": self.coverage,
-            "source_coverage": self.source_coverage,
-            "kept_mass": self.kept_mass,
-        }
-
-
-@dataclass(frozen=True, repr=False)
-class WeighedPair:
-    """Both responses of a pair with their weights, as training uses them, and what the judge said.
-
-    ``verdicts``: one per order of the answers, the first with the chosen one as answer A. ``layer``: the number of the
-    layer that was read, None for sources without one. ``captured``: the raw rows on the source's tokens.
-    """
-
-    pair: PreferencePair
-    chosen: WeighedResponse
-    rejected: WeighedResponse
-    verdicts: tuple[Verdict, ...]
-    layer: int | None
-    heat: HeatRow
-    captured: PairWeights | None
-    again: Callable[[int | str | None, int | None], "WeighedPair"]
-
-    @property
-    def sides(self) -> tuple[tuple[str, WeighedResponse], tuple[str, WeighedResponse]]:
-        """("chosen", its response), ("rejected", its response)."""
-        return ("chosen", self.chosen), ("rejected", self.rejected)
+    def _all(self) -> Sequence["WeighedPair"]:
+        raise NotImplementedError
 
     @property
     def tokens(self) -> list[WeighedToken]:
-        """Returns a row per training token, those of the chosen response first."""
-        return [
-            WeighedToken(self.pair.pair_id, side, place, token, token_id, span[0], span[1], weight, relative, matched)
-            for side, one in self.sides
-            for place, (token, token_id, span, weight, relative, matched) in enumerate(
-                zip(
-                    *(one.tokens, one.token_ids, one.offsets, one.weights.tolist(), one.relative.tolist(), one.matched),
-                    strict=True,
-                )
-            )
-        ]
+        """Returns a row per training token of each pair, those of its chosen response first."""
+        rows = (row for pair in self._all for row in pair.rows())
+        return [WeighedToken(**{name: row[name] for name in WeighedToken._fields}) for row in rows]
+
+    def to_frame(self) -> "pd.DataFrame":
+        """Returns a pandas table with the fields of ``WeighedToken`` as columns. UserError without pandas."""
+        return frame_of(self.tokens)
+
+    def show(self, console: Console | None = None) -> None:
+        """Shows the heat map: in a notebook as a coloured page, elsewhere in the terminal (or on ``console``)."""
+        if console is None and in_notebook():
+            from IPython.display import HTML, display
+
+            display(HTML(self._repr_html_()))  # type: ignore[no-untyped-call]
+        else:
+            heatmap_terminal(self._all, Console() if console is None else console)
+
+    def html(self, path: Path | str) -> Path:
+        """Writes the heat map as a self-contained page to ``path``, and returns that."""
+        target = Path(path).expanduser()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(target, heatmap_html(self._all))
+        return target
+
+    def svg(self, path: Path | str) -> Path:
+        """Draws the heat map as a picture in ``path``, and returns that."""
+        return write_svg(self._all, path)
+
+    def _repr_html_(self) -> str:
+        return heatmap_html(self._all, page=False)
+
+
+@dataclass(frozen=True, repr=False)
+class WeighedPair(_Shown, PairRecord):
+    """Pair with weights that can be looked at, written and weighed again.
+
+    ``layer``: the number of the layer that was read, None for sources without one.
+    ``captured``: the raw rows on the source's tokens. ``again`` weighs it at another layer or by one round. ``view``:
+    which weights these are, by name, where several are shown. ``traces``: what the judge wrote before its verdicts.
+    """
+
+    layer: int | None = None
+    captured: PairWeights | None = None
+    again: Callable[[int | str | None, int | None], "WeighedPair"] | None = None
+    view: Mapping[str, object] = field(default_factory=dict)
+    traces: tuple[str, ...] = ()
+
+    @property
+    def _all(self) -> Sequence["WeighedPair"]:
+        return (self,)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Returns a mapping per token, chosen first: pair, view, token, its characters, and the columns' numbers."""
+        found = []
+        for name, side in self.sides:
+            columns = {column: values.tolist() for column, values in side.columns.items()}
+            spans = side.offsets or [(None, None)] * len(side.tokens)
+            found += [
+                {
+                    "pair_id": self.pair.pair_id,
+                    "side": name,
+                    **self.view,
+                    "position": place,
+                    "token": token,
+                    "token_id": side.token_ids[place],
+                    "start": spans[place][0],
+                    "end": spans[place][1],
+                    "matched": matched,
+                    **{column: values[place] for column, values in columns.items()},
+                }
+                for place, (token, matched) in enumerate(zip(side.tokens, side.matched, strict=True))
+            ]
+        return found
 
     def at(self, layer: int | str | None = None, *, round: int | None = None) -> "WeighedPair":
         """Returns the same pair at another layer, or by one of the judge's rounds (1: chosen is A, 2: chosen is B)
@@ -124,12 +126,15 @@ class WeighedPair:
 
         Read from the same forward pass of the judge. UserError for a layer or round that was not read.
         """
+        if self.again is None:
+            raise UserError(f"pair {self.pair.pair_id}: its weights are known at this layer alone")
         return self.again(layer, round)
 
     def to_dict(self) -> dict[str, object]:
         """Plain values, which JSON can hold."""
         said = [
-            {"chosen_is_a": one.chosen_is_a, "p_chosen": one.preference, "token": one.token} for one in self.verdicts
+            {"chosen_is_a": one.chosen_is_a, "p_chosen": one.preference, "logits": one.logits, "token": one.token}
+            for one in self.verdicts
         ]
         return {
             "pair_id": self.pair.pair_id,
@@ -139,26 +144,16 @@ class WeighedPair:
             **{side: one.to_dict() for side, one in self.sides},
         }
 
-    def to_frame(self) -> "pd.DataFrame":
-        """Returns a pandas table with the fields of ``WeighedToken`` as columns. UserError without pandas."""
-        return frame_of(self.tokens)
-
-    def show(self, console: Console | None = None) -> None:
-        """Shows the heat map: in a notebook as a coloured page, elsewhere in the terminal (or on ``console``)."""
-        show_heat([self.heat], console)
-
-    def html(self, path: Path | str) -> Path:
-        """Writes the heat map as a self-contained page to ``path``, and returns that."""
-        return write_page([self.heat], path)
-
-    def png(self, path: Path | str) -> Path:
-        """Draws the heat map as a picture in ``path`` alone, and returns that."""
-        from attnpo.display.heat_figure import heatmap_figure
-
-        return heatmap_figure(self.heat, path, svg=False)
-
-    def _repr_html_(self) -> str:
-        return heatmap_html([self.heat], page=False)
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "WeighedPair":
+        """Returns the pair that ``to_dict`` gave. KeyError, TypeError or ValueError for what it did not give."""
+        chosen, rejected = (WeighedResponse.from_dict(data[side]) for side in SIDES)
+        said = (
+            Verdict(one["chosen_is_a"], one["logits"] and tuple(one["logits"]), one["token"])
+            for one in data["verdicts"]
+        )
+        pair = PreferencePair(data["pair_id"], tuple(data["prompt"]), chosen.text, rejected.text)
+        return cls(pair, chosen, rejected, tuple(said), layer=data["layer"])
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{side} {len(one.tokens)} tokens" for side, one in self.sides)
@@ -166,7 +161,7 @@ class WeighedPair:
         return f"WeighedPair({self.pair.pair_id[:12]}, {counts}{read})"
 
 
-class WeighedPairs(Sequence[WeighedPair]):
+class WeighedPairs(_Shown, Sequence[WeighedPair]):
     """Weighed pairs in the order they were given."""
 
     def __init__(self, pairs: Sequence[WeighedPair]) -> None:
@@ -183,9 +178,8 @@ class WeighedPairs(Sequence[WeighedPair]):
         return WeighedPairs(self._pairs[place]) if isinstance(place, slice) else self._pairs[place]
 
     @property
-    def tokens(self) -> list[WeighedToken]:
-        """Returns a row per training token of every pair."""
-        return [token for pair in self for token in pair.tokens]
+    def _all(self) -> Sequence[WeighedPair]:
+        return self._pairs
 
     def at(self, layer: int | str | None = None, *, round: int | None = None) -> "WeighedPairs":
         """Returns the same pairs at another layer, or by one of the judge's rounds alone."""
@@ -195,44 +189,58 @@ class WeighedPairs(Sequence[WeighedPair]):
         """Returns one mapping of plain values per pair."""
         return [pair.to_dict() for pair in self]
 
-    def to_frame(self) -> "pd.DataFrame":
-        """Returns one pandas table of all pairs' tokens. UserError without pandas."""
-        return frame_of(self.tokens)
-
-    def show(self, console: Console | None = None) -> None:
-        """Shows the heat maps one below the other, in a notebook or in the terminal."""
-        show_heat([pair.heat for pair in self], console)
-
-    def html(self, path: Path | str) -> Path:
-        """Writes the heat maps as one self-contained page to ``path``, and returns that."""
-        return write_page([pair.heat for pair in self], path)
-
-    def _repr_html_(self) -> str:
-        return heatmap_html([pair.heat for pair in self], page=False)
-
     def __repr__(self) -> str:
         return f"WeighedPairs({len(self)} pairs)"
 
 
-def weighed_responses(heat: HeatRow, pair: PreferencePair, ids: Sequence[tuple[Sequence[int], Sequence[Range]]],
-                      weights: Sequence[Float[Tensor, " _"]]) -> tuple[WeighedResponse, WeighedResponse]:  # fmt: skip
-    """Returns both responses of ``heat`` with token ids, characters and weights; sequences are (chosen, rejected)."""
-    made = [
+def pair_with_weights(
+    pair: PreferencePair,
+    example: TrainingExample,
+    decode: Callable[[int], str],
+    captured: PairWeights | None = None,
+    scores: Sequence[Columns] = ({}, {}),
+) -> WeighedPair:
+    """Returns a pair with the weights of its training example.
+
+    Args:
+        pair: texts of prompt and responses.
+        example: training ids with their characters, and the weights.
+        decode: the text of a single token id, for tokens without characters (end of turn) and verdicts.
+        captured: the source's rounds, for their verdicts.
+        scores: more numbers of the tokens, chosen and rejected.
+    """
+    chosen, rejected = (
         WeighedResponse(
-            text=pair.response(side),
-            tokens=tuple(token.text for token in shown.tokens),
-            token_ids=tuple(token_ids),
-            offsets=tuple(offsets),
-            weights=row,
-            length=float(len(shown.tokens) if shown.length is None else shown.length),
-            coverage=1.0 if shown.coverage is None else float(shown.coverage),
-            matched=tuple(token.matched and not token.end for token in shown.tokens),
-            source_coverage=1.0 if shown.source_coverage is None else float(shown.source_coverage),
-            kept_mass=1.0 if shown.kept_mass is None else float(shown.kept_mass),
+            pair.response(side),
+            tuple(_texts(pair.response(side), encoded, decode)),
+            tuple(encoded.response_ids),
+            tuple((start, end) for start, end in encoded.offsets),
+            example.weights[i],
+            float(example.scales[i]),
+            float(example.coverage[i]),
+            float(example.source_coverage[i]),
+            float(example.kept_mass[i]),
+            scores[i],
         )
-        for side, (_, shown), (token_ids, offsets), row in zip(SIDES, heat.sides, ids, weights, strict=True)
-    ]
-    return made[0], made[1]
+        for i, (side, encoded) in enumerate(zip(SIDES, example.sides, strict=True))
+    )
+    verdicts = tuple(
+        Verdict(
+            one.chosen_is_a,
+            None if one.verdict_logits is None else (float(one.verdict_logits[0]), float(one.verdict_logits[1])),
+            None if one.verdict_token is None else decode(one.verdict_token),
+        )
+        for one in (() if captured is None else captured.rounds)
+    )
+    return WeighedPair(pair, chosen, rejected, verdicts, captured=captured)
+
+
+def _texts(text: str, encoded: EncodedResponse, decode: Callable[[int], str]) -> Iterator[str]:
+    """Yields each token's text; characters between two tokens (spaces that offsets leave out) go with the later one."""
+    shown = 0
+    for token_id, (start, end) in zip(encoded.response_ids, encoded.offsets, strict=True):
+        yield decode(token_id) if end <= start else text[shown : max(shown, end)]
+        shown = max(shown, end) if end > start else shown
 
 
 def frame_of(rows: Sequence[object]) -> "pd.DataFrame":
@@ -245,24 +253,6 @@ def frame_of(rows: Sequence[object]) -> "pd.DataFrame":
             ".to_dict(), which hold the same"
         ) from error
     return pd.DataFrame(rows)
-
-
-def write_page(rows: Sequence[HeatRow], path: Path | str) -> Path:
-    """Writes the heat maps of ``rows`` as one page to ``path``, and returns that."""
-    target = Path(path).expanduser()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(target, heatmap_html(rows))
-    return target
-
-
-def show_heat(rows: Sequence[HeatRow], console: Console | None = None) -> None:
-    """Shows the heat maps of ``rows``: coloured HTML in a notebook, else in the terminal."""
-    if console is None and in_notebook():
-        from IPython.display import HTML, display
-
-        display(HTML(heatmap_html(rows, page=False)))  # type: ignore[no-untyped-call]
-    else:
-        heatmap_terminal(rows, Console() if console is None else console)
 
 
 def in_notebook() -> bool:

@@ -8,16 +8,15 @@ from typing import Any
 import torch
 
 from attnpo.config.compose import MISSING
-from attnpo.display.heat import HeatRow, HeatSide, HeatToken
-from attnpo.display.shown_pair import ShownPair
+from attnpo.display.pair_record import WeighedResponse
+from attnpo.display.weighed_pair import WeighedPair
 from attnpo.models.loading import load_tokenizer
 from attnpo.models.spec import ModelSpec
 from attnpo.run.folders import CONFIG, saved_config
-from attnpo.run.views import shown_side
-from attnpo.schema import SIDES, UserError
+from attnpo.schema import SIDES, PreferencePair, UserError
 
 
-def bad_pairs(path: Path, ids: Sequence[str], column: str, model: ModelSpec) -> list[ShownPair]:
+def bad_pairs(path: Path, ids: Sequence[str], column: str, model: ModelSpec) -> list[WeighedPair]:
     """Returns the pairs of the saved step ``path`` whose loss is not finite (all where none is), or those that ``ids``
     names.
 
@@ -36,12 +35,12 @@ def bad_pairs(path: Path, ids: Sequence[str], column: str, model: ModelSpec) -> 
     chosen = [
         pair
         for pair in found
-        if (any(pair.pair_id.startswith(start) for start in ids) if ids else not bad or pair.pair_id in bad)
+        if (any(pair.pair.pair_id.startswith(start) for start in ids) if ids else not bad or pair.pair.pair_id in bad)
     ]
     if not chosen:
         raise UserError(
             f"ids={list(ids)}: none of the {len(found)} pairs of {path} begins so; the first are "
-            f"{', '.join(pair.pair_id for pair in found[:3])}"
+            f"{', '.join(pair.pair.pair_id for pair in found[:3])}"
         )
     lacking = [pair for pair in chosen if column not in pair.chosen.columns]
     if lacking:
@@ -75,26 +74,21 @@ def _decoder(model: ModelSpec, path: Path) -> Callable[[int], str]:
     return lambda token: str(tokenizer.decode([token]))
 
 
-def _pairs(saved: Mapping[str, Any], decode: Callable[[int], str]) -> Iterator[ShownPair]:
+def _pairs(saved: Mapping[str, Any], decode: Callable[[int], str]) -> Iterator[WeighedPair]:
     rows = saved["batch"]["groups"]["main"]
     count = len(saved["pair_ids"])
     for place, pair_id in enumerate(saved["pair_ids"]):
-        sides, heats = [], []
+        sides = []
         for number in range(len(SIDES)):
             row = number * count + place
             kept = rows["response_mask"][row].bool()
-            ids = rows["response_ids"][row][kept].tolist()
+            ids = tuple(rows["response_ids"][row][kept].tolist())
+            scores = {"logp": saved["policy"]["logps"][row][kept].float()}
+            if saved["reference"] is not None:
+                scores["reference_logp"] = saved["reference"]["logps"][row][kept].float()
+                scores["log_ratio"] = scores["logp"] - scores["reference_logp"]
             weights = rows["token_weights"]["reward"][row][kept].float()
             scale = 1.0 if rows["factors"] else float(rows["source_lengths"][row])
-            columns = {"logp": saved["policy"]["logps"][row][kept].float()}
-            if saved["reference"] is not None:
-                columns["reference_logp"] = saved["reference"]["logps"][row][kept].float()
-                columns["log_ratio"] = columns["logp"] - columns["reference_logp"]
-            tokens = tuple(
-                HeatToken(decode(token), weight) for token, weight in zip(ids, weights.tolist(), strict=True)
-            )
-            heats.append(HeatSide(tokens, scale))
-            sides.append(shown_side(heats[-1], ids, None, weights, scale, columns))
+            sides.append(WeighedResponse("", tuple(map(decode, ids)), ids, (), weights, scale, scores=scores))
         note = f"loss {float(saved['losses'][place]):g} in the saved step"
-        heat = HeatRow(pair_id, (), heats[0], heats[1], (), note)
-        yield ShownPair(pair_id, (), None, sides[0], sides[1], (), note, heat)
+        yield WeighedPair(PreferencePair(pair_id, (), "", ""), sides[0], sides[1], note=note)

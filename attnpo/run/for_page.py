@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from attnpo.display.heat import HeatRow
-from attnpo.display.heat_record import heat_record, read_heat
+from attnpo.display.weighed_pair import WeighedPair
 from attnpo.schema import PreferencePair
 from attnpo.system.files import parse_json, write_whole
 
@@ -30,11 +29,11 @@ class Answer:
 class ForPage:
     """What was kept of a run."""
 
-    heat: list[HeatRow]
+    heat: list[WeighedPair]
     answers: list[Answer]
 
 
-def keep_for_page(folder: Path, heat: Sequence[HeatRow], sampled: Sequence[PreferencePair]) -> None:
+def keep_for_page(folder: Path, heat: Sequence[WeighedPair], sampled: Sequence[PreferencePair]) -> None:
     """Writes the first pairs, and answers to prompts that are spread over all.
 
     ``sampled``: prompts with the policy's answer in the place of the chosen and the base's in that of the rejected one.
@@ -48,7 +47,7 @@ def keep_for_page(folder: Path, heat: Sequence[HeatRow], sampled: Sequence[Prefe
         answers = [
             {"prompt": row["prompt"][-1]["content"], "policy": row["policy"], "base": row["reference"]} for row in rows
         ]
-    record = {"heat": heat_record(heat[:PAIRS]), "answers": answers}
+    record = {"pairs": [pair.to_dict() for pair in heat[:PAIRS]], "answers": answers}
     write_whole(folder / FILE, json.dumps(record, ensure_ascii=False) + "\n")
 
 
@@ -57,7 +56,8 @@ def read_for_page(folder: Path) -> ForPage | None:
     path = folder / FILE
     try:
         record = parse_json(path.read_text(encoding="utf-8"))
-        return ForPage(read_heat(record["heat"]), [Answer(**answer) for answer in record["answers"]])
+        pairs = [WeighedPair.from_dict(pair) for pair in record.get("pairs", [])]  # earlier runs: "heat", of other rows
+        return ForPage(pairs, [Answer(**answer) for answer in record["answers"]])
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, IndexError) as problem:

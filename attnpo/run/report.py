@@ -17,9 +17,7 @@ from attnpo.config.compose import Composition
 from attnpo.config.fields import as_values
 from attnpo.data.weighing import SPLITS
 from attnpo.display.column_notes import column_notes
-from attnpo.display.drift_figure import drift_figure
-from attnpo.display.figures import training_curves
-from attnpo.display.heat import HeatRow
+from attnpo.display.figures import drift_figure, training_curves
 from attnpo.display.heatmap import heatmap_html
 from attnpo.display.page import (
     Beside,
@@ -38,7 +36,7 @@ from attnpo.models.loading import text_config, weights_fingerprint
 from attnpo.models.older_readers import warning_for
 from attnpo.models.spec import ModelSpec
 from attnpo.run.folders import store_root
-from attnpo.run.heat_rows import Logps, heat_rows
+from attnpo.run.heat_rows import heat_rows
 from attnpo.run.input_summary import row_lines
 from attnpo.run.inputs import Inputs
 from attnpo.run.result import RunResult, Scores
@@ -52,6 +50,7 @@ from attnpo.training.loggers import trackers
 from attnpo.training.metrics_file import METRICS, read_metrics
 from attnpo.training.settings import CallbackSettings
 from attnpo.weights.arrival import COLUMNS as ARRIVED
+from attnpo.weights.capture import LogpPair
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +66,7 @@ def write_run_report(
     settings: CallbackSettings,
     configuration: str,
     folder: Path,
-    policy: Logps = (),
+    policy: Mapping[str, LogpPair] | None = None,
 ) -> None:
     """Writes ``curves.png`` and ``report.html`` of one run.
 
@@ -93,7 +92,9 @@ def write_run_report(
         blocks.append(drift_section(result, folder))
     blocks.append(inputs_section(result))
     if settings.heat_maps and (shown := heat_rows(inputs, chat.tokenizer, settings.heat_maps, policy)):
-        blocks.append(Section("Token weights of the first pairs", [Paragraph(HOVER), _heat(shown)]))
+        blocks.append(
+            Section("Token weights of the first pairs", [Paragraph(HOVER), Fragment(heatmap_html(shown, page=False))])
+        )
     example = next(iter(inputs.examples["train"].examples), None)
     if example is not None:
         blocks.append(Section("Row 0 as it is trained", [Preformatted("\n".join(row_lines(example, chat.tokenizer)))]))
@@ -112,13 +113,8 @@ def write_run_report(
 
 HOVER = (
     "A token's weight relative to uniform, its id, its place and the log-probabilities that are known appear over it. "
-    "As trained: after all post-processing, on training tokens; a layer and round: as the judge gave it, on its own "
-    "tokens."
+    "Weights are those of training: after all post-processing, on training tokens."
 )
-
-
-def _heat(rows: Sequence[HeatRow]) -> Fragment:
-    return Fragment(heatmap_html(rows, page=False))
 
 
 def read_samples(folder: Path) -> list[dict[str, str]]:

@@ -28,7 +28,7 @@ from attnpo.run.base import BaseModel
 from attnpo.run.components import Truth
 from attnpo.run.folders import POLICIES, make_folder
 from attnpo.run.for_page import PAIRS, keep_for_page
-from attnpo.run.heat_rows import Logps, heat_rows
+from attnpo.run.heat_rows import heat_rows
 from attnpo.run.identity import identity_of
 from attnpo.run.input_summary import example_statistics, log_inputs, log_plan, require_budgets, require_examples
 from attnpo.run.inputs import Inputs, read_inputs, write_training_prompts
@@ -62,6 +62,7 @@ from attnpo.training.checkpoint_folders import read_account
 from attnpo.training.metrics_file import merge_metrics
 from attnpo.training.processes import as_launched, machine_line, planned_processes
 from attnpo.training.settings import CallbackSettings, check_tracker
+from attnpo.weights.capture import LogpPair
 
 if TYPE_CHECKING:
     from lightning.pytorch.loggers import Logger
@@ -210,18 +211,16 @@ def _finish(
 
 
 @phase("log-probabilities of the first pairs")
-def score_first(base: BaseModel, policy: ScoredLM, examples: Sequence[TrainingExample]) -> Logps:
-    """Returns the log-probabilities of the examples' response tokens, chosen and rejected.
+def score_first(base: BaseModel, policy: ScoredLM, examples: Sequence[TrainingExample]) -> dict[str, LogpPair]:
+    """Returns the log-probabilities of the examples' response tokens, chosen and rejected, by the ids of pairs.
 
     None of a reward model, whose numbers on tokens are rewards.
     """
     if base.spec.reward:
-        return []
+        return {}
     policy.to(base.device)
     with base.autocast():
-        found = dict(score_examples(policy, examples, base.chat.rows.pad_id))
-    both = (found[example.pair_id] for example in examples)
-    return [(chosen.tolist(), rejected.tolist()) for chosen, rejected in both]
+        return dict(score_examples(policy, examples, base.chat.rows.pad_id))
 
 
 def merges_of(folder: Path) -> dict[str, Json]:

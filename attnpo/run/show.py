@@ -1,19 +1,27 @@
-"""``attnpo.show``: from what was asked to pairs with numbers, in the terminal or in a file."""
+"""``attnpo.show``: from what was asked to pairs with numbers by layer, round and stage, on a terminal or in a file."""
 
+import json
 import logging
+import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 
 from attnpo.data.base import PairSet, row_range
 from attnpo.data.collate import TrainingExample
-from attnpo.data.prepare import EncodedSet, Tally, encode_pairs
+from attnpo.data.prepare import EncodedSet, Tally, encode_pairs, make_example
+from attnpo.data.rules import AlignRules
 from attnpo.data.scoring import score_examples
-from attnpo.display.pair_files import MAKER, json_lines, write_pairs
-from attnpo.display.shown_pair import ShownPair
+from attnpo.data.weighing import Weighed
+from attnpo.display.heatmap import heatmap_html
 from attnpo.display.token_table import print_pairs
+from attnpo.display.weighed_pair import WeighedPair, frame_of, pair_with_weights
+from attnpo.judge.layers import attending, distinct_layers
 from attnpo.judge.settings import WARN
 from attnpo.models.loading import load_model
 from attnpo.models.scored import ScoredLM
@@ -25,15 +33,37 @@ from attnpo.run.inputs import read_inputs
 from attnpo.run.models import load_start
 from attnpo.run.resolve import open_paths, resolve
 from attnpo.run.run_config import RunConfig
-from attnpo.run.show_config import ShowConfig, TypedPair
+from attnpo.run.show_config import ALL, MEAN, ROUNDS, ShowConfig, TypedPair
 from attnpo.run.token_numbers import Scores
-from attnpo.run.views import asked_views, shown
-from attnpo.schema import PreferencePair, UserError
-from attnpo.system.files import require_marked
-from attnpo.weights.base import OnlineSource
+from attnpo.schema import EncodedResponse, PairWeights, PreferencePair, UserError, check_choice
+from attnpo.system.files import require_marked, write_marked
+from attnpo.weights.base import OnlineSource, WeightSource
 from attnpo.weights.capture import LogpPair, Unreadable
+from attnpo.weights.pipeline import raw_weights, training_weights
+from attnpo.weights.sources.attention import Attention
+from attnpo.weights.transforms import WeightTransform
 
 log = logging.getLogger(__name__)
+
+MAKER = "attnpo.show"
+CAPTURED, SOURCE = "captured", "source"
+
+
+class View(NamedTuple):
+    """Which weights are looked at; ``layer`` None for sources without layers.
+
+    ``round``: mean, 1 or 2. ``stage``: captured (raw), source (post-processed), or the transform that came last.
+    """
+
+    layer: int | None
+    round: str
+    stage: str
+
+    def words(self) -> str:
+        """Returns the view in words."""
+        layer = [] if self.layer is None else [f"layer {self.layer}"]
+        rounds = "mean of the rounds" if self.round == MEAN else f"round {self.round}"
+        return ", ".join([*layer, rounds, f"stage {self.stage}"])
 
 
 def show(cfg: ShowConfig) -> None:
@@ -46,15 +76,39 @@ def show(cfg: ShowConfig) -> None:
     else:
         pairs = bad_pairs(Path(cfg.bad_batch).expanduser(), cfg.ids, cfg.column, cfg.model)
     if cfg.out == "-":
-        sys.stdout.writelines(json_lines(pairs))
+        sys.stdout.writelines(_json_lines(pairs))
     elif file is None:
         print_pairs(pairs, cfg.column, Console())
     else:
-        write_pairs(pairs, file)
+        _write(pairs, file)
         log.info("%d %s, %d tokens: %s", len(pairs), "views", sum(len(pair.rows()) for pair in pairs), file)
 
 
-def weighed_pairs(cfg: ShowConfig) -> list[ShownPair]:
+def _json_lines(pairs: Sequence[WeighedPair]) -> Iterator[str]:
+    """Yields a line of JSON per token; numbers that are not finite, which JSON has not, as words."""
+    for row in (row for pair in pairs for row in pair.rows()):
+        plain = {
+            name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in row.items()
+        }
+        yield json.dumps(plain, ensure_ascii=False) + "\n"
+
+
+def _write(pairs: Sequence[WeighedPair], path: Path) -> None:
+    """Writes ``pairs`` to ``path`` in the format of its ending, whole or not at all. UserError for a file not ours."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content: str | bytes
+    if path.suffix == ".html":
+        content = heatmap_html(pairs)
+    elif path.suffix == ".jsonl":
+        content = "".join(_json_lines(pairs))
+    else:
+        frame = frame_of([row for pair in pairs for row in pair.rows()])
+        content = frame.to_csv(index=False) if path.suffix == ".csv" else frame.to_parquet(None, index=False)
+    write_marked(f"out={path}", path, content, MAKER)
+
+
+def weighed_pairs(cfg: ShowConfig) -> list[WeighedPair]:
     """Returns the typed pair, or rows of a run's or the configuration's data, under every view that is asked for.
 
     UserError where nothing is named, a row is not there, or it cannot be weighed or scored.
@@ -96,14 +150,17 @@ def weighed_pairs(cfg: ShowConfig) -> list[ShownPair]:
     for line in encoded.tally.lines():
         log.warning("%s", line)
     weighed = readers.weigh(source, {"train": encoded, "val": EncodedSet([], [], Tally(), 0)}, every_row=True)
-    asked = asked_views(cfg.layers, cfg.rounds, cfg.stages, weighed, transforms, run.align)
-    viewed = []
+    asked = _views(cfg.layers, cfg.rounds, cfg.stages, weighed, transforms)
+    viewed: list[tuple[PreferencePair, View, TrainingExample, PairWeights | None]] = []
     for pair, sides in zip(encoded.pairs, encoded.encoded, strict=True):
         raw = weighed.captured.get(pair.pair_id)
         if isinstance(raw, Unreadable):
             log.warning("pair %s cannot be shown: %s", pair.pair_id, raw.story)
-        else:
-            viewed += [(pair, *one) for one in asked.of(pair, sides, raw)]
+            continue
+        for view, at_layer in asked:
+            rounds = raw if raw is None else _one_round(raw, view.round)
+            example = _example(view, at_layer, pair, sides, rounds, weighed, transforms, run.align)
+            viewed.append((pair, view, example, rounds))
     scores: Mapping[str, Scores] = {}
     if cfg.reads_logps:
         if base.spec.reward:
@@ -126,9 +183,69 @@ def weighed_pairs(cfg: ShowConfig) -> list[ShownPair]:
     for pair, view, example, rounds in viewed:
         known = scores.get(pair.pair_id)
         columns = [{}, {}] if known is None else known.columns(run.objective, example)
-        written = traces.get(pair.pair_id, ())
-        found.append(shown(pair, view, example, rounds, decode, columns, note, written))
+        made = pair_with_weights(pair, example, decode, rounds, columns)
+        words, written = f"{note}, {view.words()}", traces.get(pair.pair_id, ())
+        found.append(replace(made, note=words, view=view._asdict(), traces=written))
     return found
+
+
+def _views(
+    layers: Sequence[int | str],
+    rounds: Sequence[int | str],
+    stages: Sequence[str],
+    weighed: Weighed,
+    transforms: Mapping[str, WeightTransform],
+) -> list[tuple[View, WeightSource]]:
+    """Returns the views that are asked for, each with the source at its layer. UserError for a layer, round or stage
+    that these weights have not.
+    """
+    source, name = weighed.source, type(weighed.source).__name__
+    known = [*([CAPTURED] if source.requires else []), SOURCE, *transforms]
+    chosen = known if list(stages) == [ALL] else list(stages) or known[-1:]
+    for stage in chosen:
+        check_choice("stages", stage, known)
+    names = [str(one) for one in rounds]
+    if names != [MEAN] and "judge" not in source.requires:
+        raise UserError(f"rounds=[{','.join(names)}]: {name} asks no judge, so there are no rounds: leave rounds= out")
+    single = source.layer if isinstance(source, Attention) and not source.layers else None
+    sources: list[tuple[int | None, WeightSource]] = [(single if isinstance(single, int) else None, source)]
+    if layers:
+        if not isinstance(source, Attention):
+            raise UserError(f"layers={list(layers)}: {name} reads no single layer; leave layers= out")
+        every = list(layers) == [ALL]
+        numbers = attending(weighed.depth) if every else distinct_layers(layers, weighed.depth, "layers")
+        sources = [(number, replace(source, layer=number, layers=())) for number in numbers]
+    return [(View(number, one, stage), at) for (number, at), one, stage in product(sources, names, chosen)]
+
+
+def _one_round(raw: PairWeights, name: str) -> PairWeights:
+    if name == MEAN:
+        return raw
+    place = ROUNDS.index(name) - 1
+    if place >= len(raw.rounds):
+        raise UserError(f"rounds=[{name}]: pair {raw.pair_id} was read in {len(raw.rounds)} rounds")
+    return replace(raw, rounds=raw.rounds[place : place + 1])
+
+
+def _example(
+    view: View,
+    source: WeightSource,
+    pair: PreferencePair,
+    encoded: Mapping[str, EncodedResponse],
+    raw: PairWeights | None,
+    weighed: Weighed,
+    transforms: Mapping[str, WeightTransform],
+    align: AlignRules,
+) -> TrainingExample:
+    """Returns the pair weighed up to the stage of ``view``."""
+    names = list(transforms)
+    first = names[: names.index(view.stage) + 1] if view.stage in names else []
+    made = [transforms[name] for name in first]
+    weights = training_weights(source, raw, encoded, align.method, made, layers=weighed.layers, pair=pair)
+    if view.stage == CAPTURED and raw is not None:
+        bare = raw_weights(source, raw, encoded, align.method, layers=weighed.layers)
+        weights = replace(weights, chosen=bare["chosen"], rejected=bare["rejected"])
+    return make_example(pair.pair_id, encoded, weights)
 
 
 def _chosen(found: PairSet, split: str, rows: str, ids: Sequence[str]) -> Sequence[PreferencePair]:

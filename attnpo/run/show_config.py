@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from attnpo.data.base import PairSet
-from attnpo.display.shown_pair import WEIGHTS
+from attnpo.display.heat import WEIGHTS
 from attnpo.run.run_config import TRAINING, RunConfig
 from attnpo.schema import BOOKKEEPING, Message, PreferencePair, UserError, check_choice
 

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pandas
 
-from attnpo.display.look import COLOURS, INK, MARKERS, legend, new_figure, panel, save
+from attnpo.display.look import COLOURS, INK, MARKERS, legend, new_figure, panel, save, styled
 
 
+@styled
 def draw_gains(cases: pandas.DataFrame, names: Sequence[str], path: Path, *, ylabel: str, title: str) -> Path:
     """Draws the gains over each number, with a dotted line at 0 and one legend for all, and returns the PNG's path."""
     figure = new_figure(4.6 * len(names) + 2.2, 4.2)
@@ -21,5 +22,4 @@ def draw_gains(cases: pandas.DataFrame, names: Sequence[str], path: Path, *, yla
             marker = MARKERS[(colour + 3 * turn) % len(MARKERS)]
             axes.plot(rows[name], rows["gain"], marker, color=COLOURS[colour], markersize=5, alpha=0.75, label=world)
     legend(axes, loc="center left", bbox_to_anchor=(1.01, 0.5))
-    figure.tight_layout()
     return save(figure, path)

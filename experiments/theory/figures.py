@@ -6,7 +6,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from attnpo.display.look import COLOURS, INK, MARKERS, SOFT, legend, new_figure, panel, save
+from attnpo.display.look import COLOURS, INK, MARKERS, SOFT, legend, new_figure, panel, save, styled
 from experiments.theory.cases import Reads
 from experiments.theory.own_statements import FreedomPath, LemmaRow, PolicyRow
 from experiments.theory.study import Study
@@ -19,6 +19,7 @@ PANELS = {"delta": "delta, largest |w - 1|", "beta": "beta", "length": "tokens o
 FREEDOM = (COLOURS[2], COLOURS[6], COLOURS[3])
 
 
+@styled
 def theory_figure(study: Study, path: Path | str) -> Path:
     """Draws the four panels as a PNG and returns its path."""
     figure = new_figure(10.4, 7.8)
@@ -27,8 +28,7 @@ def theory_figure(study: Study, path: Path | str) -> Path:
     _dpo(grid[0, 1], study.policies)
     _sandwich(grid[1, 0], study.lemmas)
     _freedom(grid[1, 1], study.freedom)
-    figure.tight_layout(h_pad=2.2, w_pad=2.2)
-    return save(figure, path)
+    return save(figure, path, h_pad=2.2, w_pad=2.2)
 
 
 def _of(rows: Sequence[PolicyRow], reads: Reads) -> list[PolicyRow]:
@@ -109,6 +109,7 @@ def _freedom(axes: Axes, path: FreedomPath) -> None:
     legend(axes, loc="lower right")
 
 
+@styled
 def tightness_figure(study: Study, path: Path | str) -> Path:
     """Draws bound over actual along delta, beta and length as a PNG and returns its path."""
     figure = new_figure(11.4, 3.9)
@@ -122,9 +123,8 @@ def tightness_figure(study: Study, path: Path | str) -> Path:
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.axhline(1.0, color=SOFT, linewidth=0.9)
         if varied == "delta":
-            legend(axes, loc="best")
-    figure.tight_layout(w_pad=1.8)
-    return save(figure, path)
+            legend(axes)
+    return save(figure, path, w_pad=1.8)
 
 
 def _draw_looseness(axes: Axes, rows: list[TightnessRow]) -> None:

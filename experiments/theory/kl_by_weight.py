@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from attnpo.display.look import COLOURS, MARKERS, SOFT, legend, new_figure, panel, save
+from attnpo.display.look import COLOURS, MARKERS, SOFT, legend, new_figure, panel, save, styled
 from attnpo.lab.analysis.drift import DECILES
 from attnpo.lab.drift import score_base, score_policy
 from attnpo.models.scored import ScoredLM
@@ -205,6 +205,7 @@ def _texts(rows: pandas.DataFrame) -> list[str]:
     return [f"{mean:.2f} [{low:.2f}, {high:.2f}]" for mean, low, high in rows.to_numpy()]
 
 
+@styled
 def freedom_figure(result: Freedom, path: Path | str, title: str = "KL to the base by token weight") -> Path:
     """Draws relative KL per group and policy and, where there is a control, the ratio to it; returns the PNG's path."""
     panels = {title: "relative", **({} if result.control is None else {f"the same over {result.control}": "ratio"})}
@@ -214,9 +215,8 @@ def freedom_figure(result: Freedom, path: Path | str, title: str = "KL to the ba
         _lines(axes, result.of(measure), list(result.claim.index))
         panel(axes, head, "weight decile, 1 is the lowest", labels[measure])
         axes.axhline(1.0, color=SOFT, linewidth=0.9)
-        legend(axes, loc="best")
-    figure.tight_layout(w_pad=2.0)
-    return save(figure, path)
+        legend(axes)
+    return save(figure, path, w_pad=2.0)
 
 
 def _lines(axes: Axes, policies: Mapping[str, pandas.DataFrame], names: Sequence[str]) -> None:

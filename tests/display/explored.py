@@ -1,9 +1,14 @@
 """Pairs for the explorer's tests and pictures: many synthetic ones, and a few in writing that is hard to show."""
 
-import numpy as np
+from dataclasses import replace
 
-from attnpo.display.explorer import ExplorerPair, ExplorerSide, SideWeights, View
-from attnpo.schema import Message
+import numpy as np
+import torch
+
+from attnpo.display.explorer import ExplorerPair, View
+from attnpo.display.pair_record import WeighedResponse
+from attnpo.display.weighed_pair import WeighedPair
+from attnpo.schema import Message, PreferencePair
 
 # ruff: noqa: RUF001  # letters that look like others are what is tested here
 END = 2
@@ -25,43 +30,51 @@ def views(layers: int, sources: tuple[str, ...] = ("attention", "rollout"), roun
     return [View(source, f"L{layer + 1}", one) for source in sources for layer in range(layers) for one in names]
 
 
-def cut(text: str, every: int) -> ExplorerSide:
+def cut(text: str, every: int) -> WeighedResponse:
     """A text in tokens of ``every`` characters, with an end of turn."""
-    offsets = [(start, min(len(text), start + every)) for start in range(0, len(text), every)]
+    places = range(0, len(text), every)
+    offsets = [(start, min(len(text), start + every)) for start in places]
     ids = [10 + sum(map(ord, text[start:stop])) % 30000 for start, stop in offsets]
-    return ExplorerSide(text, [*ids, END], [*offsets, (len(text), len(text))], {END: "<|im_end|>"})
+    return response_of(text, [*ids, END], [*offsets, (len(text), len(text))])
 
 
-def spelled(words: list[str]) -> ExplorerSide:
+def spelled(words: list[str]) -> WeighedResponse:
     """A response whose tokens are words with the space before them."""
-    text, offsets = "", list[tuple[int, int]]()
+    offsets, at = list[tuple[int, int]](), 0
     for word in words:
-        offsets.append((len(text), len(text) + len(word) + 1))
-        text += " " + word
-    return ExplorerSide(text, [10 + len(word) for word in words], offsets)
+        offsets.append((at, at + len(word) + 1))
+        at = offsets[-1][1]
+    return response_of("".join(f" {word}" for word in words), [10 + len(word) for word in words], offsets)
 
 
-def weighed(side: ExplorerSide, rng: np.random.Generator, coverage: float = 1.0) -> SideWeights:
+def response_of(text: str, ids: list[int], offsets: list[tuple[int, int]]) -> WeighedResponse:
+    """A response without weights, all of whose tokens would have a partner."""
+    tokens = tuple(text[start:stop] or "<|im_end|>" for start, stop in offsets)
+    return WeighedResponse(text, tokens, tuple(ids), tuple(offsets), torch.zeros(len(ids)), len(ids), 1.0)
+
+
+def weighed(side: WeighedResponse, rng: np.random.Generator, coverage: float = 1.0) -> WeighedResponse:
     """Log-normal weights that sum to 1, some of them 0 where coverage is below 1."""
-    raw = np.exp(1.5 * rng.standard_normal(len(side.token_ids)))
+    raw = np.exp(1.5 * rng.standard_normal(len(side.tokens)))
     raw[: round((1 - coverage) * len(raw))] = 0
-    return SideWeights((raw / raw.sum()).tolist(), len(raw), coverage)
+    return replace(side, weights=torch.from_numpy(raw / raw.sum()), coverage=coverage)
 
 
-def pair_of(number: int, prompt: str, sides: tuple[ExplorerSide, ExplorerSide], every: list[View]) -> ExplorerPair:
+def pair_of(
+    number: int, prompt: str, sides: tuple[WeighedResponse, WeighedResponse], every: list[View]
+) -> dict[View, WeighedPair]:
     """A pair with weights of every view."""
     rng = np.random.default_rng(number)
     coverage = 1.0 if number % 3 else 0.8
-    messages: list[Message] = [{"role": "user", "content": prompt}]
-    weights = {view: (weighed(sides[0], rng, coverage), weighed(sides[1], rng)) for view in every}
-    return ExplorerPair(f"pair-{number}", messages, *sides, weights)
+    pair = PreferencePair(f"pair-{number}", (Message(role="user", content=prompt),), *(side.text for side in sides))
+    return {view: WeighedPair(pair, weighed(sides[0], rng, coverage), weighed(sides[1], rng)) for view in every}
 
 
 def many(count: int, tokens: int, layers: int) -> list[ExplorerPair]:
     """``count`` pairs of ``tokens`` tokens (both responses together), two sources, ``layers``, three rounds."""
     rng, every = np.random.default_rng(0), views(layers)
     vocabulary = [*WORDS, *("".join(chr(97 + one) for one in rng.integers(0, 26, 5)) for _ in range(3000))]
-    pairs = []
+    pairs: list[ExplorerPair] = []
     for number in range(count):
         drawn = [[vocabulary[one] for one in rng.integers(0, len(vocabulary), tokens // 2)] for _ in range(2)]
         sides = spelled(drawn[0]), spelled(drawn[1])
@@ -69,17 +82,13 @@ def many(count: int, tokens: int, layers: int) -> list[ExplorerPair]:
     return pairs
 
 
-def hard(layers: int = 2) -> list[ExplorerPair]:
+def hard(layers: int = 2) -> list[dict[View, WeighedPair]]:
     """Pairs in several scripts, with markup, controls and surrogates in them, and log-probabilities."""
     pairs = []
-    for number, (prompt, chosen, rejected) in enumerate(HARD):
-        sides = cut(chosen, 3), cut(rejected, 2)
-        known = [
-            ExplorerSide(
-                side.text, side.token_ids, side.offsets, side.ends,
-                {"reference": [-0.25 * (place % 9) for place in range(len(side.token_ids))]},
-            )
-            for side in sides
-        ]  # fmt: skip
-        pairs.append(pair_of(number, prompt, (known[0], known[1]), views(layers)))
+    for number, (prompt, *texts) in enumerate(HARD):
+        chosen, rejected = (
+            replace(side, scores={"reference_logp": torch.tensor([-0.25 * (at % 9) for at in range(len(side.tokens))])})
+            for side in (cut(texts[0], 3), cut(texts[1], 2))
+        )
+        pairs.append(pair_of(number, prompt, (chosen, rejected), views(layers)))
     return pairs

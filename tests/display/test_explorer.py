@@ -8,14 +8,13 @@ import shutil
 import subprocess
 import zlib
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from attnpo.display.explorer import Scale, SideWeights, View, encode_logps, explorer_html, write_explorer
+from attnpo.display.explorer import Scale, View, encode_logps, explorer_html, write_explorer
 from attnpo.schema import UserError
 from tests.display.browser import Browser, browser
 from tests.display.explored import hard, many
@@ -51,18 +50,14 @@ def test_weights_come_back_within_the_stated_error(signed: bool) -> None:
     assert error.max() <= scale.error * (1 + 1e-9) and 0.005 < scale.error < 0.07
 
 
-@pytest.mark.parametrize("weights", [[], [0.0, 0.0], [1.0, 1.0], [math.nan], [-2.0]])
-def test_few_weights_have_a_scale_too(weights: list[float]) -> None:
-    given = np.array(weights, dtype=float)
-    scale = Scale.over(given)
-    np.testing.assert_allclose(scale.decode(scale.encode(given)), given)
-
-
-def test_what_is_smaller_than_the_scale_is_its_lowest() -> None:
+def test_few_weights_have_a_scale_too_and_what_is_smaller_is_its_lowest() -> None:
+    for weights in ([], [0.0, 0.0], [1.0, 1.0], [math.nan], [-2.0]):
+        given = np.array(weights, dtype=float)
+        scale = Scale.over(given)
+        np.testing.assert_allclose(scale.decode(scale.encode(given)), given)
     given = np.array([1.0, 2.0**-40])
     scale = Scale.over(given)
-    assert scale.decode(scale.encode(given)).tolist() == [1.0, 2.0**-24]
-    assert scale.error < 0.034
+    assert scale.decode(scale.encode(given)).tolist() == [1.0, 2.0**-24] and scale.error < 0.034
 
 
 def test_log_probs_come_back() -> None:
@@ -80,7 +75,7 @@ def test_a_page_holds_every_number_of_its_pairs() -> None:
     pairs = hard(2)
     page = explorer_html(pairs, title="<i>t</i>", note="n & m")
     told = texts(page)
-    sides = [side for pair in pairs for side in pair.sides]
+    sides = [side for pair in pairs for _, side in next(iter(pair.values())).sides]
     ids = np.frombuffer(blob(page, "ids"), dtype="<i4").tolist()
     assert ids == [one for side in sides for one in side.token_ids]
     steps, place = np.frombuffer(blob(page, "characters"), dtype="<i4").reshape(-1, 2), 0
@@ -88,12 +83,11 @@ def test_a_page_holds_every_number_of_its_pairs() -> None:
         bounds = np.cumsum(steps[place : place + len(side.token_ids)].reshape(-1)).reshape(-1, 2)
         assert [tuple(one) for one in bounds.tolist()] == list(side.offsets)
         place += len(side.token_ids)
-    assert [pair["texts"] for pair in told["pairs"]] == [[side.text for side in pair.sides] for pair in pairs]
+    assert [text for pair in told["pairs"] for text in pair["texts"]] == [side.text for side in sides]
     assert len(told["views"]) == 2 * 2 * 3
     for number, view in enumerate(told["views"]):
         mine = View(view["source"], view["layer"], view["round"])
-        rows = [row for pair in pairs for row in pair.weights[mine]]
-        relative = np.concatenate([np.array(row.weights) * row.length for row in rows])
+        relative = np.concatenate([side.relative.numpy() for pair in pairs for _, side in pair[mine].sides])
         scale = Scale.over(relative)
         assert (view["low"], view["step"], view["signed"]) == (scale.low, scale.step, False)
         np.testing.assert_allclose(scale.decode(blob(page, f"weights-{number}")), relative, rtol=scale.error + 1e-9)
@@ -102,11 +96,14 @@ def test_a_page_holds_every_number_of_its_pairs() -> None:
 
 def test_a_view_may_lack_a_pair() -> None:
     first, second = hard(1)[:2]
-    view, *_ = first.weights
-    page = explorer_html([first, replace(second, weights={view: second.weights[view]})])
-    count = sum(len(side.token_ids) for side in second.sides)
+    view, *_ = first
+    page = explorer_html([first, {view: second[view]}])
+    count = sum(len(side.tokens) for _, side in second[view].sides)
     assert blob(page, "weights-1")[-count:] == bytes([255]) * count
     assert texts(page)["views"][1]["lengths"][1] is None
+    for wrong in ([], [{}, first]):
+        with pytest.raises(UserError, match="no pairs, or one without weights"):
+            explorer_html(wrong)
 
 
 def test_the_page_refers_to_nothing_outside_and_never_writes_html() -> None:
@@ -122,7 +119,7 @@ def test_what_the_first_pair_is_drawn_from_stands_before_the_script() -> None:
     rollout = 2 * 3  # the number of the second source's first view, behind two layers of three rounds
     assert sorted(names[0]) == sorted(["texts", "ids", "characters", "weights-0", f"weights-{rollout}"])
     assert len(names[1]) == 12 - 2 + 1 and "logps-0" in names[1]
-    single = [replace(pair, weights=dict(list(pair.weights.items())[:3])) for pair in hard(1)]
+    single = [dict(list(pair.items())[:3]) for pair in hard(1)]
     assert re.findall(r"data-(weights-\d)", explorer_html(single).partition('"use strict"')[0]) == [
         "weights-0",
         "weights-1",
@@ -130,20 +127,8 @@ def test_what_the_first_pair_is_drawn_from_stands_before_the_script() -> None:
 
 
 def test_a_page_of_500_pairs_fits_the_limit() -> None:
-    """A twentieth of them: the rest of a page, its script and style, is counted twenty times over."""
-    assert 20 * len(explorer_html(many(25, 700, 4))) <= LIMIT
-
-
-def test_bad_pairs_are_named() -> None:
-    pair = hard(1)[0]
-    view, rows = next(iter(pair.weights.items()))
-    with pytest.raises(UserError, match="no pairs with weights"):
-        explorer_html([])
-    with pytest.raises(UserError, match="pair-0: expected weights of at least one view"):
-        explorer_html([replace(pair, weights={}), hard(1)[1]])
-    short = SideWeights(rows[0].weights[:-1], 3.0)
-    with pytest.raises(UserError, match=r"pair-0, chosen: expected one of the weights of View.* 24 tokens, got 23"):
-        explorer_html([replace(pair, weights={view: (short, rows[1])})])
+    """A fiftieth of them: the rest of a page, its script and style, is counted fifty times over."""
+    assert 50 * len(explorer_html(many(10, 700, 4))) <= LIMIT
 
 
 # ------------------------------------------------------------------------------------------------ in node
@@ -179,6 +164,9 @@ def chosen(tab: Browser, name: str, value: str) -> None:
     )
 
 
+SECOND = (("rollout", "L2", "round 1"), ("attention", "L2", "round 1"))
+
+
 def shades(tab: Browser) -> str:
     return str(tab.value("[...document.querySelectorAll('#pair .tokens span')].map(one => one.className).join()"))
 
@@ -198,18 +186,18 @@ def test_a_reader_searches_sorts_switches_and_hovers(tab: Browser, tmp_path: Pat
         expected = View(
             *("rollout" if name == "source" else "attention", "L2", "combined" if name == "layer" else "round 1")
         )
-        row = pairs[0].weights[expected][0]
+        row = pairs[0][expected].chosen
         tab.hover("#pair .tokens span:nth-child(5)")
         found = tab.until(
             "(() => { const t = document.getElementById('tip'); return !t.hidden && t.textContent.includes("
             f"{', '.join((expected.source, expected.layer, expected.round))!r}) && t.textContent; }})()"
         )
         relative = float(re.findall(r"w·\|y\| ([-\d.e]+)\)", found)[0])
-        assert relative == pytest.approx(row.weights[4] * row.length, rel=0.035)
+        assert relative == pytest.approx(float(row.relative[4]), rel=0.035)
         told.append(shades(tab))
         tab.hover("h1")
     assert len({first, *told}) == 4
-    assert "token" in found and f"id {pairs[0].chosen.token_ids[4]}" in found and "12 to 15" in found
+    assert "token" in found and f"id {row.token_ids[4]}" in found and "12 to 15" in found
     assert "log-prob, reference-1.000" in found
 
     every = tab.value("explorer.state()")
@@ -218,13 +206,10 @@ def test_a_reader_searches_sorts_switches_and_hovers(tab: Browser, tmp_path: Pat
         state = tab.value("explorer.state()")
         values = [state[by][pair] for pair in state["order"]]
         assert values == sorted(values, reverse=name == "disagreement") and len(set(values)) > 1
-    row = pairs[0].weights[View("rollout", "L2", "round 1")]
-    other = pairs[0].weights[View("attention", "L2", "round 1")]
-    apart = np.mean(
-        [np.abs(np.array(a.weights) - np.array(b.weights)).sum() / 2 for a, b in zip(row, other, strict=True)]
-    )
+    rows, others = ([side.weights.numpy() for _, side in pairs[0][View(*one)].sides] for one in SECOND)
+    apart = np.mean([np.abs(a - b).sum() / 2 for a, b in zip(rows, others, strict=True)])
     assert every["apart"][0] == pytest.approx(apart, abs=0.02)
-    entropy = np.mean([-sum(w * math.log(w) for w in side.weights if w) / math.log(len(side.weights)) for side in row])
+    entropy = np.mean([-sum(w * math.log(w) for w in row if w) / math.log(len(row)) for row in rows])
     assert every["entropy"][0] == pytest.approx(entropy, abs=0.01)
 
     tab.press("/")

@@ -1,16 +1,12 @@
 """Report pages: everything in one file, escaped, in order."""
 
 import base64
-import json
 import re
 import subprocess
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from attnpo.display.figures import LayerPoint, layer_curve
-from attnpo.display.heat import HeatRow, HeatSide, HeatToken, RoundView, SideView
 from attnpo.display.heatmap import heatmap_html
 from attnpo.display.page import (
     Beside,
@@ -27,33 +23,19 @@ from attnpo.display.page import (
 )
 from attnpo.schema import UserError
 from tests.display.browser import chromium
+from tests.display.sides import pair_of, response
+from tests.display.test_heat import Reader
 
 
-class Reader(HTMLParser):
-    def __init__(self, code: str) -> None:
-        super().__init__()
-        self.stack: list[str] = []
-        self.seen: list[tuple[str, dict[str, str | None]]] = []
-        self.text = ""
-        self.feed(code)
-        self.close()
-        assert not self.stack
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.append((tag, dict(attrs)))
-        if tag not in ("meta", "img", "br"):
-            self.stack.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.stack.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data if self.stack and self.stack[-1] not in ("style", "script") else ""
+def picture(folder: Path) -> Path:
+    """The beginning of a PNG, by which it is known."""
+    (folder / "layers.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    return folder / "layers.png"
 
 
 def test_a_page_of_everything(tmp_path: Path) -> None:
-    png = layer_curve([LayerPoint(1, 0.4)], tmp_path / "layers.png")
-    side = HeatSide((HeatToken("x", 1.0),))
+    png = picture(tmp_path)
+    svg_beside(png).write_text("<svg/>", encoding="utf-8")
     code = report_page(
         "Run <1>",
         [
@@ -66,7 +48,7 @@ def test_a_page_of_everything(tmp_path: Path) -> None:
                 [
                     Paragraph("lost control", warning=True),
                     Preformatted("a:\n  b: <1>"),
-                    Fragment(heatmap_html([HeatRow("p", (), side, side)], page=False)),
+                    Fragment(heatmap_html([pair_of(response(("x", 1.0)))], page=False)),
                 ],
             ),
         ],
@@ -115,9 +97,7 @@ def test_a_page_of_one_section_has_no_links() -> None:
 
 
 def test_a_picture_without_a_drawing_beside_it_is_shown_as_it_is(tmp_path: Path) -> None:
-    png = layer_curve([LayerPoint(1, 0.4)], tmp_path / "layers.png")
-    svg_beside(png).unlink()
-    assert "data:image/png;base64," in report_page("t", [Section("s", [Image(png)])])
+    assert "data:image/png;base64," in report_page("t", [Section("s", [Image(picture(tmp_path))])])
 
 
 HOSTILE = "</script><script>x</script>\"'<b>"
@@ -151,44 +131,19 @@ def test_answers_stand_side_by_side_and_files_are_linked() -> None:
     assert len([tag for tag, _ in read.seen if tag == "script"]) == 1
 
 
-def switched(text: str = "x") -> HeatRow:
-    """A row that can be switched to two layers of one round."""
-    token = HeatToken(text, 0.5, token_id=7, begins=0, ends=1, policy_logp=-1.25, reference_logp=-1.5)
-    view = SideView(((text, 9, 0, 1),), ((2.0,), (0.25,)))
-    side = HeatSide((token,))
-    return HeatRow("p", (), side, side, rounds=(RoundView("1, chosen is A", ("1", "2"), view, view),))
-
-
-def test_a_pair_carries_what_it_can_be_switched_to_and_tokens_say_what_they_are() -> None:
-    code = heatmap_html([switched(HOSTILE)])
-    read = Reader(code)
-    kinds = [attrs.get("type") for tag, attrs in read.seen if tag == "script"]
-    assert kinds == ["application/json", None], "what is hostile opened none"
-    data = json.loads(code.partition('<script type="application/json">')[2].partition("</script>")[0])
-    assert data[0]["layers"] == ["1", "2"] and data[0]["rejected"]["rows"] == [[2.0], [0.25]]
-    assert data[0]["chosen"]["tokens"] == [[HOSTILE, 9, 0, 1]]
-    told = [attrs["title"] for tag, attrs in read.seen if tag == "span" and "title" in attrs]
-    assert told[0] == "0.50, weight 0.5, id 7, characters 0 to 1, log-prob: policy -1.250, reference -1.500"
-    assert "<script" not in heatmap_html([HeatRow("p", (), switched().chosen, switched().chosen)])
-
-
 SCRIPT = """<script>
 const table = document.querySelectorAll("table")[0], seen = [];
 const column = () => [...table.tBodies[0].rows].map(row => row.cells[1].textContent).join(" ");
 for (let press = 0; press < 3; press += 1) { table.querySelectorAll("th button")[1].click(); seen.push(column()); }
-const layer = document.querySelector(".heat-switch select");
-layer.value = "1"; layer.dispatchEvent(new Event("change"));
-seen.push(document.querySelector(".heat-side.chosen .heat-tokens span").title);
-layer.value = ""; layer.dispatchEvent(new Event("change"));
-seen.push(document.querySelector(".heat-side.chosen .heat-tokens span").title.slice(0, 4));
 document.title = seen.join("|");
 </script>"""
 
 
-def test_a_browser_sorts_and_switches(tmp_path: Path) -> None:
+def test_a_browser_sorts(tmp_path: Path) -> None:
     rows = [["a", "0.5 [0.1, 0.9]"], ["b", "-"], ["c", "-2.0 [x]"], ["d", "10.0 [y]"]]
-    blocks = [TableBlock(["arm", "reward"], rows), Fragment(heatmap_html([switched()], page=False))]
-    code = report_page("t", [Section("s", blocks)]).replace("</body>", f"{SCRIPT}</body>")
+    code = report_page("t", [Section("s", [TableBlock(["arm", "reward"], rows)])]).replace(
+        "</body>", f"{SCRIPT}</body>"
+    )
     (tmp_path / "page.html").write_text(code, encoding="utf-8")
     done = subprocess.run(
         [chromium(), "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom", f"--user-data-dir={tmp_path}/p",
@@ -200,6 +155,4 @@ def test_a_browser_sorts_and_switches(tmp_path: Path) -> None:
         "-2.0 [x] 0.5 [0.1, 0.9] 10.0 [y] -",
         "10.0 [y] 0.5 [0.1, 0.9] -2.0 [x] -",
         "0.5 [0.1, 0.9] - -2.0 [x] 10.0 [y]",
-        "0.25, id 9, characters 0 to 1, as the source read it",
-        "0.50",
     ]

@@ -11,13 +11,17 @@ import pytest
 import torch
 
 from attnpo import show
-from attnpo.cli.typed_texts import take_texts
 from attnpo.data.collate import collate
 from attnpo.data.scoring import score_examples
+from attnpo.display import token_table
+from attnpo.display.weighed_pair import WeighedPair
 from attnpo.models.layouts import padded
 from attnpo.models.loading import load_model
 from attnpo.models.scored import ScoredLM
+from attnpo.run import show as showing
 from attnpo.run.run import run
+from attnpo.run.show import weighed_pairs
+from attnpo.run.show_config import ShowConfig
 from attnpo.schema import SIDES, PreferencePair, TokenStats, UserError
 from attnpo.training.nonfinite import Scored, save_step
 from attnpo.weigher import Weigher
@@ -87,12 +91,13 @@ def values(found: list[dict[str, Any]], column: str, **which: object) -> list[fl
 
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS.keys())
-def test_a_text_means_itself(world: World, capsys: pytest.CaptureFixture[str], text: str) -> None:
-    typed = [f"prompt={text}", f"chosen=good {text}", f"rejected={text} bad"]
+def test_a_text_means_itself(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """From the command line to what is composed; a typed pair below is shown as it is composed."""
+    asked: list[ShowConfig] = []
+    monkeypatch.setattr(showing, "show", asked.append)
+    assert show.entry(["model.path=M", f"prompt={text}", f"chosen=good {text}", f"rejected={text} bad"]) == 0
     meant = text.removeprefix("@")
-    found = rows(capsys, *words(world), *typed)
-    pair = PreferencePair.make([{"role": "user", "content": meant}], f"good {text}", f"{meant} bad")
-    assert {row["pair_id"] for row in found} == {pair.pair_id}
+    assert (asked[0].prompt, asked[0].chosen, asked[0].rejected) == (meant, f"good {text}", f"{meant} bad")
 
 
 def test_answers_of_the_same_tokens_are_no_pair_to_show(world: World, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,15 +109,15 @@ def test_files_and_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("sys.stdin", io.StringIO("said\n"))
     (tmp_path / "a.txt").write_text("two\nlines, =[x]\n\n", encoding="utf-8")
     argv = ["column=weight", f"prompt=@{tmp_path}/a.txt", "chosen=-", "rejected=@@x", "model.path=M"]
-    texts, rest = take_texts(argv)
+    texts, rest = show.take_texts(argv)
     assert texts == {"prompt": "two\nlines, =[x]\n", "chosen": "said", "rejected": "@x"}
     assert rest == ["column=weight", "model.path=M"]
     with pytest.raises(UserError, match=r"prompt=@none\.txt: cannot be read .* typed as @@none\.txt"):
-        take_texts(["prompt=@none.txt", "chosen=a", "rejected=b"])
+        show.take_texts(["prompt=@none.txt", "chosen=a", "rejected=b"])
     with pytest.raises(UserError, match=r"prompt=- and chosen=-: standard input can be read once"):
-        take_texts(["prompt=-", "chosen=-", "rejected=b"])
+        show.take_texts(["prompt=-", "chosen=-", "rejected=b"])
     with pytest.raises(UserError, match="prompt= is given twice"):
-        take_texts(["prompt=a", "prompt=b"])
+        show.take_texts(["prompt=a", "prompt=b"])
 
 
 def test_a_pair_typed_in_part_names_what_lacks_and_what_is_near(capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,7 +167,7 @@ def test_a_prefill_is_shown_and_moves_the_weights(world: World, capsys: pytest.C
     assert f"attention after '{prefill}'" in " ".join(capsys.readouterr().out.split())
 
 
-def test_rows_of_a_run_are_what_it_trained_on(
+def test_rows_of_a_run_are_what_it_trained_on_and_a_typed_pair_is_weighed_as_they_are(
     finished: Path, trained: Made, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = rows(capsys, f"run={finished}", "rows=2:4", "stages=[all]")
@@ -180,6 +185,8 @@ def test_rows_of_a_run_are_what_it_trained_on(
             share = trained.cfg.transforms["mixture"].share  # type: ignore[attr-defined]
             expected = [(1 - share) / (count + 1) + share * one for one in source[:count]]
             assert mixed[:count] == pytest.approx(expected, rel=1e-4)
+    typed = rows(capsys, f"run={finished}", *TYPED)
+    assert {(row["stage"], row["pair_id"]) for row in typed} == {("position_profile", PAIR.pair_id)}
 
 
 def test_contributions_add_up_to_the_margin(finished: Path, trained: Made, capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,11 +207,6 @@ def test_contributions_add_up_to_the_margin(finished: Path, trained: Made, capsy
         assert values(found, "log_ratio", side=side) == pytest.approx(ratio.tolist(), abs=1e-5)
         margin += float(expected.sum())
     assert sum(values(found, "contribution")) == pytest.approx(margin, abs=1e-5) and abs(margin) > 1e-6
-
-
-def test_a_typed_pair_under_a_run(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = rows(capsys, f"run={finished}", *TYPED)
-    assert {row["stage"] for row in found} == {"position_profile"} and found[0]["pair_id"] == PAIR.pair_id
 
 
 # ------------------------------------------------------------------------------------------------ a saved step
@@ -250,37 +252,44 @@ def test_what_is_wrong_with_a_saved_step(
 # ------------------------------------------------------------------------------------------------ outputs
 
 
-@pytest.mark.parametrize("width", [80, 120])
-def test_the_terminal_has_both_sides_in_its_width(
-    world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
+def test_terminal_and_files_hold_the_same(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", str(width))
-    exact = rows(capsys, *words(world), *TYPED)
-    assert show.entry([*words(world), *TYPED]) == 0
-    shown = capsys.readouterr().out.splitlines()
-    assert max(map(len, shown)) <= width
-    numbered = [line.split() for line in shown if re.match(r" *\d+ ", line)]
-    assert len(numbered) == len(values(exact, "token", side="chosen"))
-    for cells, row in zip(numbered, exact, strict=False):  # chosen comes first in both
-        assert (
-            cells[1:3] == [row["token"].strip() or "▯", f"{row['relative']:.2f}"]
-            or row["token_id"] == exact[-1]["token_id"]
-        )
-    assert any("relative: weight times |y|" in line for line in shown) and any("p(chosen)" in line for line in shown)
-
-
-def test_files_of_every_kind_hold_the_same(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = [*words(world, "layers=[1,2]"), *TYPED]
+    found: list[WeighedPair] = []
+
+    def weighed_once(cfg: ShowConfig) -> list[WeighedPair]:
+        found.extend([] if found else weighed_pairs(cfg))
+        return found
+
+    monkeypatch.setattr(showing, "weighed_pairs", weighed_once)
     lines = rows(capsys, *argv)
-    for ending in ("jsonl", "csv", "parquet", "html"):
-        assert show.entry([*argv, f"out={tmp_path}/deep/x.{ending}"]) == 0
     place = tmp_path / "deep"
+    for ending in ("jsonl", "csv", "parquet", "html"):
+        assert show.entry([*argv, f"out={place}/x.{ending}"]) == 0
     assert [json.loads(line) for line in (place / "x.jsonl").read_text(encoding="utf-8").splitlines()] == lines
     for frame in (pd.read_csv(place / "x.csv", dtype={"round": str}), pd.read_parquet(place / "x.parquet")):
         assert list(frame.columns) == list(lines[0]) and len(frame) == len(lines)
         assert frame["weight"].tolist() == pytest.approx([row["weight"] for row in lines])
     page = (place / "x.html").read_text(encoding="utf-8")
     assert page.count('class="heat-side chosen"') == 2 and "layer 1, mean of the rounds" in page
+
+    del found[1:]
+    exact = [row for row in lines if row["layer"] == 1]
+    last = exact[-1]["token_id"]
+    for width in (80, 120):
+        monkeypatch.setenv("COLUMNS", str(width))
+        capsys.readouterr()
+        assert show.entry(argv) == 0
+        shown = capsys.readouterr().out.splitlines()
+        assert max(map(len, shown)) <= width
+        numbered = [line.split() for line in shown if re.match(r" *\d+ ", line)]
+        assert len(numbered) == len(values(exact, "token", side="chosen"))
+        for cells, row in zip(numbered, exact, strict=False):  # chosen comes first in both
+            told = [row["token"].strip() or "▯", f"{row['relative']:.2f}"]
+            assert cells[1:3] == told or row["token_id"] == last
+        assert any("relative: weight times |y|" in line for line in shown)
+        assert any("p(chosen)" in line for line in shown)
 
 
 # ------------------------------------------------------------------------------------------------ what is refused
@@ -319,16 +328,6 @@ def test_what_this_pair_has_not(world: World, finished: Path, capsys: pytest.Cap
         assert story in refused(capsys, *words(world), *argv), story
 
 
-def test_rounding_noise_is_printed_as_zero(
-    finished: Path, trained: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    batch = collate(trained.inputs.examples["train"].examples[:1], padded, 0, 1)
-    reference = torch.full(batch.main.response_mask.shape, -0.5)
-    policy = reference - 4e-4
-    policy[0, 1] += 0.25
-    losses = torch.tensor([float("nan")])
-    path = finished / "nonfinite-step-7.pt"
-    save_step([Scored(batch, TokenStats(policy), TokenStats(reference), losses)], {}, path, 7, 1, leads=True)
-    assert show.entry([f"bad_batch={path}", "column=log_ratio"]) == 0
-    shown = capsys.readouterr().out
-    assert "+0.250" in shown and " 0.000" in shown and not re.search(r"[+-]0\.000", shown)
+def test_rounding_noise_is_printed_as_zero() -> None:
+    told = [token_table._number(value, "log_ratio") for value in (-4e-4, 4e-7, 0.25, -0.25)]
+    assert told == ["0.000", "0.000", "+0.250", "-0.250"]

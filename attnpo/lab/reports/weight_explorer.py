@@ -5,19 +5,17 @@ transforms.
 """
 
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from attnpo.config.compose import load
-from attnpo.data.collate import TrainingExample
-from attnpo.data.prepare import EncodedSet
+from attnpo.data.prepare import EncodedSet, make_example
 from attnpo.data.prepared import Recipe
 from attnpo.data.reading import read_pairs
-from attnpo.display.explorer import ExplorerPair, ExplorerSide, SideWeights, View, write_explorer
+from attnpo.display.explorer import ExplorerPair, View, write_explorer
 from attnpo.display.output import terminal
 from attnpo.lab.reports.report_config import ReportConfig
 from attnpo.lab.reports.weight_report import asked_layers, each_weights, model_label, weights_label
@@ -25,11 +23,10 @@ from attnpo.run.heat_rows import heat_rows
 from attnpo.run.inputs import Inputs, encode
 from attnpo.run.models import reference_table
 from attnpo.run.resolve import resolve
-from attnpo.schema import SIDES, EncodedResponse, PairWeights, PreferencePair, UserError
+from attnpo.schema import SIDES, PairWeights, UserError
 from attnpo.system.store import Table
-from attnpo.weights.arrival import Weighted
 from attnpo.weights.base import OnlineSource
-from attnpo.weights.capture import LogpPair, load_logps
+from attnpo.weights.capture import load_logps
 from attnpo.weights.pipeline import training_weights
 
 PAGE = "explorer.html"
@@ -67,8 +64,7 @@ def weight_explorer(cfg: ReportConfig, folder: Path) -> None:
         pairs = {pair_id: joined(pair, others[pair_id], marked) for pair_id, pair in pairs.items() if pair_id in others}
     if not pairs:
         raise UserError(f"explorer={cfg.explorer}: the sources have no pair in common; give a larger number")
-    logps = stored_logps(table, list(pairs.values()))
-    shown = [with_logps(pair, logps.get(pair_id)) for pair_id, pair in pairs.items()]
+    shown = with_logps(pairs, table)
     note = "on training tokens; combined: as the objective reads them; a single round: before transforms"
     path = write_explorer(folder / PAGE, shown, title=f"Token weights: {label}", note=note)
     terminal().print(f"  {path}", highlight=False, markup=False)
@@ -97,58 +93,34 @@ def explored(
 def first_pairs(
     made: Inputs, encoded: EncodedSet, tokenizer: PreTrainedTokenizerBase, label: str, count: int
 ) -> dict[str, ExplorerPair]:
-    """Returns the first ``count`` training pairs with the views of one source and layer."""
-    texts = {pair.pair_id: (pair, sides) for pair, sides in zip(encoded.pairs, encoded.encoded, strict=True)}
-    decode, rows = tokenizer.decode, heat_rows(made, tokenizer, count)
-    pairs = {}
-    for example, row in zip(made.examples["train"].examples[:count], rows, strict=True):
-        pair, _ = texts[example.pair_id]
-        chosen, rejected = (
-            ExplorerSide.of(
-                pair.response(side),
-                ids,
-                {one: str(decode([one])) for one, (a, b) in zip(ids.response_ids, ids.offsets, strict=True) if b <= a},
-            )
-            for side, ids in zip(SIDES, example.sides, strict=True)
-        )
-        verdicts = "; ".join(f"round {number}: {one.summary()}" for number, one in enumerate(row.verdicts, 1))
-        seen = dict(views(made, label, example, texts[pair.pair_id]))
-        pairs[pair.pair_id] = ExplorerPair(pair.pair_id, pair.prompt, chosen, rejected, seen, verdicts)
-    return pairs
-
-
-def views(
-    made: Inputs, label: str, example: TrainingExample, texts: tuple[PreferencePair, Mapping[str, EncodedResponse]]
-) -> Iterator[tuple[View, tuple[SideWeights, SideWeights]]]:
-    """Yields the combined weights of an example as training reads them, and those of each of its rounds alone.
-
-    ``label``: of ``weights_label``.
+    """Returns the first ``count`` training pairs with the views of one source and layer: combined, and each of the
+    judge's rounds alone.
     """
-    weighed, (pair, encoded) = made.weighed, texts
+    sides = {pair.pair_id: both for pair, both in zip(encoded.pairs, encoded.encoded, strict=True)}
     option, *transforms = label.split(" + ")
-    source, _, layer = option.partition(" ")
-    name = " + ".join([source, *transforms])
-    yield View(name, layer), both(example.weights, example.scales, example)
-    captured = weighed.captured.get(pair.pair_id)
-    rounds = () if captured is None else captured.rounds
-    for number, one in enumerate(rounds if len(rounds) > 1 else (), 1):
-        alone = PairWeights(pair.pair_id, (one,))
-        found = training_weights(
-            weighed.source, alone, encoded, made.recipe.align.method, layers=weighed.layers, pair=pair
-        )
-        scales = (1.0, 1.0) if found.factors else found.lengths
-        yield View(name, layer, f"round {number}"), both((found.chosen, found.rejected), scales, found)
-
-
-def both(
-    weights: tuple[Tensor, Tensor], scales: tuple[float, float], arrived: Weighted
-) -> tuple[SideWeights, SideWeights]:
-    """Returns both sides' weights as the page takes them."""
-    shares = arrived.coverage, arrived.source_coverage, arrived.kept_mass
-    chosen, rejected = (
-        SideWeights(weights[i].tolist(), float(scales[i]), *(float(share[i]) for share in shares)) for i in (0, 1)
-    )
-    return chosen, rejected
+    option, _, layer = option.partition(" ")
+    name = " + ".join([option, *transforms])
+    pairs: dict[str, ExplorerPair] = {}
+    for combined in heat_rows(made, tokenizer, count):
+        pair, rounds = combined.pair, () if combined.captured is None else combined.captured.rounds
+        views = {View(name, layer): replace(combined, captured=None)}
+        for number, one in enumerate(rounds if len(rounds) > 1 else (), 1):
+            alone, encoded_pair = PairWeights(pair.pair_id, (one,)), sides[pair.pair_id]
+            method, layers = made.recipe.align.method, made.weighed.layers
+            weights = training_weights(made.weighed.source, alone, encoded_pair, method, layers=layers, pair=pair)
+            found = make_example(pair.pair_id, encoded_pair, weights)
+            arrived = zip(found.scales, found.coverage, found.source_coverage, found.kept_mass, strict=True)
+            chosen, rejected = (
+                replace(side, weights=row, length=scale, coverage=coverage, source_coverage=source, kept_mass=kept)
+                for (_, side), row, (scale, coverage, source, kept) in zip(
+                    combined.sides, found.weights, arrived, strict=True
+                )
+            )
+            views[View(name, layer, f"round {number}")] = replace(
+                combined, chosen=chosen, rejected=rejected, captured=None
+            )
+        pairs[pair.pair_id] = views
+    return pairs
 
 
 def joined(pair: ExplorerPair, other: ExplorerPair, marked: str = "") -> ExplorerPair:
@@ -156,36 +128,34 @@ def joined(pair: ExplorerPair, other: ExplorerPair, marked: str = "") -> Explore
 
     UserError when the two are not on the same training tokens.
     """
-    for name, mine, theirs in zip(SIDES, pair.sides, other.sides, strict=True):
-        if list(mine.token_ids) != list(theirs.token_ids):
+    first, second = (next(iter(views.values())) for views in (pair, other))
+    for (name, mine), (_, theirs) in zip(first.sides, second.sides, strict=True):
+        if mine.token_ids != theirs.token_ids:
             raise UserError(
-                f"against: pair {pair.pair_id}, {name}: the second source has other training tokens; let against "
+                f"against: pair {first.pair.pair_id}, {name}: the second source has other training tokens; let against "
                 "change weights and judge, and leave model, data and lengths as they are"
             )
-    taken = {view.source for view in pair.weights} if marked else set()
-    added = {
-        replace(view, source=view.source + marked) if view.source in taken else view: rows
-        for view, rows in other.weights.items()
+    taken = {view.source for view in pair} if marked else set()
+    named = {
+        replace(view, source=view.source + marked) if view.source in taken else view: row for view, row in other.items()
     }
-    return replace(pair, weights={**pair.weights, **added}, note=pair.note or other.note)
+    return {**pair, **named}
 
 
-# ------------------------------------------------------------------------------------------------ log-probs
-
-
-def stored_logps(table: Table, pairs: Sequence[ExplorerPair]) -> dict[str, LogpPair]:
-    """Returns the reference's log-probabilities that the store has of the pairs, by id."""
-    lengths = {pair.pair_id: (len(pair.chosen.token_ids), len(pair.rejected.token_ids)) for pair in pairs}
+def with_logps(pairs: Mapping[str, ExplorerPair], table: Table) -> list[ExplorerPair]:
+    """Returns the pairs with the reference's log-probabilities where the store has them, in the view they open with."""
+    first = {pair_id: next(iter(pair)) for pair_id, pair in pairs.items()}
+    sides = {pair_id: [side for _, side in pairs[pair_id][view].sides] for pair_id, view in first.items()}
+    lengths = {pair_id: (len(chosen.tokens), len(rejected.tokens)) for pair_id, (chosen, rejected) in sides.items()}
     lacking = set(table.missing(list(lengths), SIDES))
     present = [pair_id for pair_id in lengths if pair_id not in lacking]
-    return load_logps(table, present, lengths) if present else {}
-
-
-def with_logps(pair: ExplorerPair, logps: LogpPair | None) -> ExplorerPair:
-    """Returns the pair with its reference log-probabilities, where there are any."""
-    if logps is None:
-        return pair
-    chosen, rejected = (
-        replace(side, logps={"reference": row.tolist()}) for side, row in zip(pair.sides, logps, strict=True)
-    )
-    return replace(pair, chosen=chosen, rejected=rejected)
+    known = load_logps(table, present, lengths) if present else {}
+    found = dict(pairs)
+    for pair_id, logps in known.items():
+        chosen, rejected = (
+            replace(side, scores={**side.scores, "reference_logp": row})
+            for side, row in zip(sides[pair_id], logps, strict=True)
+        )
+        view = first[pair_id]
+        found[pair_id] = {**pairs[pair_id], view: replace(pairs[pair_id][view], chosen=chosen, rejected=rejected)}
+    return list(found.values())

@@ -25,12 +25,12 @@ from attnpo.data.prepare import EncodedSet, ExampleSet, fit_transforms, prepare_
 from attnpo.data.prepared import Recipe
 from attnpo.data.reading import Texts, read_pairs
 from attnpo.data.weighing import Weighed
-from attnpo.display.heat import HeatRow
-from attnpo.display.heatmap import heatmap_html
+from attnpo.display.heatmap import heatmap_html, write_svg
 from attnpo.display.output import terminal
 from attnpo.display.page import Fragment, KeyValues, Preformatted, Section
 from attnpo.display.printed import KeyedTable, PrintedTable, beside, counterpart, label_of, read_printed
 from attnpo.display.tables import Cell
+from attnpo.display.weighed_pair import WeighedPair
 from attnpo.judge.layers import HeadRow, attending, distinct_layers
 from attnpo.judge.settings import Judge
 from attnpo.judge.verdicts import judge_warning
@@ -81,13 +81,13 @@ class Measured:
     tokens: dict[str, "pandas.DataFrame"]
     most: int
     account: dict[str, Cell]
-    heat: list[HeatRow]
+    heat: list[WeighedPair]
 
 
 def weight_report(cfg: ReportConfig, folder: Path, mark: str) -> None:
     """Prints the tables of the weights that ``cfg`` describes, and writes them with heat maps to ``folder``.
 
-    The page has those of the first pairs, ``heat-WEIGHTS.png`` that of the first one alone. ``mark``: digest of all
+    The page has those of the first pairs, ``heat-WEIGHTS.svg`` that of the first one alone. ``mark``: digest of all
     that the command asks for.
 
     Weights that the store lacks are computed as for a run, all layers in one judge pass.
@@ -137,9 +137,7 @@ def weight_report(cfg: ReportConfig, folder: Path, mark: str) -> None:
     publish(f"Token weights: {model}", shown, notes, folder, "weights", mark, [*sections, *about], by="side")
     for one in measured:
         if one.heat:
-            from attnpo.display.heat_figure import heatmap_figure
-
-            path = heatmap_figure(one.heat[0], folder / f"heat-{clean(one.label)}.png")
+            path = write_svg(one.heat[:1], folder / f"heat-{clean(one.label)}.svg")
             terminal().print(f"  {path}", highlight=False, markup=False)
 
 

@@ -367,7 +367,7 @@ class _World:
 
     def _draw(self, layers: "pandas.DataFrame") -> Image:
         """Draws the figure over layers into the study's folder."""
-        from attnpo.display.layer_panels import LayerPanel, layer_panels
+        from attnpo.lab.figures import LayerPanel, layer_panels
 
         def by_seed(column: str) -> list[dict[int, float]]:
             seeds = layers.dropna(subset=column).groupby("seed")

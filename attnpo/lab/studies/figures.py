@@ -7,12 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from attnpo.display.arm_figure import ArmPanel, arm_figure
-from attnpo.display.figures import GainPoint, LayerPoint, gains, layer_curve
-from attnpo.display.frontier_figure import FrontierPoint, frontier
 from attnpo.display.look import SOFT, Level, Look, Looks, looks_of
 from attnpo.display.page import Block, Image, Paragraph, Section, TableBlock
 from attnpo.evaluation.intervals import Interval, hierarchical_bootstrap, paired_difference
+from attnpo.lab.figures import ArmPanel, FrontierPoint, GainPoint, LayerPoint, arm_figure, frontier, gains, layer_curve
 from attnpo.lab.studies.outcome import (
     PointResults,
     best_by_arm,

@@ -299,8 +299,8 @@ def answers_sections(outcome: Outcome) -> Iterator[Section]:
         of = f", {world}" if world else ""
         heat = [replace(row, note=name) for name, one in kept.items() for row in one.heat]
         if heat:
-            first = heat[0].pair_id
-            same = [row for row in heat if row.pair_id == first]
+            first = heat[0].pair.pair_id
+            same = [row for row in heat if row.pair.pair_id == first]
             told = Paragraph("The same training pair as each arm weighs it.")
             yield Section(f"One pair, arm by arm{of}", [told, Fragment(heatmap_html(same, page=False))])
         beside = list(_beside(kept))

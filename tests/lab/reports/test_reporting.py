@@ -228,11 +228,12 @@ def test_the_explorer_has_the_weights_of_both_sources(world: World, tmp_path: Pa
 def test_a_second_source_is_told_from_the_first_and_is_on_the_same_tokens() -> None:
     pair = hard(1)[0]
     both = joined(pair, pair, " (judge=other)")
-    assert {view.source for view in both.weights} == {
+    assert {view.source for view in both} == {
         *("attention", "rollout"),
         *("attention (judge=other)", "rollout (judge=other)"),
     }
-    other = replace(pair, rejected=replace(pair.rejected, token_ids=[1] * len(pair.rejected.token_ids)))
+    view, one = next(iter(pair.items()))
+    other = {view: replace(one, rejected=replace(one.rejected, token_ids=(1,) * len(one.rejected.token_ids)))}
     with pytest.raises(UserError, match=r"against: pair pair-0, rejected: the second source has other training tokens"):
         joined(pair, other)
 

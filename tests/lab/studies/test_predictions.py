@@ -7,9 +7,9 @@ from typing import Any
 import matplotlib.image
 import pytest
 
-from attnpo.display.figures import GainPoint, gains
 from attnpo.display.page import Paragraph, TableBlock
 from attnpo.evaluation.intervals import Interval
+from attnpo.lab.figures import GainPoint, gains
 from attnpo.lab.studies.notes import footnotes, on_edge, warnings
 from attnpo.lab.studies.outcome import gather
 from attnpo.lab.studies.page import write_study_report

@@ -7,15 +7,19 @@ from pathlib import Path
 import pytest
 
 from attnpo.display.column_notes import column_notes
-from attnpo.display.heat import HeatRow, HeatSide, HeatToken, Verdict
+from attnpo.display.heatmap import heatmap_html
 from attnpo.display.look import COLOURS, INK, svg_beside
+from attnpo.display.pair_record import Verdict
+from attnpo.display.weighed_pair import WeighedPair
 from attnpo.lab.studies.figures import accuracy_of, margin_of, study_figures, study_looks
 from attnpo.lab.studies.page import arms_section, write_study_report
 from attnpo.lab.studies.study import Arm, Grid, Outcome, Point, Study
 from attnpo.run.for_page import FILE, keep_for_page, read_for_page
 from attnpo.run.result import RunResult
 from attnpo.schema import Message, PreferencePair
-from tests.display.test_page import HOSTILE, Reader
+from tests.display.sides import END, pair_of, response
+from tests.display.test_heat import Reader
+from tests.display.test_page import HOSTILE
 
 STUDY = Study(
     "s",
@@ -113,10 +117,10 @@ def test_every_column_of_the_main_tables_is_explained(tmp_path: Path) -> None:
         assert set(column_notes(table.columns)) == set(table.columns)
 
 
-def rows(text: str) -> list[HeatRow]:
-    side = HeatSide((HeatToken(text, 0.5, token_id=3, begins=0, ends=1), HeatToken("!", 0.5, end=True)), 2.0, 1.0)
+def rows(text: str) -> list[WeighedPair]:
+    side = response((text, 0.5), (END, 0.5), reference_logp=[-0.5, -0.25])
     verdicts = (Verdict(True, (1.0, -1.0), "A"), Verdict(False))
-    return [HeatRow("pair", (Message(role="user", content=text),), side, side, verdicts, "note")]
+    return [pair_of(side, None, [Message(role="user", content=text)], verdicts)]
 
 
 def sampled(name: str) -> list[PreferencePair]:
@@ -127,10 +131,10 @@ def sampled(name: str) -> list[PreferencePair]:
 def test_what_a_run_keeps_is_read_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     keep_for_page(tmp_path, [*rows(HOSTILE), *rows("second")], sampled("x"))
     kept = read_for_page(tmp_path)
-    assert kept is not None and kept.heat == rows(HOSTILE)
+    assert kept is not None and heatmap_html(kept.heat) == heatmap_html(rows(HOSTILE))
     assert [answer.prompt[:8] for answer in kept.answers] == ["prompt 0", "prompt 2", "prompt 4", "prompt 6"]
     assert kept.answers[0].base == "answer of the base"
-    (tmp_path / FILE).write_text('{"heat": [{}], "answers": []}')
+    (tmp_path / FILE).write_text('{"pairs": [{}], "answers": []}')
     assert read_for_page(tmp_path) is None and "left out of the page" in caplog.text
     assert read_for_page(tmp_path / "none") is None
 

@@ -1,0 +1,200 @@
+"""Weights of one pair on the training tokens, and what the judge said of it: what heat maps, tables and files show."""
+
+import math
+import unicodedata
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from attnpo.display.heat import visible
+from attnpo.schema import PreferencePair, UserError
+from attnpo.weights.postprocess import effective_number
+
+Range = tuple[int, int]
+Columns = Mapping[str, Float[Tensor, " m"]]
+
+
+@dataclass(frozen=True)
+class WeighedResponse:
+    """A response's m training tokens with a weight each, the end of turn among them.
+
+    ``tokens``: their texts with the blanks before them; of several tokens of one character (byte tokens) the first has
+    the text and the others have "". ``offsets``: half-open character ranges of ``text``, empty for the end of turn; ()
+    where they are not known. ``length``: |y| as the source counts it, 1 for factors. ``coverage``: the share of the
+    tokens with characters that got a partner among the source's tokens. ``source_coverage`` and ``kept_mass``: the
+    shares of the source's tokens and of its weights that arrived. NaN where they are not known. ``scores``: more
+    numbers of the tokens, such as log-probabilities "logp" (policy) and "reference_logp".
+    """
+
+    text: str
+    tokens: tuple[str, ...]
+    token_ids: tuple[int, ...]
+    offsets: tuple[Range, ...]
+    weights: Float[Tensor, " m"]
+    length: float
+    coverage: float = math.nan
+    source_coverage: float = math.nan
+    kept_mass: float = math.nan
+    scores: Columns = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        counts = {"token ids": len(self.token_ids), **{name: len(row) for name, row in self.columns.items()}}
+        counts |= {"offsets": len(self.offsets)} if self.offsets else {}
+        for name, count in counts.items():
+            if count != len(self.tokens):
+                raise UserError(f"expected one of the {name} for each of the {len(self.tokens)} tokens, got {count}")
+
+    @property
+    def relative(self) -> Float[Tensor, " m"]:
+        """Returns the weights relative to uniform, w * |y|: 1 where a token counts as much as the mean token."""
+        return self.weights * self.length
+
+    @property
+    def columns(self) -> Columns:
+        """Returns all numbers of the tokens by name."""
+        return {"weight": self.weights, "relative": self.relative, **self.scores}
+
+    @property
+    def ends(self) -> tuple[bool, ...]:
+        """Returns of each token whether it ends the turn."""
+        return tuple(end <= start for start, end in self.offsets) or (False,) * len(self.tokens)
+
+    @property
+    def matched(self) -> tuple[bool, ...]:
+        """Returns of each token whether it got a partner: with characters, and a weight unless all have one."""
+        found = [not self.offsets or self.coverage == 1.0 or weight != 0 for weight in self.weights.tolist()]
+        return tuple(partner and not end for partner, end in zip(found, self.ends, strict=True))
+
+    @property
+    def cut(self) -> int:
+        """Returns the number of characters after the last training token."""
+        return len(self.text) - max((end for start, end in self.offsets if end > start), default=0)
+
+    @property
+    def effective(self) -> float:
+        """Effective number of weights; NaN when a weight is not finite or there is none."""
+        known = len(self.weights) and bool(self.weights.isfinite().all())
+        return effective_number(self.weights) if known else math.nan
+
+    @property
+    def is_right_to_left(self) -> bool:
+        """Returns whether the first letter with a direction is written from right to left."""
+        texts = (text for text, end in zip(self.tokens, self.ends, strict=True) if not end)
+        kinds = (unicodedata.bidirectional(char) for text in texts for char in text)
+        return next((kind != "L" for kind in kinds if kind in ("L", "R", "AL")), False)
+
+    def heaviest(self, count: int = 5) -> list[tuple[str, float]]:
+        """(text, w * |y|) of the tokens with the largest weights, the largest first."""
+        rows = zip(self.tokens, self.weights.tolist(), self.relative.tolist(), strict=True)
+        ranked = sorted((row for row in rows if math.isfinite(row[1]) and row[1] > 0), key=lambda row: -row[1])
+        return [(" ".join(visible(text).split()) or "(empty)", relative) for text, _, relative in ranked[:count]]
+
+    def summary(self) -> str:
+        """Number of tokens, what arrived and effective number of weights, in words."""
+        count, effective = len(self.tokens), self.effective
+        parts = [f"{count} token" + ("" if count == 1 else "s")]
+        named = ("coverage", self.coverage), ("source coverage", self.source_coverage), ("kept mass", self.kept_mass)
+        parts += [f"{name} {100 * share:.1f} %" for name, share in named if not math.isnan(share)]
+        if not math.isnan(effective):
+            parts.append(f"effective number of weights {effective:.1f}")
+        if self.cut:
+            parts.append(f"{self.cut} characters cut")
+        return ", ".join(parts)
+
+    def facts(self, place: int) -> str:
+        """Returns what is known of a token apart from its weight relative to uniform, in words."""
+        parts = [f"weight {float(self.weights[place]):.4g}", f"id {self.token_ids[place]}"]
+        start, end = self.offsets[place] if self.offsets else (0, 0)
+        parts += [f"characters {start} to {end}"] if end > start else []
+        named = {"policy": self.scores.get("logp"), "reference": self.scores.get("reference_logp")}
+        told = [f"{name} {float(row[place]):.3f}" for name, row in named.items() if row is not None]
+        return ", ".join([*parts, *([f"log-prob: {', '.join(told)}"] if told else [])])
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain values, which JSON can hold."""
+        return {
+            "text": self.text,
+            "tokens": list(self.tokens),
+            "token_ids": list(self.token_ids),
+            "offsets": [list(span) for span in self.offsets],
+            "weights": self.weights.tolist(),
+            "relative": self.relative.tolist(),
+            "length": self.length,
+            "coverage": self.coverage,
+            "source_coverage": self.source_coverage,
+            "kept_mass": self.kept_mass,
+            **({"scores": {name: row.tolist() for name, row in self.scores.items()}} if self.scores else {}),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "WeighedResponse":
+        """Returns the response that ``to_dict`` gave. KeyError, TypeError or ValueError for what it did not give."""
+        return cls(
+            data["text"],
+            tuple(data["tokens"]),
+            tuple(data["token_ids"]),
+            tuple((start, end) for start, end in data["offsets"]),
+            torch.tensor(data["weights"], dtype=torch.float64),
+            data["length"],
+            data["coverage"],
+            data["source_coverage"],
+            data["kept_mass"],
+            {name: torch.tensor(row, dtype=torch.float64) for name, row in data.get("scores", {}).items()},
+        )
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the judge said in one round. ``logits`` are those of the labels (A, B); ``token`` its most likely token."""
+
+    chosen_is_a: bool
+    logits: tuple[float | int, float | int] | None = None
+    token: str | None = None
+
+    @property
+    def preference(self) -> float | None:
+        """Returns the probability of the chosen response between the two labels, or None when the verdict
+        was not read.
+        """
+        if self.logits is None:
+            return None
+        margin = (self.logits[0] - self.logits[1]) * (1 if self.chosen_is_a else -1)
+        return 0.5 * (1 + math.tanh(margin / 2))
+
+    def summary(self) -> str:
+        """Returns the round in words."""
+        order = "chosen is A" if self.chosen_is_a else "chosen is B"
+        if self.preference is None:
+            return f"{order}: verdict not read"
+        picks = "a tie" if self.preference == 0.5 else "picks chosen" if self.preference > 0.5 else "picks rejected"
+        said = "" if self.token is None else f", says {visible(self.token).strip()!r}"
+        return f"{order}: {picks}, p(chosen) {self.preference:.3f}{said}"
+
+
+@dataclass(frozen=True, repr=False)
+class PairRecord:
+    """Both responses of a pair with their weights, as training uses them, and what the judge said.
+
+    ``verdicts``: one per order of the answers, the first with the chosen one as answer A. ``note``: a line such as the
+    weight source and its layer.
+    """
+
+    pair: PreferencePair
+    chosen: WeighedResponse
+    rejected: WeighedResponse
+    verdicts: tuple[Verdict, ...] = ()
+    note: str = ""
+
+    @property
+    def sides(self) -> tuple[tuple[str, WeighedResponse], tuple[str, WeighedResponse]]:
+        """("chosen", its response), ("rejected", its response)."""
+        return ("chosen", self.chosen), ("rejected", self.rejected)
+
+    @property
+    def rounds(self) -> list[str]:
+        """Returns what the judge said, a line for each round."""
+        return [f"round {number}: {one.summary()}" for number, one in enumerate(self.verdicts, 1)]
