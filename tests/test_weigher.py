@@ -303,7 +303,7 @@ def test_in_a_notebook_it_is_shown_as_html(weighed: WeighedPair, monkeypatch: py
     weighed.show()
     WeighedPairs([weighed, weighed]).show()
     weighed.show(Console(file=(out := StringIO()), width=80))
-    assert shown == [heatmap_html([weighed.heat] * count, page=False) for count in (1, 2)]
+    assert shown == [heatmap_html([weighed] * count, page=False) for count in (1, 2)]
     assert "p(chosen)" in out.getvalue(), "a console that is given is written to"
     assert pickle.loads(pickle.dumps(weighed))._repr_html_() == weighed._repr_html_() == shown[0]
 

@@ -115,7 +115,7 @@ def test_the_tables_of_a_tiny_world_by_hand(world: World, tmp_path: Path) -> Non
         ours = [float(sink[f"{place}_token_percent"]) for place in places]
         assert ours == pytest.approx([100 * share / responses for share in shares], rel=1e-5)
         assert float(sink["uniform_percent"]) == pytest.approx(100 * uniform / responses)
-        assert (tmp_path / "r" / f"heat-attention_L{layer}.png").read_bytes().startswith(PNG[:8])
+        assert (tmp_path / "r" / f"heat-attention_L{layer}.svg").read_text(encoding="utf-8").startswith("<svg")
     page = (tmp_path / "r" / "report.html").read_text(encoding="utf-8")
     for text in ("uniform_percent", "Token weights of the first pairs: attention L2", 'class="heat', "Account: "):
         assert text in page
