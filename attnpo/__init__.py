@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from attnpo.data.datamodule import PreferenceDataModule as PreferenceDataModule
     from attnpo.lab.api import run_study as run_study
     from attnpo.lab.api import train as train
-    from attnpo.lab.reports.frames import load_run as load_run
-    from attnpo.lab.reports.frames import load_study as load_study
+    from attnpo.lab.results import load_run as load_run
+    from attnpo.lab.results import load_study as load_study
     from attnpo.run.weight_export import export_weights as export_weights
     from attnpo.training.module import PreferenceModule as PreferenceModule
     from attnpo.weigher import Weigher as Weigher
@@ -28,8 +28,8 @@ _HOLDS = {
     "PreferenceModule": "attnpo.training.module",
     "Weigher": "attnpo.weigher",
     "export_weights": "attnpo.run.weight_export",
-    "load_run": "attnpo.lab.reports.frames",
-    "load_study": "attnpo.lab.reports.frames",
+    "load_run": "attnpo.lab.results",
+    "load_study": "attnpo.lab.results",
     "losses": "attnpo.losses",
     "run_study": "attnpo.lab.api",
     "train": "attnpo.lab.api",

@@ -12,7 +12,7 @@ from attnpo.system.processes import leads, world_size
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from attnpo.lab.studies.fit_config import FitConfig
+    from attnpo.lab.studies.config import FitConfig
     from attnpo.lab.studies.plan import Plan
     from attnpo.training.settings import LoggerSettings, TrainerSettings
 
@@ -33,9 +33,9 @@ def main(cfg: "FitConfig") -> int:
         Interrupted: a signal ended training; what there is is saved.
         UserError: another job works in the folder, or something is not as it must be.
     """
-    from attnpo.lab.studies.fit_config import require_one_process
+    from attnpo.lab.studies.config import require_one_process
     from attnpo.run.folders import make_folder, run_folder
-    from attnpo.run.startup import announce
+    from attnpo.run.messages import announce
     from attnpo.system.locks import locked
 
     require_one_process(cfg.study, cfg.composed.arguments())
@@ -93,7 +93,7 @@ def _leave_group() -> None:
 
 
 def _work(cfg: "FitConfig", folder: "Path", plan: "Plan | None") -> int:
-    from attnpo.run.ending import again, ending
+    from attnpo.run.messages import again, ending
     from attnpo.training.interrupted import Interrupted
 
     if plan is None:
@@ -121,8 +121,8 @@ def _work(cfg: "FitConfig", folder: "Path", plan: "Plan | None") -> int:
                 log.info("%s", line)
         return 0
     from attnpo.config.compose import as_yaml
-    from attnpo.lab.studies.ending import ending as study_ending
-    from attnpo.lab.studies.report import finish_study, publish_study, show_so_far
+    from attnpo.lab.studies.notes import ending as study_ending
+    from attnpo.lab.studies.page import finish_study, publish_study, show_so_far
     from attnpo.lab.studies.runner import run_study
     from attnpo.run.folders import CONFIG
     from attnpo.system.files import write_whole

@@ -32,22 +32,22 @@ from attnpo.objectives.dpo import dpo_loss
 from attnpo.objectives.ipo import ipo_loss
 from attnpo.objectives.kto import kto_loss
 from attnpo.objectives.orpo import orpo_loss
-from attnpo.objectives.otpo import otpo_loss
 from attnpo.objectives.rdpo import rdpo_loss
 from attnpo.objectives.rrhf import rrhf_loss
 from attnpo.objectives.simpo import simpo_loss
 from attnpo.objectives.slic_hf import slic_hf_loss
 from attnpo.objectives.tdpo import tdpo1_loss, tdpo2_loss
-from attnpo.objectives.terms import LossType, Sft, chosen_nll
+from attnpo.objectives.terms import LossType, Sft, add_sft, chosen_nll
 from attnpo.objectives.tidpo import tidpo_loss, triplet_term
 from attnpo.objectives.tis_dpo import tis_dpo_loss
-from attnpo.objectives.twdpo import twdpo_loss, twdpo_variant_loss
+from attnpo.objectives.twdpo import otpo_loss, twdpo_loss, twdpo_variant_loss
 from attnpo.schema import ObjectiveOutput, UserError, check_choice
 
 __all__ = [
     "LossType",
     "ObjectiveOutput",
     "Sft",
+    "add_sft",
     "chosen_nll",
     "cpo_loss",
     "dpo_loss",

@@ -82,22 +82,14 @@ class Message(TypedDict):
 
 REASONING = "reasoning_content"
 """The key of a turn's reasoning trace, and the variable that chat templates read it by."""
+MORE = (REASONING, "tool_calls", "tool_call_id", "name", "tools")
+"""The other keys of a turn, in the order of ``Message``."""
 
 
 def copied(turn: Message) -> Message:
     """Returns a new turn with the role, the content and what else ``turn`` has, in the order of ``Message``."""
-    made = Message(role=turn["role"], content=turn["content"])
-    if turn.get("reasoning_content"):
-        made["reasoning_content"] = turn["reasoning_content"]
-    if turn.get("tool_calls"):
-        made["tool_calls"] = turn["tool_calls"]
-    if turn.get("tool_call_id"):
-        made["tool_call_id"] = turn["tool_call_id"]
-    if turn.get("name"):
-        made["name"] = turn["name"]
-    if turn.get("tools"):
-        made["tools"] = turn["tools"]
-    return made
+    more = {name: turn[name] for name in MORE if turn.get(name)}  # type: ignore[literal-required]
+    return cast(Message, {"role": turn["role"], "content": turn["content"], **more})
 
 
 def asked_by(prompt: Sequence[Message]) -> list[list[str]]:

@@ -11,7 +11,7 @@ from attnpo.cli.progress import importing
 from attnpo.cli.terminal import hear_signals
 
 if TYPE_CHECKING:
-    from attnpo.lab.studies.weigh_config import WeighConfig
+    from attnpo.lab.studies.config import WeighConfig
 
 DESCRIPTION = "Capture judge weights, and with reference=cached the reference's log-probs, in the store; resumable."
 EXAMPLES = """\
@@ -21,7 +21,7 @@ torchrun --nproc-per-node 2 -m attnpo.weigh setting=llama3_8b_base_sft hardware=
 
 def main(cfg: "WeighConfig") -> int:
     """0; what was found and what was computed is logged."""
-    from attnpo.run.startup import announce
+    from attnpo.run.messages import announce
 
     announce("weigh", cfg, None)
     with importing("loading transformers"):

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -20,19 +20,16 @@ from attnpo.data.rules import AlignRules, LengthRules
 from attnpo.display.weighed_pair import WeighedPair, WeighedPairs, pair_with_weights
 from attnpo.judge.base import LoadedJudge
 from attnpo.judge.judge import thinking
-from attnpo.judge.label_check import PAIRS
-from attnpo.judge.label_mass import measure_labels
-from attnpo.judge.layers import Depth, Row
-from attnpo.judge.prompts import Assembly, JudgePrompts
+from attnpo.judge.label_check import PAIRS, measure_labels
+from attnpo.judge.layers import Depth
+from attnpo.judge.prompts import PLACEHOLDERS, JudgePrompts, JudgeTemplate
 from attnpo.judge.reader import CausalJudge, kernel_for
-from attnpo.judge.settings import Judge
-from attnpo.judge.trace_rules import TraceRules
+from attnpo.judge.settings import Assembly, Judge, TraceRules
 from attnpo.judge.traces import KeptTraces
-from attnpo.judge.wording import PLACEHOLDERS, JudgeTemplate
 from attnpo.models.backbone import require_causal_lm
 from attnpo.models.described import describe, require_exact, stated_positions, token_rows
 from attnpo.models.loading import described, heads_of, load_model, load_tokenizer, text_config
-from attnpo.schema import EncodedResponse, Message, PairWeights, PreferencePair, Round, UserError, check_choice
+from attnpo.schema import EncodedResponse, Message, PairWeights, PreferencePair, UserError, check_choice
 from attnpo.system.machine import device_of
 from attnpo.text.chat import ChatFormat
 from attnpo.weights.arrival import Arrival
@@ -51,16 +48,6 @@ PairRow = Mapping[str, object]
 
 TEMPLATE = "judge/pairwise.txt"
 SOURCES = ("attention", "rollout")
-
-
-@dataclass(frozen=True)
-class _Captured:
-    """One pair's training ids and raw rows; ``rows`` names the rows."""
-
-    pair: PreferencePair
-    encoded: Mapping[str, EncodedResponse]
-    raw: PairWeights | None
-    rows: tuple[Row, ...]
 
 
 class Weigher:
@@ -224,7 +211,7 @@ class Weigher:
         if chosen is None or rejected is None:
             if isinstance(prompt, Mapping):
                 return self._weigh([_from_row(prompt, "the row")])[0]
-            return self._weigh([_from_row(row, f"row {place}") for place, row in enumerate(_rows(prompt))])
+            return self._weigh(_pairs_of(prompt))
         if isinstance(prompt, str) or _is_chat(prompt := list(prompt)):
             return self._weigh([_from_texts(prompt, chosen, rejected, "the pair")])[0]
         columns = [list(prompt), list(chosen), list(rejected)]
@@ -246,17 +233,17 @@ class Weigher:
         Raises:
             UserError: for a row that cannot be weighed, with its place and the reason.
         """
-        pairs = [_from_row(row, f"row {place}") for place, row in enumerate(_rows(rows))]
-        return [self._example(item, self.source, item.raw) for item in self._capture(pairs)]
+        return [self._example(one, self.source, self._rounds(raw)) for one, raw in self._capture(_pairs_of(rows))]
 
     # ------------------------------------------------------------------------------------------ weighing
 
     def _weigh(self, pairs: Sequence[PreferencePair]) -> WeighedPairs:
-        weighed = WeighedPairs([self._finished(item, None, None) for item in self._capture(pairs)])
+        weighed = WeighedPairs([self._finished(one, raw, None, None) for one, raw in self._capture(pairs)])
         self._warn_of_lost(weighed)
         return weighed
 
-    def _capture(self, pairs: Sequence[PreferencePair]) -> list[_Captured]:
+    def _capture(self, pairs: Sequence[PreferencePair]) -> list[tuple[EncodedSet, PairWeights | None]]:
+        """Returns training ids and raw rows of each pair."""
         several = len(pairs) > 1
         encoded = [self._encoded(pair, f"pair {place}" if several else "the pair") for place, pair in enumerate(pairs)]
         rendered = [pair.pair_id[:8] for pair in pairs if self.chat.spells_special(pair.prompt)]
@@ -266,10 +253,8 @@ class Weigher:
         if self._rows and unique:
             raw = {item.pair_id: item for item in capture_now(unique, self.source, self._rows, self._judge)}
             self._check_labels([pair for pair in unique if raw[pair.pair_id].rounds][:PAIRS])
-        return [
-            _Captured(pair, sides, raw.get(pair.pair_id), self._rows)
-            for pair, sides in zip(pairs, encoded, strict=True)
-        ]
+        both = zip(pairs, encoded, strict=True)
+        return [(EncodedSet([pair], [sides], Tally(), 1), raw.get(pair.pair_id)) for pair, sides in both]
 
     def _check_labels(self, pairs: Sequence[PreferencePair]) -> None:
         """Warns once if the judge puts little probability on its labels, measured on the first pairs."""
@@ -317,41 +302,41 @@ class Weigher:
             raise UserError(f"{where} cannot be trained on: {story}; change its texts, lengths or chat_template")
         return encoded
 
-    def _finished(self, item: _Captured, layer: int | str | None, chosen_round: int | None) -> WeighedPair:
+    def _finished(
+        self, one: EncodedSet, captured: PairWeights | None, layer: int | str | None, chosen_round: int | None
+    ) -> WeighedPair:
         """Returns the pair at ``layer`` and by one round; None of either is the weigher's own choice."""
-        source = self.source
+        source, pair, raw = self.source, one.pairs[0], self._rounds(captured, chosen_round)
         if layer is not None:
             if not isinstance(source, Attention):
                 raise UserError(f"at(layer={layer!r}): {type(source).__name__} reads no single layer")
             source = replace(source, layer=layer, layers=()).resolve(self.depth)
-        raw = item.raw
-        if raw is not None and raw.rounds:
-            raw = replace(raw, rounds=self._rounds(raw, chosen_round))
-        example = self._example(item, source, raw)
+        example = self._example(one, source, raw)
         read = source.layer if isinstance(source, Attention) and not source.layers else None
-        found = pair_with_weights(item.pair, example, lambda token: str(self.tokenizer.decode([token])), raw)
+        found = pair_with_weights(pair, example, lambda token: str(self.tokenizer.decode([token])), raw)
         note = type(source).__name__.lower() + ("" if read is None else f", layer {read} of {int(self.depth)}")
         number = read if isinstance(read, int) else None
-        return replace(found, note=note, layer=number, again=partial(self._finished, item))
+        return replace(found, note=note, layer=number, again=partial(self._finished, one, captured))
 
-    def _example(self, item: _Captured, source: WeightSource, raw: PairWeights | None) -> TrainingExample:
-        if raw is not None and not self.both_orders:
-            raw = replace(raw, rounds=raw.rounds[:1])
-        kept = EncodedSet([item.pair], [dict(item.encoded)], Tally(), 1)
-        captured = {} if raw is None else {item.pair.pair_id: raw}
-        made = prepare_examples(kept, source, captured, AlignRules(), item.rows)
+    def _example(self, one: EncodedSet, source: WeightSource, raw: PairWeights | None) -> TrainingExample:
+        made = prepare_examples(one, source, {} if raw is None else {raw.pair_id: raw}, AlignRules(), self._rows)
         if not made.examples:
-            raise UserError(f"pair {item.pair.pair_id}: {'; '.join(made.tally.counts)}; change its texts or template")
+            raise UserError(
+                f"pair {one.pairs[0].pair_id}: {'; '.join(made.tally.counts)}; change its texts or template"
+            )
         return made.examples[0]
 
-    def _rounds(self, raw: PairWeights, chosen_round: int | None) -> tuple[Round, ...]:
+    def _rounds(self, raw: PairWeights | None, chosen_round: int | None = None) -> PairWeights | None:
+        """Returns ``raw`` with the rounds that are averaged, or with the chosen one alone."""
+        if raw is None or not raw.rounds:
+            return raw
         if chosen_round is None:
-            return raw.rounds if self.both_orders else raw.rounds[:1]
+            return raw if self.both_orders else replace(raw, rounds=raw.rounds[:1])
         if not 1 <= chosen_round <= len(raw.rounds):
             raise UserError(
                 f"at(round={chosen_round}): expected 1 (chosen is answer A) to {len(raw.rounds)} of the judge's rounds"
             )
-        return raw.rounds[chosen_round - 1 : chosen_round]
+        return replace(raw, rounds=raw.rounds[chosen_round - 1 : chosen_round])
 
 
 # ------------------------------------------------------------------------------------------------ what is given
@@ -400,7 +385,8 @@ def _model(
     return loaded
 
 
-def _rows(rows: str | Iterable[object]) -> Iterable[Mapping[str, object]]:
+def _pairs_of(rows: str | Iterable[object]) -> list[PreferencePair]:
+    pairs = []
     for place, row in enumerate(rows):
         if isinstance(rows, str) or not isinstance(row, Mapping):
             got = "one text" if isinstance(rows, str) else f"{type(row).__name__} at place {place}"
@@ -408,7 +394,8 @@ def _rows(rows: str | Iterable[object]) -> Iterable[Mapping[str, object]]:
                 f"expected rows with chosen and rejected, got {got}: call weigher(prompt, chosen, rejected), or give "
                 "mappings"
             )
-        yield row
+        pairs.append(_from_row(row, f"row {place}"))
+    return pairs
 
 
 def _from_row(row: Mapping[str, object], where: str) -> PreferencePair:

@@ -17,10 +17,9 @@ from attnpo.cli.terminal import hear_signals
 from attnpo.display.printed import KeyedTable, label_of, read_printed
 from attnpo.display.tables import Cell, half_up
 from attnpo.evaluation.spreads import NORMAL
-from attnpo.lab.reports.evaluations import PAPER
 from attnpo.lab.reports.folder_report import MODELS, letters, whose
 from attnpo.lab.reports.output import publish
-from attnpo.lab.reports.scores import CI, DECIMALS, MEAN, METHOD, PRINTED_RANK
+from attnpo.lab.reports.scores import CI, DECIMALS, MEAN, METHOD, PAPER, PRINTED_RANK
 from attnpo.schema import UserError
 from experiments.report_folder import new_parser, report_folder, write_report
 

@@ -5,19 +5,34 @@ import os
 import sys
 from pathlib import Path
 
-# What a checked module imports first, jaxtyping's hook compiles anew and keeps under a name of its own, libraries too.
-# These come first, as they were compiled when they were installed.
 import hypothesis
 import jaxtyping
-import lightning.pytorch  # noqa: F401
-import matplotlib.figure  # noqa: F401
 import pytest
-import scipy.stats  # noqa: F401
-import torch
-import torchmetrics.text  # noqa: F401
-import transformers.modeling_utils  # noqa: F401
 
 from tests.bad_input.table import pytest_terminal_summary as pytest_terminal_summary
+
+# The process that starts the workers of ``-n`` runs no test.
+WORKERS = dict(zip(sys.argv, sys.argv[1:], strict=False)).get("-n", "0")
+RUNS = "PYTEST_XDIST_WORKER" in os.environ or WORKERS == "0"
+# Three processes read the tests, and these start hundreds of short commands: none compiles the sources anew.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+if RUNS:
+    gc.disable()  # until the tests are collected: all that is made here stays
+    # What a checked module imports first, jaxtyping's hook compiles anew and keeps under a name of its own, libraries
+    # too. These come first, as they were compiled when they were installed.
+    import lightning.pytorch  # noqa: F401
+    import matplotlib.figure  # noqa: F401
+    import scipy.stats  # noqa: F401
+    import torch
+    import torchmetrics.text  # noqa: F401
+    import transformers.modeling_utils  # noqa: F401
+
+    torch.set_num_threads(1)
+# A slow example is a busy machine, no fault.
+hypothesis.settings.register_profile("no deadline", deadline=None)
+hypothesis.settings.load_profile("no deadline")
 
 os.environ.pop("COLUMNS", None)  # readline in the process that starts the workers hands them one of its own
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -29,7 +44,6 @@ os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
 os.environ.setdefault("WANDB__SERVICE_WAIT", "300")
 # Commands are printed as a shell with this environment active runs them; tests/docs/test_bare_shell.py has none active.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-torch.set_num_threads(1)
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -45,11 +59,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if "gpu" not in str(config.option.markexpr):
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("gpu")])
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
-
-
-# A slow example is a busy machine, no fault.
-hypothesis.settings.register_profile("no deadline", deadline=None)
-hypothesis.settings.load_profile("no deadline")
 
 
 @pytest.fixture(scope="session")
@@ -101,6 +110,7 @@ def pytest_collection_finish() -> None:
 
     And looks for garbage less often: a test leaves little, in a process of gigabytes.
     """
+    gc.enable()
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "attnpo"
-MOST = 40
+MOST = 41
 
 ACCOUNT = "what became of a run's inputs, nested as result.json has it"
 CARD = "facts of a model card, nested as the card's sections"
@@ -34,6 +34,7 @@ REASONS = {
     "models/logps.py::forward": "torch gives the autograd context no public type",
     "models/logps.py::backward": "torch gives the autograd context no public type",
     "run/input_summary.py::example_statistics": ACCOUNT,
+    "run/input_summary.py::log_inputs": ACCOUNT,
     "run/input_summary.py::split_lines": ACCOUNT,
     "run/result.py::from_json": "JSON as it was read, taken apart and checked here",
     "run/report.py::_table": "a class of wandb, which is imported inside functions only",
@@ -47,9 +48,9 @@ REASONS = {
         for file in ("lab/measures", "run/components")
         for name in ("settle", "measure")
     },
-    "lab/studies/runner.py::_record": "a testbed's digest of its world, whatever its form",
+    "lab/studies/runner.py::record": "a testbed's digest of its world, whatever its form",
     "text/chat.py::_written": TURNS,
-    **{f"text/tools.py::{name}": TURNS for name in ("check", "tools_of", "without_tools")},
+    **{f"text/template.py::{name}": TURNS for name in ("check", "tools_of", "without_tools")},
     "training/loggers.py::experiment": "a class of wandb, which is imported inside functions only",
 }
 

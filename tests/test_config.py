@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -16,14 +15,11 @@ from typing import Literal, Protocol, runtime_checkable
 from unittest.mock import ANY
 
 import pytest
-from hydra._internal.core_plugins.file_config_source import FileConfigSource
-from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
 
 from attnpo.cli import entry as command_line
 from attnpo.config import compose as config
 from attnpo.config import fields as component_fields
-from attnpo.config import kept_choices as kept_configs
 from attnpo.config.reader import located
 from attnpo.lab.reports.report_config import ReportConfig
 from attnpo.run import combinations as settings
@@ -578,17 +574,6 @@ def test_help_lists_groups_and_the_example(capsys: pytest.CaptureFixture[str]) -
         assert part in shown
 
 
-def test_help_is_quick() -> None:
-    code = "from attnpo.cli.entry import run_entry\nrun_entry(print, 'fit', ['-h'], 'Trains.', 'python -m attnpo.fit')"
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-        seconds.append(time.perf_counter() - start)
-        assert "usage:" in done.stdout
-    assert min(seconds) < 2
-
-
 @pytest.mark.usefixtures("configs")
 def test_cfg_prints_the_resolved_configuration(capsys: pytest.CaptureFixture[str]) -> None:
     assert enter(never, "weights.scale=0.5", "--cfg", "job") == 0
@@ -777,16 +762,16 @@ def test_warnings_become_lines_but_those_for_library_authors_are_dropped(configs
 @pytest.mark.parametrize("group", sorted(config.groups()))
 def test_a_wrong_option_of_any_group_names_the_nearest(group: str) -> None:
     option = max(config.groups()[group], key=len)
-    for root in roots():
-        if (root, f"{group}={option}") in composing(group, option):
-            with pytest.raises(UserError, match=re.escape(f"; did you mean {group}={option}?")):
-                config.compose(root, whole(root, f"{group}={option[:-1]}"))
+    root = next((root for root in roots() if group in groups_of(root)), None)
+    if root is not None:
+        with pytest.raises(UserError, match=re.escape(f"; did you mean {group}={option}?")):
+            config.compose(root, whole(root, f"{group}={option[:-1]}"))
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["+new.key=3"], "new: unknown key of attnpo.lab.studies.fit_config.FitConfig; it has: data, model"),
+        (["+new.key=3"], "new: unknown key of attnpo.lab.studies.config.FitConfig; it has: data, model"),
         (["~seed"], "seed: required by FitConfig"),
         (["~weights"], "weights: required by FitConfig"),
         (["~weights._target_"], "weights: expected a component (keys with _target_) that is a WeightSource, got keys"),
@@ -794,13 +779,11 @@ def test_a_wrong_option_of_any_group_names_the_nearest(group: str) -> None:
             ["weights=uniform", "weights._target_=attnpo.data.rules.AlignRules"],
             "weights._target_: expected a WeightSource, got attnpo.data.rules.AlignRules",
         ),
-        (["seed=abc"], "seed: expected int, got 'abc' (str)"),
         (["seed=-1"], "seed: expected a whole number from 0 to 4294967295, got -1"),
         (["seeds=0"], "seeds: expected at least 1, or null"),
         (["name=[1]"], "name: expected str, got [1] (list)"),
         (["grid.lr=[a]"], "grid.lr.0: expected float, got 'a' (str)"),
         (["seed=${nowhere}"], "seed: Interpolation key 'nowhere' not found"),
-        (["weights._target_=attnpo.nope.X"], "weights._target_: cannot import attnpo.nope.X"),
         (["experiment=none", "objective=dpo"], "objective DPO reads no token weights, so those of Attention would be"),
     ],
 )
@@ -808,11 +791,6 @@ def test_what_is_wrong_in_the_whole_is_one_line(overrides: list[str], message: s
     with pytest.raises(UserError) as caught:
         config.check(config.compose("fit", overrides), complete=False)
     assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
-
-
-def test_two_problems_come_together() -> None:
-    with pytest.raises(UserError, match=r"(?s)^2 problems.*\n  seed: expected int.*\n  weights.layer: expected int or"):
-        config.check(config.compose("fit", ["seed=x", "weights.layer=2.5"]), complete=False)
 
 
 IDLE = [
@@ -987,11 +965,10 @@ def test_what_cannot_be_trained_is_refused_with_the_configuration(
         ["~nothing", "seed=1"],
         ["+seed=4"],
         ["weights.layr=2", "seed=1"],
+        ["weights=uniform", "weights.layer=1"],
         ["weights={layer: 2}", "seed=1"],
         ["objective=dp", "seed=1"],
-        ["methods=testbed", "seed=1"],
-        ["answers.batch_size=2"],
-        ["study=none", "seed=1"],
+        ["transform=[shuffled]", "seed=1"],
         ["hydra.run.dir=x", "seed=1"],
         ["composed.config_dir=x", "seed=1"],
     ],
@@ -1012,7 +989,9 @@ def test_choices_and_values_apart_compose_as_hydra_composes_the_whole(words: lis
     assert outcome(config.compose) == expected
 
 
-def test_points_of_the_same_choices_ask_hydra_for_one_composition(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def composed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The overrides of each composition that Hydra is asked for."""
     calls: list[str] = []
     whole = config._compose
 
@@ -1021,37 +1000,29 @@ def test_points_of_the_same_choices_ask_hydra_for_one_composition(monkeypatch: p
         return whole(name, overrides, folder)
 
     monkeypatch.setattr(config, "_compose", counting)
-    kept_configs._composed.clear()
+    monkeypatch.setattr(config, "_composed", {})
+    return calls
+
+
+def test_points_of_the_same_choices_ask_hydra_for_one_composition(composed: list[str]) -> None:
     for seed in range(3):
         cfg = config.compose("fit", ["weights=attention", f"seed={seed}", "name=a"])
         assert (cfg.seed, cfg.composed.overrides[1]) == (seed, f"seed={seed}")
-    assert calls == ["weights=attention"]
+    assert composed == ["weights=attention"]
 
 
-def test_files_are_parsed_and_composed_once_and_again_when_they_change(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_composed_once_and_again_when_they_change(composed: list[str], tmp_path: Path) -> None:
     """What a composition does to its copy stays there, and an edit between two compositions is seen."""
     file = tmp_path / "objective" / "mine.yaml"
     file.parent.mkdir()
     file.write_text("defaults:\n  - dpo\nbeta: 0.25\n", encoding="utf-8")
-    parsed: list[str] = []
-    plain = FileConfigSource.load_config
-
-    def counting(source: FileConfigSource, config_path: str) -> ConfigResult:
-        parsed.append(config_path)
-        return plain(source, config_path)
-
-    monkeypatch.setattr(FileConfigSource, "load_config", counting)
-    for words in (["objective=mine"], ["objective=mine", "seed=3"]):  # the same composition, and another of its files
-        parsed.clear()
+    for words in (["objective=mine"], ["objective=mine", "seed=3"]):
         first = config.compose("fit", words, tmp_path)
-        assert first.objective.beta == 0.25 and ("objective/mine" in parsed) == (len(words) == 1)
+        assert first.objective.beta == 0.25
         first.objective.beta = 7
-        parsed.clear()
         again = config.compose("fit", words, tmp_path)
-        assert again.objective.beta == 0.25 and parsed == []
-        assert OmegaConf.is_struct(again) and again == config._compose("fit", words, tmp_path)
+        assert again.objective.beta == 0.25 and OmegaConf.is_struct(again)
+    assert composed == ["objective=mine"]
     file.write_text("defaults:\n  - dpo\nbeta: 0.125\n", encoding="utf-8")
     assert config.compose("fit", ["objective=mine"], tmp_path).objective.beta == 0.125
-    assert parsed == ["objective/mine"]
+    assert composed == ["objective=mine"] * 2

@@ -10,7 +10,7 @@ import pytest
 
 from attnpo.config.compose import CONFIG_DIR, groups, load
 from attnpo.lab.studies.arms import composer_of, counted
-from attnpo.lab.studies.fit_config import FitConfig
+from attnpo.lab.studies.config import FitConfig
 from attnpo.lab.studies.study import ONLY, Arm, Study, expand_arms, grid_record, settings_digest
 from attnpo.run.identity import identity_of
 from attnpo.schema import UserError
@@ -43,6 +43,13 @@ def study_of(experiment: str, setting: str) -> Study:
     made = composed(experiment, setting).study
     assert isinstance(made, Study)
     return made
+
+
+@cache
+def arm_of(experiment: str, setting: str, overrides: tuple[str, ...], world: str = ONLY) -> FitConfig:
+    """Returns the config of an arm as the runner composes it; composed once."""
+    composer = composer_of(composed(experiment, setting), study_of(experiment, setting))
+    return composer.arm(overrides, world).config
 
 
 def registered(experiment: str) -> bool:
@@ -95,7 +102,7 @@ def test_every_arm_is_a_sound_run(setting: str) -> None:
     """
     seen: set[tuple[str, ...]] = set()
     for experiment, _ in on(setting) if setting in ("testbed", PAPER[0]) else [(name, setting) for name in OF_MODELS]:
-        cfg, study = composed(experiment, setting), study_of(experiment, setting)
+        study = study_of(experiment, setting)
         known: set[str] = set()
         for world, arms in arms_of(study, setting).items():
             # Worlds and arms set different keys (below), so every world once and every arm once are enough.
@@ -107,7 +114,7 @@ def test_every_arm_is_a_sound_run(setting: str) -> None:
                     continue
                 seen.add(given)
                 try:
-                    made = composer_of(cfg, study).arm(arm.overrides, world).config
+                    made = arm_of(experiment, setting, arm.overrides, world)
                 except UserError as error:
                     raise AssertionError(f"{experiment}, {world}, {arm.name}: {error}") from error
                 assert made.study is None
@@ -277,10 +284,10 @@ def test_the_explanations_are_separated_where_they_can_be() -> None:
     assert {claim.about[0] for claim in study.predictions.claims.values()} == set("abcde")
     steps, noise = set(), {}
     for name in study.worlds:
-        made = composer_of(cfg, study).arm(["weights=uniform"], name).config
+        made = arm_of("why", "testbed", ("weights=uniform",), name)
         steps.add(made.trainer.max_epochs * made.prepare.pairs.train // made.batch.pairs)
         noise[name] = made.prepare.pairs.label_noise
-        robust = composer_of(cfg, study).arm(study.arms["robust DPO"], name).config
+        robust = arm_of("why", "testbed", tuple(study.arms["robust DPO"]), name)
         assert robust.objective.label_smoothing == noise[name], "it is told the true rate"
     assert steps == {96}
     assert study.world_axis is not None and {name: noise[name] for name in study.world_axis.at} == study.world_axis.at
@@ -298,9 +305,9 @@ def test_the_explanations_are_separated_where_they_can_be() -> None:
 @pytest.mark.parametrize("experiment", [name for name in TESTBED_ONLY if registered(name)])
 def test_predictions_stand_for_the_settings_they_were_fixed_for(experiment: str) -> None:
     """An option that changes what an arm or a world is would let fresh runs decide what was said of others."""
-    cfg, study = composed(experiment, "testbed"), study_of(experiment, "testbed")
+    study = study_of(experiment, "testbed")
     made = {
-        (arm.world, arm.name): composer_of(cfg, study).arm(arm.overrides, arm.world).config
+        (arm.world, arm.name): arm_of(experiment, "testbed", arm.overrides, arm.world)
         for arms in arms_of(study, "testbed").values()
         for arm in arms
     }
@@ -326,7 +333,7 @@ def test_worlds_differ_from_the_plain_one_by_what_they_say() -> None:
         keys = {item.partition("=")[0] for item in overrides}
         assert bool(keys) == (name != "plain") and not keys & own
         assert (keys == {"prepare.pairs.label_noise"}) == (name == "clean")
-        made = composer_of(cfg, study).arm(["weights=uniform"], name).config
+        made = arm_of("regimes", "testbed", ("weights=uniform",), name)
         steps[name] = made.trainer.max_epochs * made.prepare.pairs.train // made.batch.pairs
         assert made.seed == cfg.seed
     assert steps == {**dict.fromkeys(study.worlds, 96), "few pairs": 48, "style words": 48, "many pairs": 192}
@@ -341,7 +348,7 @@ def test_worlds_differ_from_the_plain_one_by_what_they_say() -> None:
 def test_long_answers_have_room_everywhere(world: str) -> None:
     """What may be sampled fits into the lengths, the judge's prompt and the scorer: no ended answer is cut."""
     study = study_of("long_answers", "testbed")
-    made = composer_of(composed("long_answers", "testbed"), study).arm(["weights=attention"], world).config
+    made = arm_of("long_answers", "testbed", ("weights=attention",), world)
     base, pairs = made.prepare.base, made.prepare.pairs
     assert made.seed >= 20 and pairs.label_noise == {"clean": 0.0, "label noise": 0.25}[world]
     assert made.truth.max_new_tokens == pairs.max_new_tokens == base.answer_tokens

@@ -71,10 +71,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a flipped bit": (lambda folder: flip(folder / "below" / "b.txt"), "below/b.txt is not as it was written"),
     "a cut file": (lambda folder: (folder / "a.txt").write_text("fir"), "a.txt is not as it was written"),
     "a missing file": (lambda folder: (folder / "a.txt").unlink(), "a.txt is missing"),
-    "swapped files": (
-        lambda folder: (folder / "a.txt").rename(folder / "below" / "b.txt"),
-        "a.txt is missing",
-    ),
+    "swapped files": (lambda folder: (folder / "a.txt").rename(folder / "below" / "b.txt"), "a.txt is missing"),
     "another file": (lambda folder: (folder / "c").touch(), "c was not there when it was written"),
     "no seal": (lambda folder: (folder / SEAL).unlink(), "it has no digests.json"),
     "an empty seal": (lambda folder: (folder / SEAL).write_text(""), "its digests.json cannot be read"),

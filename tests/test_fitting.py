@@ -10,7 +10,7 @@ import pytest
 import attnpo
 from attnpo.config.compose import load
 from attnpo.schema import UserError
-from tests.lab.reports.test_reporting import STUDY
+from tests.lab.studied import STUDY
 from tests.run.worlds import World, build_world
 
 PAGE = (Path(__file__).parents[1] / "docs" / "python_api.md").read_text(encoding="utf-8")

@@ -13,12 +13,18 @@ ROOT = Path(__file__).resolve().parents[1]
 HEAVY = ("torch", "lightning", "transformers", "datasets", "matplotlib", "wandb")
 
 
-def loaded_after(code: str) -> set[str]:
-    """Those of HEAVY that a fresh interpreter has loaded after ``code``."""
-    tail = f"\nimport json, sys\nprint(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))"
-    done = subprocess.run([sys.executable, "-c", code + tail], cwd=ROOT, capture_output=True, text=True, check=False)
+def loaded_after(*steps: str) -> list[set[str]]:
+    """Those of HEAVY, and torchmetrics, that a fresh interpreter has loaded after each step of code."""
+    code = (
+        "import json, sys\nseen, names = [], {}\n"
+        f"for step in {steps!r}:\n"
+        "    exec(step, names)\n"
+        f"    seen.append([heavy for heavy in {(*HEAVY, 'torchmetrics')!r} if heavy in sys.modules])\n"
+        "print(json.dumps(seen))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return set(json.loads(done.stdout.splitlines()[-1]))
+    return [set(found) for found in json.loads(done.stdout.splitlines()[-1])]
 
 
 def test_every_module_imports() -> None:
@@ -38,43 +44,25 @@ def test_every_module_says_what_it_owns() -> None:
     assert silent == []
 
 
-def test_config_is_light() -> None:
-    assert loaded_after("import attnpo.config.compose") == set()
+def test_what_has_to_start_fast_is_light() -> None:
+    """Loads nothing heavy for ``--help``, which answers in two seconds, and composes without torch.
 
-
-def test_composing_is_light_and_checking_loads_no_models() -> None:
-    """Errors in a configuration must come before lightning (seconds) and transformers are imported."""
-    roots = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
-    assert roots
-    given = {"evaluate": ["benchmark=mt_bench"]}  # which has no default
-    configs = f"[compose(n, {given!r}.get(n, ())) for n in {roots!r}]"
-    compose = f"from attnpo.config.compose import check, compose\nconfigs = {configs}\n"
-    assert loaded_after(compose) == set()
-    checked = loaded_after(compose + "for cfg in configs:\n    check(cfg, complete=False)\n")
-    assert checked & {"lightning", "transformers", "datasets", "wandb"} == set()
-
-
-def test_entry_points_are_light() -> None:
-    """``--help`` of each has to answer in two seconds."""
+    Errors in a configuration come before lightning (seconds) and transformers are imported.
+    """
     present = [path.stem for path in (ROOT / "attnpo").glob("*.py") if "run_entry" in path.read_text(encoding="utf-8")]
-    for name in sorted(set(present)):
-        assert loaded_after(f"import attnpo.{name}") == set(), name
-
-
-def loaded_by_turns(*modules: str) -> dict[str, list[str]]:
-    """What of HEAVY (but torch) and torchmetrics a fresh interpreter has loaded after each of ``modules`` in turn."""
-    watched = [*(name for name in HEAVY if name != "torch"), "torchmetrics"]
-    code = (
-        "import importlib, json, sys\nseen = {}\n"
-        f"for name in {modules!r}:\n"
-        "    importlib.import_module(name)\n"
-        f"    seen[name] = [heavy for heavy in {watched!r} if heavy in sys.modules]\n"
-        "print(json.dumps(seen))"
+    roots = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
+    given = {"evaluate": ["benchmark=mt_bench"]}  # which has no default
+    assert roots and present
+    *light, composed, checked = loaded_after(
+        "import attnpo.config.compose",
+        *(f"import attnpo.{name}" for name in ("__main__", *sorted(present))),
+        "import experiments.theory.__main__",
+        "from attnpo.config.compose import check, compose\n"
+        f"configs = [compose(n, {given!r}.get(n, ())) for n in {roots!r}]",
+        "for cfg in configs:\n    check(cfg, complete=False)\n",
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    assert light == [set()] * len(light) and composed == set()
+    assert checked & {"lightning", "transformers", "datasets", "wandb"} == set()
 
 
 def test_commands_do_not_pay_for_what_they_do_not_use() -> None:
@@ -88,16 +76,7 @@ def test_commands_do_not_pay_for_what_they_do_not_use() -> None:
         "tests.conformance.recompute",
     ]
     models = [*answers, *judges, "attnpo.run.resume", "attnpo.run.run"]
-    found = loaded_by_turns(*tables, *models)
-    assert [found[name] for name in tables] == [[]] * len(tables)
-    assert [found[name] for name in models] == [["transformers"]] * len(models)
-
-
-def test_training_imports_lightning() -> None:
-    """The list above would be empty, too, if nothing were found."""
-    assert {"lightning", "torchmetrics"} <= set(loaded_by_turns("attnpo.run.training")["attnpo.run.training"])
-
-
-def test_the_front_and_the_theory_are_light() -> None:
-    """``attnpo`` alone and ``--help`` of its commands come within a second."""
-    assert loaded_after("import attnpo.__main__\nimport experiments.theory.__main__") == set()
+    *found, trained = loaded_after(*(f"import {name}" for name in (*tables, *models, "attnpo.run.training")))
+    assert all(loaded <= {"torch"} for loaded in found[: len(tables)])
+    assert all(loaded <= {"torch", "transformers"} for loaded in found[len(tables) :])
+    assert {"lightning", "torchmetrics"} <= trained, "or the lists would be empty if nothing were found"

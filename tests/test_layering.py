@@ -239,10 +239,7 @@ PLANTED = {
     "weights/base.py": ("from ..data.base import PairSet\n", "weights/base.py:1: weights may not import data"),
     "text/chat.py": ("def f():\n    import attnpo.data.base\n", "text/chat.py:2: text may not import data"),
     "models/logps.py": ("from attnpo import fit\n", "models/logps.py:1: imports the entry point fit"),
-    "data/base.py": (
-        "from hydra import compose\n",
-        "data/base.py:1: only config/ and the entry points import hydra",
-    ),
+    "data/base.py": ("from hydra import compose\n", "data/base.py:1: only config/ and the entry points import hydra"),
     "system/store.py": ("import Levenshtein as lev\n", "system/store.py:1: only text/alignment.py imports Lev"),
     "training/callbacks.py": ("import wandb\n", "training/callbacks.py:1: wandb is imported inside functions"),
     "training/module.py": ("import pytorch_lightning.loggers\n", "training/module.py:1: the package is lightning"),

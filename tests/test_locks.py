@@ -398,7 +398,7 @@ def test_one_that_comes_between_two_steps_of_a_starter_keeps_its_lock(
     assert is_free(tmp_path)
 
 
-RACERS, ROUNDS = 4, 50
+RACERS, ROUNDS = 4, 15
 RACES = """
 import sys
 import time

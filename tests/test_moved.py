@@ -1,8 +1,6 @@
 """Older names: a saved configuration is read with them, and two commands of before say where they went."""
 
 import logging
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,8 +13,8 @@ from attnpo.run.resume import MADE
 from attnpo.run.run import run
 from attnpo.system.files import file_digest, seal
 from tests.run.worlds import build_world
+from tests.test_entry_points import in_turn
 
-ROOT = Path(__file__).resolve().parents[1]
 # The components of configs/ whose modules were others before the rooms of DESIGN were built, with what they are now.
 BEFORE = {
     "attnpo.answers.answer_config.AnswerConfig": "AnswerConfig",
@@ -28,6 +26,10 @@ BEFORE = {
     "attnpo.grading.openai_grader.OpenAIGrader": "OpenAIGrader",
     "attnpo.grading.truth_grader.TruthGrader": "TruthGrader",
     "attnpo.inspection.show_config.ShowConfig": "ShowRoot",
+    "attnpo.objectives.otpo.OTPO": "OTPO",
+    "attnpo.lab.studies.fit_config.FitConfig": "FitConfig",
+    "attnpo.lab.studies.show_config.ShowRoot": "ShowRoot",
+    "attnpo.lab.studies.weigh_config.WeighConfig": "WeighConfig",
     "attnpo.pairing.answer_sets.AnswerSource": "AnswerSource",
     "attnpo.pairing.pair_config.PairConfig": "PairConfig",
     "attnpo.pairing.rankers.JudgeRanker": "JudgeRanker",
@@ -95,24 +97,15 @@ def test_a_run_that_was_saved_with_older_names_goes_on(tmp_path: Path) -> None:
     assert first is not None and again is not None and again.to_json() == first.to_json()
 
 
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [("verify", "python -m tests.conformance PATH"), ("theory", "python -m experiments.theory")],
-)
-def test_a_command_of_before_says_where_it_went(command: str, words: str) -> None:
-    for how in (["-m", f"attnpo.{command}"], ["-m", "attnpo", command, "PATH"]):
-        done = subprocess.run([sys.executable, *how], cwd=ROOT, capture_output=True, text=True, check=False)
-        assert done.returncode == 2 and words in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        (["gains", "cases.json", "level=0.5"], "python -m experiments.gains FOLDER ... --kl 1.0"),
-        (["name=r", "ranks", "printed.csv"], "python -m experiments.check_tables TABLE.csv ..."),
-    ],
-)
-def test_a_report_of_before_says_where_it_went(given: list[str], words: str) -> None:
-    for how in (["-m", "attnpo.report"], ["-m", "attnpo", "report"]):
-        done = subprocess.run([sys.executable, *how, *given], cwd=ROOT, capture_output=True, text=True, check=False)
+def test_a_command_of_before_says_where_it_went() -> None:
+    """In the package and, of a report, beside it."""
+    went = {
+        "verify PATH": "python -m tests.conformance PATH",
+        "theory PATH": "python -m experiments.theory",
+        "report gains cases.json level=0.5": "python -m experiments.gains FOLDER ... --kl 1.0",
+        "report name=r ranks printed.csv": "python -m experiments.check_tables TABLE.csv ...",
+    }
+    ways = [[f"attnpo.{command}".split(), ["attnpo", *command.split()]] for command in went]
+    found, _ = in_turn([words for both in ways for words in both])
+    for done, words in zip(found, (words for words in went.values() for _ in range(2)), strict=True):
         assert done.returncode == 2 and words in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr

@@ -1,8 +1,7 @@
 """What users are shown of the config groups, the help and docs/options.md, against the files in configs/."""
 
 import re
-import subprocess
-import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,11 @@ from attnpo.cli.help import WIDTH, Group, described
 from attnpo.config.compose import CONFIG_DIR, compose, groups
 from attnpo.run.combinations import LAYOUTS, REFERENCES
 from attnpo.schema import UserError
+from tests.test_entry_points import in_turn
 
 ROOT = Path(__file__).resolve().parents[1]
 OPTIONS = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
-OLD = ("none", "null", "quickstart", "layer_sweep")
+SCREENS = {"fit": 43, "weigh": 42, "generate": 40, "pair": 40, "evaluate": 40, "report": 48}  # lines of help
 UNSET = ("null", "???")  # left out, and to be given
 ROOTS = sorted(CONFIG_DIR.glob("*.yaml"), key=lambda root: (root.stem != "fit", root.stem))
 EVERY = [group for root in ROOTS for group in described(root)]
@@ -22,11 +22,11 @@ EVERY = [group for root in ROOTS for group in described(root)]
 GROUPS = [group for place, group in enumerate(EVERY) if group.name not in {one.name for one in EVERY[:place]}]
 
 
-def help_of(command: str) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-m", f"attnpo.{command}", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    return done.stdout.splitlines()
+@cache
+def every_help() -> dict[str, list[str]]:
+    """The help of every command, as each prints it."""
+    found, _ = in_turn([[f"attnpo.{command}", "--help"] for command in SCREENS])
+    return {command: done.stdout.splitlines() for command, done in zip(SCREENS, found, strict=True)}
 
 
 # ------------------------------------------------------------------------------------------------ help
@@ -38,16 +38,14 @@ def test_every_group_has_a_meaning_under_a_heading() -> None:
     assert all(group.default in (*UNSET, *groups()[group.name]) for group in GROUPS)
 
 
-@pytest.mark.parametrize(
-    ("command", "lines"), [("fit", 43), ("weigh", 42), ("generate", 40), ("pair", 40), ("evaluate", 40), ("report", 48)]
-)
-def test_help_fits_one_screen(command: str, lines: int) -> None:
-    shown = help_of(command)
-    assert len(shown) <= lines and max(map(len, shown)) <= WIDTH
+def test_help_fits_one_screen() -> None:
+    for command, lines in SCREENS.items():
+        shown = every_help()[command]
+        assert 0 < len(shown) <= lines and max(map(len, shown)) <= WIDTH, command
 
 
 def test_help_begins_with_commands_and_has_every_choice() -> None:
-    shown = " ".join(" ".join(help_of("fit")).split())
+    shown = " ".join(" ".join(every_help()["fit"]).split())
     assert shown.index("examples: python -m attnpo.fit ") < shown.index(f"{GROUPS[0].heading} (")
     for group in described(CONFIG_DIR / "fit.yaml"):
         options = groups()[group.name]
@@ -56,7 +54,7 @@ def test_help_begins_with_commands_and_has_every_choice() -> None:
 
 
 def test_help_shows_the_groups_a_command_reads() -> None:
-    shown = "\n".join(help_of("generate"))
+    shown = "\n".join(every_help()["generate"])
     assert "answering=hf | openai" in shown and "experiment=" not in shown and "model=causal_lm" not in shown
 
 
@@ -94,28 +92,7 @@ def test_readers_are_led_to_the_document() -> None:
     assert "(docs/options.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-# ------------------------------------------------------------------------------------------------ groups that were
-
-
-@pytest.mark.parametrize("given", [f"{sign}study={name}" for sign in ("", "+", "++") for name in OLD])
-def test_a_study_is_asked_for_by_the_group_experiment(given: str) -> None:
-    name = given.partition("=")[2].replace("null", "none")
-    with pytest.raises(UserError) as refused:
-        compose("fit", [given])
-    assert str(refused.value) == f"{given}: the group is called experiment now; give experiment={name}"
-    compose("fit", [f"experiment={name}"])
-
-
-def test_a_study_taken_away_or_of_a_file_of_ones_own_is_told_as_well() -> None:
-    with pytest.raises(UserError, match=r"~study: .*give experiment=none"):
-        compose("fit", ["~study"])
-    with pytest.raises(UserError, match=r"give experiment=mine, with your file as experiment/mine\.yaml, first line"):
-        compose("fit", ["study=mine"])
-
-
-def test_the_grids_of_methods_are_a_settings() -> None:
-    with pytest.raises(UserError, match=r"methods@grids=testbed: .* give setting=testbed, or single .*grids\.simpo"):
-        compose("fit", ["experiment=main_results", "methods@grids=testbed"])
+# ------------------------------------------------------------------------------------------------ options
 
 
 def test_keys_of_the_study_are_typed_as_before() -> None:
@@ -127,4 +104,4 @@ def test_what_options_have_in_common_is_no_option() -> None:
     with pytest.raises(UserError) as refused:
         compose("fit", ["experiment=nowhere"])
     assert "Available options in 'experiment': attention_sink, " in str(refused.value)
-    assert not re.search(r"[=| ]_", "\n".join(help_of("fit")))
+    assert not re.search(r"[=| ]_", "\n".join(every_help()["fit"]))

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from attnpo.config.compose import expand, load
 from attnpo.lab.studies.arms import yaml_value
-from attnpo.lab.studies.fit_config import FitConfig
+from attnpo.lab.studies.config import FitConfig
 from attnpo.lab.studies.study import Study
 from attnpo.run import combinations as settings
 from attnpo.run.identity import flat, identity_of

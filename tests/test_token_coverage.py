@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from attnpo.data.base import pairs_from_rows
-from attnpo.judge.prompts import Assembly, JudgePrompts
+from attnpo.judge.prompts import JudgePrompts
+from attnpo.judge.settings import Assembly
 from attnpo.schema import SIDES, PreferencePair
 from attnpo.text.alignment import AlignMethod
 from attnpo.text.chat import ChatFormat

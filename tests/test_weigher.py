@@ -7,13 +7,13 @@ import pickle
 import sys
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import IPython
 import pandas as pd
 import pytest
 import torch
-from nbclient import NotebookClient
-from nbformat.v4 import new_code_cell, new_notebook
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -168,8 +168,7 @@ def test_weights_that_no_training_token_gets_are_warned_of_once(
         assert "assembly='ids'" in warned[0]
 
 
-@pytest.mark.parametrize("verdict", [True, False])
-@pytest.mark.parametrize("sure", [True, False])
+@pytest.mark.parametrize(("verdict", "sure"), [(True, True), (True, False), (False, False)])
 def test_a_judge_that_would_write_something_else_is_warned_of_once(
     world: World, caplog: pytest.LogCaptureFixture, verdict: bool, sure: bool
 ) -> None:
@@ -203,15 +202,12 @@ def test_texts_messages_lists_and_rows_are_one_pair(weigher: Weigher, weighed: W
     single = [weigher(turns, chosen, rejected), weigher(turns, *answers), weigher(whole)]
     several: list[Any] = [weigher([prompt], [chosen], [rejected]), weigher([turns], [answers[0]], [answers[1]])]
     several += [weigher([whole]), weigher(row for row in [whole])]
+    said = "\n\nHuman: review the film .\n\nAssistant:"
+    assert weigher(said, "great .", "awful .").pair.prompt == ({"role": "user", "content": said},), "is no dialogue"
     assert all(isinstance(one, WeighedPair) for one in single)
     assert all(isinstance(one, WeighedPairs) and len(one) == 1 for one in several)
     for one in [*single, *(many[0] for many in several)]:
         assert one.pair == weighed.pair and torch.equal(one.chosen.weights, weighed.chosen.weights)
-
-
-def test_a_text_is_never_taken_for_a_dialogue(weigher: Weigher) -> None:
-    said = "\n\nHuman: review the film .\n\nAssistant:"
-    assert weigher(said, "great .", "awful .").pair.prompt == ({"role": "user", "content": said},)
 
 
 def test_pairs_come_in_their_order_and_twice_if_given_twice(weigher: Weigher) -> None:
@@ -226,7 +222,7 @@ def test_pairs_come_in_their_order_and_twice_if_given_twice(weigher: Weigher) ->
 def test_loaded_objects_whatever_their_kernel(world: World, weighed: WeighedPair) -> None:
     model = AutoModelForCausalLM.from_pretrained(world.model, attn_implementation="eager")
     tokenizer = AutoTokenizer.from_pretrained(world.model)
-    for given in (tokenizer, world.model, str(world.model)):
+    for given in (tokenizer, str(world.model)):
         one = Weigher(model, given, template="judge/testbed.txt", max_length=512)(*PAIR)
         assert torch.equal(one.chosen.weights, weighed.chosen.weights)
     assert model.training is False and model.config._attn_implementation == "eager"
@@ -299,26 +295,24 @@ def test_it_is_shown_in_terminal_notebook_page_and_picture(weighed: WeighedPair,
     assert repr(many) == "WeighedPairs(2 pairs)" and "layer 2" in repr(weighed)
 
 
-def test_in_a_notebook_it_is_shown_as_html(weighed: WeighedPair, tmp_path: Path) -> None:
-    """In a real kernel: the one output of a cell that shows a pair, or several, or ends with one, is the heat map."""
-    (tmp_path / "weighed.pickle").write_bytes(pickle.dumps([weighed, WeighedPairs([weighed, weighed])]))
-    cells = [
-        "import pickle; one, many = pickle.load(open('weighed.pickle', 'rb'))",
-        *("one.show()", "many.show()", "one", "one.show(__import__('rich').console.Console(width=80))"),
-    ]
-    notebook = new_notebook(cells=[new_code_cell(cell) for cell in cells])
-    NotebookClient(notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": tmp_path}}).execute()
-    single, double = (heatmap_html([weighed] * count, page=False) for count in (1, 2))
-    _, *shown, printed = [cell.outputs for cell in notebook.cells]
-    assert [out["data"]["text/html"] for (out,) in shown] == [single, double, single]
-    assert "p(chosen)" in str(printed), "a console that is given is written to"
+def test_in_a_notebook_it_is_shown_as_html(weighed: WeighedPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As notebooks/01_judge_attention.ipynb shows one in a real kernel."""
+    shown: list[str] = []
+    monkeypatch.setattr(IPython, "get_ipython", lambda: SimpleNamespace(kernel=None))
+    monkeypatch.setattr("IPython.display.display", lambda page: shown.append(page.data))
+    weighed.show()
+    WeighedPairs([weighed, weighed]).show()
+    weighed.show(Console(file=(out := StringIO()), width=80))
+    assert shown == [heatmap_html([weighed] * count, page=False) for count in (1, 2)]
+    assert "p(chosen)" in out.getvalue(), "a console that is given is written to"
+    assert pickle.loads(pickle.dumps(weighed))._repr_html_() == weighed._repr_html_() == shown[0]
 
 
 # ------------------------------------------------------------------------------------------------ errors
 
 
 WRONG: list[tuple[tuple[Any, ...], str]] = [
-    (("a", "b"), "call weigher\\(prompt, chosen, rejected\\) or weigher\\(rows\\)"),
+    (("a", "b"), r"call weigher\(prompt, chosen, rejected\) or weigher\(rows\)"),
     (("just a text",), "expected rows with chosen and rejected, got one text"),
     (([1, 2],), "got int at place 0"),
     ((["a", "b"], ["c"], ["d", "e"]), "expected lists of 2, got 1 and 2"),

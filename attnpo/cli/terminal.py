@@ -36,11 +36,7 @@ FORMAT = "%(asctime)s %(message)s"
 CLOCK = "%H:%M:%S"
 # Read by the libraries when they are imported, and inherited by the processes of a study.
 QUIET = {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
-WITHOUT_BARS = {
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
-    "WANDB_SILENT": "true",
-}
+WITHOUT_BARS = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "WANDB_SILENT": "true"}
 CALLED = "ATTNPO_CALLED_AS"  # the installed command `attnpo` where that was typed, inherited by its processes
 _log = logging.getLogger(__name__)
 

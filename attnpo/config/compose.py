@@ -1,32 +1,38 @@
 """Composition of configurations, checks of their components, the front of the entry points, and paths.
 
-Hydra composes, and stays in this file, ``kept_configs``, ``refused_overrides`` and the entry points. Importing this
-module, ``--help`` and ``--cfg`` load neither torch nor anything that does. The check imports the modules of the targets
-named in the configuration, which must therefore be light, and reports wrong keys and types before a model loads (how:
+Hydra composes, and stays in this file, ``messages`` and the entry points. Importing this module, ``--help`` and
+``--cfg`` load neither torch nor anything that does. The check imports the modules of the targets named in the
+configuration, which must therefore be light, and reports wrong keys and types before a model loads (how:
 ``attnpo.config.reader``).
+
+A process composes each choice of options once: the points of a study differ in single values, put into a copy.
 """
 
+import hashlib
+import itertools
 import logging
+import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import pickle
+import re
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import hydra
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+import yaml
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from attnpo.config.fields import as_values
-from attnpo.config.kept_choices import choices_and_values, keep_parsed, kept, put
-from attnpo.config.kept_choices import readable as readable
-from attnpo.config.messages import hydra_text, nearest_option, refuse_moved, unknown_key
+from attnpo.config.messages import hydra_text, nearest_option, unknown_key
 from attnpo.config.reader import ABSENT, Reader, at_their_origin, did_you_mean, required, resolve
 from attnpo.config.reader import MISSING as MISSING
 from attnpo.system.credentials import digest_read_values, note_read, to_savable
@@ -37,7 +43,10 @@ SomeRoot = TypeVar("SomeRoot", bound="Root")
 
 CONFIG_DIR = (Path(__file__).parents[1] / "configs").resolve()  # in a checkout a link to the folder at the top
 RUNS_ROOT = Path("outputs")
+MOST = 1000  # compositions that are kept, of some 20 KiB each
+LARGEST = 100_000  # values in a file of YAML; the largest here has some hundreds
 
+_composed: dict[Hashable, bytes] = {}
 _log = logging.getLogger(__name__)
 
 
@@ -94,8 +103,40 @@ def groups(config_dir: Path | None = None) -> dict[str, list[str]]:
 
 
 @contextmanager
+def readable(file: Path) -> Iterator[None]:
+    """Opens a context in which OmegaConf reads ``file``, once its aliases are known to name no more than it can hold.
+
+    UserError for a file that is not YAML, and for one that is nested too deeply or multiplies itself by aliases.
+    """
+    try:
+        _refuse_aliases(file)
+        yield
+    except (yaml.YAMLError, UnicodeError, RecursionError) as problem:
+        why = "it is nested too deeply" if isinstance(problem, RecursionError) else " ".join(str(problem).split())
+        raise UserError(
+            f"{file}: expected a configuration in YAML, but it cannot be read ({why}); correct it"
+        ) from problem
+
+
+def _refuse_aliases(file: Path) -> None:
+    text = file.read_text(encoding="utf-8")
+    if "&" in text and "*" in text and _size(yaml.compose(text, yaml.SafeLoader), {}) > LARGEST:
+        raise UserError(f"{file}: its aliases (*NAME) stand for more than {LARGEST} values; write out what it needs")
+
+
+def _size(node: yaml.Node | None, known: dict[int, float]) -> float:
+    """Counts the values below a node, each use of an alias anew; those of one that holds itself are infinite."""
+    if not isinstance(node, yaml.CollectionNode):
+        return 1
+    if id(node) not in known:
+        known[id(node)] = math.inf
+        parts = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
+        known[id(node)] = 1 + sum(_size(part, known) for part in parts)
+    return known[id(node)]
+
+
+@contextmanager
 def _initialized(config_dir: Path | None) -> Iterator[list[str]]:
-    keep_parsed()
     first, *others = _folders(config_dir)
     quoted = ["'file://" + str(folder).replace("'", "\\'") + "'" for folder in others]
     with hydra.initialize_config_dir(config_dir=str(first), version_base="1.3"):
@@ -110,41 +151,78 @@ def compose(name: str, overrides: Sequence[str] = (), config_dir: Path | None = 
     override, what there is in its place, and the nearest of that.
     """
     _register_resolvers()
-    # The first may name other folders, and what is composed is noted at the second.
-    if any(override.lstrip("+~").startswith(("hydra", "composed")) for override in overrides):
-        return _compose(name, overrides, config_dir)
-    folders, key = _folders(config_dir), (name, tuple(overrides), config_dir)
-    return kept(key, folders, lambda: _of_parts(name, overrides, config_dir, folders))
-
-
-def _of_parts(name: str, overrides: Sequence[str], config_dir: Path | None, folders: Sequence[Path]) -> DictConfig:
-    """Returns the same as ``_compose``, from what was kept of the options chosen; what is wrong is told by
-    ``_compose``.
-    """
-    refuse_moved(overrides, groups(config_dir))
-    choices, values = choices_and_values(overrides, folders)
-    if not values or any("={" in choice for choice in choices):  # a dict for a group is a value in Hydra's eyes
-        return _compose(name, overrides, config_dir)
+    folders = _folders(config_dir)
     try:
-        cfg = kept((name, tuple(choices), config_dir), folders, lambda: _compose(name, choices, config_dir))
-        put(values, cfg)
-    except (UserError, HydraException, OmegaConfBaseException, ValueError):
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+    except HydraException as error:
+        raise UserError(hydra_text(error)) from error
+    grouped = [any((folder / one.key_or_group).is_dir() for folder in folders) for one in parsed]
+    if any(map(_is_odd, parsed, grouped)):
         return _compose(name, overrides, config_dir)
+    choices = tuple(str(one.input_line) for one, group in zip(parsed, grouped, strict=True) if group)
+    cfg = _kept((name, choices, config_dir, _state(folders)), lambda: _compose(name, choices, config_dir))
+    for one in (one for one, group in zip(parsed, grouped, strict=True) if not group):
+        key, value, added = one.key_or_group, one.value(), one.is_add() or one.is_force_add()
+        try:
+            known = one.is_add() and OmegaConf.select(cfg, key, throw_on_missing=False) is not None
+            if known and not isinstance(value, dict | list):
+                return _compose(name, overrides, config_dir)
+            OmegaConf.update(cfg, key, value, merge=True, force_add=added)
+        except (OmegaConfBaseException, ValueError) as error:
+            if added or not isinstance(error, ConfigAttributeError | ConfigKeyError):
+                return _compose(name, overrides, config_dir)
+            raise UserError(_unknown(key, name, overrides, config_dir)) from error
     return _noted(cfg, overrides)
 
 
+def _is_odd(one: Override, grouped: bool) -> bool:
+    """Tells whether an override is neither a choice for a group nor one value for a key: Hydra itself applies it."""
+    if one.is_hydra_override() or one.key_or_group.partition(".")[0] == "composed" or one.is_sweep_override():
+        return True
+    # A mapping for a group is a value in Hydra's eyes.
+    return isinstance(one.value(), dict) if grouped else one.is_delete() or one.package is not None
+
+
+def _unknown(key: str, name: str, overrides: Sequence[str], config_dir: Path | None) -> str:
+    return unknown_key(key, name, overrides, list(groups(config_dir)), lambda rest: compose(name, rest, config_dir))
+
+
+def _kept(key: Hashable, make: Callable[[], DictConfig]) -> DictConfig:
+    """Returns a copy of what ``make`` has composed for this ``key``; pickle is faster than OmegaConf's deepcopy."""
+    if key not in _composed:
+        made = pickle.dumps(make())
+        if len(_composed) >= MOST:
+            _composed.clear()
+        _composed[key] = made
+    cfg: DictConfig = pickle.loads(_composed[key])
+    return cfg
+
+
+def _state(folders: Sequence[Path]) -> str:
+    """Returns a digest of the names, times and sizes of all configuration files in ``folders``."""
+    files = sorted(file for folder in folders for file in folder.rglob("*.yaml"))
+    found = [(str(file), file.stat()) for file in files]
+    return hashlib.sha256(repr([(file, at.st_mtime_ns, at.st_size) for file, at in found]).encode()).hexdigest()
+
+
 def _compose(name: str, overrides: Sequence[str], config_dir: Path | None) -> DictConfig:
-    with _initialized(config_dir) as searchpath:
-        known = groups(config_dir)
-        refuse_moved(overrides, known)
-        try:
+    known, own = groups(config_dir), [] if config_dir is None else sorted(config_dir.rglob("*.yaml"))
+    for file in own:
+        with suppress(yaml.YAMLError, UnicodeError, RecursionError):  # told where it is composed
+            _refuse_aliases(file)
+    try:
+        with _initialized(config_dir) as searchpath:
             cfg = hydra.compose(name, [*searchpath, *overrides], return_hydra_config=True)
-        except (HydraException, OmegaConfBaseException, ValueError) as error:
-            text = hydra_text(error) if isinstance(error, HydraException) else f"{error} (in {' '.join(overrides)})"
-            text = unknown_key(text, name, [*searchpath, *overrides], list(known)) or nearest_option(
-                text, overrides, known
-            )
-            raise UserError(text) from error
+    except (yaml.YAMLError, UnicodeError, RecursionError):
+        for file in own:
+            with readable(file):
+                OmegaConf.load(file)
+        raise
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        text = hydra_text(error) if isinstance(error, HydraException) else f"{error} (in {' '.join(overrides)})"
+        refused = re.search(r"Could not override '([^']+)'", text)
+        told = _unknown(refused[1], name, overrides, config_dir) if refused else nearest_option(text, overrides, known)
+        raise UserError(told) from error
     # Hydra passes over a missing option in silence where the defaults list says `optional`.
     for key, choice in cfg.hydra.runtime.choices.items():
         group, _, option = f"{key.partition('@')[0]}/{choice}".rpartition("/")
@@ -162,7 +240,7 @@ def _compose(name: str, overrides: Sequence[str], config_dir: Path | None) -> Di
 
 
 def _noted(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    """``cfg`` with the ``overrides`` it was composed with, to be read, not resolved."""
+    """Returns ``cfg`` with the ``overrides`` it was composed with, to be read, not resolved."""
     if "composed" in cfg:
         cfg.composed.overrides = [override.replace("${", "\\${") for override in overrides]
     return cfg
@@ -176,9 +254,17 @@ def expand(overrides: Sequence[str], config_dir: Path | None = None) -> list[lis
     with _initialized(config_dir):
         parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
         try:
-            return BasicSweeper.split_arguments(parser.parse_overrides(list(overrides)), None)[0]
+            parsed = parser.parse_overrides(list(overrides))
         except HydraException as error:
             raise UserError(hydra_text(error)) from error
+        axes: dict[str, list[str]] = {}
+        for one in parsed:
+            key = one.get_key_element()
+            if one.is_interval_sweep():
+                raise UserError(f"{one.input_line}: an interval has no values to run one after the other; list them")
+            texts = one.sweep_string_iterator() if one.is_sweep_override() else [one.get_value_element_as_str()]
+            axes[key] = [f"{key}={text}" for text in texts]
+    return [list(job) for job in itertools.product(*axes.values())]
 
 
 # --------------------------------------------------------------------------------------------- components

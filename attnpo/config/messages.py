@@ -1,37 +1,15 @@
 """What is said of an override that cannot be composed: what there is in its place, and the nearest of that."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import hydra
-from hydra.errors import HydraException, OverrideParseException
+from hydra.errors import OverrideParseException
 from omegaconf import Container, DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from attnpo.config.reader import did_you_mean, join
 from attnpo.system.errors import UserError
-
-
-def refuse_moved(overrides: Sequence[str], known: dict[str, list[str]]) -> None:
-    """Raises UserError for a choice of a group, or a key, that there was once, naming the words to type now."""
-    for override in overrides:
-        key, _, value = override.lstrip("+~").partition("=")
-        if key == "study":
-            name = "none" if value in ("", "null") else value
-            file = f", with your file as experiment/{name}.yaml, first line `# @package study`"
-            raise UserError(
-                f"{override}: the group is called experiment now; give experiment={name}"
-                f"{'' if name in known.get('experiment', []) else file}"
-            )
-        if key.partition("@")[0] == "methods":
-            raise UserError(
-                f"{override}: the methods' grids stand in the settings now; give setting={value}, or single "
-                "grids such as grids.simpo.beta=[2.0]"
-            )
-        if key in ("answers.batch_size", "answers.token_budget", "answers.max_length"):
-            name = key.partition(".")[2]
-            raise UserError(f"{override}: the key stands in the group answering now; give answering.{name}={value}")
 
 
 def hydra_text(error: Exception) -> str:
@@ -63,20 +41,16 @@ def nearest_option(text: str, overrides: Sequence[str], known: dict[str, list[st
     return text
 
 
-def unknown_key(text: str, name: str, overrides: list[str], group_names: list[str]) -> str | None:
-    """Returns what to say where Hydra's ``text`` is about an override of a key that there is not; None for any other
-    text.
-    """
-    refused = re.search(r"Could not override '([^']+)'", text)
-    if refused is None:
-        return None
-    key = refused[1]
+def unknown_key(
+    key: str, name: str, overrides: Sequence[str], groups: Sequence[str], compose: Callable[[list[str]], DictConfig]
+) -> str:
+    """Returns what to say of a key that there is not; ``compose`` makes what the other overrides give."""
     typed = next((override for override in overrides if override.lstrip("+~").partition("=")[0] == key), key)
     said = f"{typed}: there is no key {key}"
     rest = [override for override in overrides if override.lstrip("+~").partition("=")[0] != key]
     try:
-        root: Any = hydra.compose(name, rest)
-    except (HydraException, OmegaConfBaseException):
+        root: Any = compose(rest)
+    except UserError:
         return said
     node, path = root, ""
     for part in key.split(".")[:-1]:
@@ -85,9 +59,12 @@ def unknown_key(text: str, name: str, overrides: list[str], group_names: list[st
         node, path = node[part], join(path, part)
     if not isinstance(node, DictConfig):
         return f"{said}; `{path}` is a value, it has no keys"
-    names = [str(key) for key in node if key != "_target_"] + ([] if path else group_names)
+    names = [str(key) for key in node if key != "_target_"] + ([] if path else [*groups])
     wrong = key[len(path) :].lstrip(".").partition(".")[0]
-    elsewhere = sorted((found for found in _single(root) if found.endswith(f".{key}")), key=lambda at: at.count("."))
+    elsewhere = sorted(
+        (found for found in _single(root) if found.endswith(f".{key}") and not found.startswith("composed.")),
+        key=lambda at: at.count("."),
+    )
     elsewhere = [found for found in elsewhere if found.count(".") == elsewhere[0].count(".")]
     if elsewhere:
         said += f"; did you mean {' or '.join(elsewhere[:3])}?"

@@ -23,7 +23,7 @@ from enum import StrEnum
 
 from attnpo.schema import REASONING, Message, PreferencePair, UserError, copied
 from attnpo.system.files import shortened
-from attnpo.text.tools import TOOL, written
+from attnpo.text.template import TOOL, written
 from attnpo.text.traces import Traces, has_trace, is_unclosed, with_trace, without_trace
 
 

@@ -1,24 +1,21 @@
 """Where preference pairs come from: files, folders of files or the Hugging Face hub, with every row accounted for.
 
 Tables are read by ``attnpo.data.tables``; rows are turned into pairs by ``attnpo.data.adapters`` and never lost in
-silence:
-``read == kept + dropped`` holds for every ``PairSet``, with a reason and the first row numbers for what was dropped.
+silence: ``read == kept + dropped`` holds for every ``PairSet``, with a reason and the first row numbers of each drop.
 """
 
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Protocol, runtime_checkable
 
 from attnpo.data.adapters import Columns, Note, RowProblem, adapt
-from attnpo.data.json_lines import Lines, Table
-from attnpo.data.mixture import SET, MixedSet, SetAccount, amounts, check_mixture, draws, of_set
-from attnpo.data.shares import Shares, prompts_of, share_out
-from attnpo.data.tables import has_split, is_one_table, read_table, require_validation
-from attnpo.schema import PreferencePair, UserError, check_seed, digest, ids_of
+from attnpo.data.tables import Lines, Table, has_split, is_one_table, read_table, require_validation
+from attnpo.schema import PreferencePair, UserError, check_least, check_seed, digest, ids_of
 from attnpo.text.traces import Traces
 
 _LOG = logging.getLogger(__name__)
@@ -31,9 +28,28 @@ EXAMPLES = 3  # row numbers named per reason
 _BOUND = re.compile(r"(\d+)(%?)")
 # Columns that a user may believe to be read as weights of tokens or pairs.
 _LIKE_WEIGHTS = re.compile(r"weight|mask|importance|salien", re.IGNORECASE)
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
+
+SET = "data.mix"
+"""Key of a pair's ``extra`` that names its set of a mixture."""
+AMOUNTS = ("weight", "count")
 
 
 # ------------------------------------------------------------------------------------------------ sets of pairs
+
+
+@dataclass(frozen=True)
+class SetAccount:
+    """What became of the rows of one set: ``read``, ``kept`` as pairs, ``dropped``, and ``taken`` of those kept."""
+
+    path: str
+    read: int
+    kept: int
+    dropped: int
+    taken: int
+
+    def __str__(self) -> str:
+        return f"{self.read} rows read, {self.kept} kept, {self.dropped} dropped, {self.taken} taken"
 
 
 @dataclass(frozen=True)
@@ -230,6 +246,150 @@ def row_range(selection: str | None, length: int, option: str = "data.train_rows
 
 def _place(number: str, percent: bool, length: int) -> int:
     return length * int(number) // 100 if percent else int(number)
+
+
+# ------------------------------------------------------------------------------------------------ shares
+
+
+@dataclass(frozen=True)
+class Shares:
+    """The numbers of the rows on either side, in their order, and how many different prompts each side has."""
+
+    train: list[int]
+    val: list[int]
+    train_prompts: int
+    val_prompts: int
+
+
+def share_out(prompts: Sequence[str | None], share: float, where: str) -> Shares:
+    """Puts ``share`` of the different prompts aside for validation, rounded, one at least on either side.
+
+    ``prompts`` are those of the rows (``prompts_of``). Those with the smallest digests are taken, so the order of the
+    rows moves none. Rows that are no pair stay with training, where they are counted.
+
+    Raises:
+        UserError: fewer than two different prompts; ``where`` names the data.
+    """
+    different = sorted({prompt for prompt in prompts if prompt is not None})
+    if len(different) < 2:
+        raise UserError(
+            f"{where}: data.val_share={share} shares out whole prompts, and its {len(prompts)} rows have "
+            f"{len(different)} usable: give data of more prompts, or a file of its own for validation"
+        )
+    count = min(max(round(share * len(different)), 1), len(different) - 1)
+    aside = set(different[:count])
+    val = [number for number, prompt in enumerate(prompts) if prompt in aside]
+    train = [number for number, prompt in enumerate(prompts) if prompt not in aside]
+    return Shares(train, val, len(different) - count, count)
+
+
+def prompts_of(rows: Iterable[Mapping[str, object]], columns: Columns) -> list[str | None]:
+    """Returns the digest of all messages of each row's prompt; None for a row that is no pair."""
+    return [_prompt(row, columns) for row in rows]
+
+
+def _prompt(row: Mapping[str, object], columns: Columns) -> str | None:
+    try:
+        return digest([[turn["role"], turn["content"]] for turn in adapt(row, columns).pair.prompt])
+    except RowProblem:
+        return None
+
+
+# ------------------------------------------------------------------------------------------------ mixtures
+
+
+@dataclass(frozen=True)
+class MixedSet:
+    """A set of a mixture (config node ``data.mix.NAME``).
+
+    ``weight``: its part of the training pairs, relative to the other sets' weights. ``count``: so many training pairs
+    of it. None of both, in every set, takes all. The other keys are those of ``data``; None takes the mixture's.
+    """
+
+    path: str
+    weight: float | None = None
+    count: int | None = None
+    train_split: str | None = None
+    val_split: str | None = None
+    train_rows: str | None = None
+    val_rows: str | None = None
+    revision: str | None = None
+    subset: str | None = None
+    exchanged: bool | None = None
+    columns: Columns | None = None
+
+    def __post_init__(self) -> None:
+        check_least("data.mix", 1, count=self.count)
+        if self.weight is not None and not self.weight > 0:
+            raise UserError(f"weight: expected a number above 0, got {self.weight:g}; leave the set out instead")
+        if self.weight is not None and self.count is not None:
+            raise UserError(f"weight={self.weight:g} and count={self.count} both say how much is taken: give one")
+
+    def own(self) -> dict[str, object]:
+        """Returns the keys of ``data`` that it does not take from the mixture."""
+        return {name: value for name, value in vars(self).items() if value is not None and name not in AMOUNTS}
+
+
+def check_mixture(sets: Mapping[str, MixedSet]) -> None:
+    """Raises UserError for no set, a name that is none, and amounts that some sets have and others lack."""
+    if not sets:
+        raise UserError("data.mix: expected at least one set, as in data.mix={chat: {path: FILE}}; null: data.path")
+    wrong = next((name for name in sets if not _NAME.fullmatch(str(name))), None)
+    if wrong is not None:
+        raise UserError(f"data.mix: {wrong!r} is no name of a set; expected letters, digits, _ and -")
+    for key in AMOUNTS:
+        lacking = [name for name, one in sets.items() if getattr(one, key) is None]
+        if lacking and len(lacking) < len(sets):
+            raise UserError(
+                f"data.mix.{lacking[0]} has no {key}, and other sets have one: give every set a {key}, or none"
+            )
+
+
+def amounts(kept: Mapping[str, int], sets: Mapping[str, MixedSet]) -> dict[str, int]:
+    """Returns how many of the ``kept`` pairs of each set are taken; none is taken twice.
+
+    Counts as they are. With weights as many as there can be: the set that is scarcest for its weight gives all it has.
+
+    Raises:
+        UserError: a count is above what its set has, or a weight is so small that its set would give no pair.
+    """
+    first = next(iter(sets.values()))
+    if first.count is None and first.weight is None:
+        return dict(kept)
+    if first.weight is None:
+        counts = {name: one.count or 0 for name, one in sets.items()}
+    else:
+        weights = {name: one.weight or 0.0 for name, one in sets.items()}
+        most = min(kept[name] / weight for name, weight in weights.items())
+        counts = {name: min(kept[name], round(most * weight)) for name, weight in weights.items()}
+    for name, number in counts.items():
+        if number > kept[name]:
+            raise UserError(
+                f"data.mix.{name}.count={number}: the set has {kept[name]} usable pairs, and none is taken twice; "
+                "lower it"
+            )
+        if not number:
+            raise UserError(
+                f"data.mix.{name}.weight={sets[name].weight:g} takes none of its {kept[name]} pairs beside those of "
+                "the other sets: raise it, or leave the set out"
+            )
+    return counts
+
+
+def draws(name: str, kept: int, seed: int) -> list[tuple[str, str, int]]:
+    """Returns a number drawn for each pair of a set, with the set and the pair's place, in order: the first ones are
+    taken.
+    """
+    return sorted((digest([seed, name, place]), name, place) for place in range(kept))
+
+
+@contextmanager
+def of_set(name: str) -> Iterator[None]:
+    """Opens a context whose errors name the set of the mixture that they are about."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"data.mix.{name}: {error}") from error
 
 
 # ------------------------------------------------------------------------------------------------ sources

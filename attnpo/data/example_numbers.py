@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from attnpo.data.arrow_rows import AT_ONCE, Sizes
-from attnpo.data.base import PairSet
+from attnpo.data.base import SET, PairSet
 from attnpo.data.collate import TrainingExample
-from attnpo.data.mixture import SET
 from attnpo.data.prepare import percentiles
 from attnpo.schema import SIDES
 from attnpo.weights.arrival import COLUMNS, KEPT_MASS, Arrival

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress, tee
+from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -14,7 +15,6 @@ from attnpo.data.rules import AlignRules, Keep, LengthRules, Overlong
 from attnpo.judge.layers import Row
 from attnpo.schema import SIDES, EncodedResponse, Message, PairWeights, PreferencePair, UserError, ids_of
 from attnpo.text.chat import ChatFormat, EncodedAnswers
-from attnpo.text.truncation import truncate
 from attnpo.weights.base import TextSource, WeightSource, least_coverage
 from attnpo.weights.capture import Unreadable
 from attnpo.weights.pipeline import (
@@ -43,6 +43,36 @@ VOID = "pair weight 0: trains nothing"
 APART = "tokenised on its own, as its beginning would merge with the prompt's last token"
 IN_PROMPT = "special token spelled out in the prompt"
 SAME = "dropped: both responses are the same tokens as they would be trained on"
+
+
+class Cut(NamedTuple):
+    """Which sides of a training sequence lost tokens."""
+
+    prompt: bool
+    response: bool
+
+
+def truncate(
+    encoded: EncodedResponse, max_prompt_length: int, max_length: int, *, keep_end: bool = False
+) -> tuple[EncodedResponse, Cut]:
+    """Returns the sequence cut to length, and which sides lost tokens.
+
+    The prompt keeps its last ``max_prompt_length`` tokens (a BOS in front goes with the rest, as in the paper's run),
+    then the response keeps its first ``max_length`` less the prompt's length. The response may come out empty: the
+    caller drops such a pair and counts it.
+
+    With ``keep_end`` prompt and response keep their last ``max_length`` tokens instead, as in TRL's keep_end. Of a
+    response that fills them all the first one stands for the prompt, since nothing predicts it.
+    """
+    prompt = encoded.prompt_ids[max(0, len(encoded.prompt_ids) - max(0, max_prompt_length)) :]
+    over = len(prompt) + len(encoded.response_ids) - max_length
+    if keep_end and over > 0:
+        kept, left = (prompt + encoded.response_ids)[over:], max(1, len(prompt) - over)
+        lost = len(encoded.response_ids) - (len(kept) - left)
+        return EncodedResponse(kept[:left], kept[left:], encoded.offsets[lost:]), Cut(prompt=True, response=lost > 0)
+    room = max(0, max_length - len(prompt))
+    cut = Cut(prompt=len(prompt) < len(encoded.prompt_ids), response=room < len(encoded.response_ids))
+    return EncodedResponse(prompt, encoded.response_ids[:room], encoded.offsets[:room]), cut
 
 
 @dataclass

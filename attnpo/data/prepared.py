@@ -35,10 +35,9 @@ from attnpo.data.arrow_rows import (
     sizes_of,
     weighed_row,
 )
-from attnpo.data.base import SPLITS, PairSet, PairSource
+from attnpo.data.base import SPLITS, PairSet, PairSource, SetAccount
 from attnpo.data.collate import TrainingExample
 from attnpo.data.example_numbers import Measured
-from attnpo.data.mixture import SetAccount
 from attnpo.data.overlap import Overlap, Overlaps, key_of_prompt
 from attnpo.data.prepare import EncodedSet, ExampleSet, Tally, fit_transforms
 from attnpo.data.prepared_rows import Account, prepared_rows, record_lines, repeat_lines
@@ -47,21 +46,19 @@ from attnpo.data.tables import files_of, read_table
 from attnpo.data.weighing import Weighed
 from attnpo.judge.base import WeightReader
 from attnpo.judge.judge import RunJudge
-from attnpo.judge.label_check import LabelCheck
-from attnpo.judge.label_mass import LabelMass
-from attnpo.judge.trace_lengths import TraceStatistics
-from attnpo.judge.verdicts import JudgeStatistics
+from attnpo.judge.label_check import LabelCheck, LabelMass
+from attnpo.judge.verdicts import JudgeStatistics, TraceStatistics
 from attnpo.models.kept_digests import unchanged_digest
 from attnpo.schema import SIDES, EncodedResponse, PreferencePair, digest, ids_of
 from attnpo.system.files import flat
 from attnpo.system.source_digest import PACKAGE, source_digest
 from attnpo.system.store import Store, Table
 from attnpo.text.chat import ChatFormat
-from attnpo.weights.answer_statistics import AnswerStatistics
 from attnpo.weights.arrival import Arrival
 from attnpo.weights.base import WeightSource
 from attnpo.weights.capture import WEIGHTS, CapturedRows, CaptureReport, LogpPair, weights_key
 from attnpo.weights.transforms import WeightTransform
+from attnpo.weights.verbalizer import AnswerStatistics
 
 Logps = Sequence[LogpPair]
 
@@ -163,10 +160,7 @@ def facts_of_ids(chat: ChatFormat, rules: LengthRules, pairs: Mapping[str, PairS
 
 
 def prepare_ids(
-    store: Path,
-    facts: Mapping[str, object],
-    pairs: Mapping[str, PairSet],
-    encode: Callable[[str, Take], EncodedSet],
+    store: Path, facts: Mapping[str, object], pairs: Mapping[str, PairSet], encode: Callable[[str, Take], EncodedSet]
 ) -> tuple[dict[str, EncodedSet], Overlap]:
     """Prepares the training ids of both splits, with what the splits share; ``encode`` hands on those of a split."""
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from attnpo.schema import BOOKKEEPING, UserError
+from attnpo.schema import BOOKKEEPING, UserError, check_least
 from attnpo.text.alignment import AlignMethod
 
 AUTO = "auto"
@@ -82,8 +82,7 @@ class BatchPlan:
     shuffle: bool = True
 
     def __post_init__(self) -> None:
-        if self.pairs < 1:
-            raise UserError(f"batch.pairs must be at least 1, got {self.pairs}")
+        check_least("batch", 1, pairs=self.pairs)
         for start in ("", "eval_"):
             micro, tokens = f"{start}micro", f"{start}tokens"
             if getattr(self, tokens) == AUTO and getattr(self, micro) is not None:

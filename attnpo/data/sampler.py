@@ -6,13 +6,13 @@ its whole step, so a loss of ``sum over pairs / step_pairs`` needs no knowledge 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import NotRequired, TypedDict
+from dataclasses import asdict, dataclass, field
+from typing import Any, NotRequired, TypedDict
 
 import torch
 from torch.utils.data import Sampler
 
-from attnpo.data.micro_batches import ByCount, Cutting
+from attnpo.data.micro_batches import Cutting
 from attnpo.schema import UserError, digest
 
 
@@ -52,27 +52,18 @@ class Split:
     world_size: int
 
 
-class SavedSplit(TypedDict):
-    """A ``Split`` in a checkpoint."""
-
-    rule: str
-    accumulation: int
-    short: int
-    world_size: int
-
-
 class SamplerState(TypedDict):
     """Where in the data a run was saved.
 
-    ``batches`` of ``epoch`` were consumed, of the order that ``order`` decides, in steps cut as ``layout`` says (also
-    as micro-batch, accumulation and number of processes). Without these two it is a state of this very plan.
+    ``batches`` of ``epoch`` were consumed, of the order that ``order`` decides, in steps cut as ``layout`` says.
+    Without these two it is a state of this very plan.
     ``budgets``: of tokens, as chosen by the memory estimate and as used in the end.
     """
 
     epoch: int
     batches: int
     order: NotRequired[dict[str, int]]
-    layout: NotRequired[SavedSplit | Sequence[int]]
+    layout: NotRequired[dict[str, Any]]
     budgets: NotRequired[Sequence[int]]
 
 
@@ -218,21 +209,11 @@ class StepBatches(Sampler[PlannedBatch]):
             "epoch": self.epoch,
             "batches": self.consumed if batches is None else batches,
             "order": self._order_key(),
-            "layout": SavedSplit(
-                rule=self.split.rule,
-                accumulation=self.split.accumulation,
-                short=self.split.short,
-                world_size=self.split.world_size,
-            ),
+            "layout": asdict(self.split),
         }
 
     def _order_key(self) -> dict[str, int]:
-        return {
-            "num_pairs": self.num_pairs,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "step_size": self.size,
-        }
+        return {"num_pairs": self.num_pairs, "seed": self.seed, "shuffle": self.shuffle, "step_size": self.size}
 
     def load_state_dict(self, state: SamplerState) -> None:
         """Makes the next pass give the batches left of the saved epoch, possibly none.
@@ -252,28 +233,18 @@ class StepBatches(Sampler[PlannedBatch]):
                 f"cannot resume with another order of the data: {', '.join(differing)}. "
                 "Use the data and batch settings of the saved run"
             )
-        batches = self._translate(int(state["batches"]), self._split_of(state.get("layout")))
+        batches = self._translate(int(state["batches"]), self._split_of(state))
         if not 0 <= batches <= len(self):
             raise UserError(f"cannot resume after batch {batches}: an epoch has {len(self)} batches")
         self._enter(int(state["epoch"]))
         self.consumed = self._start = batches
 
-    def _split_of(self, saved: SavedSplit | Sequence[int] | None) -> Split:
-        """Returns the split of a saved state, also of one that tells micro-batch, accumulation and number
-        of processes.
-        """
-        if saved is None:
-            return self.split
-        if not isinstance(saved, Sequence):
-            return Split(**saved)
-        micro, accumulation, ranks = saved
-        rest = self.num_pairs % self.size
-        short = ByCount(micro).micros((), rest, ranks) if rest >= ranks else 0
-        return Split(ByCount(micro).rule, accumulation, short, ranks)
+    def _split_of(self, state: SamplerState) -> Split:
+        return Split(**state["layout"]) if "layout" in state else self.split
 
     def is_inside(self, state: SamplerState) -> bool:
         """Tells whether ``state`` was saved inside an optimiser step."""
-        return self._divides(int(state["batches"]), self._split_of(state.get("layout")))
+        return self._divides(int(state["batches"]), self._split_of(state))
 
     def _divides(self, batches: int, split: Split) -> bool:
         last = self._full * split.accumulation

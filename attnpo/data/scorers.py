@@ -16,7 +16,7 @@ from attnpo.models.spec import DTYPES, ModelSpec
 from attnpo.schema import SIDES, EncodedResponse, Message, PreferencePair, UserError, check_choice, copied
 from attnpo.text.chat import ChatFormat, RefusedText
 from attnpo.weights.base import ScoredSource, ScorerModel
-from attnpo.weights.scored_rows import LoadedScorers, Scorer
+from attnpo.weights.sources.scorers import LoadedScorers, Scorer
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from attnpo.models.layouts import Layout, padded
 from attnpo.models.scored import ScoredLM
 from attnpo.schema import EncodedResponse, TokenStats, UserError
 from attnpo.weights.capture import LogpPair
-from attnpo.weights.scored_rows import Scorer
+from attnpo.weights.sources.scorers import Scorer
 
 TOKENS_PER_FORWARD = 16384  # padded, both branches of each pair
 

@@ -1,21 +1,26 @@
 """Tables of rows: files, folders with a file per split, saved data sets, the Hugging Face hub.
 
-JSON is read by ``attnpo.data.json_lines``, CSV and TSV by ``attnpo.data.delimited``, Parquet, folders that
-``save_to_disk`` wrote and the hub by the ``datasets`` library. Light: commands ask it before torch is imported.
+Parquet, folders that ``save_to_disk`` wrote and the hub are read by the ``datasets`` library, JSON and CSV here, row by
+row, so that what is wrong with a row costs that row and not the file. Light: commands ask it before torch is imported.
 """
 
+import csv
+import gzip
+import io
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from zlib import error as ZlibError
 
 from attnpo.config.reader import MISSING, did_you_mean
-from attnpo.data.delimited import DELIMITED, read_delimited
-from attnpo.data.json_lines import Table, read_lines
 from attnpo.system.errors import UserError
-from attnpo.system.files import parse_json
+from attnpo.system.files import Json, parse_json
 from attnpo.system.hub_access import hub, out_of_reach
 
 if TYPE_CHECKING:
@@ -23,11 +28,81 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
+_MARKS = {".csv": ",", ".tsv": "\t"}
+_NAMED = {",": "commas", "\t": "tabs", ";": "semicolons"}
+DELIMITED = (*_MARKS, *(f"{suffix}.gz" for suffix in _MARKS))
+
+# Cells in which a library may have spelled out a missing value.
+_LIKE_MISSING = frozenset({"nan", "null", "none", "n/a", "<na>"})
 _SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".parquet", *DELIMITED)
 _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 # What ``save_to_disk`` leaves in the folder of a data set, and in the folder of one with splits.
 _SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"
+
+
+@runtime_checkable
+class Table(Protocol):
+    """Rows by number with named columns: what a ``datasets.Dataset`` and ``Lines`` have in common."""
+
+    @property
+    def column_names(self) -> list[str]:
+        """Names of all columns."""
+
+    def __len__(self) -> int:
+        """Number of rows."""
+
+    def select(self, indices: Sequence[int]) -> Iterable[Mapping[str, object]]:
+        """Returns the rows with these numbers."""
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Rows in memory, each with every column (None where its line has no such key).
+
+    ``headed``: the columns are those that a first line names.
+    """
+
+    rows: Sequence[Mapping[str, object]]
+    column_names: list[str]
+    headed: bool = False
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def select(self, indices: Sequence[int]) -> list[Mapping[str, object]]:
+        """Returns the rows with these numbers."""
+        return [self.rows[index] for index in indices]
+
+
+@dataclass(frozen=True)
+class LinesOnDisk:
+    """Rows of files with an object on each line, parsed when they are asked for.
+
+    Row i begins at the byte ``begins[i]`` of ``files[numbers[i]]``. ``path``: the option's value.
+    """
+
+    files: Sequence[Path]
+    numbers: Sequence[int]
+    begins: Sequence[int]
+    column_names: list[str]
+    path: str
+
+    def __len__(self) -> int:
+        return len(self.begins)
+
+    def select(self, indices: Sequence[int]) -> Iterator[Mapping[str, object]]:
+        """Yields the rows with these numbers. UserError where a file has changed since it was looked through."""
+        with ExitStack() as stack:
+            opened = [stack.enter_context(file.open("rb")) for file in self.files]
+            for index in indices:
+                file = opened[self.numbers[index]]
+                file.seek(self.begins[index])
+                row = _parsed(_decoded(file.readline()))
+                if not isinstance(row, dict):
+                    name = self.files[self.numbers[index]].name
+                    raise UserError(f"data.path={self.path}: {name} was changed while it was read; start again")
+                yield {name: row.get(name) for name in self.column_names}
 
 
 def read_table(path: str, split: str, option: str, subset: str | None = None, revision: str | None = None) -> Table:
@@ -226,10 +301,7 @@ def _from_parquet(files: list[Path], path: str) -> Table:
     try:
         with _quiet():
             table: Table = datasets.load_dataset(
-                "parquet",
-                data_files={"train": [str(file) for file in files]},
-                split="train",
-                trust_remote_code=False,
+                "parquet", data_files={"train": [str(file) for file in files]}, split="train", trust_remote_code=False
             )
         _check_utf8(table)
     except (datasets.exceptions.DatasetsError, OSError, ValueError, TypeError, StopIteration) as error:
@@ -295,3 +367,212 @@ def _from_hub(name: str, split: str, subset: str | None, revision: str | None) -
             f"{split}.jsonl or {split}.parquet"
         ) from error
     return table
+
+
+# ------------------------------------------------------------------------------------------------ JSON
+
+
+def read_lines(files: Iterable[Path], path: str) -> Table:
+    """Returns all rows of JSON files: an object per line, or one array of objects per file.
+
+    A columnar reader gives every column one type: it refuses a file for one lone surrogate, and where it falls back on
+    a mixed type, such a text has come back as an empty one (datasets 5.2). Here these are left to the adapters.
+    Of plain files with lines no row is held: they are looked through, and parsed again where they are asked for.
+    Bytes that are no UTF-8 become lone surrogates, which the adapters refuse row by row.
+
+    Raises:
+        UserError: a line holds no JSON object; the text names file and line, ``path`` is the option's value.
+    """
+    files = list(files)
+    if any(file.suffix == ".gz" or _begins_array(file, path) for file in files):
+        rows = [row for file in files for row in _json_rows(file, path)]
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        return Lines([{name: row.get(name) for name in names} for row in rows], names)
+    columns, numbers, begins = dict[str, None](), array("q"), array("q")
+    for number, file in enumerate(files):
+        with _reading(file, path), file.open("rb") as opened:
+            for _, begin, row in _lines(opened, file, path):
+                columns |= dict.fromkeys(row)
+                numbers.append(number)
+                begins.append(begin)
+    return LinesOnDisk(files, numbers, begins, list(columns), path)
+
+
+def content_of(file: Path, path: str) -> bytes:
+    """Returns the bytes of a file, unpacked where its name ends in .gz. UserError naming file and
+    ``path`` otherwise.
+    """
+    with _reading(file, path):
+        return gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+
+
+@contextmanager
+def _reading(file: Path, path: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, EOFError, ZlibError) as error:
+        raise UserError(f"data.path={path}: {file.name} cannot be read ({error}); write or copy it again") from error
+
+
+def _begins_array(file: Path, path: str) -> bool:
+    with _reading(file, path), file.open("rb") as opened:
+        return next((text for line in opened if (text := _decoded(line).strip("\ufeff \t\r\n"))), "").startswith("[")
+
+
+def _json_rows(file: Path, path: str) -> Iterator[dict[str, Json]]:
+    content = content_of(file, path)
+    text = _decoded(content)
+    whole = _parsed(text) if text.lstrip().startswith("[") else None
+    if not isinstance(whole, list):
+        yield from (row for _, _, row in _lines(io.BytesIO(content), file, path))
+        return
+    for number, row in enumerate(whole, 1):
+        yield _object(row, number, file, path)
+
+
+def _lines(lines: Iterable[bytes], file: Path, path: str) -> Iterator[tuple[int, int, dict[str, Json]]]:
+    """Yields the number of each line that is not blank, its first byte and what it holds."""
+    begin = 0
+    for number, line in enumerate(lines, 1):  # of bytes: U+2028 and others end no line of JSON
+        text = _decoded(line).removesuffix("\n")
+        if text.strip():
+            row = _parsed(text)
+            if isinstance(row, Exception):
+                raise UserError(
+                    f"data.path={path}: {file.name}, line {number} is not JSON ({row}): {text[:40]!r}; expected one "
+                    "JSON object per line, in UTF-8. A file that was cut off must be written or copied again"
+                ) from row
+            yield number, begin, _object(row, number, file, path)
+        begin += len(line)
+
+
+def _object(row: Json, number: int, file: Path, path: str) -> dict[str, Json]:
+    if not isinstance(row, dict):
+        raise UserError(
+            f"data.path={path}: {file.name}, line {number} holds {type(row).__name__} {str(row)[:40]!r}, expected "
+            "one JSON object per row"
+        )
+    return row
+
+
+def _decoded(content: bytes) -> str:
+    """Returns text with what is no UTF-8 as lone surrogates, without a mark of byte order at its beginning."""
+    return content.decode("utf-8", errors="surrogateescape").removeprefix("\ufeff")
+
+
+def _parsed(text: str) -> Json | Exception:
+    """Returns the value of a JSON text, or the exception that says why it is none."""
+    try:
+        value: Json = parse_json(text)
+    except ValueError as error:
+        return error
+    return value
+
+
+# ------------------------------------------------------------------------------------------------ CSV and TSV
+
+
+def read_delimited(files: Iterable[Path], path: str) -> Lines:
+    """Returns all rows of CSV or TSV files of one header; a row's empty cells are None, as libraries mean them.
+
+    No cell is guessed to be a number, a date or a missing value: "42" and "NaN" stay texts.
+    Logs how many cells hold nothing but a word for a missing value, which are texts like others.
+
+    Raises:
+        UserError: a file is no UTF-8, its header lacks or repeats a name, is divided by another mark or differs from
+            that of the first file, or a row has another number of cells; the text names file and line.
+    """
+    rows: list[dict[str, object]] = []
+    names: list[str] | None = None
+    for file in files:
+        where = f"data.path={path}: {file.name}"
+        cells = _cells(file, path, where)
+        header = next(cells, None)
+        if header is None:
+            continue
+        found = _header_names(header[1], _mark(file), where)
+        if names is not None and found != names:
+            raise UserError(
+                f"{where} has the columns {', '.join(found)}, and the first file has {', '.join(names)}: give all "
+                "files of a split one header"
+            )
+        names = found
+        rows += _csv_rows(cells, names, where)
+    _tell_missing(rows, path)
+    named = [name for name in names or [] if name]
+    return Lines([{name: row[name] for name in named} for row in rows], named, headed=True)
+
+
+def _mark(file: Path) -> str:
+    return _MARKS[Path(file.name.removesuffix(".gz")).suffix]
+
+
+def _cells(file: Path, path: str, where: str) -> Iterator[tuple[int, list[str]]]:
+    """Yields the cells of each row that is not blank, with the number of its last line."""
+    try:
+        text = content_of(file, path).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise UserError(
+            f"{where}, line {line} is not UTF-8 (byte {error.object[error.start]:#04x}): save the file as UTF-8, which "
+            'spreadsheets call "CSV UTF-8"'
+        ) from error
+    before = csv.field_size_limit(max(len(text), 1))
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=_mark(file), strict=True)
+    try:
+        yield from [(reader.line_num, row) for row in reader if row]
+    except csv.Error as error:
+        raise UserError(
+            f"{where}, line {reader.line_num} cannot be read ({error}): put a cell that holds quotes, line breaks or "
+            'the dividing mark between quotes, and write a quote inside it twice ("")'
+        ) from error
+    finally:
+        csv.field_size_limit(before)
+
+
+def _header_names(header: list[str], mark: str, where: str) -> list[str]:
+    """Returns the names of the columns; "" only for the first, where libraries put the row's number."""
+    names = [name.strip() for name in header]
+    other = next((one for one in _NAMED if one != mark and len(names) == 1 and one in names[0]), None)
+    if other is not None:
+        raise UserError(
+            f"{where}, line 1 is divided by {_NAMED[other]}, expected {_NAMED[mark]}: save it with {_NAMED[mark]}"
+            + (", or name it .tsv" if other == "\t" else "")
+        )
+    unnamed = [place for place, name in enumerate(names[1:], 2) if not name]
+    if unnamed:
+        raise UserError(
+            f"{where}, line 1 names no column {unnamed[0]}: expected a name for every column in the first line, such "
+            f"as {mark.join(('prompt', 'chosen', 'rejected'))!r}"
+        )
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
+    if twice:
+        raise UserError(f"{where}, line 1 names {', '.join(twice)} twice: give every column its own name")
+    return names
+
+
+def _csv_rows(cells: Iterator[tuple[int, list[str]]], names: list[str], where: str) -> Iterator[dict[str, object]]:
+    for line, row in cells:
+        if len(row) != len(names):
+            raise UserError(
+                f"{where}, the row that ends in line {line} has {len(row)} cells and the first line names "
+                f"{len(names)} columns: put a cell that holds the dividing mark or a line break between quotes"
+            )
+        yield {name: cell or None for name, cell in zip(names, row, strict=True)}
+
+
+def _tell_missing(rows: list[dict[str, object]], path: str) -> None:
+    """Warns of cells that say in a word that they are missing."""
+    like = [
+        number
+        for number, row in enumerate(rows)
+        if any(isinstance(cell, str) and cell.strip().lower() in _LIKE_MISSING for cell in row.values())
+    ]
+    if like:
+        _LOG.warning(
+            "data.path=%s: %d rows have a cell that is nothing but NaN, null, None or N/A (first: row %d), read as a "
+            "text: leave cells empty where a value is missing",
+            path,
+            len(like),
+            like[0],
+        )

@@ -16,16 +16,13 @@ from attnpo.data.arrow_rows import Joined, Picked, sizes_of
 from attnpo.data.prepare import EncodedSet, Tally
 from attnpo.judge.base import LoadedJudge, WeightReader
 from attnpo.judge.judge import RunJudge
-from attnpo.judge.label_check import LabelCheck
-from attnpo.judge.label_mass import LabelMass
+from attnpo.judge.label_check import LabelCheck, LabelMass
 from attnpo.judge.layers import Row, layer_column, rows_in_words
-from attnpo.judge.trace_lengths import TraceStatistics, trace_statistics
-from attnpo.judge.verdicts import JudgeStatistics
+from attnpo.judge.verdicts import JudgeStatistics, TraceStatistics, trace_statistics
 from attnpo.schema import PairWeights, PreferencePair, UserError, ids_of
 from attnpo.system.files import in_bytes
 from attnpo.system.processes import world_size
 from attnpo.system.store import Store, Table
-from attnpo.weights.answer_statistics import AnswerStatistics
 from attnpo.weights.base import WeightSource
 from attnpo.weights.capture import (
     TOKENS,
@@ -39,6 +36,7 @@ from attnpo.weights.capture import (
     weights_key,
 )
 from attnpo.weights.transforms import WeightTransform
+from attnpo.weights.verbalizer import AnswerStatistics
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,7 @@ from attnpo.evaluation.answers.questions import ModelAnswer, Question, first_tur
 from attnpo.evaluation.base import Graded, Replies
 from attnpo.evaluation.grading.base import GradingCall, GradingReply
 from attnpo.evaluation.matching import matched
-from attnpo.judge.prompts import question_text
-from attnpo.judge.wording import JudgeTemplate
+from attnpo.judge.prompts import JudgeTemplate, question_text
 from attnpo.schema import Message, Sampling, UserError, check_least, digest
 
 MODEL_FIRST, MODEL_SECOND = "model first", "model second"

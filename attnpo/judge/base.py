@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attnpo.judge.trace_rules import TraceRules
+from attnpo.judge.settings import TraceRules
 from attnpo.judge.verdicts import JudgeStatistics
 from attnpo.schema import PairWeights, PreferencePair, TraceLength
 

@@ -12,8 +12,7 @@ from attnpo.judge.layers import Depth
 from attnpo.judge.prompts import JudgePrompts
 from attnpo.judge.reader import CausalJudge, kernel_for
 from attnpo.judge.settings import TOKEN_BUDGET, Judge
-from attnpo.judge.trace_writer import TraceWriter
-from attnpo.judge.traces import TRACES, KeptTraces, ThinkingJudge, trace_key
+from attnpo.judge.traces import TRACES, KeptTraces, ThinkingJudge, TraceWriter, trace_key
 from attnpo.judge.verdicts import JudgeStatistics, judge_statistics
 from attnpo.models.described import describe, stated_positions, token_rows
 from attnpo.models.generate import ends_of_folder
@@ -37,7 +36,29 @@ from attnpo.text.chat import ChatFormat
 log = logging.getLogger(__name__)
 
 
-class RunJudge(WeightReader):
+class AttentionReader(WeightReader):
+    """Reader of the attention of the model at ``path``, described from its config alone."""
+
+    path: str
+    revision: str | None
+    dtype: str
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads of each layer, from the model's config alone; UserError when layers differ in it."""
+        return model_heads(self.path, self.revision)
+
+    @property
+    def kernel(self) -> str:
+        """Returns the attention kernel family that the model runs with."""
+        return kernel_for(described(self.path, self.revision))
+
+    def fingerprint(self) -> dict[str, object]:
+        """Returns what identifies the model's numbers: weights, number format, attention kernel family."""
+        return {"weights": weights_fingerprint(self.path, self.revision), "dtype": self.dtype, "kernel": self.kernel}
+
+
+class RunJudge(AttentionReader):
     """A judge that is described cheaply and loaded at most once.
 
     Args:
@@ -58,7 +79,7 @@ class RunJudge(WeightReader):
                 "other_judge.path=FOLDER_OR_HUB_NAME (with judge=other) or judge.path"
             )
         self.tokenizer = chat.tokenizer
-        self.settings, self.trace = judge, judge.trace
+        self.settings, self.trace, self.dtype = judge, judge.trace, judge.dtype
         self.path = model.path if judge.path is None else judge.path
         self.revision = model.revision if own else judge.revision
         if not own:
@@ -118,19 +139,6 @@ class RunJudge(WeightReader):
             )
         return Depth(depth, found.layers)
 
-    @property
-    def num_heads(self) -> int:
-        """Query heads of each layer of the judge, read from its config alone; UserError when layers differ in it."""
-        return model_heads(self.path, self.revision)
-
-    def fingerprint(self) -> dict[str, object]:
-        """Returns what identifies the judge's numbers: weights, number format, attention kernel family."""
-        return {
-            "weights": weights_fingerprint(self.path, self.revision),
-            "dtype": self.settings.dtype,
-            "kernel": kernel_for(described(self.path, self.revision)),
-        }
-
     def written(self, token: int) -> str:
         """Returns a token of the judge as text."""
         return str(self.tokenizer.decode([token]))
@@ -165,7 +173,7 @@ class RunJudge(WeightReader):
         )
         model.to(device)  # type: ignore[arg-type]
         budget = self.budget(memory_of(device))
-        plain = CausalJudge(model, token_budget=budget, kernel=kernel_for(found))
+        plain = CausalJudge(model, token_budget=budget, kernel=self.kernel)
         judge = thinking(plain, self.prompts, KeptTraces(self._traces() if keep else None))
         return LoadedJudge(judge, self.prompts, self.settings.verdict)
 

@@ -29,9 +29,7 @@ class Depth(int):
 
 
 def attending(num_layers: int) -> tuple[int, ...]:
-    """Returns the numbers of the layers with softmax attention, rising: all of them unless ``num_layers`` is a
-    ``Depth``.
-    """
+    """Returns the numbers of the layers with softmax attention, rising: all unless a ``Depth`` says otherwise."""
     return Depth(num_layers).attending if not isinstance(num_layers, Depth) else num_layers.attending
 
 
@@ -52,9 +50,7 @@ def layer_column(row: Row) -> str:
 
 
 def rows_in_words(rows: Sequence[Row]) -> str:
-    """Returns what a judge pass reads, for the log: "4 layers", "4 layers x 32 heads", or "1 row" of no
-    single layer.
-    """
+    """Returns what a judge pass reads: "4 layers", "4 layers x 32 heads", or "1 row" of no single layer."""
     if set(rows) == {0}:
         return "1 row"
     heads = [row for row in rows if isinstance(row, HeadRow)]

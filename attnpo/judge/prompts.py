@@ -10,84 +10,228 @@ change the length and leave U+FFFD), and spans that reach the response's last ch
 for the shorter ones.
 """
 
+import re
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from functools import cached_property
 from operator import itemgetter
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from attnpo.judge.base import JudgePrompt
-from attnpo.judge.labels import check_prefill, label_tokens
-from attnpo.judge.prompt_lengths import first_tokens, last_tokens, share_room
-from attnpo.judge.trace_rules import AfterTrace, TraceRules, after_trace, require_open
-from attnpo.judge.wording import JudgeTemplate
-from attnpo.schema import SIDES, Message, PreferencePair, UserError, check_least, digest
+from attnpo.judge.settings import Assembly, JudgeRules, SpanMode, TraceRules
+from attnpo.schema import SIDES, Message, PreferencePair, UserError, digest
 from attnpo.text.chat import SENTINEL, ChatFormat, check_text, place_in_frame, split_frame
 from attnpo.text.ranges import Range, as_places, as_ranges, hold_every_character
 from attnpo.text.traces import start_apart
+
+PLACEHOLDERS = ("question", "answer_a", "answer_b")
+
+
+class Rendered(NamedTuple):
+    """A filled template and the half-open character range of each placeholder's text in it."""
+
+    text: str
+    spans: dict[str, Range]
+
+
+def file_text(path: str | Path, key: str) -> str:
+    """Returns a UTF-8 text file as it is. Raises UserError naming the ``key`` of the file when it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise UserError(f"{key}: cannot read {str(path)!r} as UTF-8 text ({problem})") from problem
+
+
+class JudgeTemplate:
+    """A text with {question}, {answer_a} and {answer_b}, each exactly once; other braces are plain text."""
+
+    def __init__(self, text: str) -> None:
+        pieces = re.split(r"\{(" + "|".join(PLACEHOLDERS) + r")\}", text)
+        self.text, self.literals, self.order = text, pieces[::2], pieces[1::2]
+        if sorted(self.order) != sorted(PLACEHOLDERS):
+            slots = ", ".join("{" + name + "}" for name in self.order) or "none"
+            expected = ", ".join("{" + name + "}" for name in PLACEHOLDERS)
+            raise UserError(
+                f"judge template: expected the placeholders {expected}, each exactly once; found {slots}: "
+                "correct the file named by judge.template_file"
+            )
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> "JudgeTemplate":
+        """Returns the template in a UTF-8 text file, as it is. Raises UserError when it cannot be read."""
+        return cls(file_text(path, "judge.template_file"))
+
+    def render(self, question: str, answer_a: str, answer_b: str) -> Rendered:
+        """Returns the text with all three values put in at once (a placeholder inside a value stays as it is)."""
+        values = {"question": question, "answer_a": answer_a, "answer_b": answer_b}
+        parts, spans, position = [self.literals[0]], {}, len(self.literals[0])
+        for name, literal in zip(self.order, self.literals[1:], strict=True):
+            spans[name] = (position, position + len(values[name]))
+            position = spans[name][1] + len(literal)
+            parts += [values[name], literal]
+        return Rendered("".join(parts), spans)
+
+    def closing(self, name: str, text: str | None) -> int | None:
+        """Characters from a placeholder to ``text`` (None: to the next visible one); None where it does not follow."""
+        literal = self.literals[self.order.index(name) + 1]
+        if text is None:
+            return len(literal) - len(literal.lstrip()) if literal.strip() else None
+        place = literal.find(text)
+        return place if place >= 0 else None
+
+
+def share_room(room: int, question: int, sizes: Sequence[int], max_response: int) -> tuple[int, list[int]]:
+    """Returns how many tokens the question and the two responses keep of ``room`` tokens.
+
+    Responses keep at most ``max_response`` tokens each, the question what is left (decision 10). Where that would leave
+    the question less than an eighth of the room (a small judge.max_length), it keeps an eighth, or all of a shorter
+    question, and the responses share the rest evenly; what a short response does not need goes to the other.
+    """
+    caps = [min(size, max_response) for size in sizes]
+    keep = min(question, max(room // 8, room - sum(caps)))
+    left = room - keep
+    if sum(caps) > left:
+        half = left // 2
+        caps = [min(cap, max(half, left - other)) for cap, other in zip(caps, reversed(caps), strict=True)]
+    return keep, caps
+
+
+def last_tokens(places: Sequence[Range], keep: int, length: int) -> int:
+    """Character at which the last ``keep`` tokens begin, moved on to where no earlier token holds it.
+
+    ``places`` are the tokens' half-open character ranges in a text of ``length`` characters.
+    """
+    if keep >= len(places):
+        return 0
+    for index in range(len(places) - max(0, keep), len(places)):
+        if places[index][0] >= places[index - 1][1]:
+            return places[index][0]
+    return length
+
+
+def first_tokens(places: Sequence[Range], keep: int) -> int:
+    """Number of tokens, at most ``keep``, that end with a whole character; the first whole character at least."""
+    if keep >= len(places):
+        return len(places)
+    for count in range(keep, 0, -1):
+        if places[count][0] >= places[count - 1][1]:
+            return count
+    return next((n for n in range(keep + 1, len(places)) if n and places[n][0] >= places[n - 1][1]), len(places))
+
+
+def label_tokens(chat: ChatFormat, prompt: str, labels: Sequence[str], key: str = "judge.labels") -> tuple[int, ...]:
+    """Returns the id of each label as the model would write it after ``prompt``, a rendered text.
+
+    Raises UserError, naming ``key``, when a label is more than one token there and also on its own, when it is not in
+    the vocabulary, or when two are the same token.
+    """
+    before, _ = chat.tokenize(prompt)
+    found: list[int] = []
+    for label in labels:
+        whole, _ = chat.tokenize(prompt + label)
+        alone, _ = chat.tokenize(label, start=False)
+        if len(whole) == len(before) + 1 and whole[:-1] == before:
+            alone = whole[-1:]
+        if len(alone) != 1:
+            raise UserError(f"{key}: {label!r} is {len(alone)} tokens {alone}, expected one: choose another")
+        if alone[0] == chat.tokenizer.unk_token_id:
+            raise UserError(
+                f"{key}: {label!r} is not in the vocabulary of the judge, which reads it as "
+                f"{chat.tokenizer.unk_token!r}: choose another"
+            )
+        if alone[0] in found:
+            raise UserError(f"{key}: {tuple(labels)} are the same token {alone[0]}: choose two that differ")
+        found.append(alone[0])
+    return tuple(found)
+
+
+def check_prefill(chat: ChatFormat, prompt: str, prefill: str, labels: Sequence[str]) -> None:
+    """Raises UserError unless the tokens of ``prompt``, which ends in ``prefill``, end there whichever label follows.
+
+    Otherwise the position before the label would be none that a model has when it writes the label: the tokenizer drops
+    blanks at the end of a text, or makes one token of the prefill's end and the label.
+    """
+    before, places = chat.tokenize(prompt)
+    if not prefill.strip() or not places or places[-1][1] < len(prompt):
+        raise UserError(
+            f"judge.prefill: the judge's tokenizer strips the end of {prefill!r}, so the verdict would not follow it: "
+            "expected text that ends in a character which is no blank"
+        )
+    for label in labels:
+        whole, _ = chat.tokenize(prompt + label)
+        if whole[: len(before)] != before:
+            advice = f"end it before the letter's token, or begin the labels with a blank ({' ' + label!r})"
+            if prefill[-1].isspace():
+                cut = prefill.rstrip()
+                advice = f"take judge.prefill={cut!r} and give the labels what was cut off, {prefill[len(cut) :]!r}"
+            raise UserError(
+                f"judge.prefill: the end of {prefill!r} becomes one token with the label {label!r}, so the verdict is "
+                f"not written after it: {advice}"
+            )
+
+
+@dataclass(frozen=True)
+class AfterTrace:
+    """The ids that follow a trace: ``closing`` after one that did not end by itself, then always ``prefill``."""
+
+    closing: tuple[int, ...]
+    prefill: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Returns tokens that may follow a trace."""
+        return len(self.closing) + len(self.prefill)
+
+
+def after_trace(chat: ChatFormat, prompt: str, rules: TraceRules, prefill: str | None) -> AfterTrace:
+    """Returns the ids after a trace to ``prompt``, a rendered text that ends where the judge begins to write.
+
+    UserError for a prompt or a prefill that closes a trace by itself, and for an ``until`` that the judge's tokenizer
+    has no tokens for.
+    """
+    until = rules.until
+    if prefill is not None and until.strip() in prefill:
+        raise UserError(
+            f"judge.prefill={prefill!r} closes a trace by itself: it is written after the trace and after "
+            f"judge.trace.until={until!r}, so leave that out of it"
+        )
+    closing = _following(chat, prompt, until)
+    if not closing or chat.tokenizer.unk_token_id in closing:
+        raise UserError(
+            f"judge.trace.until: the judge's tokenizer cannot write {until!r}, so no trace would end with it: give the "
+            "text that ends a trace of this judge"
+        )
+    return AfterTrace(tuple(closing), () if prefill is None else tuple(_following(chat, prompt + until, prefill)))
+
+
+def require_open(prompt: str, frame_end: str, until: str) -> None:
+    """Raises UserError where the prompt closes the trace by itself: a model does not think after that.
+
+    ``frame_end``: what the chat template writes between the question to the judge and its reply.
+    """
+    if until.strip() in frame_end or prompt.rstrip().endswith(until.strip()):
+        raise UserError(
+            f"judge.trace: the judge's prompt ends in {prompt[-60:]!r}, which has judge.trace.until={until!r} already, "
+            "so the judge would not think: switch its thinking on (judge.chat_template_kwargs), or set judge.trace=null"
+        )
+
+
+def _following(chat: ChatFormat, before: str, text: str) -> list[int]:
+    """Returns the ids of ``text`` after ``before``; on its own where both would merge into one token."""
+    head, whole = chat.tokenize(before)[0], chat.tokenize(before + text)[0]
+    return whole[len(head) :] if whole[: len(head)] == head else chat.tokenize(text, start=False)[0]
+
 
 ANSWERS = ("answer_a", "answer_b")
 _ORDERS = (("chosen", "rejected"), ("rejected", "chosen"))
 QUESTION_CUT = "judge prompt cut"
 RESPONSE_CUT = "response cut for the judge"
 BLANK = "empty response shown as one space"
-
-
-class Assembly(Enum):
-    """TEXT tokenises the rendered text (paper); IDS splices the training-side ids between template parts."""
-
-    TEXT = "text"
-    IDS = "ids"
-
-
-class SpanMode(Enum):
-    """TOUCH: all tokens that hold a character of the response. REFERENCE: the official code's shorter span."""
-
-    TOUCH = "touch"
-    REFERENCE = "reference"
-
-
-@dataclass(frozen=True)
-class JudgeRules:
-    """How the judge is asked.
-
-    template_file: text file with the wording. assembly, span: see the enums. span_closing, span_drop: a reference span
-    ends so many tokens before the first token of this text, which follows both answers in the wording (None: before the
-    first visible character there). max_length: a prompt of this many tokens
-    or more is cut. max_response_length: tokens a response keeps then. labels: the letters of the first and the second
-    answer. strip: show responses without blanks at their ends (official code; under IDS the training ids decide).
-    chat: the text is one user message of the chat template; otherwise it is the whole prompt. prefill: the beginning of
-    the judge's reply up to the letter, written after all of that (None: nothing). trace: how the judge thinks before it
-    replies (None: not at all); prompt, trace and prefill together keep max_length.
-    """
-
-    template_file: str
-    assembly: Assembly = Assembly.TEXT
-    span: SpanMode = SpanMode.TOUCH
-    span_closing: str | None = None
-    span_drop: int = 2
-    max_length: int = 2048
-    max_response_length: int = 768
-    labels: tuple[str, str] = ("A", "B")
-    strip: bool = True
-    chat: bool = True
-    prefill: str | None = None
-    trace: TraceRules | None = None
-
-    def __post_init__(self) -> None:
-        check_least("judge", 1, max_length=self.max_length, max_response_length=self.max_response_length)
-        check_least("judge", 0, span_drop=self.span_drop)
-        if self.span_closing == "":
-            raise UserError("judge.span_closing: expected text that follows both answers, or null, got an empty one")
-        if self.prefill == "":
-            raise UserError("judge.prefill: expected the beginning of a reply, or null for none, got an empty text")
-        if self.labels[0] == self.labels[1]:
-            raise UserError(f"judge.labels: expected two that differ, got {self.labels[0]} twice")
 
 
 @dataclass(frozen=True)
@@ -104,9 +248,7 @@ class _Shown:
     tokens: tuple[list[int], list[Range]] | None = None
 
     def first(self, places: list[Range], count: int) -> "_Shown":
-        """Returns the response cut after its first ``count`` tokens, whose characters in the shown text are
-        ``places``.
-        """
+        """Returns the response cut after its first ``count`` tokens; ``places``: their characters in its text."""
         if count == len(places):
             return self
         if self.tokens is None:
@@ -357,9 +499,7 @@ class JudgePrompts:
         return self.chat.render([Message(role="user", content=text)], add_generation_prompt=True)
 
     def _full(self, text: str) -> tuple[str, int, int, int]:
-        """Returns the whole prompt, what to add to a position in ``text`` to find it there, and the range
-        ``text`` has.
-        """
+        """Returns the prompt, what to add to a position in ``text`` to find it there, and the range of ``text``."""
         prefill = (self.rules.prefill or "") if self.rules.trace is None else ""
         if not self.rules.chat:
             return text + prefill, 0, 0, len(text)
@@ -380,9 +520,7 @@ class JudgePrompts:
         return as_ranges(hold_every_character(places, text, 0, len(text)))
 
     def _shortened(self, question: str, shown: Mapping[str, _Shown]) -> list[_Placed]:
-        """Returns both rounds with fewer than ``_limit`` tokens: responses keep their beginning, the
-        question its end.
-        """
+        """Returns both rounds within ``_limit``: responses keep their beginning, the question its end."""
         asked = self.chat.tokenize(question, start=False)[1]
         tokens = {
             side: view.tokens[1] if view.tokens else self._whole_ranges(view.text) for side, view in shown.items()

@@ -16,13 +16,24 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attnpo.judge.attention_maps import require_distributions, take_maps
-from attnpo.judge.attention_rows import CAUSAL
-from attnpo.judge.attention_tap import KERNELS, MAPS, PROBE, Enough, Probe, SeveralRows, tapped, trimmed
+from attnpo.judge.attention import (
+    CAUSAL,
+    KERNELS,
+    MAPS,
+    PROBE,
+    Enough,
+    Probe,
+    SeveralRows,
+    require_distributions,
+    take_maps,
+    tapped,
+    trimmed,
+)
 from attnpo.judge.base import JudgeReading
 from attnpo.models.backbone import (
     Parts,
     eval_mode,
+    final_hidden,
     find_parts,
     parts_agree,
     probe_bound,
@@ -47,10 +58,23 @@ KERNEL = "sdpa"
 
 
 def kernel_for(found: Described) -> str:
-    """Returns the kernel family for a class: blocks where torch's fused kernel cannot do it (soft-caps), maps as a last
-    way.
-    """
+    """Returns the kernel family for a class: blocks where torch's fused kernel cannot do it, or maps."""
     return MAPS if found.mapped else KERNEL if found.attention == KERNEL else "blocks"
+
+
+def check_asked(
+    model: str, name: str, sequences: Sequence[Sequence[int]], layers: Sequence[int], num_layers: int
+) -> None:
+    """Raises UserError for a layer that the ``model`` has not, and for a sequence without a token."""
+    outside = [layer for layer in layers if not 1 <= layer <= num_layers]
+    if outside:
+        raise UserError(
+            f"layer {outside[0]} is not in 1..{num_layers} of this {model} (1 = first); set weights.layer to one of "
+            "these, to 'last' or to a fraction such as '1/2'"
+        )
+    empty = [index for index, ids in enumerate(sequences) if len(ids) == 0]
+    if empty:
+        raise UserError(f"{name} {empty[0]} has no token; check its wording and the chat template")
 
 
 class CausalJudge:
@@ -103,7 +127,7 @@ class CausalJudge:
         prompt, ``per_head`` of layers that differ in their number of heads, and a model whose attention is more than
         the one that is read.
         """
-        self._check(prompts, layers)
+        check_asked("judge", "judge prompt", prompts, layers, self.num_layers)
         if prompts:
             self._require_readable()
         readings: dict[int, JudgeReading] = {}
@@ -118,17 +142,6 @@ class CausalJudge:
                 answers = asked([prompts[index] for index in batch], shared=shared)
                 readings.update(zip(batch, answers, strict=True))
         return [readings[index] for index in range(len(prompts))]
-
-    def _check(self, prompts: Sequence[Sequence[int]], layers: Sequence[int]) -> None:
-        outside = [layer for layer in layers if not 1 <= layer <= self.num_layers]
-        if outside:
-            raise UserError(
-                f"layer {outside[0]} is not in 1..{self.num_layers} of this judge (1 = first); set weights.layer to "
-                "one of these, to 'last' or to a fraction such as '1/2'"
-            )
-        empty = [index for index, prompt in enumerate(prompts) if len(prompt) == 0]
-        if empty:
-            raise UserError(f"judge prompt {empty[0]} has no token; check judge.template_file and the chat template")
 
     def _row(self, prompts: Sequence[Sequence[int]]) -> int:
         """Returns tokens of a row: the token budget; on a CPU fewer, but always room for both rounds of a pair."""
@@ -218,9 +231,7 @@ class CausalJudge:
         return trimmed(next(stack[-1] for stack in stacks if len(stack) == self.num_layers))
 
     def _follows_rows(self) -> bool:
-        """Returns whether rows of several prompts give the numbers of a padded batch, tried once on a few
-        dozen tokens.
-        """
+        """Returns whether rows of several prompts give the numbers of a padded batch, tried once."""
         if self._follows is None:
             reason = self._reason_against_rows()
             self._follows = reason is None
@@ -405,3 +416,79 @@ def _require_same_heads(rows: Mapping[int, Tensor]) -> None:
             f"weights.heads: layer {here} of this judge has {one} query heads and layer {there} has {two}, so a head "
             "has no fixed meaning; set weights.heads=[] (the mean over the heads of each layer) or take another judge"
         )
+
+
+class RewardModel:
+    """Reads attention from a Hugging Face model for sequence classification.
+
+    Args:
+        model: with a causal backbone (``load_model(..., reward=True)``).
+        token_budget: most tokens per forward, padding included.
+        kernel: "sdpa" or "blocks", as for a judge.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, token_budget: int = 16384, kernel: str = KERNEL) -> None:
+        self.model, self.token_budget, self.kernel = model, token_budget, kernel
+        self._backbone = cast(PreTrainedModel, model.base_model)
+        self._readable = False
+
+    @property
+    def num_layers(self) -> int:
+        """Depth of the model; layers are counted 1..num_layers."""
+        return int(self.model.config.get_text_config().num_hidden_layers)
+
+    @torch.inference_mode()
+    def read(
+        self, conversations: Sequence[Sequence[int]], *, layers: Sequence[int], per_head: bool = False
+    ) -> list[JudgeReading]:
+        """Returns the rows of each conversation's last token, in their order, on the CPU; 1-based ``layers`` as asked.
+
+        UserError for a layer out of range, an empty conversation, and a model whose attention cannot be read.
+        """
+        check_asked("reward model", "conversation", conversations, layers, self.num_layers)
+        if conversations:
+            self._require_readable()
+        lengths, wanted = [len(ids) for ids in conversations], [layer - 1 for layer in layers]
+        found: dict[int, JudgeReading] = {}
+        with eval_mode(self.model), tapped(self._backbone, self.kernel):
+            for batch in longest_first(lengths, lambda length: self.token_budget // length):
+                probe = self._run([conversations[index] for index in batch], wanted, per_head, stop=True)[0]
+                found |= zip(batch, readings_of(probe, wanted, None, None, [lengths[i] for i in batch]), strict=True)
+        return [found[index] for index in range(len(conversations))]
+
+    def _run(
+        self, conversations: Sequence[Sequence[int]], wanted: Sequence[int], per_head: bool, *, stop: bool
+    ) -> tuple[Probe, torch.Tensor | None]:
+        """Returns one batch's probe, filled, and the last tokens' hidden states [batch d] of a whole forward."""
+        ids, last = right_padded(conversations, self.model.device)
+        probe = Probe(last, wanted, depth=self.num_layers, per_head=per_head, rollout=False, stop=stop)
+        hidden = None
+        with suppress(Enough):
+            states = final_hidden(self._backbone, ids, **{PROBE: probe})
+            hidden = states[torch.arange(len(last), device=last.device), last]
+        return probe, hidden
+
+    def _require_readable(self) -> None:
+        """Raises ``UserError`` unless reading the attention leaves the model's numbers as they are; tried once."""
+        if self._readable:
+            return
+        kind, prompts = type(self.model).__name__, probe_prompts(vocabulary(self._backbone))
+        ids, last = right_padded(prompts, self.model.device)
+        with eval_mode(self.model):
+            expected = final_hidden(self._backbone, ids)[torch.arange(len(last), device=last.device), last]
+            try:
+                with tapped(self._backbone, self.kernel):
+                    probe, hidden = self._run(prompts, range(self.num_layers), False, stop=False)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # of any model
+                raise UserError(
+                    f"weights.path: the attention of {kind} cannot be read ({_in_words(error)}); name another reward "
+                    "model"
+                ) from error
+        if hidden is None or not probe.rows or differ(hidden, expected):
+            raise UserError(
+                f"weights.path: {kind} gives other numbers when its attention is read, so it is more than a softmax "
+                "over the keys in view; name another reward model"
+            )
+        self._readable = True

@@ -2,16 +2,113 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from enum import Enum
 
 from attnpo.config.files import find_file
-from attnpo.judge.prompts import JudgeRules
 from attnpo.models.spec import AUTO, DTYPES
 from attnpo.objectives.base import LengthFrom
-from attnpo.schema import BOOKKEEPING, UserError, check_choice, check_least
+from attnpo.schema import BOOKKEEPING, Sampling, UserError, check_choice, check_least, check_range
 from attnpo.text.alignment import AlignMethod
+from attnpo.text.traces import CLOSE
 
 TOKEN_BUDGET = 16384  # tokens of a judge's forward
 WARN, STOP = "warn", "stop"
+
+
+# Raised by hand with every change of the code that moves a trace, or what is read after one.
+TRACE_VERSION = "1"
+
+
+@dataclass(frozen=True)
+class TraceRules:
+    """How a judge writes what it thinks before its verdict (config node ``judge.trace``).
+
+    A trace ends with the text ``until``. One that has none after ``max_new_tokens`` tokens, or where the model ends its
+    turn, is closed with that text and counts as cut. ``temperature`` 0 is greedy decoding; draws are keyed by ``seed``
+    and by the prompt, so by the pair and the order of its answers.
+    """
+
+    max_new_tokens: int
+    until: str = CLOSE
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.sampling()
+        if not self.until.strip():
+            raise UserError(f"until: expected the text that ends a trace, such as {CLOSE}, got {self.until!r}")
+
+    def sampling(self) -> Sampling:
+        """Returns the decoding settings."""
+        return Sampling(self.max_new_tokens, self.temperature, self.top_p, self.top_k, self.seed)
+
+    def unread(self) -> dict[str, str]:
+        """Keys without effect: greedy decoding draws nothing."""
+        return dict.fromkeys(("top_p", "top_k", "seed"), "judge.trace.temperature=0") if self.temperature == 0 else {}
+
+    def fingerprint(self) -> dict[str, object]:
+        """Returns every setting that changes a trace."""
+        drawn = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "seed": self.seed}
+        return {
+            "max_new_tokens": self.max_new_tokens,
+            "until": self.until,
+            **(drawn if self.temperature > 0 else {}),
+            "code": TRACE_VERSION,
+        }
+
+
+class Assembly(Enum):
+    """TEXT tokenises the rendered text (paper); IDS splices the training-side ids between template parts."""
+
+    TEXT = "text"
+    IDS = "ids"
+
+
+class SpanMode(Enum):
+    """TOUCH: all tokens that hold a character of the response. REFERENCE: the official code's shorter span."""
+
+    TOUCH = "touch"
+    REFERENCE = "reference"
+
+
+@dataclass(frozen=True)
+class JudgeRules:
+    """How the judge is asked.
+
+    template_file: text file with the wording. assembly, span: see the enums. span_closing, span_drop: a reference span
+    ends so many tokens before the first token of this text, which follows both answers in the wording (None: before the
+    first visible character there). max_length: a prompt of this many tokens
+    or more is cut. max_response_length: tokens a response keeps then. labels: the letters of the first and the second
+    answer. strip: show responses without blanks at their ends (official code; under IDS the training ids decide).
+    chat: the text is one user message of the chat template; otherwise it is the whole prompt. prefill: the beginning of
+    the judge's reply up to the letter, written after all of that (None: nothing). trace: how the judge thinks before it
+    replies (None: not at all); prompt, trace and prefill together keep max_length.
+    """
+
+    template_file: str
+    assembly: Assembly = Assembly.TEXT
+    span: SpanMode = SpanMode.TOUCH
+    span_closing: str | None = None
+    span_drop: int = 2
+    max_length: int = 2048
+    max_response_length: int = 768
+    labels: tuple[str, str] = ("A", "B")
+    strip: bool = True
+    chat: bool = True
+    prefill: str | None = None
+    trace: TraceRules | None = None
+
+    def __post_init__(self) -> None:
+        check_least("judge", 1, max_length=self.max_length, max_response_length=self.max_response_length)
+        check_least("judge", 0, span_drop=self.span_drop)
+        if self.span_closing == "":
+            raise UserError("judge.span_closing: expected text that follows both answers, or null, got an empty one")
+        if self.prefill == "":
+            raise UserError("judge.prefill: expected the beginning of a reply, or null for none, got an empty text")
+        if self.labels[0] == self.labels[1]:
+            raise UserError(f"judge.labels: expected two that differ, got {self.labels[0]} twice")
 
 
 @dataclass(frozen=True)
@@ -46,8 +143,7 @@ class Judge(JudgeRules):
         check_choice("judge.low_label_mass", self.low_label_mass, (WARN, STOP))
         if self.token_budget != AUTO and (isinstance(self.token_budget, str) or self.token_budget < 1):
             raise UserError(f"judge.token_budget must be at least 1, or {AUTO}, got {self.token_budget!r}")
-        if not 0 <= self.min_label_mass <= 1:
-            raise UserError(f"judge.min_label_mass: expected a probability from 0 to 1, got {self.min_label_mass}")
+        check_range("judge", "[0, 1]", min_label_mass=self.min_label_mass)
 
     def unread(self) -> dict[str, str]:
         """Keys without effect: a wording that is the whole prompt goes through no chat template."""

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from attnpo.cli.terminal import override, reporting
 from attnpo.config.compose import load
-from attnpo.lab.reports.frames import Run, StudyResults, load_run, load_study
+from attnpo.lab.results import Run, StudyResults, load_run, load_study
 from attnpo.run.folders import run_folder
 from attnpo.schema import UserError
 
 if TYPE_CHECKING:
-    from attnpo.lab.studies.fit_config import FitConfig
+    from attnpo.lab.studies.config import FitConfig
 
 log = logging.getLogger(__name__)
 

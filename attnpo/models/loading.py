@@ -38,7 +38,7 @@ from attnpo.schema import UserError, digest
 from attnpo.system.files import SEAL, changed, is_sealed, parse_json
 from attnpo.system.hub_access import hub, out_of_reach
 from attnpo.text.chat import ChatFormat
-from attnpo.text.template_options import with_default
+from attnpo.text.template import with_default
 
 logger = logging.getLogger(__name__)
 

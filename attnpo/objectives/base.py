@@ -11,7 +11,7 @@ log-probabilities are in nats, lengths in tokens.
 - ``mask`` [rows, R]: which columns are response tokens; whatever stands in the others never matters.
 - ``lengths`` [rows]: |y|, which multiplies each weighted sum; None for factors and for sums without |y|.
 
-After them come the tensors that only this formula reads, its hyperparameters, and ``nll`` with ``sft_coef``.
+After them come the tensors that only this formula reads, and its hyperparameters.
 """
 
 from dataclasses import dataclass
@@ -86,16 +86,24 @@ def response_lengths(rows: RowGroup, length_scale: bool, length_from: LengthFrom
     return rows.response_mask.sum(-1).to(rows.token_weights["reward"].dtype)
 
 
+class Keys:
+    """Base of the parts that objectives are made of, each with some of their keys."""
+
+    def unread(self) -> dict[str, str]:
+        """Names keys without effect as the others stand, with the reason."""
+        return {}
+
+
 @dataclass(frozen=True, kw_only=True)
-class LengthScaled:
-    """The keys of objectives whose weighted sums are multiplied by |y|, and what these read of a batch's rows."""
+class LengthScaled(Keys):
+    """Keys of objectives whose weighted sums are multiplied by |y|, and what these read of a batch's rows."""
 
     length_scale: bool = True
     length_from: LengthFrom = LengthFrom.SOURCE
 
     def unread(self) -> dict[str, str]:
-        """Keys without effect as the others stand, with the reason."""
-        return {} if self.length_scale else {"length_from": "objective.length_scale=false"}
+        """Names keys without effect as the others stand, with the reason."""
+        return ({} if self.length_scale else {"length_from": "objective.length_scale=false"}) | super().unread()
 
     def weighted(
         self, rows: RowGroup

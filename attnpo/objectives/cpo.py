@@ -1,22 +1,13 @@
 """Contrastive Preference Optimization (Xu et al. 2024, Eq. 5): DPO with a uniform reference, and an SFT term."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from attnpo.objectives.base import LengthScaled, split_pairs, weighted_sum
-from attnpo.objectives.terms import (
-    LossType,
-    Sft,
-    batch_nll,
-    check_beta,
-    check_not_negative,
-    idle_sft,
-    margin_loss,
-    with_sft,
-)
-from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats
+from attnpo.objectives.terms import LossType, Sft, SftTerm, check_beta, margin_loss
+from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats, check_range
 
 
 def cpo_loss(
@@ -27,32 +18,29 @@ def cpo_loss(
     beta: float,
     label_smoothing: float = 0.0,
     loss_type: LossType = LossType.SIGMOID,
-    nll: Float[Tensor, " pairs"] | None = None,
-    sft_coef: float = 1.0,
 ) -> ObjectiveOutput:
-    """Returns the CPO loss of each pair: ``-log sigmoid(beta (S(p_w) - S(p_l))) + sft_coef nll``.
+    """Returns the CPO loss of each pair: ``-log sigmoid(beta (S(p_w) - S(p_l)))``, without its SFT term (``add_sft``).
 
-    ``S(p) = |y| sum_t a_t p_t`` sums the policy's log-probabilities p (nats); ``nll`` is ``terms.chosen_nll``, None for
-    no such term. Rewards are ``beta S(p)``. Source: Xu et al. 2024, Eq. 5 (arXiv 2401.08417); TRL 1.16
-    ``cpo_trainer.py``.
+    ``S(p) = |y| sum_t a_t p_t`` sums the policy's log-probabilities p (nats). Rewards are ``beta S(p)``. Source: Xu et
+    al. 2024, Eq. 5 (arXiv 2401.08417); TRL 1.16 ``cpo_trainer.py``.
 
     Example:
         >>> import torch
-        >>> from attnpo.losses import Sft, chosen_nll, cpo_loss
+        >>> from attnpo.losses import Sft, add_sft, chosen_nll, cpo_loss
         >>> policy = torch.tensor([[-0.5, -1.0], [-2.0, -0.3]])  # rows: chosen, rejected
         >>> mask, weights = torch.ones(2, 2, dtype=torch.bool), torch.tensor([[0.9, 0.1], [0.5, 0.5]])
         >>> lengths = mask.sum(-1).float()
-        >>> cpo_loss(policy, weights, mask, lengths, beta=0.1, nll=chosen_nll(policy, mask, Sft.MEAN)).losses
+        >>> output = cpo_loss(policy, weights, mask, lengths, beta=0.1)
+        >>> add_sft(output, chosen_nll(policy, mask, Sft.MEAN)).losses
         tensor([1.3849])
     """
     chosen, rejected = split_pairs(beta * weighted_sum(policy_logps, weights, mask, lengths))
-    preference = margin_loss(chosen - rejected, loss_type, label_smoothing)
-    losses, extras = with_sft(preference, nll, sft_coef)
-    return ObjectiveOutput(losses, chosen.detach(), rejected.detach(), extras)
+    losses = margin_loss(chosen - rejected, loss_type, label_smoothing)
+    return ObjectiveOutput(losses, chosen.detach(), rejected.detach())
 
 
 @dataclass(frozen=True)
-class CPO(LengthScaled):
+class CPO(SftTerm, LengthScaled):
     """``-log sigmoid(beta (S(p_w) - S(p_l))) + sft_coef NLL(y_w)`` with p the policy's log-probabilities.
 
     The NLL is a mean over the chosen tokens of the whole step (``sft: batch``, as in TRL); the paper's formula is the
@@ -60,8 +48,8 @@ class CPO(LengthScaled):
     """
 
     beta: float = 0.1
-    sft_coef: float = 1.0
-    sft: Sft = Sft.BATCH
+    sft_coef: float = field(default=1.0, kw_only=True)
+    sft: Sft = field(default=Sft.BATCH, kw_only=True)
     loss_type: LossType = LossType.SIGMOID
     label_smoothing: float = 0.0
 
@@ -69,20 +57,9 @@ class CPO(LengthScaled):
 
     def __post_init__(self) -> None:
         check_beta(self.beta, self.label_smoothing, self.loss_type)
-        check_not_negative(sft_coef=self.sft_coef)
-
-    def unread(self) -> dict[str, str]:
-        """Keys without effect as the others stand, with the reason."""
-        return idle_sft(self.sft_coef) | super().unread()
+        check_range("objective", "[0, inf)", sft_coef=self.sft_coef)
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
-        """Losses and rewards ``beta S(p)`` of the batch."""
-        return cpo_loss(
-            policy.logps,
-            *self.weighted(batch.main),
-            self.beta,
-            self.label_smoothing,
-            self.loss_type,
-            batch_nll(policy, batch, self.sft_coef, self.sft),
-            self.sft_coef,
-        )
+        """Computes losses and rewards ``beta S(p)`` of the batch."""
+        output = cpo_loss(policy.logps, *self.weighted(batch.main), self.beta, self.label_smoothing, self.loss_type)
+        return self.with_sft(output, policy, batch)

@@ -15,8 +15,7 @@ from attnpo.objectives.base import (
     split_pairs,
     weighted_sum,
 )
-from attnpo.objectives.terms import check_positive
-from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats
+from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats, check_range
 
 
 class Over(Enum):
@@ -69,7 +68,7 @@ class IPO(LengthScaled):
     requires = frozenset({"reference", "token_weights"})
 
     def __post_init__(self) -> None:
-        check_positive(beta=self.beta)
+        check_range("objective", "(0, inf)", beta=self.beta)
 
     def unread(self) -> dict[str, str]:
         """Keys without effect as the others stand, with the reason."""

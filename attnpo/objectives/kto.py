@@ -10,17 +10,9 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from attnpo.objectives.base import (
-    LengthScaled,
-    Reduction,
-    log_ratios,
-    logps_of,
-    reduce,
-    split_pairs,
-    weighted_sum,
-)
-from attnpo.objectives.terms import check_beta, check_positive
-from attnpo.schema import ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats
+from attnpo.objectives.base import LengthScaled, Reduction, log_ratios, logps_of, reduce, split_pairs, weighted_sum
+from attnpo.objectives.terms import check_beta
+from attnpo.schema import ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats, check_range
 
 
 def example_losses(
@@ -91,7 +83,9 @@ class KTO(LengthScaled):
 
     def __post_init__(self) -> None:
         check_beta(self.beta)
-        check_positive(desirable_weight=self.desirable_weight, undesirable_weight=self.undesirable_weight)
+        check_range(
+            "objective", "(0, inf)", desirable_weight=self.desirable_weight, undesirable_weight=self.undesirable_weight
+        )
 
     def sums(self, policy: TokenStats, reference: TokenStats | None, rows: RowGroup) -> dict[str, Float[Tensor, ""]]:
         """Returns the sum of S(d) over mismatched rows and their number, from which z is made.

@@ -6,8 +6,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from attnpo.objectives.base import LengthScaled, log_ratios, logps_of, split_pairs, weighted_sum
-from attnpo.objectives.terms import check_beta, check_not_negative, sigmoid_loss
-from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats
+from attnpo.objectives.terms import check_beta, sigmoid_loss
+from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats, check_range
 
 
 def rdpo_loss(
@@ -57,15 +57,10 @@ class RDPO(LengthScaled):
 
     def __post_init__(self) -> None:
         check_beta(self.beta, self.label_smoothing)
-        check_not_negative(alpha=self.alpha)
+        check_range("objective", "[0, inf)", alpha=self.alpha)
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
         """Losses and rewards ``beta S(d)`` of the batch."""
         return rdpo_loss(
-            policy.logps,
-            logps_of(reference),
-            *self.weighted(batch.main),
-            self.beta,
-            self.alpha,
-            self.label_smoothing,
+            policy.logps, logps_of(reference), *self.weighted(batch.main), self.beta, self.alpha, self.label_smoothing
         )

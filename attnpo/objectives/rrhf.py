@@ -1,14 +1,14 @@
 """RRHF (Yuan et al. 2023, Eq. 2-4), pairwise as in the SimPO study: a ranking of length-normalised scores, and SFT."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from attnpo.objectives.base import mean_factors, split_pairs, weighted_sum
-from attnpo.objectives.terms import Sft, batch_nll, check_not_negative, idle_sft, with_sft
-from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats
+from attnpo.objectives.terms import Sft, SftTerm
+from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats, check_range
 
 
 def rrhf_loss(
@@ -16,32 +16,28 @@ def rrhf_loss(
     weights: Float[Tensor, "rows R"],
     mask: Bool[Tensor, "rows R"],
     length_penalty: float,
-    nll: Float[Tensor, " pairs"] | None = None,
-    sft_coef: float = 1.0,
 ) -> ObjectiveOutput:
-    """Returns the pairwise RRHF loss: ``max(0, s_l - s_w) + sft_coef nll``, ``s = n^(1-k) A(p)``; s is the reward.
+    """Returns the pairwise RRHF loss ``max(0, s_l - s_w)``, ``s = n^(1-k) A(p)``, without its SFT term (``add_sft``).
 
     ``A(p) = sum_t a_t p_t`` is the mean of the policy's log-probabilities p (nats), a (``weights``) 1/n or another
-    distribution, n the tokens in ``mask``, k the length penalty, so that ``s = S(p) / n^k``; ``nll`` is
-    ``terms.chosen_nll``, None for no such term. Source: Yuan et al. 2023, Eq. 2-4 (arXiv 2304.05302), in the pairwise
-    form of the SimPO study.
+    distribution, n the tokens in ``mask``, k the length penalty, so that ``s = S(p) / n^k``; s is the reward. Source:
+    Yuan et al. 2023, Eq. 2-4 (arXiv 2304.05302), in the pairwise form of the SimPO study.
 
     Example:
         >>> import torch
-        >>> from attnpo.losses import Sft, chosen_nll, rrhf_loss
+        >>> from attnpo.losses import Sft, add_sft, chosen_nll, rrhf_loss
         >>> policy = torch.tensor([[-0.5, -1.0], [-2.0, -0.3]])  # rows: chosen, rejected
         >>> mask, weights = torch.ones(2, 2, dtype=torch.bool), torch.tensor([[0.9, 0.1], [0.5, 0.5]])
-        >>> rrhf_loss(policy, weights, mask, length_penalty=1.0, nll=chosen_nll(policy, mask, Sft.SUM)).losses
+        >>> add_sft(rrhf_loss(policy, weights, mask, length_penalty=1.0), chosen_nll(policy, mask, Sft.SUM)).losses
         tensor([1.5000])
     """
     scores = weighted_sum(policy_logps, weights, mask)
     chosen, rejected = split_pairs(scores * mask.sum(-1).to(scores.dtype) ** (1.0 - length_penalty))
-    losses, extras = with_sft(F.relu(rejected - chosen), nll, sft_coef)
-    return ObjectiveOutput(losses, chosen.detach(), rejected.detach(), extras)
+    return ObjectiveOutput(F.relu(rejected - chosen), chosen.detach(), rejected.detach())
 
 
 @dataclass(frozen=True)
-class RRHF:
+class RRHF(SftTerm):
     """``max(0, s_l - s_w) + sft_coef NLL(y_w)`` with the score ``s = S(p) / n^k``, k the length penalty.
 
     The NLL is the likelihood of the whole response (``sft: sum``). Differs from the original code, which weighs the
@@ -50,20 +46,15 @@ class RRHF:
     """
 
     length_penalty: float = 1.0
-    sft_coef: float = 1.0
-    sft: Sft = Sft.SUM
+    sft_coef: float = field(default=1.0, kw_only=True)
+    sft: Sft = field(default=Sft.SUM, kw_only=True)
 
     requires = frozenset({"token_weights"})
 
     def __post_init__(self) -> None:
-        check_not_negative(length_penalty=self.length_penalty, sft_coef=self.sft_coef)
-
-    def unread(self) -> dict[str, str]:
-        """Keys without effect as the others stand, with the reason."""
-        return idle_sft(self.sft_coef)
+        check_range("objective", "[0, inf)", length_penalty=self.length_penalty, sft_coef=self.sft_coef)
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
-        """Losses and, as rewards, the scores of the batch."""
-        nll = batch_nll(policy, batch, self.sft_coef, self.sft)
-        weights, mask = mean_factors(batch.main), batch.main.response_mask
-        return rrhf_loss(policy.logps, weights, mask, self.length_penalty, nll, self.sft_coef)
+        """Computes losses and, as rewards, the scores of the batch."""
+        output = rrhf_loss(policy.logps, mean_factors(batch.main), batch.main.response_mask, self.length_penalty)
+        return self.with_sft(output, policy, batch)

@@ -6,17 +6,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from attnpo.objectives.base import mean_factors, split_pairs, weighted_sum
-from attnpo.objectives.terms import (
-    LossType,
-    Sft,
-    batch_nll,
-    check_beta,
-    check_not_negative,
-    idle_sft,
-    margin_loss,
-    with_sft,
-)
-from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats
+from attnpo.objectives.terms import LossType, Sft, SftTerm, check_beta, margin_loss
+from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats, check_range
 
 
 def simpo_loss(
@@ -27,11 +18,8 @@ def simpo_loss(
     gamma: float,
     label_smoothing: float = 0.0,
     loss_type: LossType = LossType.SIGMOID,
-    nll: Float[Tensor, " pairs"] | None = None,
-    sft_coef: float = 1.0,
 ) -> ObjectiveOutput:
-    """Returns the SimPO loss of each pair: ``-log sigmoid(beta (A(p_w) - A(p_l)) - gamma)``, ``+ sft_coef nll`` where
-    given.
+    """Returns the SimPO loss of each pair: ``-log sigmoid(beta (A(p_w) - A(p_l)) - gamma)``.
 
     ``A(p) = sum_t a_t p_t`` is the mean of the policy's log-probabilities p (nats), a (``weights``) 1/n or another
     distribution; ``gamma`` is the target margin itself. Rewards are ``beta A(p)``. Source: Meng et al. 2024, Eq. 6
@@ -46,9 +34,8 @@ def simpo_loss(
         tensor([0.5981])
     """
     chosen, rejected = split_pairs(beta * weighted_sum(policy_logps, weights, mask))
-    preference = margin_loss(chosen - rejected - gamma, loss_type, label_smoothing)
-    losses, extras = with_sft(preference, nll, sft_coef)
-    return ObjectiveOutput(losses, chosen.detach(), rejected.detach(), extras)
+    losses = margin_loss(chosen - rejected - gamma, loss_type, label_smoothing)
+    return ObjectiveOutput(losses, chosen.detach(), rejected.detach())
 
 
 @dataclass(frozen=True)
@@ -70,27 +57,22 @@ class SimPO:
 
     def __post_init__(self) -> None:
         check_beta(self.beta, self.label_smoothing, self.loss_type)
-        check_not_negative(gamma_beta_ratio=self.gamma_beta_ratio, sft_weight=self.sft_weight)
+        check_range("objective", "[0, inf)", gamma_beta_ratio=self.gamma_beta_ratio, sft_weight=self.sft_weight)
 
     @property
     def gamma(self) -> float:
         """Returns the target margin."""
         return self.beta * self.gamma_beta_ratio
 
+    @property
+    def _term(self) -> SftTerm:
+        return SftTerm(sft_coef=self.sft_weight, sft=self.sft)
+
     def unread(self) -> dict[str, str]:
-        """Keys without effect as the others stand, with the reason."""
-        return idle_sft(self.sft_weight)
+        """Names keys without effect as the others stand, with the reason."""
+        return self._term.unread()
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
-        """Losses and rewards ``beta A(p)`` of the batch."""
-        return simpo_loss(
-            policy.logps,
-            mean_factors(batch.main),
-            batch.main.response_mask,
-            self.beta,
-            self.gamma,
-            self.label_smoothing,
-            self.loss_type,
-            batch_nll(policy, batch, self.sft_weight, self.sft),
-            self.sft_weight,
-        )
+        """Computes losses and rewards ``beta A(p)`` of the batch."""
+        given = policy.logps, mean_factors(batch.main), batch.main.response_mask, self.beta, self.gamma
+        return self._term.with_sft(simpo_loss(*given, self.label_smoothing, self.loss_type), policy, batch)

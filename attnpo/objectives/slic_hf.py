@@ -1,14 +1,14 @@
 """SLiC-HF (Zhao et al. 2023, Eq. 1): a hinge on the responses' log-probabilities, and an SFT term."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from attnpo.objectives.base import LengthScaled, split_pairs, weighted_sum
-from attnpo.objectives.terms import Sft, batch_nll, check_not_negative, check_positive, idle_sft, with_sft
-from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats
+from attnpo.objectives.terms import Sft, SftTerm
+from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats, check_range
 
 
 def slic_hf_loss(
@@ -17,14 +17,11 @@ def slic_hf_loss(
     mask: Bool[Tensor, "rows R"],
     lengths: Float[Tensor, " rows"] | None,
     delta: float,
-    nll: Float[Tensor, " pairs"] | None = None,
-    sft_coef: float = 1.0,
 ) -> ObjectiveOutput:
-    """Returns the SLiC-HF loss of each pair: ``max(0, delta - S(p_w) + S(p_l)) + sft_coef nll``.
+    """Returns the SLiC-HF loss of each pair: ``max(0, delta - S(p_w) + S(p_l))``, without its SFT term (``add_sft``).
 
-    ``S(p) = |y| sum_t a_t p_t`` sums the policy's log-probabilities p, in nats as delta is; ``nll`` is
-    ``terms.chosen_nll``, None for no such term. Rewards are ``S(p)``. Source: Zhao et al. 2023, Eq. 1 (arXiv
-    2305.10425).
+    ``S(p) = |y| sum_t a_t p_t`` sums the policy's log-probabilities p, in nats as delta is. Rewards are ``S(p)``.
+    Source: Zhao et al. 2023, Eq. 1 (arXiv 2305.10425).
 
     Example:
         >>> import torch
@@ -36,12 +33,11 @@ def slic_hf_loss(
         tensor([0.8000])
     """
     chosen, rejected = split_pairs(weighted_sum(policy_logps, weights, mask, lengths))
-    losses, extras = with_sft(F.relu(delta - chosen + rejected), nll, sft_coef)
-    return ObjectiveOutput(losses, chosen.detach(), rejected.detach(), extras)
+    return ObjectiveOutput(F.relu(delta - chosen + rejected), chosen.detach(), rejected.detach())
 
 
 @dataclass(frozen=True)
-class SLiCHF(LengthScaled):
+class SLiCHF(SftTerm, LengthScaled):
     """``max(0, delta - S(p_w) + S(p_l)) + sft_coef NLL(y_w)``, sums over the response, no reference, no beta.
 
     The NLL is the likelihood of the whole response (``sft: sum``). Token weights multiply p in the hinge, scaled as in
@@ -49,25 +45,15 @@ class SLiCHF(LengthScaled):
     """
 
     delta: float = 1.0
-    sft_coef: float = 0.1
-    sft: Sft = Sft.SUM
+    sft_coef: float = field(default=0.1, kw_only=True)
+    sft: Sft = field(default=Sft.SUM, kw_only=True)
 
     requires = frozenset({"token_weights"})
 
     def __post_init__(self) -> None:
-        check_positive(delta=self.delta)
-        check_not_negative(sft_coef=self.sft_coef)
-
-    def unread(self) -> dict[str, str]:
-        """Keys without effect as the others stand, with the reason."""
-        return idle_sft(self.sft_coef) | super().unread()
+        check_range("objective", "(0, inf)", delta=self.delta)
+        check_range("objective", "[0, inf)", sft_coef=self.sft_coef)
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
-        """Losses and rewards ``S(p)`` of the batch."""
-        return slic_hf_loss(
-            policy.logps,
-            *self.weighted(batch.main),
-            self.delta,
-            batch_nll(policy, batch, self.sft_coef, self.sft),
-            self.sft_coef,
-        )
+        """Computes losses and rewards ``S(p)`` of the batch."""
+        return self.with_sft(slic_hf_loss(policy.logps, *self.weighted(batch.main), self.delta), policy, batch)

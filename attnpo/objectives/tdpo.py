@@ -20,8 +20,8 @@ from attnpo.objectives.base import (
     split_pairs,
     weighted_sum,
 )
-from attnpo.objectives.terms import check_beta, check_not_negative, sigmoid_loss
-from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats
+from attnpo.objectives.terms import check_beta, sigmoid_loss
+from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats, check_range
 
 STATISTIC = "kl_ref_policy"
 
@@ -127,13 +127,7 @@ class TDPO1(LengthScaled):
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
         """Losses, rewards ``beta (S(d) + K)`` and both K of the batch."""
-        return tdpo1_loss(
-            policy.logps,
-            logps_of(reference),
-            *self.weighted(batch.main),
-            kl_of(policy),
-            self.beta,
-        )
+        return tdpo1_loss(policy.logps, logps_of(reference), *self.weighted(batch.main), kl_of(policy), self.beta)
 
 
 @dataclass(frozen=True)
@@ -147,15 +141,10 @@ class TDPO2(TDPO1):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_not_negative(alpha=self.alpha)
+        check_range("objective", "[0, inf)", alpha=self.alpha)
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
         """Losses, rewards ``beta (S(d) + K)`` without alpha and both K of the batch."""
         return tdpo2_loss(
-            policy.logps,
-            logps_of(reference),
-            *self.weighted(batch.main),
-            kl_of(policy),
-            self.beta,
-            self.alpha,
+            policy.logps, logps_of(reference), *self.weighted(batch.main), kl_of(policy), self.beta, self.alpha
         )

@@ -1,7 +1,7 @@
 """The terms that objectives share: losses of a margin, odds, the SFT term, the anchor, and checks of their keys."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from attnpo.objectives.base import Reduction, reduce, split_pairs
-from attnpo.schema import ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats, UserError
+from attnpo.objectives.base import Keys, Reduction, reduce, split_pairs
+from attnpo.schema import ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats, UserError, check_range
 
 # --------------------------------------------------------------------------------------------- losses of a margin
 
@@ -97,38 +97,49 @@ def chosen_nll(
     return nll * pairs_per_token if form is Sft.BATCH else nll
 
 
-def batch_nll(policy: TokenStats, batch: PreferenceBatch, coef: float, form: Sft) -> Float[Tensor, " pairs"] | None:
-    """``chosen_nll`` of a batch, which knows the counts of its step; None where the coefficient is 0.
+def add_sft(output: ObjectiveOutput, nll: Float[Tensor, " pairs"], coef: float = 1.0) -> ObjectiveOutput:
+    """Returns ``output`` with ``coef nll`` added to each pair's loss, and both terms as extras.
 
-    Raises:
-        ValueError: the form needs the step's tokens, and nobody counted them.
+    ``nll`` is ``chosen_nll``, the term without ``coef``.
+
+    Example:
+        >>> import torch
+        >>> from attnpo.losses import Sft, add_sft, chosen_nll, dpo_loss
+        >>> policy, reference = torch.tensor([[-0.5, -1.0], [-2.0, -0.3]]), torch.full((2, 2), -1.0)
+        >>> mask = torch.ones(2, 2, dtype=torch.bool)  # rows: chosen, rejected
+        >>> add_sft(dpo_loss(policy, reference, mask, beta=0.1), chosen_nll(policy, mask, Sft.MEAN), 0.5).losses
+        tensor([1.0289])
     """
-    if coef == 0:
-        return None
-    counted = batch.step_tokens != (0, 0)
-    # A step of void pairs alone has no token to count.
-    if form is Sft.BATCH and not counted and bool((batch.pair_weight > 0).any()):
-        raise ValueError("a mean over the step's chosen tokens needs their number, and batch.step_tokens is (0, 0)")
-    pairs_per_token = batch.step_pairs / max(batch.step_tokens[0], 1) if counted else 0.0
-    return chosen_nll(policy.logps, batch.main.response_mask, form, pairs_per_token)
+    extras = {"losses/preference": output.losses.detach(), **output.extras, "losses/sft": nll.detach()}
+    return replace(output, losses=output.losses + coef * nll, extras=extras)
 
 
-def with_sft(
-    preference: Float[Tensor, " pairs"], nll: Float[Tensor, " pairs"] | None, coef: float, scale: float = 1.0
-) -> tuple[Float[Tensor, " pairs"], dict[str, Float[Tensor, " pairs"]]]:
-    """``scale * preference + coef * nll`` per pair, and both terms unscaled as extras.
+@dataclass(frozen=True, kw_only=True)
+class SftTerm(Keys):
+    """Keys of the supervised term, ``sft_coef`` times the negative log-likelihood of the chosen responses."""
 
-    Without an ``nll`` there is no second term and there are no extras.
-    """
-    losses = preference if scale == 1.0 else scale * preference
-    if nll is None:
-        return losses, {}
-    return losses + coef * nll, {"losses/preference": preference.detach(), "losses/sft": nll.detach()}
+    sft_coef: float = 0.0
+    sft: Sft = Sft.MEAN
 
+    def unread(self) -> dict[str, str]:
+        """Names keys without effect as the others stand, with the reason."""
+        return ({} if self.sft_coef else {"sft": "the SFT term's coefficient is 0"}) | super().unread()
 
-def idle_sft(coef: float) -> dict[str, str]:
-    """Returns the key of the SFT term's form with the reason why it has no effect; empty if it has one."""
-    return {} if coef else {"sft": "the SFT term's coefficient is 0"}
+    def with_sft(self, output: ObjectiveOutput, policy: TokenStats, batch: PreferenceBatch) -> ObjectiveOutput:
+        """Returns the output of the formula with the term, which knows the counts of the batch's step.
+
+        Raises:
+            ValueError: the form needs the step's tokens, and nobody counted them.
+        """
+        if self.sft_coef == 0:
+            return output
+        counted = batch.step_tokens != (0, 0)
+        # A step of void pairs alone has no token to count.
+        if self.sft is Sft.BATCH and not counted and bool((batch.pair_weight > 0).any()):
+            raise ValueError("a mean over the step's chosen tokens needs their number, and batch.step_tokens is (0, 0)")
+        pairs_per_token = batch.step_pairs / max(batch.step_tokens[0], 1) if counted else 0.0
+        nll = chosen_nll(policy.logps, batch.main.response_mask, self.sft, pairs_per_token)
+        return add_sft(output, nll, self.sft_coef)
 
 
 # --------------------------------------------------------------------------------------------- bounded pushes
@@ -184,33 +195,13 @@ def with_anchor(
     return replace(output, losses=output.losses + coef * term, extras=extras)
 
 
-def anchor_needs(coef: float) -> frozenset[str]:
-    """Returns what an objective requires for its anchor."""
-    return frozenset({f"joint:{ANCHOR_STATISTIC}"} if coef else ())
-
-
 # --------------------------------------------------------------------------------------------- checks
-
-
-def check_positive(**values: float) -> None:
-    """Raises UserError for a hyperparameter that is not a finite number above 0."""
-    for name, value in values.items():
-        if not 0 < value < math.inf:
-            raise UserError(f"objective.{name} must be above 0 and finite, got {value}")
-
-
-def check_not_negative(**values: float) -> None:
-    """Raises UserError for a hyperparameter that is not a finite number of at least 0."""
-    for name, value in values.items():
-        if not 0 <= value < math.inf:
-            raise UserError(f"objective.{name} must be at least 0 and finite, got {value}")
 
 
 def check_beta(beta: float, label_smoothing: float = 0.0, loss_type: LossType = LossType.SIGMOID) -> None:
     """Raises UserError for a beta that is not positive, and for a smoothing outside [0, 0.5) or without effect."""
-    check_positive(beta=beta)
-    if not 0 <= label_smoothing < 0.5:
-        raise UserError(f"objective.label_smoothing must be at least 0 and below 0.5, got {label_smoothing}")
+    check_range("objective", "(0, inf)", beta=beta)
+    check_range("objective", "[0, 0.5)", label_smoothing=label_smoothing)
     if label_smoothing and loss_type is LossType.HINGE:
         raise UserError(
             f"objective.label_smoothing must be 0 with objective.loss_type=hinge, which smooths nothing, got "

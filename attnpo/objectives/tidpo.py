@@ -9,8 +9,8 @@ from torch import Tensor
 
 from attnpo.objectives.base import Reduction, by_side, log_ratios, logps_of, reduce, split_pairs, weighted_sum
 from attnpo.objectives.tdpo import kl_of, tdpo2_margin
-from attnpo.objectives.terms import check_beta, check_not_negative, sigmoid_loss
-from attnpo.schema import ObjectiveOutput, PreferenceBatch, Sampling, TokenStats
+from attnpo.objectives.terms import check_beta, sigmoid_loss
+from attnpo.schema import ObjectiveOutput, PreferenceBatch, Sampling, TokenStats, check_range
 
 ANCHOR = Sampling(max_new_tokens=32, temperature=0.8, top_p=0.95, top_k=50)
 
@@ -120,7 +120,13 @@ class TIDPO:
 
     def __post_init__(self) -> None:
         check_beta(self.beta)
-        check_not_negative(alpha=self.alpha, gamma_triplet=self.gamma_triplet, triplet_margin=self.triplet_margin)
+        check_range(
+            "objective",
+            "[0, inf)",
+            alpha=self.alpha,
+            gamma_triplet=self.gamma_triplet,
+            triplet_margin=self.triplet_margin,
+        )
 
     def unread(self) -> dict[str, str]:
         """Keys without effect as the others stand, with the reason."""

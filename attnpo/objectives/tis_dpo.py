@@ -15,8 +15,8 @@ from attnpo.objectives.base import (
     split_pairs,
     weighted_sum,
 )
-from attnpo.objectives.terms import check_beta, check_not_negative, sigmoid_loss
-from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats
+from attnpo.objectives.terms import check_beta, sigmoid_loss
+from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats, check_range
 
 KL = "kl_policy_ref"
 
@@ -77,7 +77,7 @@ class TISDPO(LengthScaled):
 
     def __post_init__(self) -> None:
         check_beta(self.beta, self.label_smoothing)
-        check_not_negative(alpha=self.alpha)
+        check_range("objective", "[0, inf)", alpha=self.alpha)
 
     @property
     def requires(self) -> frozenset[str]:

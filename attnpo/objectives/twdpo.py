@@ -1,4 +1,4 @@
-"""Token-weighted DPO, the objective of AttentionPO (paper Eq. twdpo; length-normalised form Eq. twdpo_len_norm)."""
+"""Token-weighted DPO, the objective of AttentionPO (paper Eq. twdpo, Eq. twdpo_len_norm); OTPO has the same form."""
 
 from dataclasses import dataclass
 
@@ -16,27 +16,12 @@ from attnpo.objectives.base import (
     split_pairs,
     weighted_sum,
 )
-from attnpo.objectives.terms import (
-    ANCHOR_STATISTIC,
-    AnchorOn,
-    LossType,
-    Sft,
-    anchor_needs,
-    batch_nll,
-    check_beta,
-    check_not_negative,
-    check_positive,
-    clipped,
-    idle_sft,
-    low_shares,
-    margin_loss,
-    with_anchor,
-    with_sft,
-)
+from attnpo.objectives.dpo import DPO
+from attnpo.objectives.terms import AnchorOn, LossType, check_beta, clipped, low_shares, margin_loss
 from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats
 
-NO_OPTIONS = (0.0, LossType.SIGMOID, 0.0, None)
-"""Smoothing, form of the loss, SFT coefficient and clip of the paper."""
+NO_OPTIONS = (0.0, LossType.SIGMOID, None)
+"""Smoothing, form of the loss and clip of the paper."""
 
 
 def twdpo_loss(
@@ -78,13 +63,9 @@ def twdpo_variant_loss(
     beta: float,
     label_smoothing: float = 0.0,
     loss_type: LossType = LossType.SIGMOID,
-    nll: Float[Tensor, " pairs"] | None = None,
-    sft_coef: float = 1.0,
     clip_ratio: float | None = None,
 ) -> ObjectiveOutput:
-    """Computes ``twdpo_loss`` with its options: another form of the loss, an SFT term, log-ratios that are held.
-
-    With an ``nll``, ``sft_coef nll`` is added; ``clip_ratio`` bounds d (``clipped``).
+    """Computes ``twdpo_loss`` with its options: another form of the loss, d held within ``clip_ratio`` (``clipped``).
 
     Example:
         >>> import torch
@@ -96,59 +77,87 @@ def twdpo_variant_loss(
     """
     ratios = clipped(log_ratios(policy_logps, reference_logps, mask), clip_ratio)
     chosen, rejected = split_pairs(beta * weighted_sum(ratios, weights, mask, lengths))
-    preference = margin_loss(chosen - rejected, loss_type, label_smoothing)
-    losses, extras = with_sft(preference, nll, sft_coef)
-    extras |= by_side("unweighted", beta * reduce(ratios.detach(), None, mask, Reduction.SUM))
-    return ObjectiveOutput(losses, chosen.detach(), rejected.detach(), extras)
+    losses = margin_loss(chosen - rejected, loss_type, label_smoothing)
+    unweighted = by_side("unweighted", beta * reduce(ratios.detach(), None, mask, Reduction.SUM))
+    return ObjectiveOutput(losses, chosen.detach(), rejected.detach(), unweighted)
 
 
 @dataclass(frozen=True)
-class TwDPO(LengthScaled):
+class TwDPO(LengthScaled, DPO):
     """``-log sigmoid(beta |y_w| sum_t a_wt d_wt - beta |y_l| sum_t a_lt d_lt)`` (paper Eq. twdpo).
 
     ``length_scale: false`` drops |y| (the paper's length-normalised ablation, run with beta 2.0). ``length_from:
     train`` counts the training tokens instead of the source's, for judges with another tokenizer. Uniform weights 1/|y|
-    on every response token give DPO exactly. ``loss_type``, the SFT term, ``clip_ratio`` and ``anchor`` as in DPO;
-    ``anchor_on`` says which tokens it holds.
+    on every response token give DPO exactly. Other keys are DPO's; ``anchor_on`` says which tokens ``anchor`` holds.
     """
 
-    beta: float = 0.1
-    label_smoothing: float = 0.0
-    loss_type: LossType = LossType.SIGMOID
-    sft_coef: float = 0.0
-    sft: Sft = Sft.MEAN
-    clip_ratio: float | None = None
-    anchor: float = 0.0
     anchor_on: AnchorOn = AnchorOn.ALL
-
-    def __post_init__(self) -> None:
-        check_beta(self.beta, self.label_smoothing, self.loss_type)
-        check_not_negative(sft_coef=self.sft_coef, anchor=self.anchor)
-        if self.clip_ratio is not None:
-            check_positive(clip_ratio=self.clip_ratio)
 
     @property
     def requires(self) -> frozenset[str]:
         """Returns the reference, token weights, and for an anchor the KL from policy to reference at each token."""
-        return anchor_needs(self.anchor) | {"reference", "token_weights"}
+        return super().requires | {"token_weights"}
 
     def unread(self) -> dict[str, str]:
-        """Keys without effect as the others stand, with the reason."""
-        anchor = {} if self.anchor else {"anchor_on": "objective.anchor is 0"}
-        return idle_sft(self.sft_coef) | anchor | super().unread()
+        """Names keys without effect as the others stand, with the reason."""
+        return ({} if self.anchor else {"anchor_on": "objective.anchor is 0"}) | super().unread()
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
-        """Losses, weighted rewards ``beta |y| sum a d`` and, as extras, the unweighted rewards ``beta S(d)``."""
+        """Computes losses, weighted rewards ``beta |y| sum a d`` and, as extras, unweighted rewards ``beta S(d)``."""
         given = policy.logps, logps_of(reference), *self.weighted(batch.main), self.beta
-        options = self.label_smoothing, self.loss_type, self.sft_coef, self.clip_ratio
-        if options == NO_OPTIONS:
-            output = twdpo_loss(*given)
-        else:
-            smoothing, kind, coef, clip = options
-            nll = batch_nll(policy, batch, coef, self.sft)
-            output = twdpo_variant_loss(*given, smoothing, kind, nll, coef, clip)
-        if not self.anchor:
-            return output
+        options = self.label_smoothing, self.loss_type, self.clip_ratio
+        output = twdpo_loss(*given) if options == NO_OPTIONS else twdpo_variant_loss(*given, *options)
+        shares = low_shares(batch.main) if self.anchor and self.anchor_on is AnchorOn.LOW else None
+        return self.with_terms(output, policy, batch, shares)
+
+
+def otpo_loss(
+    policy_logps: Float[Tensor, "rows R"],
+    reference_logps: Float[Tensor, "rows R"],
+    weights: Float[Tensor, "rows R"],
+    mask: Bool[Tensor, "rows R"],
+    beta: float,
+    label_smoothing: float = 0.0,
+) -> ObjectiveOutput:
+    """Returns the OTPO loss of each pair: ``-log sigmoid(beta (sum_t w_wt d_wt - sum_t w_lt d_lt))``.
+
+    d is the log-ratio of a token in nats, w (``weights``) the mass that each token keeps in the transport between the
+    pair's responses (``weights.sources.transport``). Rewards are ``beta sum_t w_t d_t``. Source: Li et al. 2025;
+    Mimasss2/OTPO, ``scripts/otpo_trainer.py``.
+
+    Example:
+        >>> import torch
+        >>> from attnpo.losses import otpo_loss
+        >>> policy, reference = torch.tensor([[-0.5, -1.0], [-2.0, -0.3]]), torch.full((2, 2), -1.0)
+        >>> mask, weights = torch.ones(2, 2, dtype=torch.bool), torch.tensor([[0.9, 0.1], [0.5, 0.5]])
+        >>> otpo_loss(policy, reference, 2 * weights, mask, beta=0.1).losses
+        tensor([0.6349])
+    """
+    return twdpo_variant_loss(policy_logps, reference_logps, weights, mask, None, beta, label_smoothing)
+
+
+@dataclass(frozen=True)
+class OTPO:
+    """TwDPO's form with factors w alone (Li et al. 2025): both sides' are of one plan and never scaled by a length.
+
+    ``weights=transport`` computes them.
+    """
+
+    beta: float = 0.01
+    label_smoothing: float = 0.0
+
+    requires = frozenset({"reference", "token_weights", "factors"})
+
+    def __post_init__(self) -> None:
+        check_beta(self.beta, self.label_smoothing)
+
+    def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
+        """Computes losses, weighted rewards ``beta sum w d`` and, as extras, the unweighted rewards ``beta S(d)``.
+
+        ValueError for weights that are a distribution.
+        """
         rows = batch.main
-        shares = low_shares(rows) if self.anchor_on is AnchorOn.LOW else None
-        return with_anchor(output, policy.joint[ANCHOR_STATISTIC], rows.response_mask, self.anchor, shares)
+        if not rows.factors:
+            raise ValueError("OTPO reads factors, and the batch's token weights are a distribution")
+        weights, mask = rows.token_weights["reward"], rows.response_mask
+        return otpo_loss(policy.logps, logps_of(reference), weights, mask, self.beta, self.label_smoothing)

@@ -15,15 +15,12 @@ from attnpo.config.fields import bookkeeping_keys
 from attnpo.config.named_files import below
 from attnpo.run.combinations import AUTO, LAYER
 from attnpo.run.run_config import RunConfig
-from attnpo.schema import UserError
 from attnpo.system.files import Json, flat
 from attnpo.system.source_digest import PACKAGE
 from attnpo.training.settings import CallbackSettings, direction
 from attnpo.weights.base import WeightSource
 
-# The class of the root, which is that of the command, and keys of studies, which runs do not have.
-ROOT = ("_target_",)
-OF_STUDIES = ("study", "seeds", "grid", "grids", "default_layer", "verbalized_epochs", "live_reference")
+ROOT = ("_target_",)  # the class of the root, which is that of the command
 # What lies at these paths is compared instead.
 SCORERS = ("positive", "negative", "oracle", "reference")
 PATHS = (
@@ -45,27 +42,12 @@ APART = ("name", "output", "resume", "logger", "callbacks", "composed", "study",
          "drift", "reference", "optimizer", "trainer", "batch", "objective")  # fmt: skip
 # What only reference spans read.
 SPANS = ("judge.span_closing", "judge.span_drop")
-# Which weights decay: a run goes on as it was begun, so that one saved without the key decays all of them.
+# Which weights decay: nothing where none does.
 DECAY, DECAY_ALL = "optimizer.weight_decay", "optimizer.decay_all"
-# A run from before this key had a template of its own or by `model.chat_template`, so that it would not have been read.
-FALLBACK = "model.fallback_template"
 # Moves no number. ``auto`` counts as true, which every option of hardware had before.
 RECOMPUTED = "model.gradient_checkpointing"
 # Moves no number beyond rounding under ``auto``, which counts as null, as every option of hardware had it before.
 COMPILED = "model.compile"
-# Options that came later: what a config that lacks one of them meant.
-LATER = {
-    **{"judge.span_drop": 2, "judge.prefill": None, "judge.chat_template_kwargs": None, "judge.trace": None},
-    **{"model.chat_template_kwargs": None, "model.fold_system": False},
-    **{"optimizer.warmup_from": "first", "lengths.keep": "start", "batch.shuffle": True},
-    **{"objective.anchor": 0.0, "objective.anchor_on": "all", "objective.clip_ratio": None},
-    **{"data.exchanged": False, "data.val_share": None, "data.mix": None, "data.mix_seed": 0, "model.reward": False},
-    **{"model.router_aux_loss_coef": 0.0, DECAY_ALL: True, FALLBACK: None},
-    **{"data.columns.input": None, "data.columns.system": None, "data.columns.role": "role"},
-    **{"data.columns.content": "content", "data.columns.traces": "keep", "data.columns.tools": None},
-    **{"prepare.base.easy_length": 1.0, "prepare.base.answer_tokens": 64, "truth.max_new_tokens": 64},
-    "callbacks.extra": None,
-}
 
 
 @dataclass(frozen=True)
@@ -108,10 +90,7 @@ def saved_numbers(path: Path, moveless: Sequence[str]) -> dict[str, object]:
     """
     with readable(path):
         values = plain(DictConfig(OmegaConf.load(path)))
-    try:
-        source = build(values["weights"])
-    except UserError:
-        source = None  # of a version with other components: all of them are compared
+    source = build(values["weights"])
     composed = values.get("composed")
     begun = composed.get("environment") if isinstance(composed, dict) else None
     of_then = {key: f"of the environment ({was})" for key, was in begun.items()} if isinstance(begun, dict) else {}
@@ -120,7 +99,7 @@ def saved_numbers(path: Path, moveless: Sequence[str]) -> dict[str, object]:
 
 
 def _numbers(
-    every: Mapping[str, object], moveless: Sequence[str], unread: Sequence[str], source: WeightSource | None
+    every: Mapping[str, object], moveless: Sequence[str], unread: Sequence[str], source: WeightSource
 ) -> dict[str, object]:
     idle = (*moveless, *bookkeeping_keys(source, "weights"), *PATHS, *BESIDE, *unread)
     return {key: value for key, value in every.items() if key in KEPT or not below(key, idle)}
@@ -137,17 +116,10 @@ def by_class(values: Mapping[str, object]) -> dict[str, object]:
     return {key: component(value) if key.endswith("_target_") else value for key, value in flat(values)}
 
 
-def may_lack(key: str) -> bool:
-    """Returns whether a config may lack ``key`` among its numbers and still be that of the same run."""
-    return below(key, (*ROOT, *OF_STUDIES, LAYER, *bookkeeping_keys(RunConfig), *PATHS, *BESIDE, *NEEDED))
-
-
-def _unread(values: Mapping[str, Json], source: WeightSource | None) -> list[str]:
-    """Parts that nothing reads as the others stand; where ``source`` is not known, all that weights may read count."""
+def _unread(values: Mapping[str, Json], source: WeightSource) -> list[str]:
+    """Parts that nothing reads as the others stand."""
     read = dict(flat(values))
     undecayed = [] if read.get(DECAY) else [DECAY_ALL]
-    if source is None:
-        return undecayed
     replaced = [LAYER] if read.get(LAYERS) else []
     spans = [] if str(read.get("judge.span")).lower() == "reference" else SPANS
     return [*(part for part, needed in NEEDED.items() if needed not in source.requires), *replaced, *spans, *undecayed]

@@ -25,8 +25,8 @@ from attnpo.run.result import OVERLAP
 from attnpo.schema import SIDES, UserError
 from attnpo.training.processes import planned_processes
 from attnpo.training.settings import CallbackSettings, TrainerSettings, total_steps
-from attnpo.weights.answer_statistics import AnswerStatistics
 from attnpo.weights.arrival import COLUMNS, Arrival
+from attnpo.weights.verbalizer import AnswerStatistics
 
 log = logging.getLogger(__name__)
 
@@ -124,9 +124,8 @@ def plan_line(pairs: int, plan: BatchPlan, settings: TrainerSettings, kept: Call
     )
 
 
-def log_inputs(inputs: Inputs) -> None:
-    """Logs what the run stands on: counts, lengths, coverage, the judge."""
-    statistics = example_statistics(inputs)
+def log_inputs(inputs: Inputs, statistics: Mapping[str, Any]) -> None:
+    """Logs what the run stands on: counts, lengths, coverage, the judge, by ``example_statistics``."""
     for split in SPLITS:
         for line in split_lines(inputs, split, statistics[split]):
             log.info("%s", line)

@@ -10,7 +10,7 @@ from attnpo.data.weighing import Weighed
 from attnpo.judge.base import WeightReader
 from attnpo.judge.judge import RunJudge
 from attnpo.judge.layers import HeadRow, Row
-from attnpo.judge.prompts import Assembly
+from attnpo.judge.settings import Assembly
 from attnpo.run.readers import Readers
 from attnpo.schema import SIDES
 from attnpo.text.alignment import AlignMethod

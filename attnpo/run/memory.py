@@ -19,8 +19,8 @@ from attnpo.models.loading import load_config
 from attnpo.models.memory import GIB, MIB, MOST, MemoryEstimate, estimate_training, most_tokens
 from attnpo.models.spec import AUTO, ModelSpec
 from attnpo.objectives.base import PreferenceObjective
+from attnpo.run.messages import log_once
 from attnpo.run.run_config import RunConfig
-from attnpo.run.startup import log_once
 from attnpo.schema import UserError
 from attnpo.system.machine import device_of, memory_of
 from attnpo.training.optimizer import Optimizer

@@ -18,7 +18,7 @@ from attnpo.models.described import require_exact
 from attnpo.models.loading import text_config
 from attnpo.objectives.base import LengthFrom
 from attnpo.run.base import BaseModel
-from attnpo.run.startup import log_once
+from attnpo.run.messages import log_once
 from attnpo.schema import UserError
 from attnpo.text.alignment import AlignMethod
 from attnpo.weights.base import ScoredSource, WeightSource

@@ -37,7 +37,7 @@ from attnpo.models.older_readers import warning_for
 from attnpo.models.spec import ModelSpec
 from attnpo.run.folders import store_root
 from attnpo.run.heat_rows import heat_rows
-from attnpo.run.input_summary import example_statistics, row_lines
+from attnpo.run.input_summary import row_lines
 from attnpo.run.inputs import Inputs
 from attnpo.run.result import RunResult, Scores
 from attnpo.run.run_config import RunConfig
@@ -55,7 +55,7 @@ from attnpo.weights.capture import LogpPair
 log = logging.getLogger(__name__)
 
 
-CURVES, DRIFT, REPORT = "curves.png", "drift.png", "report.html"
+CURVES, DRIFT, REPORT, SAMPLES = "curves.png", "drift.png", "report.html", "generations.jsonl"
 
 
 @phase("report and figures")
@@ -82,7 +82,11 @@ def write_run_report(
     ]
     if result.truth is not None:
         blocks.append(Section("Against the truth, on held-out prompts", [truth_table(result.truth)]))
-    if settings.samples and (answers := sample_blocks(folder / "generations.jsonl")):
+    if settings.samples and (samples := read_samples(folder)):
+        answers = [
+            Beside(row["prompt"], {"before (reference)": row["reference"], "after (policy)": row["policy"]})
+            for row in samples
+        ]
         blocks.append(Section("Answers before and after training", answers))
     if result.drift:
         blocks.append(drift_section(result, folder))
@@ -113,17 +117,12 @@ HOVER = (
 )
 
 
-def sample_blocks(path: Path) -> list[Beside]:
-    """Returns the sampled answers of policy and reference, side by side; none where the run has written none."""
-    if not path.is_file():
-        return []
-    rows = [parse_json(line) for line in path.read_text(encoding="utf-8").splitlines()]
+def read_samples(folder: Path) -> list[dict[str, str]]:
+    """Reads the sampled answers of policy and reference with their prompts as text; none where the run wrote none."""
+    path = folder / SAMPLES
+    rows = [parse_json(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
     return [
-        Beside(
-            "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in row["prompt"]),
-            {"before (reference)": row["reference"], "after (policy)": row["policy"]},
-        )
-        for row in rows
+        {**row, "prompt": "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in row["prompt"])} for row in rows
     ]
 
 
@@ -257,8 +256,8 @@ def publish_run(
 
         tracker.experiment.summary.update({f"result/{name}": value for name, value in numbers(result.to_json())})
         media: dict[str, Any] = {"account": _table(account_table(result.inputs))}
-        if settings.samples and (samples := sample_table(folder / "generations.jsonl")) is not None:
-            media["samples"] = _table(samples)
+        if settings.samples and (samples := read_samples(folder)):
+            media["samples"] = _table((list(samples[0]), [list(row.values()) for row in samples]))
         if settings.report and (folder / CURVES).is_file():
             media["curves"] = wandb.Image(str(folder / CURVES))
         if settings.heat_maps and (shown := heat_rows(inputs, tokenizer, settings.heat_maps)):
@@ -274,17 +273,6 @@ def account_table(inputs: Mapping[str, Json]) -> Table:
                  for split in SPLITS}  # fmt: skip
     names = list(dict.fromkeys(name for values in per_split.values() for name in values))
     return ["entry", *SPLITS], [[name, *(per_split[split].get(name) for split in SPLITS)] for name in names]
-
-
-def sample_table(path: Path) -> Table | None:
-    """Columns and rows of ``generations.jsonl``, prompts as text; None when there is no such file."""
-    if not path.is_file():
-        return None
-    rows = [parse_json(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    names = [name for name in (rows[0] if rows else {}) if name != "prompt"]
-    shown = [["\n\n".join(f"{turn['role']}: {turn['content']}" for turn in row["prompt"]), *(row[n] for n in names)]
-             for row in rows]  # fmt: skip
-    return ["prompt", *names], shown
 
 
 def numbers(node: Mapping[str, object]) -> Iterator[tuple[str, float | int]]:
@@ -334,13 +322,13 @@ def make_exporter(
     return Exporter(chat.tokenizer, ends, dtype, facts, chat_template=template, notes=tuple(notes))
 
 
-def card_facts(cfg: RunConfig, model: ModelSpec, inputs: Inputs) -> dict[str, Any]:
+def card_facts(cfg: RunConfig, model: ModelSpec, inputs: Inputs, statistics: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what a run's model card tells apart from its metrics, as plain data (keys:
     ``attnpo/training/model_card.py``).
 
-    The digest of a large base's weights takes a while.
+    ``statistics``: of ``example_statistics``. The digest of a large base's weights takes a while.
     """
-    statistics, prepared = example_statistics(inputs), store_root(cfg.store) / "prepared"
+    prepared = store_root(cfg.store) / "prepared"
     data, mix, judge = cfg.below("data"), getattr(cfg.data, "mix", None), cfg.below("judge")
     return {
         "reward": model.reward,

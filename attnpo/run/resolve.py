@@ -25,9 +25,9 @@ from attnpo.run.base import BaseModel
 from attnpo.run.combinations import require_reader, wants_auto
 from attnpo.run.components import JudgePreparer, Preparer
 from attnpo.run.folders import store_root
+from attnpo.run.messages import log_once
 from attnpo.run.readers import Readers
 from attnpo.run.run_config import RunConfig
-from attnpo.run.startup import log_once
 from attnpo.schema import UserError
 from attnpo.system.machine import device_of
 from attnpo.system.store import Store

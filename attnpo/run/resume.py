@@ -2,10 +2,9 @@
 
 import logging
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from omegaconf import OmegaConf
 
 from attnpo.config.compose import readable
@@ -14,7 +13,7 @@ from attnpo.models.loading import weights_fingerprint
 from attnpo.run.base import BaseModel
 from attnpo.run.combinations import CHOICE, LAYER, is_auto
 from attnpo.run.folders import CONFIG, POLICIES
-from attnpo.run.identity import DECAY_ALL, FALLBACK, LATER, RECOMPUTED, Identity, component, may_lack, saved_numbers
+from attnpo.run.identity import RECOMPUTED, Identity, saved_numbers
 from attnpo.run.inputs import Inputs
 from attnpo.run.result import RunResult
 from attnpo.schema import UserError, digest
@@ -23,7 +22,6 @@ from attnpo.system.files import (
     SEAL,
     changed,
     file_digest,
-    is_sealed,
     remove_unfinished,
     seal,
     sealed,
@@ -32,8 +30,7 @@ from attnpo.system.files import (
 )
 from attnpo.system.machine import version_line
 from attnpo.training.checkpoint_folders import ACCOUNT, STATE, read_account, remove, replaced, tidy, whole
-from attnpo.training.metrics_file import LOGS, METRICS, RUN_ID, cut_metrics, take_metrics
-from attnpo.training.optimizer import Optimizer
+from attnpo.training.metrics_file import LOGS, METRICS, RUN_ID, take_metrics
 
 log = logging.getLogger(__name__)
 
@@ -63,38 +60,21 @@ def contents_of(inputs: Inputs, base: BaseModel, modules: Mapping[str, str]) -> 
 
 def check_same(stored: Mapping[str, object], asked: Mapping[str, object], place: Path) -> None:
     """Raises UserError naming the first key in which a run to be resumed differs from what is asked for."""
-    for key in [*asked, *(key for key in stored if key not in asked and not may_lack(key))]:
-        old, new = stored.get(key, LATER.get(key, "nothing")), asked.get(key, "nothing")
-        if key == LAYER and is_auto(new):
-            continue  # compared when it is found, with the contents
-        if key == RECOMPUTED:
-            continue  # memory and speed alone
-        if key not in stored and (new is None or key in (DECAY_ALL, FALLBACK)):
-            continue  # an option that came later and is not used, or is as it was: see ``go_on``
-        if component(old) != component(new) and not is_same_identity(old, new):
+    for key in [*asked, *(key for key in stored if key not in asked)]:
+        old, new = stored.get(key), asked.get(key, "nothing")
+        if key == RECOMPUTED or (key == LAYER and is_auto(new)):
+            continue  # memory and speed alone; a layer is compared when it is found, with the contents
+        if key not in stored:
+            raise UserError(
+                f"resume: {place} says nothing of {key}, which is {redact(new)!r} now: it is of another run, or of an "
+                "earlier version of attnpo, which no later one goes on with; start a new run under another name"
+            )
+        if not is_same_identity(old, new):
             raise UserError(
                 f"resume: {key} was {old!r} in {place} and is {redact(new)!r} now, which would be another run: give "
                 f"the saved value again, or start a new run under another name (model.path={place.parent / 'best'} "
                 "begins with the trained policy)"
             )
-
-
-def is_begun_live(resume: str | None, folder: Path, moveless: Sequence[str]) -> bool:
-    """Returns whether the run that is resumed was begun with ``reference=live``, and says so.
-
-    Runs with adapters were begun so by default before reference=adapter_off was the default. ``moveless``: as in
-    ``Identity``.
-    """
-    if resume is None:
-        return False
-    place = folder / "last" if resume == "auto" else Path(resume)
-    saved: Mapping[str, object] = read_account(place.parent if place.name == STATE else place).get("config", {})
-    if not saved and resume == "auto" and read_result(folder)[0] is not None:
-        saved = saved_numbers(folder / CONFIG, moveless)
-    if saved.get("reference") != "live":
-        return False
-    log.info("resume: going on with reference=live, as the run was begun; the command names no reference")
-    return True
 
 
 def find_resume(resume: str | None, folder: Path, numbers: Mapping[str, object], point: bool = False) -> Path | None:
@@ -116,37 +96,10 @@ def find_resume(resume: str | None, folder: Path, numbers: Mapping[str, object],
         path = whole(path) / STATE
     if not path.is_file():
         raise UserError(f"resume={resume}: no checkpoint at {path}")
-    if not is_sealed(path.parent):
-        log.warning(
-            "resume: %s has no %s (it is of an earlier version, or on its own) and is taken unchecked",
-            path.parent,
-            SEAL,
-        )
     problem = _problem(numbers, path.parent) or _problem_of_best(folder, path)
     if problem is not None:
         raise _damaged(resume, path, problem)
     return _chosen(path)
-
-
-def decays_all(resume: Path | None, optimizer: Optimizer) -> bool:
-    """Returns whether the run saved in ``resume`` decays all weights where ``optimizer`` does not, and says so.
-
-    That is a state of a config without ``optimizer.decay_all``, whose optimiser has all weights in one group.
-    """
-    if resume is None or optimizer.decay_all or not optimizer.weight_decay:
-        return False
-    if DECAY_ALL in read_account(resume.parent).get("config", {}):
-        return False
-    state = torch.load(resume, map_location="cpu", weights_only=True, mmap=True)
-    saved = state.get("optimizer_states") or [{}]
-    if len(saved[0].get("param_groups", ())) > 1:
-        return False
-    log.warning(
-        "resume: %s was saved before optimizer.decay_all was a key: weight decay still applies to all weights, "
-        "norms and biases included, as with optimizer.decay_all=true",
-        resume,
-    )
-    return True
 
 
 def _newest_sound(folder: Path, numbers: Mapping[str, object], point: bool) -> Path | None:
@@ -154,8 +107,8 @@ def _newest_sound(folder: Path, numbers: Mapping[str, object], point: bool) -> P
     if not last.is_dir() and not best.is_dir():
         log.info("resume=auto: no checkpoint at %s, starting from the beginning", last / STATE)
         return None
-    problem = _unchecked(last) or _problem(numbers, last)
-    other = problem is not None and not (_unchecked(best) or _problem(numbers, best))
+    problem = _problem(numbers, last)
+    other = problem is not None and not _problem(numbers, best)
     problem = problem or _problem_of_best(folder, last / STATE)
     if problem is None:
         return _chosen(last / STATE)
@@ -170,31 +123,18 @@ def _newest_sound(folder: Path, numbers: Mapping[str, object], point: bool) -> P
 
 
 def _chosen(path: Path) -> Path:
-    account = read_account(path.parent)
-    if "config" in account:
-        log.info("resuming after optimiser step %d from %s", account["step"], path)
+    log.info("resuming after optimiser step %d from %s", read_account(path.parent)["step"], path)
     return path
-
-
-def _unchecked(place: Path) -> str | None:
-    """Returns what to say of a checkpoint that cannot be compared with digests, or None."""
-    if is_sealed(place) or not place.is_dir():
-        return None
-    return f"it has no {SEAL} (an earlier version wrote none); resume={place} takes it unchecked"
 
 
 def _problem(numbers: Mapping[str, object], place: Path) -> str | None:
     """Returns what is damaged in a checkpoint folder of what a run goes on with, or None; UserError when it is another
     run's.
-
-    A folder without digests is asked whether its state has the form of one.
     """
-    if is_sealed(place) and (found := changed(place, only=(ACCOUNT, "*.csv"))) is not None:
+    if (found := changed(place, only=(ACCOUNT, "*.csv"))) is not None:
         return found
-    account = read_account(place)
-    if "config" in account:
-        check_same(account["config"], numbers, place)
-    return changed(place, only=(STATE,)) if is_sealed(place) else damage(place / STATE)
+    check_same(read_account(place).get("config", {}), numbers, place)
+    return changed(place, only=(STATE,))
 
 
 def _problem_of_best(folder: Path, resume: Path) -> str | None:
@@ -202,7 +142,7 @@ def _problem_of_best(folder: Path, resume: Path) -> str | None:
     policy is; or None.
     """
     best = whole(folder / "best")
-    if not best.is_dir() or best == resume.parent or forked(folder, resume) or not is_sealed(resume.parent):
+    if not best.is_dir() or best == resume.parent or forked(folder, resume):
         return None
     found = changed(best, only=(ACCOUNT,))
     return None if found is None else f"beside it {best}: {found}; move that folder away to go on without it"
@@ -210,7 +150,7 @@ def _problem_of_best(folder: Path, resume: Path) -> str | None:
 
 def _damaged(resume: str, path: Path, problem: str) -> UserError:
     best = whole(path.parent.parent / "best")
-    other = best != path.parent and is_sealed(best) and changed(best, only=(ACCOUNT, "*.csv", STATE)) is None
+    other = best != path.parent and changed(best, only=(ACCOUNT, "*.csv", STATE)) is None
     advice = f"go on from resume={best}" if other else "give resume= another checkpoint"
     return UserError(
         f"resume={resume}: {path} must hold the whole state of a training, as it was written, but {problem}; "
@@ -218,32 +158,14 @@ def _damaged(resume: str, path: Path, problem: str) -> UserError:
     )
 
 
-def damage(path: Path) -> str | None:
-    """Returns what is wrong with a training state, or None. Reads its structure and no tensor, whatever its size."""
-    if not path.is_file():
-        return "it is missing"
-    if path.stat().st_size == 0:
-        return "it is empty"
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as problem:  # noqa: BLE001  a damaged file can end a reader in any way
-        return f"it cannot be read ({' '.join(str(problem).split())[:120]})"
-    lacking = [key for key in ("state_dict", "global_step") if not isinstance(state, dict) or key not in state]
-    return f"it has no {lacking[0]}" if lacking else None
-
-
 def check_contents(numbers: Mapping[str, object], contents: Mapping[str, str], resume: Path) -> None:
     """Raises UserError when model, tokenizer, pairs or captured weights are not those of the run to be resumed.
 
-    ``numbers``: as in ``Identity``; ``contents``: of ``contents_of``. What an earlier version did not keep a digest of
-    is not compared.
+    ``numbers``: as in ``Identity``; ``contents``: of ``contents_of``.
     """
     stored = read_account(resume.parent)
-    if "config" in stored:
-        check_same(stored["config"], numbers, resume.parent)
-    if "contents" in stored:
-        asked = {name: value for name, value in contents.items() if name in stored["contents"]}
-        check_same(stored["contents"], asked, resume.parent)
+    check_same(stored["config"], numbers, resume.parent)
+    check_same(stored["contents"], contents, resume.parent)
 
 
 def read_result(folder: Path) -> tuple[RunResult | None, str | None]:
@@ -256,10 +178,7 @@ def read_result(folder: Path) -> tuple[RunResult | None, str | None]:
     problem = changed(folder, only=MADE)
     if problem is not None:
         return None, problem
-    try:
-        return RunResult.read((folder / RESULT).read_text(encoding="utf-8")), None
-    except ValueError as error:  # of a version that kept no digests
-        return None, f"{RESULT} cannot be read ({error})"
+    return RunResult.read((folder / RESULT).read_text(encoding="utf-8")), None
 
 
 def finished(folder: Path, identity: Identity, point: bool = False) -> RunResult | None:
@@ -372,15 +291,8 @@ def prepare_folder(folder: Path, resume: Path | None) -> None:
         clear(folder)
     for name in (RESULT, FAILURES):
         (folder / name).unlink(missing_ok=True)
-    if resume is None:
-        return
-    account, rows = read_account(resume.parent), resume.parent.parent / METRICS
-    if METRICS in sealed(resume.parent):
+    if resume is not None and METRICS in sealed(resume.parent):
         take_metrics(folder, resume.parent / METRICS)
-    elif "step" in account:  # of a version that kept them beside the checkpoints alone
-        if forked(folder, resume) and rows.is_file():
-            shutil.copyfile(rows, folder / METRICS)
-        cut_metrics(folder, account["step"])
 
 
 def clear(folder: Path) -> None:
@@ -403,12 +315,7 @@ def keep_last(folder: Path, resume: Path | None) -> None:
     if (last / STATE).is_file() and (forked(folder, resume) or changed(last, only=(ACCOUNT, STATE)) is None):
         return
     with replaced(last) as new:
-        if read_account(resume.parent):
-            shutil.copytree(resume.parent, new, dirs_exist_ok=True)
-        else:  # a state on its own, among files of no known kind
-            shutil.copyfile(resume, new / STATE)
-        if not is_sealed(new):
-            seal(new)
+        shutil.copytree(resume.parent, new, dirs_exist_ok=True)
 
 
 def tidy_checkpoints(folder: Path) -> None:

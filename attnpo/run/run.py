@@ -16,6 +16,7 @@ from attnpo.cli.progress import importing, phase
 from attnpo.config.compose import as_yaml
 from attnpo.config.named_files import code_of
 from attnpo.data.arrow_rows import pair_ids_of
+from attnpo.data.collate import TrainingExample
 from attnpo.data.prompts import Prompt, encode_prompts
 from attnpo.data.scoring import score_examples
 from attnpo.models.backbone import frozen
@@ -28,10 +29,11 @@ from attnpo.run.components import Truth
 from attnpo.run.folders import POLICIES, make_folder
 from attnpo.run.for_page import PAIRS, keep_for_page
 from attnpo.run.heat_rows import heat_rows
-from attnpo.run.identity import DECAY_ALL, identity_of
+from attnpo.run.identity import identity_of
 from attnpo.run.input_summary import example_statistics, log_inputs, log_plan, require_budgets, require_examples
 from attnpo.run.inputs import Inputs, read_inputs, write_training_prompts
 from attnpo.run.memory import fit_memory, footprint, log_judge, log_training, require_device
+from attnpo.run.messages import warn_low_rate
 from attnpo.run.models import load_start
 from attnpo.run.readers import Readers
 from attnpo.run.resolve import resolve
@@ -42,10 +44,8 @@ from attnpo.run.resume import (
     check_contents,
     check_folder,
     contents_of,
-    decays_all,
     find_resume,
     finished,
-    is_begun_live,
     keep_last,
     prepare_folder,
     tidy_checkpoints,
@@ -53,7 +53,6 @@ from attnpo.run.resume import (
     write_result,
 )
 from attnpo.run.run_config import RunConfig
-from attnpo.run.startup import warn_low_rate
 from attnpo.schema import Json, Message, PreferencePair, Sampling, UserError
 from attnpo.system.credentials import identify, mask
 from attnpo.system.files import naming
@@ -63,6 +62,7 @@ from attnpo.training.checkpoint_folders import read_account
 from attnpo.training.metrics_file import merge_metrics
 from attnpo.training.processes import as_launched, machine_line, planned_processes
 from attnpo.training.settings import CallbackSettings, check_tracker
+from attnpo.weights.capture import LogpPair
 
 if TYPE_CHECKING:
     from lightning.pytorch.loggers import Logger
@@ -87,12 +87,7 @@ def run(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | None:
     began = time.perf_counter()
     as_launched(cfg.trainer)  # refuses before anything is loaded
     leading = leads()  # before training: Lightning takes its variables back afterwards
-    named = any(override.lstrip("+").startswith("reference=") for override in cfg.composed.overrides)
     identity = identity_of(cfg)
-    by_default = cfg.model.lora is not None and cfg.reference == "adapter_off" and not named
-    if by_default and is_begun_live(cfg.resume, folder, identity.moveless):
-        cfg = cfg.with_value("reference", "live")
-        identity = identity_of(cfg)
     before = finished(folder, identity, point) if cfg.resume == "auto" else None
     if before is not None:
         return before if leading else None
@@ -104,10 +99,6 @@ def run(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | None:
     if cfg.model.lora is not None:
         warn_low_rate(cfg.optimizer.lr)
     resume = find_resume(cfg.resume, folder, identity.numbers, point)
-    if cfg.model.lora is None and decays_all(resume, cfg.optimizer):
-        cfg = cfg.with_value(DECAY_ALL, True)
-        # The key stays out of what the run saves, so that the same command goes on from there again.
-        cfg.values["optimizer"] = {key: value for key, value in cfg.below("optimizer").items() if key != "decay_all"}
     check_folder(folder, resume)
     if leading:
         make_folder(folder)
@@ -131,22 +122,25 @@ def run(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | None:
         write_config(folder, configuration, machine)
         if cfg.callbacks.checkpoints:
             write_training_prompts(inputs, folder)
-    log_inputs(inputs)
+    statistics = example_statistics(inputs)
+    log_inputs(inputs, statistics)
     for split, made in inputs.examples.items():
         require_examples(split, made, planned_processes(cfg.trainer))
     require_budgets(inputs.examples, cfg.layout, batch)
     log_plan(inputs.examples["train"], batch, cfg.trainer, cfg.callbacks, base.tokenizer)
     # Lightning takes seconds: what inputs can be refused for is said before, and a finished run does without.
     with importing("loading Lightning"):
+        from attnpo.run.report import card_facts
         from attnpo.run.training import train
         from attnpo.training.loggers import open_loggers
 
     account = {"config": identify(numbers), "contents": contents}
+    facts = card_facts(cfg, base.spec, inputs, statistics) if cfg.callbacks.checkpoints and leading else None
     with open_loggers(cfg.logger, folder, cfg.values) as loggers:
-        trained = train(cfg, base, batch, inputs, account, folder, loggers, resume)
+        trained = train(cfg, base, batch, inputs, account, facts, folder, loggers, resume)
         if not leading:
             return None
-        result = _finish(cfg, base, readers, inputs, trained, folder, loggers, began, resume, point)
+        result = _finish(cfg, base, readers, inputs, statistics, trained, folder, loggers, began, resume, point)
     write_config(folder, configuration, machine)  # once more, so that what is sealed is what ran
     write_result(folder / f"{RESULT}.part")
     return result
@@ -157,6 +151,7 @@ def _finish(
     base: BaseModel,
     readers: Readers,
     inputs: Inputs,
+    statistics: dict[str, Json],
     trained: "Trained",
     folder: Path,
     loggers: list["Logger"],
@@ -197,7 +192,6 @@ def _finish(
                 seed=cfg.seed,
             )
     seconds = {"train": round(trained.seconds, 2), "all": round(time.perf_counter() - began, 2)}
-    statistics = example_statistics(inputs)
     result = RunResult(
         cfg.seed, trained.steps, seconds, trained.metrics, statistics, versions(), truth, drift, merges_of(folder)
     )
@@ -209,13 +203,24 @@ def _finish(
             keep_for_page(folder, heat_rows(inputs, chat.tokenizer, PAIRS), sampled)
     if callbacks.report:
         with spare(folder, "the report"):
-            shown = [] if base.spec.reward else inputs.examples["train"].examples[: callbacks.heat_maps]
-            with base.autocast(), phase("log-probabilities of the first pairs"):
-                first = dict(score_examples(policy.to(base.device), shown, base.chat.rows.pad_id))
+            first = score_first(base, policy, inputs.examples["train"].examples[: callbacks.heat_maps])
             write_run_report(inputs, result, chat, callbacks, as_yaml(cfg.values), folder, first)
     with spare(folder, "handing the run to its loggers"):
         publish_run(loggers, inputs, result, chat.tokenizer, callbacks, folder)
     return result
+
+
+@phase("log-probabilities of the first pairs")
+def score_first(base: BaseModel, policy: ScoredLM, examples: Sequence[TrainingExample]) -> dict[str, LogpPair]:
+    """Returns the log-probabilities of the examples' response tokens, chosen and rejected, by pair id.
+
+    None of a reward model, whose numbers on tokens are rewards.
+    """
+    if base.spec.reward:
+        return {}
+    policy.to(base.device)
+    with base.autocast():
+        return dict(score_examples(policy, examples, base.chat.rows.pad_id))
 
 
 def merges_of(folder: Path) -> dict[str, Json]:

@@ -30,9 +30,8 @@ from attnpo.schema import BOOKKEEPING, UserError, check_choice, check_seed
 from attnpo.system.locks import TIMEOUT
 from attnpo.training.optimizer import Optimizer
 from attnpo.training.settings import CallbackSettings, LoggerSettings, TrainerSettings
-from attnpo.weights.apart import check_apart
 from attnpo.weights.base import WeightSource, online_reads
-from attnpo.weights.pipeline import check_transforms
+from attnpo.weights.pipeline import check_apart, check_transforms
 from attnpo.weights.transforms import WeightTransform
 from attnpo.weights.verbalizer_settings import Verbalizer
 

@@ -42,7 +42,7 @@ from attnpo.run.models import (
     uncompiled,
     with_reference,
 )
-from attnpo.run.report import card_facts, make_exporter
+from attnpo.run.report import make_exporter
 from attnpo.run.run_config import RunConfig
 from attnpo.schema import SIDES
 from attnpo.system.processes import leads
@@ -88,13 +88,15 @@ def train(
     batch: BatchPlan,
     inputs: Inputs,
     account: Mapping[str, object],
+    facts: Mapping[str, object] | None,
     folder: Path,
     loggers: list[Logger],
     resume: Path | None = None,
 ) -> Trained:
     """Returns the trained policy of a run; writes logs and checkpoint folders under ``folder``.
 
-    ``base`` and ``batch`` are what memory allows; ``account``: what checkpoints say of the run they are of.
+    ``base`` and ``batch`` are what memory allows; ``account``: what checkpoints say of the run they are of; ``facts``:
+    what their cards do (``card_facts``).
     """
     settings = as_launched(cfg.trainer)
     callbacks, objective, source = cfg.callbacks, cfg.objective, cfg.weights
@@ -145,7 +147,6 @@ def train(
         auto=cfg.batch.tokens == AUTO,
     )
     data.put(examples["train"], examples["val"])
-    facts = card_facts(cfg, base.spec, inputs) if callbacks.checkpoints and leading else None
     exporter = make_exporter(base.spec, base.chat, callbacks.export_dtype, facts)
     gathered = WholePolicy()
     watched: list[L.Callback] = [gathered, *([kept] if kept else [])]

@@ -128,7 +128,8 @@ def rows_of(inputs: Inputs, split: str) -> Iterator[dict[str, object]]:
     source, layers = type(inputs.weighed.source).__name__, inputs.weighed.layers
     layer = layers[0] if len(layers) == 1 and isinstance(layers[0], int) and layers[0] > 0 else None
     for example in inputs.examples[split].examples:
-        yield {**_row(pairs[example.pair_id], example), "source": source, "layer": layer}
+        row = {**_row(pairs[example.pair_id], example), "source": source, "layer": layer}
+        yield {name: row[name] for name in SCHEMA.names}
 
 
 def _row(pair: PreferencePair, example: TrainingExample) -> dict[str, object]:
@@ -137,21 +138,19 @@ def _row(pair: PreferencePair, example: TrainingExample) -> dict[str, object]:
             f"pair {pair.pair_id}: its two responses keep different parts of the prompt, and a row has one; set "
             "lengths.keep=start, or lengths.overlong=drop to leave such pairs out"
         )
-    chosen, rejected = (row.float().tolist() for row in example.weights)
-    return {
+    row: dict[str, object] = {
         "pair_id": pair.pair_id,
         "prompt": [dict(message) for message in pair.prompt],
-        "chosen": pair.chosen,
-        "rejected": pair.rejected,
         "prompt_ids": list(example.chosen.prompt_ids),
-        "chosen_ids": list(example.chosen.response_ids),
-        "rejected_ids": list(example.rejected.response_ids),
-        "chosen_weights": chosen,
-        "rejected_weights": rejected,
-        **{f"{side}_scale": scale for side, scale in zip(SIDES, example.scales, strict=True)},
-        **{f"{side}_{share}": getattr(example, share)[i] for share in SHARES for i, side in enumerate(SIDES)},
         "pair_weight": example.pair_weight,
     }
+    for place, side in enumerate(SIDES):
+        row[side] = pair.response(side)
+        row[f"{side}_ids"] = list(example.sides[place].response_ids)
+        row[f"{side}_weights"] = example.weights[place].float().tolist()
+        row[f"{side}_scale"] = example.scales[place]
+        row |= {f"{side}_{share}": getattr(example, share)[place] for share in SHARES}
+    return row
 
 
 def about(
@@ -177,10 +176,8 @@ def about(
 
 
 def _parquet(rows: Sequence[Mapping[str, object]], meta: Mapping[str, object]) -> bytes:
-    schema = SCHEMA.with_metadata({META: json.dumps(meta)})
+    table = pa.Table.from_pylist(list(rows), schema=SCHEMA.with_metadata({META: json.dumps(meta)}))
     sink = pa.BufferOutputStream()
-    with pq.ParquetWriter(sink, schema, compression="zstd") as writer:
-        for start in range(0, len(rows), ROWS):
-            writer.write_table(pa.Table.from_pylist([dict(row) for row in rows[start : start + ROWS]], schema=schema))
+    pq.write_table(table, sink, compression="zstd", row_group_size=ROWS)
     content: bytes = sink.getvalue().to_pybytes()
     return content

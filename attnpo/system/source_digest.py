@@ -13,14 +13,13 @@ PACKAGE = Path(__file__).resolve().parents[1]
 SHOWING = (
     *("__init__.py", "__main__.py", "fit.py", "weigh.py", "show.py", "generate.py", "report.py", "pair.py"),
     *("evaluate.py", "theory.py", "verify.py", "losses.py", "weigher.py", "display", "evaluation", "lab/reports"),
-    *("run/bad_batch.py", "run/ending.py", "run/show.py", "run/show_config.py", "run/token_numbers.py"),
-    *("lab/figures.py", "lab/testbed/benchmark.py", "lab/testbed/truth_grader.py"),
+    *("run/bad_batch.py", "run/show.py", "run/show_config.py", "run/token_numbers.py", "lab/figures.py"),
+    *("lab/results.py", "lab/testbed/benchmark.py", "lab/testbed/truth_grader.py"),
     *(
         f"lab/studies/{name}.py"
         for name in (
-            *("benchmark_scores", "benchmark_settings", "benchmark_table", "benchmarks", "cost_table", "drift_table"),
-            *("ending", "exports", "faithfulness", "footnotes", "frontier", "predictions"),
-            *("ranking", "report", "selection", "show_config", "study_figures", "study_page", "tables", "yardstick"),
+            *("benchmark_settings", "benchmarks", "exports", "faithfulness", "figures", "frontier", "notes"),
+            *("outcome", "page", "predictions", "tables"),
         )
     ),
 )

@@ -7,6 +7,9 @@ about headers and the end of turn. BOS is put in front only where the tokenizer 
 import hashlib
 import logging
 import re
+import signal
+import threading
+import time
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,22 +17,28 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
 from attnpo.schema import REASONING, EncodedResponse, Message, UserError
-from attnpo.text.deadline import Overran, deadline, within
-from attnpo.text.frames import SENTINEL as SENTINEL
-from attnpo.text.frames import place_in_frame as place_in_frame
-from attnpo.text.frames import split_frame as split_frame
 from attnpo.text.ranges import Offsets, Range, as_places, hold_every_character
-from attnpo.text.refusals import RefusedText as RefusedText
-from attnpo.text.refusals import RunawayTemplate as RunawayTemplate
-from attnpo.text.refusals import TokenWithoutRow
-from attnpo.text.refusals import check_text as check_text
-from attnpo.text.template_options import choose_template, settable, with_options
-from attnpo.text.tools import ToolUse, tools_of, without_tools
+from attnpo.text.template import SENTINEL as SENTINEL
+from attnpo.text.template import RefusedText as RefusedText
+from attnpo.text.template import RunawayTemplate as RunawayTemplate
+from attnpo.text.template import (
+    TokenWithoutRow,
+    ToolUse,
+    choose_template,
+    settable,
+    tools_of,
+    with_options,
+    without_tools,
+)
+from attnpo.text.template import check_text as check_text
+from attnpo.text.template import place_in_frame as place_in_frame
+from attnpo.text.template import split_frame as split_frame
 from attnpo.text.traces import Piece, all_in_response, has_trace, place_traced, trace_of, with_trace, without_trace
 
 if TYPE_CHECKING:
@@ -37,6 +46,65 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     Encodings = Mapping[str, Encoding]
+
+
+class Overran(Exception):
+    """What ran inside ``deadline`` took longer than it may."""
+
+
+@contextmanager
+def deadline(seconds: float) -> Iterator[None]:
+    """Raises ``Overran`` in what runs inside once this thread has computed for ``seconds``.
+
+    Time in which the process was stopped or waited for a busy machine does not count. Signals reach the main thread
+    alone: in others, and where the system has no interval timers, nothing is limited. Nor is a single call into C that
+    does not look for signals.
+    """
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+    began = time.thread_time()
+
+    def ring(number: int, frame: FrameType | None) -> None:
+        if time.thread_time() - began >= seconds:
+            raise Overran
+
+    before = signal.signal(signal.SIGALRM, ring)
+    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds, seconds / 4)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL if before is None else before)
+        if left:  # another timer ran: it goes on with what was left of it
+            signal.setitimer(signal.ITIMER_REAL, left, interval)
+
+
+@contextmanager
+def within(room: int) -> Iterator[None]:
+    """Makes what runs inside meet a MemoryError once the process takes ``room`` bytes more than it has.
+
+    The limit is the process's: it holds in the main thread alone, and where the system tells what a process has.
+    """
+    try:
+        with open("/proc/self/statm", "rb", buffering=0) as file:
+            pages = int(file.read().split()[0])
+    except OSError:
+        pages = None
+    if pages is None:
+        yield
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    asked = pages * resource.getpagesize() + room
+    known = [limit for limit in (asked, soft, hard) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_AS, (min(known), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +118,11 @@ AT_ONCE, CHARACTERS = 256, 2**22
 
 _NONE: "Encodings" = {}
 _LEAVE_OUT = "set data.columns.traces=strip to train on the answer without its reasoning trace, or "
+
+_UNREAD = (
+    "the chat template never reads tools: the functions that the data name change nothing in its prompts; give a "
+    "template that writes them as model.chat_template, or leave data.columns.tools out"
+)
 
 NOT_A_PREFIX = "prompt is not a token prefix"
 
@@ -202,8 +275,8 @@ class ChatFormat:
         self._last_prompt: tuple[str, list[int], list[Range]] | None = None
         self._fingerprint: dict[str, object] | None = None
         self._runaway: RunawayTemplate | None = None
-        self._told: str | None = None
-        self._tools, self._told_unread = ToolUse(self.chat_template), False
+        self._said: set[str] = set()
+        self._tools = ToolUse(self.chat_template)
         self._try_template()
 
     def _try_template(self) -> None:
@@ -246,7 +319,7 @@ class ChatFormat:
         RENDERING seconds the first time, at once from then on.
         """
         if self._leaves_tools(messages):
-            self._tell_unread()
+            self._say(logging.WARNING, _UNREAD)
         with self._limited():
             return self._render(messages, add_generation_prompt, template)
 
@@ -443,7 +516,7 @@ class ChatFormat:
     def _finish(self, rendered: _Rendered, known: "Encodings") -> EncodedAnswers:
         found = EncodedAnswers([], [])
         if rendered.unread:
-            self._tell_unread()
+            self._say(logging.WARNING, _UNREAD)
         try:
             for conversation in rendered.conversations:
                 encoded, is_prefix = self._divide(conversation, known)
@@ -461,7 +534,10 @@ class ChatFormat:
         full, begin, head = conversation.full, conversation.begin, conversation.head
         ids, offsets = self._tokens(full, known)
         if head:
-            self._tell(head)
+            self._say(
+                logging.INFO,
+                f"the chat template writes {head!r} in front of an answer: it counts as part of the prompt",
+            )
         prompt_ids, prompt_offsets = self._prompt(conversation.prompt, known)
         count = len(prompt_ids)
         is_prefix = ids[:count] == prompt_ids and offsets[:count] == prompt_offsets
@@ -480,18 +556,11 @@ class ChatFormat:
         places = all_in_response(places, conversation.pieces, len(conversation.response))
         return EncodedResponse(list(prompt_ids), ids, Offsets(places)), is_prefix
 
-    def _tell(self, head: str) -> None:
-        if head != self._told:
-            self._told = head
-            log.info("the chat template writes %r in front of an answer: it counts as part of the prompt", head)
-
-    def _tell_unread(self) -> None:
-        if not self._told_unread:
-            self._told_unread = True
-            log.warning(
-                "the chat template never reads tools: the functions that the data name change nothing in its prompts; "
-                "give a template that writes them as model.chat_template, or leave data.columns.tools out"
-            )
+    def _say(self, level: int, text: str) -> None:
+        """Logs ``text`` once."""
+        if text not in self._said:
+            self._said.add(text)
+            log.log(level, "%s", text)
 
     def _answer(self, response: str) -> Message:
         """Returns the assistant's turn; a trace stands in a variable of its own where the template reads one."""
@@ -589,9 +658,7 @@ class ChatFormat:
         return frozenset(self._ends)
 
     def _head(self) -> str:
-        """Returns the text between the generation prompt and an answer to one turn; empty where the template refuses
-        it.
-        """
+        """Returns the text between generation prompt and answer; empty where the template refuses one turn."""
         try:
             turns = [Message(role="user", content="a")]
             with self._limited():

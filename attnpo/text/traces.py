@@ -55,9 +55,7 @@ def with_trace(trace: str, answer: str) -> str:
 
 
 def answer_start(response: str) -> int:
-    """Returns the first character of the answer, after the trace and the blanks behind it; 0 in a response without a
-    trace.
-    """
+    """Returns the answer's first character, after the trace and blanks behind it; 0 without a trace."""
     found = _TRACED.match(response)
     return 0 if found is None else len(response) - len(response[found.end() :].lstrip())
 
@@ -68,9 +66,7 @@ def without_trace(response: str) -> str:
 
 
 def start_apart(pair: PreferencePair, side: str) -> int:
-    """Returns the first character of what is weighed in a response: its answer's where a trace is weighed apart, else
-    0.
-    """
+    """Returns the first weighed character: the answer's where a trace is weighed apart, else 0."""
     return answer_start(pair.response(side)) if pair.apart else 0
 
 
@@ -80,9 +76,7 @@ def judged_text(pair: PreferencePair, side: str) -> str:
 
 
 def before(start: int, offsets: Sequence[Sequence[int]]) -> int:
-    """Returns how many tokens stand in front of the first one that holds a character of the response
-    from ``start`` on.
-    """
+    """Returns how many tokens precede the first that holds a character of the response from ``start`` on."""
     if not start:
         return 0
     return next((place for place, (first, end) in enumerate(offsets) if end > max(first, start)), len(offsets))

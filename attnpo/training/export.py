@@ -18,7 +18,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from attnpo.models.loading import DTYPES
 from attnpo.models.lora import Rounding, adapter_state, merged_state, write_adapter
 from attnpo.models.older_readers import open_to_readers
-from attnpo.text.template_options import with_default
+from attnpo.text.template import with_default
 from attnpo.training.model_card import Facts, model_card
 
 log = logging.getLogger(__name__)

@@ -38,21 +38,6 @@ def merge_metrics(folder: Path) -> list[Row]:
     return _write(folder, _merged(folder))
 
 
-def cut_metrics(folder: Path, step: int) -> None:
-    """Leaves in ``metrics.csv`` the rows that a run resumed after ``step`` optimiser steps does not write again.
-
-    Rows are numbered by the updates the policy has seen: training rows below ``step`` stay, validation rows up to it.
-    """
-    rows = [
-        {name: value for name, value in row.items() if row["step"] < step or not name.startswith("train/")}
-        for row in _merged(folder)
-        if row["step"] <= step
-    ]
-    _write(folder, [row for row in rows if set(row) - {"step", "epoch"}])
-    for session in _sessions(folder):
-        shutil.rmtree(session)
-
-
 def take_metrics(folder: Path, rows: Path) -> None:
     """Replaces all that the run has logged by the file ``rows``, which was kept with a checkpoint."""
     for session in _sessions(folder):

@@ -17,10 +17,7 @@ KEPT, SIDES_APART, SOURCE = 0.9, 0.1, 0.95
 """Least kept mass of a side, most that the two sides may differ by, least source coverage: a warning beyond these."""
 
 KEPT_MASS = ("kept_mass_chosen", "kept_mass_rejected")
-COLUMNS = {
-    "source_coverage": "source coverage",
-    **dict(zip(KEPT_MASS, ("kept chosen", "kept rejected"), strict=True)),
-}
+COLUMNS = {"source_coverage": "source coverage", **dict(zip(KEPT_MASS, ("kept chosen", "kept rejected"), strict=True))}
 """Heads of the columns beside coverage in tables, by the names in a run's result; older results lack them."""
 
 

@@ -125,9 +125,11 @@ class CapturedSource(WeightSource):
 class ScoredSource(CapturedSource):
     """A source that reads what other models make of the training tokens (``requires`` "scorers").
 
-    ``compares_whole``: whether whole distributions of two models are compared: vocabularies must be of one size then.
+    ``name``: its option in the config. ``compares_whole``: whether whole distributions of two models are compared:
+    vocabularies must be of one size then.
     """
 
+    name: ClassVar[str]
     kind: ClassVar[Kind] = Kind.FACTOR
     tokens: ClassVar[str] = "train"
     requires: ClassVar[frozenset[str]] = frozenset({"scorers"})
@@ -143,12 +145,11 @@ class ScoredSource(CapturedSource):
 class TextSource(WeightSource):
     """A source whose weights each run makes anew: on the training tokens, without a model, stored by no one.
 
-    ``name`` is the option of the config, ``why_not_captured`` what a command is told that would store them.
-    ``neutral``: whether its weights say no more than an objective without weights does (equal weights).
+    ``name`` is the option of the config. ``neutral``: whether its weights say no more than an objective without weights
+    does (equal weights).
     """
 
     name: ClassVar[str] = "of one's own"
-    why_not_captured: ClassVar[str] = "these weights are made anew by each run, nothing is captured"
     neutral: ClassVar[bool] = False
     postprocess = None
 
@@ -158,7 +159,8 @@ class TextSource(WeightSource):
 
     def capture(self, pairs: Sequence[PreferencePair], reader: object, layers: tuple[Row, ...]) -> list[PairWeights]:
         """Raises UserError: these weights are not stored."""
-        raise UserError(f"{self.why_not_captured}; run attnpo.fit directly")
+        name = type(self).__name__
+        raise UserError(f"weights of {name} are made anew by each run, nothing is captured; run attnpo.fit directly")
 
     def weigh(self, pair: PreferencePair, side: str, encoded: EncodedResponse) -> Float[Tensor, " m"]:
         """Returns a weight for every training token of ``pair``'s response ``side``.
@@ -221,16 +223,12 @@ def online_reads(source: WeightSource) -> frozenset[str]:
 
 
 def is_neutral(source: WeightSource) -> bool:
-    """Returns whether an objective that reads no weights loses nothing with ``source``: it costs nothing and says
-    nothing.
-    """
+    """Returns whether an objective that reads no weights loses nothing with ``source``, which costs nothing."""
     return not source.requires and not (isinstance(source, TextSource) and not source.neutral)
 
 
 def least_coverage(source: WeightSource, asked: float | None = None) -> float:
-    """Returns the coverage a pair must have: what was asked for, else the source's own; 0 if that
-    weighs every token.
-    """
+    """Returns the coverage a pair must have: as asked, else the source's own; 0 if that weighs every token."""
     if asked is not None:
         return asked
     return source.min_coverage if source.partial else 0.0

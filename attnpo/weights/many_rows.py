@@ -58,9 +58,7 @@ class _Rows:
 def distributions(
     rule: Postprocess, responses: Sequence[Sequence[TokenWeights]]
 ) -> list[tuple[Float[Tensor, " _"], bool] | None]:
-    """Returns what ``rule`` makes of each response's rounds, one or two on the same tokens, and whether they count as
-    flat.
-    """
+    """Returns what ``rule`` makes of each response's rounds, one or two on the same tokens, and if it is flat."""
     found: list[tuple[Tensor, bool] | None] = [None] * len(responses)
     for rounds in (1, 2):
         places = [place for place, parts in enumerate(responses) if len(parts) == rounds and _is_plain(parts)]
@@ -78,9 +76,7 @@ def _is_plain(parts: Sequence[TokenWeights]) -> bool:
 def _distributions(
     rule: Postprocess, rounds: Sequence[Sequence[TokenWeights]]
 ) -> list[tuple[Float[Tensor, " _"], bool] | None]:
-    """Returns the same for rounds that are as long as each other; ``rounds`` has all rows of the first one, then the
-    next's.
-    """
+    """Returns the same for rounds of equal lengths; ``rounds`` has all rows of the first one, then the next's."""
     rows = _Rows([part.token_ids.numel() for part in rounds[0]])
     raw = [torch.cat([part.weights for part in parts], dim=1)[0].double().numpy() for parts in rounds]
     ids = [torch.cat([part.token_ids for part in parts]).numpy() for parts in rounds]

@@ -2,6 +2,10 @@
 
 Kept weights are never rescaled after alignment: what has no partner on the training side (a token the tokenizers
 cut differently, the tail of a truncated response) is lost and shows as coverage (paper appendix on token matching).
+
+A reasoning trace weighed apart has its share of the tokens as its mass, a source's weights are the answer's: of a
+response with t tokens of trace and n tokens of answer each token of the trace gets 1 / (t + n), and the answer's share
+n / (t + n) in proportion to its own distribution. Uniform weights stay uniform.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,7 +31,6 @@ from attnpo.schema import (
 )
 from attnpo.text.alignment import Aligned, AlignMethod, Ranges, align, range_array
 from attnpo.text.traces import before, start_apart
-from attnpo.weights.apart import beside_trace, rows_with_trace
 from attnpo.weights.arrival import shares_that_arrived
 from attnpo.weights.base import OnlineSource, TextSource, WeightSource, is_neutral
 from attnpo.weights.many_rows import Landed, carry, distributions
@@ -37,6 +40,7 @@ from attnpo.weights.postprocess import (
     average_rounds,
     check_finite,
     flat_rounds,
+    normalize,
     require_distribution,
 )
 from attnpo.weights.transforms import WeightRow, WeightTransform, takes_factors
@@ -115,18 +119,11 @@ class PairToWeigh(NamedTuple):
         return "without an id" if self.pair is None else self.pair.pair_id
 
 
-class _Source(NamedTuple):
-    """A source, asked once for many pairs: ``text``, where it weighs a pair's own text."""
-
-    itself: WeightSource
-    online: bool
-    text: TextSource | None
-
-    @classmethod
-    def of(cls, source: WeightSource) -> "_Source":
-        if source.postprocess is not None:
-            require_distribution(source.kind, source.signed)
-        return cls(source, isinstance(source, OnlineSource), source if isinstance(source, TextSource) else None)
+def _checked(source: WeightSource) -> WeightSource:
+    """Returns ``source``. UserError for one whose rows must not be post-processed."""
+    if source.postprocess is not None:
+        require_distribution(source.kind, source.signed)
+    return source
 
 
 def training_weights(
@@ -146,9 +143,10 @@ def training_weights(
     are processed in float64 and returned in their own type. UserError for rows that are not what the source's kind
     promises.
     """
-    known, asked = _Source.of(source), PairToWeigh(captured, encoded, pair)
-    finished = _changed(known, asked.pair_id, _finish_pair(known, asked, layers), transforms)
-    return _joined(known, finished, [_on_training_tokens(known, asked, finished, side, align_method) for side in SIDES])
+    asked = PairToWeigh(captured, encoded, pair)
+    finished = finished_weights(source, captured, encoded, layers=layers, pair=pair)
+    finished = _changed(source, asked.pair_id, finished, transforms)
+    return _joined(source, finished, [_land(source, asked, finished, side, align_method) for side in SIDES])
 
 
 def weigh_pairs(
@@ -160,21 +158,21 @@ def weigh_pairs(
     layers: tuple[Row, ...] = (),
 ) -> Iterator[TrainingWeights]:
     """Yields what ``training_weights`` makes of each of many pairs, in their order and to the bit, by arrays."""
-    known = _Source.of(source)
+    _checked(source)
     for chunk in _chunks(pairs):
         done, problem = _until_problem(
-            _changed(known, asked.pair_id, finished, transforms)
-            for asked, finished in zip(chunk, _finish_chunk(known, chunk, layers), strict=True)
+            _changed(source, asked.pair_id, finished, transforms)
+            for asked, finished in zip(chunk, _finish_chunk(source, chunk, layers), strict=True)
         )
         at_once = iter(_carried(source, chunk, done, align_method))
         for asked, finished in zip(chunk, done, strict=False):
-            sides = [next(at_once) or _on_training_tokens(known, asked, finished, side, align_method) for side in SIDES]
-            yield _joined(known, finished, sides)
+            sides = [next(at_once) or _land(source, asked, finished, side, align_method) for side in SIDES]
+            yield _joined(source, finished, sides)
         if problem is not None:
             raise problem
 
 
-def _joined(known: _Source, finished: Mapping[str, Finished], sides: Sequence[Landed]) -> TrainingWeights:
+def _joined(source: WeightSource, finished: Mapping[str, Finished], sides: Sequence[Landed]) -> TrainingWeights:
     chosen, rejected = sides
     return TrainingWeights(
         chosen=chosen.weights,
@@ -187,7 +185,7 @@ def _joined(known: _Source, finished: Mapping[str, Finished], sides: Sequence[La
         content=(chosen.content, rejected.content),
         realigned=sum(finished[side].realigned for side in SIDES),
         flat=tuple(side for side in SIDES if finished[side].flat),
-        factors=known.itself.kind is Kind.FACTOR and not known.online,
+        factors=source.kind is Kind.FACTOR and not isinstance(source, OnlineSource),
     )
 
 
@@ -198,9 +196,7 @@ def _chunks(pairs: Iterable[PairToWeigh]) -> Iterator[list[PairToWeigh]]:
 
 
 def _until_problem(items: Iterable[_T]) -> tuple[list[_T], Exception | None]:
-    """Returns the items before the first that raises, and what it raised: the items before it may raise something
-    later.
-    """
+    """Returns the items before the first that raises, and what it raised, to be raised after they are used."""
     done: list[_T] = []
     try:
         for item in items:
@@ -211,9 +207,9 @@ def _until_problem(items: Iterable[_T]) -> tuple[list[_T], Exception | None]:
 
 
 def _changed(
-    known: _Source, pair_id: str, finished: dict[str, Finished], transforms: Sequence[WeightTransform]
+    source: WeightSource, pair_id: str, finished: dict[str, Finished], transforms: Sequence[WeightTransform]
 ) -> dict[str, Finished]:
-    for transform in () if known.online else transforms:
+    for transform in () if isinstance(source, OnlineSource) else transforms:
         finished = transformed(transform, finished, pair_id)
     return finished
 
@@ -227,37 +223,37 @@ def finished_weights(
     pair: PreferencePair | None = None,
 ) -> dict[str, Finished]:
     """Returns both responses' weights on the source's tokens, before transforms and alignment."""
-    return _finish_pair(_Source.of(source), PairToWeigh(captured, encoded, pair), layers)
+    asked = PairToWeigh(captured, encoded, pair)
+    return _finish_selected(_checked(source), asked, _select(source, asked, layers))
 
 
 def finish_pairs(
     source: WeightSource, pairs: Iterable[PairToWeigh], layers: tuple[Row, ...] = ()
 ) -> Iterator[dict[str, Finished]]:
     """Yields what ``finished_weights`` makes of each of many pairs, in their order and to the bit, by arrays."""
-    known = _Source.of(source)
+    _checked(source)
     for chunk in _chunks(pairs):
-        yield from _finish_chunk(known, chunk, layers)
+        yield from _finish_chunk(source, chunk, layers)
 
 
 def _finish_chunk(
-    known: _Source, chunk: Sequence[PairToWeigh], layers: tuple[Row, ...]
+    source: WeightSource, chunk: Sequence[PairToWeigh], layers: tuple[Row, ...]
 ) -> Iterator[dict[str, Finished]]:
-    source = known.itself
     selected, problem = _until_problem(_select(source, asked, layers) for asked in chunk)
-    at_once = iter(_averaged(known, chunk, selected))
+    at_once = iter(_averaged(source, chunk, selected))
     for asked, captured in zip(chunk, selected, strict=False):
         both = {side: row for side, row in zip(SIDES, (next(at_once), next(at_once)), strict=True) if row is not None}
-        yield both if len(both) == len(SIDES) else _finish_selected(known, asked, captured)
+        yield both if len(both) == len(SIDES) else _finish_selected(source, asked, captured)
     if problem is not None:
         raise problem
 
 
 def _averaged(
-    known: _Source, chunk: Sequence[PairToWeigh], selected: Sequence[PairWeights | None]
+    source: WeightSource, chunk: Sequence[PairToWeigh], selected: Sequence[PairWeights | None]
 ) -> list[Finished | None]:
     """Returns both responses of each pair, chosen first, from plain rounds of distributions; None for the others."""
-    rule, partial = known.itself.postprocess, known.itself.partial
-    if type(rule) is not Postprocess or known.itself.kind is not Kind.DISTRIBUTION:
+    rule, partial = source.postprocess, source.partial
+    if type(rule) is not Postprocess or source.kind is not Kind.DISTRIBUTION:
         return [None] * (2 * len(selected))
     responses = [
         []
@@ -267,22 +263,20 @@ def _averaged(
         for side in SIDES
     ]
     return [
-        None if made is None else Finished(parts[0], made[0], False, made[1] and not partial, _said(known, parts))
+        None if made is None else Finished(parts[0], made[0], False, made[1] and not partial, _said(source, parts))
         for parts, made in zip(responses, distributions(rule, responses), strict=True)
     ]
 
 
-def _said(known: _Source, rounds: Sequence[TokenWeights]) -> Bool[Tensor, " n"] | None:
+def _said(source: WeightSource, rounds: Sequence[TokenWeights]) -> Bool[Tensor, " n"] | None:
     """Returns the tokens about which a partial source said something in one of the rounds."""
-    return torch.cat([row.weights for row in rounds]).ne(0).any(dim=0) if known.itself.partial else None
+    return torch.cat([row.weights for row in rounds]).ne(0).any(dim=0) if source.partial else None
 
 
 def _carried(
     source: WeightSource, chunk: Sequence[PairToWeigh], done: Sequence[Mapping[str, Finished]], method: AlignMethod
 ) -> list[Landed | None]:
-    """Returns both responses of each pair, chosen first, where tokens begin alike on both sides; None
-    for the others.
-    """
+    """Returns both responses of each pair, chosen first, where tokens begin alike on both sides; else None."""
     found: list[Landed | None] = [None] * (2 * len(done))
     if source.tokens == "train":
         return found
@@ -308,34 +302,31 @@ def _select(source: WeightSource, asked: PairToWeigh, layers: tuple[Row, ...]) -
     return None if asked.captured is None else source.select(asked.captured, layers)
 
 
-def _finish_pair(known: _Source, asked: PairToWeigh, layers: tuple[Row, ...]) -> dict[str, Finished]:
-    """Returns both responses' weights on the source's tokens."""
-    return _finish_selected(known, asked, _select(known.itself, asked, layers))
-
-
-def _finish_selected(known: _Source, asked: PairToWeigh, captured: PairWeights | None) -> dict[str, Finished]:
-    """Returns the same from ``captured`` with the one row that the source selected."""
-    source, encoded, pair = known.itself, asked.encoded, asked.pair
-    own = known.text if captured is None else None
-    both = None if own is None else own.weigh_pair(_given(source, pair), encoded)
-    rule = None if known.itself.partial else source.postprocess
+def _finish_selected(source: WeightSource, asked: PairToWeigh, captured: PairWeights | None) -> dict[str, Finished]:
+    """Returns both responses' weights on the source's tokens, from ``captured`` with the one row that was selected."""
+    encoded, pair, both = asked.encoded, asked.pair, None
+    if captured is None and isinstance(source, TextSource):
+        if pair is None:
+            raise ValueError(f"{type(source).__name__} weighs a pair's own text, and no pair was given")
+        both = source.weigh_pair(pair, encoded)
+    rule = None if source.partial else source.postprocess
     finished = {}
     for side in SIDES:
         where = f"pair {asked.pair_id if captured is None else captured.pair_id}, {side}"
-        rows = _raw_rows(known, captured, asked, side, None if both is None else both[side])
+        rows = _raw_rows(source, captured, asked, side, None if both is None else both[side])
         if not rows:
             raise UserError(f"{where}: expected at least one round of captured weights, got none; capture it again")
         rows, realigned = _same_tokens(rows)
         begins = 0 if pair is None else start_apart(pair, side)
         rows, trace = rows_with_trace(source, rows, encoded[side], begins)
         raw = [row.weights[0].double() for row in rows]
-        weights = _finish(known, raw, where, trace)
+        weights = _finish(source, raw, where, trace)
         flat = rule is not None and flat_rounds([row[trace:] for row in raw], rule.round_order)
         open_to = rows[0].offsets[:, 1] > rows[0].offsets[:, 0] if source.kind is Kind.FACTOR else None
         if begins:
             weights = beside_trace(weights, trace)
             open_to = torch.arange(weights.numel()) >= trace
-        finished[side] = Finished(rows[0], weights, realigned, flat, _said(known, rows), open_to, begins)
+        finished[side] = Finished(rows[0], weights, realigned, flat, _said(source, rows), open_to, begins)
     return finished
 
 
@@ -372,9 +363,7 @@ def weight_rows(finished: Mapping[str, Finished], pair_id: str) -> dict[str, Wei
 
 
 def transformed(transform: WeightTransform, finished: Mapping[str, Finished], pair_id: str) -> dict[str, Finished]:
-    """Returns both responses' weights after ``transform``. UserError naming the pair when it gives no
-    finite numbers.
-    """
+    """Returns both responses' weights after ``transform``. UserError naming the pair for other numbers."""
     changed = {}
     for side, row in weight_rows(finished, pair_id).items():
         weights = finished[side].weights.clone()
@@ -384,9 +373,7 @@ def transformed(transform: WeightTransform, finished: Mapping[str, Finished], pa
 
 
 def _applied(transform: WeightTransform, row: WeightRow) -> Float[Tensor, " n"]:
-    """Returns the row's weights after ``transform``, in their own type. UserError naming the pair for what is no such
-    row.
-    """
+    """Returns the row's weights after ``transform``, in their own type. UserError naming the pair."""
     weights, where = transform(row), f"pair {row.pair_id}, {row.side}, after {type(transform).__name__}"
     if weights.shape != row.weights.shape:
         raise UserError(f"{where}: expected {row.weights.numel()} weights, got the shape {tuple(weights.shape)}")
@@ -453,42 +440,32 @@ def check_transforms(source: WeightSource, transforms: Sequence[object]) -> None
         )
 
 
-def _given(source: WeightSource, pair: PreferencePair | None) -> PreferencePair:
-    if pair is None:
-        raise ValueError(f"{type(source).__name__} weighs a pair's own text, and no pair was given")
-    return pair
-
-
 def _raw_rows(
-    known: _Source, captured: PairWeights | None, asked: PairToWeigh, side: str, own: Float[Tensor, " m"] | None
+    source: WeightSource, captured: PairWeights | None, asked: PairToWeigh, side: str, own: Float[Tensor, " m"] | None
 ) -> list[TokenWeights]:
-    """Returns one entry per round, each with the one row that the source selected; ``own``: a paired
-    source's weights.
-    """
+    """Returns one entry per round, with the one row that was selected; ``own``: a text source's weights."""
     if captured is not None:
         return [item.side(side) for item in captured.rounds]
-    source, encoded = known.itself, asked.encoded[side]
+    encoded = asked.encoded[side]
     if own is None:
         raise UserError(
             f"pair {asked.pair_id}: expected captured weights for {type(source).__name__}; run attnpo.weigh first"
         )
-    pair = _given(source, asked.pair)
-    weights = own
     count = len(encoded.response_ids)
-    if weights.shape != (count,):
+    if own.shape != (count,):
         raise UserError(
-            f"pair {pair.pair_id}, {side}: expected {count} weights of {type(source).__name__}, one for each training "
-            f"token, got the shape {tuple(weights.shape)}; correct the source"
+            f"pair {asked.pair_id}, {side}: expected {count} weights of {type(source).__name__}, one for each training "
+            f"token, got the shape {tuple(own.shape)}; correct the source"
         )
     offsets = torch.from_numpy(range_array(encoded.offsets))
     ids = torch.from_numpy(np.array(encoded.response_ids, dtype=np.int64))
-    return [TokenWeights(ids, offsets, weights.unsqueeze(0))]
+    return [TokenWeights(ids, offsets, own.unsqueeze(0))]
 
 
-def _on_training_tokens(
-    known: _Source, asked: PairToWeigh, both: Mapping[str, Finished], side: str, method: AlignMethod
+def _land(
+    source: WeightSource, asked: PairToWeigh, both: Mapping[str, Finished], side: str, method: AlignMethod
 ) -> Landed:
-    source, finished, encoded = known.itself, both[side], asked.encoded[side]
+    finished, encoded = both[side], asked.encoded[side]
     base, weights = finished.row, finished.weights
     places = range_array(encoded.offsets)
     holds = torch.from_numpy(places[:, 1] > places[:, 0])
@@ -513,11 +490,8 @@ def _on_training_tokens(
     )
 
 
-def _finish(known: _Source, raw: Sequence[Float[Tensor, " n"]], where: str, trace: int) -> Float[Tensor, " m"]:
-    """Returns one row out of the rounds: the source's post-processing, or their mean as it is; without the first
-    ``trace``.
-    """
-    source = known.itself
+def _finish(source: WeightSource, raw: Sequence[Float[Tensor, " n"]], where: str, trace: int) -> Float[Tensor, " m"]:
+    """Returns the rounds as one row, post-processed or their plain mean; without the first ``trace``."""
     if source.postprocess is not None:
         return source.postprocess([row[trace:] for row in raw], where)
     for row in raw:
@@ -526,7 +500,7 @@ def _finish(known: _Source, raw: Sequence[Float[Tensor, " n"]], where: str, trac
             raise UserError(
                 f"{where}: {type(source).__name__} states that its weights are not signed, got {row.min():g}"
             )
-        if source.kind is Kind.DISTRIBUTION and not known.itself.partial and not bool(row.any()):
+        if source.kind is Kind.DISTRIBUTION and not source.partial and not bool(row.any()):
             raise UserError(
                 f"{where}: {type(source).__name__} states that its weights are a distribution, and all {row.numel()} "
                 "of them are 0; drop the pair or correct the source"
@@ -569,3 +543,51 @@ def _require_same_ids(source: TokenWeights, encoded: EncodedResponse, where: str
             f"{where}: weights on training tokens were captured for other token ids; capture them again with this "
             "tokenizer and chat template"
         )
+
+
+def check_apart(source: WeightSource) -> None:
+    """Raises UserError for a source whose weights are no shares of a whole."""
+    online = isinstance(source, OnlineSource) and not is_neutral(source)
+    if online or source.signed or source.kind is not Kind.DISTRIBUTION:
+        what = "computes its own in every step" if online else f"gives {'signed rows' if source.signed else 'factors'}"
+        raise UserError(
+            "data.columns.traces=weigh_apart shares the mass of a distribution between a reasoning trace and its "
+            f"answer, and {type(source).__name__} {what}: set data.columns.traces=keep or strip, or take a source of "
+            "distributions, such as weights=attention"
+        )
+
+
+def rows_with_trace(
+    source: WeightSource, rows: Sequence[TokenWeights], encoded: EncodedResponse, begins: int
+) -> tuple[list[TokenWeights], int]:
+    """Returns the rounds of one response on the tokens of trace and answer, and how many of these are the trace's.
+
+    ``begins``: the answer's first character; 0 when nothing is weighed apart. A judge has read the answer alone: the
+    trace's training tokens, those that hold a character of it, are put in front with a weight of 0.
+    """
+    if not begins:
+        return list(rows), 0
+    check_apart(source)
+    if source.tokens != "train":
+        rows = [_prepended(row, encoded, begins) for row in rows]
+    return list(rows), before(begins, rows[0].offsets.tolist())
+
+
+def _prepended(row: TokenWeights, encoded: EncodedResponse, begins: int) -> TokenWeights:
+    tokens = list(zip(encoded.response_ids, encoded.offsets, strict=True))[: before(begins, encoded.offsets)]
+    held = [(token, place) for token, place in tokens if place[1] > place[0]]
+    ids = torch.tensor([token for token, _ in held], dtype=torch.long)
+    offsets = torch.tensor([place for _, place in held], dtype=torch.long).reshape(-1, 2)
+    nothing = row.weights.new_zeros(row.weights.shape[0], len(held))
+    return replace(
+        row,
+        token_ids=torch.cat([ids, row.token_ids]),
+        offsets=torch.cat([offsets, row.offsets]),
+        weights=torch.cat([nothing, row.weights], dim=1),
+    )
+
+
+def beside_trace(answer: Float[Tensor, " n"], trace: int) -> Float[Tensor, " m"]:
+    """Returns the distribution of trace, its tokens at the mean, and answer, its weights in the rest; sum 1."""
+    tokens = max(1, trace + answer.numel())
+    return torch.cat([answer.new_full((trace,), 1 / tokens), normalize(answer) * (answer.numel() / tokens)])

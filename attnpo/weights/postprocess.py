@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attnpo.schema import Kind, UserError
+from attnpo.schema import Kind, UserError, check_least
 
 
 class RoundOrder(Enum):
@@ -42,9 +42,7 @@ def normalize(weights: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
 
 
 def is_flat(row: Float[Tensor, " n"]) -> bool:
-    """Returns whether a raw row has no mass on the response (all zero, or underflowed to it), so that it becomes
-    uniform.
-    """
+    """Returns whether a raw row has no mass on the response (or underflowed to none): it becomes uniform."""
     return float(row.sum()) == 0
 
 
@@ -91,12 +89,8 @@ class Postprocess:
     end_token: EndToken = EndToken.ZERO
 
     def __post_init__(self) -> None:
-        if self.sink_tokens < 0:
-            raise UserError(
-                f"weights.postprocess.sink_tokens: expected 0 (keep the sink) or more, got {self.sink_tokens}"
-            )
-        if self.sink_min_length < 1:
-            raise UserError(f"weights.postprocess.sink_min_length: expected 1 or more, got {self.sink_min_length}")
+        check_least("weights.postprocess", 0, sink_tokens=self.sink_tokens)
+        check_least("weights.postprocess", 1, sink_min_length=self.sink_min_length)
 
     def __call__(self, rows: Sequence[Float[Tensor, " n"]], where: str = "weights") -> Float[Tensor, " n"]:
         """Returns the distribution (sum 1) of one response from its raw rows, one per round.

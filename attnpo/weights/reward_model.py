@@ -5,26 +5,17 @@ from collections.abc import Mapping
 import torch
 
 from attnpo.config.files import read_template
-from attnpo.judge.base import WeightReader
+from attnpo.judge.judge import AttentionReader
 from attnpo.judge.layers import Depth
-from attnpo.judge.reader import kernel_for
-from attnpo.judge.reward_reader import RewardModel
+from attnpo.judge.reader import RewardModel
 from attnpo.models.described import token_rows
-from attnpo.models.loading import (
-    described,
-    load_model,
-    load_tokenizer,
-    model_depth,
-    model_heads,
-    text_config,
-    weights_fingerprint,
-)
+from attnpo.models.loading import described, load_model, load_tokenizer, model_depth, text_config
 from attnpo.schema import UserError
 from attnpo.text.chat import ChatFormat
 from attnpo.weights.sources.reward_attention import LoadedReward, RewardAttention
 
 
-class RunReward(WeightReader):
+class RunReward(AttentionReader):
     """A reward model that is described cheaply and loaded at most once.
 
     Args:
@@ -40,7 +31,7 @@ class RunReward(WeightReader):
                 "weights=reward_attention reads a reward model, and weights.path is null: set "
                 "weights.path=FOLDER_OR_HUB_NAME"
             )
-        self.settings, self.path, self.revision = source, source.path, source.revision
+        self.settings, self.path, self.revision, self.dtype = source, source.path, source.revision, source.dtype
         self.tokenizer = load_tokenizer(self.path, self.revision)
         rows = token_rows(text_config(self.path, self.revision))
         template = read_template(source.chat_template, "weights.chat_template")
@@ -56,21 +47,6 @@ class RunReward(WeightReader):
                 "none goes through transformers' AttentionInterface; name another reward model"
             )
         return Depth(model_depth(self.path, self.revision), found.layers)
-
-    @property
-    def num_heads(self) -> int:
-        """Query heads of each layer, from its config alone; UserError when layers differ in it."""
-        return model_heads(self.path, self.revision)
-
-    @property
-    def kernel(self) -> str:
-        """Returns the attention kernel family that it runs with."""
-        return kernel_for(described(self.path, self.revision))
-
-    def fingerprint(self) -> dict[str, object]:
-        """Returns what identifies its numbers: weights, number format, attention kernel family."""
-        weights = weights_fingerprint(self.path, self.revision)
-        return {"weights": weights, "dtype": self.settings.dtype, "kernel": self.kernel}
 
     def describe_pass(self, rows: str) -> str:
         """Returns in words what a pass does that reads ``rows``."""

@@ -107,9 +107,7 @@ def _line_parts(answer: str) -> list[tuple[str, float | None]]:
 
 
 def _decoded(answer: str, start: int) -> tuple[object, int]:
-    """Returns the JSON value at ``start`` and where it ends; None and the next place where there is none, or a broken
-    one.
-    """
+    """Returns the JSON value at ``start`` and its end; None and the next place where there is no sound one."""
     try:
         return _JSON.raw_decode(answer, start)
     except (ValueError, RecursionError):
@@ -188,9 +186,7 @@ _SAME = str.maketrans({"\u201c": '"', "\u201d": '"', "\u2018": "'", "\u2019": "'
 
 
 def _folded(text: str) -> tuple[str, list[int]]:
-    """Returns text without differences of blanks, quotation marks and case, and where each character of
-    it comes from.
-    """
+    """Returns text with blanks, quotation marks and case made alike, and where each character comes from."""
     letters: list[str] = []
     places: list[int] = []
     for place, letter in enumerate(text):

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from attnpo.schema import SIDES, UserError, digest
+from attnpo.schema import SIDES, UserError, check_choice, check_least, check_range, digest
 
 _Some = TypeVar("_Some")
 
@@ -139,8 +139,7 @@ class Mixture(_Pure):
     factors: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not 0 <= self.share <= 1:
-            raise UserError(f"transform Mixture: share must lie in [0, 1], got {self.share}")
+        check_range("transform Mixture", "[0, 1]", share=self.share)
 
     def __call__(self, row: WeightRow) -> Float[Tensor, " n"]:
         """Returns the row mixed with its mean."""
@@ -158,8 +157,7 @@ class Smeared(_Pure):
     decay: float = 0.5
 
     def __post_init__(self) -> None:
-        if not 0 <= self.decay < 1:
-            raise UserError(f"transform Smeared: decay must lie in [0, 1), got {self.decay}")
+        check_range("transform Smeared", "[0, 1)", decay=self.decay)
 
     def __call__(self, row: WeightRow) -> Float[Tensor, " n"]:
         """Returns the smeared row."""
@@ -179,8 +177,7 @@ class Sharpness(_Pure):
     tau: float = 2.0
 
     def __post_init__(self) -> None:
-        if self.tau < 0:
-            raise UserError(f"transform Sharpness: tau must be at least 0, got {self.tau}")
+        check_least("transform Sharpness", 0, tau=self.tau)
 
     def __call__(self, row: WeightRow) -> Float[Tensor, " n"]:
         """Returns the sharpened row; zeros stay zeros."""
@@ -198,8 +195,7 @@ class OneSide(_Pure):
     factors: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.side not in SIDES:
-            raise UserError(f"transform OneSide: side must be one of {', '.join(SIDES)}, got {self.side!r}")
+        check_choice("transform OneSide.side", self.side, SIDES)
 
     def __call__(self, row: WeightRow) -> Float[Tensor, " n"]:
         """Returns the row as it is on ``side``, its mean on the other."""
@@ -215,8 +211,7 @@ class TailCut(_Pure):
     factors: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not 0 <= self.alpha <= 1:
-            raise UserError(f"transform TailCut: alpha must lie in [0, 1], got {self.alpha}")
+        check_range("transform TailCut", "[0, 1]", alpha=self.alpha)
 
     def __call__(self, row: WeightRow) -> Float[Tensor, " n"]:
         """Returns the row with its tail scaled."""
@@ -301,8 +296,7 @@ class PositionProfile:
     needs_fit: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.bins < 1:
-            raise UserError(f"transform PositionProfile: bins must be at least 1, got {self.bins}")
+        check_least("transform PositionProfile", 1, bins=self.bins)
 
     def fit(self, rows: Iterable[WeightRow]) -> "PositionProfile":
         """Returns a copy with the mean mass of each bin over all rows, each row counted alike."""
@@ -333,8 +327,7 @@ class TokenProfile:
     needs_fit: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.bins < 1:
-            raise UserError(f"transform TokenProfile: bins must be at least 1, got {self.bins}")
+        check_least("transform TokenProfile", 1, bins=self.bins)
 
     def fit(self, rows: Iterable[WeightRow]) -> "TokenProfile":
         """Returns a copy with the mean factor of every token id among the training rows."""
@@ -376,8 +369,7 @@ class Branched:
     needs_fit: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.reach < 1:
-            raise UserError(f"transform Branched: reach must be at least 1, got {self.reach}")
+        check_least("transform Branched", 1, reach=self.reach)
 
     def fit(self, rows: Iterable[WeightRow]) -> "Branched":
         """Returns a copy with the entropy, in nats, of what follows each token id; START stands before a response."""

@@ -2,7 +2,9 @@
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 
 import torch
@@ -11,29 +13,82 @@ from attnpo.config.files import read_template
 from attnpo.judge.base import WeightReader
 from attnpo.models.described import token_rows
 from attnpo.models.generate import chat_generator, ends_of_folder, longest_sequence
-from attnpo.models.loading import (
-    load_model,
-    load_tokenizer,
-    text_config,
-    weights_fingerprint,
-)
+from attnpo.models.loading import load_model, load_tokenizer, text_config, weights_fingerprint
 from attnpo.models.spec import ModelSpec
-from attnpo.schema import (
-    SIDES,
-    Generator,
-    Message,
-    PairWeights,
-    PreferencePair,
-    Sampling,
-    UserError,
-    digest,
-)
+from attnpo.schema import SIDES, Generator, Message, PairWeights, PreferencePair, Sampling, UserError, digest
 from attnpo.system.store import Store, Table
 from attnpo.text.chat import ChatFormat
-from attnpo.weights.answer_statistics import AnswerStatistics, answer_statistics
-from attnpo.weights.score_prompt import ScoreQuestions
+from attnpo.text.traces import judged_text
+from attnpo.weights.score_parser import read_answer
 from attnpo.weights.sources.verbalized import LoadedVerbalizer
-from attnpo.weights.verbalizer_settings import Verbalizer
+from attnpo.weights.verbalizer_settings import ScoreQuestions, Verbalizer
+
+
+@dataclass(frozen=True)
+class AnswerStatistics:
+    """What became of the answers about the responses of ``pairs`` pairs.
+
+    ``parsed``: answers with at least one usable part, of ``answers``. ``parts``: usable parts in all. ``coverage``:
+    mean share of a response's tokens with a score. ``problems``: what could not be used, by reason. ``unasked``: pairs
+    that the model could not be asked about. ``lost``: answers whose text is no longer in the store (their rows are).
+    """
+
+    pairs: int
+    answers: int
+    parsed: int
+    parts: int
+    coverage: float
+    problems: Mapping[str, int]
+    unasked: int = 0
+    lost: int = 0
+
+    @property
+    def parse_rate(self) -> float:
+        """Share of the answers with at least one usable part; 0 without answers."""
+        return self.parsed / max(1, self.answers)
+
+    def numbers(self) -> dict[str, object]:
+        """Returns the statistics as plain data."""
+        return {
+            "pairs": self.pairs,
+            "answers": self.answers,
+            "parsed": self.parsed,
+            "parse_rate": round(self.parse_rate, 5),
+            "parts": self.parts,
+            "coverage": round(self.coverage, 5),
+            "problems": dict(self.problems),
+            "unasked": self.unasked,
+            "lost": self.lost,
+        }
+
+
+def answer_statistics(
+    pairs: Sequence[PreferencePair], captured: Mapping[str, PairWeights], answers: Mapping[tuple[str, str], str]
+) -> AnswerStatistics:
+    """Returns the statistics of ``pairs``, rows in ``captured`` and texts of ``answers`` by (pair id, side)."""
+    problems: Counter[str] = Counter()
+    shares, parsed, parts, read, lost, unasked = [], 0, 0, 0, 0, 0
+    unique = {pair.pair_id: pair for pair in pairs if pair.pair_id in captured}
+    for pair_id, pair in unique.items():
+        rounds = captured[pair_id].rounds
+        if not rounds:
+            unasked += 1
+            continue
+        for side in SIDES:
+            row = rounds[0].side(side).weights[0]
+            shares.append(float((row != 0).double().mean()) if row.numel() else 0.0)
+            text = answers.get((pair_id, side))
+            if text is None:
+                lost += 1
+                continue
+            reading = read_answer(text, judged_text(pair, side))
+            read += 1
+            parsed += bool(reading.spans)
+            parts += len(reading.spans)
+            problems.update(reading.problems)
+    coverage = sum(shares) / len(shares) if shares else 0.0
+    return AnswerStatistics(len(unique), read, parsed, parts, coverage, dict(sorted(problems.items())), unasked, lost)
+
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,8 @@ from attnpo.config.compose import build, compose, groups
 from attnpo.config.files import read_template
 from attnpo.data.base import PairSource
 from attnpo.judge.base import JudgePrompt
-from attnpo.judge.prompts import Assembly, JudgePrompts, JudgeRules
+from attnpo.judge.prompts import JudgePrompts
+from attnpo.judge.settings import Assembly, JudgeRules
 from attnpo.models.loading import load_tokenizer
 from attnpo.schema import SIDES, EncodedResponse, PreferencePair
 from attnpo.text.alignment import AlignMethod, align

@@ -16,8 +16,9 @@ from attnpo.display.page import Image, Section, TableBlock
 from attnpo.display.printed import KeyedTable
 from attnpo.display.tables import Cell
 from attnpo.evaluation.intervals import Interval
-from attnpo.lab.reports.finished import column_names, read_study
+from attnpo.lab.reports.folder_report import column_names
 from attnpo.lab.reports.output import publish
+from attnpo.lab.results import read_study
 from attnpo.run.folders import make_folder
 from attnpo.schema import UserError
 from experiments.gains.cases import (

@@ -15,16 +15,17 @@ from pathlib import Path
 
 import pandas
 
-from attnpo.lab.reports.finished import ANALYSES, StudyFolder, finished_points
+from attnpo.lab.results import ANALYSES, RECORD, StudyResults
+from attnpo.lab.studies.arms import LATER
 from attnpo.lab.studies.faithfulness import ROLLOUT
 from attnpo.lab.studies.frontier import at_kl
-from attnpo.lab.studies.selection import gather, has_truth
+from attnpo.lab.studies.outcome import gather, has_truth
 from attnpo.lab.studies.study import BETA, LR, Point
 from attnpo.objectives.twdpo import TwDPO
-from attnpo.run.identity import LATER, by_class, component
+from attnpo.run.identity import by_class, component
 from attnpo.run.result import RunResult
 from attnpo.schema import UserError, digest
-from attnpo.system.files import Json, clean, parse_json, read_record, write_record
+from attnpo.system.files import Json, clean, read_record, write_record
 from attnpo.weights.faithfulness import score_of
 from attnpo.weights.sources.attention import Attention
 from attnpo.weights.sources.rollout import Rollout
@@ -73,18 +74,16 @@ class Harvest:
         return frame.astype(dict.fromkeys(("gain", *NUMBERS), float)).groupby("key", sort=False).first()
 
 
-def collect(study: StudyFolder, name: str, level: float, harvest: Harvest) -> list[str]:
+def collect(study: StudyResults, name: str, level: float, harvest: Harvest) -> list[str]:
     """Adds every case of a study to ``harvest``; returns what must be said of it."""
-    path = study.path / "study.json"
-    try:
-        arms: dict[str, Record] = parse_json(path.read_text(encoding="utf-8"))["arms"]
-    except (ValueError, KeyError, TypeError) as problem:
+    arms: dict[str, Record] | None = study.record.get("arms")
+    if arms is None:
         raise UserError(
-            f"{path}: expected the configs of the study's arms ({problem}); run the study's command again"
-        ) from problem
+            f"{study.path}/{RECORD}: expected the configs of the study's arms; run the study's command again"
+        )
     measured, notes = analyses_in(study.path)
     for label, control in comparisons(arms):
-        mine, other = ([(one.point, one.result) for one in finished_points(study, arm)] for arm in (label, control))
+        mine, other = ([one[:2] for one in study.finished_points(arm)] for arm in (label, control))
         settings = comparable_settings(arms[control])
         base = digest({key: value for key, value in settings.items() if key not in (LR, BETA)})
         for seed in sorted({point.seed for point, _ in mine}):

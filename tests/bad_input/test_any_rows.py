@@ -27,7 +27,8 @@ from attnpo.data.collate import collate
 from attnpo.data.prepare import APART, UNREADABLE, VOID, EncodedSet, encode_pairs, prepare_examples
 from attnpo.data.rules import AlignRules, LengthRules, Overlong
 from attnpo.judge.base import LoadedJudge
-from attnpo.judge.prompts import Assembly, JudgePrompts, JudgeRules
+from attnpo.judge.prompts import JudgePrompts
+from attnpo.judge.settings import Assembly, JudgeRules
 from attnpo.lab.testbed.grammar import Grammar
 from attnpo.lab.testbed.tokenizer import build_tokenizer
 from attnpo.models.layouts import padded
@@ -302,11 +303,7 @@ def test_every_row_is_accounted_for_at_each_stage(chats: list[ChatFormat], recor
     account = Account()
 
     @settings(
-        max_examples=EXAMPLES,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=list(HealthCheck),
+        max_examples=EXAMPLES, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
     )
     @given(
         rows=st.lists(_ROW, min_size=ROWS, max_size=ROWS).map(_with_exchanged),

@@ -99,10 +99,7 @@ def start_report(world: World, at: Path, out: Path) -> int:
     return run_entry(report.main, "report", argv, "", "", positional="what")
 
 
-COMMANDS = (
-    *(start_weigh, start_show, start_generate, start_pair, start_fit, start_evaluate),
-    start_report,
-)
+COMMANDS = (*(start_weigh, start_show, start_generate, start_pair, start_fit, start_evaluate), start_report)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda one: one.__name__.removeprefix("start_"))

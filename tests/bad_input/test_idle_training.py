@@ -48,9 +48,7 @@ IDLE, LOST = "training moved no weight", "the model is destroyed: weights 1e+"
     ("words", "given"),
     [
         (IDLE, ("optimizer.lr=1e-30", "layout=padded")),
-        (IDLE, ("optimizer.lr=1e-30", "layout=packed")),
         (IDLE, ("optimizer.lr=1e-30", *REWARD)),
-        (LOST, ("optimizer.lr=1e30", "layout=padded")),
         (LOST, ("optimizer.lr=1e30", "layout=packed")),
         (LOST, ("optimizer.lr=1e6", *REWARD)),
     ],

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from attnpo.run import startup
+from attnpo.run import messages
 from attnpo.run.memory import Footprint
 from attnpo.schema import SIDES
 from tests.bad_input.attempts import Attempts
@@ -68,7 +68,7 @@ def test_weigh_and_fit_without_sdpa(kind: str, made: Made, attempts: Attempts) -
 def test_layers_that_differ_and_heads_of_their_own_train(
     kind: str, made: Made, attempts: Attempts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(startup, "_said", set())
+    monkeypatch.setattr(messages, "_said", set())
     answer = attempts.fit(world=made(kind))
     assert any(line.startswith("memory of training") for line in answer.log), answer
     assert not any("is not estimated" in line for line in answer.log)

@@ -150,8 +150,7 @@ RUNAWAY = {
 }
 
 
-@pytest.mark.parametrize("case", RUNAWAY)
-@pytest.mark.parametrize("origin", ["folder", "option"])
+@pytest.mark.parametrize(("case", "origin"), [*((case, "folder") for case in RUNAWAY), ("a power of powers", "option")])
 def test_a_chat_template_that_runs_away_is_stopped(
     attempts: Attempts, record: Record, monkeypatch: pytest.MonkeyPatch, case: str, origin: str
 ) -> None:
@@ -218,8 +217,13 @@ ALONE = "it holds an adapter alone (adapter_config.json); give a folder with the
 BESIDE = "delete adapter_config.json and adapter_model.* to load those weights as they are, or give a folder"
 
 
-@pytest.mark.parametrize(("damage", "words"), [(with_adapter, BESIDE), (adapter_alone, ALONE)])
-@pytest.mark.parametrize("given", [(), ("model=lora",), ("judge.path=FOLDER", "weights=attention")])
+@pytest.mark.parametrize(
+    ("damage", "words", "given"),
+    [
+        (adapter_alone, ALONE, ()),
+        *((with_adapter, BESIDE, given) for given in ((), ("model=lora",), ("judge.path=FOLDER", "weights=attention"))),
+    ],
+)
 def test_an_adapter_beside_the_weights_is_refused_by_fit(
     attempts: Attempts, record: Record, damage: Callable[[Path], object], words: str, given: tuple[str, ...]
 ) -> None:

@@ -14,7 +14,7 @@ from attnpo.run.folders import saved_config
 from attnpo.run.result import RunResult
 from attnpo.schema import UserError
 from attnpo.system.files import read_record, sealed
-from attnpo.text.tools import written
+from attnpo.text.template import written
 from tests.bad_input.attempts import Attempts
 from tests.bad_input.conftest import Record
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from attnpo.schema import PreferencePair
+from attnpo.schema import SIDES, PreferencePair
 from attnpo.text.chat import SENTINEL
 from tests.bad_input.attempts import Attempts
 from tests.bad_input.conftest import Record
@@ -143,22 +143,28 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("case", HOSTILE)
-def test_hostile_text_is_text(attempts: Attempts, record: Record, case: str) -> None:
-    """Kept, judged and trained like any other; nothing is said about it, as nothing is wrong."""
-    answer = attempts.fit(world=attempts.saying(chosen=HOSTILE[case]))
+def test_hostile_text_is_text(attempts: Attempts, record: Record) -> None:
+    """Keeps, judges and trains it like any other; nothing is said about it, as nothing is wrong."""
+    rows = deepcopy(attempts.rows)
+    for row, text in zip(rows, HOSTILE.values(), strict=False):
+        row["chosen"][-1]["content"] = text
+    answer = attempts.fit("batch.pairs=12", world=attempts.with_rows(rows))
     message = answer.noted(KEPT)
     assert answer.noted("train:", "pairs of").startswith(f"train: {TRAIN} pairs of {TRAIN} rows")
-    record(case, message.partition("(train): ")[2], "nothing")
+    for case in HOSTILE:
+        record(case, message.partition("(train): ")[2], "nothing")
 
 
-@pytest.mark.parametrize("text", ["good <end> more", "<bos> <user> hello", "<pad>"])
-def test_special_tokens_spelled_out_are_counted(attempts: Attempts, record: Record, text: str) -> None:
-    answer = attempts.fit(world=attempts.saying(rejected=text))
-    message = answer.noted("special token spelled out")
-    pair_id = first_id(attempts, rejected=text)
-    assert "in the rejected response" in message and counted(message) == 1 and pair_id in message
-    record(f"special tokens in a response: {text}", message, "nothing")
+def test_special_tokens_spelled_out_are_counted(attempts: Attempts, record: Record) -> None:
+    texts, rows = ["good <end> more", "<bos> <user> hello", "<pad>"], deepcopy(attempts.rows)
+    for row, text in zip(rows, texts, strict=False):
+        row["rejected"][-1]["content"] = text
+    message = attempts.fit("weights=uniform", world=attempts.with_rows(rows)).noted("special token spelled out")
+    said = [PreferencePair.make(row["chosen"][:-1], *(row[side][-1]["content"] for side in SIDES)) for row in rows[:3]]
+    assert "in the rejected response" in message and counted(message) == 3
+    assert all(pair.pair_id[:8] in message for pair in said)
+    for text in texts:
+        record(f"special tokens in a response: {text}", message, "nothing")
 
 
 def test_special_tokens_of_other_models_are_plain_text(attempts: Attempts) -> None:

@@ -15,8 +15,8 @@ from tests.run.worlds import judge_loads
 
 NOT_STARTED = "run not started"
 
-LAYERS = ["weights.layer=3", "weights.layer=0", "weights.layer=-1", "weights.layer=3/2", "weights.layer=1/0",
-          "weights.layer=first", "weights.layer=1.5"]  # fmt: skip
+LAYERS = ["weights.layer=3", "weights.layer=0", "weights.layer=3/2", "weights.layer=1/0", "weights.layer=first",
+          "weights.layer=1.5"]  # fmt: skip
 
 
 @pytest.mark.parametrize("override", LAYERS)
@@ -29,16 +29,7 @@ def test_a_layer_that_the_judge_does_not_have(attempts: Attempts, record: Record
 
 # override -> what the message must say; several lines of the configuration library are allowed here
 KEYS = {
-    "weights.layr=1": ("weights.layr", "did you mean weights.layer?"),
-    "objective.bta=1": ("objective.bta", "did you mean objective.beta?"),
     "+data.columns.chsen=x": ("data.columns.chsen: unknown key", "did you mean data.columns.chosen?"),
-    "weights=attension": (
-        "weights/attension",
-        "did you mean weights=attention?",
-        "transport, true_importance, uniform",
-    ),
-    "logger=mlflow": ("logger/mlflow", "csv, wandb"),
-    "setting=llama": ("setting/llama", "real_smoke"),
     "trainer.max_epochs=many": ("trainer.max_epochs: expected int, got 'many'",),
     "lengths.overlong=keep": ("lengths.overlong: expected one of cut, drop, got 'keep'",),
     "align.min_coverage=2": ("align.min_coverage must lie in [0, 1], got 2.0",),
@@ -56,9 +47,7 @@ KEYS = {
     "judge.template_file=nowhere.txt": ("judge.template_file=nowhere.txt: no such file",),
     "model.dtype=int8": ("unknown dtype 'int8'; one of float64, float32, bfloat16, float16",),
     "model.gradient_checkpointing=maybe": ("model.gradient_checkpointing must be true, false or auto, got 'maybe'",),
-    "model.logps_chunk=0": ("model.logps_chunk must be at least 1 token, or auto, got 0",),
     "model.logps_chunk=many": ("model.logps_chunk must be at least 1 token, or auto, got 'many'",),
-    "reference=frozen": ("reference=frozen: expected one of live, cached",),
     "resume=nowhere": ("resume=nowhere: no checkpoint at",),
     "optimizer.lr=0": ("optimizer.lr must be above 0",),
     "optimizer.lr=inf": ("optimizer.lr: expected a finite number", "got inf"),
@@ -67,7 +56,6 @@ KEYS = {
     "optimizer.weight_decay=-1": ("optimizer.weight_decay must be at least 0, got -1.0",),
     "trainer.threads=0": ("trainer.threads must be at least 1, got 0",),
     "trainer.accelerator=tpu": ("trainer.accelerator must be one of auto, cpu, gpu, cuda, mps, got 'tpu'",),
-    "trainer.devices=none": ("trainer.devices must be auto, a number of at least 1 or a list as 0,1, got 'none'",),
     "trainer.devices=0": ("trainer.devices must be auto, a number of at least 1 or a list as 0,1, got '0'",),
     "trainer.max_steps=0": ("trainer.max_steps must be at least 1 optimiser step, or -1", "got 0"),
     "trainer.max_epochs=0": ("trainer.max_epochs must be at least 1, or -1", "got 0"),
@@ -82,8 +70,6 @@ KEYS = {
     "output=''": ("output: expected the path of a folder in printable characters, got ''",),
     "name='a\nb'": (r"name: expected printable characters alone, got 'a\nb'",),
     "name='a\x1b[2Jb'": (r"name: expected printable characters alone, got 'a\x1b[2Jb'",),
-    "name=..": ("name: expected the name of a folder below `output`, got '..'",),
-    "name=/a": ("name: expected the name of a folder below `output`, got '/a'",),
 }
 
 
@@ -152,13 +138,6 @@ def test_a_path_that_is_too_long_is_one_line(attempts: Attempts, record: Record,
     message = attempts.fit(f"weights={weights}", f"{key}={'x' * 300}").refused()
     assert "x" * 20 in message and len(message) < 800
     record(f"{key} of 300 characters", message, NOT_STARTED)
-
-
-def test_a_key_of_other_weights_is_unknown(attempts: Attempts, record: Record) -> None:
-    """weights.layer exists, but not in this combination."""
-    answer = attempts.fit("weights=uniform", "weights.layer=1")
-    assert answer.status == 2 and "weights.layer" in answer.error and "Traceback" not in answer.error
-    record("weights=uniform weights.layer=1", answer.error.removeprefix("error: "), NOT_STARTED)
 
 
 def test_a_monitor_that_is_never_logged(attempts: Attempts, record: Record) -> None:

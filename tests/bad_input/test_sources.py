@@ -95,13 +95,6 @@ def test_what_is_not_there_is_named(
     record(case, message.replace(str(foreign), "FOREIGN"), NOT_STARTED)
 
 
-@pytest.mark.parametrize("setting", ["weights=true_importance", "verbalizer=testbed"])
-def test_a_part_of_the_testbed_elsewhere(attempts: Attempts, record: Record, setting: str) -> None:
-    message = attempts.fit(setting).refused()
-    assert "(read from prepare.grammar): `prepare` is null in this setting: leave setting= out (testbed)" in message
-    record(f"{setting} in a setting without a testbed", message, NOT_STARTED)
-
-
 # ------------------------------------------------------------------------------------------------ studies
 
 
@@ -148,8 +141,7 @@ class Spoilt(Attention):
         if not found.pair_id.startswith(self.pair):
             return found
         return replace(
-            found,
-            rounds=tuple(replace(item, chosen=_filled(item.chosen, float(self.value))) for item in found.rounds),
+            found, rounds=tuple(replace(item, chosen=_filled(item.chosen, float(self.value))) for item in found.rounds)
         )
 
 

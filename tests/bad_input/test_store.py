@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from attnpo import weigh
+from attnpo.cli.entry import run_entry
 from attnpo.system.store import Store
 from tests.bad_input.attempts import Attempts
 from tests.bad_input.conftest import Record
@@ -15,17 +17,28 @@ from tests.run.worlds import TRAIN, VAL, World, judge_loads
 PAIRS = TRAIN + VAL
 
 
+@pytest.fixture(scope="module")
+def shards(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """A store with two shards, of the validation pairs and of the rest, and both by their places in it."""
+    folder = tmp_path_factory.mktemp("filled")
+    shutil.copytree(world.data, folder / "half")
+    shutil.copy(world.data / "test.jsonl", folder / "half" / "train.jsonl")
+    found: list[Path] = []
+    for data in (folder / "half", world.data):
+        words = World(world.model, data, folder / "store").overrides("experiment=none")
+        assert run_entry(weigh.main, "weigh", words, "", "") == 0
+        found += [path for path in (folder / "store").glob("weights/*/*.parquet") if path not in found]
+    first, second = (path.relative_to(folder / "store") for path in found)
+    return folder / "store", first, second
+
+
 @pytest.fixture
-def filled(attempts: Attempts) -> tuple[World, Path, Path]:
-    """A world whose store has two shards: of the validation pairs and of the rest. The world and both shards."""
+def filled(attempts: Attempts, shards: tuple[Path, Path, Path]) -> tuple[World, Path, Path]:
+    """A world with a copy of that store, and both shards."""
+    store, *both = shards
     world = attempts.on()
-    shutil.copytree(world.data, attempts.folder / "half")
-    shutil.copy(world.data / "test.jsonl", attempts.folder / "half" / "train.jsonl")
-    half = attempts.on(data=attempts.folder / "half", store=world.store)
-    assert attempts.weigh(world=half).status == 0
-    first = next(world.store.glob("weights/*/*.parquet"))
-    assert attempts.weigh(world=world).status == 0
-    second = next(path for path in world.store.glob("weights/*/*.parquet") if path != first)
+    shutil.copytree(store, world.store)
+    first, second = (world.store / path for path in both)
     return world, first, second
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from attnpo.judge.wording import JudgeTemplate, Rendered
+from attnpo.judge.prompts import JudgeTemplate, Rendered
 from attnpo.objectives.base import LengthFrom
 from attnpo.objectives.terms import LossType, Sft
 from attnpo.text.chat import ChatFormat
@@ -286,7 +286,7 @@ def with_other_verdicts(function: Callable[..., Any]) -> Callable[..., Any]:
 
 TWDPO, DPO, OBJECTIVES = "attnpo.objectives.twdpo.", "attnpo.objectives.dpo.", "attnpo.objectives."
 LENGTHS = OBJECTIVES + "base.response_lengths"
-POST, TAP = "attnpo.weights.postprocess.", "attnpo.judge.attention_tap."
+POST, TAP = "attnpo.weights.postprocess.", "attnpo.judge.attention."
 Broken = Callable[[Any], Any]
 BREAKS: list[tuple[str, Broken, str]] = [
     (DPO + "margin_loss", lambda f: lambda margin, kind, smoothing: f(margin, kind), "dpo *"),

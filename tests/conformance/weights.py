@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from attnpo.judge.attention_rows import rollout_row
+from attnpo.judge.attention import rollout_row
 from attnpo.schema import SIDES, EncodedResponse, PairWeights, Round, TokenWeights
 from attnpo.text.alignment import AlignMethod, align
 from attnpo.weights.base import WeightSource

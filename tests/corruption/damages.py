@@ -61,3 +61,7 @@ DAMAGES: dict[str, Damage] = {
     "an empty object": braces,
     "removed": remove,
 }
+SEALED = ("bit in the middle", "empty", "removed")
+"""Enough where a digest is compared, which knows the same file and any other (tests/test_files.py has every damage)."""
+PARSED = ("first bit", "empty", "an empty object", "removed")
+"""Enough where the damaged file is read first."""

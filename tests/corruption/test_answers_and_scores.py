@@ -80,9 +80,17 @@ SCORES: dict[str, Damage] = {
     "scores: text": change_value(1, "score", str),
     "scores: no number": edit_row(1, score=float("nan")),
 }
+# Both commands read answers alike; where nothing of an account is left to compare with, by fewer of the damages.
+TAKEN = (
+    "order: first line last",
+    "ids: a line twice",
+    "nulls: an id",
+    "letters: one in an answer",
+    "counts: a line less",
+)
 CASES = [
     *(("generate", "answers.jsonl", name, damage) for name, damage in ANSWERS.items()),
-    *(("pair", "answers.jsonl", name, damage) for name, damage in ANSWERS.items()),
+    *(("pair", "answers.jsonl", name, ANSWERS[name]) for name in TAKEN),
     *(("pair", "pairs.scores.jsonl", name, damage) for name, damage in SCORES.items()),
 ]
 
@@ -139,8 +147,7 @@ def place(sound: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> P
     return Place(tmp_path / "copy", sound.world)
 
 
-def test_there_are_48_damages_and_each_changes_the_file(sound: Place) -> None:
-    assert len(CASES) == 48
+def test_each_damage_changes_the_file(sound: Place) -> None:
     for _, name, _, damage in CASES:
         rows = rows_of(sound.folder / name)
         assert json.dumps(damage(list(rows))) != json.dumps(rows)

@@ -5,12 +5,12 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from omegaconf import DictConfig, OmegaConf
 
 from attnpo import fit, generate, report
@@ -18,8 +18,8 @@ from attnpo.config.compose import compose, load, typed
 from attnpo.lab.studies import runner
 from attnpo.lab.studies.arms import Composed
 from attnpo.lab.studies.bases import Basis
-from attnpo.lab.studies.fit_config import FitConfig
-from attnpo.lab.studies.live import Pace
+from attnpo.lab.studies.config import FitConfig
+from attnpo.lab.studies.plan import Pace
 from attnpo.lab.studies.study import ONLY, Arm, Point, Study
 from attnpo.lab.studies.workers import Workers, run_point
 from attnpo.run.identity import identity_of, saved_numbers
@@ -31,7 +31,7 @@ from attnpo.system.files import file_digest
 from attnpo.training.checkpoint_folders import STATE, read_account
 from attnpo.training.checkpoints import CheckpointFolder, LastCheckpoint
 from attnpo.training.metrics_file import read_metrics
-from tests.corruption.damages import DAMAGES, Damage, empty, flip_bit, garbage
+from tests.corruption.damages import DAMAGES, PARSED, SEALED, empty, flip_bit, garbage
 from tests.run.worlds import GRAMMAR, World, build_world
 
 KEYS = (
@@ -45,7 +45,6 @@ KEYS = (
     "callbacks.report=false",
 )
 STOPPED, STEPS = 3, 6
-CHECKPOINT = ("state.ckpt", "checkpoint.json", "metrics.csv", "digests.json")
 
 
 @dataclass(frozen=True)
@@ -123,6 +122,11 @@ def without_speed(row: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in row.items() if not name.endswith("_per_s")}
 
 
+def of_sealed(*names: str) -> list[tuple[str, str]]:
+    """Files under a seal, and the seal, with what befalls them."""
+    return [(file, name) for file in names for name in SEALED] + [("digests.json", name) for name in PARSED]
+
+
 def copied(folder: Path, to: Path) -> Path:
     shutil.copytree(folder, to)
     return to
@@ -163,49 +167,21 @@ def test_a_state_is_not_read_again_for_its_digest(runs: Runs, tmp_path: Path, mo
 
 # ------------------------------------------------------------------------------------------------ going on
 
-PLACES = ("weight", "first moment", "second moment", "random state", "place in the data", "step", "learning rate")
+STATES = ("first bit", "bit in the middle", "last bit", "cut in half", "removed")
+CASES = [
+    *((f"last/{STATE}", name) for name in STATES),
+    *((f"{place}.json", name) for place in ("last/checkpoint", "best/checkpoint") for name in SEALED),
+    *(("last/metrics.csv", name) for name in SEALED),
+    *(("last/digests.json", name) for name in DAMAGES),
+    *((file, name) for file in ("config.yaml", "metrics.csv") for name in ("empty", "removed")),
+]
 
 
-def place_in(state: Path, what: str) -> float:
-    """The share of the file's length at which something of a training state lies."""
-    content, saved = state.read_bytes(), torch.load(state, weights_only=True)
-    moments = saved["optimizer_states"][0]["state"][1]
-    (own,) = saved["attnpo"]["random"]
-    wanted: dict[str, Any] = {
-        "weight": list(saved["state_dict"].values())[3],
-        "first moment": moments["exp_avg"],
-        "second moment": moments["exp_avg_sq"],
-        "random state": own["torch"],
-        "place in the data": b"PreferenceDataModule",
-        "step": b"global_step",
-        "learning rate": b"_last_lr",
-    }
-    found = wanted[what]
-    if isinstance(found, bytes):  # the value comes after its name
-        return (content.index(found) + len(found) + 4) / len(content)
-    values = found.contiguous().numpy().tobytes()
-    return (content.index(values) + len(values) // 2) / len(content)
-
-
-# What is written anew or mended lets the run go on, which takes a second: fewer of these.
-FEW = ("first bit", "empty", "an empty object", "removed")
-CASES: dict[str, tuple[str, str]] = {
-    **{f"last/{file}: {name}": (f"last/{file}", name) for file in CHECKPOINT for name in DAMAGES},
-    **{f"best/checkpoint.json: {name}": ("best/checkpoint.json", name) for name in DAMAGES},
-    **{f"{file}: {name}": (file, name) for file in ("config.yaml", "metrics.csv") for name in FEW},
-}
-
-
-def damage_of(path: Path, name: str) -> Damage:
-    return partial(flip_bit, at=place_in(path, name)) if name in PLACES else DAMAGES[name]
-
-
-@pytest.mark.parametrize("case", [*CASES, *(f"a bit: {place}" for place in PLACES)])
-def test_a_damaged_run_is_not_gone_on_with_as_another(runs: Runs, tmp_path: Path, case: str) -> None:
+@pytest.mark.parametrize(("file", "name"), CASES)
+def test_a_damaged_run_is_not_gone_on_with_as_another(runs: Runs, tmp_path: Path, file: str, name: str) -> None:
     """It ends like the unbroken one to the bit, or is refused in a line that names what is damaged."""
     folder = copied(runs.stopped, tmp_path / "run")
-    file, name = CASES.get(case, (f"last/{STATE}", case.removeprefix("a bit: ")))
-    damage_of(folder / file, name)(folder / file)
+    DAMAGES[name](folder / file)
     refusal = answer(lambda: fit.main(runs.config(folder)))
     if refusal is None:
         assert file in ("config.yaml", "metrics.csv")
@@ -238,7 +214,7 @@ def test_a_best_that_is_as_new_takes_the_place_of_a_damaged_last(
     assert end_of(folder) == runs.end
 
 
-@pytest.mark.parametrize("worse", ["last/state.ckpt", "last/digests.json", "best/checkpoint.json", "both"])
+@pytest.mark.parametrize("worse", ["last/state.ckpt", "best/checkpoint.json", "both"])
 def test_a_point_of_a_study_mends_itself(
     runs: Runs, tmp_path: Path, caplog: pytest.LogCaptureFixture, worse: str
 ) -> None:
@@ -252,21 +228,6 @@ def test_a_point_of_a_study_mends_itself(
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     way = "the point is run anew" if worse in ("both", "best/checkpoint.json") else f"going on from {folder / 'best'}"
     assert way in line and "\n" not in line
-    assert end_of(folder) == runs.end
-
-
-def test_a_state_without_digests_is_taken_by_its_name_alone(
-    runs: Runs, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A run of an earlier version has none; a line says that it was not checked."""
-    folder = copied(runs.stopped, tmp_path / "run")
-    for name in ("best", "last"):
-        (folder / name / "digests.json").unlink()
-        (folder / name / "metrics.csv").unlink()
-    refusal = answer(lambda: fit.main(runs.config(folder)))
-    assert refusal is not None and f"resume={folder / 'last'} takes it unchecked" in refusal
-    assert answer(lambda: fit.main(runs.config(folder, f"resume={folder / 'last'}"))) is None
-    assert [text for text in caplog.messages if "has no digests.json" in text and "unchecked" in text]
     assert end_of(folder) == runs.end
 
 
@@ -285,7 +246,9 @@ def test_files_of_others_beside_a_checkpoint_do_not_matter(runs: Runs, tmp_path:
 def finished(runs: Runs, folder: Path) -> RunResult | None:
     """What a study takes as the result of its only point, whose folder this is; None where it would run it."""
     point, study = Point(Arm("uniform", ()), (), 0), Study("one", {"uniform": []})
-    so_far = runner._Progress({(ONLY, 0): Basis(ONLY, 0)})
+    plan = SimpleNamespace(study=study, workers=Workers(1, None, None, 0))
+    pace = Pace(folder.parent / "pace.json", "", 1)
+    so_far = runner.Progress(plan, folder.parent, pace, {(ONLY, 0): Basis(ONLY, 0)})  # type: ignore[arg-type]
     own = {(ONLY, "uniform"): Composed(runs.composed, runs.world.overrides(*KEYS))}
     ran: list[Path] = []
 
@@ -296,14 +259,12 @@ def finished(runs: Runs, folder: Path) -> RunResult | None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "point_folder", lambda *_: folder)
         patch.setattr(runner, "execute", execute)
-        pace = Pace(folder.parent / "pace.json", "", 1)
-        runner._run_points(Workers(1, None, None, 0), study, [point], own, so_far, folder.parent, pace)
+        so_far.run_points([point], own)
     assert [*(one for one, _ in so_far.done), *ran] == [folder if ran else point], "taken or run"
     return dict(so_far.done).get(point)
 
 
-@pytest.mark.parametrize("name", DAMAGES)
-@pytest.mark.parametrize("file", [RESULT, "config.yaml", "digests.json"])
+@pytest.mark.parametrize(("file", "name"), of_sealed(RESULT, "config.yaml"))
 def test_a_damaged_result_is_none_for_a_study(
     runs: Runs, tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str, name: str
 ) -> None:
@@ -320,10 +281,7 @@ def test_a_damaged_result_is_none_for_a_study(
         assert str(folder) in line and file in line and "\n" not in line
 
 
-@pytest.mark.parametrize(
-    ("file", "name"),
-    [(RESULT, "an empty object"), (RESULT, "bit in the middle"), ("config.yaml", "garbage"), ("digests.json", "empty")],
-)
+@pytest.mark.parametrize(("file", "name"), [(RESULT, "an empty object"), ("digests.json", "empty")])
 def test_a_damaged_result_is_made_again(
     runs: Runs, tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str, name: str
 ) -> None:
@@ -358,8 +316,7 @@ def reported(folder: Path, output: Path) -> str | None:
     return answer(lambda: report.main(cfg.with_value("what", (str(folder),))))
 
 
-@pytest.mark.parametrize("name", DAMAGES)
-@pytest.mark.parametrize("file", [RESULT, "config.yaml", "digests.json"])
+@pytest.mark.parametrize(("file", "name"), of_sealed(RESULT, "config.yaml"))
 def test_a_damaged_run_is_not_reported(
     runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, name: str
 ) -> None:
@@ -397,8 +354,7 @@ shared: [callbacks=none, reference=cached, trainer.max_steps=1]
 """
 
 
-@pytest.mark.parametrize("name", DAMAGES)
-@pytest.mark.parametrize("file", ["table.md", "tables.json", "results.csv", "study.json", "digests.json"])
+@pytest.mark.parametrize(("file", "name"), of_sealed("table.md", "tables.json", "results.csv", "study.json"))
 def test_a_damaged_study_is_not_reported(
     study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, name: str
 ) -> None:
@@ -444,9 +400,8 @@ def answered(model: Path, prompts: Path, output: Path) -> str | None:
     return answer(lambda: generate.main(cfg))
 
 
-@pytest.mark.parametrize("name", DAMAGES)
 @pytest.mark.parametrize(
-    "file", ["model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "digests.json"]
+    ("file", "name"), of_sealed("model.safetensors", "config.json", "generation_config.json", "tokenizer.json")
 )
 def test_a_damaged_policy_answers_nothing(
     runs: Runs, prompts: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str, name: str

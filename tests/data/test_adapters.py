@@ -37,67 +37,47 @@ def asked(text: str) -> dict[str, str]:
 DIALOGUE = [asked("Hi"), said("Hello."), USER]
 LABELLED = "\n\nHuman: Hi\n\nAssistant: Hello.\n\nHuman: Name a colour.\n\nAssistant:"
 
-# name -> row, expected history, expected responses
-CONVENTIONS: dict[str, tuple[dict[str, Any], list[dict[str, str]], tuple[str, str]]] = {
+# name -> row, expected history, expected responses if they are not "Red" and "Two"
+CONVENTIONS: dict[str, tuple[Any, ...]] = {
     "full conversations, prompt repeats the question": (
         {"prompt": "Name a colour.", "chosen": [USER, said("Red")], "rejected": [USER, said("Two")]},
         [USER],
-        ("Red", "Two"),
     ),
     "full conversations, prompt is the last user turn": (
         {"prompt": "Name a colour.", "chosen": [*DIALOGUE, said("Red")], "rejected": [*DIALOGUE, said("Two")]},
         DIALOGUE,
-        ("Red", "Two"),
     ),
     "full conversations, system turn, no prompt column": (
         {"chosen": [SYSTEM, USER, said("Red")], "rejected": [SYSTEM, USER, said("Two")]},
         [SYSTEM, USER],
-        ("Red", "Two"),
     ),
     "prompt as messages, answers alone": (
         {"prompt": DIALOGUE, "chosen": [said("Red")], "rejected": [said("Two")]},
         DIALOGUE,
-        ("Red", "Two"),
     ),
     "prompt as messages, several turns after it": (
         {"prompt": [asked("Hi")], "chosen": [*DIALOGUE[1:], said("Red")], "rejected": [*DIALOGUE[1:], said("Two")]},
         DIALOGUE,
-        ("Red", "Two"),
     ),
     "prompt as messages, repeated in the answers": (
         {"prompt": DIALOGUE, "chosen": [*DIALOGUE, said("Red")], "rejected": [*DIALOGUE, said("Two")]},
         DIALOGUE,
-        ("Red", "Two"),
     ),
     "prompt text beside answers as messages": (
         {"prompt": "Name a colour.", "chosen": [said("Red")], "rejected": [said("Two")]},
         [USER],
-        ("Red", "Two"),
     ),
-    "plain text": (
-        {"prompt": "Name a colour.", "chosen": " Red\n", "rejected": "Two"},
-        [USER],
-        (" Red\n", "Two"),
-    ),
+    "plain text": ({"prompt": "Name a colour.", "chosen": " Red\n", "rejected": "Two"}, [USER], (" Red\n", "Two")),
     "labelled dialogue": (
         {"chosen": LABELLED + " Red", "rejected": LABELLED + " Reddish"},
         DIALOGUE,
         ("Red", "Reddish"),
     ),
-    "labelled dialogue, empty answer": (
-        {"chosen": LABELLED, "rejected": LABELLED + " Two"},
-        DIALOGUE,
-        ("", "Two"),
-    ),
-    "labelled prompt beside answers": (
-        {"prompt": LABELLED, "chosen": " Red", "rejected": " Two"},
-        DIALOGUE,
-        ("Red", "Two"),
-    ),
+    "labelled dialogue, empty answer": ({"chosen": LABELLED, "rejected": LABELLED + " Two"}, DIALOGUE, ("", "Two")),
+    "labelled prompt beside answers": ({"prompt": LABELLED, "chosen": " Red", "rejected": " Two"}, DIALOGUE),
     "labels inside an ordinary prompt are text": (
         {"prompt": "Explain this:\n\nHuman: Hi\n\nAssistant:", "chosen": "Red", "rejected": "Two"},
         [asked("Explain this:\n\nHuman: Hi\n\nAssistant:")],
-        ("Red", "Two"),
     ),
     "shared start, cut at a word border": (
         {"chosen": "Name a colour. Answer: redwood", "rejected": "Name a colour. Answer: reddish"},
@@ -121,7 +101,6 @@ CONVENTIONS: dict[str, tuple[dict[str, Any], list[dict[str, str]], tuple[str, st
             "rejected": {"from": "gpt", "value": "Two"},
         },
         [SYSTEM, USER],
-        ("Red", "Two"),
     ),
 }
 
@@ -185,45 +164,32 @@ def test_rows_that_look_wrong_are_kept_and_counted(row: dict[str, Any], noticed:
 
 
 def test_columns_that_are_not_used_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    row = {"prompt": "p", "chosen": "a", "rejected": "b", "score": 1, "chosen_Weights": [1.0], "loss_mask": [1]}
+    row = {"prompt": "p", "chosen": "a", "rejected": "b"}
+    (tmp_path / "plain.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    row |= {"score": 1, "chosen_Weights": [1.0], "loss_mask": [1]}
     for split in ("train", "test"):
         (tmp_path / f"{split}.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
     source = PairSource(str(tmp_path))
     with caplog.at_level(logging.INFO):
+        name_unused(PairSource(str(tmp_path / "plain.jsonl")).load("train"))
+        assert "not used" not in caplog.text
         pairs = source.load("train")
         source.load("val")
         name_unused(pairs)
-    said_of = [record for record in caplog.records if "score" in record.message or "mask" in record.message]
+    said_of = [record for record in caplog.records if "not used" in record.message]
     assert [record.levelno for record in said_of] == [logging.INFO, logging.WARNING]
     assert "columns that are not used: score, chosen_Weights, loss_mask" in said_of[0].message
     assert "chosen_Weights, loss_mask may hold weights and are not used" in said_of[1].message
     assert "weights=column" in said_of[1].message
 
 
-def test_nothing_is_said_where_every_column_is_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "train.jsonl").write_text('{"prompt": "p", "chosen": "a", "rejected": "b"}\n', encoding="utf-8")
-    with caplog.at_level(logging.INFO):
-        name_unused(PairSource(str(tmp_path)).load("train"))
-    assert "not used" not in caplog.text
-
-
 @pytest.mark.parametrize("name", CONVENTIONS)
 def test_convention(name: str) -> None:
-    row, history, responses = CONVENTIONS[name]
+    row, history, responses = (*CONVENTIONS[name], ("Red", "Two"))[:3]
     columns = Columns(role="from", content="value") if name == "ShareGPT" else Columns()
-    pair = row_to_pair(row, columns)
-    assert list(pair.prompt) == history
-    assert (pair.chosen, pair.rejected) == responses
-    assert pair == PreferencePair.make(history, *responses)
-
-
-def test_only_the_guessed_split_is_noted() -> None:
-    noted = {
-        name
-        for name, (row, _, _) in CONVENTIONS.items()
-        if name != "ShareGPT" and Note.SPLIT in adapt(row, Columns()).notes
-    }
-    assert noted == {name for name in CONVENTIONS if name.startswith("shared start")}
+    adapted = adapt(row, columns)
+    assert adapted.pair == PreferencePair.make(history, *responses)
+    assert (Note.SPLIT in adapted.notes) == name.startswith("shared start"), "only a guessed split is noted"
 
 
 PROBLEMS: list[tuple[Reason, dict[str, Any]]] = [
@@ -341,46 +307,8 @@ def test_missing_columns_name_the_options() -> None:
 
 # ------------------------------------------------------------------------------------------------ any row at all
 
-_TEXT = st.one_of(
-    st.text(max_size=12),
-    st.sampled_from(["", " ", "a", "b", "\ud83d", LABELLED, LABELLED + " Red", "\n\nAssistant:", "Q: x", "Q: y"]),
-)
-_ROLE = st.sampled_from(["user", "assistant", "system", "tool", "human"])
-_MESSAGE = st.one_of(
-    st.fixed_dictionaries({"role": _ROLE, "content": st.one_of(_TEXT, st.none())}),
-    st.sampled_from([USER, SYSTEM, said("a"), said("b")]),
-    st.dictionaries(st.sampled_from(["role", "content", "x"]), st.one_of(_TEXT, st.integers(), st.none())),
-)
-_CELL = st.one_of(
-    _TEXT,
-    st.none(),
-    st.integers(),
-    st.lists(_MESSAGE, max_size=4),
-    _MESSAGE,
-    st.tuples(st.just(USER), st.sampled_from([said("a"), said("b"), said("")])),
-)
-_ROW = st.fixed_dictionaries({"chosen": _CELL, "rejected": _CELL}, optional={"prompt": _CELL, "score": st.floats()})
 
-
-@settings(max_examples=400, deadline=None)
-@given(st.lists(_ROW, max_size=6), st.sampled_from([Columns(), Columns(prompt=None)]))
-def test_every_row_is_accounted_for(rows: list[dict[str, Any]], columns: Columns) -> None:
-    found = pairs_from_rows(rows, columns)
-    assert found.read == len(rows) == found.kept + found.dropped
-    assert set(found.counts) <= {reason.value for reason in Reason}
-    assert set(found.notes) <= {note.value for note in Note}
-    assert {name: len(numbers) for name, numbers in found.examples.items()} == {
-        name: min(3, count) for name, count in (found.counts + found.notes).items()
-    }
-    for pair in found.pairs:
-        roles = [turn["role"] for turn in pair.prompt if turn["role"] != "system"]
-        assert roles == ["user", "assistant"] * (len(roles) // 2) + ["user"]
-        assert pair.chosen != pair.rejected
-        assert (pair.chosen + pair.rejected).strip()
-        json.dumps([pair.prompt, pair.chosen, pair.rejected], ensure_ascii=False).encode()
-
-
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.text(alphabet="ab .é\u0301\n日", max_size=10), *[st.text(alphabet="ab .\u0301", max_size=5)] * 2)
 def test_shared_start_loses_no_text(start: str, first: str, second: str) -> None:
     try:
@@ -539,6 +467,9 @@ def test_errors_name_what_is_there(folder: Path) -> None:
         PairSource(str(folder / "trian.jsonl")).load("train")
     with pytest.raises(UserError, match=r"no such file or folder"):
         PairSource("./nowhere/near/here").load("train")
+    (folder / "asked.jsonl").write_text('{"question": "p", "chosen": "a", "rejected": "b"}\n')
+    with pytest.raises(UserError, match=r"no prompt: 1 \(row 0\).*data\.columns\.prompt="):
+        PairSource(str(folder), train_split="asked").load("train")
     (folder / "train.parquet").write_bytes(b"PAR1")
     with pytest.raises(UserError, match="could be any of"):
         PairSource(str(folder)).load("train")
@@ -547,23 +478,6 @@ def test_errors_name_what_is_there(folder: Path) -> None:
     (folder / "pairs.xlsx").write_text("a,b\n")
     with pytest.raises(UserError, match=r"expected a file ending in .*got pairs\.xlsx"):
         PairSource(str(folder / "pairs.xlsx")).load("train")
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("", "is empty"),
-        ("\n", "is empty|cannot be read"),
-        ('{"prompt": "p"\n', "line 1 is not JSON"),
-        ('{"prompt": "p", "chosen": "\\ud800", "rejected": "b"}\n', "valid Unicode"),
-        ('{"prompt": "p", "good": "a", "rejected": "b"}\n', r"data\.columns\.chosen=.*"),
-        ('{"question": "p", "chosen": "a", "rejected": "b"}\n', r"no prompt: 1 \(row 0\).*data\.columns\.prompt="),
-    ],
-)
-def test_unusable_files(tmp_path: Path, content: str, message: str) -> None:
-    (tmp_path / "train.jsonl").write_text(content)
-    with pytest.raises(UserError, match=message):
-        PairSource(str(tmp_path)).load("train")
 
 
 def test_unreachable_hub(monkeypatch: pytest.MonkeyPatch) -> None:

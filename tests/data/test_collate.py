@@ -46,12 +46,7 @@ def batch() -> PreferenceBatch:
 def test_chosen_rows_first_then_rejected_rows(batch: PreferenceBatch) -> None:
     rows = batch.main
     assert rows.inputs is not None and rows.inputs.attention_mask is not None
-    assert rows.inputs.input_ids.tolist() == [
-        [5, 6, 7, 8, 9],
-        [5, 11, 1, 1, 1],
-        [5, 6, 7, 10, 1],
-        [5, 12, 13, 14, 1],
-    ]
+    assert rows.inputs.input_ids.tolist() == [[5, 6, 7, 8, 9], [5, 11, 1, 1, 1], [5, 6, 7, 10, 1], [5, 12, 13, 14, 1]]
     assert rows.inputs.attention_mask.sum(-1).tolist() == [5, 2, 4, 4]
     assert rows.response_ids.tolist() == [[8, 9, 1], [11, 1, 1], [10, 1, 1], [12, 13, 14]]
     assert rows.response_mask.tolist() == [

@@ -23,7 +23,7 @@ PROMPTS = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 PAIR = st.tuples(PROMPTS, PROMPTS, PROMPTS, st.one_of(st.none(), PROMPTS))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.sampled_from(sorted(LAYOUTS)), st.lists(PAIR, min_size=1, max_size=4))
 def test_a_cost_is_the_tokens_that_the_layout_lays(
     name: str, pairs: list[tuple[list[int], list[int], list[int], list[int] | None]]
@@ -51,7 +51,7 @@ def largest(sizes: list[int], parts: list[range], cost: RowCost) -> int:
     return max(cost.together(sizes[part.start : part.stop]) for part in parts)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(SIZES, COST, st.data())
 def test_no_other_cut_has_a_smaller_largest_part(sizes: list[int], cost: RowCost, data: st.DataObject) -> None:
     parts = data.draw(st.integers(1, len(sizes)))
@@ -61,7 +61,7 @@ def test_no_other_cut_has_a_smaller_largest_part(sizes: list[int], cost: RowCost
     assert largest(sizes, found, cost) == min(largest(sizes, cut, cost) for cut in every_cut(len(sizes), parts))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(SIZES, COST, st.integers(30, 150))
 def test_no_other_cut_keeps_the_limit_in_fewer_parts(sizes: list[int], cost: RowCost, limit: int) -> None:
     starts = fill(sizes, cost, limit)
@@ -84,7 +84,7 @@ def test_parts_that_cannot_be(parts: int) -> None:
         partition([3, 2, 1], parts, PADDED)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 5), st.data())
 def test_ranks_get_as_many_parts_and_alike_totals(ranks: int, each: int, data: st.DataObject) -> None:
     count = ranks * each
@@ -154,11 +154,11 @@ def paper_like(count: int) -> list[tuple[int, int, int]]:
 
 
 def test_a_budget_pads_less_and_runs_fewer_forwards_than_single_pairs() -> None:
-    """8,000 pairs in steps of 32: padded tokens per real one, at no more tokens per forward than one pair may have."""
-    drawn = paper_like(8000)
+    """1,600 pairs in steps of 32: padded tokens per real one, at no more tokens per forward than one pair may have."""
+    drawn = paper_like(1600)
     real = sum(2 * prompt + chosen + rejected for prompt, chosen, rejected in drawn)
     sizes = [2 * (prompt + max(chosen, rejected)) for prompt, chosen, rejected in drawn]
-    steps = [range(first, first + 32) for first in range(0, 8000, 32)]
+    steps = [range(first, first + 32) for first in range(0, 1600, 32)]
     pooled = ByTokens(sizes, PADDED, budget=4096)
     worst = pooled.micros(steps, 32, 1)
     costs = {"tokens": [pooled.tokens(part) for step in steps for part in pooled.hands(step, worst, 1)[0]]}

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from attnpo.config.compose import compose, load, read
-from attnpo.data.base import PairSource
-from attnpo.data.mixture import SET, MixedSet
+from attnpo.data.base import SET, MixedSet, PairSource
 from attnpo.run.identity import identity_of
 from attnpo.run.resolve import open_paths
 from attnpo.run.run_config import RunConfig

@@ -49,7 +49,7 @@ def test_literal_plan_with_a_short_last_step() -> None:
     assert [batch.micro == batch.micros - 1 for batch in first] == [False, True, True]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.integers(1, 60), SIZES, st.booleans())
 def test_plan_properties(num_pairs: int, sizes: tuple[int, int, int], shuffle: bool) -> None:
     micro, accumulation, world = sizes
@@ -81,7 +81,7 @@ def test_plan_properties(num_pairs: int, sizes: tuple[int, int, int], shuffle: b
             assert {len(batch.indices) for batch in found} == {micro}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(2, 70), st.integers(0, 3))
 def test_steps_do_not_depend_on_the_splitting(num_pairs: int, epoch: int) -> None:
     # Steps of 8 pairs. With two ranks a single left-over pair is dropped, so leave such counts out.

@@ -59,22 +59,21 @@ def lacking(texts: Sequence[str], home: Path, *begun: str) -> set[str]:
     return {*shell(home, *begun, *tried).stdout.split(), *(name for name in scripts if not (ROOT / name).is_file())}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_a_pages_commands_run_after_the_line_that_it_prints_first(page: Path, tmp_path: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    before, line, _ = text.partition(ACTIVATE)
-    early = list(of_markdown(before + "\n```")) if line else list(of_markdown(text))
-    needing = [one for one in early if Command(one, "").words[0] not in OUTSIDE]
-    assert lacking(needing, tmp_path) == set(), f"needs `{ACTIVATE}` before it"
-    if line:
-        assert lacking(list(of_markdown(text)), tmp_path, ACTIVATE) == set()
-
-
-def test_commands_in_configurations_and_notebooks_run_after_the_readmes_line(tmp_path: Path) -> None:
-    found = [text for path in HEADED for text in of_header(path)]
-    found += [text for path in NOTEBOOKS for text in of_notebook(path)]
-    assert ACTIVATE in (ROOT / "README.md").read_text(encoding="utf-8") and len(found) > 50
-    assert lacking(found, tmp_path, ACTIVATE) == set()
+def test_the_commands_of_a_page_run_after_the_line_that_it_prints_first(tmp_path: Path) -> None:
+    """Those in configurations and notebooks run after the README's."""
+    early: dict[str, Path] = {}
+    late = {text: path for path in HEADED for text in of_header(path)}
+    late |= {text: path for path in NOTEBOOKS for text in of_notebook(path)}
+    assert ACTIVATE in (ROOT / "README.md").read_text(encoding="utf-8") and len(late) > 50
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        before, line, _ = text.partition(ACTIVATE)
+        first = of_markdown(before + "\n```" if line else text)
+        early |= {one: page for one in first if Command(one, "").words[0] not in OUTSIDE}
+        late |= {one: page for one in of_markdown(text)} if line else {}
+    for found, *begun in ((early,), (late, ACTIVATE)):
+        names = lacking(list(found), tmp_path, *begun)
+        assert names == set(), {path for text, path in found.items() if any(name in text for name in names)}
 
 
 def test_the_set_up_ends_with_how_to_activate(tmp_path: Path) -> None:
@@ -131,7 +130,7 @@ def test_what_a_run_prints_runs(world: World, own: Path, tmp_path: Path, caplog:
     said = [record.getMessage() for record in caplog.records]
     printed = [line.strip() for line in said if re.match(r"  \S.* -m attnpo\.", line)]
     assert [shlex.split(line)[2] for line in printed] == ["attnpo.report", "attnpo.fit", "attnpo.fit"]
-    for line in (printed[0], f"{printed[1]} --cfg seed", printed[2]):
+    for line in (f"{printed[0]} --cfg what", f"{printed[1]} --cfg seed", printed[2]):
         done = shell(tmp_path, line)
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
     assert len(list((tmp_path / "out put").glob("*/result.json"))) == 2

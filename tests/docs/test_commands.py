@@ -38,11 +38,11 @@ NOT_RUN = {
     r"prepare=(clean|long)": "long: a base model of its own",
     r"judge=other": "hub: another model than the run's",
     r" -m$": "long: a grid of runs (tests/test_sweeps.py reads every job)",
-    r"logger=wandb": "API: an account (tests/run/test_run.py runs it offline)",
+    r"logger=wandb": "API: an account (tests/run/test_report.py runs it offline)",
 }
 # Commands that another test runs, which must be there.
 ELSEWHERE = {
-    r"experiments\.gains\b": "tests/gains/test_gains.py::test_a_study_that_ran_is_read",
+    r"experiments\.gains\b": "tests/gains/test_gains.py::test_the_committed_cases_are_whole_and_give_the_pages_table",
     r"attnpo\.report scores\b": "tests/lab/reports/test_scores.py::test_printed_numbers_stand_beside_ours",
     r"tests\.conformance": "tests/conformance/test_conformance.py::test_the_command_prints_records_and_counts",
     r"experiments\.theory": "tests/theory/test_theory.py::test_the_figures_and_the_command",
@@ -252,7 +252,8 @@ def test_no_entry_of_a_table_is_idle(pattern: str) -> None:
 # ------------------------------------------------------------------------------------------------ those that run
 
 RUN = [command for command in COMMANDS if arguments(command) is not None and reason(command) is None]
-STUDY = ("experiment=quickstart", "study.workers=1", "seeds=1")  # in this process, without workers of its own
+# In this process, without workers of its own; points without checkpoints and pages, which single runs have.
+STUDY = (*("experiment=quickstart", "study.workers=1", "seeds=1"), 'study.shared=["reference=cached","callbacks=none"]')
 # What the tiny world gives in place of a command's own.
 GIVEN = {
     "setting",

@@ -9,7 +9,7 @@ import pytest
 from attnpo.config.compose import load
 from attnpo.data.adapters import Reason
 from attnpo.data.base import PairSet, PairSource
-from attnpo.text.tools import tools_of
+from attnpo.text.template import tools_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
 EXAMPLES = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attnpo.config.compose import load
-from attnpo.judge.trace_rules import TraceRules
+from attnpo.judge.settings import TraceRules
 from attnpo.objectives.twdpo import twdpo_loss
 from attnpo.schema import SIDES
 from experiments.pages.judge_to_loss import DOCS, NAME, block, main, placed, svg

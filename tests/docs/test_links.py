@@ -2,10 +2,10 @@
 
 import ast
 import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-import pytest
 import yaml
 
 from attnpo import __version__
@@ -39,44 +39,46 @@ def anchors(path: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_a_page_holds_no_marks_of_a_merge(page: Path) -> None:
-    marks = [line for line in page.read_text(encoding="utf-8").splitlines() if re.match(r"<{7} |>{7} |={7}$", line)]
-    assert not marks
+def on_pages(find: Callable[[Path], list[str]]) -> dict[str, list[str]]:
+    """What is wrong on each page, by its path."""
+    return {str(page.relative_to(ROOT)): found for page in PAGES if (found := find(page))}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_resolve(page: Path) -> None:
-    broken = []
-    for target in LINK.findall(re.sub(INLINE, "", prose(page))):
-        if re.match(r"\w+:", target):
-            continue
-        file, _, anchor = target.partition("#")
-        place = (page.parent / file).resolve() if file else page
-        if not place.exists() or (anchor and place.suffix == ".md" and anchor not in anchors(place)):
-            broken.append(target)
-    assert not broken
+def test_a_page_holds_no_marks_of_a_merge() -> None:
+    assert not on_pages(lambda page: re.findall(r"^(?:<{7} |>{7} |={7}$).*", page.read_text("utf-8"), re.MULTILINE))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_files_that_are_named_exist(page: Path) -> None:
-    named = [found[1] for words in INLINE.findall(prose(page)) if (found := FILE.match(words))]
-    assert not [name for name in named if not MADE.search(name) and not (ROOT / name).exists()]
+def test_links_resolve() -> None:
+    def broken(page: Path) -> list[str]:
+        found = []
+        for target in LINK.findall(re.sub(INLINE, "", prose(page))):
+            file, _, anchor = target.partition("#")
+            place = (page.parent / file).resolve() if file else page
+            lost = not place.exists() or (anchor and place.suffix == ".md" and anchor not in anchors(place))
+            found += [target] if lost and not re.match(r"\w+:", target) else []
+        return found
+
+    assert not on_pages(broken)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_options_that_are_named_exist(page: Path) -> None:
+def test_files_that_are_named_exist() -> None:
+    def missing(page: Path) -> list[str]:
+        named = [found[1] for words in INLINE.findall(prose(page)) if (found := FILE.match(words))]
+        return [name for name in named if not MADE.search(name) and not (ROOT / name).exists()]
+
+    assert not on_pages(missing)
+
+
+def test_options_that_are_named_exist() -> None:
     """``group=option`` in backticks names an option that is there; capitals stand for any."""
     known = groups()
-    words = [word for text in INLINE.findall(prose(page)) for word in text.split()]
-    wrong = []
-    for word in words:
-        group, _, option = word.partition("=")
-        if group not in known or not re.fullmatch(r"\w+", option) or not option.islower():
-            continue
-        if option not in known[group] and f"{group}={option}" not in OWN:
-            wrong.append(word)
-    assert not wrong
+
+    def wrong(page: Path) -> list[str]:
+        pairs = [word.split("=", 1) for text in INLINE.findall(prose(page)) for word in text.split() if "=" in word]
+        meant = [(group, option) for group, option in pairs if group in known and re.fullmatch(r"[\da-z_]+", option)]
+        return [f"{group}={option}" for group, option in meant if option not in known[group]]
+
+    assert not on_pages(lambda page: [word for word in wrong(page) if word not in OWN])
 
 
 OWN = ("weights=mine", "benchmark=judge", "study=mine")  # a reader's own, and a command of its own
@@ -114,53 +116,53 @@ def defined(path: Path) -> set[str]:
     return {node.name for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, kinds)}
 
 
-@pytest.mark.parametrize("cell", of_column(1))
-def test_an_entry_of_the_map_names_code_that_exists(cell: str) -> None:
+def test_an_entry_of_the_map_names_code_that_exists() -> None:
     """Files of the package, and a function or class in one of them at least."""
-    places: list[Path] = []
-    names = 0
-    for words in re.findall(r"`([^`]+)`", cell):
-        if words.endswith(".py"):
-            places = [ROOT / ("" if file.startswith("experiments/") else "attnpo") / file for file in spread(words)]
-            assert not [place for place in places if not place.is_file()]
-        else:
-            assert any(set(words.split(".")) <= defined(place) for place in places), words
-            names += 1
-    assert names
+    for cell in of_column(1):
+        places: list[Path] = []
+        names = 0
+        for words in re.findall(r"`([^`]+)`", cell):
+            if words.endswith(".py"):
+                places = [ROOT / ("" if file.startswith("experiments/") else "attnpo") / file for file in spread(words)]
+                assert not [place for place in places if not place.is_file()]
+            else:
+                assert any(set(words.split(".")) <= defined(place) for place in places), words
+                names += 1
+        assert names, cell
 
 
-@pytest.mark.parametrize("cell", of_column(2))
-def test_an_entry_of_the_map_names_a_config_that_exists(cell: str) -> None:
+def test_an_entry_of_the_map_names_a_config_that_exists() -> None:
     """An option, a key, a command or a folder of a table."""
     known, keys = groups(), all_keys()
-    sound = 0
-    for word in [each for text in re.findall(r"`([^`]+)`", cell) for each in text.split()]:
-        group, sign, option = word.partition("=")
-        if sign and group in known:
-            assert option in known[group] or option.isupper(), word
-        elif "/" in word:
-            assert (ROOT / word).exists() or list((ROOT / "configs").glob(word)), word
-        elif sign or "." in word:
-            assert group.rpartition(".")[2] in keys or group.startswith(("attnpo.", "experiments.")), word
-        else:
-            continue
-        sound += 1
-    assert sound
+    for cell in of_column(2):
+        sound = 0
+        for word in [each for text in re.findall(r"`([^`]+)`", cell) for each in text.split()]:
+            group, sign, option = word.partition("=")
+            if sign and group in known:
+                assert option in known[group] or option.isupper(), word
+            elif "/" in word:
+                assert (ROOT / word).exists() or list((ROOT / "configs").glob(word)), word
+            elif sign or "." in word:
+                assert group.rpartition(".")[2] in keys or group.startswith(("attnpo.", "experiments.")), word
+            else:
+                continue
+            sound += 1
+        assert sound, cell
 
 
-@pytest.mark.parametrize("cell", of_column(3))
-def test_an_entry_of_the_map_names_a_test_that_exists(cell: str) -> None:
+def test_an_entry_of_the_map_names_a_test_that_exists() -> None:
     """A file or folder of tests/ at least; golden records are recomputed by tests/conformance."""
-    folder, found = ROOT / "tests", 0
-    for word in re.findall(r"`([^`]+)`", cell):
-        if word.startswith(("tests/", "test_")):
-            place = ROOT / word if "/" in word else folder / word
-            folder = place.parent
-            assert place.exists(), word
-            found += 1
-        else:
-            assert "golden" in cell, word
-    assert found
+    for cell in of_column(3):
+        folder, found = ROOT / "tests", 0
+        for word in re.findall(r"`([^`]+)`", cell):
+            if word.startswith(("tests/", "test_")):
+                place = ROOT / word if "/" in word else folder / word
+                folder = place.parent
+                assert place.exists(), word
+                found += 1
+            else:
+                assert "golden" in cell, word
+        assert found, cell
 
 
 @cache

@@ -28,7 +28,7 @@ from attnpo import evaluate, fit, show
 from attnpo.cli.entry import run_entry
 from attnpo.config.compose import CONFIG_DIR
 from attnpo.judge.reader import CausalJudge
-from attnpo.run import startup
+from attnpo.run import messages
 from tests.conformance.family_tokenizer import BAD, GOOD, tiny_tokenizer
 from tests.docs.commands import ROOT
 
@@ -42,6 +42,7 @@ FAMILIES: dict[str, tuple[str | None, Any]] = {
     "gemma3": ("gemma", lambda ids: Gemma3ForCausalLM(Gemma3TextConfig(**GROUPED, **ids))),
     "gpt2": (None, lambda ids: GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=2, **ids))),
 }
+WHOLE = ("gemma3", "gpt2")  # with all commands, the others with the first run alone
 ROWS = [{"prompt": f"Tell me about soup {i}.", "chosen": f"Soup {i}? {GOOD}", "rejected": BAD} for i in range(20)]
 TURNS = [
     {"role": "user", "content": "Why?"},
@@ -108,7 +109,7 @@ def test_the_models_own_template_trains_judges_and_is_exported(
     """By the README's commands; a model without a template gets the plain one, with one warning."""
     write_model(family, tmp_path / "model")
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
-    monkeypatch.setattr(startup, "_said", set())
+    monkeypatch.setattr(messages, "_said", set())
     read, prompts = CausalJudge.read, []
 
     def listen(judge: CausalJudge, asked: Any, **named: Any) -> Any:
@@ -118,6 +119,8 @@ def test_the_models_own_template_trains_judges_and_is_exported(
     monkeypatch.setattr(CausalJudge, "read", listen)
     commands = readme_commands()
     assert [words[0] for words in commands] == ["evaluate", "fit", "fit", "show"]
+    commands = commands if family in WHOLE else commands[1:2]
+    runs = [f"run{number}" for number, words in enumerate(commands) if words[0] == "fit"]
     paths = {"MODEL": str(tmp_path / "model"), "PAIRS.jsonl": str(tmp_path / "pairs.jsonl")}
     for number, words in enumerate(commands):
         filled = [re.sub("MODEL|PAIRS.jsonl", lambda name: paths[name[0]], word) for word in words]
@@ -125,7 +128,7 @@ def test_the_models_own_template_trains_judges_and_is_exported(
             run_command(filled, [f"name=run{number}", f"output={tmp_path}", f"store={tmp_path / 'store'}"])
 
     own = AutoTokenizer.from_pretrained(tmp_path / "model")
-    for run in ("run1", "run2"):
+    for run in runs:
         exported = AutoTokenizer.from_pretrained(tmp_path / run / "best")
         shown = exported.apply_chat_template(TURNS, tokenize=False, add_generation_prompt=True)
         assert shown == (
@@ -143,11 +146,11 @@ def test_the_models_own_template_trains_judges_and_is_exported(
     ]
     lines = [record.getMessage() for record in caplog.records]
     trained = [literal_eval(line.partition("(masked): ...")[2]) for line in lines if "prompt (masked): ..." in line]
-    assert len(trained) == 2 and all(any(text in whole for whole in conversations) for text in trained)
+    assert len(trained) == len(runs) and all(any(text in whole for whole in conversations) for text in trained)
     assert {exported.decode(ids) for ids in prompts} == judged_texts(exported)
     origin = "the tokenizer's own" if own.chat_template is not None else "model.fallback_template"
     assert f"chat template: training has {origin}; the judge's wording is a user turn of it" in lines
-    assert lines.count(f"checkpoints: the exported chat template is that of training, {origin}") == 2
+    assert lines.count(f"checkpoints: the exported chat template is that of training, {origin}") == len(runs)
     warnings = [
         record.getMessage()
         for record in caplog.records

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attnpo.config.compose import load
-from attnpo.judge.wording import JudgeTemplate
+from attnpo.judge.prompts import JudgeTemplate
 from attnpo.schema import EncodedResponse, PreferencePair
 from tests.bad_input.attempts import Attempts
 from tests.objectives.inputs import Maker

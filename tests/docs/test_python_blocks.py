@@ -1,6 +1,6 @@
 """Python blocks of the documents: every name they use is defined on the page or imported, and imports find it.
 
-Blocks that need neither a large model nor TRL also run as printed: of docs/python_api.md in reports/test_frames.py,
+Blocks that need neither a large model nor TRL also run as printed: of docs/python_api.md in lab/test_results.py,
 of docs/own_things.md and own_weights.md in their tests, of docs/objectives.md and docs/theory.md here.
 """
 

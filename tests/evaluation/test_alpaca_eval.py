@@ -202,15 +202,11 @@ def test_a_call_has_the_same_name_again_and_another_in_another_round_or_for_anot
     first = [call.key(grader) for call in benchmark(reference).calls(answered(), 0)]
     module._prompts_of.cache_clear()
     assert [call.key(grader) for call in benchmark(reference).calls(answered(), 0)] == first
-    assert not set(first) & {call.key(grader) for call in benchmark(reference).calls(answered(), 1)}
+    later = benchmark(reference).calls(answered(), 1)
+    assert not set(first) & {call.key(grader) for call in later}
+    assert [call.key(grader) for call in (replace(call, round=0) for call in later)] == first, "the same words"
     changed = benchmark(reference).calls(answered(["Otherwise.", *OUTPUTS[1:]]), 0)
     assert sum(call.key(grader) not in first for call in changed) == 1
-
-
-def test_rounds_are_asked_in_the_same_words(reference: str) -> None:
-    ours = benchmark(reference)
-    rounds = [ours.calls(answered(), round_) for round_ in (0, 2)]
-    assert [replace(call, round=2) for call in rounds[0]] == list(rounds[1])
 
 
 # ------------------------------------------------------------------------------------------------ replies
@@ -320,25 +316,13 @@ def test_the_baseline_against_itself_is_at_50(reference: str, auxiliary: str) ->
     assert graded.counts == {SAME: COUNT} and graded.errors[LENGTH_CONTROLLED] == 0
 
 
-def test_equal_length_differences_leave_the_raw_rates(auxiliary: str) -> None:
-    rows = [Compared("", "xx", "x")] * COUNT
-    rates = win_rates(rows, np.linspace(1, 2, COUNT), Path(auxiliary))
-    assert rates.lengths_equal and math.isnan(rates.scores[LENGTH_CONTROLLED]) and rates.scores[RAW] == approx(50)
-
-
 def test_equal_lengths_are_said_in_the_counts(reference: str, auxiliary: str) -> None:
     ours = benchmark(reference, auxiliary=auxiliary)
     answers = answered(["z" + text[1:] for text in BASELINES])
     calls = ours.calls(answers, 0)
     graded = ours.grade(answers, replied(calls, lambda call: GradingReply("m", logprobs=chances(call))))
     assert graded.counts == {NO_LENGTHS: 1} and math.isnan(graded.scores[LENGTH_CONTROLLED])
-
-
-def test_golden_records_hold(vectors: Path) -> None:
-    """Drawn judgments; those of real models, with their published rates, are in ../shared (test_conformance.py)."""
-    outcomes = [record.run() for record in records(vectors / "evaluation" / "alpaca_eval")]
-    assert len(outcomes) == 8
-    assert [outcome.line() for outcome in outcomes if outcome.status is not Status.OK] == []
+    assert graded.scores[RAW] == approx(np.mean(graded.values[RAW]))
 
 
 def test_a_wrong_golden_figure_fails(vectors: Path, tmp_path: Path) -> None:
@@ -405,23 +389,18 @@ def test_the_hubs_cache_serves_offline(reference: str, auxiliary: str) -> None:
 
 
 def test_auxiliary_files_that_do_not_fit_are_refused(reference: str, auxiliary: str, tmp_path: Path) -> None:
-    def refused(path: str, says: str) -> None:
+    def refused(text: str, says: str, path: Path = tmp_path / "aux.csv") -> None:
+        (tmp_path / "aux.csv").write_text(text)
         with pytest.raises(UserError, match=says):
-            _ = benchmark(reference, auxiliary=path).scores
+            _ = benchmark(reference, auxiliary=str(path)).scores
 
-    refused(
-        str(tmp_path / "none.csv"), "benchmark.auxiliary=.*no such file.*hf download tatsu-lab/alpaca_eval df_gamed"
-    )
+    missing = "benchmark.auxiliary=.*no such file.*hf download tatsu-lab/alpaca_eval df_gamed"
     lines = Path(auxiliary).read_text().splitlines()
-    short = tmp_path / "short.csv"
-    short.write_text("\n".join([*lines[:-1], "12,more,1,1,1,False"]))
-    refused(str(short), "13 instructions, the reference set has 12")
-    short.write_text("\n".join([lines[0], *reversed(lines[1:])]))
-    refused(str(short), "by their position")
-    short.write_text(lines[0].replace("std_delta_len", "length") + "\n1,a,1,1,1,False\n")
-    refused(str(short), "no column std_delta_len")
-    short.write_text("")
-    refused(str(short), "is no table")
+    refused("", missing, tmp_path / "none.csv")
+    refused("\n".join([*lines[:-1], "12,more,1,1,1,False"]), "13 instructions, the reference set has 12")
+    refused("\n".join([lines[0], *reversed(lines[1:])]), "by their position")
+    refused(lines[0].replace("std_delta_len", "length") + "\n1,a,1,1,1,False\n", "no column std_delta_len")
+    refused("", "is no table")
     with pytest.raises(UserError, match="length_controlled=false turns off"):
         benchmark(reference, auxiliary=auxiliary, length_controlled=False)
 
@@ -430,15 +409,10 @@ def test_auxiliary_files_that_do_not_fit_are_refused(reference: str, auxiliary: 
 
 
 def test_answers_that_do_not_fit_the_questions_are_named(reference: str) -> None:
+    """In what they may not fit, the tests of MT-Bench say."""
     ours, answers = benchmark(reference), answered()
     with pytest.raises(UserError, match=r"of its 12 questions 2 have no answer \(3, 9\)"):
         ours.calls({id_: answer for id_, answer in answers.items() if id_ not in ("3", "9")}, 0)
-    with pytest.raises(UserError, match=r"1 are answered but not asked \(12\)"):
-        ours.calls({**answers, "12": ModelAnswer("12", ("x",))}, 0)
-    with pytest.raises(UserError, match=r"2 have the answer of another question \(2, 4\)"):
-        ours.calls({**answers, "2": answers["4"], "4": answers["2"]}, 0)
-    with pytest.raises(UserError, match=r"1 are not answered turn by turn \(2\)"):
-        ours.calls({**answers, "2": ModelAnswer("2", ("x", "y"))}, 0)
 
 
 def test_a_file_of_answers_is_held_to_the_reference_set(reference: str, tmp_path: Path) -> None:
@@ -466,10 +440,8 @@ def test_a_file_of_answers_is_held_to_the_reference_set(reference: str, tmp_path
 
 
 def test_questions_are_the_instructions_in_their_order(reference: str) -> None:
-    questions = benchmark(reference).questions()
-    assert [question.turns for question in questions] == [(text,) for text in INSTRUCTIONS]
-    assert [question.id for question in questions] == [str(place) for place in range(COUNT)]
-    assert {question.category for question in questions} == {"house"}
+    found = [(question.id, question.turns, question.category) for question in benchmark(reference).questions()]
+    assert found == [(str(place), (text,), "house") for place, text in enumerate(INSTRUCTIONS)]
 
 
 def test_reference_files_that_do_not_fit_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ import json
 import math
 import random
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -87,23 +86,12 @@ def test_braces_in_answers_stay_as_they_are(benchmark: Benchmark) -> None:
     assert benchmark.calls(answers, 0)[0].messages[1]["content"] == "<ask a1>\nA: old on a1\nB: {ANSWER_B} {{}} {0.x} {"
 
 
-@pytest.mark.parametrize(
-    ("spoil", "expected"),
-    [
-        (lambda a: a.pop("a2"), "1 have no answer (a2)"),
-        (lambda a: a.update({"b": ModelAnswer("b", ("x",))}), "1 are answered but not asked (b)"),
-        (lambda a: a.update({"a1": a["a2"]}), "1 have the answer of another question (a1)"),
-        (lambda a: a.update({"a1": ModelAnswer("a1", ("x", "y"))}), "1 are not answered turn by turn (a1)"),
-    ],
-)
-def test_answers_that_do_not_fit_are_refused(
-    benchmark: Benchmark, spoil: Callable[[dict[str, ModelAnswer]], object], expected: str
-) -> None:
+def test_answers_that_do_not_fit_are_refused(benchmark: Benchmark) -> None:
+    """In what they may not fit, the tests of MT-Bench say."""
     answers = answers_to(benchmark.questions())
-    spoil(answers)
-    with pytest.raises(UserError) as refused:
+    del answers["a2"]
+    with pytest.raises(UserError, match=r"answers to arena_hard: of its 3 questions 1 have no answer \(a2\)"):
         benchmark.calls(answers, 0)
-    assert expected in str(refused.value)
 
 
 # --------------------------------------------------------------------------------------------- verdicts
@@ -286,12 +274,7 @@ def test_a_missing_or_damaged_file_is_named_with_the_way_to_get_it(checkout: Pat
         JUDGES: "is no Python file",
         CONFIG: "is no YAML",
     }
-    for content, expected in {
-        None: "is missing",
-        b" \n": "is empty",
-        whole[:-4]: damaged[name],
-        b"\xff" + whole: "cannot be read as UTF-8 text",
-    }.items():
+    for content, expected in {None: "is missing", whole[:-4]: damaged[name]}.items():
         path.unlink() if content is None else path.write_bytes(content)
         with pytest.raises(UserError) as refused:
             configured("arena_hard", path=str(checkout)).questions()
@@ -351,20 +334,16 @@ def test_of_a_baseline_that_answers_twice_the_last_answer_is_taken(
     assert "1 questions answered again" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
+def test_options_are_checked() -> None:
+    for values, expected in (
         ({"verdicts": "first"}, "benchmark.verdicts must be one of last, agree, got 'first'"),
         ({"missing": "none"}, "benchmark.missing must be one of question, game, got 'none'"),
         ({"strong_weight": 0}, "strong_weight must be at least 1, got 0"),
         ({"figures": {}}, "benchmark.figures: expected at least one score"),
         ({"release": 2.5, "judge_max_tokens": "many"}, "judge_max_tokens: expected int"),
-    ],
-)
-def test_options_are_checked(values: dict[str, object], expected: str) -> None:
-    with pytest.raises(UserError) as refused:
-        configured("arena_hard", **{"path": "x"} | values)
-    assert expected in str(refused.value)
+    ):
+        with pytest.raises(UserError, match=expected):
+            configured("arena_hard", **{"path": "x"} | values)
 
 
 def test_both_options_build_the_same_class() -> None:
@@ -381,24 +360,15 @@ def test_constants_are_read_and_nothing_is_run() -> None:
     assert read_constant("X = {1: 'a', (2, 'b'): None}", "X") == {1: "a", (2, "b"): None}
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "X = open('y')",
-        "X = Y",
-        "X = 'a'\nX = f()",
-        "X = {[]: 'a'}",
-        "X = 'a' + 1",
-        "X = " + "'a' + " * 9999 + "'a'",
-        "X = {**{}}",
+def test_what_only_running_would_tell_is_refused() -> None:
+    others = ["X = open('y')", "X = Y", "X = 'a'\nX = f()", "X = {[]: 'a'}", "X = 'a' + 1", "X = {**{}}", "", "X = ("]
+    others += [
         "def f():\n    X = 'a'",
         "X = 'a' * 9**9",
-        "",
-        "X = (",
         "X = '\0'",
         "X = " + "(" * 500,
-    ],
-)
-def test_what_only_running_would_tell_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"is no Python file|no value that can be read without running"):
-        read_constant(text, "X")
+        "X = " + "'a' + " * 9999 + "'a'",
+    ]
+    for text in others:
+        with pytest.raises(ValueError, match=r"is no Python file|no value that can be read without running"):
+            read_constant(text, "X")

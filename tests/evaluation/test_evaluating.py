@@ -22,7 +22,7 @@ from attnpo.models.spec import ModelSpec
 from attnpo.schema import Message, Sampling, UserError
 from attnpo.system.files import RECORD, write_record
 from tests.evaluation.grading.scripted import ScriptedGrader
-from tests.run.worlds import build_world
+from tests.run.worlds import World
 
 Says = Callable[[GradingCall], str | GradingReply | GradingFailure]
 
@@ -161,12 +161,13 @@ def test_answers_that_were_edited_are_not_graded(tmp_path: Path) -> None:
     assert path.read_text(encoding="utf-8") == "".join(rows)
 
 
-@pytest.mark.parametrize("name", ["report.html", "evaluation.md"])
-def test_a_page_of_something_else_is_not_replaced(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_text("mine", encoding="utf-8")
-    with pytest.raises(UserError, match=f"{name} there is of no evaluation"):
-        evaluate(config(tmp_path, mark))
-    assert (tmp_path / name).read_text(encoding="utf-8") == "mine"
+def test_a_page_of_something_else_is_not_replaced(tmp_path: Path) -> None:
+    for name in ("report.html", "evaluation.md"):
+        (tmp_path / name).write_text("mine", encoding="utf-8")
+        with pytest.raises(UserError, match=f"{name} there is of no evaluation"):
+            evaluate(config(tmp_path, mark))
+        assert (tmp_path / name).read_text(encoding="utf-8") == "mine"
+        (tmp_path / name).unlink()
 
 
 def test_second_grades_move_no_figure(tmp_path: Path) -> None:
@@ -249,16 +250,23 @@ def test_questions_graded_twice_are_others_in_each_round() -> None:
     assert GradingRules(again=0.0).twice(805) == 0
 
 
-@pytest.mark.parametrize(
-    "change", [{"lengths": {"words": 3}}, {"scores": [{"name": "mark"}]}, {"scores": [1]}, {"new": 1}, {"table": None}]
-)
-def test_a_result_of_another_version_is_an_error(tmp_path: Path, change: dict[str, object]) -> None:
+def test_a_result_of_another_version_is_an_error(tmp_path: Path) -> None:
     cfg = config(tmp_path, mark)
     assert evaluate(cfg) == 0
     values = json.loads((tmp_path / RESULT).read_text())
-    write_record(tmp_path / RESULT, {**{name: value for name, value in values.items() if name != RECORD}, **change})
-    with pytest.raises(UserError, match=r"evaluation\.json is of another version of attnpo .* give the evaluation's"):
-        evaluate(cfg)
+    del values[RECORD]
+    for change in (
+        {"lengths": {"words": 3}},
+        {"scores": [{"name": "mark"}]},
+        {"scores": [1]},
+        {"new": 1},
+        {"table": None},
+    ):
+        write_record(tmp_path / RESULT, {**values, **change})
+        with pytest.raises(
+            UserError, match=r"evaluation\.json is of another version of attnpo .* give the evaluation's"
+        ):
+            evaluate(cfg)
 
 
 def test_evaluate_works_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,8 +310,8 @@ class Size:
         return Measured(tuple(Score("size", self.factor * value) for value in self.found), {"left out": 1})
 
 
-def test_a_measure_is_kept_and_another_setting_makes_it_anew(tmp_path: Path) -> None:
-    model = ModelSpec(str(build_world(tmp_path / "world").model))
+def test_a_measure_is_kept_and_another_setting_makes_it_anew(world: World, tmp_path: Path) -> None:
+    model = ModelSpec(str(world.model))
     evaluate(config(tmp_path, mark, Size(), model=model))
     assert result_of(tmp_path).mean == 2
     evaluate(config(tmp_path, mark, Size(3.0), model=model))

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,7 +64,8 @@ def test_temperatures_are_those_of_the_protocol() -> None:
 
 
 def test_what_the_judge_is_asked(benchmark: Benchmark) -> None:
-    calls = benchmark.calls(answers_to(benchmark.questions()), 2)
+    answers = answers_to(benchmark.questions())
+    calls = benchmark.calls(dict(reversed(answers.items())), 2)  # their order makes no difference
     assert [(call.item, call.part) for call in calls] == [(q, t) for q in MT_QUESTIONS for t in ("turn_1", "turn_2")]
     assert {(c.benchmark, c.round, c.repeat, c.max_tokens, c.temperature) for c in calls} == {
         ("mt_bench", 2, 0, 2048, 0.0)
@@ -97,56 +97,29 @@ def test_a_doubled_brace_of_a_template_is_one(checkout: Path) -> None:
     assert benchmark.calls(answers_to(benchmark.questions()), 0)[0].messages[-1]["content"].endswith("as {n}.")
 
 
-def test_the_order_of_answers_makes_no_difference(benchmark: Benchmark) -> None:
-    answers = answers_to(benchmark.questions())
-    assert benchmark.calls(dict(reversed(answers.items())), 0) == benchmark.calls(answers, 0)
-
-
-@pytest.mark.parametrize(
-    ("spoil", "expected"),
-    [
-        (lambda a: a.pop("101"), "1 have no answer (101)"),
-        (lambda a: a.update({"7": ModelAnswer("7", ("x", "y"))}), "1 are answered but not asked (7)"),
-        (lambda a: a.update({"81": a["111"], "111": a["81"]}), "2 have the answer of another question (81, 111)"),
-        (lambda a: a.update({"81": ModelAnswer("81", ("x",))}), "1 are not answered turn by turn (81)"),
-        (lambda a: a.clear(), "3 have no answer (81, 101, 111)"),
-    ],
-)
-def test_answers_that_do_not_fit_are_refused(
-    benchmark: Benchmark, spoil: Callable[[dict[str, ModelAnswer]], object], expected: str
-) -> None:
-    answers = answers_to(benchmark.questions())
-    spoil(answers)
-    with pytest.raises(UserError) as refused:
-        benchmark.calls(answers, 0)
-    assert expected in str(refused.value) and "answers to mt_bench: of its 3 questions" in str(refused.value)
+def test_answers_that_do_not_fit_are_refused(benchmark: Benchmark) -> None:
+    whole = answers_to(benchmark.questions())
+    for answers, expected in (
+        ({name: whole[name] for name in ("81", "111")}, "1 have no answer (101)"),
+        (whole | {"7": ModelAnswer("7", ("x", "y"))}, "1 are answered but not asked (7)"),
+        (whole | {"81": whole["111"], "111": whole["81"]}, "2 have the answer of another question (81, 111)"),
+        (whole | {"81": ModelAnswer("81", ("x",))}, "1 are not answered turn by turn (81)"),
+        ({}, "3 have no answer (81, 101, 111)"),
+    ):
+        with pytest.raises(UserError) as refused:
+            benchmark.calls(answers, 0)
+        assert expected in str(refused.value) and "answers to mt_bench: of its 3 questions" in str(refused.value)
 
 
 # --------------------------------------------------------------------------------------------- ratings
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("Rating: [[7]]", 7.0),
-        ("Rating: [[7.5]] then [[9]]", 7.5),
-        ("see [1] and then [[4]]", 4.0),  # double brackets first, wherever they stand
-        ("Rating: [6]", 6.0),
-        ("[[10.]]", 10.0),
-        ("[[07]]", 7.0),
-        ("[[0]]", 0.0),
-        ("[[11]]", 11.0),
-        ("[[rating]]", None),
-        ("[[-3]]", None),
-        ("[[7/10]]", None),
-        ("[[5, 6]]", None),
-        ("Rating: 7", None),
-        ("[[" + "9" * 400 + "]]", None),
-        ("", None),
-    ],
-)
-def test_ratings_are_read(text: str, expected: float | None) -> None:
-    assert rating(text) == expected
+def test_ratings_are_read() -> None:
+    """Double brackets first, wherever they stand."""
+    read = {"Rating: [[7]]": 7.0, "Rating: [[7.5]] then [[9]]": 7.5, "see [1] and then [[4]]": 4.0, "Rating: [6]": 6.0}
+    read |= {"[[10.]]": 10.0, "[[07]]": 7.0, "[[0]]": 0.0, "[[11]]": 11.0}
+    none = ["[[rating]]", "[[-3]]", "[[7/10]]", "[[5, 6]]", "Rating: 7", f"[[{'9' * 400}]]", ""]
+    assert {text: rating(text) for text in (*read, *none)} == read | dict.fromkeys(none)
 
 
 def test_the_score_is_the_mean_of_all_valid_judgments(benchmark: Benchmark) -> None:
@@ -317,21 +290,17 @@ def test_without_categories_that_need_references_none_is_read(checkout: Path) ->
     assert len(benchmark.calls(answers_to(benchmark.questions()), 0)) == 6
 
 
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
+def test_options_are_checked() -> None:
+    for values, expected in (
         ({"judge_max_tokens": 0}, "judge_max_tokens must be at least 1, got 0"),
         ({"judge_temperature": -1.0}, "judge_temperature must be at least 0"),
         ({"temperatures": {"math": "hot"}}, "temperatures.math: expected float"),
         ({"temperatures": {"math": -0.1}, "with_reference": []}, "temperatures.math must be at least 0, got -0.1"),
         ({"with_reference": ["maths"]}, "maths is no category of benchmark.temperatures"),
         ({"pathh": "x"}, "pathh: unknown key"),
-    ],
-)
-def test_options_are_checked(values: dict[str, object], expected: str) -> None:
-    with pytest.raises(UserError) as refused:
-        configured("mt_bench", **{"path": "x"} | values)
-    assert expected in str(refused.value)
+    ):
+        with pytest.raises(UserError, match=expected):
+            configured("mt_bench", **{"path": "x"} | values)
 
 
 def test_versions_say_what_decides(benchmark: Benchmark) -> None:

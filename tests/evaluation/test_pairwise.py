@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from attnpo.config.compose import CONFIG_DIR, build, compose
 from attnpo.evaluation import pairwise
@@ -16,20 +15,14 @@ from attnpo.evaluation.base import Benchmark, Graded
 from attnpo.evaluation.grading.base import GradingCall, GradingReply
 from attnpo.evaluation.grading.local_grader import LocalGrader
 from attnpo.evaluation.pairwise import MODEL_FIRST, MODEL_SECOND, Contest, PairwiseBenchmark, PairwiseRules
-from attnpo.judge.wording import JudgeTemplate
-from attnpo.models.loading import load_model, load_tokenizer
+from attnpo.judge.prompts import JudgeTemplate
 from attnpo.schema import Sampling, UserError
 from tests.evaluation.checkouts import answers_to, arena_hard_auto
-from tests.run.worlds import GRAMMAR, World, build_world
+from tests.run.worlds import GRAMMAR, World
 
 RULES = PairwiseRules("judge/short.txt")
 CONTESTS = [Contest("q1", "why ?", " yes ", "no"), Contest("q2", "how ?", "so", "{answer_a}")]
 WORLD_RULES = PairwiseRules("judge/testbed.txt")
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return build_world(tmp_path_factory.mktemp("world"))
 
 
 def said(first: float, second: float, **more: float) -> GradingReply:
@@ -156,37 +149,11 @@ def asked(grader: LocalGrader, calls: Sequence[GradingCall]) -> dict[GradingCall
     return {call: reply for call, reply in grader.ask(calls) if isinstance(reply, GradingReply)}
 
 
-def test_values_are_those_of_plain_forwards(world: World) -> None:
-    """By hand: softmax over the two letters' logits in each order, averaged."""
-    model, tokenizer = load_model(world.model), load_tokenizer(world.model)
-    prompt = GRAMMAR.prompts("test")[0].text
-    contest = Contest("q", prompt, "the broth was nice .", "it had a poor bread .")
-    template = JudgeTemplate.from_file(CONFIG_DIR / "judge" / "testbed.txt")
-    chances = []
-    for first, second in ((contest.answer, contest.rival), (contest.rival, contest.answer)):
-        turns = [{"role": "user", "content": template.render(prompt, first, second).text}]
-        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
-        with torch.no_grad():
-            logits = model(input_ids=ids).logits[0, -1]
-        chances.append(logits[tokenizer.convert_tokens_to_ids(["A", "B"])].softmax(-1))
-    expected = (float(chances[0][0]) + float(chances[1][1])) / 2
-    grader = LocalGrader(str(world.model), accelerator="cpu")
-    found = WORLD_RULES.preferences(["q"], asked(grader, WORLD_RULES.calls("bench", 0, [contest])))
-    assert found.values == pytest.approx([expected], abs=1e-6)
-    assert found.counts[pairwise.OTHER_TOKEN] == 2  # a random model would rather write other words
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"labels": ("A", "A")}, "benchmark.pairwise.labels: expected two that differ"),
-        ({"top_logprobs": 0}, "benchmark.pairwise.top_logprobs must be at least 1"),
-    ],
-)
-def test_settings_out_of_range(settings: dict[str, object], words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        PairwiseRules(**settings)  # type: ignore[arg-type]
+def test_settings_out_of_range() -> None:
+    with pytest.raises(UserError, match=r"benchmark\.pairwise\.labels: expected two that differ"):
+        PairwiseRules(labels=("A", "A"))
+    with pytest.raises(UserError, match=r"benchmark\.pairwise\.top_logprobs must be at least 1"):
+        PairwiseRules(top_logprobs=0)
 
 
 def test_a_template_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ from attnpo.evaluation import pairwise
 from attnpo.evaluation.answers.questions import ModelAnswer
 from attnpo.evaluation.base import Benchmark, Graded
 from attnpo.evaluation.evaluating import RoundGrades, scores_of
-from attnpo.evaluation.grading.base import Grader, GradingReply
+from attnpo.evaluation.grading.base import Grader, GradingCall, GradingFailure, GradingReply, Price
 from attnpo.evaluation.grading.local_grader import LocalGrader
+from attnpo.evaluation.pairwise import Contest, PairwiseRules
 from attnpo.lab.testbed.benchmark import TestbedBenchmark
 from attnpo.lab.testbed.grammar import Grammar
 from attnpo.lab.testbed.scoring import win_rate
@@ -24,15 +25,11 @@ from attnpo.models.generate import chat_generator
 from attnpo.models.loading import load_model, load_tokenizer
 from attnpo.schema import Message, Sampling, UserError
 from attnpo.text.chat import ChatFormat
-from tests.run.worlds import GRAMMAR, World, build_world
+from tests.run.worlds import GRAMMAR, World
 
 COUNT = 24
+TRUTH = TruthGrader(Grammar())
 SAMPLING = Sampling(max_new_tokens=12)
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return build_world(tmp_path_factory.mktemp("world"))
 
 
 @pytest.fixture(scope="module")
@@ -131,19 +128,6 @@ def test_the_baselines_reviews_are_not_those_of_the_models_own_numbers(world: Wo
     assert dict(replace(bench, prompts=COUNT).baseline_answers()) == dict(bench.baseline_answers())
 
 
-def test_the_mirror_image_of_a_result(world: World, bench: TestbedBenchmark, answers: dict[str, ModelAnswer]) -> None:
-    """The model's and the baseline's reviews exchanged: each value is 100 less the other, under truth and judge."""
-    rivals = {name: ModelAnswer(name, (text,)) for name, text in bench.baseline_answers().items()}
-    mirror = replace(bench)
-    mirror.__dict__["_baseline_answers"] = {name: answer.turns[0] for name, answer in answers.items()}
-    judge = LocalGrader(str(world.model), accelerator="cpu", batch_size=1)
-    for grader in (TruthGrader(GRAMMAR), judge):
-        one, other = graded(bench, answers, grader), graded(mirror, rivals, grader)
-        total = one.values["win_rate"] + other.values["win_rate"]
-        assert total == pytest.approx(np.full(COUNT, 100.0), abs=1e-12)
-    assert one.values["win_rate"].std() > 0
-
-
 # ------------------------------------------------------------------------------------------------ a judge
 
 
@@ -158,6 +142,44 @@ def test_a_local_judge_gives_the_win_rate_of_the_same_calls(
     assert tuple(found.scores) == tuple(found.values) == tuple(found.weights) == ("win_rate", "reward")
     assert np.array_equal(found.values["reward"], graded(bench, answers, TruthGrader(GRAMMAR)).values["reward"])
     assert found.counts[pairwise.OTHER_TOKEN] == 2 * COUNT
+
+
+def compare(question: str) -> list[GradingCall]:
+    """Both orders of a fine review of a soup and a poor one."""
+    fine = "the broth was excellent . the bread was really nice ."  # (1 + 0.5) / 2
+    poor = "the broth was poor . the plot was superb ."  # (-0.5 - 1) / 2, the plot being no part of a soup
+    return PairwiseRules("judge/testbed.txt", strip=False).calls("testbed", 0, [Contest("q", question, fine, poor)])
+
+
+def test_the_truth_is_certain_and_names_no_call() -> None:
+    """Finds replies that were stored before calls held the texts apart: the messages are the same."""
+    calls = compare(next(prompt for prompt in Grammar().prompts("test") if prompt.topic == "soup").text)
+    replies = [reply for _, reply in TRUTH.ask(calls) if isinstance(reply, GradingReply)]
+    assert [(reply.text, reply.logprobs) for reply in replies] == [("A", {"A": 0.0}), ("B", {"B": 0.0})]
+    for call in calls:
+        assert call.compared is not None and all(text in call.messages[0]["content"] for text in call.compared)
+        bare = replace(call, compared=None)
+        assert (bare, bare.key({"model": "m"})) == (call, call.key({"model": "m"}))
+    assert calls[0].key({}) == "8df8642f9c6cf18e74b6ca0f1efb5fea"
+
+
+def test_what_is_no_comparison_of_reviews_is_a_failure() -> None:
+    whole = compare(next(prompt for prompt in Grammar().prompts("test") if prompt.topic == "soup").text)[0]
+    for call, words in (
+        (replace(whole, compared=None), "the truth compares two reviews of the testbed"),
+        (replace(whole, labels=()), "the truth compares two reviews of the testbed"),
+        (compare("write a poem")[0], "not a prompt of the testbed grammar"),
+    ):
+        ((_, reply),) = TRUTH.ask([call])
+        assert isinstance(reply, GradingFailure) and words in reply.problem
+    pulled = iter([whole, whole])
+    next(TRUTH.ask(pulled))
+    assert len(list(pulled)) == 1, "calls are pulled one by one"
+
+
+def test_the_truths_identity_is_the_world() -> None:
+    assert TRUTH.identity() != TruthGrader(Grammar(negation=0.5)).identity()
+    assert isinstance(TRUTH, Grader) and TRUTH.price == Price() and TRUTH.count_tokens(compare("a")[0]) == 0
 
 
 # ------------------------------------------------------------------------------------------------ what is missing

@@ -13,9 +13,7 @@ import pytest
 
 from attnpo.display.output import tables_json
 from attnpo.display.page import Section, TableBlock
-from attnpo.lab.reports.finished import read_study
-from attnpo.lab.studies.report import finish_study
-from attnpo.lab.studies.runner import run_study
+from attnpo.lab.results import read_study
 from attnpo.schema import UserError
 from attnpo.system.files import clean, write_record
 from experiments.gains.__main__ import main, report_gains
@@ -31,8 +29,6 @@ from experiments.gains.cases import (
     comparisons,
     read_cases,
 )
-from tests.lab.reports.test_reporting import STUDY, TRUTH
-from tests.run.worlds import build_world
 
 SOURCES = "attnpo.weights.sources"
 UNIFORM, ATTENTION = f"{SOURCES}.uniform.Uniform", f"{SOURCES}.attention.Attention"
@@ -71,8 +67,7 @@ def a_study(
     """A finished study of one grid point, by arm ("world: arm" where it has worlds) and seed."""
     folder.mkdir(parents=True)
     (folder / "tables.json").write_text(tables_json([Section("Arms", [TableBlock(["arm"], [["a"]])])]))
-    (folder / "study.json").write_text(json.dumps({"arms": arms}))
-    rows = []
+    rows, runs = [], []
     for number, ((label, seed), one) in enumerate(ran.items()):
         named = label.split(": ") if worlds else [label]
         place = folder / "points" / f"{clean('-'.join(named))}-lr=5e-05-beta=0.3-seed{seed}-{number:08x}"
@@ -81,6 +76,10 @@ def a_study(
         grid = {"optimizer.lr": "5e-05", "objective.beta": "0.3"}
         row = dict(zip(keys, named, strict=True)) | {"seed": seed, **grid}
         rows.append(row | {"test/reward": one.reward, "steps": 12, "seconds": 2.5})
+        run = {"world": named[0] if worlds else "", "arm": named[-1], "layer": None, "seed": seed}
+        values = [f"{key}={value}" for key, value in grid.items()]
+        runs.append({**run, "values": values, "folder": f"points/{place.name}"})
+    (folder / "study.json").write_text(json.dumps({"arms": arms, "kl_limit": 2.0, "runs": runs}))
     with (folder / "results.csv").open("w", encoding="utf-8", newline="") as lines:
         writer = csv.DictWriter(lines, list(rows[0]))
         writer.writeheader()
@@ -335,7 +334,8 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
         write_gains([lone], tmp_path, 2)
     with pytest.raises(UserError, match="--kl: expected a KL above 0, got -1"):
         write_gains([lone], tmp_path, -1)
-    (lone / "study.json").write_text("{}")
+    told = json.loads((lone / "study.json").read_text())
+    (lone / "study.json").write_text(json.dumps({"runs": told["runs"]}))
     with pytest.raises(UserError, match=r"study\.json: expected the configs of the study's arms"):
         write_gains([lone], tmp_path)
     (lone / "tables.json").unlink()
@@ -344,23 +344,3 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
     shutil.rmtree(lone)
     with pytest.raises(UserError, match="there is none"):
         write_gains([lone], tmp_path)
-
-
-def test_a_study_that_ran_is_read(tmp_path: Path) -> None:
-    """From the command's overrides through the names of its points' folders to the gain of its tables."""
-    world = build_world(tmp_path / "world")
-    (tmp_path / "configs" / "experiment").mkdir(parents=True)
-    (tmp_path / "configs" / "truth").mkdir()
-    (tmp_path / "configs" / "experiment" / "tiny.yaml").write_text(STUDY.replace("max_steps=1", "max_steps=4"))
-    (tmp_path / "configs" / "truth" / "known.yaml").write_text(TRUTH)
-    chosen = ("study.layers=[2]", "~study.arms.broken", "+study.worlds={one world: []}", "study.grid.lr=[1.0e-2]")
-    cfg = world.config("experiment=tiny", "+truth=known", *chosen, config_dir=tmp_path / "configs")
-    outcome = run_study(cfg, tmp_path / "out")
-    finish_study(outcome)
-    level = 0.9 * min(result.truth["test"].numbers["kl"] for _, result in outcome.points if result.truth)
-    harvest = Harvest()
-    collect(read_study(tmp_path / "out"), "out", level, harvest)
-    (case,) = harvest.cases().to_dict("records")
-    assert case["world"] == "out: one world" and harvest.lost == {}
-    assert 0 < case["effective share"] <= 1
-    assert np.isfinite([case[name] for name in ("agreement with labels", LENGTH, "training pairs")]).all()

@@ -1,6 +1,7 @@
 """The tap against eager attention maps of the same models, and what it must not allocate or run."""
 
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -8,12 +9,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from attnpo.judge import attention_rows
-from attnpo.judge.attention_rows import MaskRule
-from attnpo.judge.attention_tap import KERNELS, Probe
-from attnpo.judge.base import JudgeReading
+from attnpo.judge import attention
+from attnpo.judge.attention import KERNELS, MaskRule, Probe
 from attnpo.judge.reader import CausalJudge
 from attnpo.schema import UserError
+from tests.models.conftest import tiny_model
 
 Build = Callable[..., PreTrainedModel]
 LENGTHS = (5, 23, 12, 40, 1, 23)
@@ -33,6 +33,17 @@ def eager_maps(model: PreTrainedModel, ids: list[int]) -> Tensor:
     return torch.cat(maps)
 
 
+@cache
+def eager_readings(family: str) -> list[tuple[Tensor, int]]:
+    """Maps of each prompt by the model itself, and its most likely next token."""
+    model, found = tiny_model(family, "eager"), []
+    for ids in prompts():
+        with torch.no_grad():
+            output = model(input_ids=torch.tensor([ids]), output_attentions=True)
+        found.append((torch.cat(output.attentions), int(output.logits[0, -1].argmax())))
+    return found
+
+
 def dense_rollout(maps: Tensor) -> Tensor:
     """Last row of the product of (I + A) / 2, highest layer first."""
     eye = torch.eye(maps.shape[-1])
@@ -42,36 +53,26 @@ def dense_rollout(maps: Tensor) -> Tensor:
     return product[-1]
 
 
-def read(model: PreTrainedModel, ids: list[list[int]], **options: object) -> list[JudgeReading]:
-    settings = {"layers": LAYERS, "verdict": False, **options}
-    return CausalJudge(model, token_budget=100).read(ids, **settings)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("kernel", sorted(KERNELS))
 def test_rows_and_rollout_equal_eager_attention(tiny: Build, family: str, kernel: str) -> None:
-    ids, reference = prompts(), tiny(family, "eager")
     judge = CausalJudge(tiny(family, "eager"), token_budget=100, kernel=kernel)
-    means = judge.read(ids, layers=LAYERS, rollout=True)
-    heads = judge.read(ids, layers=LAYERS, per_head=True, verdict=False)
-    for prompt, mean, head in zip(ids, means, heads, strict=True):
-        maps = eager_maps(reference, prompt)
+    means = judge.read(prompts(), layers=LAYERS, rollout=True)
+    heads = judge.read(prompts(), layers=LAYERS, per_head=True, verdict=False)
+    for (maps, token), mean, head in zip(eager_readings(family), means, heads, strict=True):
         assert torch.allclose(mean.rows, maps[:, :, -1].mean(1), rtol=0, atol=1e-5)
         assert torch.allclose(head.rows, maps[:, :, -1], rtol=0, atol=1e-5)
         assert mean.rollout is not None
         assert torch.allclose(mean.rollout, dense_rollout(maps), rtol=0, atol=1e-5)
-        with torch.no_grad():
-            logits = reference(input_ids=torch.tensor([prompt])).logits[0, -1]
-        assert mean.verdict_token == int(logits.argmax())
+        assert mean.verdict_token == token
 
 
-@pytest.mark.parametrize("block", [16, 64])
 def test_rollout_in_many_blocks_equals_the_dense_product(
-    tiny: Build, family: str, block: int, monkeypatch: pytest.MonkeyPatch
+    tiny: Build, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several blocks of queries, the last one not full, windows far shorter than the prompt, rows of two lengths."""
-    monkeypatch.setattr(attention_rows, "SMALLEST_BLOCK", block)
-    monkeypatch.setattr(attention_rows, "LARGEST_BLOCK", block)
-    ids, reference = prompts((150, 131)), tiny(family, "eager")
+    monkeypatch.setattr(attention, "SMALLEST_BLOCK", 16)
+    monkeypatch.setattr(attention, "LARGEST_BLOCK", 16)
+    ids, reference = prompts((90, 71)), tiny(family, "eager")
     readings = CausalJudge(tiny(family, "eager")).read(ids, layers=LAYERS, rollout=True, verdict=False)
     for prompt, reading in zip(ids, readings, strict=True):
         maps = eager_maps(reference, prompt)
@@ -84,9 +85,9 @@ def test_rollout_in_many_blocks_equals_the_dense_product(
 
 
 def test_the_cases_reach_what_they_claim(tiny: Build) -> None:
-    rows = {
-        name: read(tiny(name, "eager"), prompts((40,)))[0].rows for name in ("llama", "mistral", "gemma2", "gpt_oss")
-    }
+    names = ("llama", "mistral", "gemma2", "gpt_oss")
+    judges = {name: CausalJudge(tiny(name, "eager")) for name in names}
+    rows = {name: one.read(prompts((40,)), layers=LAYERS, verdict=False)[0].rows for name, one in judges.items()}
     sums = {name: row.sum(-1) for name, row in rows.items()}
     assert rows["llama"].min() > 0 and float((rows["llama"][0] - rows["llama"][3]).abs().max()) > 0.05
     assert (rows["mistral"] > 0).sum(-1).tolist() == [7, 7, 7, 7]
@@ -97,12 +98,12 @@ def test_the_cases_reach_what_they_claim(tiny: Build) -> None:
 
 
 def test_one_layer_with_early_stop_equals_all_layers(tiny: Build, family: str) -> None:
-    model, ids = tiny(family, "eager"), prompts()
-    every = read(model, ids, verdict=True)
+    judge, ids = CausalJudge(tiny(family, "eager"), token_budget=100), prompts()
+    every = judge.read(ids, layers=LAYERS)
     for layer in LAYERS:
-        for alone, full in zip(read(model, ids, layers=(layer,)), every, strict=True):
+        for alone, full in zip(judge.read(ids, layers=(layer,), verdict=False), every, strict=True):
             assert torch.allclose(alone.rows[0], full.rows[layer - 1], rtol=0, atol=1e-6)
-    turned = read(model, ids, layers=(3, 1))
+    turned = judge.read(ids, layers=(3, 1), verdict=False)
     assert torch.allclose(turned[3].rows, every[3].rows[[2, 0]], rtol=0, atol=1e-6)
 
 
@@ -173,7 +174,7 @@ def test_a_silent_layer_is_named() -> None:
 
 
 def test_a_prepared_mask_is_refused(tiny: Build) -> None:
-    from attnpo.judge.attention_tap import tapped
+    from attnpo.judge.attention import tapped
 
     model = tiny("llama")
     with tapped(model.model, "sdpa"), pytest.raises(UserError, match="builds its own mask"):

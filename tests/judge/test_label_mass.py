@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attnpo.judge.base import JudgeReading
-from attnpo.judge.label_mass import LabelMass, in_words, mass_of
+from attnpo.judge.label_check import LabelMass, in_words, mass_of
 
 A, B, TRACE = 5, 6, 7
 TEXTS = {A: " A", B: " B", TRACE: "<think>"}

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,21 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnpo.judge.base import JudgePrompt
-from attnpo.judge.prompt_lengths import first_tokens, last_tokens, share_room
 from attnpo.judge.prompts import (
     BLANK,
     QUESTION_CUT,
     RESPONSE_CUT,
-    Assembly,
     JudgePrompts,
-    JudgeRules,
-    SpanMode,
+    JudgeTemplate,
+    first_tokens,
+    last_tokens,
     question_text,
+    share_room,
 )
-from attnpo.judge.trace_rules import TraceRules
-from attnpo.judge.wording import JudgeTemplate
-from attnpo.schema import SIDES, PreferencePair, UserError
-from tests.text.formats import FORMATS, PLAIN, Formats, kind
+from attnpo.judge.settings import Assembly, JudgeRules, SpanMode, TraceRules
+from attnpo.schema import SIDES, Message, PreferencePair, UserError
+from tests.text.formats import FORMATS, PLAIN, Formats
 from tests.text.test_chat import AWKWARD
 
 SMALL = "Asked: {question}\n\n### First\n{answer_a}\n### Second\n{answer_b}\n### Better letter:"
@@ -115,6 +115,7 @@ def test_one_pass_substitution_and_spans() -> None:
     assert rendered.spans == {"question": (4, 14), "answer_b": (15, 25), "answer_a": (26, 37)}
 
 
+@settings(max_examples=25)
 @given(question=st.text(max_size=20), a=st.text(max_size=20), b=st.text(max_size=20))
 def test_spans_hold_the_texts(question: str, a: str, b: str) -> None:
     rendered = JudgeTemplate(SMALL).render(question, a, b)
@@ -145,76 +146,68 @@ def test_unreadable_template_files(tmp_path: Path, formats: Formats) -> None:
 
 
 def test_questions_of_several_turns() -> None:
-    turns = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": "Hello"},
-        {"role": "user", "content": "Why?"},
-    ]
-    make = PreferencePair.make
-    assert question_text(make(turns[1:2], "a", "b").prompt) == "Hi"
-    assert question_text(make(turns, "a", "b").prompt) == (
-        "system: Be brief.\n\nuser: Hi\n\nassistant: Hello\n\nuser: Why?"
-    )
-    assert question_text(make(turns[:1], "a", "b").prompt) == "system: Be brief."
+    said = (("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello"), ("user", "Why?"))
+    turns = [Message(role=role, content=text) for role, text in said]
+    assert question_text(turns[1:2]) == "Hi" and question_text(turns[:1]) == "system: Be brief."
+    assert question_text(turns) == "system: Be brief.\n\nuser: Hi\n\nassistant: Hello\n\nuser: Why?"
 
 
 # ---------------------------------------------------------------------------------------------- assemblies
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=30, deadline=None)
-@given(question=AWKWARD, chosen=AWKWARD, rejected=AWKWARD)
-def test_text_assembly_covers_the_whole_response(formats, small, name, question, chosen, rejected) -> None:
-    prompts = JudgePrompts(JudgeRules(str(small)), formats(name))
-    pair = pair_of(question, chosen, rejected)
-    for prompt in prompts.build(pair):
-        for side in SIDES:
-            response, (begin, end) = pair.response(side), prompt.spans[side]
-            assert 0 < begin < end < len(prompt.input_ids)
-            assert shown_text(prompt, side, response) == response.strip()
-            if not response.strip():
-                assert set(prompt.offsets[side]) == {(0, 0)}
-        assert (prompt.spans["chosen"][1] <= prompt.spans["rejected"][0]) == prompt.chosen_is_a
-    first, second = prompts.build(pair)
-    assert first.chosen_is_a and not second.chosen_is_a and not first.cut
-
-
-@pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=30, deadline=None)
-@given(question=AWKWARD, chosen=AWKWARD, rejected=AWKWARD)
-def test_ids_assembly_holds_exactly_the_training_tokens(formats, small, name, question, chosen, rejected) -> None:
+def test_both_assemblies_of_any_texts(formats: Formats, rules: JudgeRules, name: str) -> None:
+    """TEXT covers the whole responses without outer blanks; IDS holds exactly the training tokens with characters."""
     chat = formats(name)
-    prompts = JudgePrompts(JudgeRules(str(small), assembly=Assembly.IDS), chat)
-    pair = pair_of(question, chosen, rejected)
-    rounds = prompts.build(pair)
-    for side in SIDES:
-        encoded = chat.encode(pair.prompt, pair.response(side))
-        content = [i for i, (start, end) in enumerate(encoded.offsets) if end > start]
+    blank = chat.tokenize(" ", start=False)[0]
+    whole, spliced = (JudgePrompts(replace(rules, assembly=one), chat) for one in Assembly)
+
+    @settings(max_examples=12)
+    @given(question=AWKWARD, chosen=AWKWARD, rejected=AWKWARD)
+    def check(question: str, chosen: str, rejected: str) -> None:
+        pair = pair_of(question, chosen, rejected)
+        rounds = whole.build(pair)
+        assert [prompt.chosen_is_a for prompt in rounds] == [True, False] and not rounds[0].cut
         for prompt in rounds:
-            begin, end = prompt.spans[side]
-            if content:
-                assert prompt.input_ids[begin:end] == [encoded.response_ids[i] for i in content]
-                assert prompt.offsets[side] == [encoded.offsets[i] for i in content]
-            else:
-                assert prompt.input_ids[begin:end] == chat.tokenize(" ", start=False)[0]
-                assert set(prompt.offsets[side]) == {(0, 0)}
-    # Both rounds are the same parts in another order.
-    assert sorted(rounds[0].input_ids) == sorted(rounds[1].input_ids)
+            for side in SIDES:
+                response, (begin, end) = pair.response(side), prompt.spans[side]
+                assert 0 < begin < end < len(prompt.input_ids)
+                assert shown_text(prompt, side, response) == response.strip()
+                assert response.strip() or set(prompt.offsets[side]) == {(0, 0)}
+            assert (prompt.spans["chosen"][1] <= prompt.spans["rejected"][0]) == prompt.chosen_is_a
+        rounds = spliced.build(pair)
+        for side in SIDES:
+            encoded = chat.encode(pair.prompt, pair.response(side))
+            content = [i for i, (start, end) in enumerate(encoded.offsets) if end > start]
+            for prompt in rounds:
+                begin, end = prompt.spans[side]
+                assert prompt.input_ids[begin:end] == ([encoded.response_ids[i] for i in content] or blank)
+                assert prompt.offsets[side] == ([encoded.offsets[i] for i in content] or [(0, 0)] * len(blank))
+        # Both rounds are the same parts in another order.
+        assert sorted(rounds[0].input_ids) == sorted(rounds[1].input_ids)
+
+    check()
 
 
-@pytest.mark.parametrize("assembly", list(Assembly))
 @pytest.mark.parametrize("name", FORMATS)
-def test_exactly_one_bos(formats: Formats, rules: JudgeRules, name: str, assembly: Assembly) -> None:
-    chat = formats(name)
-    bos = chat.tokenizer.bos_token_id
-    for plain in (True, False):
-        prompts = JudgePrompts(replace(rules, assembly=assembly, chat=plain), chat)
-        wanted = 0 if kind(name).startswith("gpt2") else 1
-        for prompt in prompts.build(pair_of("Why?", "Because.", "No idea")):
-            assert prompt.input_ids.count(bos) == wanted and prompt.input_ids[:wanted] == [bos] * wanted
-            text = chat.tokenizer.decode(prompt.input_ids)
-            assert ("Better letter:" in text) and text.endswith("Better letter:") == (not plain)
+def test_prompts_with_and_without_chat_template_and_prefill(formats: Formats, rules: JudgeRules, name: str) -> None:
+    """Exactly one BOS; labels are the tokens after the prompt; a prefill ends the prompt and moves no span."""
+    chat, pair = formats(name), pair_of("Which?", "the first one", "the second one, longer")
+    bos, wanted = chat.tokenizer.bos_token_id, 0 if name.startswith("gpt2") else 1
+    for assembly, plain in product(Assembly, (True, False)):
+        bare = replace(rules, assembly=assembly, chat=plain)
+        without, with_it = JudgePrompts(bare, chat), JudgePrompts(replace(bare, prefill="\nThe better letter:"), chat)
+        # After a special token Mistral's vocabulary opens a word; after a colon it does not.
+        labels = ["▁A", "▁B"] if name == "mistral" and plain else ["A", "B"]
+        assert chat.tokenizer.convert_ids_to_tokens(list(without.label_ids)) == labels
+        assert [chat.tokenizer.decode([index]).strip() for index in with_it.label_ids] == ["A", "B"]
+        for one, longer in zip(without.build(pair), with_it.build(pair), strict=True):
+            assert one.input_ids.count(bos) == wanted and one.input_ids[:wanted] == [bos] * wanted
+            text, written = (chat.tokenizer.decode(prompt.input_ids) for prompt in (one, longer))
+            assert "Better letter:" in text and text.endswith("Better letter:") == (not plain)
+            assert len(longer.input_ids) > len(one.input_ids) and written.endswith("The better letter:")
+            assert written.removesuffix("The better letter:").rstrip() == text.rstrip()
+            assert (longer.spans, longer.offsets) == (one.spans, one.offsets)
 
 
 def test_ids_assembly_of_a_letter_by_letter_prompt(formats: Formats, rules: JudgeRules) -> None:
@@ -319,13 +312,7 @@ def test_shares_of_the_room() -> None:
     assert share_room(3, 9, [9, 9], 768) == (0, [1, 1])
 
 
-@given(
-    room=st.integers(3, 60),
-    question=st.integers(0, 90),
-    a=st.integers(1, 90),
-    b=st.integers(1, 90),
-    most=st.integers(1, 90),
-)
+@given(st.integers(3, 60), st.integers(0, 90), *[st.integers(1, 90)] * 3)
 def test_shares_fit_and_leave_something(room: int, question: int, a: int, b: int, most: int) -> None:
     keep, (kept_a, kept_b) = share_room(room, question, [a, b], most)
     assert keep + kept_a + kept_b <= room
@@ -342,7 +329,7 @@ def test_cuts_never_split_a_character() -> None:
 
 @pytest.mark.parametrize("assembly", list(Assembly))
 @pytest.mark.parametrize("name", ["golden", "gpt2_plain", "mistral", "stories"])
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8)
 @given(data=st.data())
 def test_long_prompts_are_cut_at_characters(formats, small, name, assembly, data) -> None:
     """Whatever the texts: fewer than max_length tokens, a prefix of each response, both rounds alike, counted."""
@@ -350,9 +337,8 @@ def test_long_prompts_are_cut_at_characters(formats, small, name, assembly, data
     alphabet = st.sampled_from(["word ", "長城", "🎉", "👩🏽‍🔬", ".\n", "x", " "])
     texts = st.lists(alphabet, min_size=1, max_size=120).map("".join)
     pair = pair_of(data.draw(texts), "c" + data.draw(texts) + "c", "r" + data.draw(texts))
-    rules = JudgeRules(
-        str(small), assembly=assembly, max_length=data.draw(st.integers(110, 300)), max_response_length=90
-    )
+    limit = data.draw(st.integers(110, 300))
+    rules = JudgeRules(str(small), assembly=assembly, max_length=limit, max_response_length=90)
     prompts = JudgePrompts(rules, chat)
     whole = JudgePrompts(replace(rules, max_length=10**6), chat).build(pair)
     rounds = prompts.build(pair)
@@ -399,36 +385,6 @@ def test_a_template_that_does_not_fit(formats: Formats, rules: JudgeRules) -> No
 # ---------------------------------------------------------------------------------------------- labels, fingerprint
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("plain", [True, False])
-def test_labels_are_the_tokens_after_the_prompt(formats: Formats, rules: JudgeRules, name: str, plain: bool) -> None:
-    chat = formats(name)
-    found = JudgePrompts(replace(rules, chat=plain), chat).label_ids
-    assert [chat.tokenizer.decode([index]).strip() for index in found] == ["A", "B"]
-    words = chat.tokenizer.convert_ids_to_tokens(list(found))
-    # After a special token Mistral's vocabulary opens a word; after a colon it does not.
-    assert words == (["▁A", "▁B"] if kind(name) == "mistral" and plain else ["A", "B"])
-
-
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("assembly", list(Assembly))
-@pytest.mark.parametrize("plain", [True, False])
-def test_a_prefill_ends_the_prompt_and_moves_no_span(
-    formats: Formats, rules: JudgeRules, name: str, assembly: Assembly, plain: bool
-) -> None:
-    chat, pair = formats(name), pair_of("Which?", "the first one", "the second one, longer")
-    bare = replace(rules, assembly=assembly, chat=plain)
-    prefilled = JudgePrompts(replace(bare, prefill="\nThe better letter:"), chat)
-    for prompt, without in zip(prefilled.build(pair), JudgePrompts(bare, chat).build(pair), strict=True):
-        assert len(prompt.input_ids) > len(without.input_ids)
-        written = chat.tokenizer.decode(prompt.input_ids)
-        assert written.endswith("The better letter:")
-        assert written.removesuffix("The better letter:").rstrip() == chat.tokenizer.decode(without.input_ids).rstrip()
-        assert (prompt.spans, prompt.offsets) == (without.spans, without.offsets)
-    first, second = prefilled.label_ids
-    assert [chat.tokenizer.decode([index]).strip() for index in (first, second)] == ["A", "B"]
-
-
 def test_labels_follow_the_prefill(formats: Formats, rules: JudgeRules) -> None:
     """GPT-2 writes a letter after an open bracket without a blank, and after a word with one."""
     chat = formats("gpt2_chatml")
@@ -445,12 +401,9 @@ def test_labels_follow_the_prefill(formats: Formats, rules: JudgeRules) -> None:
 def test_refused_prefills(formats: Formats, rules: JudgeRules) -> None:
     with pytest.raises(UserError, match=r"judge\.prefill: .* or null for none"):
         replace(rules, prefill="")
+    blank = r"one token with the label 'A'.*judge\.prefill='The better answer is'"
     for name, prefill, story in (
-        (
-            "gpt2_chatml",
-            "The better answer is ",
-            r"one token with the label 'A'.*judge\.prefill='The better answer is'",
-        ),
+        ("gpt2_chatml", "The better answer is ", blank),
         ("gpt2_chatml", "  ", r"strips the end of '  '"),
         ("gpt2_plain", "Answer: A", r"one token with the label 'A'.*end it before the letter's token"),
     ):

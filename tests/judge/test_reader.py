@@ -18,15 +18,16 @@ IDS = [[5, 6, 7, 8, 9, 10], [11, 12], [20, 21, 22, 23], [30]]
 
 
 def test_golden_rows_rollout_and_verdicts(vectors: Path) -> None:
+    """Of short prompts; those of two thousand tokens are among those of tests/conformance/test_conformance.py."""
     folder = vectors / "extraction"
     expected = load_file(folder / "expected.safetensors")
     cases = json.loads((folder / "pairs.json").read_text(encoding="utf-8"))["pairs"]
     judge = CausalJudge(load_model(model_folder(folder / "model")), token_budget=8192)
     depths = (1, 4, 8)
-    rounds = [(index, order) for index in range(len(cases)) for order in ("cr", "rc")]
+    rounds = [(index, order) for index in range(0, 20, 2) for order in ("cr", "rc")]
     prompts = [cases[index]["rounds"][order]["judge_ids"] for index, order in rounds]
     readings = judge.read(prompts, layers=depths, rollout=True)
-    assert len(readings) == 46
+    assert len(readings) == 20
     for (index, order), reading in zip(rounds, readings, strict=True):
         for row, depth in zip(reading.rows, depths, strict=True):
             golden = expected[f"{index:02d}/L{depth:02d}/{order}/row"]
@@ -36,8 +37,7 @@ def test_golden_rows_rollout_and_verdicts(vectors: Path) -> None:
         assert reading.verdict_token == cases[index]["rounds"][order]["argmax_token_id"], (index, order)
 
 
-@pytest.mark.parametrize("kernel", ["sdpa", "blocks"])
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 2.2e-5), ("float32", 5e-5)])
+@pytest.mark.parametrize(("kernel", "dtype", "tolerance"), [("sdpa", "float64", 2.2e-5), ("blocks", "float32", 5e-5)])
 def test_golden_rows_per_head(vectors: Path, kernel: str, dtype: str, tolerance: float) -> None:
     # The golden float32 rows are 2.1e-5 away from those of the same model in float64: single heads are peaked and carry
     # the rounding of the layers below. Our float32 carries as much of its own, another on every kind of processor.

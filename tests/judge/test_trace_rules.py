@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from attnpo.judge.prompts import QUESTION_CUT, RESPONSE_CUT, Assembly, JudgePrompts, JudgeRules
-from attnpo.judge.trace_rules import TraceRules
+from attnpo.judge.prompts import QUESTION_CUT, RESPONSE_CUT, JudgePrompts
+from attnpo.judge.settings import Assembly, JudgeRules, TraceRules
 from attnpo.schema import Message, PreferencePair, UserError
-from tests.text.formats import CHATML, FORMATS, Formats
+from tests.text.formats import CHATML, Formats
 
 WORDING = "Which is better?\n{question}\n### A\n{answer_a}\n### B\n{answer_b}\n###\nA or B?"
 PAIR = PreferencePair.make([Message(role="user", content="Which?")], "the first one", "the second one, longer")
@@ -24,7 +24,7 @@ def rules(tmp_path: Path) -> JudgeRules:
     return JudgeRules(str(path))
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", ["golden", "gpt2_chatml", "mistral"])
 @pytest.mark.parametrize("assembly", list(Assembly))
 def test_the_prompt_is_that_without_a_prefill_which_comes_after_the_trace(
     formats: Formats, rules: JudgeRules, name: str, assembly: Assembly

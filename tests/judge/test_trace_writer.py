@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from attnpo.judge.base import WrittenTrace
-from attnpo.judge.trace_writer import TraceWriter
+from attnpo.judge.traces import TraceWriter
 from attnpo.schema import Sampling
 from tests.run.worlds import build_world
 

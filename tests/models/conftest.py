@@ -1,6 +1,6 @@
 """Tiny random models of several families, and a fixture that keeps fp64 models in fp64 throughout."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -18,31 +18,28 @@ from transformers import (
 )
 
 from attnpo.judge.reader import CausalJudge
-from tests.models.classes import SHAPE
+from attnpo.models.scored import ScoredLM
+from tests.models.classes import OWN, SHAPE
 
-CONFIGS: dict[str, Callable[..., PretrainedConfig]] = {
-    "llama": lambda **more: LlamaConfig(**SHAPE, **more),
-    "mistral": lambda **more: MistralConfig(**SHAPE, sliding_window=7, **more),
-    "qwen3": lambda **more: Qwen3Config(**SHAPE, **more),
-    "gemma2": lambda **more: Gemma2Config(
-        **SHAPE, sliding_window=6, attn_logit_softcapping=3.0, final_logit_softcapping=2.0, **more
-    ),
-    "gemma3": lambda **more: Gemma3TextConfig(**SHAPE, sliding_window=6, **more),
-    "gpt_oss": lambda **more: GptOssConfig(
-        **SHAPE,
-        sliding_window=6,
-        num_local_experts=2,
-        num_experts_per_tok=1,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        **more,
-    ),
+CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, object]]] = {
+    "llama": (LlamaConfig, {}),
+    "mistral": (MistralConfig, {"sliding_window": 7}),
+    "qwen3": (Qwen3Config, {}),
+    "gemma2": (Gemma2Config, OWN["gemma2"]),
+    "gemma3": (Gemma3TextConfig, {"sliding_window": 6}),
+    "gpt_oss": (GptOssConfig, OWN["gpt_oss"]),
 }
 FAMILIES = tuple(CONFIGS)
+EAGER = ("gemma2", "gpt_oss")  # which have no other attention
 
 
-def tiny_model(family: str, attention: str = "sdpa", **more: object) -> PreTrainedModel:
-    """A seeded random model with peaked attention and logits of size 1, so that layers, heads, words differ clearly."""
-    config = CONFIGS[family](**more)
+def tiny_model(family: str, attention: str | None = None, **more: object) -> PreTrainedModel:
+    """Makes a seeded model with peaked attention and logits of size 1, so that layers, heads, words differ clearly.
+
+    ``attention``: by default the fastest that the class has.
+    """
+    kind, own = CONFIGS[family]
+    config, attention = kind(**{**SHAPE, **own, **more}), attention or ("eager" if family in EAGER else "sdpa")
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     for name, parameter in model.named_parameters():
@@ -94,6 +91,27 @@ def batch_sizes(monkeypatch: pytest.MonkeyPatch) -> Callable[[CausalJudge], list
         return sizes
 
     return of
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone."""
+    from torch import distributed
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def sharded(scored: ScoredLM) -> ScoredLM:
+    """Shards every layer and the root over one process."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (1,))
+    for layer in (*scored.model.model.layers, scored):
+        fully_shard(layer, mesh=mesh)
+    return scored
 
 
 @pytest.fixture

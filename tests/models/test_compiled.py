@@ -105,14 +105,14 @@ def kept(model: PreTrainedModel, layout: str) -> int:
     return sum(sizes)
 
 
-@pytest.mark.parametrize(("layout", "recomputed"), [*((layout, False) for layout in LAYOUTS), ("shared_prefix", True)])
+@pytest.mark.parametrize(("layout", "recomputed"), [("padded", False), ("shared_prefix", True)])
 def test_compiled_blocks_give_the_same_numbers(
     exact_llama: Build, layout: str, recomputed: bool, graphs: list[int]
 ) -> None:
-    model = exact_llama()
+    model = exact_llama(num_hidden_layers=2)
     expected, whole = numbers(model, layout), kept(model, layout)
     if recomputed:
-        model.activation_checkpointing_enable(every_n_layers=2)
+        model.activation_checkpointing_enable()
     compile_blocks(model, "counting")
     assert gap(numbers(model, layout), expected) < 1e-10
     assert graphs and max(graphs) > 20, "something must have been compiled"
@@ -125,7 +125,7 @@ def test_compiled_blocks_give_the_same_numbers(
 
 @pytest.mark.parametrize(
     ("family", "layout", "recomputed", "count"),
-    [("llama", "shared_prefix", False, 1), ("llama", "shared_prefix", True, 1), ("mistral", "packed", False, 2)],
+    [("llama", "shared_prefix", True, 1), ("mistral", "packed", False, 2)],
 )
 def test_attention_in_one_call_is_inside_the_graph(
     tiny: Build,
@@ -138,7 +138,7 @@ def test_attention_in_one_call_is_inside_the_graph(
 ) -> None:
     """One graph for all blocks and batches, whatever their lengths; another where no row is as long as the window."""
     put_operator(monkeypatch, torch.float32)
-    model, names = tiny(family), list[str]()
+    model, names = tiny(family, num_hidden_layers=2), list[str]()
     policy = ScoredLM(model).train()
 
     def keeping(graph: Any, inputs: Any) -> Any:
@@ -151,7 +151,7 @@ def test_attention_in_one_call_is_inside_the_graph(
     def draw() -> list[int]:
         return torch.randint(3, 97, (int(torch.randint(1, 20, (), generator=generator)),), generator=generator).tolist()
 
-    prompts = [[draw() for _ in range(pairs)] for pairs in (1, 2, 3, 5, 4)]
+    prompts = [[draw() for _ in range(pairs)] for pairs in (1, 3, 5)]
     batches = [*BATCHES, *([(prompt, draw()) for prompt in some * 2] for some in prompts)]
 
     def run() -> list[Tensor]:
@@ -179,7 +179,7 @@ def test_attention_in_one_call_is_inside_the_graph(
 def test_the_usual_backend_gives_the_same_numbers(exact_llama: Build) -> None:
     import torch._inductor.config
 
-    model = exact_llama()
+    model = exact_llama(num_hidden_layers=2)
     expected = numbers(model, "shared_prefix")
     compile_blocks(model, "inductor")
     with torch._inductor.config.patch(compile_threads=1):
@@ -199,7 +199,7 @@ def test_the_usual_backend_gives_the_same_numbers_on_a_gpu(tiny: Build) -> None:
 def test_adapters_are_compiled_with_their_block(
     tiny: Build, graphs: list[int], quantize: str | None, tmp_path: Path
 ) -> None:
-    tiny("llama").save_pretrained(tmp_path)
+    tiny("llama", num_hidden_layers=2).save_pretrained(tmp_path)
     model = add_lora(load_model(tmp_path, quantize=quantize), LoraSpec(rank=2))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -219,7 +219,7 @@ def test_sampling_with_a_cache_compiles_nothing(tiny: Build, graphs: list[int]) 
 
 
 def test_a_compiled_model_takes_the_usual_layout(tiny: Build, graphs: list[int]) -> None:
-    model = tiny("qwen3")
+    model = tiny("qwen3", num_hidden_layers=1)
     compile_blocks(model, "counting")
     assert choose("auto", [ScoredLM(model)]) is shared_prefix and graphs
 
@@ -231,13 +231,11 @@ def tried(model: PreTrainedModel, backend: str, *, autocast: bool = False) -> No
     require_same_numbers(model, backend, shared_prefix, torch.device("cpu"), autocast=autocast)
 
 
-@pytest.mark.parametrize(
-    ("family", "autocast"), [("llama", False), ("llama", True), ("mistral", False), ("qwen3", True), ("gemma2", False)]
-)
+@pytest.mark.parametrize(("family", "autocast"), [("llama", True), ("gemma2", False)])
 def test_right_gradients_pass_and_nothing_is_touched(
     tiny: Build, family: str, autocast: bool, graphs: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = tiny(family, "eager" if family == "gemma2" else "sdpa")
+    model = tiny(family)
     before, state = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
     with caplog.at_level("INFO", "attnpo"):
         tried(model, "counting", autocast=autocast)

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Llama4TextConfig, PreTrainedModel
 
-from attnpo.judge.attention_tap import KERNELS
 from attnpo.judge.reader import CausalJudge
 from attnpo.models.prompt_rows import WORTH, one_row, row_batches
+from tests.models.classes import SHAPE
+from tests.models.conftest import FAMILIES
 
 Build = Callable[..., PreTrainedModel]
 LAYERS = (1, 2, 3, 4)
@@ -96,7 +97,14 @@ def test_rows_of_wide_models_are_short_on_a_cpu(
     assert sizes[1:] == [1] * 10, "the budget holds"
 
 
-@pytest.mark.parametrize("kernel", sorted(KERNELS))
+@pytest.mark.parametrize(
+    ("family", "kernel"),
+    [
+        *((family, "blocks") for family in FAMILIES if family != "qwen3"),
+        *((family, "sdpa") for family in ("mistral", "gemma3")),
+        ("mistral", "maps"),
+    ],
+)
 def test_readings_equal_those_of_single_prompts(tiny: Build, family: str, kernel: str) -> None:
     prompts = judged()
     prompts += [prompts[0], prompts[1][:50]]  # the same again, and the beginning of another
@@ -159,25 +167,16 @@ def test_a_model_of_half_precision_reads_rows(tiny: Build) -> None:
     assert seen and sum(seen) < 0.8 * sum(map(len, prompts))
 
 
-def test_attention_in_chunks_counts_positions(caplog: pytest.LogCaptureFixture) -> None:
-    """Llama 4 sees chunks of positions, by a rule that asks which row of the batch it is about."""
+def chunked(size: int, attention: str = "sdpa", **more: object) -> PreTrainedModel:
+    """Makes a Llama 4 that sees chunks of positions, by a rule that asks which row of the batch it is about."""
     torch.manual_seed(0)
-    config = Llama4TextConfig(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=48,
-        intermediate_size_mlp=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_local_experts=2,
-        attention_chunk_size=16,
-        attn_temperature_tuning=False,
-        initializer_range=0.2,
-        pad_token_id=0,
-    )
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    shape = {**SHAPE, "intermediate_size_mlp": 48, "num_local_experts": 2, "attn_temperature_tuning": False}
+    config = Llama4TextConfig(**shape, attention_chunk_size=size, initializer_range=0.2, **more)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+
+
+def test_attention_in_chunks_counts_positions(caplog: pytest.LogCaptureFixture) -> None:
+    model = chunked(16, "eager")
     prompts = judged()
     with caplog.at_level(logging.INFO, "attnpo"):
         readings = CausalJudge(model).read(prompts, layers=LAYERS)

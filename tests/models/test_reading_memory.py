@@ -10,18 +10,18 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig, PretrainedConfig
 
-from attnpo.judge.attention_rows import LayerAttention
+from attnpo.judge.attention import LayerAttention
 from attnpo.judge.reader import CausalJudge
 
-LENGTHS = (1024, 2048, 4096)
+LENGTHS = (512, 1024, 2048)
 BOUND = 1.1
 SHAPE = {
     "vocab_size": 97,
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
     "head_dim": 16,
     "max_position_embeddings": max(LENGTHS),
     "pad_token_id": 0,
@@ -31,8 +31,8 @@ SHAPE = {
 # Windows are shorter than every prompt: a longer one changes the kernel between two lengths, which is no growth.
 CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "llama": lambda: LlamaConfig(**SHAPE),
-    "window": lambda: MistralConfig(**SHAPE, sliding_window=512),
-    "softcap": lambda: Gemma2Config(**SHAPE, sliding_window=512, attn_logit_softcapping=3.0),
+    "window": lambda: MistralConfig(**SHAPE, sliding_window=256),
+    "softcap": lambda: Gemma2Config(**SHAPE, sliding_window=256, attn_logit_softcapping=3.0),
 }
 WHAT: dict[str, dict[str, Any]] = {
     "rollout": {"layers": (), "rollout": True},
@@ -109,4 +109,4 @@ def test_a_map_of_length_times_length_breaks_the_bound(monkeypatch: pytest.Monke
         yield slice(0, len(index)), slice(0, len(index)), self.rule.block(self.query.shape[0], index, index)
 
     monkeypatch.setattr(LayerAttention, "blocks", whole)
-    assert slope(reading_peaks("llama", "rollout", (512, 1024, 2048))) > 1.5
+    assert slope(reading_peaks("llama", "rollout")) > 1.5

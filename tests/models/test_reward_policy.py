@@ -11,7 +11,7 @@ from attnpo.models.layouts import packed, padded
 from attnpo.models.loading import load_model
 from attnpo.models.reward_policy import RewardPolicy
 from attnpo.objectives.cpo import CPO
-from attnpo.run.ending import next_commands
+from attnpo.run.messages import next_commands
 from attnpo.run.run import run
 from attnpo.schema import PreferenceBatch, RowGroup, UserError
 from tests.run.worlds import World, build_world
@@ -124,7 +124,7 @@ def test_a_run_with_defaults_names_what_to_set(world: World) -> None:
 def test_the_page_and_the_last_words_of_a_run_speak_of_no_log_probabilities_and_no_token_weights(
     world: World, tmp_path: Path
 ) -> None:
-    """Rewards stand on tokens, 0 but on the last; other weights than uniform are refused."""
+    """Rewards stand on tokens, 0 but on the last; other weights are refused. Other pages: ``run/test_run.py``."""
     cfg = world.config(*REWARD, "trainer.max_steps=1", "callbacks.checkpoints=false")
     result = run(cfg, tmp_path / "run")
     assert result is not None
@@ -132,6 +132,3 @@ def test_the_page_and_the_last_words_of_a_run_speak_of_no_log_probabilities_and_
     assert "Token weights of the first pairs" in page and "log-prob:" not in page
     commands = next_commands(cfg.composed, cfg.seed, tmp_path / "run")
     assert len(commands) == 2 and not any("weights=attention" in command for command in commands)
-    plain = world.config("weights=uniform", "trainer.max_steps=1", "callbacks=default", "callbacks.samples=0")
-    run(plain, tmp_path / "plain")
-    assert "log-prob: policy -" in (tmp_path / "plain" / "report.html").read_text(encoding="utf-8")

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from attnpo.models.layouts import LAYOUTS, padded
 from attnpo.models.scored import ScoredLM
 from attnpo.schema import ModelInputs, TokenStats, UserError
+from tests.models.conftest import sharded
 
 Build = Callable[..., PreTrainedModel]
 
@@ -43,18 +44,15 @@ def gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 1024])
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_equals_the_naive_step_in_double(exact_llama: Build, chunk: int, tied: bool, checkpointing: bool) -> None:
-    model = exact_llama(tie_word_embeddings=tied)
+def test_tied_heads_equal_the_naive_step_in_double(exact_llama: Build) -> None:
+    """One token at a time; other heads, chunks and layouts: ``test_packed_attention.py``."""
+    model = exact_llama(tie_word_embeddings=True)
     inputs, ids, mask, weights = batch()
     expected_loss = preference_loss(naive_logps(model, inputs, ids, mask), weights)
     expected = gradients(model, expected_loss)
-    if checkpointing:
-        model.activation_checkpointing_enable()
-        model.train()
-    stats = ScoredLM(model, chunk=chunk)(inputs, ids, mask)
+    model.activation_checkpointing_enable()
+    model.train()
+    stats = ScoredLM(model, chunk=1)(inputs, ids, mask)
     loss = preference_loss(stats.logps, weights)
     found = gradients(model, loss)
     assert abs(loss.item() - expected_loss.item()) < 1e-12
@@ -62,18 +60,6 @@ def test_equals_the_naive_step_in_double(exact_llama: Build, chunk: int, tied: b
     assert max(float(g.abs().max()) for g in expected.values()) > 1e-2, "the comparison must see real gradients"
     for name, gradient in expected.items():
         assert float((found[name] - gradient).abs().max()) < 1e-10, name
-
-
-def test_every_family_gives_its_own_logits(tiny: Build, family: str, caplog: pytest.LogCaptureFixture) -> None:
-    attention = "eager" if family in ("gemma2", "gpt_oss") else "sdpa"
-    model = tiny(family, attention)
-    inputs, ids, mask, _ = batch()
-    with torch.no_grad(), caplog.at_level(logging.WARNING, "attnpo"):
-        found = ScoredLM(model)(inputs, ids, mask).logps
-        expected = naive_logps(model, inputs, ids, mask)
-    assert not caplog.records, "backbone and head must fit without the fallback"
-    assert float(expected[mask].std()) > 0.3, "logits must not be flat"
-    assert torch.allclose(found, expected, rtol=0, atol=2e-5)
 
 
 def test_masked_positions_are_zero_without_gradient(exact_llama: Build) -> None:
@@ -152,12 +138,11 @@ def pairs() -> list[tuple[list[int], list[int]]]:
 
 
 @pytest.mark.parametrize("split", [True, False])
-@pytest.mark.parametrize("name", ["packed", "shared_prefix"])
-def test_every_statistic_and_its_gradient_in_every_layout(exact_llama: Build, name: str, split: bool) -> None:
+def test_every_statistic_and_its_gradient_where_prompts_are_shared(exact_llama: Build, split: bool) -> None:
     """Statistics of two models, with the whole logits where the head does not follow the backbone at once."""
     requests = {"logps", "hidden", "vocab:entropy", "joint:kl_ref_policy", "joint:kl_policy_ref"}
     found: dict[str, tuple[TokenStats, dict[str, Tensor]]] = {}
-    for layout in ("padded", name):
+    for layout in ("padded", "shared_prefix"):
         policy, reference = exact_llama(), exact_llama(hidden_act="gelu")
         if not split:
             policy.lm_head.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 0.7,))
@@ -168,7 +153,7 @@ def test_every_statistic_and_its_gradient_in_every_layout(exact_llama: Build, na
         stats = ScoredLM(policy)(*laid, requests, (state, other.head()))
         loss = preference_loss(stats.logps, torch.ones_like(stats.logps)) + stats.joint["kl_ref_policy"].sum()
         found[layout] = stats, gradients(policy, loss)
-    (ours, our_gradients), (theirs, their_gradients) = found[name], found["padded"]
+    (ours, our_gradients), (theirs, their_gradients) = found["shared_prefix"], found["padded"]
     assert theirs.hidden is not None and float(theirs.joint["kl_policy_ref"].detach().max()) > 1e-3
     for value, expected in (
         (ours.logps, theirs.logps),
@@ -239,58 +224,20 @@ def test_construction_leaves_modes_as_they_are(tiny: Build) -> None:
     assert model.model.layers[0].training
 
 
-def test_root_sharding_gives_the_same_loss_and_gradients(tiny: Build) -> None:
-    from torch import distributed
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    inputs, ids, mask, weights = batch()
-    plain = ScoredLM(tiny("llama"))
-    loss = preference_loss(plain(inputs, ids, mask).logps, weights.float())
-    expected = gradients(plain.model, loss)
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        scored = ScoredLM(tiny("llama"))
-        for layer in scored.model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(scored, mesh=mesh)
-        stats: TokenStats = scored(inputs, ids, mask)
-        sharded = preference_loss(stats.logps, weights.float())
-        sharded.backward()
-        assert torch.allclose(sharded, loss, atol=1e-6)
-        for name, parameter in scored.model.named_parameters():
-            assert torch.allclose(parameter.grad.full_tensor(), expected[name], atol=1e-6), name
-    finally:
-        distributed.destroy_process_group()
-
-
-@pytest.mark.parametrize("name", ["packed", "shared_prefix"])
-def test_autocast_and_sharding_in_every_layout(tiny: Build, name: str) -> None:
-    from torch import distributed
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
+@pytest.mark.parametrize("name", ["padded", "shared_prefix"])
+def test_autocast_and_sharding_in_every_layout(tiny: Build, name: str, one_rank: None) -> None:
     plain = ScoredLM(tiny("llama"))
     loss = preference_loss(plain(*LAYOUTS["padded"](pairs(), 0)).logps, torch.ones(4, 6))
     expected = gradients(plain.model, loss)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         rough = plain(*LAYOUTS[name](pairs(), 0)).logps
     assert abs(float((preference_loss(rough, torch.ones(4, 6)) - loss).detach())) < 0.3
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        scored = ScoredLM(tiny("llama"))
-        for layer in scored.model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(scored, mesh=mesh)
-        sharded = preference_loss(scored(*LAYOUTS[name](pairs(), 0)).logps, torch.ones(4, 6))
-        sharded.backward()
-        assert torch.allclose(sharded, loss, atol=1e-5)
-        for parameter, value in scored.model.named_parameters():
-            assert torch.allclose(value.grad.full_tensor(), expected[parameter], atol=1e-5), parameter
-    finally:
-        distributed.destroy_process_group()
+    scored = sharded(ScoredLM(tiny("llama")))
+    found = preference_loss(scored(*LAYOUTS[name](pairs(), 0)).logps, torch.ones(4, 6))
+    found.backward()
+    assert torch.allclose(found, loss, atol=1e-5)
+    for parameter, value in scored.model.named_parameters():
+        assert torch.allclose(value.grad.full_tensor(), expected[parameter], atol=1e-5), parameter
 
 
 @pytest.mark.parametrize("scaled", ["divides", "multiplies"])

@@ -275,3 +275,11 @@ def with_gradient(objective: PreferenceObjective, case: Case) -> tuple[Objective
     out = call(objective, case.with_policy(leaf))
     (gradient,) = torch.autograd.grad(out.losses.sum(), leaf)
     return out, gradient
+
+
+def with_leaves(objective: PreferenceObjective, case: Case) -> tuple[ObjectiveOutput, TokenStats]:
+    """Returns the output, and the policy's statistics with the gradients of the summed losses."""
+    policy = each(case.policy, lambda _, value: value.clone().requires_grad_())
+    out = call(objective, replace(case, policy=policy))
+    out.losses.sum().backward()
+    return out, policy

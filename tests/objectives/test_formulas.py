@@ -16,16 +16,15 @@ from attnpo.objectives.dpo import dpo_loss
 from attnpo.objectives.ipo import ipo_loss
 from attnpo.objectives.kto import kto_loss
 from attnpo.objectives.orpo import orpo_loss
-from attnpo.objectives.otpo import otpo_loss
 from attnpo.objectives.rdpo import rdpo_loss
 from attnpo.objectives.rrhf import rrhf_loss
 from attnpo.objectives.simpo import simpo_loss
 from attnpo.objectives.slic_hf import slic_hf_loss
 from attnpo.objectives.tdpo import tdpo1_loss, tdpo2_loss
-from attnpo.objectives.terms import Sft, chosen_nll, low_shares, with_anchor
+from attnpo.objectives.terms import Sft, add_sft, chosen_nll, low_shares, with_anchor
 from attnpo.objectives.tidpo import Triplet, tidpo_loss, triplet_term
 from attnpo.objectives.tis_dpo import tis_dpo_loss
-from attnpo.objectives.twdpo import twdpo_loss, twdpo_variant_loss
+from attnpo.objectives.twdpo import otpo_loss, twdpo_loss, twdpo_variant_loss
 from attnpo.schema import ObjectiveOutput, RowGroup
 
 DOCS = Path(__file__).parents[2] / "docs" / "objectives.md"
@@ -58,7 +57,7 @@ def log_odds(mean: float) -> float:
 
 CASES: list[tuple[Callable[[], ObjectiveOutput], float, tuple[float, float]]] = [
     (lambda: dpo_loss(P, R, MASK, 0.4), -lsig(0.4 * 3), (0.4, -0.8)),
-    (lambda: dpo_loss(P, R, MASK, 0.4, nll=NLL, sft_coef=0.5), -lsig(0.4 * 3) + 1.5, (0.4, -0.8)),
+    (lambda: add_sft(dpo_loss(P, R, MASK, 0.4), NLL, 0.5), -lsig(0.4 * 3) + 1.5, (0.4, -0.8)),
     (lambda: dpo_loss(P, R, MASK, 0.4, clip_ratio=1.0), -lsig(0.4 * 2), (0.4, -0.4)),
     (lambda: twdpo_variant_loss(P, R, WEIGHTS, MASK, LENGTHS, 0.4, clip_ratio=0.4), -lsig(0.4 * 2), (0.32, -0.48)),
     (lambda: with_anchor(dpo_loss(P, R, MASK, 0.4), KL, MASK, 0.1), -lsig(0.4 * 3) + 0.1 * 0.4, (0.4, -0.8)),
@@ -73,15 +72,15 @@ CASES: list[tuple[Callable[[], ObjectiveOutput], float, tuple[float, float]]] = 
         (0.4, -2.4),
     ),
     (lambda: rdpo_loss(P, R, WEIGHTS, MASK, LENGTHS, 0.4, 0.05), -lsig(0.4 * 7 + 0.05), (0.4, -2.4)),
-    (lambda: cpo_loss(P, WEIGHTS, MASK, LENGTHS, 0.4, nll=NLL), -lsig(0.4 * 9.5) + 3, (-1.0, -4.8)),
+    (lambda: add_sft(cpo_loss(P, WEIGHTS, MASK, LENGTHS, 0.4), NLL), -lsig(0.4 * 9.5) + 3, (-1.0, -4.8)),
     (lambda: simpo_loss(P, WEIGHTS, MASK, 2.0, 1.0), -lsig(2 * 2.75 - 1), (-2.5, -8.0)),
     (
-        lambda: orpo_loss(P, WEIGHTS, MASK, 0.1, NLL),
+        lambda: add_sft(orpo_loss(P, WEIGHTS, MASK, 0.1), NLL),
         3 - 0.1 * lsig(log_odds(-1.25) - log_odds(-4.0)),
         (-0.125, -0.4),
     ),
-    (lambda: rrhf_loss(P, WEIGHTS, MASK, 0.0, NLL, 0.5), 1.5, (-2.5, -4.0)),
-    (lambda: slic_hf_loss(P, WEIGHTS, MASK, LENGTHS, 10.0, NLL, 0.1), 10 - 9.5 + 0.3, (-2.5, -12.0)),
+    (lambda: add_sft(rrhf_loss(P, WEIGHTS, MASK, 0.0), NLL, 0.5), 1.5, (-2.5, -4.0)),
+    (lambda: add_sft(slic_hf_loss(P, WEIGHTS, MASK, LENGTHS, 10.0), NLL, 0.1), 10 - 9.5 + 0.3, (-2.5, -12.0)),
     (lambda: tdpo1_loss(P, R, WEIGHTS, MASK, LENGTHS, KL, 0.4), -lsig(0.4 * (7 - 0.2)), (0.52, -2.2)),
     (lambda: tdpo2_loss(P, R, WEIGHTS, MASK, LENGTHS, KL, 0.4, 0.5), -lsig(0.4 * (7 - 0.1)), (0.52, -2.2)),
     (

@@ -14,72 +14,45 @@ import torch
 from torch import Tensor
 
 from attnpo.objectives.dpo import DPO
-from attnpo.objectives.otpo import OTPO
-from attnpo.schema import PreferenceBatch, RowGroup, TokenStats, UserError
-from attnpo.weights.optimal_transport import Plan
+from attnpo.objectives.twdpo import OTPO
+from attnpo.schema import PreferenceBatch, TokenStats
+from attnpo.weights.sources.transport import Plan
 from tests.conformance.fields import Record
 from tests.conformance.records import Check, Status
 from tests.conformance.transport import recompute
+from tests.objectives.inputs import make_batch, make_rows
 
 
-def made_batch(factors: Tensor, mask: Tensor) -> PreferenceBatch:
-    rows = RowGroup(
-        response_ids=torch.zeros(mask.shape, dtype=torch.long),
-        response_mask=mask,
-        token_weights={"reward": factors},
-        source_lengths=mask.sum(-1).double(),
-        reference_logps=None,
-        factors=True,
-    )
-    pairs = mask.shape[0] // 2
-    return PreferenceBatch({"main": rows}, torch.ones(pairs), tuple(map(str, range(pairs))), step_pairs=pairs)
+def made_batch(counts: tuple[int, ...], factors: Tensor | None = None) -> PreferenceBatch:
+    """Returns a batch with these factors, or 1 for every token."""
+    rows = make_rows(counts)
+    given = rows.response_mask.double() if factors is None else factors
+    return make_batch(replace(rows, token_weights={"reward": given}, factors=True))
 
 
-@pytest.fixture
-def case() -> tuple[TokenStats, TokenStats, Tensor]:
+def test_factors_of_one_are_dpo() -> None:
     generator = torch.Generator().manual_seed(4)
-    policy, reference = -3 * torch.rand(2, 4, 6, generator=generator, dtype=torch.float64)
-    mask = torch.arange(6) < torch.tensor([6, 2, 4, 1])[:, None]
-    return TokenStats(policy.requires_grad_()), TokenStats(reference), mask
-
-
-def test_factors_of_one_are_dpo(case: tuple[TokenStats, TokenStats, Tensor]) -> None:
-    policy, reference, mask = case
-    batch = made_batch(mask.double(), mask)
-    found = OTPO(0.3, label_smoothing=0.1)(policy, reference, batch)
-    expected = DPO(0.3, label_smoothing=0.1)(policy, reference, batch)
+    logps, reference = -3 * torch.rand(2, 4, 6, generator=generator, dtype=torch.float64)
+    stats, batch = (TokenStats(logps.requires_grad_()), TokenStats(reference)), made_batch((6, 2, 4, 1))
+    found, expected = (kind(0.3, label_smoothing=0.1)(*stats, batch) for kind in (OTPO, DPO))
     torch.testing.assert_close(found.losses, expected.losses, rtol=0, atol=1e-14)
     torch.testing.assert_close(found.chosen_rewards, found.extras["unweighted/chosen"], rtol=0, atol=1e-14)
-    grads = [torch.autograd.grad(out.losses.sum(), policy.logps)[0] for out in (found, expected)]
+    grads = [torch.autograd.grad(out.losses.sum(), logps)[0] for out in (found, expected)]
     torch.testing.assert_close(*grads, rtol=0, atol=1e-14)
+    with pytest.raises(ValueError, match="OTPO reads factors"):
+        OTPO()(*stats, make_batch(replace(batch.main, factors=False)))
 
 
 def test_a_pair_by_hand() -> None:
     # d_w = (1, -0.5, 2), w_w = (.9, .7, .4); d_l = (-1, 0.25), w_l = (1.2, .8): 1.35 and -1; no length enters
-    mask = torch.tensor([[True, True, True], [True, True, False]])
     ratios = torch.tensor([[1.0, -0.5, 2.0], [-1.0, 0.25, 9.0]], dtype=torch.float64)
     factors = torch.tensor([[0.9, 0.7, 0.4], [1.2, 0.8, 9.0]], dtype=torch.float64)
-    out = OTPO(0.4)(TokenStats(ratios), TokenStats(torch.zeros_like(ratios)), made_batch(factors, mask))
+    out = OTPO(0.4)(TokenStats(ratios), TokenStats(torch.zeros_like(ratios)), made_batch((3, 2), factors))
     assert out.losses.item() == pytest.approx(math.log(1 + math.exp(-0.4 * 2.35)), abs=1e-12)
     assert out.chosen_rewards.item() == pytest.approx(0.4 * 1.35)
     assert out.rejected_rewards.item() == pytest.approx(-0.4)
     assert out.extras["unweighted/chosen"].item() == pytest.approx(0.4 * 2.5)
     assert out.extras["unweighted/rejected"].item() == pytest.approx(0.4 * -0.75)
-
-
-def test_a_distribution_is_refused(case: tuple[TokenStats, TokenStats, Tensor]) -> None:
-    policy, reference, mask = case
-    batch = made_batch(mask.double(), mask)
-    batch = replace(batch, groups={"main": replace(batch.main, factors=False)})
-    with pytest.raises(ValueError, match="OTPO reads factors"):
-        OTPO()(policy, reference, batch)
-
-
-@pytest.mark.parametrize(("key", "values"), [("beta", (0.0, math.nan)), ("label_smoothing", (-0.1, 0.5))])
-def test_settings_out_of_range_are_refused(key: str, values: tuple[float, ...]) -> None:
-    for value in values:
-        with pytest.raises(UserError, match=rf"objective\.{key} must be .*, got {value}"):
-            OTPO(**{key: value})
 
 
 # ---------------------------------------------------------------------------------------------------- golden records
@@ -155,10 +128,7 @@ SOURCE = "attnpo.weights.sources.transport."
     ],
 )
 def test_a_golden_record_fails_on_what_is_wrong(
-    records: list[dict[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
-    target: str,
-    breaks: Callable[[Any], Any],
+    records: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, target: str, breaks: Callable[[Any], Any]
 ) -> None:
     monkeypatch.setattr(target, breaks(pkgutil.resolve_name(target)))
     assert Status.FAIL in statuses(records)

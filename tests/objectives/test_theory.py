@@ -9,7 +9,7 @@ from torch import Tensor
 from attnpo.objectives.base import PreferenceObjective
 from attnpo.objectives.dpo import DPO
 from attnpo.objectives.twdpo import TwDPO
-from attnpo.schema import ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats
+from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats
 from experiments.theory.cases import Reads, spread_weights
 from experiments.theory.gradient_descent import preference_loss
 from experiments.theory.problem import (
@@ -20,29 +20,23 @@ from experiments.theory.problem import (
     token_logps,
     total_variation,
 )
+from tests.objectives.inputs import make_batch, make_rows
 
-COUNTS = torch.tensor([5, 3, 1, 4, 2, 5])  # three chosen responses, then their rejected ones
+COUNTS = (5, 3, 1, 4, 2, 5)  # three chosen responses, then their rejected ones
+LENGTHS = torch.tensor(COUNTS, dtype=torch.float64)[:, None]
 
 
-def batch_of(weights: Tensor, mask: Tensor, lengths: Tensor) -> PreferenceBatch:
-    rows = RowGroup(
-        response_ids=torch.zeros(mask.shape, dtype=torch.long),
-        response_mask=mask,
-        token_weights={"reward": weights},
-        source_lengths=lengths,
-        reference_logps=None,
-    )
-    pairs = len(mask) // 2
-    return PreferenceBatch({"main": rows}, torch.ones(pairs), tuple(map(str, range(pairs))), step_pairs=pairs)
+def batch_of(weights: Tensor, counts: tuple[int, ...]) -> PreferenceBatch:
+    return make_batch(make_rows(counts, weights))
 
 
 def drawn(scale: float) -> tuple[Tensor, Tensor, PreferenceBatch]:
     """Policy and reference log-probs and a batch with distributions over the response tokens as weights."""
     random = torch.Generator().manual_seed(11)
-    mask = torch.arange(5) < COUNTS[:, None]
+    mask = make_rows(COUNTS).response_mask
     policy, reference, raw = (torch.rand(6, 5, generator=random, dtype=torch.float64) for _ in range(3))
     weights = raw * mask / (raw * mask).sum(-1, keepdim=True)
-    return -scale * policy, -scale * reference, batch_of(weights, mask, COUNTS.double())
+    return -scale * policy, -scale * reference, batch_of(weights, COUNTS)
 
 
 def gradient(policy: Tensor, reference: Tensor, batch: PreferenceBatch, objective: PreferenceObjective) -> Tensor:
@@ -57,7 +51,7 @@ def gradient(policy: Tensor, reference: Tensor, batch: PreferenceBatch, objectiv
 def test_the_gradient_is_the_closed_form(scale: float, length_scale: bool) -> None:
     beta = 0.7
     policy, reference, batch = drawn(scale)
-    factors = batch.main.token_weights["reward"] * (COUNTS.double()[:, None] if length_scale else 1.0)
+    factors = batch.main.token_weights["reward"] * (LENGTHS if length_scale else 1.0)
     rewards = beta * (factors * (policy - reference)).sum(-1)
     push = -beta * torch.sigmoid(-(rewards[:3] - rewards[3:]))  # of the chosen side; the rejected side is its opposite
     expected = factors * torch.cat([push, -push])[:, None]
@@ -75,7 +69,7 @@ def test_the_gradient_by_the_logits_is_a_difference_of_weighted_scores() -> None
     ids = torch.randint(words, (6, 5, 1), generator=random)
     logps = logits.log_softmax(-1).gather(-1, ids).squeeze(-1)
     TwDPO(beta)(TokenStats(logps), TokenStats(reference), batch).losses.sum().backward()
-    factors = batch.main.token_weights["reward"] * COUNTS.double()[:, None]
+    factors = batch.main.token_weights["reward"] * LENGTHS
     rewards = beta * (factors * (logps.detach() - reference)).sum(-1)
     push = -beta * torch.sigmoid(-(rewards[:3] - rewards[3:]))
     scores = torch.nn.functional.one_hot(ids.squeeze(-1), words) - logits.detach().softmax(-1)
@@ -89,7 +83,7 @@ def test_a_token_of_weight_zero_gets_exactly_no_gradient() -> None:
     weights = batch.main.token_weights["reward"].clone()
     weights[0, 2] = weights[3, 0] = 0.0
     policy[0, 2] = -torch.inf  # not even a token the policy forbids
-    batch = batch_of(weights, batch.main.response_mask, batch.main.source_lengths)
+    batch = batch_of(weights, COUNTS)
     found = gradient(policy, reference, batch, TwDPO(0.3))
     silent = (weights == 0) | ~batch.main.response_mask
     assert torch.equal(found[silent], torch.zeros_like(found[silent]))
@@ -113,11 +107,7 @@ def scored(
 ) -> tuple[ObjectiveOutput, Tensor]:
     pairs = torch.tensor(list(combinations(range(len(problem.rewards)), 2))).T
     rows, length = pairs.flatten(), problem.tree.length
-    batch = batch_of(
-        weights[rows] / length,
-        torch.ones(len(rows), length, dtype=torch.bool),
-        torch.full((len(rows),), float(length), dtype=torch.float64),
-    )
+    batch = batch_of(weights[rows] / length, (length,) * len(rows))
     policy_logps, reference_logps = (token_logps(problem.tree, one)[rows] for one in (policy, problem.reference))
     return objective(TokenStats(policy_logps), TokenStats(reference_logps), batch), pairs
 

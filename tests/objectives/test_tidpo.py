@@ -1,4 +1,4 @@
-"""TI-DPO: step and triplet by hand, stop-gradients, the batch mean as terms per pair, pairs without a triplet."""
+"""TI-DPO: step and triplet by hand, stop-gradients, pairs without a triplet; test_contract.py has what holds of all."""
 
 import math
 from dataclasses import replace
@@ -9,78 +9,38 @@ from torch import Tensor
 
 from attnpo.objectives.base import StepObjective
 from attnpo.objectives.tidpo import TIDPO, triplet_term
-from attnpo.schema import ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats, UserError
+from attnpo.schema import RowGroup
+from tests.objectives.inputs import COUNTS, Case, call, garbled, make_case, with_each, with_leaves
 
-PAIRS, WIDTH, ANCHORS = 3, 6, 5
-COUNTS = torch.tensor([6, 2, 4, 3, 6, 1])
-ANCHOR_COUNTS = torch.tensor([5, 3, 1])
-
-
-def group(mask: Tensor, weights: Tensor) -> RowGroup:
-    return RowGroup(
-        response_ids=torch.zeros(mask.shape, dtype=torch.long),
-        response_mask=mask,
-        token_weights={"reward": weights},
-        source_lengths=mask.sum(-1).double(),
-        reference_logps=None,
-        factors=True,
-    )
+OBJECTIVE = TIDPO(0.2, 0.3, 0.5, 0.7)
+PAIRS, LENGTHS = len(COUNTS[0]), COUNTS[0] + COUNTS[1]
 
 
-class Case:
-    """Random statistics of three pairs with weights as factors, and an anchor for each."""
+@pytest.fixture
+def case() -> Case:
+    return make_case(OBJECTIVE)
 
-    def __init__(self, seed: int = 0) -> None:
-        draw = torch.Generator().manual_seed(seed)
 
-        def random(rows: int, width: int) -> Tensor:
-            return torch.rand(rows, width, generator=draw, dtype=torch.float64)
-
-        self.mask = torch.arange(WIDTH) < COUNTS[:, None]
-        self.anchor_mask = torch.arange(ANCHORS) < ANCHOR_COUNTS[:, None]
-        self.logps, self.ref = -3 * random(2 * PAIRS, WIDTH), -3 * random(2 * PAIRS, WIDTH)
-        self.kl = random(2 * PAIRS, WIDTH)
-        self.weights = 2 * random(2 * PAIRS, WIDTH) * self.mask
-        self.anchor, self.anchor_ref = -3 * random(PAIRS, ANCHORS), -3 * random(PAIRS, ANCHORS)
-
-    def leaves(self) -> dict[str, Tensor]:
-        return {name: getattr(self, name).clone().requires_grad_() for name in ("logps", "kl", "anchor")}
-
-    def output(self, objective: TIDPO, leaves: dict[str, Tensor] | None = None) -> ObjectiveOutput:
-        given = leaves or self.leaves()
-        policy = TokenStats(
-            given["logps"],
-            joint={"kl_ref_policy": given["kl"]},
-            groups={"anchor": TokenStats(given["anchor"], joint={"kl_ref_policy": torch.zeros_like(given["anchor"])})},
-        )
-        reference = TokenStats(self.ref, groups={"anchor": TokenStats(self.anchor_ref)})
-        groups = {
-            "main": group(self.mask, self.weights),
-            "anchor": group(self.anchor_mask, self.anchor_mask.double()),
-        }
-        ids = tuple(map(str, range(PAIRS)))
-        batch = PreferenceBatch(groups, torch.ones(PAIRS, dtype=torch.float64), ids, step_pairs=PAIRS)
-        return objective(policy, reference, batch)
-
-    def gradients(self, objective: TIDPO) -> dict[str, Tensor]:
-        leaves = self.leaves()
-        self.output(objective, leaves).losses.sum().backward()
-        return {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()}
+def gradients(objective: TIDPO, case: Case) -> dict[str, Tensor]:
+    """Returns those of the summed losses at log-probabilities, KLs and the anchors' log-probabilities."""
+    _, policy = with_leaves(objective, case)
+    leaves = {"logps": policy.logps, "kl": policy.joint["kl_ref_policy"], "anchor": policy.groups["anchor"].logps}
+    return {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()}
 
 
 def plain_losses(case: Case, objective: TIDPO) -> list[float]:
-    """The definition, pair by pair, in plain numbers."""
-    found = []
-    ratio = (case.logps - case.ref).tolist()
-    anchors = (case.anchor - case.anchor_ref).tolist()
-    for pair in range(PAIRS):
+    """Returns the definition, pair by pair, in plain numbers."""
+    assert case.reference is not None
+    found, of_policy, of_reference = [], case.policy.groups["anchor"].logps, case.reference.groups["anchor"].logps
+    ratio, anchors = (case.policy.logps - case.reference.logps).tolist(), (of_policy - of_reference).tolist()
+    weights, kls = case.batch.main.token_weights["reward"], case.policy.joint["kl_ref_policy"]
+    for pair, anchor in enumerate(case.batch.groups["anchor"].response_mask.sum(-1).tolist()):
         weighted, kl, distance = [], [], []
         for row in (pair, pair + PAIRS):
-            length = int(COUNTS[row])
-            weighted.append(sum(case.weights[row, t].item() * ratio[row][t] for t in range(length)))
-            kl.append(sum(case.kl[row, :length].tolist()))
-            shared = min(length, int(ANCHOR_COUNTS[pair]))
-            distance.append(sum((anchors[pair][t] - ratio[row][t]) ** 2 for t in range(shared)))
+            length = LENGTHS[row]
+            weighted.append(sum(weights[row, t].item() * ratio[row][t] for t in range(length)))
+            kl.append(sum(kls[row, :length].tolist()))
+            distance.append(sum((anchors[pair][t] - ratio[row][t]) ** 2 for t in range(min(length, anchor))))
         z = weighted[0] - weighted[1] - (objective.alpha * (kl[1] - kl[0]) if objective.kl else 0.0)
         triplet = max(0.0, distance[0] - distance[1] + objective.triplet_margin)
         found.append(math.log1p(math.exp(-objective.beta * z)) + objective.gamma_triplet * triplet)
@@ -88,60 +48,38 @@ def plain_losses(case: Case, objective: TIDPO) -> list[float]:
 
 
 @pytest.mark.parametrize("kl", [True, False])
-def test_losses_by_their_definition(kl: bool) -> None:
-    case, objective = Case(), TIDPO(0.2, 0.3, 0.5, 0.7, kl)
-    out = case.output(objective)
+def test_losses_by_their_definition(case: Case, kl: bool) -> None:
+    objective = replace(OBJECTIVE, kl=kl)
+    out = call(objective, case)
     assert out.losses.tolist() == pytest.approx(plain_losses(case, objective), rel=1e-12)
     assert 0 < int((out.extras["triplet"] > 0).sum()) < PAIRS, "both sides of the relu must be seen"
     assert ("seq_kl/chosen" in out.extras) is kl
 
 
-def test_gradients_stop_at_the_chosen_kl_alone() -> None:
+def test_gradients_stop_at_the_chosen_kl_alone(case: Case) -> None:
     """And reach every log-prob: of the pair's rows by their weights, of the anchor by the triplet."""
-    case = Case()
-    found = case.gradients(TIDPO(0.2, 0.3, 0.5, 0.7))
-    assert not found["kl"][:PAIRS].any() and bool((found["kl"][PAIRS:][case.mask[PAIRS:]] > 0).all())
+    found, mask = gradients(OBJECTIVE, case), case.mask
+    assert not found["kl"][:PAIRS].any() and bool((found["kl"][PAIRS:][mask[PAIRS:]] > 0).all())
     assert bool((found["anchor"] != 0).any())
-    step = case.gradients(TIDPO(0.2, 0.3, 0.0))
-    assert bool((step["logps"][:PAIRS] <= 0).all() and (step["logps"][PAIRS:] >= 0).all())
-    ratio = step["logps"][case.mask] / case.weights[case.mask]
-    spread = torch.zeros_like(step["logps"]).masked_scatter(case.mask, ratio)
-    for row in range(2 * PAIRS):
-        values = spread[row, : int(COUNTS[row])]
+    step = gradients(replace(OBJECTIVE, gamma_triplet=0.0), case)["logps"]
+    assert bool((step[:PAIRS] <= 0).all() and (step[PAIRS:] >= 0).all())
+    weights = case.batch.main.token_weights["reward"]
+    for row, length in enumerate(LENGTHS):
+        values = step[row, :length] / weights[row, :length]
         torch.testing.assert_close(values, values[:1].expand_as(values), rtol=1e-10, atol=0)
 
 
-def test_gradients_agree_with_finite_differences() -> None:
-    case, objective = Case(3), TIDPO(0.2, 0.3, 0.5, 0.7)
-    found = case.gradients(objective)
-    for name in ("logps", "anchor"):
-        for row, column in ((0, 0), (4, 2) if name == "logps" else (1, 1)):
-            values = []
-            for step in (1e-6, -1e-6):
-                leaves = case.leaves()
-                leaves[name].data[row, column] += step
-                values.append(case.output(objective, leaves).losses.sum().item())
-            assert found[name][row, column].item() == pytest.approx((values[0] - values[1]) / 2e-6, rel=1e-6, abs=1e-9)
+def test_the_anchors_gradient_agrees_with_finite_differences(case: Case) -> None:
+    def losses(logps: Tensor) -> Tensor:
+        anchor = replace(case.policy.groups["anchor"], logps=logps)
+        return call(OBJECTIVE, replace(case, policy=replace(case.policy, groups={"anchor": anchor}))).losses
+
+    assert torch.autograd.gradcheck(losses, (case.policy.groups["anchor"].logps.clone().requires_grad_(),))
 
 
-def test_values_under_the_masks_never_matter() -> None:
-    objective = TIDPO(0.2, 0.3, 0.5, 0.7)
-    clean, dirty = Case(), Case()
-    for name, mask in (("logps", clean.mask), ("kl", clean.mask), ("anchor", clean.anchor_mask)):
-        setattr(dirty, name, torch.where(mask, getattr(dirty, name), float("-inf")))
-    dirty.weights = torch.where(dirty.mask, dirty.weights, float("nan"))
-    dirty.ref = torch.where(dirty.mask, dirty.ref, float("nan"))
-    assert torch.equal(clean.output(objective).losses, dirty.output(objective).losses)
-    one, other = clean.gradients(objective), dirty.gradients(objective)
+def test_values_under_the_masks_reach_no_gradient(case: Case) -> None:
+    one, other = gradients(OBJECTIVE, case), gradients(OBJECTIVE, garbled(case))
     assert all(torch.equal(one[name], other[name]) for name in one)
-
-
-def test_a_step_s_mean_is_the_mean_loss_plus_gamma_times_the_mean_triplet() -> None:
-    """What the code does (the batch mean, added to every example) and a term per pair are one number."""
-    case, objective = Case(), TIDPO(0.2, 0.3, 0.5, 0.7)
-    whole, step = case.output(objective), case.output(replace(objective, gamma_triplet=0.0))
-    everywhere = step.losses + 0.5 * whole.extras["triplet"].mean()
-    torch.testing.assert_close(whole.losses.mean(), everywhere.mean(), rtol=1e-14, atol=0)
 
 
 def test_a_triplet_by_hand() -> None:
@@ -155,34 +93,40 @@ def test_a_triplet_by_hand() -> None:
     assert swapped.losses.item() == pytest.approx(15.5) and bool(swapped.measured.all())
 
 
+def without_anchors(case: Case) -> Case:
+    """Returns the case with anchors of no column."""
+
+    def rows(name: str, group: RowGroup) -> RowGroup:
+        ids, mask = group.response_ids[:, :0], group.response_mask[:, :0]
+        weights = {"reward": group.token_weights["reward"][:, :0]}
+        return group if name == "main" else replace(group, response_ids=ids, response_mask=mask, token_weights=weights)
+
+    return with_each(case, lambda name, value: value if name == "main" else value[:, :0], rows)
+
+
 @pytest.mark.parametrize("empty", ["anchor", "chosen", "rejected", "no anchor position at all"])
-def test_a_pair_without_a_distance_has_no_triplet_and_is_counted(empty: str) -> None:
-    case = Case()
-    if empty == "anchor":
-        case.anchor_mask[1] = False
-    elif empty == "no anchor position at all":
-        case.anchor, case.anchor_ref, case.anchor_mask = (
-            value[:, :0] for value in (case.anchor, case.anchor_ref, case.anchor_mask)
-        )
-    else:
-        case.mask[1 if empty == "chosen" else 1 + PAIRS] = False
-    out = case.output(TIDPO(0.2, 0.3, 0.5, 0.7))
-    expected = [1.0] * PAIRS if empty.startswith("no ") else [0.0, 1.0, 0.0]
-    assert out.extras["triplet_unmeasured"].tolist() == expected
+def test_a_pair_without_a_distance_has_no_triplet_and_is_counted(case: Case, empty: str) -> None:
+    groups, nowhere = dict(case.batch.groups), empty.startswith("no ")
+    name, row = ("anchor", 1) if empty == "anchor" else ("main", 1 if empty == "chosen" else 1 + PAIRS)
+    mask = groups[name].response_mask.clone()
+    mask[row] = False
+    groups[name] = replace(groups[name], response_mask=mask)
+    case = replace(case, batch=replace(case.batch, groups=groups))
+    out = call(OBJECTIVE, without_anchors(case) if nowhere else case)
+    assert out.extras["triplet_unmeasured"].tolist() == [float(nowhere or pair == 1) for pair in range(PAIRS)]
     assert out.extras["triplet"][1].item() == 0.0 and bool(out.losses.isfinite().all())
 
 
-def test_weights_of_one_give_the_tdpo2_step_and_its_rewards() -> None:
-    case = Case()
-    case.weights = case.mask.double()
-    out = case.output(TIDPO(0.2, 0.3, 0.0))
-    sums = ((case.logps - case.ref) * case.mask).sum(-1)
-    kl = (case.kl * case.mask).sum(-1)
+def test_weights_of_one_give_the_tdpo2_step_and_its_rewards(case: Case) -> None:
+    assert case.reference is not None
+    case = case.with_rows(token_weights={"reward": case.mask.double()})
+    out = call(replace(OBJECTIVE, gamma_triplet=0.0), case)
+    sums = ((case.policy.logps - case.reference.logps) * case.mask).sum(-1)
+    kl = (case.policy.joint["kl_ref_policy"] * case.mask).sum(-1)
     z = 0.2 * (sums[:PAIRS] - sums[PAIRS:] - 0.3 * (kl[PAIRS:] - kl[:PAIRS]))
     torch.testing.assert_close(out.losses, -torch.nn.functional.logsigmoid(z), rtol=1e-12, atol=0)
     torch.testing.assert_close(out.chosen_rewards, 0.2 * (sums + kl)[:PAIRS], rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(out.extras["unweighted/rejected"], 0.2 * sums[PAIRS:], rtol=1e-12, atol=1e-14)
-    assert not any(value.requires_grad for value in (out.chosen_rewards, out.rejected_rewards, *out.extras.values()))
 
 
 def test_it_asks_for_what_it_reads() -> None:
@@ -193,17 +137,3 @@ def test_it_asks_for_what_it_reads() -> None:
     assert not isinstance(TIDPO(), StepObjective)
     assert set(TIDPO(kl=False, gamma_triplet=0.0).unread()) == {"alpha", "triplet_margin", "anchor"}
     assert not TIDPO().unread()
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"beta": 0.0}, r"objective\.beta must be above 0"),
-        ({"alpha": -0.1}, r"objective\.alpha must be .*at least 0.*, got -0\.1"),
-        ({"gamma_triplet": float("inf")}, r"objective\.gamma_triplet must be .*finite.*, got inf"),
-        ({"triplet_margin": -1.0}, r"objective\.triplet_margin must be .*, got -1\.0"),
-    ],
-)
-def test_settings_out_of_range_are_refused(wrong: dict[str, float], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        TIDPO(**wrong)

@@ -139,37 +139,22 @@ def test_the_standard_error_is_that_of_a_mean() -> None:
     assert standard_error([1.0]) is None and standard_error([]) is None
 
 
-def test_rows_captured_another_way_are_another_choice(
-    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asking(made, tmp_path).settle()
-    monkeypatch.setattr("attnpo.lab.auto_layer.CAPTURE_VERSION", "a later one")
-    asking(made, tmp_path).settle()
-    assert len(list((tmp_path / CHOICE).glob("*.json"))) == 2
-
-
 def test_the_rules_are_those_of_the_configuration_or_none(made: Made) -> None:
     with pytest.raises(UserError, match=r"^auto_layer: required"):
         made[0].config("weights=attention", "weights.layer=auto", "~auto_layer")
 
 
-def test_other_rules_are_another_choice(made: Made, tmp_path: Path) -> None:
+def test_other_rules_are_another_choice(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And so are rows that are captured another way."""
     first = asking(made, tmp_path).record()
     second = asking(made, tmp_path, pairs=6).record()
     sink = asking(made, tmp_path)
     without = replace(sink.source, postprocess=replace(sink.source.postprocess, sink_tokens=0))
     replace(sink, source=without).settle()
-    assert len(list((tmp_path / CHOICE).glob("*.json"))) == 3
+    monkeypatch.setattr("attnpo.lab.auto_layer.CAPTURE_VERSION", "a later one")
+    asking(made, tmp_path).settle()
+    assert len(list((tmp_path / CHOICE).glob("*.json"))) == 4
     assert (first["pairs"], second["pairs"]) == (4, 6)
-
-
-def test_a_damaged_record_is_computed_anew(made: Made, tmp_path: Path) -> None:
-    first = asking(made, tmp_path).record()
-    (stored,) = (tmp_path / CHOICE).glob("*.json")
-    stored.write_text('{"layer": 1', encoding="utf-8")
-    again, record = asking(made, tmp_path).settle()
-    assert record is not None and record["scores"] == first["scores"]
-    assert json.loads(stored.read_text(encoding="utf-8"))["layer"] == again.layer
 
 
 def test_several_processes_do_not_each_look_for_it(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,28 +9,21 @@ from transformers import CanineTokenizer
 
 from attnpo.config.compose import check, compose, load
 from attnpo.data.built import Prepared
-from attnpo.data.reading import read_pairs
 from attnpo.lab.studies.bases import make_basis
-from attnpo.lab.studies.fit_config import FitConfig
+from attnpo.lab.studies.config import FitConfig
 from attnpo.lab.studies.plan import plan_study
 from attnpo.lab.studies.runner import run_study
 from attnpo.lab.testbed.prepare import Testbed
 from attnpo.lab.testbed.pretrain import new_model
 from attnpo.lab.testbed.tokenizer import build_tokenizer
-from attnpo.run.inputs import encode
 from attnpo.run.resolve import resolve, settle
 from attnpo.schema import UserError
 from tests.run.made import make, make_inputs
-from tests.run.worlds import GRAMMAR, RECIPE, World, build_world
+from tests.run.worlds import GRAMMAR, RECIPE, World
 
 CARRIED = ("align.method=${other_judge.align}", "objective.length_from=${other_judge.length_from}")
 ANOTHER = ("judge=other", "other_judge.template_file=judge/testbed.txt", "other_judge.max_length=512", *CARRIED)
 BY_CHARACTERS = ("other_judge.align=characters", "other_judge.length_from=train")
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return build_world(tmp_path_factory.mktemp("world"))
 
 
 def save_judge(folder: Path, seed: int, merges: int | None = 250) -> Path:
@@ -144,7 +137,7 @@ def test_counting_the_tokens_of_another_vocabulary_is_warned_of_once(
     world: World, judge: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     cfg = world.config("weights=attention", *ANOTHER, "other_judge.align=characters", f"other_judge.path={judge}")
-    with caplog.at_level(logging.WARNING, logger="attnpo.run.startup"):
+    with caplog.at_level(logging.WARNING, logger="attnpo.run.messages"):
         resolve(cfg)
         resolve(cfg)
         resolve(world.config("weights=attention", *ANOTHER, *BY_CHARACTERS, f"other_judge.path={judge}"))
@@ -160,19 +153,6 @@ def test_a_judge_of_the_same_vocabulary_is_read_as_the_own_model_is(world: World
     for pair, captured in own.weighed.captured.items():
         for one, two in zip(captured.rounds, other.weighed.captured[pair].rounds, strict=True):
             assert torch.equal(one.chosen.weights, two.chosen.weights)
-
-
-def test_the_stored_rows_of_two_judges_are_told_apart_by_their_weights(world: World, tmp_path: Path) -> None:
-    """What names a study's points holds the judge's weights, so another judge in the same folder is another point."""
-    keys = []
-    for seed in (1, 2, 1):
-        path = save_judge(tmp_path / "judge", seed)
-        cfg, base, readers, _ = resolve(
-            world.config("weights=attention", *ANOTHER, *BY_CHARACTERS, f"other_judge.path={path}")
-        )
-        pairs = read_pairs(cfg.data, cfg.weights, base.store)
-        keys.append(readers.weigh(cfg.weights, encode(pairs, base, cfg.lengths).encoded).key)
-    assert keys[0] == keys[2] != keys[1]
 
 
 # ---- the study ---------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from attnpo.run.result import RunResult
 from attnpo.run.run import run
 from attnpo.schema import PreferencePair, RowGroup, TokenStats, UserError
 from tests.run.made import Made, make
-from tests.run.worlds import World, build_world
+from tests.run.worlds import World
 
 DRIFT = ("drift.pairs=4", "drift.train_pairs=8", "drift.answers=5")
 TRUTH = (
@@ -27,11 +27,6 @@ TRUTH = (
     "grammar:{_target_:attnpo.lab.testbed.grammar.Grammar,min_clauses:1,max_clauses:2}}"
 )
 RUN = ("callbacks=none", "optimizer.lr=0.01", "objective.beta=0.5", *DRIFT)
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return build_world(tmp_path_factory.mktemp("world"))
 
 
 def kept(monkeypatch: pytest.MonkeyPatch) -> list[list[PreferencePair]]:
@@ -49,12 +44,15 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[list[PreferencePair]]:
 
 
 def test_a_run_with_a_truth_measures_everything(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The KL on all answers is the scorer's: by rows in double precision, and by hidden states against both heads."""
     sampled = kept(monkeypatch)
     before = {path.parent.name for path in world.store.rglob("key.json")}
-    result = run(world.config(*RUN, TRUTH, "callbacks.report=true", "callbacks.heat_maps=0"), tmp_path / "run")
+    more = ("drift.answers=6", "callbacks.report=true", "callbacks.heat_maps=0")
+    result = run(world.config(*RUN, TRUTH, *more), tmp_path / "run")
     found = result.drift
     assert RunResult.read((tmp_path / "run" / "result.json").read_text()) == result
-    assert (found["pairs"]["responses"], found["answers"]["responses"]) == (8, 5)
+    assert (found["pairs"]["responses"], found["answers"]["responses"]) == (8, 6)
+    assert found["answers"]["kl"] == pytest.approx(result.truth["test"].numbers["kl"], rel=1e-4)
     assert found["pairs"]["kl"] > 0 and set(found["ranking_accuracy"]) == {
         "train", "validation", "train_clean", "train_flipped"
     }  # fmt: skip
@@ -100,13 +98,6 @@ def test_points_of_a_process_ask_the_base_once(world: World, tmp_path: Path, mon
     assert first == second == outside
 
 
-def test_the_kl_on_answers_is_that_of_the_scorer(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ways to it: log-probabilities of whole rows in double precision, and hidden states against both heads."""
-    everyone = (*DRIFT[:2], "drift.answers=6")
-    result = run(world.config("callbacks=none", "optimizer.lr=0.01", *everyone, TRUTH), tmp_path / "run")
-    assert result.moved("answers/kl") == pytest.approx(result.truth["test"].numbers["kl"], rel=1e-4)
-
-
 def test_without_a_truth_the_pairs_are_measured(world: World, tmp_path: Path) -> None:
     cfg = world.config(*RUN)
     assert cfg.unread()["drift.answers"] == "no answers are sampled without a truth"
@@ -116,7 +107,6 @@ def test_without_a_truth_the_pairs_are_measured(world: World, tmp_path: Path) ->
     assert "truth" not in result.drift["pairs"]
     plain = world.config("callbacks=none")
     assert plain.drift.unread()["answers"] == "drift.pairs=0 measures nothing"
-    assert run(plain, tmp_path / "off").drift == {}
 
 
 @pytest.fixture
@@ -187,7 +177,7 @@ def test_sampled_answers_are_weighed_as_the_pairs_are(world: World, overrides: l
     files = {path: path.stat().st_mtime_ns for path in world.store.rglob("*")}
     found = drift_of(made, made.inputs.pairs["val"].pairs)
     assert [len(found[part]["classes"]) for part in ("pairs", "answers")] == [classes, classes]
-    assert ("effective_beta" in found) is (classes == 4)
+    assert ("effective_beta" in found) is (classes == 4) and found["answers"]["responses"] == 5
     assert {path: path.stat().st_mtime_ns for path in world.store.rglob("*")} == files
 
 

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from attnpo.config.compose import load
 from attnpo.evaluation.answers.answering import answer_prompts, described
 from attnpo.models.loading import load_tokenizer
+from attnpo.run.input_summary import example_statistics
 from attnpo.run.report import card_facts, make_exporter
 from attnpo.run.run import run
 from attnpo.schema import UserError
@@ -56,7 +57,8 @@ def made_of(world: World, template: str | None, folder: Path) -> Made:
 def export(made: Made, folder: Path) -> None:
     """Writes the model that training starts from as a run would its policy."""
     spec, chat = made.base.spec, made.base.chat
-    exporter = make_exporter(spec, chat, None, card_facts(made.cfg, spec, made.inputs))
+    facts = card_facts(made.cfg, spec, made.inputs, example_statistics(made.inputs))
+    exporter = make_exporter(spec, chat, None, facts)
     exporter.export(LlamaForCausalLM.from_pretrained(spec.path), folder)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from attnpo.lab.studies.fit_config import FitConfig
+from attnpo.lab.studies.config import FitConfig
 from attnpo.run import training
 from attnpo.run.combinations import require_reference
 from attnpo.run.models import load_reference, reference_table
@@ -16,21 +16,10 @@ from attnpo.run.run import run
 from attnpo.schema import UserError
 from attnpo.training.metrics_file import read_metrics
 from tests.run.made import make
-from tests.run.worlds import TRAIN, VAL, World, build_world
+from tests.run.worlds import TRAIN, VAL, World
 from tests.training.processes import in_two_processes
 
 QUICK = ("weights=uniform", "callbacks=none", "trainer.validate_every=1", "trainer.max_epochs=2")
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return build_world(tmp_path_factory.mktemp("world"))
-
-
-@pytest.fixture
-def fresh(world: World, tmp_path: Path) -> World:
-    """The same world with a store of its own."""
-    return World(world.model, world.data, tmp_path / "store")
 
 
 @pytest.fixture
@@ -78,42 +67,37 @@ def test_the_second_epoch_reads_what_the_first_has_stored(
     assert losses(tmp_path / "again", "train/loss") == losses(tmp_path / "cached", "train/loss")
 
 
-def test_the_second_epoch_runs_no_reference(fresh: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows: list[int] = []
-    ask: Callable[..., object] = training.PreferenceModule._reference_stats
-
-    def counted(self: object, group: object, requests: object) -> object:
-        if self.reference is not None:  # type: ignore[attr-defined]
-            rows.append(group.response_ids.shape[0])  # type: ignore[attr-defined]
-        return ask(self, group, requests)
-
-    monkeypatch.setattr(training.PreferenceModule, "_reference_stats", counted)
-    run(fresh.config(*QUICK[:-2], "trainer.validate_every=epoch", QUICK[-1], "reference=first_epoch"), tmp_path / "run")
-    # Validation before the first step and after the first epoch, and the first epoch itself; two rows a pair.
-    assert sum(rows) == 2 * (VAL + TRAIN + VAL)
-
-
-def test_the_reference_is_gone_in_the_second_epoch(
+def test_the_second_epoch_runs_no_reference_and_holds_none(
     fresh: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing else holds on to it: on a GPU its memory is to be free."""
+    rows: list[int] = []
     alive: list[tuple[int, bool]] = []
     loaded: list[weakref.ref[object]] = []
+    ask: Callable[..., object] = training.PreferenceModule._reference_stats
+    train: Callable[..., object] = training.PreferenceModule.training_step
 
     def load(*given: object) -> object:
         reference = load_reference(*given)  # type: ignore[arg-type]
         loaded.append(weakref.ref(reference))
         return reference
 
+    def counted(self: object, group: object, requests: object) -> object:
+        if self.reference is not None:  # type: ignore[attr-defined]
+            rows.append(group.response_ids.shape[0])  # type: ignore[attr-defined]
+        return ask(self, group, requests)
+
     def step(self: object, batch: object, index: int) -> object:
         gc.collect()
         alive.append((self.trainer.current_epoch, loaded[0]() is not None))  # type: ignore[attr-defined]
         return train(self, batch, index)
 
-    train: Callable[..., object] = training.PreferenceModule.training_step
     monkeypatch.setattr(training, "load_reference", load)
+    monkeypatch.setattr(training.PreferenceModule, "_reference_stats", counted)
     monkeypatch.setattr(training.PreferenceModule, "training_step", step)
-    run(fresh.config(*QUICK, "reference=first_epoch"), tmp_path / "run")
+    run(fresh.config(*QUICK[:-2], "trainer.validate_every=epoch", QUICK[-1], "reference=first_epoch"), tmp_path / "run")
+    # Validation before the first step and after the first epoch, and the first epoch itself; two rows a pair.
+    assert sum(rows) == 2 * (VAL + TRAIN + VAL)
     assert set(alive) == {(0, True), (1, False)}
 
 

@@ -12,19 +12,13 @@ from attnpo.models.loading import load_model, model_heads
 from attnpo.schema import SIDES, UserError
 from attnpo.weights.postprocess import Postprocess
 from tests.run.made import Made, make, make_inputs
-from tests.run.worlds import TRAIN, VAL, World, build_world, judge_loads
-
-
-@pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> World:
-    """A world that nobody has used: two layers of two heads."""
-    return build_world(tmp_path_factory.mktemp("world"))
+from tests.run.worlds import TRAIN, VAL, World, judge_loads
 
 
 @pytest.fixture
-def world(template: World, tmp_path: Path) -> World:
+def world(fresh: World) -> World:
     """The same model and pairs with an empty store."""
-    return World(template.model, template.data, tmp_path / "store")
+    return fresh
 
 
 def direct_rows(made: Made, world: World) -> dict[str, list[dict[str, torch.Tensor]]]:

@@ -17,7 +17,7 @@ from attnpo.cli.entry import run_entry
 from attnpo.data import weighing
 from attnpo.run import models, report, run
 from attnpo.training.module import PreferenceModule
-from tests.run.worlds import World, build_world
+from tests.run.worlds import World
 
 # What is slowed down in the run, and what is to be read meanwhile.
 SLOW = (
@@ -57,11 +57,6 @@ class Said(logging.Handler):
             return function(*arguments, **named)
 
         return waits
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return build_world(tmp_path_factory.mktemp("world"))
 
 
 @pytest.fixture(scope="module")

@@ -6,15 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from attnpo.config.compose import CONFIG_DIR, as_yaml, load
+from attnpo.config.compose import CONFIG_DIR, load
 from attnpo.lab.studies.arms import point_folder
 from attnpo.lab.studies.bases import make_basis
 from attnpo.lab.studies.plan import plan_study
 from attnpo.lab.studies.study import Arm, Point
-from attnpo.run.identity import by_class, identity_of, saved_numbers
-from attnpo.run.resume import check_same
-from attnpo.schema import UserError
+from attnpo.run.identity import by_class, identity_of
 from attnpo.system import source_digest as sources
+from attnpo.system.files import file_digest
 from attnpo.system.source_digest import SHOWING, source_digest
 from tests.run.worlds import build_world
 from tests.test_layering import imported_names
@@ -37,24 +36,20 @@ def shows(name: str) -> bool:
     return any(name == one or name.startswith(f"{one}/") for one in SHOWING)
 
 
-def test_every_module_that_can_run_a_point_counts_and_no_other(package: Path) -> None:
-    """Each file is changed in turn: a comment is enough, what it means is not judged."""
-    names = sorted(path.relative_to(package).as_posix() for path in package.rglob("*.py"))
-    before, stayed = fresh(package), set()
-    for name in names:
-        content = (package / name).read_bytes()
-        (package / name).write_bytes(content + b"# changed\n")
-        if fresh(package) == before:
-            stayed.add(name)
-        (package / name).write_bytes(content)
-    assert fresh(package) == before and len(names) > 150
-    assert stayed == {name for name in names if shows(name)}
+def test_every_module_that_can_run_a_point_counts_and_no_other(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the files whose contents are digested."""
+    read: list[Path] = []
+    monkeypatch.setattr(sources, "file_digest", lambda path: read.append(path) or file_digest(path))
+    fresh(package)
+    names = {path.relative_to(package).as_posix() for path in package.rglob("*.py")}
+    counted = {path.relative_to(package).as_posix() for path in read}
+    assert len(names) > 150 and names - counted == {name for name in names if shows(name)}
     runs_a_point = {
         *("run/run.py", "run/training.py", "run/inputs.py", "run/models.py", "judge/judge.py", "data/weighing.py"),
         *("lab/auto_layer.py", "weights/faithfulness.py", "training/module.py", "weights/sources/attention.py"),
         *("lab/testbed/scoring.py", "config/compose.py", "schema.py"),
     }
-    assert runs_a_point <= set(names) - stayed
+    assert runs_a_point <= counted
 
 
 def test_what_only_shows_results_is_named_once_and_is_there(package: Path) -> None:
@@ -75,7 +70,7 @@ def test_what_counts_asks_what_shows_results_for_pages_alone() -> None:
             found |= {(name, other) for other in asked if shows(other) and (PACKAGE / other).is_file()}
     assert found == {
         ("lab/api.py", "fit.py"),  # the command, called from Python
-        ("lab/api.py", "lab/reports/frames.py"),  # what it gave, read back
+        ("lab/api.py", "lab/results.py"),  # what it gave, read back
         ("run/for_page.py", "display/weighed_pair.py"),
         ("run/heat_rows.py", "display/weighed_pair.py"),
         ("run/report.py", "display/column_notes.py"),
@@ -88,9 +83,13 @@ def test_what_counts_asks_what_shows_results_for_pages_alone() -> None:
         ("lab/studies/runner.py", "lab/studies/benchmarks.py"),  # measures what the points have left
         ("lab/studies/runner.py", "lab/studies/exports.py"),  # sets callbacks, which count as any key does
         ("lab/studies/runner.py", "lab/studies/predictions.py"),  # keeps what was predicted, before any point runs
-        ("lab/studies/runner.py", "lab/studies/selection.py"),  # a point in words, for the log
+        ("lab/studies/bases.py", "lab/studies/outcome.py"),  # notes seconds and how often models read a pair
+        ("lab/studies/config.py", "run/show_config.py"),  # keys of another command
+        ("lab/studies/runner.py", "lab/studies/outcome.py"),  # gathers what the points came to
+        ("lab/studies/scorers.py", "lab/studies/exports.py"),  # leaves a model, which moves no number of its run
+        ("lab/studies/scorers.py", "lab/studies/outcome.py"),  # notes how often training read a pair
         ("lab/studies/study.py", "display/page.py"),
-        ("lab/studies/study.py", "lab/studies/benchmark_scores.py"),  # what may be asked for
+        ("lab/studies/study.py", "lab/studies/outcome.py"),  # what an analysis may show
     }
 
 
@@ -134,31 +133,15 @@ def folder_of(*overrides: str) -> str:
     return point_folder(Path(), Point(Arm("arm", ()), (), 0), identity_of(cfg).result, {}).name
 
 
-def test_a_run_saved_when_studies_were_a_group_of_their_own_is_the_same_run(tmp_path: Path) -> None:
-    """Its file has ``study=none`` among its overrides, ``_target_`` in its grids and no grids of the methods."""
-    given = ["setting=testbed", "experiment=none", "weights=attention"]
-    cfg = load("fit", given)
-    grid = {"_target_": "attnpo.lab.studies.study.Grid", **cfg.below("grid")}
-    choices = {**cfg.composed.choices, "study": "none", "experiment": None}
-    composed = {"overrides": ["setting=testbed", "study=none", "weights=attention"], "choices": choices}
-    old = {**cfg.values, "grid": grid, "grids": {"beta_sweep": grid}, "composed": composed}
-    (tmp_path / "config.yaml").write_text(as_yaml(old), encoding="utf-8")
-    identity = identity_of(cfg)
-    stored = saved_numbers(tmp_path / "config.yaml", identity.moveless)
-    check_same(stored, identity.numbers, tmp_path)
-    assert stored == identity.numbers
-    with pytest.raises(UserError, match=r"resume: optimizer\.lr was"):
-        check_same(stored, identity_of(load("fit", ["experiment=none", "optimizer.lr=1"])).numbers, tmp_path)
-
-
 @pytest.mark.parametrize("key", ["judge.template_file", "model.chat_template", "model.fallback_template"])
-def test_a_file_that_a_config_names_counts_by_what_it_holds(key: str, tmp_path: Path) -> None:
+def test_a_file_that_a_config_names_counts_by_what_it_holds_where_it_is_read(key: str, tmp_path: Path) -> None:
     file = tmp_path / "wording.txt"
-    found = []
+    found, unread = [], set()
     for text in ("one {{ messages }}", "two {{ messages }}", "one {{ messages }}"):
         file.write_text(text, encoding="utf-8")
         found.append(folder_of("weights=attention", f"{key}={file}"))
-    assert found[0] == found[2] != found[1]
+        unread.add(folder_of("weights=uniform", f"judge.template_file={file}"))
+    assert found[0] == found[2] != found[1] and len(unread) == 1
 
 
 def test_a_file_that_happens_to_be_called_as_a_value_is_does_not_count(
@@ -177,38 +160,22 @@ def test_a_file_that_happens_to_be_called_as_a_value_is_does_not_count(
     assert folder_of(*asked) == before
 
 
-def test_a_component_from_elsewhere_may_name_a_file_by_any_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "my_tables.py").write_text("class Mine: pass\n", encoding="utf-8")
-    table = tmp_path / "table.json"
-    cfg = load("fit", ["setting=testbed", "experiment=none", "weights=uniform"])
-    cfg.values["transforms"] = {"mine": {"_target_": "my_tables.Mine", "words": str(table)}}
-    found = []
-    for text in ("{}", "[]"):
-        table.write_text(text, encoding="utf-8")
-        found.append(point_folder(Path(), Point(Arm("arm", ()), (), 0), identity_of(cfg).result, {}).name)
-    assert found[0] != found[1]
-
-
-def test_a_file_that_nothing_reads_does_not_count(tmp_path: Path) -> None:
-    file = tmp_path / "wording.txt"
-    found = []
-    for text in ("one", "two"):
-        file.write_text(text, encoding="utf-8")
-        found.append(folder_of("weights=uniform", f"judge.template_file={file}"))
-    assert found[0] == found[1]
-
-
-def test_the_source_of_a_component_from_elsewhere_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("change", ["code", "file"])
+def test_a_component_from_elsewhere_counts_by_its_source_and_by_files_under_any_key(
+    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The package's own digest does not see it."""
     monkeypatch.syspath_prepend(str(tmp_path))
+    places = {"code": tmp_path / f"my_{change}.py", "file": tmp_path / "table.json"}
     cfg = load("fit", ["setting=testbed", "experiment=none", "weights=uniform"])
-    cfg.values["transforms"] = {"mine": {"_target_": "my_transforms.Mine"}}  # what is read alone; it is not built
-    point = Point(Arm("arm", ()), (), 0)
+    own = {"_target_": f"my_{change}.Mine", "words": str(places["file"])}
+    cfg.values["transforms"] = {"mine": own}  # what is read alone; it is not built
+    for place in places.values():
+        place.write_text("class Mine: scale = 1\n", encoding="utf-8")
     found = []
-    for text in ("class Mine: scale = 1\n", "class Mine: scale = 2\n"):
-        (tmp_path / "my_transforms.py").write_text(text, encoding="utf-8")
-        found.append(point_folder(Path(), point, identity_of(cfg).result, {}).name)
+    for number in (1, 2):
+        places[change].write_text(f"class Mine: scale = {number}\n", encoding="utf-8")
+        found.append(point_folder(Path(), Point(Arm("arm", ()), (), 0), identity_of(cfg).result, {}).name)
     assert found[0] != found[1]
 
 

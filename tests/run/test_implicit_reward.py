@@ -86,14 +86,6 @@ def test_the_weighted_reward_is_that_of_the_objective(world: World, tmp_path: Pa
     assert figures["gain_weighted"] == pytest.approx(figures["accuracy_weighted"] - figures["reference_alone"])
 
 
-def test_weights_and_plain_sums_differ_in_what_they_order(world: World, tmp_path: Path) -> None:
-    """On the training split, so that the test above is not one of equal figures."""
-    run = run_folder(world, tmp_path / "run", "weights.layer=1")
-    found = measure(world, run, "train").measure(subject(world, tmp_path))
-    rewards = {score.name: score for score in found.scores}
-    assert rewards["accuracy_weighted"].questions == rewards["accuracy"].questions == 12
-
-
 def test_versions_follow_the_run(world: World, tmp_path: Path) -> None:
     one = measure(world, run_folder(world, tmp_path / "one", "weights.layer=1"))
     two = measure(world, run_folder(world, tmp_path / "two", "weights.layer=2"))
@@ -135,18 +127,23 @@ def test_the_config_is_the_plain_one_with_a_run() -> None:
     assert weighted.run == plain.reference == plain.data.path == "auto"
 
 
+@pytest.fixture(scope="module")
+def trained(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's folder."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    of_run = ["data.val_split=null", "data.val_share=0.5", "lengths.max_length=30", "lengths.max_prompt_length=14"]
+    make_run(world.config(*of_run, "weights.layer=1", "callbacks.samples=0", "callbacks.report=false"), folder)
+    return folder
+
+
 @pytest.mark.parametrize("name", ["implicit_reward", "implicit_reward_weighted"])
 def test_what_is_not_given_is_taken_from_the_run_that_trained_the_model(
-    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+    world: World, trained: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     """Its start, its validation pairs (here a share of one split) and its lengths; what is given holds."""
-    of_run = ["data.val_split=null", "data.val_share=0.5", "lengths.max_length=30", "lengths.max_prompt_length=14"]
-    make_run(
-        world.config(*of_run, "weights.layer=1", "callbacks.samples=0", "callbacks.report=false"), tmp_path / "run"
-    )
 
     def scores(place: str, *more: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        words = [f"benchmark={name}", f"model.path={tmp_path / 'run' / 'best'}", f"output={tmp_path / place}", *more]
+        words = [f"benchmark={name}", f"model.path={trained / 'best'}", f"output={tmp_path / place}", *more]
         assert main(load("evaluate", [*words, "trainer.accelerator=cpu"])) == 0
         found = json.loads((tmp_path / place / "evaluation.json").read_text())
         return found["scores"], found["key"]["benchmark"]
@@ -156,7 +153,7 @@ def test_what_is_not_given_is_taken_from_the_run_that_trained_the_model(
     said = [record.getMessage() for record in caplog.records if "takes from the run" in record.getMessage()]
     assert len(said) == 1 and f"reference {world.model}; validation pairs of {world.data}; lengths max_le" in said[0]
     assert key["lengths"] == {"max_length": 30, "max_prompt_length": 14, "overlong": "drop", "keep": "start"}
-    validation = write_jsonl_of(load_rows(world, tmp_path / "run"), tmp_path / "val.jsonl")
+    validation = write_jsonl_of(load_rows(world, trained), tmp_path / "val.jsonl")
     given, same = scores(
         "given",
         f"benchmark.reference={world.model}",
@@ -165,7 +162,7 @@ def test_what_is_not_given_is_taken_from_the_run_that_trained_the_model(
     )
     assert taken == given and (key["pairs"], key["reference"]) == (same["pairs"], same["reference"])
     shorter = ["benchmark.lengths.max_length=29", "benchmark.lengths.max_prompt_length=14"]
-    other = scores("other", *shorter, f"benchmark.reference={tmp_path / 'run' / 'last'}")[1]
+    other = scores("other", *shorter, f"benchmark.reference={trained / 'last'}")[1]
     longest = 29 if name == "implicit_reward" else 30  # token weights are on tokens that the run's lengths cut
     assert other["lengths"] == {**key["lengths"], "max_length": longest} and other["reference"] != key["reference"]
 

@@ -12,40 +12,33 @@ from attnpo.data.arrow_rows import sizes_of
 from attnpo.data.example_numbers import token_percentiles
 from attnpo.data.micro_batches import PADDED, SHARED_PREFIX
 from attnpo.data.prepare import percentiles
-from attnpo.data.weighing import log_store
 from attnpo.models.loading import load_config
 from attnpo.models.shape import Shape
 from attnpo.models.spec import LoraSpec, ModelSpec
-from attnpo.run import startup
+from attnpo.run import messages
 from attnpo.run.folders import store_root
 from attnpo.run.input_summary import example_statistics, log_inputs, log_plan, require_budgets, require_examples
 from attnpo.run.inputs import Inputs
 from attnpo.run.memory import footprint
+from attnpo.run.messages import announce
 from attnpo.run.resolve import log_model, resolve
 from attnpo.run.run import run
 from attnpo.run.run_config import RunConfig
-from attnpo.run.startup import announce, log_once
 from attnpo.schema import UserError
 from attnpo.system import machine, processes
 from attnpo.system.files import in_bytes
 from attnpo.system.machine import versions
-from attnpo.system.store import Store
 from attnpo.training.processes import planned_processes
 from tests.run.made import make, make_inputs
-from tests.run.worlds import TRAIN, VAL, World, build_world, judge_loads
+from tests.run.worlds import TRAIN, VAL, World, judge_loads
 
 PAIRS = TRAIN + VAL
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return build_world(tmp_path_factory.mktemp("world"))
 
 
 @pytest.fixture(autouse=True)
 def nothing_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """A process that has logged nothing yet."""
-    monkeypatch.setattr(startup, "_said", set())
+    monkeypatch.setattr(messages, "_said", set())
     with caplog.at_level(logging.INFO, logger="attnpo"):
         yield
 
@@ -63,7 +56,7 @@ def tell(cfg: RunConfig) -> Inputs:
     """The inputs of a configuration, with the account of them that a run gives before it trains."""
     made = make(cfg)
     cfg, inputs = made.cfg, made.inputs
-    log_inputs(inputs)
+    log_inputs(inputs, example_statistics(inputs))
     for split, examples in inputs.examples.items():
         require_examples(split, examples, planned_processes(cfg.trainer))
     batch = footprint(cfg).least
@@ -111,19 +104,6 @@ def test_versions_are_those_installed_and_the_checkouts_commit() -> None:
 def test_no_commit_is_claimed_outside_a_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(machine, "ROOT", tmp_path)
     assert machine.commit() is None and "commit" not in machine.version_line()
-
-
-@pytest.mark.parametrize(
-    ("overrides", "processes"),
-    [([], 1), (["trainer.devices='3'"], 3), (["trainer.devices='0,1'", "trainer.num_nodes=2"], 4)],
-)
-def test_planned_processes(overrides: list[str], processes: int) -> None:
-    assert planned_processes(load("fit", ["trainer.accelerator=cpu", *overrides]).trainer) == processes
-
-
-def test_processes_already_started_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    assert planned_processes(load("fit").trainer) == 8
 
 
 def test_sizes_are_for_readers() -> None:
@@ -286,22 +266,3 @@ def test_what_cannot_work_is_refused_before_the_data_is_read(
 ) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
         make_inputs(world.config(*overrides, f"data.path={tmp_path / 'nowhere'}"))
-
-
-def test_memory_lines_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    for _ in range(2):
-        log_once(["memory of a run", "  weights 1.00"])
-    assert [record.getMessage() for record in caplog.records] == ["memory of a run", "  weights 1.00"]
-
-
-def test_announcing_logs_the_opening(world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    cfg = world.config()
-    said = opening(caplog, "fit", cfg, None)
-    log_store("reference log-probs", Store(tmp_path).table("reference", {}), 4, 0, 0)
-    assert len(said) == 6 and {(record.name, record.levelname) for record in caplog.records[:6]} == {
-        ("attnpo.run.startup", "INFO")
-    }
-    assert [record.getMessage() for record in caplog.records] == [
-        *said,
-        "reference log-probs: 4 of 4 pairs in the store",
-    ]

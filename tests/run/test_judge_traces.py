@@ -15,9 +15,8 @@ from attnpo import show, weigh
 from attnpo.cli.entry import run_entry
 from attnpo.judge import traces as judge_traces
 from attnpo.judge.base import JudgePrompt, WrittenTrace
-from attnpo.judge.trace_rules import TraceRules
-from attnpo.judge.trace_writer import TraceWriter
-from attnpo.judge.traces import trace_key
+from attnpo.judge.settings import TraceRules
+from attnpo.judge.traces import TraceWriter, trace_key
 from attnpo.run.input_summary import example_statistics
 from attnpo.run.resolve import resolve
 from attnpo.schema import PairWeights, PreferencePair

@@ -14,14 +14,14 @@ from tests import own_texts
 def test_a_judge_that_knows_nothing_is_a_warning_wherever_its_run_is_shown(
     babbler: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    own_texts.write_rows(tmp_path / "data" / "train.jsonl", 150)
-    own_texts.write_rows(tmp_path / "data" / "test.jsonl", 170, start=150)
+    own_texts.write_rows(tmp_path / "data" / "train.jsonl", 30)
+    own_texts.write_rows(tmp_path / "data" / "test.jsonl", 50, start=30)
     overrides = [
         "setting=real_smoke",
         "experiment=none",
         f"model.path={babbler}",
         f"data.path={tmp_path / 'data'}",
-        'data.train_rows="150"',
+        'data.train_rows="30"',
         'data.val_rows="20"',
         "batch.pairs=4",
         "batch.micro=2",

@@ -61,15 +61,10 @@ class ScriptedJudge:
         return found
 
 
-@pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return build_world(tmp_path_factory.mktemp("labels"))
-
-
 @pytest.fixture
-def world(template: World, tmp_path: Path) -> World:
+def world(fresh: World) -> World:
     """The tiny world with an empty store."""
-    return World(template.model, template.data, tmp_path / "store")
+    return fresh
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, mass: float) -> ScriptedJudge:
@@ -130,16 +125,6 @@ def test_stop_ends_it_before_the_pass(
     assert not list(world.store.glob("weights/*/*.parquet"))
 
 
-def test_stop_holds_for_weights_that_another_run_stored(
-    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    scripted(monkeypatch, 0.25)
-    assert weighs(world, "judge.low_label_mass=warn") == 0
-    capsys.readouterr()
-    assert weighs(world, "judge.low_label_mass=stop") == 2
-    assert LOW in capsys.readouterr().err
-
-
 def forget(record: Path) -> None:
     record.unlink()
 
@@ -148,11 +133,7 @@ def damage(record: Path) -> None:
     record.write_text(record.read_text().replace("0.", "0.9", 1))
 
 
-def cut(record: Path) -> None:
-    record.write_bytes(record.read_bytes()[:20])
-
-
-@pytest.mark.parametrize("harm", [forget, damage, cut])
+@pytest.mark.parametrize("harm", [forget, damage])
 def test_stop_measures_again_where_the_record_is_lost(
     harm: Callable[[Path], None],
     world: World,
@@ -259,6 +240,6 @@ def test_a_real_judge_through_fit(world: World, tmp_path: Path, caplog: pytest.L
 
 
 def test_settings_that_cannot_be(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    for given, told in (("min_label_mass=50", "from 0 to 1, got 50"), ("low_label_mass=halt", "warn, stop")):
+    for given, told in (("min_label_mass=50", "in [0, 1], got 50"), ("low_label_mass=halt", "warn, stop")):
         assert weighs(world, f"judge.{given}") == 2
         assert told in capsys.readouterr().err

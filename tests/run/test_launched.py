@@ -28,8 +28,8 @@ from attnpo.training.processes import as_launched, environment, planned_processe
 from attnpo.training.settings import TrainerSettings
 from attnpo.training.trainer import make_trainer, quiet_lightning
 from tests import own_texts
-from tests.run.worlds import World, build_world
-from tests.training.processes import ROOT, free_port, of_srun, of_torchrun
+from tests.run.worlds import World
+from tests.training.processes import ROOT, free_port, in_two_processes, of_srun, of_torchrun
 
 MEETING = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
 KNOWN = (
@@ -37,11 +37,6 @@ KNOWN = (
     *("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NNODES", "SLURM_STEP_NUM_NODES"),
     *("SLURM_STEP_ID", "SLURM_JOB_ID", "SLURM_NTASKS_PER_NODE", "SLURM_JOB_NAME", "MASTER_ADDR", "MASTER_PORT"),
 )
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return build_world(tmp_path_factory.mktemp("world"))
 
 
 @pytest.fixture(autouse=True)
@@ -237,9 +232,13 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
 # ------------------------------------------------------------------------------------------------ real processes
 RANK = """
 import sys, time
+from pathlib import Path
 from attnpo.cli.terminal import hear_signals
-sys.stdin.read()
+if len(sys.argv) < 2:
+    sys.stdin.read()
 hear_signals()
+for folder in sys.argv[1:]:
+    Path(folder, str(time.monotonic_ns())).touch()
 time.sleep(600)
 """
 LAUNCHER = """
@@ -278,7 +277,7 @@ def test_a_rank_ends_with_its_launcher(launcher: str, early: bool) -> None:
     with ended_at_last(job.pid, int(job.stdout.readline())):
         if not early:
             job.stdin.close()
-            time.sleep(1)
+            time.sleep(0.5)
         job.kill()
         job.wait()
         job.stdin = job.stdin if early else None
@@ -286,16 +285,17 @@ def test_a_rank_ends_with_its_launcher(launcher: str, early: bool) -> None:
 
 
 @pytest.mark.slow
-def test_the_ranks_of_a_killed_torchrun_end(world: World, tmp_path: Path) -> None:
+def test_the_ranks_of_a_killed_torchrun_end(tmp_path: Path) -> None:
     """They trained on for hours, and held the machine and the run's folder."""
-    given = world.overrides("experiment=none", "weights=uniform", "callbacks=none", "name=x", f"output={tmp_path}")
-    command = torchrun_command("fit", [*given, "trainer.max_epochs=-1", "trainer.max_steps=1000000"])
-    environment, said = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, tmp_path / "said.txt"
+    rank, ready, said = tmp_path / "rank.py", tmp_path / "ready", tmp_path / "said.txt"
+    rank.write_text(RANK)
+    ready.mkdir()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with said.open("w") as output:
-        job = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+        job = subprocess.Popen([*TORCHRUN, str(rank), str(ready)], env=environment, stdout=output, stderr=output)
     with ended_at_last(job.pid):
-        while "before the first step" not in said.read_text() and job.poll() is None:
-            time.sleep(0.1)
+        while len(list(ready.iterdir())) < 2 and job.poll() is None:
+            time.sleep(0.05)
         ranks = [int(pid) for pid in Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()]
         with ended_at_last(*ranks):
             assert len(ranks) == 2, said.read_text()[-4000:]
@@ -307,6 +307,7 @@ def test_the_ranks_of_a_killed_torchrun_end(world: World, tmp_path: Path) -> Non
             assert left == []
 
 
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 STEPS = 12
 PAIRS = 4  # of a step
 
@@ -328,11 +329,6 @@ def keys(babbler: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     ]
 
 
-def torchrun_command(module: str, keys: list[str]) -> list[str]:
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    return [*start, f"attnpo.{module}", *keys]
-
-
 def losses(folder: Path) -> list[float]:
     """Training losses by step, then the validation losses."""
     rows = read_metrics(folder / "metrics.csv")
@@ -346,12 +342,13 @@ def test_torchrun_weighs_trains_is_stopped_and_one_process_goes_on(
     """One group of two: half of each step on either, the losses of one process, a state that one process continues."""
     runs = Path(next(key for key in keys if key.startswith("output=")).partition("=")[2])
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(torchrun_command("weigh", keys), env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "weights: 0 of 8 pairs in the store; 8 to compute" in done.stderr, "half of 16 pairs"
+    codes, said = in_two_processes(["-m", "attnpo.weigh", *keys], runs.parent)
+    assert codes == [0, 0], said[-4000:]
+    assert "weights: 0 of 8 pairs in the store; 8 to compute" in said, "half of 16 pairs"
     two = runs / "two"
     with (runs.parent / "two.txt").open("w+") as output:
-        job = subprocess.Popen(torchrun_command("fit", [*keys, "name=two"]), env=environment, stderr=output, text=True)
+        command = [*TORCHRUN, "-m", "attnpo.fit", *keys, "name=two"]
+        job = subprocess.Popen(command, env=environment, stderr=output, text=True)
         while not (two / "last" / STATE).is_file() and job.poll() is None:
             time.sleep(0.01)
         job.send_signal(signal.SIGTERM)

@@ -17,14 +17,14 @@ from attnpo.judge.judge import RunJudge
 from attnpo.lab.reports.passport import write_passport
 from attnpo.lab.reports.passport_config import PassportConfig
 from attnpo.run.fill_store import fill_store
-from attnpo.run.input_summary import log_inputs
+from attnpo.run.input_summary import example_statistics, log_inputs
 from attnpo.run.run import run
 from attnpo.run.run_config import RunConfig
 from attnpo.run.weight_export import write_weights
 from attnpo.schema import SIDES
 from attnpo.system.files import read_record
 from tests.run.made import make_inputs
-from tests.run.worlds import World, build_world
+from tests.run.worlds import World
 
 PLAIN = "weights.postprocess.sink_tokens=0"
 HEAVY = {"chosen": 4.0, "rejected": 29.0}
@@ -62,11 +62,6 @@ class LastWordJudge:
             token = None if label_ids is None else label_ids[0]
             found.append(JudgeReading(rows, None, torch.zeros(2), token, torch.tensor([0.5, 0.4, 0.5]).log()))
         return found
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return build_world(tmp_path_factory.mktemp("lost"))
 
 
 @pytest.fixture(autouse=True)
@@ -119,7 +114,7 @@ def test_a_run_says_what_it_loses(world: World, tmp_path: Path, caplog: pytest.L
 def tell(cfg: RunConfig) -> None:
     """Logs what became of the inputs of a configuration."""
     inputs = make_inputs(cfg)
-    log_inputs(inputs)
+    log_inputs(inputs, example_statistics(inputs))
 
 
 @pytest.mark.parametrize("more", ["judge.assembly=ids", "align.method=characters"])

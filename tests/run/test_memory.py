@@ -22,7 +22,7 @@ from attnpo.models.loading import load_config
 from attnpo.models.memory import FREE_SHARE, MOST, ROUND, MemoryEstimate
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import ModelSpec
-from attnpo.run import memory, startup, training
+from attnpo.run import memory, messages, training
 from attnpo.run.base import BaseModel
 from attnpo.run.identity import identity_of
 from attnpo.run.memory import (
@@ -44,16 +44,11 @@ from attnpo.training import gather
 from attnpo.training.checkpoint_folders import STATE
 from attnpo.training.gather import SameEverywhere
 from attnpo.training.module import PreferenceModule
-from tests.run.worlds import World, build_world
+from tests.run.worlds import World
 
 AUTO = tuple(f"model.{key}=auto" for key in KEYS)
 # Whether blocks are computed again, tokens at once through the head: from the quickest to the least.
 ORDER = [(False, 1024), (False, 256), (True, 1024), (True, 256)]
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return build_world(tmp_path_factory.mktemp("world"))
 
 
 def planned(cfg: RunConfig) -> Footprint:
@@ -74,7 +69,7 @@ def plan(cfg: RunConfig) -> Footprint:
 
 @pytest.fixture(autouse=True)
 def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(startup, "_said", set())
+    monkeypatch.setattr(messages, "_said", set())
 
 
 def made(model: ModelSpec) -> tuple[object, object]:

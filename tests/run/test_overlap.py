@@ -16,26 +16,21 @@ from attnpo.evaluation.evaluating import evaluate
 from attnpo.evaluation.implicit_reward import ImplicitReward
 from attnpo.evaluation.pair_set import UnseenPairs
 from attnpo.evaluation.result import read_result as read_evaluation
-from attnpo.lab.reports.finished import run_warnings
+from attnpo.lab.results import run_warnings
 from attnpo.models.spec import ModelSpec
-from attnpo.run.ending import outcome_text
 from attnpo.run.fill_store import fill_store
 from attnpo.run.input_summary import example_statistics
+from attnpo.run.messages import outcome_text
 from attnpo.run.result import RunResult
 from attnpo.run.run import run
 from attnpo.schema import UserError
 from tests.evaluation.test_evaluating import Marks, config, mark
 from tests.evaluation.test_implicit_reward import subject_of
 from tests.run.made import make_inputs
-from tests.run.worlds import TRAIN, VAL, World, build_world
+from tests.run.worlds import TRAIN, VAL, World
 
 Rows = list[dict[str, Any]]
 LEAK = f"3 of {VAL} validation pairs and 4 of {VAL} validation prompts are trained on as well"
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return build_world(tmp_path_factory.mktemp("world"))
 
 
 def rows_of(world: World, split: str) -> Rows:

@@ -20,17 +20,12 @@ from attnpo.system.store import Store
 from attnpo.text.chat import ChatFormat
 from attnpo.weights.sources.attention import Attention
 from attnpo.weights.sources.uniform import Uniform
-from tests.run.worlds import World, build_world, judge_loads
+from tests.run.worlds import World, judge_loads
 from tests.training.processes import in_two_processes
 
 ROOT = Path(__file__).resolve().parents[2]
 # Of Lightning's own, on the first fit of a process.
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return build_world(tmp_path_factory.mktemp("world"))
 
 
 def make_data(world: World, store: Path, *words: str) -> tuple[PreferenceDataModule, Any]:

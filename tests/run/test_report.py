@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import wandb
 import yaml
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -19,25 +20,17 @@ from attnpo.display.column_notes import column_notes
 from attnpo.display.figures import training_curves
 from attnpo.display.page import KeyValues, TableBlock
 from attnpo.lab.studies.arms import composer_of
-from attnpo.lab.studies.report import publish_study
+from attnpo.lab.studies.page import publish_study
 from attnpo.lab.studies.study import Arm, Outcome, Point, Study
 from attnpo.lab.testbed.scoring import Score
 from attnpo.run.input_summary import example_statistics
-from attnpo.run.report import (
-    card_facts,
-    in_words,
-    inputs_section,
-    make_exporter,
-    numbers,
-    publish_run,
-    truth_table,
-)
+from attnpo.run.report import card_facts, in_words, inputs_section, make_exporter, numbers, publish_run, truth_table
 from attnpo.run.result import RunResult
 from attnpo.run.run import run
 from attnpo.training.loggers import open_loggers
 from attnpo.training.model_card import model_card
 from tests.run.made import Made, make
-from tests.run.worlds import TRAIN, VAL, World, build_world
+from tests.run.worlds import TRAIN, VAL, World
 from tests.training.wandb_files import keep_home, only, records, rows, sessions, values
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,11 +40,6 @@ TRACKED = ("logger=wandb", "logger.wandb.mode=offline")
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep_home(tmp_path, monkeypatch)
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return build_world(tmp_path_factory.mktemp("world"))
 
 
 @pytest.fixture(scope="module")
@@ -186,21 +174,23 @@ def test_points_of_a_study_share_a_group(world: World) -> None:
     assert world.config(*TRACKED, *more).logger.wandb.group == "it's a sweep"
 
 
-def test_a_study_sends_its_table_and_every_point(world: World, tmp_path: Path) -> None:
-    arms = [Arm("attention", ()), Arm("uniform", ())]
+def study_outcome(folder: Path, arms: list[Arm], accuracies: tuple[float, ...], **more: Any) -> Outcome:
+    """What a study of one point for each arm has found."""
     split = {"effective_share": 0.5, "coverage": 1.0}
-    points = []
-    for arm, accuracy in zip(arms, (0.75, 0.5), strict=True):
-        result = {
-            "metrics": {"val/loss": 0.6, "val/rewards/accuracies": accuracy},
-            "inputs": {"train": split, "val": split},
-            "steps": 3,
-            "seconds": {"all": 1.5},
-            "truth": None,
-        }
-        points.append((Point(arm, (), 7), RunResult.from_json(result)))
-    study = Study("duel", {"attention": [], "uniform": []})
-    outcome = Outcome(study, arms, points, [], {"grid": {}}, tmp_path / "duel", 3.0)
+    common = {"inputs": {"train": split, "val": split}, "steps": 3, "seconds": {"all": 1.5}, "truth": None}
+    points = [
+        (
+            Point(arm, (), 7),
+            RunResult.from_json({**common, "metrics": {"val/loss": 0.6, "val/rewards/accuracies": one}}),
+        )
+        for arm, one in zip(arms, accuracies, strict=True)
+    ]
+    study = Study("duel", {arm.name: [] for arm in arms}, **more)
+    return Outcome(study, arms, points, [], {"grid": {}}, folder, 3.0)
+
+
+def test_a_study_sends_its_table_and_every_point(world: World, tmp_path: Path) -> None:
+    outcome = study_outcome(tmp_path / "duel", [Arm("attention", ()), Arm("uniform", ())], (0.75, 0.5))
     publish_study(world.config().logger.wandb, {}, outcome)
     assert not (tmp_path / "duel").exists(), "without logger=wandb nothing is sent"
     cfg = world.config(*TRACKED)
@@ -220,16 +210,9 @@ def test_a_study_sends_its_table_and_every_point(world: World, tmp_path: Path) -
 
 def test_the_points_of_a_study_of_worlds_name_theirs(world: World, tmp_path: Path) -> None:
     """Else two points of an arm could not be told apart."""
-    split = {"effective_share": 0.5, "coverage": 1.0}
-    result = {
-        **{"metrics": {"val/rewards/accuracies": 0.5}, "steps": 3, "seconds": {"all": 1.5}, "truth": None},
-        "inputs": {"train": split, "val": split},
-    }
-    arms = [Arm("uniform", (), world=name) for name in ("calm", "noisy")]
-    study = Study("duel", {"uniform": []}, worlds={"calm": [], "noisy": []})
-    outcome = Outcome(
-        study, arms, [(Point(arm, (), 7), RunResult.from_json(result)) for arm in arms], [], {}, tmp_path / "duel", 3.0
-    )
+    worlds: dict[str, list[str]] = {"calm": [], "noisy": []}
+    arms = [Arm("uniform", (), world=name) for name in worlds]
+    outcome = study_outcome(tmp_path / "duel", arms, (0.5, 0.5), worlds=worlds)
     cfg = world.config(*TRACKED)
     publish_study(cfg.logger.wandb, cfg.values, outcome)
     (session,) = sessions(tmp_path / "duel")
@@ -248,7 +231,7 @@ def test_numbers_are_found_at_any_depth_and_nothing_else() -> None:
 
 
 def facts_of(made: Made) -> dict[str, Any]:
-    return card_facts(made.cfg, made.base.spec, made.inputs)
+    return card_facts(made.cfg, made.base.spec, made.inputs, example_statistics(made.inputs))
 
 
 def test_the_card_tells_how_the_run_was_made(world: World, made: Made) -> None:
@@ -299,8 +282,13 @@ def test_the_exporter_knows_every_end_and_card_facts_are_optional(made: Made) ->
 
 
 def test_a_whole_run_is_tracked_and_exported(world: World, tmp_path: Path) -> None:
-    """Metrics at the steps of metrics.csv, media after them, one W&B run, a folder with card and generation config."""
+    """Metrics at the steps of metrics.csv, media after them, one W&B run, a folder with card and generation config.
+
+    A second run in the process is a W&B run of its own.
+    """
     folder = tmp_path / "run"
+    run(world.config(*TRACKED, "callbacks=none", "trainer.max_steps=1"), tmp_path / "before")
+    assert wandb.run is None and len(sessions(tmp_path / "before")) == 1
     result = run(world.config(*TRACKED, "trainer.validate_every=1", "callbacks.export_dtype=bfloat16"), folder)
     (session,) = sessions(folder)
     config = values(only(session, "run").config.update)

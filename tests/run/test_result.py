@@ -29,13 +29,6 @@ def test_a_result_is_read_back_as_it_was_written() -> None:
     assert without.truth is None and without.to_json()["truth"] is None
 
 
-def test_the_layout_of_the_file_is_that_of_earlier_versions() -> None:
-    assert WHOLE.to_json()["truth"] == {
-        "scores": {"test": {"reward": 0.25, "kl": 1.5, "rewards": [0.0, 0.5]}, "validation": {"rewards": []}},
-        "base_rewards": {"test": [-1.0, 0.0]},
-    }
-
-
 def test_numbers_of_the_inputs_are_found_by_name() -> None:
     assert (WHOLE.input("train", "pairs"), WHOLE.input("train", "tokens.chosen.p50")) == (8, 21)
     assert math.isnan(WHOLE.input("train", "tokens.rejected.p50")) and math.isnan(WHOLE.input("test", "pairs"))

@@ -12,23 +12,17 @@ from attnpo.config.compose import load
 from attnpo.config.fields import bookkeeping_keys
 from attnpo.config.named_files import FUNCTIONS
 from attnpo.fit import main
-from attnpo.run.identity import BESIDE, KEPT, LATER, NEEDED, PATHS, identity_of
+from attnpo.run.identity import BESIDE, KEPT, NEEDED, PATHS, identity_of
 from attnpo.run.result import RunResult
-from attnpo.run.resume import check_same, find_resume, finished, refuse_taken
+from attnpo.run.resume import find_resume, finished, refuse_taken
 from attnpo.run.run import run
 from attnpo.schema import UserError
 from attnpo.system.files import seal
 from attnpo.training.checkpoint_folders import STATE, read_account
 from attnpo.training.interrupted import Interrupted
-from attnpo.training.module import PreferenceModule
-from tests.run.worlds import World, build_world
+from tests.run.worlds import World
 
 SHORT = ("trainer.validate_every=1", "callbacks.samples=0", "callbacks.report=false")
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return build_world(tmp_path_factory.mktemp("world"))
 
 
 @pytest.fixture(scope="module")
@@ -113,82 +107,26 @@ def test_every_bookkeeping_key_exists(world: World) -> None:
     assert "model.path" not in numbers and "optimizer.lr" in numbers
 
 
-def test_keys_that_older_versions_wrote_beside_the_numbers_do_not_stop_a_run() -> None:
-    stored = {"optimizer.lr": 1e-4, "verbalizer.max_length": 300, "other_judge.path": None, "default_layer": 1}
-    check_same(stored, {"optimizer.lr": 1e-4}, Path("last"))
-    check_same(stored, {"optimizer.lr": 1e-4, "model.came_later": None}, Path("last"))
-    with pytest.raises(UserError, match=r"optimizer\.betas was \[0\.9, 0\.95\] in last and is 'nothing' now"):
-        check_same({**stored, "optimizer.betas": [0.9, 0.95]}, {"optimizer.lr": 1e-4}, Path("last"))
-
-
-def test_an_option_that_came_later_is_read_as_what_runs_did_before_it(
-    world: World, done: tuple[Path, RunResult]
+@pytest.mark.parametrize(("file", "said"), [("checkpoint.json", "says nothing of"), ("digests.json", "has no digests")])
+def test_a_checkpoint_of_an_earlier_version_is_refused_by_name(
+    world: World, done: tuple[Path, RunResult], tmp_path: Path, file: str, said: str
 ) -> None:
-    """A run saved without these keys goes on, and only as it was."""
-    stored = read_account(done[0] / "last")["config"]
-    older = {key: value for key, value in stored.items() if key not in LATER}
-    unread = {
-        key
-        for key in LATER
-        if key in ("judge.span_drop", "optimizer.decay_all") or key.startswith(("prepare.", "truth.", "callbacks."))
-    }  # this run prepares nothing, knows no truth, decays no weight, and callbacks do not tell trainings apart
-    assert stored.keys() - older.keys() == LATER.keys() - unread
-    check_same(older, identity_of(world.config(*SHORT)).numbers, Path("last"))
-    for change, was in (
-        ("optimizer.warmup_from=zero", "'first'"),
-        ("lengths.keep=end", "'start'"),
-        ("batch.shuffle=false", "True"),
-    ):
-        key = change.partition("=")[0]
-        for saved in (older, stored):
-            with pytest.raises(UserError, match=rf"^resume: {key} was {was} in last and is "):
-                check_same(saved, identity_of(world.config(*SHORT, change)).numbers, Path("last"))
-
-
-class Killed(Exception):
-    """Stands for the end of a process in the middle of its training."""
-
-
-def test_a_run_that_was_saved_when_all_weights_decayed_goes_on_so(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """With the same command, twice; it ends with the numbers of a run that was never stopped, and so it is saved."""
-    command = (*SHORT, "weights=uniform", "optimizer.weight_decay=5", "optimizer.lr=1e-2", "optimizer.warmup=0")
-    unbroken = run(world.config(*command, "optimizer.decay_all=true"), tmp_path / "unbroken")
-    folder = tmp_path / "run"
-
-    def earlier(place: Path) -> None:
-        """Takes the key out of what a run has saved, as a version without it left that."""
-        account = json.loads((place / "checkpoint.json").read_text())
-        assert account["config"].pop("optimizer.decay_all") is True
-        (place / "checkpoint.json").write_text(json.dumps(account))
+    """One had fewer options, an older one no digests: neither is gone on with, nor its run begun anew over it."""
+    folder = shutil.copytree(done[0], tmp_path / "run")
+    (folder / "result.json").unlink()
+    for place in (folder / "last", folder / "best"):
+        account = json.loads((place / file).read_text())
+        account.get("config", {}).pop("optimizer.warmup_from", None)
+        (place / file).write_text(json.dumps(account))
         seal(place)
-
-    def kill_at(step: int, *changes: str) -> None:
-        def begin(module: PreferenceModule, *batch: object) -> None:
-            if module.trainer.global_step == step:
-                raise Killed
-            establish(module, *batch)
-
-        establish = PreferenceModule.on_train_batch_start
-        with monkeypatch.context() as patch, pytest.raises(Killed):
-            patch.setattr(PreferenceModule, "on_train_batch_start", begin)
-            run(world.config(*command, *changes), folder)
-
-    kill_at(1, "optimizer.decay_all=true")
-    for name in ("last", "best"):
-        earlier(folder / name)
-    kill_at(2, "resume=auto")
-    assert "weight decay still applies to all weights" in caplog.text
-    assert "optimizer.decay_all" not in read_account(folder / "last")["config"]
-    ended = run(world.config(*command, "resume=auto"), folder)
-    assert ended.steps == 3 and ended.metrics == unbroken.metrics
-    assert "decay_all" not in OmegaConf.load(folder / "config.yaml").optimizer
-    assert run(world.config(*command, "resume=auto"), folder) == ended, "a finished one gives its result"
-    other = run(world.config(*command), tmp_path / "new")
-    assert other.metrics["val/loss"] != unbroken.metrics["val/loss"]
-    with pytest.raises(UserError, match=r"^resume: optimizer\.decay_all was False in .* and is True now"):
-        run(world.config(*command, "optimizer.decay_all=true", "resume=auto"), tmp_path / "new")
+        if file == "digests.json":
+            (place / file).unlink()
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    for resume in ("auto", str(folder / "last")):
+        with pytest.raises(UserError) as refused:
+            run(world.config(*SHORT, f"resume={resume}"), folder)
+        assert str(folder / "last") in str(refused.value) and said in str(refused.value)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
 def test_which_weights_decay_is_no_part_of_a_run_that_decays_none(world: World) -> None:
@@ -197,23 +135,6 @@ def test_which_weights_decay_is_no_part_of_a_run_that_decays_none(world: World) 
     assert "optimizer.decay_all" not in plain.numbers
     assert identity_of(world.config("optimizer.weight_decay=0.1")).numbers["optimizer.decay_all"] is False
     assert plain.result == identity_of(world.config("optimizer.decay_all=true")).result
-
-
-def test_a_run_of_an_earlier_version_goes_on(world: World) -> None:
-    """``older_run.json`` is what the quickstart's checkpoint said of itself at commit c83c58e, with true labels."""
-    older = json.loads((Path(__file__).parent / "older_run.json").read_text(encoding="utf-8"))
-    with pytest.raises(UserError, match=r"label_noise was 0\.0 in last and is 0\.25 now"):
-        check_same(older, identity_of(load("fit", ["weights=attention", "objective.beta=0.3"])).numbers, Path("last"))
-    asked = identity_of(load("fit", ["weights=attention", "prepare=clean", "objective.beta=0.3"])).numbers
-    later = {key for key, value in asked.items() if key not in older and value is not None}
-    assert later - LATER.keys() == set()
-    check_same(older, asked, Path("last"))
-    moved = {key for key, value in older.items() if key.endswith("._target_") and asked[key] != value}
-    assert "judge._target_" in moved  # a class that has changed its module since
-    with pytest.raises(
-        UserError, match=r"^resume: judge\._target_ was 'attnpo\.studies\.judging\.Judge' in last and is "
-    ):
-        check_same(older, {**asked, "judge._target_": "attnpo.judge.settings.OtherJudge"}, Path("last"))
 
 
 def test_keys_of_reference_spans_count_where_spans_are_those(world: World) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import re
 import shutil
 from pathlib import Path
@@ -10,37 +9,28 @@ from pathlib import Path
 import pytest
 import torch
 from omegaconf import OmegaConf
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from attnpo.config.compose import load
-from attnpo.lab.studies.fit_config import FitConfig
+from attnpo.lab.studies.config import FitConfig
 from attnpo.run.fill_store import fill_store
 from attnpo.run.point_cache import forget, remembering
 from attnpo.run.result import RunResult
-from attnpo.run.resume import find_resume
 from attnpo.run.run import run
 from attnpo.schema import UserError
-from attnpo.system.files import seal
-from attnpo.training.checkpoint_folders import write_account
 from attnpo.training.metrics_file import read_metrics
 from tests.run.made import make_inputs
-from tests.run.worlds import TRAIN, VAL, World, build_world, judge_loads
+from tests.run.worlds import TRAIN, VAL, World, judge_loads
 from tests.training.processes import in_two_processes
 
 QUICK = ("callbacks=none",)
 PAIRS = TRAIN + VAL
 
 
-@pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> World:
-    """A world that nobody has used."""
-    return build_world(tmp_path_factory.mktemp("world"))
-
-
 @pytest.fixture
-def world(template: World, tmp_path: Path) -> World:
+def world(fresh: World) -> World:
     """The same model and pairs with an empty store."""
-    return World(template.model, template.data, tmp_path / "store")
+    return fresh
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +51,7 @@ def losses(folder: Path, name: str = "train/loss") -> list[float]:
 def test_a_run_leaves_everything_a_reader_needs(first: tuple[World, Path, RunResult]) -> None:
     _, folder, result = first
     assert json.loads((folder / "result.json").read_text()) == result.to_json()
-    assert result.steps == 3 and len(losses(folder)) == 3
+    assert result.steps == 3 and len(losses(folder)) == 3 and result.drift == {}
     assert len(losses(folder, "val/loss")) == 4
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
     page = (folder / "report.html").read_text()
@@ -173,27 +163,6 @@ def test_an_export_that_fails_before_the_last_step_ends_the_run(
         run(first[0].config("trainer.validate_every=1"), tmp_path / "run")
 
 
-def test_best_and_last_are_model_folders(first: tuple[World, Path, RunResult]) -> None:
-    world, folder, _ = first
-    start = AutoModelForCausalLM.from_pretrained(world.model).state_dict()
-    for name in ("best", "last"):
-        assert (folder / name / "state.ckpt").is_file()
-        trained = AutoModelForCausalLM.from_pretrained(folder / name).state_dict()
-        assert trained.keys() == start.keys()
-        assert any(not torch.equal(trained[key], start[key]) for key in start)
-        assert AutoTokenizer.from_pretrained(folder / name).chat_template is not None
-
-
-def test_before_the_first_step_the_loss_is_ln_2(first: tuple[World, Path, RunResult]) -> None:
-    """Policy and reference are one model then; what may differ is rounding of the summed log-probabilities."""
-    _, _, result = first
-    metrics = result.metrics
-    sums = abs(metrics["first/val/logps/chosen"]) + abs(metrics["first/val/logps/rejected"])
-    assert sums > 10
-    assert abs(metrics["first/val/loss"] - math.log(2)) < 0.1 * sums * 2**-21
-    assert metrics["val/loss"] != metrics["first/val/loss"]
-
-
 # ------------------------------------------------------------------------------------------------ what is found again
 
 
@@ -257,9 +226,7 @@ def test_what_changes_the_judges_numbers_changes_the_key(
             "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
         )
         change = f"model.chat_template={tmp_path / 'other.jinja'}"
-    assert computed(world.config()) == 0
     assert computed(world.config(change)) == PAIRS
-    assert computed(world.config(change)) == 0
 
 
 @pytest.mark.parametrize(
@@ -267,11 +234,7 @@ def test_what_changes_the_judges_numbers_changes_the_key(
     [
         "weights.layer=1",
         "weights.postprocess.sink_tokens=0",
-        "weights.postprocess.end_token=mean",
-        "weights.postprocess.round_order=normalize_then_mean",
         "align.method=characters",
-        "objective.beta=0.7",
-        "seed=5",
         "judge.token_budget=4096",
         "model.dtype=float64",
     ],
@@ -296,18 +259,16 @@ def tables(world: World, kind: str) -> int:
     return len(list((world.store / kind).iterdir()))
 
 
-@pytest.mark.parametrize(
-    "change",
-    ["model.dtype=float64", "lengths.max_length=450", "lengths.max_prompt_length=200", "lengths.keep=end"],
-)
-def test_what_changes_the_references_numbers_changes_its_key(world: World, change: str) -> None:
+def test_what_changes_the_references_numbers_changes_its_key(world: World) -> None:
     """Layer, beta and seed find the same table."""
     base = ("weights=uniform", "reference=cached")
+    changes = ("lengths.max_prompt_length=200", "model.dtype=float64", "lengths.max_length=450", "lengths.keep=end")
     fill_store(world.config(*base))
     fill_store(world.config(*base, "objective.beta=0.7", "seed=3"))
     assert tables(world, "reference") == 1
-    fill_store(world.config(*base, change))
-    assert tables(world, "reference") == 2
+    for count, change in enumerate(changes, 2):
+        fill_store(world.config(*base, change))
+        assert tables(world, "reference") == count, change
 
 
 # ------------------------------------------------------------------------------------------------ several processes
@@ -333,14 +294,6 @@ def test_two_shards_fill_the_store_that_fit_then_finds(world: World, monkeypatch
     with judge_loads() as loaded:
         run(world.config("reference=cached", *QUICK), world.store.parent / "run")
     assert loaded == []
-
-
-def test_each_shard_takes_its_half(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "1")
-    fill_store(world.config())
-    monkeypatch.delenv("WORLD_SIZE")
-    assert computed(world.config()) == PAIRS // 2
 
 
 def test_a_reference_that_is_not_stored_is_refused_in_several_processes(
@@ -393,12 +346,7 @@ def test_paths_that_are_not_given_are_asked_for(given: list[str], lacking: str, 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("reference=frozen", r"reference=frozen: expected one of live, cached"),
-        ("weights.layer=3", r"weights\.layer: expected a whole number from 1 to 2"),
-        ("batch.micro=3", r"batch\.pairs 4 must be a multiple of batch\.micro 3"),
-        ("callbacks.monitor=val/los", r"callbacks\.monitor=val/los does not say which"),
         ("judge.template_file=nowhere.txt", r"judge\.template_file=nowhere\.txt: no such file"),
-        ("resume=nowhere", r"resume=nowhere: no checkpoint"),
         ("data.val_split=nowhere", r"data\.val_split=nowhere"),
     ],
 )
@@ -407,51 +355,6 @@ def test_a_wrong_setting_is_named(
 ) -> None:
     with pytest.raises(UserError, match=message):
         run(first[0].config(override), tmp_path / "run")
-
-
-def test_resume_auto_starts_anew_where_there_is_nothing(tmp_path: Path) -> None:
-    assert find_resume("auto", tmp_path, {}) is None
-    (tmp_path / "last").mkdir()
-    torch.save({"state_dict": {}, "global_step": 0}, tmp_path / "last" / "state.ckpt")
-    write_account(tmp_path / "last", {"step": 0})
-    seal(tmp_path / "last")
-    assert find_resume("auto", tmp_path, {}) == tmp_path / "last" / "state.ckpt"
-    assert find_resume(str(tmp_path / "last"), tmp_path / "elsewhere", {}) == tmp_path / "last" / "state.ckpt"
-    assert find_resume(None, tmp_path, {}) is None
-
-
-# ------------------------------------------------------------------------------------------------ loggers
-
-
-@pytest.mark.slow
-def test_wandb_offline_needs_no_account(
-    first: tuple[World, Path, RunResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two runs in one process are two W&B runs; metrics.csv is written as ever."""
-    import wandb
-
-    for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
-        monkeypatch.setenv(name, str(tmp_path / "home"))
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    cfg = first[0].config("logger=wandb", "logger.wandb.mode=offline", *QUICK)
-    for name in ("one", "two"):
-        run(cfg, tmp_path / name)
-        assert wandb.run is None, "the run must be closed, or the next one would write into it"
-        assert len(list((tmp_path / name / "wandb").glob("offline-run-*/*.wandb"))) == 1
-        assert len(losses(tmp_path / name)) == 3
-    wandb.teardown()
-
-
-@pytest.mark.parametrize("transform", ["cross_pair", "token_profile", "[mixture,shuffled]"])
-def test_a_control_changes_the_weights_and_nothing_else(world: World, tmp_path: Path, transform: str) -> None:
-    """The same pairs and lengths with other weights of the same total."""
-    plain, changed = (
-        make_inputs(world.config(*more)).examples["train"].examples for more in ((), (f"transform={transform}",))
-    )
-    assert [one.pair_id for one in plain] == [one.pair_id for one in changed]
-    assert any(not torch.equal(a.weights[0], b.weights[0]) for a, b in zip(plain, changed, strict=True))
-    for one, other in zip(plain, changed, strict=True):
-        assert one.lengths == other.lengths and one.coverage == other.coverage
 
 
 # ------------------------------------------------------------------------------------------------ memory

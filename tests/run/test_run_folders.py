@@ -17,15 +17,10 @@ from attnpo.run.run import run
 from attnpo.schema import UserError
 from attnpo.training.checkpoint_folders import STATE, read_account
 from attnpo.training.metrics_file import read_metrics
-from tests.run.worlds import World, build_world
+from tests.run.worlds import World
 from tests.training.processes import in_two_processes
 
 SHORT = ("trainer.validate_every=1", "callbacks.samples=0", "callbacks.report=false")
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return build_world(tmp_path_factory.mktemp("world"))
 
 
 @pytest.fixture(scope="module")
@@ -178,9 +173,9 @@ def test_a_run_killed_in_its_report_is_reported_when_it_is_resumed(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trained", [[], ["model=lora", "model.dtype=bfloat16", "optimizer.lr=1e-3"]])
-def test_a_sharded_run_killed_after_its_last_step_is_finished(world: World, tmp_path: Path, trained: list[str]) -> None:
+def test_a_sharded_run_killed_after_its_last_step_is_finished(world: World, tmp_path: Path) -> None:
     """Nothing gathers the policy when no step is left: it comes from the checkpoint, which holds what is trained."""
+    trained = ["model=lora", "model.dtype=bfloat16", "optimizer.lr=1e-3"]
     more = ["experiment=none", "name=two", f"output={tmp_path}", "trainer.strategy=fsdp", "trainer.devices=2"]
     command = ["-m", "attnpo.fit", *world.overrides("batch.micro=1", "callbacks.report=false", *more, *trained)]
     run(world.config("callbacks=none"), tmp_path / "fills the store")

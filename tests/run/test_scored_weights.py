@@ -19,14 +19,9 @@ from attnpo.run.resolve import resolve
 from attnpo.run.run import run
 from attnpo.schema import SIDES, UserError
 from tests.run.made import make, make_inputs
-from tests.run.worlds import GRAMMAR, RECIPE, TRAIN, VAL, World, build_world
+from tests.run.worlds import GRAMMAR, RECIPE, TRAIN, VAL, World
 
 PAIRS = TRAIN + VAL
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return build_world(tmp_path_factory.mktemp("scored"))
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from attnpo.config.compose import check
 from attnpo.data.prepare import SILENT, UNASKED
 from attnpo.lab.testbed.forced_scores import ForcedScores
 from attnpo.run.fill_store import fill_store
@@ -22,7 +21,7 @@ from attnpo.system.store import Store
 from attnpo.weights.score_parser import NO_PARTS
 from attnpo.weights.verbalizer import ANSWERS, RunVerbalizer, StoredAnswers
 from tests.run.made import make_inputs
-from tests.run.worlds import TRAIN, VAL, World, build_world
+from tests.run.worlds import TRAIN, VAL, World
 
 PAIRS = TRAIN + VAL
 KNOWN = (
@@ -36,11 +35,6 @@ FREE = (
     "verbalizer.known_parts=null",
     "verbalizer.sampling.max_new_tokens=8",
 )
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return build_world(tmp_path_factory.mktemp("verbalizing"))
 
 
 @contextmanager
@@ -126,26 +120,11 @@ def test_what_does_not_fit_is_dropped_and_counted_and_none_at_all_is_an_error(wo
         make_inputs(world.config(*KNOWN, f"store={tmp_path}", "verbalizer.max_length=128"))
 
 
-def test_an_objective_that_reads_no_weights_is_refused_before_anything_loads(world: World) -> None:
-    with pytest.raises(UserError, match="reads no token weights, so those of Verbalized"):
-        check(world.composed(*KNOWN, "objective=dpo"))
-    truth = ("weights=true_importance", "weights.grammar={min_clauses: 1, max_clauses: 2}")
-    with pytest.raises(UserError, match="reads no token weights, so those of TrueImportance"):
-        check(world.composed(*truth, "objective=dpo"))
-    check(world.composed("weights=uniform", "objective=dpo"))
-
-
 def test_true_importance_trains(world: World, tmp_path: Path) -> None:
     overrides = ("weights=true_importance", "weights.grammar={min_clauses: 1, max_clauses: 2}")
     result = run(world.config(*overrides, f"store={tmp_path}"), tmp_path / "truth")
     assert result.inputs["train"]["pairs"] == TRAIN
     assert result.inputs["train"]["effective_share"] < 0.5
-
-
-def test_several_processes_do_not_ask_the_same(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attnpo.data.weighing.world_size", lambda: 2)
-    with pytest.raises(UserError, match="weights are missing in the store and this job has 2 processes"):
-        make_inputs(world.config(*KNOWN, f"store={tmp_path}"))
 
 
 def test_what_changes_an_answer_changes_the_key(world: World) -> None:

@@ -28,11 +28,6 @@ WEIGHTS = ("weights=attention", "weights.layer=1", "experiment=none")
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return build_world(tmp_path_factory.mktemp("world"))
-
-
-@pytest.fixture(scope="module")
 def examples(world: World) -> ExampleSet:
     return make_inputs(world.config(*WEIGHTS)).examples["train"]
 

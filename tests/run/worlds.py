@@ -1,9 +1,13 @@
 """A world for whole runs in seconds: a tiny random Llama with the testbed's tokenizer, and pairs of its grammar."""
 
+import atexit
 import random
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,7 @@ from omegaconf import DictConfig
 
 from attnpo.config.compose import compose, load
 from attnpo.judge.judge import RunJudge
-from attnpo.lab.studies.fit_config import FitConfig
+from attnpo.lab.studies.config import FitConfig
 from attnpo.lab.testbed.grammar import Grammar, Prompt
 from attnpo.lab.testbed.pairs import pair_row, write_jsonl
 from attnpo.lab.testbed.pretrain import new_model
@@ -64,6 +68,15 @@ class World:
 
 def build_world(folder: Path, train: int = TRAIN, val: int = VAL, layers: int = RECIPE.layers) -> World:
     """A new world under ``folder`` with an empty store, so many pairs, and a model of so many layers."""
+    shutil.copytree(_built(train, val, layers), folder, dirs_exist_ok=True)
+    return World(folder / "model", folder / "data", folder / "store")
+
+
+@cache
+def _built(train: int, val: int, layers: int) -> Path:
+    """The folder that every world of these sizes is a copy of, until this process ends."""
+    folder = Path(tempfile.mkdtemp(prefix="world-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     tokenizer = build_tokenizer(GRAMMAR)
     model = new_model(replace(RECIPE, layers=layers), tokenizer, seed=3)
     model.save_pretrained(folder / "model")
@@ -73,7 +86,7 @@ def build_world(folder: Path, train: int = TRAIN, val: int = VAL, layers: int = 
     for name, split, count in (("train", "train", train), ("test", "validation", val)):
         rows = [_row(rng, prompt) for prompt in GRAMMAR.prompts(split)[:count]]
         write_jsonl(folder / "data" / f"{name}.jsonl", rows)
-    return World(folder / "model", folder / "data", folder / "store")
+    return folder
 
 
 def _row(rng: random.Random, prompt: Prompt) -> dict[str, object]:

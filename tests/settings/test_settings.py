@@ -16,9 +16,9 @@ from transformers import AutoTokenizer, LlamaConfig, MistralConfig, PretrainedCo
 from attnpo.config.compose import CONFIG_DIR, check, compose, groups, load
 from attnpo.data.base import pairs_from_rows
 from attnpo.data.rules import BatchPlan
-from attnpo.judge.prompts import JudgePrompts, JudgeRules
-from attnpo.judge.settings import TOKEN_BUDGET
-from attnpo.lab.studies.fit_config import FitConfig
+from attnpo.judge.prompts import JudgePrompts
+from attnpo.judge.settings import TOKEN_BUDGET, JudgeRules
+from attnpo.lab.studies.config import FitConfig
 from attnpo.lab.studies.study import expand_arms
 from attnpo.models.memory import GIB, MOST, ROUND, MemoryEstimate, estimate_pass, estimate_training, most_tokens
 from attnpo.models.spec import ModelSpec
@@ -452,7 +452,7 @@ if SHARED.is_dir():  # what ours are like
 @pytest.fixture(scope="module")
 def pairs() -> list[PreferencePair]:
     """Pairs of our own, and the paper's kind of data where it is at hand."""
-    whole = pairs_from_rows(own_texts.rows(140)).pairs
+    whole = pairs_from_rows(own_texts.rows(70)).pairs
     # The judge reads answers without blanks around them, which these rules do not speak of.
     found = [pair for pair in whole if all(pair.response(side) == pair.response(side).strip() for side in SIDES)]
     for file in SHARED.glob("data/ultrafeedback_sample/test.jsonl"):

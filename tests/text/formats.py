@@ -1,5 +1,6 @@
 """Tokenizers of very different habits, each with a chat template."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,10 @@ SHARED = TESTS.parents[1] / "shared"
 # Trained on this repository's own texts by the rules of GPT-2 and of Mistral's v3, and by one that makes a line break
 # stick to the sign before it.
 GPT2, MISTRAL, EDGE_MERGE = (f"text/tokenizers/{name}" for name in ("gpt2", "mistral", "edge_merge"))
+GOLDEN = "conformance/vectors/extraction/tokenizer"
 # name -> folder below tests/, template (None: the tokenizer's own)
 FORMATS: dict[str, tuple[str, str | None]] = {
-    "golden": ("conformance/vectors/extraction/tokenizer", None),
+    "golden": (GOLDEN, None),
     "edge_merge": (EDGE_MERGE, None),
     "edge_merge_untrimmed": (
         EDGE_MERGE,
@@ -38,20 +40,16 @@ FORMATS: dict[str, tuple[str, str | None]] = {
     "mistral": (MISTRAL, LLAMA2_LIKE),
     "stories": ("conformance/vectors/extraction_sentencepiece/tokenizer", STORIES),
 }
-REAL = "real_"
-if SHARED.is_dir():  # the vocabularies themselves, of which two are too large for the repository
+# The vocabularies that ours are made like, of which two are too large for the repository, where they are at hand.
+REAL: dict[str, tuple[str, str | None]] = {}
+if SHARED.is_dir():
     models = SHARED / "models"
-    FORMATS |= {
-        f"{REAL}gpt2_plain": (str(models / "tokenizers/gpt2"), PLAIN),
-        f"{REAL}gpt2_chatml": (str(models / "tokenizers/gpt2"), CHATML),
-        f"{REAL}mistral": (str(models / "tokenizers/mistral_v3"), LLAMA2_LIKE),
-        f"{REAL}stories": (str(models / "stories260K"), STORIES),
+    REAL = {
+        "real_gpt2_plain": (str(models / "tokenizers/gpt2"), PLAIN),
+        "real_gpt2_chatml": (str(models / "tokenizers/gpt2"), CHATML),
+        "real_mistral": (str(models / "tokenizers/mistral_v3"), LLAMA2_LIKE),
+        "real_stories": (str(models / "stories260K"), STORIES),
     }
-
-
-def kind(name: str) -> str:
-    """Returns the format of our own that a real vocabulary is like."""
-    return name.removeprefix(REAL)
 
 
 class Formats:
@@ -69,6 +67,15 @@ class Formats:
             self.loaded[folder] = AutoTokenizer.from_pretrained(TESTS / folder)
         return self.loaded[folder]
 
+    def marked(self, words: Iterable[str], folder: str = GOLDEN) -> Any:
+        """Returns a tokenizer that has ``words`` as special tokens; made once."""
+        words = sorted(set(words))
+        key = " ".join([folder, *words])
+        if key not in self.loaded:
+            self.loaded[key] = self.tokenizer(folder, fresh=True)
+            self.loaded[key].add_special_tokens({"additional_special_tokens": words})
+        return self.loaded[key]
+
     def __call__(self, name: str, template: str | None = None) -> ChatFormat:
-        folder, own = FORMATS[name]
+        folder, own = (FORMATS | REAL)[name]
         return ChatFormat(self.tokenizer(folder), template or own)

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from attnpo.data.prepare import truncate
 from attnpo.schema import EncodedResponse, UserError
 from attnpo.text.chat import NOT_A_PREFIX, ChatFormat, RefusedText
-from attnpo.text.truncation import truncate
-from tests.text.formats import EDGE_MERGE, FORMATS, GPT2, PLAIN, Formats, kind
+from tests.text.formats import EDGE_MERGE, FORMATS, GOLDEN, GPT2, PLAIN, Formats
 
 TURNS = [{"role": "user", "content": "Why is the sky blue?"}]
 DIALOGUE = [
@@ -39,15 +39,8 @@ def without_surrogates():
     return st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 
 
-AWKWARD = st.lists(
-    st.one_of(
-        without_surrogates(),
-        st.sampled_from(
-            ["</s>", "<|eot_id|>", "<|end|>", "\n", ".\n", " ", "👩🏽‍🔬", "ﬁ", "\x00", "\r\n", "[INST]", "{{ x }}"]
-        ),
-    ),
-    max_size=5,
-).map("".join)
+PIECES = ["</s>", "<|eot_id|>", "<|end|>", "\n", ".\n", " ", "👩🏽‍🔬", "ﬁ", "\x00", "\r\n", "[INST]", "{{ x }}"]
+AWKWARD = st.lists(st.one_of(without_surrogates(), st.sampled_from(PIECES)), max_size=5).map("".join)
 
 
 def covered(encoded: EncodedResponse) -> set[int]:
@@ -79,13 +72,13 @@ def test_completions_of_the_reference(formats: Formats, golden_pairs: list[dict[
 @pytest.mark.parametrize("turns", [TURNS, DIALOGUE], ids=["one turn", "dialogue"])
 def test_one_bos_and_one_end(formats: Formats, name: str, turns: list[dict[str, str]]) -> None:
     chat = formats(name)
-    wanted = 0 if kind(name).startswith("gpt2") else 1  # that tokenizer has a BOS token but adds none
+    wanted = 0 if name.startswith("gpt2") else 1  # that tokenizer has a BOS token but adds none
     ids = chat.prompt_ids(turns)
     bos = chat.tokenizer.bos_token_id
     assert ids.count(bos) == wanted and (ids[0] == bos) == bool(wanted)
     encoded = chat.encode(turns, "Light is scattered.")
     assert encoded.prompt_ids == ids
-    end = chat.tokenizer.convert_tokens_to_ids(END[kind(name)])
+    end = chat.tokenizer.convert_tokens_to_ids(END[name])
     assert encoded.response_ids[-1] == end and encoded.response_ids.count(end) == 1
     assert encoded.offsets[-1] == (19, 19)
     assert end in chat.end_ids and chat.tokenizer.eos_token_id in chat.end_ids
@@ -110,18 +103,8 @@ def test_ranges_by_hand(formats: Formats) -> None:
     chat = formats("edge_merge")
     encoded = chat.encode(TURNS, "He wörld.")
     pieces = chat.tokenizer.convert_ids_to_tokens(encoded.response_ids)
-    found = list(zip(pieces, encoded.offsets, strict=True))
-    assert found == [
-        ("H", (0, 1)),
-        ("e", (1, 2)),
-        ("Ġw", (2, 4)),
-        ("Ã", (4, 5)),
-        ("¶", (4, 5)),
-        ("r", (5, 6)),
-        ("ld", (6, 8)),
-        (".", (8, 9)),
-        ("<|end|>", (9, 9)),
-    ]
+    assert pieces == ["H", "e", "Ġw", "Ã", "¶", "r", "ld", ".", "<|end|>"]
+    assert encoded.offsets == [(0, 1), (1, 2), (2, 4), (4, 5), (4, 5), (5, 6), (6, 8), (8, 9), (9, 9)]
 
 
 def test_a_template_that_trims_keeps_ranges_of_the_text_as_given(formats: Formats) -> None:
@@ -140,11 +123,8 @@ def test_text_of_special_tokens_inside_a_response(formats: Formats) -> None:
     chat = formats("mistral")
     encoded = chat.encode(TURNS, "a</s>b</s>")
     assert encoded.response_ids.count(2) == 3
-    assert [place for token, place in zip(encoded.response_ids, encoded.offsets, strict=True) if token == 2] == [
-        (1, 5),
-        (6, 10),
-        (10, 10),
-    ]
+    ends = [place for token, place in zip(encoded.response_ids, encoded.offsets, strict=True) if token == 2]
+    assert ends == [(1, 5), (6, 10), (10, 10)]
     plain = formats("mistral", PLAIN)  # nothing closes the turn: EOS is appended although the text ends with one
     assert plain.encode(TURNS, "a</s>").response_ids.count(2) == 2
 
@@ -166,14 +146,14 @@ def test_what_follows_the_end_of_turn_is_cut(formats: Formats) -> None:
 def test_an_empty_response_is_the_end_of_turn(formats: Formats, name: str) -> None:
     chat = formats(name)
     encoded = chat.encode(TURNS, "")
-    assert chat.tokenizer.convert_ids_to_tokens(encoded.response_ids)[-1] == END[kind(name)]
+    assert chat.tokenizer.convert_ids_to_tokens(encoded.response_ids)[-1] == END[name]
     assert set(encoded.offsets) == {(0, 0)}
     if name in ("golden", "edge_merge"):  # the other templates write a blank or a newline around it
         assert len(encoded.response_ids) == 1
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20)
 @given(text=AWKWARD)
 def test_ranges_of_any_text(formats: Formats, name: str, text: str) -> None:
     chat = formats(name)
@@ -196,12 +176,7 @@ def test_a_response_that_merges_with_the_prompt_is_tokenised_alone_and_counted(f
     assert encoded.prompt_ids == chat.prompt_ids(TURNS)
     assert chat.tokenizer.decode(encoded.response_ids) == "Yes.\n<|endoftext|>"
     assert encoded.offsets == [(0, 3), (3, 4), (4, 4), (4, 4)]
-    chat.encode(TURNS, "!")
-    assert chat.counts == {NOT_A_PREFIX: 2}
-
-    assert chat.end_ids == {chat.tokenizer.eos_token_id} and chat.counts == {
-        NOT_A_PREFIX: 2
-    }  # the probe is not counted
+    assert chat.end_ids == {chat.tokenizer.eos_token_id} and chat.counts == {NOT_A_PREFIX: 1}, "no probe is counted"
 
 
 def test_settings_left_in_the_tokenizer_do_not_matter(formats: Formats) -> None:
@@ -226,9 +201,11 @@ def split_special(tokenizer: Any) -> None:
     tokenizer("a b", split_special_tokens=True)
 
 
-@pytest.mark.parametrize("call", [pad_left, cut_left, split_special])
-@pytest.mark.parametrize("saved", [False, True])
-@pytest.mark.parametrize("name", ["gpt2_plain", "golden", "mistral"])
+@pytest.mark.parametrize(
+    ("call", "name", "saved"),
+    [(pad_left, "gpt2_plain", True), (pad_left, "golden", False), (pad_left, "mistral", True),
+     (cut_left, "golden", False), (cut_left, "golden", True), (split_special, "mistral", False)],
+)  # fmt: skip
 def test_what_a_call_or_a_file_left_in_the_tokenizer_is_not_read_and_stays(
     formats: Formats, tmp_path: Path, name: str, saved: bool, call: Callable[[Any], None]
 ) -> None:
@@ -292,17 +269,14 @@ def test_a_template_that_changes_the_prompt_is_refused_for_training_only(formats
         chat.encode(TURNS, "Yes.")
 
 
-def thinking(formats: Formats, opening: str, thought: str, folder: str = FORMATS["golden"][0]) -> ChatFormat:
+def thinking(formats: Formats, opening: str, thought: str, folder: str = GOLDEN) -> ChatFormat:
     """ChatML whose answers begin with ``thought``, as Qwen3's and Qwen3.5's do, and prompts end with ``opening``."""
-    tokenizer = formats.tokenizer(folder, fresh=True)
-    words = ["<|im_start|>", "<|im_end|>", "<think>", "</think>"]
-    tokenizer.add_special_tokens({"additional_special_tokens": words})
     template = (
         "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' and loop.last %}"
         f"{thought}{{% endif %}}{{{{ m['content'] }}}}<|im_end|>\n{{% endfor %}}"
         f"{{% if add_generation_prompt %}}<|im_start|>assistant\n{opening}{{% endif %}}"
     )
-    return ChatFormat(tokenizer, template)
+    return ChatFormat(formats.marked(["<|im_start|>", "<|im_end|>", "<think>", "</think>"], folder), template)
 
 
 @pytest.mark.parametrize("opening", ["", "<think>\n", "<think>\n\n</think>\n\n"])

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from attnpo.text.deadline import Overran, deadline
+from attnpo.text.chat import Overran, deadline
 
 
 def compute(seconds: float) -> None:

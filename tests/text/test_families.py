@@ -8,7 +8,7 @@ import pytest
 from attnpo.schema import EncodedResponse, Message, UserError
 from attnpo.text.chat import ChatFormat
 from attnpo.text.traces import without_trace
-from tests.text.formats import FORMATS, Formats
+from tests.text.formats import Formats
 
 FOLDER = Path(__file__).parent / "templates"
 FAMILIES = sorted(path.stem for path in FOLDER.glob("*.jinja"))
@@ -42,10 +42,8 @@ HEADS = {
 
 def chat(formats: Formats, family: str, **options: object) -> ChatFormat:
     template = (FOLDER / f"{family}.jinja").read_text(encoding="utf-8").removesuffix("\n")
-    tokenizer = formats.tokenizer(FORMATS["golden"][0], fresh=True)
-    words = sorted(set(re.findall(r"<[|\uff5c]?[\w\u2581/]+[|\uff5c]?>|\[/?\w+\]", template)))
-    tokenizer.add_special_tokens({"additional_special_tokens": [word for word in words if word != "[0]"]})
-    return ChatFormat(tokenizer, template, **options)  # type: ignore[arg-type]
+    words = re.findall(r"<[|\uff5c]?[\w\u2581/]+[|\uff5c]?>|\[/?\w+\]", template)
+    return ChatFormat(formats.marked(word for word in words if word != "[0]"), template, **options)  # type: ignore[arg-type]
 
 
 def check(format_: ChatFormat, messages: list[Message], response: str, head: str) -> None:

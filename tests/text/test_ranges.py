@@ -9,9 +9,10 @@ import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from attnpo.judge.prompts import Assembly, JudgePrompts, JudgeRules
+from attnpo.judge.prompts import JudgePrompts
+from attnpo.judge.settings import Assembly, JudgeRules
 from attnpo.schema import SIDES, PairWeights, PreferencePair, Round, TokenWeights
-from attnpo.text.alignment import AlignMethod, align
+from attnpo.text.alignment import AlignMethod
 from attnpo.text.chat import ChatFormat
 from attnpo.weights.pipeline import training_weights
 from attnpo.weights.postprocess import Postprocess
@@ -136,34 +137,3 @@ def test_a_cut_never_parts_an_accent_from_its_letter(rules: JudgeRules, assembly
             assert prompt.offsets["chosen"][-1][1] % 2 == 0
             letters = bytes(prompt.input_ids[first:last])
             assert letters == letters[:2] * (len(letters) // 2), "both bytes of each é"
-
-
-def test_a_blank_that_the_target_drops_leaves_its_weight_to_its_word() -> None:
-    """Text "ab  cd". Source: ab | blank (.1) | blank cd (.6). Target: ab | cd, without blanks.
-
-    The second blank's weight stays with cd, of whose token it is a part; the first one's has the token before it alone.
-    """
-    found = align(
-        [1, 2, 3],
-        [(0, 2), (2, 3), (3, 6)],
-        torch.tensor([0.3, 0.1, 0.6], dtype=torch.float64),
-        [8, 9],
-        [(0, 2), (4, 6)],
-        AlignMethod.CHARACTERS,
-    )
-    assert found.weights.tolist() == pytest.approx([0.4, 0.6], abs=1e-15)
-    assert found.coverage == found.source_coverage == 1.0
-
-
-def test_a_mark_without_a_token_of_its_own_goes_with_the_letter_before_it() -> None:
-    """Text "aé.", e and accent apart. Source: a | e | accent (.3) | full stop. Target: a | é as e alone | full stop."""
-    found = align(
-        [1, 2, 3, 4],
-        [(0, 1), (1, 2), (2, 3), (3, 4)],
-        torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64),
-        [1, 7, 4],
-        [(0, 1), (1, 2), (3, 4)],
-        AlignMethod.CHARACTERS,
-    )
-    assert found.weights.tolist() == pytest.approx([0.1, 0.5, 0.4], abs=1e-15)
-    assert found.source_coverage == 1.0

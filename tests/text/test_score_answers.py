@@ -16,29 +16,14 @@ def objects(*parts: tuple[str, object]) -> str:
     return json.dumps([{"part": text, "score": score} for text, score in parts])
 
 
+ASKED = objects((A, 5), (B, 4), (C, 2))
 Case = tuple[str, str, list[tuple[str, float]], dict[str, int]]
 
 # name, answer, spans expected as (text, score), problems expected
 WELL_FORMED: list[Case] = [
-    ("json objects", objects((A, 5), (B, 4), (C, 2)), FULL, {}),
-    (
-        "json in a fence with talk around it",
-        f"Sure! Here it is:\n```json\n{objects((A, 5), (B, 4), (C, 2))}\n```\nHope it helps.",
-        FULL,
-        {},
-    ),
-    (
-        "json over several lines",
-        json.dumps([{"part": A, "score": 5}, {"part": B, "score": 4}, {"part": C, "score": 2}], indent=2),
-        FULL,
-        {},
-    ),
-    (
-        "other key names",
-        json.dumps([{"Text": A, "Importance": 5}, {"Text": B, "Importance": 4}, {"Text": C, "Importance": 2}]),
-        FULL,
-        {},
-    ),
+    ("json objects", ASKED, FULL, {}),
+    ("json in a fence with talk around it", f"Here it is:\n```json\n{ASKED}\n```\nHope it helps.", FULL, {}),
+    ("other key names", ASKED.replace("part", "Text").replace("score", "Importance"), FULL, {}),
     ("pairs", json.dumps([[A, 5], [B, 4], [C, 2]]), FULL, {}),
     ("parts as keys", json.dumps([{A: 5}, {B: 4}, {C: 2}]), FULL, {}),
     ("scores as text", objects((A, "5"), (B, "4/5"), (C, "2 out of 5")), FULL, {}),
@@ -52,21 +37,15 @@ WELL_FORMED: list[Case] = [
 ]
 
 MALFORMED: list[Case] = [
-    ("trailing commas", objects((A, 5), (B, 4), (C, 2)).replace("}]", "},]").replace("2}", "2,}"), FULL, {}),
-    ("cut off in the middle", objects((A, 5), (B, 4), (C, 2))[:-18], FULL[:2], {}),
-    (
-        "single quotes instead of double",
-        objects((A, 5), (B.replace('"', "'"), 4), (C, 2)),
-        [FULL[0], FULL[2]],
-        {NOT_IN_RESPONSE: 1},
-    ),
+    ("trailing commas", ASKED.replace("}]", "},]").replace("2}", "2,}"), FULL, {}),
+    ("cut off in the middle", ASKED[:-18], FULL[:2], {}),
+    ("single quotes", objects((A, 5), (B.replace('"', "'"), 4), (C, 2)), FULL[::2], {NOT_IN_RESPONSE: 1}),
     ("curly quotes", objects((A, 5), (B.replace('"shock"', "“shock”"), 4), (C, 2)), FULL, {}),
     ("other case and blanks", objects((A.upper(), 5), (B.replace(" ", "\n  "), 4), (C, 2)), FULL, {}),
     ("bold scores", f"{A} **5**\n{B}: **4**\n{C}: **2**", FULL[1:], {}),
-    ("a part missing", objects((A, 5), (C, 2)), [FULL[0], FULL[2]], {}),
+    ("a part missing", objects((A, 5), (C, 2)), FULL[::2], {}),
     ("reordered", objects((C, 2), (A, 5), (B, 4)), FULL, {}),
     ("paraphrased", objects(("Cook the eggs seven minutes", 5), (B, 4), (C, 2)), FULL[1:], {NOT_IN_RESPONSE: 1}),
-    ("invented part", objects((A, 5), (B, 4), (C, 2), ("Enjoy!", 1)), FULL, {NOT_IN_RESPONSE: 1}),
     ("the same part twice", objects((A, 5), (A, 3), (B, 4), (C, 2)), FULL, {NOT_IN_RESPONSE: 1}),
     (
         "overlapping parts",
@@ -91,37 +70,22 @@ MALFORMED: list[Case] = [
     ),
     ("lists within lists", json.dumps([[[A, 5], [B, 4]], [[C, 2]]]), FULL, {}),
     ("one object for all parts", json.dumps({A: 5, B: 4, C: 2}), FULL, {}),
-    ("one object with a word for a score", json.dumps({A: 5, B: "high", C: 2}), [FULL[0], FULL[2]], {OUT_OF_SCALE: 1}),
+    ("one object with a word for a score", json.dumps({A: 5, B: "high", C: 2}), FULL[::2], {OUT_OF_SCALE: 1}),
     ("score in an object", json.dumps([{"part": A, "score": {"value": 5}}, [B, 4]]), FULL[1:2], {OUT_OF_SCALE: 1}),
     ("parts and scores apart", json.dumps({"parts": [A, B, C], "scores": [5, 4, 2]}), [], {NO_PARTS: 1}),
     ("one flat list", json.dumps([A, 5, B, 4, C, 2]), [], {NO_PARTS: 1}),
     ("part and score exchanged", json.dumps([{"part": 5, "score": A}, {"part": 4, "score": B}]), [], {NO_PARTS: 1}),
     ("Python instead of JSON", repr([{"part": A, "score": 5}, {"part": C, "score": 2}]), [], {NO_PARTS: 1}),
-    ("quotes not escaped", objects((A, 5), (B, 4), (C, 2)).replace("\\", ""), [FULL[0], FULL[2]], {}),
-    ("remarks in JSON", objects((A, 5), (C, 2)).replace("}, ", "}, // timing\n"), [FULL[0], FULL[2]], {}),
-    ("brackets before it", f"All [three] {{of them}}:\n{objects((A, 5), (B, 4), (C, 2))}", FULL, {}),
+    ("quotes not escaped", ASKED.replace("\\", ""), FULL[::2], {}),
+    ("remarks in JSON", objects((A, 5), (C, 2)).replace("}, ", "}, // timing\n"), FULL[::2], {}),
+    ("brackets before it", f"All [three] {{of them}}:\n{ASKED}", FULL, {}),
     ("brackets without end", "[{" * 3000 + objects((A, 5)), FULL[:1], {}),
     ("no number and a huge one", objects((A, float("nan")), (B, 10**400), (C, 2)), FULL[2:], {OUT_OF_SCALE: 2}),
     ("null, a range and a share", objects((A, None), (B, "4-5"), (C, "90%")), [], {OUT_OF_SCALE: 3}),
-    (
-        "shortened with dots",
-        objects(("Boil the eggs ...", 5), ("Then cool ...", 4), (C, 2)),
-        FULL[2:],
-        {NOT_IN_RESPONSE: 2},
-    ),
-    ("translated", objects(("Eier 7 Minuten kochen.", 5), (B, 4), (C, 2)), FULL[1:], {NOT_IN_RESPONSE: 1}),
     ("the example repeated", objects(("first passage", 3), ("second passage", 5)), [], {NOT_IN_RESPONSE: 2}),
-    ("two lists", objects((A, 5), (C, 2)) + objects((A, 1), (C, 1)), [FULL[0], FULL[2]], {NOT_IN_RESPONSE: 2}),
+    ("two lists", objects((A, 5), (C, 2)) + objects((A, 1), (C, 1)), FULL[::2], {NOT_IN_RESPONSE: 2}),
     ("a sum below the lines", f"{A}: 5\n{B}: 4\n{C}: 2\nTotal: 11", FULL, {OUT_OF_SCALE: 1}),
     ("an empty list", "[]", [], {NO_PARTS: 1}),
-    ("an empty object", "{}", [], {NO_PARTS: 1}),
-    ("scores alone", "5, 4, 2", [], {NO_PARTS: 1}),
-    (
-        "prose",
-        "The boiling time matters most (5), the ice water less (4), and peeling hardly counts.",
-        [],
-        {NO_PARTS: 1},
-    ),
     ("prose with quotations", f'The passage "{A}" deserves a 5, while "{C}" gets only 2 points.', [], {NO_PARTS: 1}),
     ("tags", f"<part score=5>{A}</part>\n<part score=2>{C}</part>", [], {NO_PARTS: 1}),
 ]
@@ -136,23 +100,6 @@ def test_recorded_answers(answer: str, spans: list[tuple[str, float]], problems:
     reading = read_answer(answer, RESPONSE)
     assert [(RESPONSE[span.start : span.end], span.score) for span in reading.spans] == spans
     assert dict(reading.problems) == problems
-
-
-def test_thirty_malformed_answers_are_what_their_name_says() -> None:
-    """None of them is the list that was asked for: verbatim parts of all the response, in order, scored 1 to 5."""
-    assert len({case[1] for case in MALFORMED}) >= 30
-    assert [name for name, answer, _, _ in MALFORMED if is_as_asked(answer)] == []
-    assert next(name for name, answer, _, _ in WELL_FORMED if is_as_asked(answer)) == "json objects"
-
-
-def is_as_asked(answer: str) -> bool:
-    try:
-        parts = json.loads(answer)
-        quoted = "".join(part["part"] for part in parts)
-        scored = all(part["score"] in (1, 2, 3, 4, 5) and not isinstance(part["score"], bool) for part in parts)
-    except (ValueError, TypeError, KeyError):
-        return False
-    return scored and quoted == (A + B + C)
 
 
 CODE = 'def f(d):\n    return {**d, "a": [1, 2]}  # merged {here}\n'
@@ -190,8 +137,10 @@ def test_brackets_and_braces_in_a_part_are_text(
 
 
 def test_repeated_text_takes_the_places_in_order() -> None:
-    reading = read_answer(objects(("yes", 1), ("no", 3), ("yes", 5)), "yes, no, yes")
-    assert [(span.start, span.end, span.score) for span in reading.spans] == [(0, 3, 1.0), (5, 7, 3.0), (9, 12, 5.0)]
+    for answer in (objects(("yes", 1), ("no", 3), ("yes", 5)), '{"yes": 1, "no": 3, "yes": 5}'):
+        reading = read_answer(answer, "yes, no, yes")
+        found = [(span.start, span.end, span.score) for span in reading.spans]
+        assert found == [(0, 3, 1.0), (5, 7, 3.0), (9, 12, 5.0)]
     assert reading.covered(12) == pytest.approx(8 / 12)
 
 
@@ -199,11 +148,6 @@ def test_letters_that_fold_to_several_keep_their_places() -> None:
     response = "Die Straße ist naß."
     reading = read_answer(objects(("STRASSE ist", 4)), response)
     assert [response[span.start : span.end] for span in reading.spans] == ["Straße ist"]
-
-
-def test_a_part_twice_in_one_object_is_two_parts() -> None:
-    reading = read_answer('{"yes": 1, "no": 3, "yes": 5}', "yes, no, yes")
-    assert [(span.start, span.end, span.score) for span in reading.spans] == [(0, 3, 1.0), (5, 7, 3.0), (9, 12, 5.0)]
 
 
 def test_lines_about_snippets_are_read_rather_than_the_snippets() -> None:

@@ -8,7 +8,7 @@ from attnpo.lab.testbed.grammar import Grammar
 from attnpo.lab.testbed.tokenizer import build_tokenizer
 from attnpo.schema import PreferencePair, UserError
 from attnpo.text.chat import ChatFormat, RefusedText
-from attnpo.weights.score_prompt import ScoreQuestions, ScoreTemplate
+from attnpo.weights.verbalizer_settings import ScoreQuestions, ScoreTemplate
 
 PLAIN = ScoreTemplate("score {question} : {answer}")
 PAIR = PreferencePair.make([{"role": "user", "content": "the soup"}], "the broth was good .", " ")

@@ -10,7 +10,7 @@ from attnpo.lab.testbed.grammar import Grammar
 from attnpo.lab.testbed.tokenizer import build_tokenizer
 from attnpo.schema import UserError
 from attnpo.text.chat import ChatFormat
-from attnpo.text.template_options import literal, variables
+from attnpo.text.template import literal, variables
 from tests.text.formats import GPT2, PLAIN, Formats
 
 # Begins with a newline and an indented block, which the renderer drops at the beginning of a line alone; the macro
@@ -90,7 +90,7 @@ PLAIN_DATA = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25)
 @given(value=PLAIN_DATA)
 def test_any_plain_data_arrives_as_it_is(formats: Formats, value: object) -> None:
     found = chat(formats, "{{ [value] | tojson }}", kwargs={"value": value}).render(TURNS, False)
@@ -128,11 +128,7 @@ def test_a_template_in_place_of_the_tokenizers_own_is_warned_of(caplog: pytest.L
     own, tokenizer.name_or_path = str(tokenizer.chat_template), "a model"
     by_name = {"default": own, "tool_use": PLAIN}
     for templates, asked, words in (
-        (
-            own,
-            PLAIN,
-            ["a model: chat_template replaces the tokenizer's own chat template"],
-        ),
+        (own, PLAIN, ["a model: chat_template replaces the tokenizer's own chat template"]),
         (own, own, []),
         (own, None, []),
         (None, PLAIN, []),

@@ -9,8 +9,8 @@ import pytest
 from attnpo.judge.prompts import question_text
 from attnpo.schema import Message, PreferencePair
 from attnpo.text.chat import ChatFormat, RefusedText
-from attnpo.text.tools import tools_of, without_tools, written
-from tests.text.formats import CHATML, FORMATS, Formats
+from attnpo.text.template import tools_of, without_tools, written
+from tests.text.formats import CHATML, Formats
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 TOOLS = json.dumps([WEATHER])
@@ -35,9 +35,7 @@ QUOTES = USES.replace("{{ m.content }}", "{{ m.content | tojson if m.role == 'to
 
 
 def chat(formats: Formats, template: str) -> ChatFormat:
-    tokenizer = formats.tokenizer(FORMATS["golden"][0], fresh=True)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    return ChatFormat(tokenizer, template)
+    return ChatFormat(formats.marked(["<|im_start|>", "<|im_end|>"]), template)
 
 
 def test_a_template_writes_the_tools_the_calls_and_the_results(formats: Formats) -> None:

@@ -14,7 +14,7 @@ from attnpo.text.traces import (
     with_trace,
     without_trace,
 )
-from tests.text.formats import CHATML, FORMATS, Formats
+from tests.text.formats import CHATML, Formats
 
 TURNS = [Message(role="user", content="Why is the sky blue?")]
 ANSWER = "Light is scattered."
@@ -39,10 +39,7 @@ DROPS = CHATML.replace("{{ m['content'] }}", "{{ m['content'].split('</think>')[
 
 
 def chat(formats: Formats, template: str) -> ChatFormat:
-    tokenizer = formats.tokenizer(FORMATS["golden"][0], fresh=True)
-    words = ["<|im_start|>", "<|im_end|>", "<think>", "</think>"]
-    tokenizer.add_special_tokens({"additional_special_tokens": words})
-    return ChatFormat(tokenizer, template)
+    return ChatFormat(formats.marked(["<|im_start|>", "<|im_end|>", "<think>", "</think>"]), template)
 
 
 def held(encoded: EncodedResponse, response: str) -> list[str]:
@@ -113,13 +110,6 @@ def test_what_a_judge_reads_of_a_trace_weighed_apart(response: str) -> None:
 
 
 def test_the_tokens_before_an_answer() -> None:
-    offsets = [
-        (0, 7),
-        (7, 12),
-        (30, 30),
-        (12, 20),
-        (20, 24),
-        (24, 30),
-        (30, 30),
-    ]  # a blank of the template in the trace
+    # A blank of the template stands in the trace.
+    offsets = [(0, 7), (7, 12), (30, 30), (12, 20), (20, 24), (24, 30), (30, 30)]
     assert [before(start, offsets) for start in (0, 21, 20, 24, 29, 30)] == [0, 4, 4, 5, 5, 7]

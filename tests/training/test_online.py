@@ -18,8 +18,7 @@ from attnpo.models.backbone import frozen
 from attnpo.models.layouts import padded
 from attnpo.models.scored import ScoredLM
 from attnpo.objectives.base import PreferenceObjective
-from attnpo.objectives.otpo import OTPO
-from attnpo.objectives.twdpo import TwDPO
+from attnpo.objectives.twdpo import OTPO, TwDPO
 from attnpo.run.run import run
 from attnpo.schema import Kind, ObjectiveOutput, PreferenceBatch, TokenStats, UserError
 from attnpo.training.metrics_file import read_metrics

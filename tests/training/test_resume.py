@@ -9,7 +9,7 @@ import torch
 
 from attnpo.data.rules import BatchPlan
 from attnpo.schema import UserError
-from attnpo.training.metrics_file import cut_metrics, merge_metrics, read_metrics
+from attnpo.training.metrics_file import merge_metrics
 from attnpo.training.module import PreferenceModule
 from attnpo.training.resume_state import KEY, Continuation, random_state, set_random_state
 from tests.training.tiny import make_data, make_examples, make_module
@@ -171,20 +171,6 @@ def test_a_line_that_a_kill_cut_short_does_not_count(tmp_path: Path) -> None:
     session(tmp_path, 0, FIRST + "3,0,0.1234")
     (tmp_path / "logs" / "version_0" / "metrics.csv").write_bytes((FIRST + "3,0,0.12").encode())
     assert [row["step"] for row in merge_metrics(tmp_path)] == [0, 1, 2]
-
-
-def test_rows_of_steps_that_are_lost_are_dropped(tmp_path: Path) -> None:
-    """Saved after step 2 and its validation: the third training row is lost with the process, the validation stays."""
-    session(tmp_path, 0, FIRST)
-    cut_metrics(tmp_path, 2)
-    rows = [
-        {"step": 0.0, "epoch": 0.0, "train/loss": 0.6, "val/loss": 0.7},
-        {"step": 1.0, "epoch": 0.0, "train/loss": 0.5},
-        {"step": 2.0, "epoch": 0.0, "val/loss": 0.4},
-    ]
-    assert read_metrics(tmp_path / "metrics.csv") == rows
-    session(tmp_path, 0, "step,epoch,train/loss\n2,0,0.31\n")
-    assert merge_metrics(tmp_path) == [*rows[:2], {**rows[2], "train/loss": 0.31}]
 
 
 def test_what_was_merged_survives_the_session_files(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from attnpo.data import scoring
 from attnpo.data.scoring import ModelScorer
 from attnpo.models.scored import ScoredLM
 from attnpo.schema import EncodedResponse, UserError
-from attnpo.weights.scored_rows import Scorer
+from attnpo.weights.sources.scorers import Scorer
 
 ROWS = [
     EncodedResponse([3, 4, 5], [6, 7, 8, 9], [(0, 1)] * 4),

@@ -9,8 +9,7 @@ import torch
 from attnpo.data.prepare import EncodedSet, Tally, fit_transforms
 from attnpo.schema import EncodedResponse, Kind, PairWeights, PreferencePair, Round, TokenWeights, UserError
 from attnpo.text.alignment import AlignMethod
-from attnpo.weights.apart import beside_trace, check_apart
-from attnpo.weights.pipeline import training_weights
+from attnpo.weights.pipeline import beside_trace, check_apart, training_weights
 from attnpo.weights.postprocess import EndToken, Postprocess, RoundOrder
 from attnpo.weights.sources.attention import Attention
 from attnpo.weights.sources.column import Column

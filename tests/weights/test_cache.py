@@ -89,19 +89,14 @@ def test_what_rows_took_is_noted_beside_them(table: Table) -> None:
     assert again.seconds_per_pair(["e"]) is None
 
 
-def test_shards_with_different_columns_of_a_pair_are_merged(table: Table) -> None:
-    table.append({"p": {"L01": np.array([1.0])}, "q": {"L01": np.array([2.0])}})
+def test_columns_of_several_shards_and_rows_are_merged(table: Table) -> None:
+    table.append({"p": {"L01": np.array([1.0]), "b": 2}, "q": {"L01": np.array([2.0])}})
     table.append({"p": {"L02": np.array([3.0])}})
-    assert table.columns_present(["p", "q", "r"]) == {"p": {"L01", "L02"}, "q": {"L01"}, "r": set()}
+    assert table.columns_present(["p", "q", "r"]) == {"p": {"L01", "L02", "b"}, "q": {"L01"}, "r": set()}
     assert table.missing(["r", "q", "p", "r"], ["L01", "L02"]) == ["r", "q"]
     assert table.missing(["q", "p"], ["L01"]) == []
     assert table.read(["p"], ["L02", "L01"]) == {"p": {"L01": 1.0, "L02": 3.0}}
-
-
-def test_rows_with_different_columns_in_one_call(table: Table) -> None:
-    table.append({"p": {"a": 1, "b": 2}, "q": {"a": 3}})
-    assert table.columns_present(["p", "q"]) == {"p": {"a", "b"}, "q": {"a"}}
-    assert table.read(["p", "q"], ["a"]) == {"p": {"a": 1}, "q": {"a": 3}}
+    assert table.read(["p", "q"], ["L01"]) == {"p": {"L01": 1.0}, "q": {"L01": 2.0}}
 
 
 def test_a_missing_row_is_an_error_and_never_a_default(table: Table) -> None:
@@ -144,16 +139,12 @@ def test_every_part_of_the_key_changes_the_folder(tmp_path: Path, path: tuple[st
     node = other
     for name in path[:-1]:
         node = node[name]
-    node[path[-1]] = "changed"
+    was, node[path[-1]] = node[path[-1]], "changed"
     store = Store(tmp_path)
-    stored = store.table("weights", KEY)
+    stored, asked = store.table("weights", KEY), store.table("weights", other)
     stored.append({"p": {"a": 1}})
-    asked = store.table("weights", other)
     assert asked.folder != stored.folder
     assert asked.missing(["p"], ["a"]) == ["p"]
-    was = KEY
-    for name in path:
-        was = was[name]  # type: ignore[assignment, index]
     assert asked.nearest_difference() == f"{'.'.join(path)}: stored {was}, asked changed"
 
 
@@ -234,7 +225,7 @@ def test_shards_without_a_key_are_those_of_an_older_version(table: Table, caplog
     assert [path.name in line and "an older version" in line for line in caplog.messages] == [True]
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[1", '{"judge": 1}', None])
+@pytest.mark.parametrize("content", ["[1", '{"judge": 1}', None])
 def test_a_key_file_that_does_not_hold_the_key_is_written_anew(
     content: str | None, table: Table, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -325,17 +316,17 @@ def _append_many(root: str, worker: int, rounds: int) -> None:
 
 
 def test_two_processes_append_at_once(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    workers = [context.Process(target=_append_many, args=(str(tmp_path), worker, 12)) for worker in (0, 1)]
+    context = multiprocessing.get_context("fork")
+    workers = [context.Process(target=_append_many, args=(str(tmp_path), worker, 8)) for worker in (0, 1)]
     for process in workers:
         process.start()
     for process in workers:
         process.join(60)
     assert [process.exitcode for process in workers] == [0, 0]
     table = Store(tmp_path).table("weights", KEY)
-    names = [f"{worker}-{turn}" for worker in (0, 1) for turn in range(12)]
+    names = [f"{worker}-{turn}" for worker in (0, 1) for turn in range(8)]
     found = table.read([*names, "same"], ["a"])
-    assert [found[name]["a"].tolist() for name in names] == [[worker, turn] for worker in (0, 1) for turn in range(12)]
+    assert [found[name]["a"].tolist() for name in names] == [[worker, turn] for worker in (0, 1) for turn in range(8)]
     assert found["same"]["a"].tolist() == [7, 7]
     assert json.loads((table.folder / "key.json").read_text()) == KEY
     assert not list(table.folder.glob(".writing-*"))

@@ -11,7 +11,9 @@ from attnpo.config.compose import groups, load
 from attnpo.data.collate import collate
 from attnpo.models.layouts import padded
 from attnpo.models.scored import ScoredLM
-from attnpo.objectives.otpo import OTPO
+from attnpo.objectives.dpo import DPO
+from attnpo.objectives.twdpo import OTPO, TwDPO
+from attnpo.run.combinations import require_reader
 from attnpo.schema import SIDES, EncodedResponse, Kind, PairWeights, PreferencePair, Round, TokenWeights, UserError
 from attnpo.training.module import PreferenceModule
 from attnpo.training.online_weights import weighed
@@ -109,6 +111,39 @@ def test_what_a_source_says_of_itself(option: str) -> None:
     assert len(source.rows_read()) == bool(source.requires) and set(source.rows_read()) <= set(source.capture_layers(3))
     assert not (source.signed and source.kind is Kind.DISTRIBUTION)
     assert source_of(option).capture_fingerprint() == source.capture_fingerprint()
+    if isinstance(source, TextSource):
+        assert source.tokens == "train" and source.capture_layers(3) == () and source.resolve(4) == source
+        assert source.capture_fingerprint()["source"] == option
+        with pytest.raises(UserError, match=rf"weights of {type(source).__name__} are made anew .*attnpo\.fit"):
+            source.capture([], None, ())
+    if isinstance(source, OnlineSource):
+        assert online_reads(source) == source.statistics
+        assert source.statistics <= {"reference", "hidden", "input_gradient", "vocab:entropy", "vocab:collision"}
+    assert is_neutral(source) == (option in ("uniform", "pair_column", "wpo", "mwpo"))
+    assert source.signed == (option == "contrast_tgdpo")
+
+
+def test_what_a_config_builds_has_its_defaults_and_reads_no_judge() -> None:
+    for option in ("column", "transport"):
+        cfg = load("fit", [*CONFIG, f"weights={option}", "objective=otpo"])
+        assert cfg.weights == type(cfg.weights)()
+        unread = cfg.unread()
+        assert {"judge", "align", "verbalizer", "auto_layer"} <= set(unread)
+        assert not any(key.startswith("objective") for key in unread)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_only_objectives_that_read_weights_take_them(option: str) -> None:
+    source = source_of(option)
+    require_reader(source, TwDPO())
+    if source.kind is Kind.FACTOR:
+        require_reader(source, OTPO())
+    else:
+        with pytest.raises(UserError, match=rf"OTPO reads factors, and weights are {type(source).__name__}, a distr"):
+            require_reader(source, OTPO())
+    if not is_neutral(source):
+        with pytest.raises(UserError, match=f"DPO reads no token weights, so those of {type(source).__name__}"):
+            require_reader(source, DPO())
 
 
 @pytest.mark.parametrize("option", OFFLINE)
@@ -123,18 +158,18 @@ def test_weights_stand_on_the_training_tokens(option: str) -> None:
             assert float(row.sum()) == pytest.approx(1)
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("option", OPTIONS)
-def test_transforms_are_taken_where_they_have_a_meaning(option: str, transform: str) -> None:
+def test_transforms_are_taken_where_they_have_a_meaning(option: str) -> None:
     """All by distributions that stand before training, those that change single weights by factors, none by pairs."""
     source = source_of(option)
-    online, change = isinstance(source, OnlineSource), TRANSFORMS[transform]
+    online = isinstance(source, OnlineSource)
     free = not online and source.kind is Kind.DISTRIBUTION
-    if (online and is_neutral(source)) or not (free or transform in FOR_FACTORS):
-        with pytest.raises(UserError, match=rf"transforms \({type(change).__name__}\) .*{type(source).__name__} "):
+    for name, change in TRANSFORMS.items():
+        if (online and is_neutral(source)) or not (free or name in FOR_FACTORS):
+            with pytest.raises(UserError, match=rf"transforms \({type(change).__name__}\) .*{type(source).__name__} "):
+                check_transforms(source, [change])
+        else:
             check_transforms(source, [change])
-    else:
-        check_transforms(source, [change])
 
 
 @pytest.mark.parametrize("option", OFFLINE)

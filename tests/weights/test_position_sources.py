@@ -1,41 +1,33 @@
 """Weights from positions, edits and lengths: numbers by hand, edges, and what objectives get of them."""
 
-import json
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from attnpo.config.compose import groups, load
+from attnpo.config.compose import groups
 from attnpo.data.collate import collate, pad_rows
 from attnpo.data.prepare import VOID, EncodedSet, Tally, make_example, prepare_examples
 from attnpo.data.rules import AlignRules
 from attnpo.models.layouts import padded
 from attnpo.models.scored import ScoredLM
 from attnpo.objectives.base import PreferenceObjective
-from attnpo.objectives.dpo import DPO
 from attnpo.objectives.ipo import IPO
-from attnpo.objectives.otpo import OTPO
-from attnpo.objectives.twdpo import TwDPO
-from attnpo.run.combinations import require_reader
+from attnpo.objectives.twdpo import OTPO, TwDPO
 from attnpo.schema import SIDES, EncodedResponse, Kind, PreferenceBatch, TokenStats, UserError
 from attnpo.text.alignment import differing
 from attnpo.training import module
 from attnpo.training.module import PreferenceModule
 from attnpo.training.optimizer import Optimizer
-from attnpo.weights.base import OnlineSource, TextSource, WeightSource, is_neutral
+from attnpo.weights.base import OnlineSource, WeightSource
 from attnpo.weights.pipeline import training_weights
 from attnpo.weights.sources.decay import Decay
 from attnpo.weights.sources.edits import Edits
 from attnpo.weights.sources.lengths import Lengths, Rule
 from attnpo.weights.sources.uniform import Uniform
-from tests.conformance.fields import Record
-from tests.conformance.losses import items
-from tests.conformance.records import Status
 from tests.objectives.inputs import Case, make_batch, make_case, make_rows, objective_of
 from tests.training.tiny import make_examples, tiny_model
 from tests.weights.fakes import make_pair
@@ -74,9 +66,9 @@ def test_decay_far_out_underflows_to_zero_and_nothing_else() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"gamma": 0.0}, r"weights\.gamma must be above 0 and at most 1 \(no decay\), got 0\.0"),
-        ({"gamma": 1.01}, r"weights\.gamma must be above 0"),
-        ({"gamma": math.nan}, r"weights\.gamma must be above 0"),
+        ({"gamma": 0.0}, r"weights\.gamma must be in \(0, 1\], got 0\.0"),
+        ({"gamma": 1.01}, r"weights\.gamma must be in"),
+        ({"gamma": math.nan}, r"weights\.gamma must be in"),
         ({"first_exponent": 2}, r"weights\.first_exponent: expected 1 .* or 0 .*, got 2"),
     ],
 )
@@ -154,8 +146,8 @@ def test_answers_without_a_changed_token_count_for_nothing_and_are_counted() -> 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"changed": -1.0}, r"weights\.changed must be 0 or more and finite, got -1"),
-        ({"same": math.inf}, r"weights\.same must be 0 or more and finite, got inf"),
+        ({"changed": -1.0}, r"weights\.changed must be at least 0, got -1"),
+        ({"same": math.inf}, r"weights\.same must be at least 0, got inf"),
         ({"changed": 0.0, "same": 0.0}, r"weights\.changed and weights\.same are both 0"),
         ({"min_match": 0}, r"weights\.min_match must be at least 1, got 0"),
     ],
@@ -215,9 +207,9 @@ def test_a_draw_depends_on_seed_step_pair_and_nothing_else() -> None:
 
 
 def test_every_token_of_the_longer_side_is_drawn_alike() -> None:
-    """2 of 6: each place a third of the time; 3000 draws have a standard deviation of 0.0086."""
-    batch = lengths_batch((6,) * 3000 + (2,) * 3000)
-    share = weighed(subsample(), batch)[:3000].mean(0)
+    """2 of 6: each place a third of the time; 800 draws have a standard deviation of 0.017."""
+    batch = lengths_batch((6,) * 800 + (2,) * 800)
+    share = weighed(subsample(), batch)[:800].mean(0)
     assert (share - 1 / 3).abs().max() < 0.04
 
 
@@ -230,7 +222,7 @@ def test_lengths_have_the_precision_of_training() -> None:
 
 def test_settings_of_lengths() -> None:
     for alpha in (-0.1, 1.5, math.nan):
-        with pytest.raises(UserError, match=r"weights\.alpha must lie in \[0, 1\]"):
+        with pytest.raises(UserError, match=r"weights\.alpha must be in \[0, 1\]"):
             Lengths(alpha=alpha)
     with pytest.raises(UserError, match=r"weights\.seed: expected a whole number"):
         Lengths(seed=-1)
@@ -251,33 +243,6 @@ def test_training_draws_by_step_and_validation_always_alike() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ as sources
-
-SOURCES: list[Decay | Edits | Lengths] = [Decay(), Edits(), Lengths(), subsample()]
-
-
-@pytest.mark.parametrize("source", SOURCES, ids=lambda source: type(source).__name__)
-def test_what_they_say_of_themselves(source: Decay | Edits | Lengths) -> None:
-    assert isinstance(source, WeightSource) and source.kind is Kind.FACTOR and source.tokens == "train"
-    assert not source.signed and not source.requires and not is_neutral(source)
-    assert source.resolve(4) == source and source.capture_layers(4) == source.rows_read() == ()
-    assert isinstance(source, TextSource)
-    assert isinstance(source, OnlineSource) == isinstance(source, Lengths)
-    assert source.capture_fingerprint() == {"source": type(source).__name__.lower()}
-    with pytest.raises(UserError, match=rf"weights={type(source).__name__.lower()} .*attnpo\.fit"):
-        source.capture([], None, ())
-    require_reader(source, TwDPO())
-    require_reader(source, OTPO())
-    with pytest.raises(UserError, match="DPO reads no token weights"):
-        require_reader(source, DPO())
-
-
-@pytest.mark.parametrize("name", ["decay", "edits", "lengths", "column"])
-def test_the_config_builds_them_with_their_defaults(name: str) -> None:
-    chosen = ["setting=real_smoke", "model.path=unset", "data.path=unset", f"weights={name}"]
-    cfg = load("fit", chosen)
-    assert cfg.weights == type(cfg.weights)()
-    unread = cfg.unread()
-    assert {"judge", "align", "verbalizer", "auto_layer"} <= set(unread)
 
 
 def test_offline_factors_reach_the_objective_as_factors() -> None:
@@ -334,14 +299,6 @@ def test_every_objective_that_reads_weights_takes_them(name: str) -> None:
     plain = losses(Edits(1.0, 1.0) if "factors" in objective.requires else Uniform(), objective)
     for ones in (Decay(1.0), Edits(1.0, 1.0), Lengths(alpha=1.0)):
         torch.testing.assert_close(losses(ones, objective), plain, rtol=1e-6, atol=1e-7)
-    for source in (Decay(0.5), Edits(), Lengths(alpha=0.0), subsample()):
+    for source in (Decay(0.5), Edits(), Lengths(alpha=0.0)):
         found = losses(source, objective)
         assert bool(found.isfinite().all()) and not torch.allclose(found, plain), type(source).__name__
-
-
-def test_the_golden_records_of_d2po(vectors: Path) -> None:
-    found = json.loads((vectors / "losses.json").read_text(encoding="utf-8"))["records"]
-    records = [Record.read(values) for values in found if values["name"] == "d2po"]
-    outcomes = [item.run() for item in items(records)]
-    assert len(outcomes) == len(records) > 0
-    assert all(outcome.status is Status.OK for outcome in outcomes), outcomes

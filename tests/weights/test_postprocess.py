@@ -91,7 +91,7 @@ def test_rows_without_mass_can_be_told() -> None:
     assert Postprocess()([silent, silent]).tolist() == [0.5, 0.5]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25)
 @given(MASSES, st.integers(0, 4), st.integers(1, 8))
 def test_sink_rule_keeps_the_total_and_the_order_of_the_rest(values: list[float], first: int, least: int) -> None:
     weights = double(values)
@@ -104,7 +104,7 @@ def test_sink_rule_keeps_the_total_and_the_order_of_the_rest(values: list[float]
         torch.testing.assert_close(fixed[:first], (weights.sum() / len(values)).expand(min(first, len(values))))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.tuples(st.floats(0, 1e3), st.floats(0, 1e3)), min_size=1, max_size=9), st.sampled_from(RoundOrder))
 def test_the_result_sums_to_one_and_ignores_scale(pairs: list[tuple[float, float]], order: RoundOrder) -> None:
     rounds = [double([float(f"{a:.3f}") for a, _ in pairs]), double([float(f"{b:.3f}") for _, b in pairs])]
@@ -135,5 +135,5 @@ def test_only_distributions_may_be_postprocessed() -> None:
 
 @pytest.mark.parametrize(("field", "value"), [("sink_tokens", -1), ("sink_min_length", 0)])
 def test_settings_out_of_range_name_their_key(field: str, value: int) -> None:
-    with pytest.raises(UserError, match=rf"weights\.postprocess\.{field}: expected .* got {value}"):
+    with pytest.raises(UserError, match=rf"weights\.postprocess\.{field} must be at least [01], got {value}"):
         Postprocess(**{field: value})

@@ -10,7 +10,7 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaConfig,
 from attnpo.data.prepare import REFUSED
 from attnpo.judge.base import JudgeReading
 from attnpo.judge.layers import HeadRow
-from attnpo.judge.reward_reader import RewardModel
+from attnpo.judge.reader import RewardModel
 from attnpo.models.loading import load_model, load_tokenizer
 from attnpo.schema import SIDES, EncodedResponse, Message, PreferencePair, UserError
 from attnpo.text.chat import RefusedText

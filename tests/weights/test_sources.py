@@ -8,20 +8,17 @@ from omegaconf import OmegaConf, ValidationError
 
 from attnpo.judge.base import LoadedJudge
 from attnpo.judge.layers import HeadRow, Row
-from attnpo.schema import SIDES, EncodedResponse, PairWeights, UserError
-from attnpo.weights.base import TextSource, WeightSource
-from attnpo.weights.pipeline import training_weights
+from attnpo.schema import PairWeights, UserError
 from attnpo.weights.postprocess import Postprocess, RoundOrder
 from attnpo.weights.sources.attention import Attention
-from attnpo.weights.sources.uniform import Uniform
 from tests.weights.fakes import LABELS, FakeJudge, FakePrompts, make_pair, word_id
 from tests.weights.head_judge import HeadJudge, head_row
 
 
-def capture(layers: tuple[int, ...], verdict: bool = True) -> tuple[list[PairWeights], FakeJudge]:
+def capture(layers: tuple[int, ...]) -> tuple[list[PairWeights], FakeJudge]:
     judge = FakeJudge()
     pairs = [make_pair(0), make_pair(1, "one", "two words")]
-    return Attention().capture(pairs, LoadedJudge(judge, FakePrompts(), verdict), layers), judge
+    return Attention().capture(pairs, LoadedJudge(judge, FakePrompts()), layers), judge
 
 
 def test_capture_cuts_both_spans_out_of_both_rounds_in_one_call() -> None:
@@ -41,11 +38,6 @@ def test_capture_cuts_both_spans_out_of_both_rounds_in_one_call() -> None:
     assert first.chosen.offsets.tolist() == [[0, 4], [4, 10], [10, 15]]
     assert first.verdict_token == LABELS[0]
     assert first.verdict_logits is not None
-
-
-def test_verdicts_are_left_out_on_request() -> None:
-    captured, _ = capture((1,), verdict=False)
-    assert all(item.verdict_logits is None and item.verdict_token is None for one in captured for item in one.rounds)
 
 
 def test_capture_without_a_judge_names_what_to_set() -> None:
@@ -173,31 +165,6 @@ def test_heads_outside_the_judge_name_the_range() -> None:
         Attention(heads=(1, 5)).capture_heads(2, 4)
     with pytest.raises(UserError, match=r"config promises 4 query heads, its attention has 3"):
         capture_heads((HeadRow(1, 4),))
-
-
-@pytest.mark.parametrize(("bad", "said"), [(float("nan"), "finite weights, got nan"), (-0.5, "0 or more, got -0.5")])
-@pytest.mark.parametrize("side", SIDES)
-def test_a_broken_row_of_the_judge_names_pair_and_side(bad: float, said: str, side: str) -> None:
-    pair = make_pair(0)
-    captured = Attention().capture([pair], LoadedJudge(FakeJudge(), FakePrompts()), (1,))[0]
-    captured.rounds[1].side(side).weights[0, 0] = bad
-    encoded = {name: EncodedResponse([], [5], [(0, 3)]) for name in SIDES}
-    with pytest.raises(UserError, match=rf"^pair {pair.pair_id}, {side}: expected .*{said}"):
-        training_weights(Attention(1), captured, encoded, layers=(1,))
-
-
-def test_uniform_is_one_over_the_training_tokens() -> None:
-    row = Uniform().weigh(make_pair(0), "chosen", EncodedResponse([1], [5, 6, 7, 8], [(0, 1), (1, 2), (2, 3), (3, 3)]))
-    assert row.tolist() == [0.25, 0.25, 0.25, 0.25]
-    with pytest.raises(UserError, match="needs no capture"):
-        Uniform().capture([make_pair(0)], None, ())
-
-
-def test_sources_keep_the_interface() -> None:
-    sources: list[WeightSource] = [Attention(), Uniform()]
-    assert all(isinstance(source, WeightSource) for source in sources)
-    assert [isinstance(source, TextSource) for source in sources] == [False, True]
-    assert [source.tokens for source in sources] == ["source", "train"]
 
 
 def test_a_configuration_may_hold_the_components() -> None:

@@ -12,12 +12,12 @@ import torch
 from attnpo.schema import Message, PairWeights, PreferencePair, Sampling, UserError
 from attnpo.system.store import Store
 from attnpo.text.chat import RefusedText
-from attnpo.weights.answer_statistics import AnswerStatistics, answer_statistics
 from attnpo.weights.base import WeightSource, least_coverage
 from attnpo.weights.capture import Unreadable, ensure_captured, weights_key
 from attnpo.weights.score_parser import NO_PARTS, NOT_IN_RESPONSE, ScoredSpan, read_answer
 from attnpo.weights.sources.attention import Attention
 from attnpo.weights.sources.verbalized import LoadedVerbalizer, QuestionBuilder, Verbalized, spread
+from attnpo.weights.verbalizer import AnswerStatistics, answer_statistics
 
 GREEDY = Sampling(max_new_tokens=64, temperature=0.0)
 GOOD = PreferencePair.make([{"role": "user", "content": "eggs"}], "Boil them. Then peel.", "No idea.")
@@ -64,10 +64,7 @@ def parts(*scored: tuple[str, object]) -> str:
     return json.dumps([{"part": text, "score": score} for text, score in scored])
 
 
-ANSWERS = {
-    GOOD.chosen: parts(("Boil them.", 5), ("Then peel.", 2)),
-    GOOD.rejected: "I cannot say.",
-}
+ANSWERS = {GOOD.chosen: parts(("Boil them.", 5), ("Then peel.", 2)), GOOD.rejected: "I cannot say."}
 
 
 def tools(generator: Recorded, **more: Any) -> LoadedVerbalizer:
@@ -79,7 +76,7 @@ def test_it_is_a_source_with_a_least_coverage_of_its_own() -> None:
     assert isinstance(source, WeightSource) and source.partial
     assert isinstance(Words(), QuestionBuilder)
     assert (least_coverage(source), least_coverage(source, 0.5), least_coverage(Attention(1))) == (0.9, 0.5, 0.0)
-    with pytest.raises(UserError, match=r"^weights\.min_coverage must lie in \[0, 1\], got 1\.5$"):
+    with pytest.raises(UserError, match=r"^weights\.min_coverage must be in \[0, 1\], got 1\.5$"):
         Verbalized(min_coverage=1.5)
 
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from attnpo.judge.base import CAPTURE_VERSION, LoadedJudge
-from attnpo.judge.prompts import JudgePrompts, JudgeRules
+from attnpo.judge.prompts import JudgePrompts
 from attnpo.judge.reader import CausalJudge
+from attnpo.judge.settings import JudgeRules
 from attnpo.models.layouts import padded
 from attnpo.models.loading import load_model, load_tokenizer
 from attnpo.models.scored import ScoredLM
@@ -36,7 +37,7 @@ CAPTURED: dict[str, dict[str, list[float]]] = {
         "attention": [26, 0.864756, 1.0653, 14, 0.368981, 0.586568, 26, 0.94026, 1.64654, 14, 0.227274, 0.28109],
         "cut": [10, 0.489628, 8, 0.0966144, 10, 0.144496, 8, 0.153377],
         "rollout": [26, 0.182235, 14, 0.0389692, 26, 0.112384, 14, 0.0815928],
-    },
+    }
 }
 # Per side: tokens, and the sum of the log-probabilities times their places.
 REFERENCE: dict[str, list[float]] = {"1": [27, -2782.09, 15, -838.954]}

@@ -18,7 +18,7 @@ from attnpo.system.credentials import redact
 from attnpo.system.packages import install_line
 from attnpo.system.threads import in_threads
 from attnpo.text.chat import ChatFormat
-from attnpo.text.tools import tools_of, without_tools
+from attnpo.text.template import tools_of, without_tools
 
 if TYPE_CHECKING:
     from openai import APIStatusError, OpenAI

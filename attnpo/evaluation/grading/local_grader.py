@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 from attnpo.config.files import read_template
 from attnpo.evaluation.grading.base import GradingCall, GradingFailure, GradingReply, Price
 from attnpo.judge.base import JudgeReading
-from attnpo.judge.labels import label_tokens
+from attnpo.judge.prompts import label_tokens
 from attnpo.models.spec import DTYPES
 from attnpo.schema import BOOKKEEPING, Message, Sampling, UserError, check_choice, check_least
 from attnpo.system.machine import device_of

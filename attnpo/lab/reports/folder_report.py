@@ -6,26 +6,16 @@ from pathlib import Path
 
 from attnpo.display.page import Image, Section, TableBlock
 from attnpo.display.printed import KeyedTable, PrintedTable, beside, label_of, meets, read_printed, shared_keys
-from attnpo.display.tables import Cell
-from attnpo.lab.reports.finished import (
-    StudyFolder,
-    column_names,
-    kind_in,
-    read_study,
-    run_row,
-    run_warnings,
-    runs_table,
-    setting_in,
-    side_by_side,
-    unchecked,
-)
-from attnpo.lab.reports.output import publish
+from attnpo.display.tables import DEFAULT_DIGITS, Cell, format_cell, ordered_cells
+from attnpo.lab.reports.output import RUNS, publish
 from attnpo.lab.reports.report_config import RUN, STUDY
-from attnpo.system.files import parse_json
+from attnpo.lab.results import StudyResults, kind_in, read_study, run_row, run_warnings, setting_in, unchecked
 
 METHOD = "method"  # what the paper's tables call the column that names the rows
 SETTING = "setting"
 MODELS = (SETTING, "base_model", "model")  # columns that say whose numbers a printed row holds, the first that is there
+KEYS = ("world", "arm")
+HEADLINES = ("reward", "val accuracy")
 GRADED = "scores of graded answers are no part of a study's folder"
 
 
@@ -69,11 +59,86 @@ def folder_report(folders: Sequence[Path], kind: str, printed: Sequence[Path], o
     publish(title_of(studies, runs), every, notes, output, STUDY if studies else "runs", mark, sections, why=GRADED)
 
 
-def named(study: StudyFolder, name: str) -> list[KeyedTable]:
+def named(study: StudyResults, name: str) -> list[KeyedTable]:
     """Returns the tables of a study under its name."""
-    return [
-        replace(table, name=name, title=f"{name}: {table.title}" if table.title else name) for table in study.tables
+    tables = keyed_tables(study)
+    return [replace(table, name=name, title=f"{name}: {table.title}" if table.title else name) for table in tables]
+
+
+def keyed_tables(study: StudyResults) -> list[KeyedTable]:
+    """Returns the tables that a study printed; of one that is not finished the listing of its runs."""
+    if not study.finished:
+        return [replace(runs_table(study.rows), title=study.state)]
+    tables = []
+    for title, block in study.printed:
+        rows = [dict(zip(block.columns, row, strict=True)) for row in ordered_cells(block.columns, block.rows)]
+        keys = tuple(key for key in KEYS if key in block.columns) or (block.columns[0],)
+        digits = block.digits if isinstance(block.digits, Mapping) else dict.fromkeys(block.columns, block.digits)
+        tables.append(KeyedTable("arms", title, tuple(block.columns), tuple(rows), keys, None, digits))
+    return tables
+
+
+def headline(table: KeyedTable) -> tuple[str, dict[tuple[Cell, ...], str]]:
+    """Returns the column that tells a study's arms apart and its cells by the row's keys, with the interval after it.
+
+    The reward, else the validation accuracy, else the first column of numbers; "" for a table without one.
+    """
+    numeric = [
+        name
+        for name in table.columns
+        if name not in table.keys
+        and all(isinstance(row[name], int | float | None) for row in table.rows)
+        and any(row[name] is not None for row in table.rows)
     ]
+    if not numeric:
+        return "", {}
+    name = next((wanted for wanted in HEADLINES if wanted in numeric), numeric[0])
+    after = table.columns[table.columns.index(name) + 1 :][:1]
+    cells = {}
+    for row in table.rows:
+        text = format_cell(row[name], table.digits.get(name, DEFAULT_DIGITS))
+        interval = str(row[after[0]]) if after and str(row[after[0]]).startswith("[") else ""
+        cells[tuple(row[key] for key in table.keys)] = f"{text} {interval}".strip()
+    return name, cells
+
+
+def side_by_side(studies: Sequence[StudyResults]) -> KeyedTable:
+    """Returns one table of several studies: a row per arm of any of them, a column per study with its
+    headline number.
+    """
+    names = column_names([study.path for study in studies])
+    keys = tuple(key for key in KEYS if any(key in study.printed[0][1].columns for study in studies)) or ("arm",)
+    by_key: dict[tuple[Cell, ...], dict[str, Cell]] = {}
+    columns = list(keys)
+    for study, name in zip(studies, names, strict=True):
+        table = keyed_tables(study)[0]
+        what, cells = headline(table)
+        column = f"{name}: {what}" if what else name
+        columns.append(column)
+        for row_key, text in cells.items():
+            given = dict(zip(table.keys if table.keys[0] in keys else ("arm",), row_key, strict=True))
+            row = by_key.setdefault(tuple(given.get(key) for key in keys), {key: given.get(key) for key in keys})
+            row[column] = text
+    rows = tuple({column: row.get(column) for column in columns} for row in by_key.values())
+    return KeyedTable("studies", "Studies side by side", tuple(columns), rows, keys, None, {})
+
+
+def column_names(paths: Sequence[Path]) -> list[str]:
+    """Names folders by as many last parts of their paths as tell them apart."""
+    every = [path.resolve().parts for path in paths]
+
+    def name_of(parts: tuple[str, ...]) -> str:
+        alone = (size for size in range(1, len(parts)) if [one[-size:] for one in every].count(parts[-size:]) == 1)
+        return "/".join(parts[-next(alone, len(parts)) :])
+
+    return [name_of(parts) for parts in every]
+
+
+def runs_table(rows: Sequence[Mapping[str, Cell]]) -> KeyedTable:
+    """Returns the rows of several runs as one table, with the columns that any of them has, the seconds last."""
+    columns = sorted(dict.fromkeys(column for row in rows for column in row), key=lambda column: column == "s/run")
+    digits = {"beta": 4, "KL": 2, "length": 1, "coverage": 4, "source coverage": 4, "s/run": 1}
+    return KeyedTable("runs", "Finished runs", tuple(columns), tuple(rows), RUNS, None, digits)
 
 
 # ------------------------------------------------------------------------------------------------ printed numbers
@@ -168,22 +233,23 @@ def about_rows(
 # ------------------------------------------------------------------------------------------------ page
 
 
-def pictures(study: StudyFolder) -> list[Section]:
-    """Returns a finished study's own figures, and every one of its runs."""
-    images = [Image(path, path.stem) for path in figures(study.path)] if study.finished else []
+def pictures(study: StudyResults) -> list[Section]:
+    """Returns a finished study's own figures, as its study.json names them, and every one of its runs."""
+    if not study.finished:
+        return []
+    images = [Image(path, path.stem) for path in figures(study)]
     sections = [Section(f"{study.title}: figures", images)] if images else []
-    if study.runs:
-        sections.append(Section(f"{study.title}: every run", [TableBlock(list(study.runs[0]), study.runs)]))
+    if study.rows:
+        sections.append(Section(f"{study.title}: every run", [TableBlock(list(study.rows[0]), study.rows)]))
     return sections
 
 
-def figures(folder: Path) -> list[Path]:
-    """Lists the figures that a study drew, as its study.json names them, where they are still there."""
-    record = folder / "study.json"
-    names = parse_json(record.read_text(encoding="utf-8")).get("figures", []) if record.is_file() else []
-    return [folder / name for name in names if name.endswith(".png") and (folder / name).is_file()]
+def figures(study: StudyResults) -> list[Path]:
+    """Lists the figures that a study drew where they are still there."""
+    drawn = [study.path / name for name in study.record.get("figures", []) if name.endswith(".png")]
+    return [path for path in drawn if path.is_file()]
 
 
-def title_of(studies: Sequence[StudyFolder], runs: Sequence[Path]) -> str:
+def title_of(studies: Sequence[StudyResults], runs: Sequence[Path]) -> str:
     """Returns a heading for the page."""
     return ", ".join([*(study.title for study in studies), *(path.resolve().name for path in runs)])[:120]

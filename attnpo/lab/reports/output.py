@@ -10,12 +10,12 @@ from attnpo.display.output import latex, markdown, print_sections, terminal
 from attnpo.display.page import Paragraph, Section, TableBlock, report_page
 from attnpo.display.printed import KeyedTable, for_reading, unmet
 from attnpo.display.tables import DEFAULT_DIGITS, Cell, format_cell, table_csv
-from attnpo.lab.reports.finished import RUNS
-from attnpo.lab.reports.report_config import MARK
 from attnpo.run.folders import make_folder
 from attnpo.schema import UserError
 from attnpo.system.files import parse_json, write_whole
 
+MARK = "report.json"  # of a report's folder: the command that wrote it
+RUNS = ("run",)  # the keys of a listing of runs
 Rows = Sequence[Mapping[str, Cell]]
 
 

@@ -32,10 +32,9 @@ from attnpo.display.tables import DEFAULT_DIGITS, Cell, format_cell
 from attnpo.evaluation.intervals import t_quantile
 from attnpo.judge.base import JudgeModel, JudgeReading, LoadedJudge
 from attnpo.judge.judge import RunJudge
-from attnpo.judge.label_mass import LabelMass, in_words, written
+from attnpo.judge.label_check import LabelMass, in_words, written
 from attnpo.judge.layers import Row, attending, distinct_layers
-from attnpo.judge.trace_lengths import CUT as TRACE_CUT
-from attnpo.judge.trace_lengths import trace_statistics
+from attnpo.judge.verdicts import CUT as TRACE_CUT
 from attnpo.judge.verdicts import (
     ENOUGH,
     JudgeStatistics,
@@ -45,13 +44,13 @@ from attnpo.judge.verdicts import (
     judge_standing,
     judge_statistics,
     margin_of,
+    trace_statistics,
     wilson,
     with_verdicts,
 )
 from attnpo.lab.auto_layer import at_layers, pooled
-from attnpo.lab.reports.output import check_free
+from attnpo.lab.reports.output import MARK, check_free
 from attnpo.lab.reports.passport_config import PassportConfig, PassportSettings
-from attnpo.lab.reports.report_config import MARK
 from attnpo.lab.reports.weight_report import model_label
 from attnpo.lab.studies.faithfulness import by_layer, equal_weights, true_mass
 from attnpo.lab.testbed.grammar import Grammar

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from attnpo.lab.reports.report_config import PLACES
-from attnpo.lab.studies.fit_config import FitConfig
+from attnpo.lab.studies.config import FitConfig
 from attnpo.run.run_config import TRAINING
 from attnpo.schema import UserError, check_least, check_seed, digest
 

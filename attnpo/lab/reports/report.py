@@ -1,4 +1,4 @@
-"""``attnpo.report``: writes the report that a command asks for."""
+"""``attnpo.report``: the report of the kind that a command asks for."""
 
 import logging
 from collections.abc import Sequence

@@ -1,19 +1,15 @@
-"""What ``attnpo.report`` was asked for: its config, the kinds of report, and the mark of a command.
-
-Light: known before anything heavy is loaded.
-"""
+"""Configuration of ``attnpo.report``, known before anything heavy is loaded."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar
 
-from attnpo.lab.studies.fit_config import FitConfig
+from attnpo.lab.studies.config import FitConfig
 from attnpo.run.run_config import TRAINING
 from attnpo.schema import UserError
 
 KINDS = (WEIGHTS, STUDY, RUN, SCORES) = ("weights", "study", "run", "scores")
-MARK = "report.json"
 # Parts of the config that move no number of a report.
 PLACES = ("name", "output", "store", "lock_timeout", "composed")
 # Keys that every report reads, and those that each kind of report on files reads beside them; "" goes by the folders.

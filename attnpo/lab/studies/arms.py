@@ -14,11 +14,10 @@ from omegaconf import DictConfig, OmegaConf
 from attnpo.config.compose import compose, load, plain, typed
 from attnpo.config.named_files import below, files_of
 from attnpo.judge.layers import resolve_layer
-from attnpo.lab.studies.fit_config import FitConfig
-from attnpo.lab.studies.scorer_names import scorers_of
-from attnpo.lab.studies.study import BETA, LR, ONLY, Arm, Grid, Point, Study, short
+from attnpo.lab.studies.config import FitConfig
+from attnpo.lab.studies.study import BETA, LR, ONLY, Arm, Grid, Point, Study, scorers_of, short
 from attnpo.run.combinations import LAYER, is_auto
-from attnpo.run.identity import LATER, LAYERS, identity_of
+from attnpo.run.identity import LAYERS, identity_of
 from attnpo.run.resolve import open_paths
 from attnpo.schema import UserError, digest
 from attnpo.system.files import Json, clean
@@ -140,6 +139,7 @@ class Composer:
             for name, overrides in self.study.arms_in(world, self.truth).items()
         }
 
+    @cached_property
     def as_written(self) -> AsWritten:
         """Returns the study's node as it stands in its file."""
         return cast(
@@ -193,7 +193,7 @@ def check_user(composer: Composer, result: Mapping[str, object]) -> None:
 
 def _mislabelled(composer: Composer, user: Sequence[str], chosen: set[str]) -> Iterator[str]:
     """Yields what is wrong with overrides that reach every arm and that some arms are told apart by."""
-    written = composer.as_written()
+    written = composer.as_written
     given = {**composer.arms, **written["arms"], **(written.get("truth_arms") or {})}
     sets = [item for name in composer.arms for item in given[name]]
     literal = [key_of(item) for item in sets if not item.partition("=")[2].startswith("${")]
@@ -230,7 +230,7 @@ def _lost_to_grids(composer: Composer, user: Sequence[str]) -> Iterator[str]:
 
 def _grids(composer: Composer) -> Iterator[tuple[str, Grid]]:
     """Yields the grids that the study's arms get, each with the key that it is overridden by."""
-    study, arms, node = composer.study, composer.arms, composer.as_written()
+    study, arms, node = composer.study, composer.arms, composer.as_written
     named = {"study.grid": (node.get("grid"), study.grid)} if any(name not in study.grids for name in arms) else {}
     own = node.get("grids") or {}
     named |= {f"study.grids.{name}": (own.get(name), study.grids[name]) for name in arms if name in study.grids}
@@ -318,6 +318,21 @@ def point_folder(folder: Path, point: Point, result: Mapping[str, object], facts
 def run_digest(result: Mapping[str, object], facts: Mapping[str, object]) -> str:
     """Returns the digest of all that moves a number of a run: see ``point_folder``."""
     return digest({"config": result, "files": files_of(result), "facts": dict(facts)})
+
+
+# Options that came later: what a config that lacks one of them meant.
+LATER = {
+    **{"judge.span_drop": 2, "judge.prefill": None, "judge.chat_template_kwargs": None, "judge.trace": None},
+    **{"model.chat_template_kwargs": None, "model.fold_system": False},
+    **{"optimizer.warmup_from": "first", "lengths.keep": "start", "batch.shuffle": True},
+    **{"objective.anchor": 0.0, "objective.anchor_on": "all", "objective.clip_ratio": None},
+    **{"data.exchanged": False, "data.val_share": None, "data.mix": None, "data.mix_seed": 0, "model.reward": False},
+    **{"model.router_aux_loss_coef": 0.0, "optimizer.decay_all": True, "model.fallback_template": None},
+    **{"data.columns.input": None, "data.columns.system": None, "data.columns.role": "role"},
+    **{"data.columns.content": "content", "data.columns.traces": "keep", "data.columns.tools": None},
+    **{"prepare.base.easy_length": 1.0, "prepare.base.answer_tokens": 64, "truth.max_new_tokens": 64},
+    "callbacks.extra": None,
+}
 
 
 def counted(result: Mapping[str, object]) -> dict[str, object]:

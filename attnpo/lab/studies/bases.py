@@ -14,12 +14,10 @@ from attnpo.data.base import PairSet
 from attnpo.data.prepare import EncodedSet
 from attnpo.data.reading import read_pairs
 from attnpo.data.weighing import Weighed
-from attnpo.lab.studies.fit_config import FitConfig
+from attnpo.lab.studies.config import FitConfig
 from attnpo.lab.studies.plan import Plan
-from attnpo.lab.studies.reads import ROWS, Reads
-from attnpo.lab.studies.scorer_names import scorers_of
 from attnpo.lab.studies.scorers import Scorers, train_scorers
-from attnpo.lab.studies.study import ONLY, Arm, Cost, Study, error_text, last_line
+from attnpo.lab.studies.study import ONLY, ROWS, Arm, Cost, Reads, Study, error_text, last_line, scorers_of
 from attnpo.models.loading import weights_fingerprint
 from attnpo.models.spec import ModelSpec
 from attnpo.run.base import BaseModel

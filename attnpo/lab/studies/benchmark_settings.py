@@ -13,8 +13,7 @@ from attnpo.evaluation.base import Benchmark
 from attnpo.evaluation.evaluate_config import EvaluateConfig
 from attnpo.evaluation.implicit_reward import ImplicitReward
 from attnpo.lab.studies.arms import word
-from attnpo.lab.studies.benchmark_scores import ALL
-from attnpo.lab.studies.study import Study
+from attnpo.lab.studies.study import ALL, Study
 from attnpo.models.loading import weights_fingerprint
 from attnpo.models.spec import ModelSpec
 from attnpo.schema import UserError

@@ -19,10 +19,9 @@ from attnpo.evaluation.grading.store import GRADES, ReplyStore
 from attnpo.evaluation.result import EvaluationResult
 from attnpo.lab.studies.arms import Composed
 from attnpo.lab.studies.bases import Basis
-from attnpo.lab.studies.benchmark_scores import BASE_ROW, RowScore
 from attnpo.lab.studies.benchmark_settings import OF_BASE, Evaluations, grammar_of
 from attnpo.lab.studies.exports import export_chosen
-from attnpo.lab.studies.study import Arm, Outcome, WorldSeed, error_text, last_line
+from attnpo.lab.studies.study import BASE_ROW, Arm, Outcome, RowScore, WorldSeed, error_text, last_line
 from attnpo.lab.studies.workers import Workers
 from attnpo.models.loading import weights_fingerprint
 from attnpo.models.spec import ModelSpec

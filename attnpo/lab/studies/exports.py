@@ -9,18 +9,23 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from attnpo.lab.studies.arms import Composed, point_config, point_folder
-from attnpo.lab.studies.bases import Basis
 from attnpo.lab.studies.left_models import MODEL, is_whole, keep_model, with_model
-from attnpo.lab.studies.selection import best_by_arm
+from attnpo.lab.studies.outcome import best_by_arm
 from attnpo.lab.studies.study import Outcome, Point, Study, WorldSeed, last_line
 from attnpo.lab.studies.workers import Workers, execute, on_gpu
 from attnpo.run.identity import identity_of
 from attnpo.run.result import RunResult
 from attnpo.run.resume import read_result
 
+if TYPE_CHECKING:
+    from attnpo.lab.studies.bases import Basis
+
+
 log = logging.getLogger(__name__)
+
 
 EXPORTS = "exports"
 CLOSE = 1e-6  # relative: kernels of a GPU may sum in another order
@@ -50,7 +55,7 @@ def exporting(study: Study, point: Point, made: Composed) -> Composed:
 
 
 def export_chosen(
-    outcome: Outcome, own: Mapping[tuple[str, str], Composed], bases: Mapping[WorldSeed, Basis], workers: Workers
+    outcome: Outcome, own: Mapping[tuple[str, str], Composed], bases: "Mapping[WorldSeed, Basis]", workers: Workers
 ) -> tuple[list[Export], dict[Point, str], list[str]]:
     """Returns the chosen point of every arm, world and seed with its model, those that could not be had by their
     errors, and warnings.

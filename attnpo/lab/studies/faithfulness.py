@@ -23,7 +23,7 @@ from attnpo.display.tables import Cell
 from attnpo.evaluation.intervals import Prompts, hierarchical_bootstrap
 from attnpo.lab.auto_layer import layer_rankings, pooled
 from attnpo.lab.studies.frontier import at_kl
-from attnpo.lab.studies.selection import gather, has_truth
+from attnpo.lab.studies.outcome import gather, has_truth
 from attnpo.lab.studies.study import MeasuredBy, Outcome
 from attnpo.lab.testbed.grammar import Grammar
 from attnpo.lab.testbed.importance import decisive

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Float
 
 from attnpo.evaluation.intervals import Interval, paired_difference
-from attnpo.lab.studies.selection import PointResults
+from attnpo.lab.studies.outcome import PointResults
 
 Rewards = Float[np.ndarray, "prompts"]
 ENDS, CHORD = "<", "~"  # after a value that is none at the level: the path ends before it, or has nothing near it

@@ -8,13 +8,11 @@ import numpy as np
 
 from attnpo.display.page import Paragraph, Section, TableBlock
 from attnpo.evaluation.intervals import Interval, paired_difference
-from attnpo.lab.studies.claims import Claim
 from attnpo.lab.studies.frontier import AtKL, at_kl
-from attnpo.lab.studies.selection import by_arm, difference_text, gather, has_truth
-from attnpo.lab.studies.study import Arm, Outcome, Study, settings_digest
+from attnpo.lab.studies.outcome import by_arm, difference_text, gather, has_truth
+from attnpo.lab.studies.study import Arm, Claim, Outcome, Study, settings_digest
 from attnpo.lab.studies.tables import NOT_EQUAL, Row
 from attnpo.run.folders import FIXED
-from attnpo.run.resume import RESULT
 from attnpo.schema import UserError, digest
 from attnpo.system.files import read_record, write_record
 
@@ -54,6 +52,8 @@ def fix(study: Study, folder: Path) -> list[str]:
         return []
     path, now = folder / FIXED, _digest(study.predictions.record())
     before = str((read_record(path) or {"fixed": "changed since"})["fixed"]) if path.exists() else now
+    from attnpo.run.resume import RESULT
+
     if not any(folder.glob(f"points/*/{RESULT}")):
         before = now
         path.unlink(missing_ok=True)

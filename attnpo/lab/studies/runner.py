@@ -11,24 +11,15 @@ from typing import Any
 
 from attnpo.cli.progress import phase
 from attnpo.cli.terminal import training_began
-from attnpo.lab.studies.arms import (
-    Composed,
-    Composer,
-    check_distinct,
-    counted,
-    point_config,
-    point_folder,
-)
+from attnpo.lab.studies.arms import Composed, check_distinct, counted, point_config, point_folder
 from attnpo.lab.studies.bases import Basis, keep_costs, make_basis
 from attnpo.lab.studies.benchmark_settings import check_benchmarks
 from attnpo.lab.studies.benchmarks import measure_benchmarks, tell_costs
+from attnpo.lab.studies.config import FitConfig
 from attnpo.lab.studies.exports import exporting
-from attnpo.lab.studies.fit_config import FitConfig
-from attnpo.lab.studies.live import Pace, watching
-from attnpo.lab.studies.plan import Plan, plan_study, require_built
+from attnpo.lab.studies.outcome import label_of
+from attnpo.lab.studies.plan import Pace, Plan, plan_study, watching
 from attnpo.lab.studies.predictions import check_predicted, fix
-from attnpo.lab.studies.scorer_names import scorers_of
-from attnpo.lab.studies.selection import label_of
 from attnpo.lab.studies.study import (
     ONLY,
     Arm,
@@ -41,8 +32,10 @@ from attnpo.lab.studies.study import (
     grid_record,
     last_line,
     make_points,
+    scorers_of,
 )
-from attnpo.lab.studies.workers import Workers, execute, on_gpu
+from attnpo.lab.studies.workers import execute, on_gpu
+from attnpo.run.combinations import LAYER
 from attnpo.run.folders import make_folder
 from attnpo.run.identity import identity_of
 from attnpo.run.result import RunResult
@@ -52,23 +45,188 @@ from attnpo.schema import UserError, digest
 log = logging.getLogger(__name__)
 
 
-@dataclass
-class _Progress:
-    """What a study has come to: bases and lost worlds of the seeds so far, results and errors of their points."""
+Arms = tuple[list[Arm], dict[tuple[str, str], Composed]]  # of all worlds, with the config of each by world and name
+Show = Callable[[Outcome], None]
 
+
+@dataclass
+class Progress:
+    """A study at work in its folder: bases and lost worlds of the seeds so far, results and errors of their points."""
+
+    plan: Plan
+    folder: Path
+    pace: Pace
     bases: dict[WorldSeed, Basis] = field(default_factory=dict)
     missing: dict[WorldSeed, Exception] = field(default_factory=dict)
     done: list[tuple[Point, RunResult]] = field(default_factory=list)
     failed: list[tuple[Point, str]] = field(default_factory=list)
     folders: dict[Point, Path] = field(default_factory=dict)
+    said: list[str] = field(default_factory=list)
+    began: float = field(default_factory=time.perf_counter)
+
+    @property
+    def worlds(self) -> list[str]:
+        """Returns the names of the study's worlds."""
+        return [*(self.plan.study.worlds or [ONLY])]
+
+    def prepare(self, seed: int) -> bool:
+        """Adds what the points of a seed stand on, or why it cannot be had; returns whether any world has a base."""
+        before = time.perf_counter()
+        found: dict[WorldSeed, Basis] = {}
+        for world in self.worlds:
+            label = Basis(world, seed).label
+            try:
+                with phase(f"{label}: base, pairs and judge pass"):
+                    found[world, seed] = make_basis(self.plan, seed, world, self.folder)
+            except Exception as error:  # noqa: BLE001  the other worlds and seeds go on
+                self.missing[world, seed] = error
+                log.error("%s cannot be prepared: %s", label, last_line(error_text(error)))
+        if found:
+            keep_costs(self.folder, found)
+        self.pace.prepared(time.perf_counter() - before)
+        every = self.bases | found
+        self.bases = {at: every[at] for at in itertools.product(self.worlds, self.plan.seeds) if at in every}
+        return bool(found)
+
+    def arms(self) -> Arms:
+        """Returns the arms as deep as their judges are found to be. UserError for two that would be the same runs."""
+        study = self.plan.study
+        arms = [arm for world in self.worlds for arm in self._arms_of(world)]
+        own = {(arm.world, arm.name): _composed(study, arm, self.plan.composed) for arm in arms}
+        known = {
+            (world, name): depth for (world, _), basis in self.bases.items() for name, depth in basis.depths.items()
+        }
+        source = {(arm.world, arm.name): arm.name if arm.layer is None else study.layer_arm for arm in arms}
+        depths = {at: known[at[0], name] for at, name in source.items() if (at[0], name) in known}
+        check_distinct(study, arms, own, depths)
+        return arms, own
+
+    def _arms_of(self, world: str) -> list[Arm]:
+        """Returns the arms of a world; one without any base is taken to be as deep as the others."""
+        found = [basis.depth for basis in self.bases.values() if basis.world == world]
+        depth = max(found or [basis.depth for basis in self.bases.values()])
+        return expand_arms(self.plan.study, depth, truth=self.plan.composer.truth, world=world)
+
+    def record(self, own: Mapping[tuple[str, str], Composed]) -> dict[str, Any]:
+        """Returns what is fixed before the points run."""
+        study = self.plan.study
+        worlds: dict[str, Any] = {}
+        for (world, _), basis in self.bases.items():
+            worlds.setdefault(world, basis.facts["world"])
+        record = grid_record(study, _settings(own), worlds if study.worlds else worlds[ONLY])
+        if not self.plan.scorers:
+            return record
+        scored = {_label(*at): keys for at, made in own.items() if (keys := scorers_of(made.overrides))}
+        return {**record, "scorers": _settings(self.plan.scorers), "scored": scored}
+
+    def outcome(self) -> Outcome:
+        """Returns what the study has come to, as a finished one is told."""
+        (arms, own), bases = self.arms(), self.bases
+        return Outcome(
+            self.plan.study,
+            arms,
+            [*self.done],
+            [*self.failed],
+            self.record(own),
+            self.folder,
+            time.perf_counter() - self.began,
+            measured={
+                name: {at: basis.measured[name] for at, basis in bases.items() if name in basis.measured}
+                for name in self.plan.study.analyses
+            },
+            unmeasured=[
+                f"FAILED analysis {name}, {basis.label}: {last_line(error)}"
+                for basis in bases.values()
+                for name, error in basis.unmeasured.items()
+            ],
+            costs={at: basis.cost for at, basis in bases.items()},
+            warnings=[*self.said, *(line for basis in bases.values() for line in basis.warnings)],
+            reads={(*at, arm): reads for at, basis in bases.items() for arm, reads in basis.reads.items()},
+            scorers={at: basis.scorers.runs for at, basis in bases.items() if basis.scorers.runs},
+            lost_scorers=[
+                f"FAILED scorer {name}, {basis.label}: {last_line(error)}"
+                for basis in bases.values()
+                for name, error in basis.scorers.lost.items()
+            ],
+            folders=self.folders,
+        )
+
+    def run_points(self, points: Sequence[Point], own: Mapping[tuple[str, str], Composed]) -> None:
+        """Adds results and errors of the points in their order; those without a base or weights are not run.
+
+        A signal leaves what has ended until then.
+        """
+        study, pace = self.plan.study, self.pace
+        done: dict[int, RunResult] = {}
+        errors: dict[int, str] = {}
+        jobs: dict[int, tuple[list[str], Path]] = {}
+        accelerators: list[str] = []
+        for i, point in enumerate(points):
+            lost = self._lost(point)
+            if lost is not None:
+                errors[i] = f"not run: {lost}"
+                continue
+            basis = self.bases[point.arm.world, point.seed]
+            made = point_config(own[point.arm.world, point.arm.name], point, basis.scorers.paths)
+            made = exporting(study, point, made)
+            at = point_folder(self.folder, point, identity_of(made.config).result, basis.facts_of(study, point.arm))
+            self.folders[point] = at
+            before, problem = read_result(at)
+            if problem is not None:
+                log.warning("%s: %s; the point counts as not finished and is run", at, problem)
+            if before is not None:
+                done[i] = before
+            else:
+                jobs[i] = (made.overrides, at)
+                accelerators.append(made.config.trainer.accelerator)
+        if done:
+            log.info("%d of %d points are finished already and reused", len(done), len(points))
+        pace.over += len(points) - len(jobs)
+        places = list(jobs)
+        at_work = [points[i] for i in places]
+        labels = [f"{point.arm.label} {label_of(point.values)} seed {point.seed}" for point in at_work]
+        try:
+            training_began()
+            with watching(labels, [at for _, at in jobs.values()], pace) as ended:
+                for job, result, error in execute(list(jobs.values()), self.plan.workers, on_gpu(accelerators)):
+                    i = places[job]
+                    ended(job)
+                    count = f"point {pace.over}/{pace.points} {points[i].label}"
+                    if result is not None:
+                        done[i] = result
+                        log.info("%s: %s; %s", count, headline(result), pace.left())
+                    else:
+                        errors[i] = error or ""
+                        log.error("%s failed: %s", count, last_line(errors[i]))
+        finally:
+            self.done += [(points[i], done[i]) for i in sorted(done)]
+            self.failed += [(points[i], errors[i]) for i in sorted(errors)]
+
+    def _lost(self, point: Point) -> str | None:
+        """Returns why a point cannot be run, if it cannot."""
+        at = (point.arm.world, point.seed)
+        if at in self.missing:
+            return error_text(self.missing[at])
+        return self.bases[at].lost.get(point.arm.name if point.arm.layer is None else self.plan.study.layer_arm)
 
 
-Show = Callable[[Outcome], None]
+def _composed(study: Study, arm: Arm, composed: Mapping[tuple[str, str], Composed]) -> Composed:
+    """Returns the config of an arm, which only a layer makes another than that of the study's arm."""
+    if arm.layer is None:
+        return composed[arm.world, arm.name]
+    return composed[arm.world, study.layer_arm].changed({LAYER: arm.layer}, [f"{LAYER}={arm.layer}"])
+
+
+def _label(world: str, name: str) -> str:
+    return f"{world}: {name}" if world else name
+
+
+def _settings(composed: Mapping[tuple[str, str], Composed]) -> dict[str, dict[str, object]]:
+    return {_label(*at): counted(identity_of(made.config).result) for at, made in composed.items()}
 
 
 def run_study(cfg: FitConfig, folder: Path, show: Show = lambda outcome: None, plan: Plan | None = None) -> Outcome:
-    """Returns all points of ``cfg.study``; results stay in ``folder``, so that a repeated command runs only what is
-    missing.
+    """Returns all points of ``cfg.study``; results stay in ``folder``, where a repeated command finds them.
 
     Seed after seed, base and points: ``show`` gets what there is after each seed but the last, and when a signal ends
     the study. A point, an arm, a seed, a world or an analysis that fails is named in the outcome and stops nothing
@@ -78,247 +236,50 @@ def run_study(cfg: FitConfig, folder: Path, show: Show = lambda outcome: None, p
         UserError: as ``plan_study``, or every point failed.
     """
     plan = plan_study(cfg) if plan is None else plan
-    study, began = plan.study, time.perf_counter()
+    study, seeds = plan.study, plan.seeds
     make_folder(folder)
-    so_far, pace = _Progress(), plan.pace()
-    said: list[str] = []
-    outcome: Outcome | None = None
-
-    def arms_now() -> tuple[list[Arm], dict[tuple[str, str], Composed]]:
-        arms = [arm for world in study.worlds or [ONLY] for arm in _arms(plan.composer, so_far.bases, world)]
-        own = {(arm.world, arm.name): _composed(plan.composer, arm, plan.composed) for arm in arms}
-        check_distinct(study, arms, own, _depths(study, arms, so_far.bases))
-        return arms, own
-
-    def outcome_now() -> Outcome:
-        arms, own = arms_now()
-        record = _record(study, own, so_far.bases, plan.scorers)
-        return _outcome(study, arms, so_far, record, folder, time.perf_counter() - began, said)
-
+    so_far = Progress(plan, folder, plan.pace())
+    begun = False
     try:
-        for place, seed in enumerate(plan.seeds):
-            before = time.perf_counter()
-            bases, missing = make_bases(plan, seed, folder)
-            pace.prepared(time.perf_counter() - before)
-            found = so_far.bases | bases
-            so_far.bases = {
-                at: found[at] for at in itertools.product(study.worlds or [ONLY], plan.seeds) if at in found
-            }
-            so_far.missing |= missing
-            if not bases:
-                if place == len(plan.seeds) - 1 and not so_far.bases:
+        for place, seed in enumerate(seeds):
+            if not so_far.prepare(seed):
+                if seed == seeds[-1] and not so_far.bases:
                     raise next(iter(so_far.missing.values()))
                 continue
-            arms, own = arms_now()
-            if outcome is None:
+            arms, own = so_far.arms()
+            if not begun:
+                begun = True
                 check_predicted(study, arms)
-                said += fix(study, folder)
-                record = _record(study, own, so_far.bases, plan.scorers)
-                log.info("study %s: grid, arms and world fixed, digest %s", study.name, digest(record)[:16])
+                so_far.said += fix(study, folder)
+                log.info("study %s: grid, arms and world fixed, digest %s", study.name, digest(so_far.record(own))[:16])
                 if study.benchmarks:
                     check_benchmarks(plan.evaluations, next(basis.model for basis in so_far.bases.values()))
                     tell_costs(plan.evaluations, arms, so_far.bases, folder)
             points = make_points(study, arms, [seed])
-            pace.points = pace.over + len(points) * (len(plan.seeds) - place)
-            _run_points(plan.workers, study, points, own, so_far, folder, pace)
-            outcome = outcome_now()
-            if so_far.done and place < len(plan.seeds) - 1:
-                show(outcome)
+            so_far.pace.points = so_far.pace.over + len(points) * (len(seeds) - place)
+            so_far.run_points(points, own)
+            if so_far.done and seed != seeds[-1]:
+                show(so_far.outcome())
     except KeyboardInterrupt:
         if so_far.done:
-            show(outcome_now())
+            show(so_far.outcome())
         raise
-    arms, own = arms_now()
+    arms, own = so_far.arms()
+    every = make_points(study, arms, seeds)
     so_far.failed += [
         (point, f"not run: {error_text(so_far.missing[point.arm.world, point.seed])}")
-        for point in make_points(study, arms, plan.seeds)
-        if all((world, point.seed) in so_far.missing for world in study.worlds or [ONLY])
+        for point in every
+        if all((world, point.seed) in so_far.missing for world in so_far.worlds)
     ]
-    order = {point.label: i for i, point in enumerate(make_points(study, arms, plan.seeds))}
+    order = {point.label: i for i, point in enumerate(every)}
     so_far.failed.sort(key=lambda item: order.get(item[0].label, len(order)))
     if not so_far.done:
         raise UserError(f"study {study.name}: all {len(order)} points failed; the first with: {so_far.failed[0][1]}")
-    outcome = outcome_now()
+    outcome = so_far.outcome()
     if not study.benchmarks:
         return outcome
     measured = measure_benchmarks(plan.evaluations, outcome, own, so_far.bases, plan.workers)
-    return replace(measured, seconds=time.perf_counter() - began)
-
-
-def _outcome(
-    study: Study,
-    arms: list[Arm],
-    so_far: _Progress,
-    record: dict[str, object],
-    folder: Path,
-    seconds: float,
-    said: Sequence[str],
-) -> Outcome:
-    """Returns what a study has come to, as a finished one is told."""
-    bases = so_far.bases
-    return Outcome(
-        study,
-        arms,
-        [*so_far.done],
-        [*so_far.failed],
-        record,
-        folder,
-        seconds,
-        {
-            name: {place: basis.measured[name] for place, basis in bases.items() if name in basis.measured}
-            for name in study.analyses
-        },
-        [
-            f"FAILED analysis {name}, {basis.label}: {last_line(error)}"
-            for basis in bases.values()
-            for name, error in basis.unmeasured.items()
-        ],
-        {place: basis.cost for place, basis in bases.items()},
-        [*said, *(line for basis in bases.values() for line in basis.warnings)],
-        reads={(basis.world, basis.seed, arm): reads for basis in bases.values() for arm, reads in basis.reads.items()},
-        scorers={place: basis.scorers.runs for place, basis in bases.items() if basis.scorers.runs},
-        lost_scorers=[
-            f"FAILED scorer {name}, {basis.label}: {last_line(error)}"
-            for basis in bases.values()
-            for name, error in basis.scorers.lost.items()
-        ],
-        folders=so_far.folders,
-    )
-
-
-def make_bases(plan: Plan, seed: int, folder: Path) -> tuple[dict[WorldSeed, Basis], dict[WorldSeed, Exception]]:
-    """Returns what the points of a seed stand on in every world, and the errors of those that cannot be had."""
-    bases: dict[WorldSeed, Basis] = {}
-    errors: dict[WorldSeed, Exception] = {}
-    for world in plan.study.worlds or [ONLY]:
-        label = Basis(world, seed).label
-        try:
-            with phase(f"{label}: base, pairs and judge pass"):
-                bases[world, seed] = make_basis(plan, seed, world, folder)
-        except Exception as error:  # noqa: BLE001  the other worlds and seeds go on
-            errors[world, seed] = error
-            log.error("%s cannot be prepared: %s", label, last_line(error_text(error)))
-    if bases:
-        keep_costs(folder, bases)
-    return bases, errors
-
-
-def _arms(composer: Composer, bases: Mapping[WorldSeed, Basis], world: str) -> list[Arm]:
-    """Returns the arms of a world; one without any base is taken to be as deep as the others."""
-    found = [basis.depth for basis in bases.values() if basis.world == world]
-    depth = max(found or [basis.depth for basis in bases.values()])
-    return expand_arms(composer.study, depth, truth=composer.truth, world=world)
-
-
-def _depths(study: Study, arms: Sequence[Arm], bases: Mapping[WorldSeed, Basis]) -> dict[tuple[str, str], int]:
-    """Layers of the judge of every arm that has one, by world and arm."""
-    known = {(world, name): depth for (world, _), basis in bases.items() for name, depth in basis.depths.items()}
-    source = {(arm.world, arm.name): arm.name if arm.layer is None else study.layer_arm for arm in arms}
-    return {place: known[place[0], name] for place, name in source.items() if (place[0], name) in known}
-
-
-def _composed(composer: Composer, arm: Arm, composed: Mapping[tuple[str, str], Composed]) -> Composed:
-    """Returns the config of an arm, which only a layer makes another than that of the study's arm."""
-    if arm.layer is None:
-        return composed[arm.world, arm.name]
-    made = composer.arm(arm.overrides, arm.world)
-    require_built(composer.study, (arm.world, arm.name), made)
-    return made
-
-
-def _record(
-    study: Study,
-    own: Mapping[tuple[str, str], Composed],
-    bases: Mapping[WorldSeed, Basis],
-    scorers: Mapping[tuple[str, str], Composed],
-) -> dict[str, Any]:
-    """Returns what is fixed before the points run."""
-    worlds: dict[str, Any] = {}
-    for (world, _), basis in bases.items():
-        worlds.setdefault(world, basis.facts["world"])
-
-    def by_label(every: Mapping[tuple[str, str], Composed]) -> dict[str, Composed]:
-        return {f"{world}: {name}" if world else name: made for (world, name), made in every.items()}
-
-    arms = {name: counted(identity_of(made.config).result) for name, made in by_label(own).items()}
-    record = grid_record(study, arms, worlds if study.worlds else worlds[ONLY])
-    if not scorers:
-        return record
-    return {
-        **record,
-        "scorers": {name: counted(identity_of(made.config).result) for name, made in by_label(scorers).items()},
-        "scored": {name: keys for name, made in by_label(own).items() if (keys := scorers_of(made.overrides))},
-    }
-
-
-def _run_points(
-    workers: Workers,
-    study: Study,
-    points: Sequence[Point],
-    own: Mapping[tuple[str, str], Composed],
-    so_far: _Progress,
-    folder: Path,
-    pace: "Pace",
-) -> None:
-    """Adds results and errors of the points in their order; those without a base or weights are not run.
-
-    A signal leaves what has ended until then.
-    """
-    bases = so_far.bases
-    done: dict[int, RunResult] = {}
-    errors: dict[int, str] = {}
-    jobs: dict[int, tuple[list[str], Path]] = {}
-    accelerators: list[str] = []
-    for i, point in enumerate(points):
-        place = (point.arm.world, point.seed)
-        lost = _lost(study, point, bases, so_far.missing)
-        if lost is not None:
-            errors[i] = f"not run: {lost}"
-            continue
-        made = point_config(own[point.arm.world, point.arm.name], point, bases[place].scorers.paths)
-        made = exporting(study, point, made)
-        at = point_folder(folder, point, identity_of(made.config).result, bases[place].facts_of(study, point.arm))
-        so_far.folders[point] = at
-        before, problem = read_result(at)
-        if problem is not None:
-            log.warning("%s: %s; the point counts as not finished and is run", at, problem)
-        if before is not None:
-            done[i] = before
-        else:
-            jobs[i] = (made.overrides, at)
-            accelerators.append(made.config.trainer.accelerator)
-    if done:
-        log.info("%d of %d points are finished already and reused", len(done), len(points))
-    pace.over += len(points) - len(jobs)
-    places = list(jobs)
-    at_work = [points[i] for i in places]
-    labels = [f"{point.arm.label} {label_of(point.values)} seed {point.seed}" for point in at_work]
-    try:
-        training_began()
-        with watching(labels, [at for _, at in jobs.values()], pace) as ended:
-            for job, result, error in execute(list(jobs.values()), workers, on_gpu(accelerators)):
-                i = places[job]
-                ended(job)
-                count = f"point {pace.over}/{pace.points} {points[i].label}"
-                if result is not None:
-                    done[i] = result
-                    log.info("%s: %s; %s", count, headline(result), pace.left())
-                else:
-                    errors[i] = error or ""
-                    log.error("%s failed: %s", count, last_line(errors[i]))
-    finally:
-        so_far.done += [(points[i], done[i]) for i in sorted(done)]
-        so_far.failed += [(points[i], errors[i]) for i in sorted(errors)]
-
-
-def _lost(
-    study: Study, point: Point, bases: Mapping[WorldSeed, Basis], missing: Mapping[WorldSeed, Exception]
-) -> str | None:
-    """Why a point cannot be run, if it cannot."""
-    place = (point.arm.world, point.seed)
-    if place in missing:
-        return error_text(missing[place])
-    return bases[place].lost.get(point.arm.name if point.arm.layer is None else study.layer_arm)
+    return replace(measured, seconds=time.perf_counter() - so_far.began)
 
 
 def headline(result: RunResult) -> str:

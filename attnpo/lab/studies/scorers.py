@@ -1,7 +1,7 @@
 """The models that a study trains for its arms' weights, before these are captured: its scorers (``study.scorers``).
 
 A scorer is an ordinary run on the pairs of its world and seed, which leaves its model; arms name it as ``SCORER.NAME``
-(``scorer_names``). Owns which scorers a world needs, their runs, and where they lie: in the store, each in a folder
+(``study.scorers_of``). Owns which scorers a world needs, their runs, and where they lie: in the store, each in a folder
 named by the digest of all that made it, so that every study that asks for the same one finds it. A model is compared
 with the digests of its files before it is used; one that has changed is made anew.
 """
@@ -15,9 +15,7 @@ from pathlib import Path
 
 from attnpo.lab.studies.arms import Composed, Composer, run_digest
 from attnpo.lab.studies.left_models import MODEL, is_whole, keep_model, with_model
-from attnpo.lab.studies.reads import ScorerRun
-from attnpo.lab.studies.scorer_names import scorers_of
-from attnpo.lab.studies.study import ONLY, Study, last_line
+from attnpo.lab.studies.study import ONLY, ScorerRun, Study, last_line, scorers_of
 from attnpo.lab.studies.workers import Workers, execute, on_gpu
 from attnpo.models.loading import weights_fingerprint
 from attnpo.run.folders import make_folder

@@ -1,30 +1,154 @@
-"""A study as plain data: what it varies (arms, grids, worlds, seeds), what it measures, and its outcome."""
+"""A study as plain data: what it varies (arms, grids, worlds, seeds), what it measures and what was predicted of it."""
 
 import itertools
 import json
+import math
 import re
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import mean, stdev
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from attnpo.cli.terminal import ending_of
+from attnpo.config.reader import did_you_mean
 from attnpo.judge.layers import distinct_layers
-from attnpo.lab.studies.benchmark_scores import RowScore, asked_problems
-from attnpo.lab.studies.claims import Predictions
-from attnpo.lab.studies.reads import Reads, ScorerRun
-from attnpo.lab.studies.scorer_names import scorer_problems
+from attnpo.objectives.base import PreferenceObjective
 from attnpo.run.result import RunResult
 from attnpo.schema import UserError, digest
+from attnpo.weights.base import WeightSource, online_reads
 
 if TYPE_CHECKING:
     from attnpo.data.prepare import EncodedSet
     from attnpo.display.page import Section
     from attnpo.run.components import Truth
     from attnpo.run.readers import Readers
-    from attnpo.weights.base import WeightSource
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One prediction: at KL ``level`` the test rewards of ``above`` sum to more than those of ``below``.
+
+    Both list as many (world, arm); one of each is a difference of two arms, two of each a difference of differences.
+    ``about`` names the explanation it follows from, ``says`` is the prediction in words.
+    """
+
+    about: str
+    says: str
+    above: tuple[tuple[str, str], ...]
+    below: tuple[tuple[str, str], ...]
+    level: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.above or len(self.above) != len(self.below):
+            raise UserError(
+                "study.predictions: expected as many (world, arm) in above as in below, got "
+                f"{len(self.above)} and {len(self.below)}"
+            )
+        if not self.level > 0:
+            raise UserError(f"study.predictions: expected a KL level above 0, got {self.level}")
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """What was expected of a study on ``seeds`` before it ran on any of them, and the ``rule`` that decides.
+
+    ``settings``: digest of the grid, arms and worlds they were made for (``settings_digest``); None takes any.
+    """
+
+    seeds: tuple[int, ...]
+    rule: str
+    claims: dict[str, Claim]
+    settings: str | None = None
+
+    def record(self) -> dict[str, object]:
+        """Returns the predictions as they are kept beside a study's results, and digested."""
+        claims = {
+            name: {**vars(claim), "above": [*map(list, claim.above)], "below": [*map(list, claim.below)]}
+            for name, claim in self.claims.items()
+        }
+        return {"seeds": list(self.seeds), "rule": self.rule, "claims": claims}
+
+
+PREFIX = "SCORER."
+# Where a model that weighs may stand: all paths of a run but those of what is trained.
+PLACES = ("judge.path", "verbalizer.path", "weights.path", "weights.NAME.path")
+
+
+def scorers_of(overrides: Sequence[str]) -> dict[str, str]:
+    """Returns the scorers that an arm's overrides name, by the key that takes the model's path."""
+    parts = (item.partition("=") for item in overrides)
+    return {
+        key.lstrip("+~"): value.removeprefix(PREFIX)
+        for key, _, value in parts
+        if value.startswith(PREFIX) and value != PREFIX
+    }
+
+
+def scorer_problems(scorers: Mapping[str, Sequence[str]], arms: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """Yields what is wrong with a study's scorers, and with the names that its arms have for them."""
+    for name, overrides in scorers.items():
+        if not name.isidentifier():
+            yield f"study.scorers has {name!r}: expected a name of letters, digits and _, as in {PREFIX}oracle"
+        for key, other in scorers_of(overrides).items():
+            yield (
+                f"study.scorers.{name} has {key}={PREFIX}{other}: scorers are trained side by side, and none can wait "
+                "for another: give a path, or leave it out"
+            )
+        if any(item.lstrip("+~").startswith(("data.path=", "data.mix")) for item in overrides):
+            yield (
+                f"study.scorers.{name} sets data.path or data.mix: scorers are trained on the study's own pairs; leave "
+                "it out"
+            )
+    for arm, overrides in arms.items():
+        for key, name in scorers_of(overrides).items():
+            if name not in scorers:
+                yield (
+                    f"arm {arm} has {key}={PREFIX}{name}, and study.scorers has "
+                    f"{', '.join(scorers) or 'none'}{did_you_mean(name, list(scorers))}"
+                )
+            if key not in PLACES and re.fullmatch(r"weights\.[^.]*\.path", key) is None:
+                yield (
+                    f"arm {arm} has {key}={PREFIX}{name}: a scorer stands for a model that weighs; expected one of "
+                    f"{', '.join(PLACES)}"
+                )
+
+
+ALL = "all"  # stands for every benchmark
+BASE_ROW = "base"
+# What a study sets itself, row by row.
+SET_BY_STUDY = ("benchmark", "model.path", "output", "label")
+
+
+def asked_problems(
+    benchmarks: Sequence[str],
+    evaluate: Mapping[str, Mapping[str, object] | None],
+    published: Sequence[str],
+    arms: Sequence[str],
+) -> Iterator[str]:
+    """Yields what is wrong with the keys of a study that ask for benchmarks."""
+    given = {name: keys for name, keys in evaluate.items() if keys}
+    twice = [name for name in dict.fromkeys(benchmarks) if benchmarks.count(name) > 1]
+    if twice:
+        yield f"study.benchmarks has {', '.join(twice)} more than once"
+    if published and not benchmarks:
+        yield f"study.published={list(published)} names rows for benchmarks, and study.benchmarks is empty"
+    lost = [name for name in given if name not in (*benchmarks, ALL)] if benchmarks else list(given)
+    if lost:
+        yield (
+            f"study.evaluate.{lost[0]} would be lost: study.benchmarks is {list(benchmarks)} "
+            f"({ALL} is for every one of them)"
+        )
+    for name, keys in given.items():
+        taken = [key for key in keys if key in SET_BY_STUDY]
+        if taken:
+            yield f"study.evaluate.{name}: {taken[0]} is set by the study for each of its rows: leave it out"
+    names = [*arms, *([BASE_ROW] if benchmarks else []), *published]
+    clash = [name for name in dict.fromkeys(names) if names.count(name) > 1]
+    if benchmarks and clash:
+        yield f"study.benchmarks: {', '.join(clash)} would be two rows of one name; call the arm otherwise"
 
 
 LR, BETA = "optimizer.lr", "objective.beta"  # the keys of a grid's two named axes
@@ -349,19 +473,6 @@ def settings_digest(record: Mapping[str, object]) -> str:
     return digest({key: value for key, value in record.items() if key != "predictions"})[:16]
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Seconds that were spent once for all arms; None where nothing is known of it.
-
-    ``judge``: the passes of judge, verbalizer and scorers over the pairs, those of all commands together. ``scorers``:
-    the training of the study's scorers, by whichever command.
-    """
-
-    base: float | None = None
-    judge: float | None = None
-    scorers: float | None = None
-
-
 def error_text(error: Exception) -> str:
     """Returns an error as it is reported: what a user can mend as a command says it, else with its traceback."""
     ending = ending_of(error)
@@ -374,6 +485,122 @@ def last_line(text: str) -> str:
 
 
 WorldSeed = tuple[str, int]  # a world and a seed
+ROWS = 2  # sequences of a pair: the prompt with each response
+
+
+def times_trained(result: RunResult, step_pairs: int) -> float:
+    """Returns how often a run trained on each of its pairs, by its steps of ``step_pairs``; NaN without a count of
+    pairs.
+    """
+    return result.steps * step_pairs / result.input("train", "pairs")
+
+
+@dataclass(frozen=True)
+class RowScore:
+    """A row's score on a benchmark, the one called ``name`` that counts there: a mean over rounds per seed.
+
+    ``seeds``: how many evaluations were to be made; those that failed are lacking in ``values``. ``interval``: 95 %
+    over questions where there is one evaluation. ``grading``: standard deviation of the mean from grading the same
+    answers again. ``rounds`` of generation; ``questions`` it stands on; ``counts``: what was missing or replaced, by
+    reason, over all seeds. ``higher_is_better``: the score's direction, None where it is not known.
+    """
+
+    name: str = ""
+    values: tuple[float, ...] = ()
+    seeds: int = 1
+    interval: tuple[float, float] | None = None
+    grading: float | None = None
+    rounds: int = 1
+    questions: int = 0
+    counts: Mapping[str, int] = field(default_factory=dict)
+    higher_is_better: bool | None = True
+
+    @property
+    def failed(self) -> str:
+        """Returns what stands in the table where an evaluation failed; empty where none did."""
+        lacking = self.seeds - len(self.values)
+        if not lacking:
+            return ""
+        return "FAILED" if not self.values else f"FAILED ({lacking} of {self.seeds} seeds)"
+
+    @property
+    def mean(self) -> float:
+        """Returns the mean over seeds; NaN where an evaluation failed."""
+        return math.nan if self.failed else mean(self.values)
+
+    @property
+    def half_width(self) -> float | None:
+        """Half of the 95 % interval of the mean over seeds (Student's t); None for fewer than two."""
+        from attnpo.evaluation.intervals import t_quantile
+
+        count = len(self.values)
+        if self.failed or count < 2:
+            return None
+        return t_quantile(0.975, count - 1) * stdev(self.values) / math.sqrt(count)
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Returns the interval over seeds, else that over questions; NaN where there is neither."""
+        width = self.half_width
+        if width is not None:
+            return self.mean - width, self.mean + width
+        return (math.nan, math.nan) if self.failed or self.interval is None else self.interval
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What an arm's weights ask of models, beyond what training does with any weights.
+
+    ``once``: sequences read of each pair before training, in ``seconds`` (None: not known). ``again``: sequences read
+    forward and backward once more whenever a pair is trained on. ``step_pairs``: pairs of an optimiser step.
+    """
+
+    once: int = 0
+    seconds: float | None = None
+    again: int = 0
+    step_pairs: int = 1
+
+
+@dataclass(frozen=True)
+class ScorerRun:
+    """A trained scorer: its model folder, the run's result, and the sequences that training read of each pair.
+
+    ``forwards`` has those of the reference too; validation is not counted.
+    """
+
+    model: Path
+    result: RunResult
+    forwards: float
+    backwards: float
+
+    @classmethod
+    def of(
+        cls,
+        model: Path,
+        result: RunResult,
+        step_pairs: int,
+        objective: PreferenceObjective,
+        weights: WeightSource,
+        reference: str,
+    ) -> "ScorerRun":
+        """Returns the scorer of a finished run; ``reference``: when its reference is read, if it is at all."""
+        times, more = times_trained(result, step_pairs), 0.0
+        if "reference" in objective.requires | online_reads(weights):
+            more = ROWS * (1.0 if reference in ("cached", "first_epoch") else times)
+        return cls(model, result, ROWS * times + more, ROWS * times)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds that were spent once for all arms; None where nothing is known of it.
+
+    ``judge``: the passes of judge, verbalizer and scorers over the pairs, those of all commands together. ``scorers``:
+    the training of the study's scorers, by whichever command.
+    """
+
+    base: float | None = None
+    judge: float | None = None
+    scorers: float | None = None
 
 
 @dataclass(frozen=True)

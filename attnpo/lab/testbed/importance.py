@@ -24,7 +24,6 @@ class TrueImportance(TextSource):
     grammar: Grammar = field(default_factory=Grammar)
 
     name: ClassVar[str] = "true_importance"
-    why_not_captured: ClassVar[str] = "weights=true_importance needs no capture"
 
     def capture_fingerprint(self) -> dict[str, object]:
         """Returns the grammar's identity; nothing is stored under it."""

@@ -54,9 +54,7 @@ class Attention(CapturedSource):
         return replace(self, layer=resolve_layer(self.layer, num_layers), layers=layers)
 
     def rows_read(self) -> tuple[Row, ...]:
-        """Returns the rows whose mean is the weights: resolved layers, or the chosen heads of each; UserError if
-        unresolved.
-        """
+        """Returns the rows whose mean is the weights: layers, or chosen heads; UserError if unresolved."""
         layers = []
         for layer in self.layers or (self.layer,):
             if isinstance(layer, str):
@@ -81,9 +79,7 @@ class Attention(CapturedSource):
         return self.capture_heads(num_layers, num_heads()) if self.heads else self.capture_layers(num_layers)
 
     def capture_heads(self, num_layers: int, num_heads: int) -> tuple[HeadRow, ...]:
-        """Returns every head of the layers to store; UserError when a chosen head is none of the judge's
-        ``num_heads``.
-        """
+        """Returns every head of the layers to store; UserError for a chosen one not among ``num_heads``."""
         outside = [head for head in self.heads if not 1 <= head <= num_heads]
         if outside:
             raise UserError(
@@ -93,15 +89,11 @@ class Attention(CapturedSource):
         return tuple(HeadRow(row, head) for row in self.capture_layers(num_layers) for head in range(1, num_heads + 1))
 
     def capture_fingerprint(self) -> dict[str, object]:
-        """Returns what is read at the verdict position: the head mean, or each head when some are chosen
-        (never which).
-        """
+        """Returns what is read at the verdict position: the head mean, or each head when some are chosen."""
         return {"source": "attention", "position": "last_prompt_token", "heads": "each" if self.heads else "mean"}
 
     def capture(self, pairs: Sequence[PreferencePair], reader: object, layers: tuple[Row, ...]) -> list[PairWeights]:
-        """Returns both judge rounds of each pair, float32 rows of ``layers``; all prompts go to the judge
-        in one call.
-        """
+        """Returns both judge rounds of each pair, float32 rows of ``layers``, from one call of the judge."""
         numbers = tuple(dict.fromkeys(row.layer if isinstance(row, HeadRow) else row for row in layers))
         per_head = any(isinstance(row, HeadRow) for row in layers)
         rows = partial(chosen_rows, numbers=numbers, wanted=layers)
@@ -136,9 +128,7 @@ def _in_words(row: Row) -> str:
 
 
 def chosen_rows(reading: JudgeReading, numbers: Sequence[int], wanted: Sequence[Row]) -> Tensor:
-    """Returns the ``wanted`` rows of a reading of the layers ``numbers``. UserError when the judge has not that many
-    heads.
-    """
+    """Returns the ``wanted`` rows of a reading of layers ``numbers``. UserError for a head it has not."""
     heads = [row for row in wanted if isinstance(row, HeadRow)]
     if not heads:
         return reading.rows

@@ -47,7 +47,6 @@ class Column(TextSource):
     end_token: float | None = 0.0
 
     name: ClassVar[str] = "column"
-    why_not_captured: ClassVar[str] = "weights=column are read from the data"
 
     def __post_init__(self) -> None:
         if self.signed and self.kind is Kind.DISTRIBUTION:

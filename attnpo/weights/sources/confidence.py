@@ -1,14 +1,13 @@
 """Selections of tokens by the current policy's own numbers, anew in every step: ConfPO, Selective-DPO, high entropy."""
 
 from dataclasses import dataclass
-from math import isfinite
 from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from attnpo.schema import Kind, PreferenceBatch, TokenStats, UserError
+from attnpo.schema import Kind, PreferenceBatch, TokenStats, check_range
 from attnpo.weights.base import OnlineSource, PairedWeights
 
 TIE = 1e-9
@@ -16,9 +15,7 @@ TIE = 1e-9
 
 
 def below_mean(logps: Float[Tensor, "rows R"], mask: Bool[Tensor, "rows R"]) -> Bool[Tensor, "rows R"]:
-    """Returns tokens whose probability is below the mean probability of their response; none where all are equal
-    (ConfPO).
-    """
+    """Returns tokens below the mean probability of their response; none where all are equal (ConfPO)."""
     exact = torch.where(mask, logps.double(), -torch.inf)
     mean = exact.logsumexp(-1, keepdim=True) - mask.sum(-1, keepdim=True).clamp(min=1).double().log()
     return mask & (exact < mean - TIE)
@@ -27,17 +24,13 @@ def below_mean(logps: Float[Tensor, "rows R"], mask: Bool[Tensor, "rows R"]) -> 
 def above_quantile(
     scores: Float[Tensor, "rows R"], mask: Bool[Tensor, "rows R"], quantile: float
 ) -> Bool[Tensor, "rows R"]:
-    """Returns tokens whose score is at least the response's ``quantile`` (linear between ranks); equal scores are all
-    kept.
-    """
+    """Returns tokens with a score of at least the response's ``quantile`` (linear between ranks)."""
     exact = torch.where(mask, scores.double(), torch.nan)
     return mask & (exact >= exact.nanquantile(quantile, dim=-1, keepdim=True))
 
 
 def highest(scores: Float[Tensor, "rows R"], mask: Bool[Tensor, "rows R"], share: float) -> Bool[Tensor, "rows R"]:
-    """Returns the ``share`` of each response's n tokens with the highest scores: ceil(share n), and all that equal the
-    last.
-    """
+    """Returns the ceil(share n) of a response's n tokens with the highest scores, and equals of the last."""
     exact = torch.where(mask, scores.double(), -torch.inf)
     # 1e-9: a share such as 0.2 is not exact, and 0.2 of 5 tokens is one.
     count = (share * mask.sum(-1, keepdim=True).double() - 1e-9).ceil().long().clamp(min=1)
@@ -65,7 +58,6 @@ class Confidence(OnlineSource):
     """
 
     name: ClassVar[str] = "confidence"
-    why_not_captured: ClassVar[str] = "weights=confidence are computed in each training step"
 
     def weights(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> PairedWeights:
         """1/k on the k kept tokens of each row, and 0 or 1 for each pair."""
@@ -85,13 +77,11 @@ class Selective(OnlineSource):
     quantile: float = 0.6
 
     name: ClassVar[str] = "selective"
-    why_not_captured: ClassVar[str] = "weights=selective are computed in each training step"
     kind: ClassVar[Kind] = Kind.FACTOR
     statistics: ClassVar[frozenset[str]] = frozenset({"reference"})
 
     def __post_init__(self) -> None:
-        if not (isfinite(self.quantile) and 0 <= self.quantile <= 1):
-            raise UserError(f"weights.quantile must be in [0, 1], got {self.quantile}")
+        check_range("weights", "[0, 1]", quantile=self.quantile)
 
     def weights(
         self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch
@@ -115,12 +105,10 @@ class Entropy(OnlineSource):
     share: float = 0.2
 
     name: ClassVar[str] = "entropy"
-    why_not_captured: ClassVar[str] = "weights=entropy are computed in each training step"
     statistics: ClassVar[frozenset[str]] = frozenset({"vocab:entropy"})
 
     def __post_init__(self) -> None:
-        if not 0 < self.share <= 1:
-            raise UserError(f"weights.share must be above 0 and at most 1, got {self.share}")
+        check_range("weights", "(0, 1]", share=self.share)
 
     def weights(
         self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch

@@ -4,10 +4,9 @@ What is stored is the raw comparison of the two models. The form that makes weig
 that another transform asks no model again.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from math import isfinite
 from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -15,9 +14,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from attnpo.judge.layers import Row
-from attnpo.schema import PairWeights, PreferencePair, UserError
-from attnpo.weights.base import ScoredSource, ScorerModel
-from attnpo.weights.scored_rows import CONTRAST, LOG_RATIO, check_scorers, scored_rows, weighed_by
+from attnpo.schema import PairWeights, UserError, check_range
+from attnpo.weights.base import ScorerModel
+from attnpo.weights.sources.scorers import CONTRAST, LOG_RATIO, ComparedSource, check_scorers, weighed_by
 
 
 @runtime_checkable
@@ -34,11 +33,6 @@ class ContrastForm(Protocol):
 
     def __call__(self, raw: Float[Tensor, " n"], words: Bool[Tensor, " n"], side: str) -> Float[Tensor, " n"]:
         """Returns the weights of a response; ``words`` is false on the tokens that only end the turn."""
-
-
-def _require(key: str, holds: bool, expected: str, got: object) -> None:
-    if not holds:
-        raise UserError(f"weights.form.{key}: expected {expected}, got {got}")
 
 
 # --------------------------------------------------------------------------------------------- TIS-DPO
@@ -97,12 +91,12 @@ class TISDPO:
     statistic: ClassVar[str] = LOG_RATIO
 
     def __post_init__(self) -> None:
-        for name in ("low", "high", "least", "most", "mu"):
-            _require(name, isfinite(getattr(self, name)), "a finite number", getattr(self, name))
-        _require("high", self.low < self.high, f"more than low ({self.low})", self.high)
-        _require("most", 0 <= self.least <= self.most, f"at least least ({self.least}), from 0 on", self.most)
-        _require("top_percent", 0 < self.top_percent <= 100, "more than 0 and at most 100", self.top_percent)
-        _require("k", 0 < self.k < float("inf"), "a finite number above 0", self.k)
+        check_range("weights.form", "(-1e300, 1e300)", low=self.low, mu=self.mu)
+        check_range("weights.form", f"({self.low}, inf)", high=self.high)
+        check_range("weights.form", "[0, inf)", least=self.least)
+        check_range("weights.form", f"[{self.least}, inf)", most=self.most)
+        check_range("weights.form", "(0, 100]", top_percent=self.top_percent)
+        check_range("weights.form", "(0, inf)", k=self.k)
 
     @property
     def signed(self) -> bool:
@@ -181,9 +175,7 @@ class TokenGuided:
     statistic: ClassVar[str] = LOG_RATIO
 
     def __post_init__(self) -> None:
-        for name in ("alpha", "beta"):
-            value = getattr(self, name)
-            _require(name, 0 < value < float("inf"), "a finite number above 0", value)
+        check_range("weights.form", "(0, inf)", alpha=self.alpha, beta=self.beta)
 
     def __call__(self, raw: Float[Tensor, " n"], words: Bool[Tensor, " n"], side: str) -> Float[Tensor, " n"]:
         """Returns the factors of a response."""
@@ -194,7 +186,7 @@ class TokenGuided:
 
 
 @dataclass(frozen=True)
-class Contrast(ScoredSource):
+class Contrast(ComparedSource):
     """Factors on the training tokens from what ``positive`` and ``negative`` make of them, by ``form``."""
 
     positive: ScorerModel
@@ -223,18 +215,14 @@ class Contrast(ScoredSource):
         return {"positive": self.positive, "negative": self.negative}
 
     @property
+    def statistic(self) -> str:
+        """Returns what the form compares."""
+        return self.form.statistic
+
+    @property
     def compares_whole(self) -> bool:  # type: ignore[override]
         """Returns whether the form reads both distributions, not the token's own probabilities alone."""
-        return self.form.statistic == CONTRAST
-
-    def capture_fingerprint(self) -> dict[str, object]:
-        """Returns what is compared, after which instructions; never the form's own numbers."""
-        asked = [model.fingerprint() for model in self.scorers.values()]
-        return {"source": "scorers", "statistic": self.form.statistic, "asked": asked}
-
-    def capture(self, pairs: Sequence[PreferencePair], reader: object, layers: tuple[Row, ...]) -> list[PairWeights]:
-        """Returns one round per pair with the raw comparison on its training tokens."""
-        return scored_rows(self.name, pairs, reader, self.scorers, self.form.statistic)
+        return self.statistic == CONTRAST
 
     def select(self, captured: PairWeights, layers: tuple[Row, ...]) -> PairWeights:
         """Returns the weights that the form makes of the stored comparison."""

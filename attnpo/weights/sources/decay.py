@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attnpo.schema import EncodedResponse, Kind, PreferencePair, UserError
+from attnpo.schema import EncodedResponse, Kind, PreferencePair, UserError, check_range
 from attnpo.weights.base import TextSource
 
 EXPONENTS = (0, 1)
@@ -25,12 +25,10 @@ class Decay(TextSource):
     first_exponent: int = 1
 
     name: ClassVar[str] = "decay"
-    why_not_captured: ClassVar[str] = "weights=decay follow from positions"
     kind: ClassVar[Kind] = Kind.FACTOR
 
     def __post_init__(self) -> None:
-        if not 0 < self.gamma <= 1:
-            raise UserError(f"weights.gamma must be above 0 and at most 1 (no decay), got {self.gamma}")
+        check_range("weights", "(0, 1]", gamma=self.gamma)
         if self.first_exponent not in EXPONENTS:
             raise UserError(
                 f"weights.first_exponent: expected 1 (D2PO's code) or 0 (the first token whole), got "

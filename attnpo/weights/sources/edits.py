@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isfinite
 from typing import ClassVar
 
 import torch
@@ -32,13 +31,10 @@ class Edits(TextSource):
     average: bool = False
 
     name: ClassVar[str] = "edits"
-    why_not_captured: ClassVar[str] = "weights=edits follow from the two answers' tokens"
     kind: ClassVar[Kind] = Kind.FACTOR
 
     def __post_init__(self) -> None:
-        for name, value in (("changed", self.changed), ("same", self.same)):
-            if not (value >= 0 and isfinite(value)):
-                raise UserError(f"weights.{name} must be 0 or more and finite, got {value}")
+        check_least("weights", 0, changed=self.changed, same=self.same)
         if self.changed == self.same == 0:
             raise UserError("weights.changed and weights.same are both 0, so that no token would count: raise one")
         check_least("weights", 1, min_match=self.min_match)

@@ -55,7 +55,6 @@ class Formula(TextSource):
     signed: bool = False  # type: ignore[misc]
 
     name: ClassVar[str] = "formula"
-    why_not_captured: ClassVar[str] = "weights=formula are computed from the texts of each run"
 
     def __post_init__(self) -> None:
         if self.signed and self.kind is Kind.DISTRIBUTION:

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from attnpo.schema import Kind, PreferenceBatch, TokenStats, UserError
+from attnpo.schema import Kind, PreferenceBatch, TokenStats, check_range
 from attnpo.weights.base import OnlineSource
 
 
@@ -72,15 +72,12 @@ class Gradient(OnlineSource):
     scope: Scope = Scope.SEQUENCE
 
     name: ClassVar[str] = "gradient"
-    why_not_captured: ClassVar[str] = "weights=gradient are computed in each training step"
     kind: ClassVar[Kind] = Kind.FACTOR
     statistics: ClassVar[frozenset[str]] = frozenset({"input_gradient"})
 
     def __post_init__(self) -> None:
-        if not 0 <= self.lam <= 1:
-            raise UserError(f"weights.lam must be in [0, 1], got {self.lam}")
-        if not 0 < self.prior_sigma_div < float("inf"):
-            raise UserError(f"weights.prior_sigma_div must be above 0 and finite, got {self.prior_sigma_div}")
+        check_range("weights", "[0, 1]", lam=self.lam)
+        check_range("weights", "(0, inf)", prior_sigma_div=self.prior_sigma_div)
 
     def weights(
         self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch

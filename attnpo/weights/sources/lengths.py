@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from attnpo.schema import SIDES, Kind, PreferenceBatch, TokenStats, UserError, check_seed, digest
+from attnpo.schema import SIDES, Kind, PreferenceBatch, TokenStats, check_range, check_seed, digest
 from attnpo.weights.base import OnlineSource
 
 
@@ -36,12 +36,10 @@ class Lengths(OnlineSource):
     seed: int = 0
 
     name: ClassVar[str] = "lengths"
-    why_not_captured: ClassVar[str] = "weights=lengths are computed in each training step"
     kind: ClassVar[Kind] = Kind.FACTOR
 
     def __post_init__(self) -> None:
-        if not 0 <= self.alpha <= 1:
-            raise UserError(f"weights.alpha must lie in [0, 1], got {self.alpha}")
+        check_range("weights", "[0, 1]", alpha=self.alpha)
         check_seed("weights.seed", self.seed)
 
     def unread(self) -> dict[str, str]:
@@ -69,9 +67,7 @@ class Lengths(OnlineSource):
 
 
 def _drawn(seed: int, batch: PreferenceBatch) -> Float[Tensor, "rows R"]:
-    """Returns a random number per position, which depends on seed, step, pair, side and position alone, not on the
-    padding.
-    """
+    """Returns a random number per position that depends on seed, step, pair, side and position alone."""
     width = batch.main.response_mask.shape[1]
     rows = []
     for side in SIDES:

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from attnpo.schema import PreferenceBatch, PreferencePair, TokenStats, UserError
+from attnpo.schema import PreferenceBatch, PreferencePair, TokenStats, UserError, check_least, check_range
 from attnpo.weights.base import OnlineSource, PairedWeights
 from attnpo.weights.sources.uniform import Uniform
 
@@ -36,14 +36,11 @@ class WPO(OnlineSource):
     clamp: bool = True
 
     name: ClassVar[str] = "wpo"
-    why_not_captured: ClassVar[str] = "weights=wpo are computed in each training step"
     neutral: ClassVar[bool] = True
     statistics: ClassVar[frozenset[str]] = frozenset({"vocab:collision"})
 
     def weights(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> PairedWeights:
-        """Returns the batch's equal token weights, and a weight for each pair. ValueError without the policy's
-        collisions.
-        """
+        """Returns equal token weights, and a weight for each pair. ValueError without the policy's collisions."""
         if "collision" not in policy.vocab:
             raise ValueError("weights=wpo read the statistic vocab:collision, and it was not computed")
         chosen, rejected = token_mean(
@@ -71,17 +68,13 @@ class MWPO(OnlineSource):
     margin_scale: float = 1.0
 
     name: ClassVar[str] = "mwpo"
-    why_not_captured: ClassVar[str] = "weights=mwpo are computed in each training step"
     neutral: ClassVar[bool] = True
     statistics: ClassVar[frozenset[str]] = frozenset({"reference"})
 
     def __post_init__(self) -> None:
-        if not (isfinite(self.beta) and self.beta > 0):
-            raise UserError(f"weights.beta must be above 0 and finite, got {self.beta}")
-        for key in ("alpha", "gamma", "length_scale", "margin_scale"):
-            value = getattr(self, key)
-            if not (isfinite(value) and value >= 0):
-                raise UserError(f"weights.{key} must be 0 or more and finite, got {value}")
+        check_range("weights", "(0, inf)", beta=self.beta)
+        for name in ("alpha", "gamma", "length_scale", "margin_scale"):
+            check_least("weights", 0, **{name: getattr(self, name)})
 
     def unread(self) -> dict[str, str]:
         """Keys without effect as the others stand, with the reason."""
@@ -116,7 +109,6 @@ class PairColumn(Uniform):
     column: str
 
     name: ClassVar[str] = "pair_column"
-    why_not_captured: ClassVar[str] = "weights=pair_column are read from the data"
 
     @property
     def columns(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -128,9 +120,7 @@ class PairColumn(Uniform):
         return {"source": self.name, "column": self.column}
 
     def pair_weight(self, pair: PreferencePair) -> float:
-        """Returns the column's value for ``pair``. UserError naming the pair for one that is no weight, or for no
-        column.
-        """
+        """Returns the column's value for ``pair``. UserError naming the pair for one that is no weight."""
         return column_number(pair.extra, self.column, pair.pair_id)
 
 

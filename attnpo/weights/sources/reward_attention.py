@@ -24,14 +24,14 @@ from attnpo.schema import (
 )
 from attnpo.text.chat import RefusedText
 from attnpo.text.traces import judged_text, start_apart
-from attnpo.weights.capture import Unreadable
+from attnpo.weights.capture import show_pairs
 from attnpo.weights.postprocess import Postprocess
 from attnpo.weights.sources.attention import Attention, chosen_rows
 
 
 @runtime_checkable
 class RewardReader(Protocol):
-    """A reward model that is asked for attention rows; ``attnpo.judge.reward_reader.RewardModel`` is the one in use."""
+    """A reward model that is asked for attention rows; ``attnpo.judge.reader.RewardModel`` is the one in use."""
 
     @property
     def num_layers(self) -> int:
@@ -97,19 +97,8 @@ class RewardAttention(Attention):
         """
         if not isinstance(reader, LoadedReward):
             raise UserError("weights=reward_attention reads a reward model: set weights.path=FOLDER_OR_HUB_NAME")
-        shown: dict[str, list[EncodedResponse]] = {}
-        refused: dict[str, Unreadable] = {}
-        for pair in pairs:
-            try:
-                both = [_answer_of(pair, side, reader.conversations) for side in SIDES]
-            except RefusedText as problem:
-                refused[pair.pair_id] = Unreadable(pair.pair_id, (), problem.reason, str(problem))
-                continue
-            reason = self._unfit(both)
-            if reason:
-                refused[pair.pair_id] = Unreadable(pair.pair_id, (), reason, reason)
-            else:
-                shown[pair.pair_id] = both
+        conversations = reader.conversations
+        shown, refused = show_pairs(pairs, lambda pair: self._show(pair, conversations))
         numbers = tuple(dict.fromkeys(row.layer if isinstance(row, HeadRow) else row for row in layers))
         readings = reader.model.read(
             [one.prompt_ids + one.response_ids for both in shown.values() for one in both],
@@ -123,13 +112,17 @@ class RewardAttention(Attention):
             captured[pair_id] = PairWeights(pair_id, (Round(True, chosen, rejected),))
         return [captured[pair.pair_id] for pair in pairs]
 
-    def _unfit(self, both: Sequence[EncodedResponse]) -> str:
-        """Why two conversations cannot be read, in words that fit every such pair; empty if they can."""
+    def _show(self, pair: PreferencePair, conversations: ConversationBuilder) -> list[EncodedResponse]:
+        """Returns both conversations; RefusedText, in words that fit every such pair, where they cannot be read."""
+        both = [_answer_of(pair, side, conversations) for side in SIDES]
+        reason = ""
         if max(len(one.prompt_ids) + len(one.response_ids) for one in both) > self.max_length:
-            return f"a conversation is longer than weights.max_length {self.max_length}"
-        if any(all(start == end for start, end in one.offsets) for one in both):
-            return "a response is empty"
-        return ""
+            reason = f"a conversation is longer than weights.max_length {self.max_length}"
+        elif any(all(start == end for start, end in one.offsets) for one in both):
+            reason = "a response is empty"
+        if reason:
+            raise RefusedText(reason, reason)
+        return both
 
 
 def _answer_of(pair: PreferencePair, side: str, conversations: ConversationBuilder) -> EncodedResponse:

@@ -27,9 +27,7 @@ class Rollout(CapturedSource):
     requires: ClassVar[frozenset[str]] = frozenset({"judge"})
 
     def resolve(self, num_layers: int) -> "Rollout":
-        """Returns the source itself: all layers take part. UserError for a judge that has layers without softmax
-        attention.
-        """
+        """Returns the source itself. UserError for a judge that has layers without softmax attention."""
         readable = attending(num_layers)
         if len(readable) < num_layers:
             raise UserError(

@@ -1,6 +1,6 @@
 """SePO's selection: the tokens on which an oracle and its reference differ most (Yang et al. 2024)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,9 +9,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from attnpo.judge.layers import Row
-from attnpo.schema import PairWeights, PreferencePair, UserError
-from attnpo.weights.base import ScoredSource, ScorerModel
-from attnpo.weights.scored_rows import LOG_RATIO, check_scorers, scored_rows, weighed_by
+from attnpo.schema import PairWeights, check_range
+from attnpo.weights.base import ScorerModel
+from attnpo.weights.sources.scorers import ComparedSource, check_scorers, weighed_by
 
 
 def select_top(scores: Float[Tensor, " n"], top_fraction: float, highest: bool) -> Bool[Tensor, " n"]:
@@ -27,7 +27,7 @@ def select_top(scores: Float[Tensor, " n"], top_fraction: float, highest: bool) 
 
 
 @dataclass(frozen=True)
-class Selection(ScoredSource):
+class Selection(ComparedSource):
     """The ``top_fraction`` of the tokens: on the chosen side those that the oracle raises most, on the rejected lowest.
 
     The score of a token is its log-probability under ``oracle`` less that under ``reference``, the model that the
@@ -46,25 +46,12 @@ class Selection(ScoredSource):
 
     def __post_init__(self) -> None:
         check_scorers(self.scorers)
-        if not 0 < self.top_fraction <= 1:
-            raise UserError(f"weights.top_fraction: expected more than 0 and at most 1, got {self.top_fraction}")
+        check_range("weights", "(0, 1]", top_fraction=self.top_fraction)
 
     @property
     def scorers(self) -> Mapping[str, ScorerModel]:
         """Returns both models by their keys."""
         return {"oracle": self.oracle, "reference": self.reference}
-
-    def capture_fingerprint(self) -> dict[str, object]:
-        """Returns what is compared, after which instructions; never how much is kept of it."""
-        return {
-            "source": "scorers",
-            "statistic": LOG_RATIO,
-            "asked": [model.fingerprint() for model in self.scorers.values()],
-        }
-
-    def capture(self, pairs: Sequence[PreferencePair], reader: object, layers: tuple[Row, ...]) -> list[PairWeights]:
-        """Returns one round per pair with the log-ratio of each training token."""
-        return scored_rows(self.name, pairs, reader, self.scorers, LOG_RATIO)
 
     def select(self, captured: PairWeights, layers: tuple[Row, ...]) -> PairWeights:
         """Returns the weights of the kept tokens; 0 everywhere where a side keeps none."""

@@ -15,7 +15,6 @@ class Uniform(TextSource):
     """1/m on each of the m training tokens, end of turn included, with |y| = m: TwDPO + Uniform is DPO."""
 
     name: ClassVar[str] = "uniform"
-    why_not_captured: ClassVar[str] = "weights=uniform needs no capture"
     neutral: ClassVar[bool] = True
 
     def weigh(self, pair: PreferencePair, side: str, encoded: EncodedResponse) -> Float[Tensor, " m"]:

@@ -23,11 +23,11 @@ from attnpo.schema import (
     Sampling,
     TokenWeights,
     UserError,
+    check_range,
 )
-from attnpo.text.chat import RefusedText
 from attnpo.text.traces import judged_text, start_apart
 from attnpo.weights.base import CapturedSource
-from attnpo.weights.capture import Unreadable
+from attnpo.weights.capture import show_pairs
 from attnpo.weights.postprocess import Postprocess
 from attnpo.weights.score_parser import ScoredSpan, read_answer
 
@@ -37,12 +37,10 @@ READER = "2"
 
 @runtime_checkable
 class QuestionBuilder(Protocol):
-    """Asks a generator about one response; ``attnpo.weights.score_prompt.ScoreQuestions`` is the one in use."""
+    """Asks a generator about one response; ``attnpo.weights.verbalizer_settings.ScoreQuestions`` is the one in use."""
 
     def ask(self, pair: PreferencePair, side: str) -> list[Message]:
-        """Returns the chat prompt about one response; ``attnpo.text.chat.RefusedText`` when the model cannot be shown
-        it.
-        """
+        """Returns the chat prompt about one response; ``RefusedText`` when the model cannot be shown it."""
 
     def tokens(self, pair: PreferencePair, side: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Returns ids and characters of the response's tokens, those alone that hold a character of it."""
@@ -75,8 +73,7 @@ class Verbalized(CapturedSource):
     requires: ClassVar[frozenset[str]] = frozenset({"generator"})
 
     def __post_init__(self) -> None:
-        if not 0 <= self.min_coverage <= 1:
-            raise UserError(f"weights.min_coverage must lie in [0, 1], got {self.min_coverage}")
+        check_range("weights", "[0, 1]", min_coverage=self.min_coverage)
 
     def capture_fingerprint(self) -> dict[str, object]:
         """Returns how answers become rows."""
@@ -90,24 +87,15 @@ class Verbalized(CapturedSource):
         """
         if not isinstance(reader, LoadedVerbalizer):
             raise UserError("weights=verbalized asks a generator: set the group verbalizer")
-        refused: dict[str, Unreadable] = {}
-        prompts = []
-        for pair in pairs:
-            try:
-                both = [reader.questions.ask(pair, side) for side in SIDES]
-            except RefusedText as problem:
-                refused[pair.pair_id] = Unreadable(pair.pair_id, (), problem.reason, str(problem))
-                continue
-            prompts += both
+        questions = reader.questions
+        asked, refused = show_pairs(pairs, lambda pair: [questions.ask(pair, side) for side in SIDES])
+        prompts = [prompt for both in asked.values() for prompt in both]
         answers = iter(reader.generator.generate(prompts, reader.sampling) if prompts else [])
-        captured: list[PairWeights] = []
-        for pair in pairs:
-            if pair.pair_id in refused:
-                captured.append(refused[pair.pair_id])
-                continue
-            chosen, rejected = (_row(pair, side, next(answers), reader.questions) for side in SIDES)
-            captured.append(PairWeights(pair.pair_id, (Round(True, chosen, rejected),)))
-        return captured
+        found: dict[str, PairWeights] = {**refused}
+        for pair in {pair.pair_id: pair for pair in pairs if pair.pair_id in asked}.values():
+            chosen, rejected = (_row(pair, side, next(answers), questions) for side in SIDES)
+            found[pair.pair_id] = PairWeights(pair.pair_id, (Round(True, chosen, rejected),))
+        return [found[pair.pair_id] for pair in pairs]
 
 
 def _row(pair: PreferencePair, side: str, answer: str, questions: QuestionBuilder) -> TokenWeights:

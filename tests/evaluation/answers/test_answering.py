@@ -11,9 +11,10 @@ import pytest
 
 from attnpo.config.compose import check, compose, load, typed
 from attnpo.data.prompts import REFUSED, PromptSource
-from attnpo.evaluation.answers.answer_config import AnswerConfig
+from attnpo.evaluation.answers.answer_config import AnswerConfig, AnswerRules
 from attnpo.evaluation.answers.answering import answer_prompts, default_path
 from attnpo.evaluation.answers.base import AnswerRow
+from attnpo.evaluation.answers.hf_answering import HFAnswering
 from attnpo.evaluation.jsonl_store import JsonlStore
 from attnpo.generate import main
 from attnpo.lab.testbed.tokenizer import build_tokenizer
@@ -22,14 +23,9 @@ from attnpo.models.loading import load_tokenizer
 from attnpo.run.run import run
 from attnpo.schema import UserError
 from attnpo.text.chat import ChatFormat
-from tests.run.worlds import GRAMMAR, VAL, World, build_world
+from tests.run.worlds import GRAMMAR, VAL, World
 
 ASKED = [prompt.text for prompt in GRAMMAR.prompts("train")[:7]]
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return build_world(tmp_path_factory.mktemp("world"))
 
 
 @pytest.fixture
@@ -119,12 +115,9 @@ def test_prompts_that_are_rendered_already_are_warned_of(
 def test_batches_decide_no_answer(world: World, prompts: Path, tmp_path: Path) -> None:
     """Small batches, few tokens and several draws at once give the very rows of one large batch."""
     whole = rows_of(answer_prompts(config(world, prompts, tmp_path / "a.jsonl", "answers.per_prompt=2")))
-    small = config(world, prompts, tmp_path / "b.jsonl", "answers.per_prompt=2", "answering.batch_size=3")
-    assert rows_of(answer_prompts(small)) == whole
-    one = rows_of(
-        answer_prompts(config(world, prompts, tmp_path / "c.jsonl", "answering.token_budget=1", "data.rows=2:4"))
-    )
-    assert one == [row for row in whole if row["id"] in ("u2", "u3") and row["draw"] == 0]
+    small = ["answers.per_prompt=2", "answering.batch_size=3", "answering.token_budget=80", "data.rows=2:4"]
+    some = rows_of(answer_prompts(config(world, prompts, tmp_path / "b.jsonl", *small)))
+    assert some == [row for row in whole if row["id"] in ("u2", "u3")]
     first, second = ([row["answer"] for row in whole if row["draw"] == draw] for draw in (0, 1))
     assert first != second
 
@@ -215,27 +208,20 @@ def test_a_stopped_command_goes_on_where_it_was(world: World, prompts: Path, tmp
     assert rows_of(out) == unbroken
 
 
-@pytest.mark.parametrize(
-    ("override", "named"),
-    [
+def test_answers_of_two_kinds_do_not_mix(world: World, prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "answers.jsonl"
+    answer_prompts(config(world, prompts, out, "data.rows=2"))
+    before = out.read_bytes()
+    for override, named in (
         ("sampling.temperature=0.5", "sampling.temperature 1.0, this command has 0.5"),
         ("sampling.seed=9", "sampling.seed 0, this command has 9"),
         ("model.dtype=float64", "model.dtype float32, this command has float64"),
         ("model.chat_template=model/plain_chat.jinja", "chat.chat_template "),
-        ("model.path=OTHER", "model.weights "),
-    ],
-)
-def test_answers_of_two_kinds_do_not_mix(
-    world: World, prompts: Path, tmp_path: Path, override: str, named: str
-) -> None:
-    out = tmp_path / "answers.jsonl"
-    answer_prompts(config(world, prompts, out, "data.rows=2"))
-    before = out.read_bytes()
-    if "OTHER" in override:
-        override = f"model.path={other_model(world, tmp_path / 'other')}"
-    with pytest.raises(UserError, match=named):
-        answer_prompts(config(world, prompts, out, override))
-    assert out.read_bytes() == before
+        (f"model.path={other_model(world, tmp_path / 'other')}", "model.weights "),
+    ):
+        with pytest.raises(UserError, match=named):
+            answer_prompts(config(world, prompts, out, override))
+        assert out.read_bytes() == before
 
 
 def other_model(world: World, folder: Path) -> Path:
@@ -315,37 +301,34 @@ def test_one_process_takes_over_from_several(
 # ------------------------------------------------------------------------------------------------ refusals
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
+def test_what_is_refused(world: World, prompts: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "last").symlink_to(world.model)
+    for more, message in (
         (["answers.per_prompt=2", "sampling.temperature=0"], "gives one answer 2 times"),
         (["sampling.max_new_tokens=600"], "leaves no room for a prompt: the model has"),
         (["answering.max_length=7"], "none of the 7 prompts can be answered: too long"),
         (["output=answers.txt"], "output=answers.txt: expected a file name that ends in .jsonl"),
         (["model=lora"], "model.lora is for training"),
-        (["model.path=RUN"], "is a run folder: name the model in it, model.path="),
-    ],
-)
-def test_what_is_refused(world: World, prompts: Path, tmp_path: Path, more: list[str], message: str) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "last").symlink_to(world.model)
-    more = [item.replace("RUN", str(tmp_path / "run")) for item in more]
-    with pytest.raises(UserError, match=message):
-        answer_prompts(config(world, prompts, tmp_path / "answers.jsonl", *more))
+        ([f"model.path={tmp_path / 'run'}"], "is a run folder: name the model in it, model.path="),
+    ):
+        with pytest.raises(UserError, match=message):
+            answer_prompts(config(world, prompts, tmp_path / "answers.jsonl", *more))
 
 
-@pytest.mark.parametrize(
-    "key", ["answers.per_prompt", "answering.batch_size", "answering.token_budget", "answering.max_length"]
-)
-def test_rules_out_of_range(world: World, prompts: Path, tmp_path: Path, key: str) -> None:
-    with pytest.raises(UserError, match=f"{key} must be at least 1, got 0"):
-        config(world, prompts, tmp_path / "answers.jsonl", f"{key}=0")
+def test_rules_out_of_range() -> None:
+    for make, key in (
+        (AnswerRules, "answers.per_prompt"),
+        *((HFAnswering, f"answering.{name}") for name in ("batch_size", "token_budget", "max_length")),
+    ):
+        with pytest.raises(UserError, match=f"{key} must be at least 1, got 0"):
+            make(**{key.partition(".")[2]: 0})
 
 
-@pytest.mark.parametrize("name", ["batch_size", "token_budget", "max_length"])
-def test_keys_that_moved_are_told(name: str) -> None:
-    with pytest.raises(UserError, match=rf"answers.{name}=9: .* give answering.{name}=9"):
-        compose("generate", [f"answers.{name}=9"])
+def test_keys_that_moved_are_told() -> None:
+    for name in ("batch_size", "token_budget", "max_length"):
+        with pytest.raises(UserError, match=rf"answers.{name}=9: .* give answering.{name}=9"):
+            compose("generate", [f"answers.{name}=9"])
 
 
 def test_a_file_without_its_account_or_with_a_broken_row_is_not_touched(tmp_path: Path) -> None:

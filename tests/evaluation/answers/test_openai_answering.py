@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -20,16 +21,11 @@ from attnpo.generate import main
 from attnpo.models.spec import ModelSpec
 from attnpo.schema import Message, Sampling, UserError
 from tests.evaluation.grading.loopback import MODEL, Body, Fault, Loopback, Reply
-from tests.run.worlds import GRAMMAR, World, build_world
+from tests.run.worlds import GRAMMAR, World
 
 TEXTS = [prompt.text for prompt in GRAMMAR.prompts("train")[:8]]
 CPU = torch.device("cpu")
 SAMPLING = Sampling(40, 0.7, 0.9, 50, 3, presence_penalty=0.1, frequency_penalty=0.2, stop_ids=(11, 7))
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return build_world(tmp_path_factory.mktemp("world"))
 
 
 def echo(body: Body) -> str:
@@ -122,7 +118,7 @@ def test_seeds_follow_from_seed_conversation_and_draw_alone() -> None:
 
 def test_requests_are_open_at_once_and_no_more_than_allowed() -> None:
     texts = [str(number) for number in range(12)]
-    with Loopback(echo, faults=[Fault(seconds=0.15)] * 12) as server:
+    with Loopback(echo, faults=[Fault(seconds=0.08)] * 12) as server:
         assert len(answers(served(server, concurrency=4), asked(*texts))) == 12
     assert server.at_once == 4 and len(server.requests) == 12
 
@@ -163,43 +159,25 @@ WITHOUT_TEXT = {
 }
 
 
-@pytest.mark.parametrize("name", WITHOUT_TEXT)
-def test_an_answer_without_a_text_is_counted_by_its_reason(
-    name: str, world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_answers_without_a_text_are_counted_by_their_reasons(
+    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    reply, reason = WITHOUT_TEXT[name]
-    given = iter([reply, *[Reply("fine")] * 7])
+    given = iter(reply for reply, _ in WITHOUT_TEXT.values())
     with Loopback(lambda _: next(given)) as server:
         assert main(config(world, server, tmp_path, "answering.concurrency=1")) == 0
         assert main(config(world, server, tmp_path)) == 0
-        assert len(server.requests) == 8, "it is asked once"
+        assert len(server.requests) == len(TEXTS) == 8, "each is asked once"
+    reasons = [reason for _, reason in WITHOUT_TEXT.values()]
     rows = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert [row["answer"] for row in rows] == ["", *["fine"] * 7] and rows[0]["refused"] == reason
-    assert json.loads((tmp_path / "answers.json").read_text(encoding="utf-8"))["refused"] == {reason: 1}
-    assert f"empty answers, {reason}: 1" in caplog.text
+    assert [(row["answer"], row["refused"]) for row in rows] == [("", reason) for reason in reasons]
+    told = json.loads((tmp_path / "answers.json").read_text(encoding="utf-8"))["refused"]
+    assert told == dict(sorted(Counter(reasons).items()))
+    assert all(f"empty answers, {reason}: {count}" in caplog.text for reason, count in told.items())
 
 
-def test_text_parts_are_joined() -> None:
-    parts = [{"type": "text", "text": "one, "}, {"type": "text", "text": "two"}]
-    with Loopback(lambda _: Reply("", message={"content": parts})) as server:
-        assert answers(served(server), asked("a")) == ["one, two"]
-
-
-@pytest.mark.parametrize(
-    "reply",
-    [
-        Reply("", message={"content": 7}),
-        Reply("", message={"content": 0}),
-        Reply("", message={"content": False}),
-        Reply("", message={"content": {"text": "a"}}),
-        Reply("", message={"content": ["a"]}),
-        Reply("", message={"content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}),
-        Reply("a", choice={"finish_reason": {"stop": 1}}),
-    ],
-    ids=["number", "zero", "false", "object", "list of texts", "list with an image", "finish reason"],
-)
-def test_an_answer_of_another_type_is_a_failed_call(reply: Reply, world: World, tmp_path: Path) -> None:
-    given = iter([Reply("fine"), reply, *[Reply("fine")] * 7])
+def test_an_answer_of_another_type_is_a_failed_call(world: World, tmp_path: Path) -> None:
+    """Which types there can be, the tests of the grader say: both read replies by one function."""
+    given = iter([Reply("fine"), Reply("", message={"content": 7}), *[Reply("fine")] * 7])
     with Loopback(lambda _: next(given)) as server:
         with pytest.raises(UserError, match=r"did not answer 1 of 8 .*: expected a text, got .*give the command again"):
             main(config(world, server, tmp_path, "answering.concurrency=2"))
@@ -219,9 +197,8 @@ def test_lone_surrogates_are_escaped_and_counted(
     assert "8 replies: lone surrogates" in caplog.text
 
 
-@pytest.mark.parametrize("usage", [None, [], {"completion_tokens": "5"}, {"completion_tokens": -5}], ids=str)
-def test_tokens_that_a_server_does_not_count_are_said(usage: object, caplog: pytest.LogCaptureFixture) -> None:
-    with Loopback(lambda _: Reply("fine", usage=usage)) as server:
+def test_tokens_that_a_server_does_not_count_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    with Loopback(lambda _: Reply("fine", usage={"completion_tokens": "5"})) as server:
         ((reply,),) = [found.values() for found in served(server).answer(asked("a"), SAMPLING)]
     assert (reply.text, reply.tokens) == ("fine", 0) and "1 replies: no count of their tokens" in caplog.text
 
@@ -229,9 +206,8 @@ def test_tokens_that_a_server_does_not_count_are_said(usage: object, caplog: pyt
 # ------------------------------------------------------------------------------------------------ a server that fails
 
 
-@pytest.mark.parametrize("what", ["drip", "drip headers"])
-def test_a_server_that_drips_is_given_up_at_the_deadline_and_asked_again(what: str) -> None:
-    with Loopback(echo, [Fault(what=what, seconds=3.0)]) as server:
+def test_a_server_that_drips_is_given_up_at_the_deadline_and_asked_again() -> None:
+    with Loopback(echo, [Fault(what="drip", seconds=1.5)]) as server:
         assert answers(served(server, timeout=1.0), asked("a")) and len(server.requests) > 1
 
 
@@ -243,7 +219,7 @@ def test_faults_that_pass_are_tried_again() -> None:
     assert len(server.requests) == 3 + 4 and set(server.answered.values()) == {1}
 
 
-@pytest.mark.parametrize("fault", [Fault(500), Fault(what="drop"), Fault(what="garbage"), Fault(what="odd")])
+@pytest.mark.parametrize("fault", [Fault(500), Fault(what="garbage")])
 def test_what_stays_without_an_answer_is_asked_for_by_the_next_command(
     world: World, tmp_path: Path, fault: Fault
 ) -> None:
@@ -309,12 +285,12 @@ def test_a_refusal_ends_the_command_at_once(status: int, named: str) -> None:
 
 
 def test_an_interruption_does_not_wait_for_the_server() -> None:
-    with Loopback(echo, faults=[None, *[Fault(seconds=0.6)] * 7]) as server:
+    with Loopback(echo, faults=[None, *[Fault(seconds=0.3)] * 7]) as server:
         replies = served(server, concurrency=2).answer(asked(*map(str, range(8))), SAMPLING)
         next(replies)
         replies.close()
         assert len(server.requests) <= 4
-        time.sleep(0.8)
+        time.sleep(0.4)
         assert len(server.requests) <= 4, "nothing is asked after that"
 
 
@@ -344,18 +320,12 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
         OpenAIAnswering("http://localhost:1/v1").open(ModelSpec(MODEL), CPU)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"base_url": "localhost:8000"}, "answering.base_url=localhost:8000: expected the address"),
-        ({"concurrency": 0}, "answering.concurrency must be at least 1"),
-        ({"retries": -1}, "answering.retries must be at least 0"),
-        ({"max_length": 0}, "answering.max_length must be at least 1"),
-    ],
-)
-def test_settings_out_of_range(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        OpenAIAnswering(**{"base_url": "http://localhost:1/v1", **settings})
+def test_settings_out_of_range() -> None:
+    with pytest.raises(UserError, match=r"answering\.base_url=localhost:8000: expected the address"):
+        OpenAIAnswering("localhost:8000")
+    for name, value, least in (("concurrency", 0, 1), ("retries", -1, 0), ("max_length", 0, 1)):
+        with pytest.raises(UserError, match=f"answering.{name} must be at least {least}"):
+            OpenAIAnswering("http://localhost:1/v1", **{name: value})  # type: ignore[arg-type]
 
 
 def test_a_folder_stands_for_its_weights_and_a_name_for_itself(world: World) -> None:

@@ -41,12 +41,12 @@ def test_an_estimate_before_the_first_call(tmp_path: Path) -> None:
     assert unknown.dollars is None and "price of its tokens is not known" in str(unknown)
 
 
-@pytest.mark.parametrize("text", ["word " * 40, "字" * 40, "é\ud800🙂", "\u2028" * 9, "\x00{}();\n\n"])
-def test_no_byte_level_tokenizer_counts_more_than_the_bound(text: str, tmp_path: Path) -> None:
+def test_no_byte_level_tokenizer_counts_more_than_the_bound(tmp_path: Path) -> None:
     """One that has merged nothing takes a token a byte, a lone surrogate's three bytes included."""
-    found = estimate([call(1, text)], ScriptedGrader({}), ReplyStore(tmp_path))
-    most = len("You grade.") + sum(3 if "\ud800" <= sign < "\ue000" else len(sign.encode()) for sign in text)
-    assert found.input_tokens == most + ADDED
+    for text in ("word " * 40, "字" * 40, "é\ud800🙂", "\u2028" * 9, "\x00{}();\n\n"):
+        found = estimate([call(1, text)], ScriptedGrader({}), ReplyStore(tmp_path))
+        most = len("You grade.") + sum(3 if "\ud800" <= sign < "\ue000" else len(sign.encode()) for sign in text)
+        assert found.input_tokens == most + ADDED
 
 
 def test_a_call_that_the_tokenizer_cannot_count_is_bounded_beside_the_others(tmp_path: Path) -> None:
@@ -69,8 +69,8 @@ def test_what_is_stored_is_not_estimated_again(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------ budgets
 
 
-@pytest.mark.parametrize("at_once", [1, 4, 7])
-@pytest.mark.parametrize("max_cost", [0.0, 0.005, 0.1, 0.15])
+@pytest.mark.parametrize("at_once", [1, 7])
+@pytest.mark.parametrize("max_cost", [0.0, 0.005, 0.15])
 def test_with_exact_counts_a_budget_is_never_overspent(max_cost: float, at_once: int, tmp_path: Path) -> None:
     draw = random.Random(at_once)
     sizes = {f"q{number}": draw.randint(5, 60) for number in range(40)}
@@ -127,7 +127,7 @@ def test_what_was_spent_before_counts(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("at_once", [1, 3, 16])
+@pytest.mark.parametrize("at_once", [1, 16])
 def test_calls_are_bounded(at_once: int, tmp_path: Path) -> None:
     grader = ScriptedGrader(lambda _: "7", at_once=at_once)
     calls = [call(number) for number in range(12)]
@@ -140,6 +140,8 @@ def test_nothing_is_asked_in_a_dry_run(tmp_path: Path) -> None:
     asked = ask_all([call(1), call(2)], grader, ReplyStore(tmp_path / "new"), GradingLimits(dry_run=True))
     assert grader.asked == [] and len(asked.left) == 2 and asked.stopped == "limits.dry_run"
     assert not (tmp_path / "new").exists()
+    asked = ask_all([], grader, ReplyStore(tmp_path))
+    assert asked.whole and asked.replies == {} and asked.made == 0
 
 
 def test_a_budget_without_a_price_is_refused(tmp_path: Path) -> None:
@@ -152,10 +154,10 @@ def test_a_budget_without_a_price_is_refused(tmp_path: Path) -> None:
     assert ask_all([call(1)], free, ReplyStore(tmp_path), GradingLimits(max_cost=0.0)).whole, "known to cost nothing"
 
 
-@pytest.mark.parametrize("wrong", [{"max_cost": -1.0}, {"max_calls": -1}, {"max_items": 0}, {"max_failed": -1}])
-def test_limits_are_checked(wrong: dict[str, float]) -> None:
-    with pytest.raises(UserError, match=rf"limits\.{next(iter(wrong))} must be at least"):
-        GradingLimits(**wrong)  # type: ignore[arg-type]
+def test_limits_are_checked() -> None:
+    for name, value in {"max_cost": -1.0, "max_calls": -1, "max_items": 0, "max_failed": -1}.items():
+        with pytest.raises(UserError, match=rf"limits\.{name} must be at least"):
+            GradingLimits(**{name: value})  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------------------------------------ failures
@@ -181,11 +183,6 @@ def test_too_many_failures_in_a_row_end_the_command(tmp_path: Path) -> None:
     ):
         ask_all(calls, grader, ReplyStore(tmp_path), GradingLimits(max_failed=2))
     assert len(grader.asked) == 7 and len(ReplyStore(tmp_path)) == 2
-
-
-def test_nothing_to_ask(tmp_path: Path) -> None:
-    asked = ask_all([], ScriptedGrader({}), ReplyStore(tmp_path))
-    assert asked.whole and asked.replies == {} and asked.made == 0
 
 
 def test_progress_is_logged_with_time_and_money(

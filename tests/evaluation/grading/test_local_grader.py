@@ -1,6 +1,5 @@
 """A local grader against plain forwards of transformers, and what it makes of prompts that do not fit."""
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +12,13 @@ from attnpo.data.base import PreferencePair
 from attnpo.evaluation.grading.base import Grader, GradingCall, GradingFailure, GradingReply, Price
 from attnpo.evaluation.grading.local_grader import LocalGrader
 from attnpo.evaluation.pairwise import Contest, PairwiseRules
-from attnpo.judge.prompts import JudgePrompts, JudgeRules
+from attnpo.judge.prompts import JudgePrompts
 from attnpo.judge.reader import CausalJudge
+from attnpo.judge.settings import JudgeRules
 from attnpo.models.loading import load_model, load_tokenizer
 from attnpo.schema import Message, UserError
 from attnpo.text.chat import ChatFormat
-from tests.run.worlds import GRAMMAR, World, build_world
+from tests.run.worlds import GRAMMAR, World
 
 PLAIN = "{% for m in messages %}{{ m['role'] + ' : ' + m['content'] + '\n' }}{% endfor %}assistant :"
 WITHOUT_SYSTEM = (
@@ -26,11 +26,6 @@ WITHOUT_SYSTEM = (
     "{% endfor %}assistant :"
 )
 PROMPTS = [prompt.text for prompt in GRAMMAR.prompts("test")[:6]]
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return build_world(tmp_path_factory.mktemp("world"))
 
 
 @pytest.fixture(scope="module")
@@ -279,44 +274,16 @@ def test_other_weights_are_another_grader(world: World, tmp_path: Path, grader: 
     assert LocalGrader(str(tmp_path)).identity() != grader.identity()
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"dtype": "int8"}, "grader.dtype must be one of float64"),
-        ({"batch_size": 0}, "grader.batch_size must be at least 1"),
-        ({"token_budget": 0}, "grader.token_budget"),
-        ({"max_length": 0}, "grader.max_length"),
-        ({"accelerator": "quantum"}, "grader.accelerator must be one of auto, cpu"),
-    ],
-)
-def test_settings_out_of_range(settings: dict[str, object], words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        LocalGrader("model", **settings)  # type: ignore[arg-type]
+def test_settings_out_of_range() -> None:
+    with pytest.raises(UserError, match=r"grader\.dtype must be one of float64"):
+        LocalGrader("model", dtype="int8")
+    with pytest.raises(UserError, match=r"grader\.accelerator must be one of auto, cpu"):
+        LocalGrader("model", accelerator="quantum")
+    for name in ("batch_size", "token_budget", "max_length"):
+        with pytest.raises(UserError, match=f"grader.{name} must be at least 1"):
+            LocalGrader("model", **{name: 0})  # type: ignore[arg-type]
 
 
 def test_a_tokenizer_without_a_template_is_told_by_the_graders_key(babbler: Path) -> None:
     with pytest.raises(UserError, match=r"grader\.path=.*set grader\.chat_template"):
         LocalGrader(str(babbler)).identity()
-
-
-def test_grades_are_those_of_plain_transformers(babbler: Path) -> None:
-    """Label probabilities of a plain forward, and a greedy reply."""
-    folder = babbler
-    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    grader = LocalGrader(str(folder), chat_template=template, accelerator="cpu")
-    tokenizer = load_tokenizer(folder)
-    text = "Once upon a time there was a dog. Which is better, A or B? It is"
-    labelled, written = call(text, labels=("A", "B")), call("Once upon a time", max_tokens=8)
-    found = replies(grader, [labelled, written])
-    logps = plain_logps(folder, tokenizer(text)["input_ids"])
-    chat = grader._chat
-    ids = [chat.tokenize(text + label)[0] for label in ("A", "B")]
-    before = chat.tokenize(text)[0]
-    assert all(whole[:-1] == before for whole in ids)
-    logprobs = found[labelled].logprobs
-    assert logprobs is not None and math.isfinite(sum(logprobs.values()))
-    for label, whole in zip("AB", ids, strict=True):
-        assert logprobs[label] == pytest.approx(float(logps[whole[-1]]), abs=1e-5)
-    start = tokenizer("Once upon a time", return_tensors="pt").input_ids
-    whole = load_model(folder).generate(start, max_new_tokens=8, do_sample=False)[0, start.shape[1] :]
-    assert found[written].text == tokenizer.decode(whole, skip_special_tokens=True) != ""

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -13,47 +12,39 @@ from pathlib import Path
 
 import pytest
 
+from attnpo.cli.terminal import guarded, hear_signals, leave
 from attnpo.evaluation.grading.asking import ask_all
 from attnpo.evaluation.grading.openai_grader import OpenAIGrader
 from attnpo.evaluation.grading.store import GRADES, ReplyStore
 from attnpo.schema import UserError, digest
+from tests import warm
 from tests.evaluation.grading.calls import call
 from tests.evaluation.grading.loopback import Body, Loopback
 
-ROOT = Path(__file__).resolve().parents[3]
 CALLS = [call(number) for number in range(20)]
 PROMPT = 12  # calls that are answered at once; the others wait until the test lets them
-ASKS = """
-import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
-from attnpo.cli.terminal import guarded, hear_signals, leave
-hear_signals()
-from pathlib import Path
-from attnpo.evaluation.grading.asking import ask_all
-from attnpo.evaluation.grading.openai_grader import OpenAIGrader
-from attnpo.evaluation.grading.store import ReplyStore
-from tests.evaluation.grading.test_stops import CALLS
-def main():
+
+
+def main() -> int:
+    """Asks all calls: the process that is stopped."""
     ask_all(CALLS, OpenAIGrader(base_url=sys.argv[1], concurrency=4, timeout=100.0), ReplyStore(Path(sys.argv[2])))
     return 0
-leave(guarded(main))
-"""
 
 
 @contextmanager
-def asking(server: Loopback, folder: Path) -> Iterator[subprocess.Popen[str]]:
+def asking(server: Loopback, folder: Path) -> Iterator[warm.Process]:
     """A process that asks all calls, once it has stored as many as are answered at once."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("OPENAI_")}
-    command = [sys.executable, "-c", ASKS, server.base_url, str(folder)]
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            end = time.monotonic() + 60
-            while time.monotonic() < end and process.poll() is None and lines(folder) < PROMPT:
-                time.sleep(0.02)
-            assert lines(folder) == PROMPT, process.communicate(timeout=1) if process.poll() is not None else "too slow"
-            yield process
-        finally:
-            process.kill()
+    told = folder / "told"
+    process = warm.start([__file__, server.base_url, str(folder)], environment, told)
+    try:
+        end = time.monotonic() + 60
+        while time.monotonic() < end and process.poll() is None and lines(folder) < PROMPT:
+            time.sleep(0.02)
+        assert lines(folder) == PROMPT, told.read_text()
+        yield process
+    finally:
+        process.kill()
 
 
 def lines(folder: Path) -> int:
@@ -106,3 +97,8 @@ def test_a_store_that_was_cut_in_a_line_goes_on(tmp_path: Path) -> None:
         asked = ask_all(CALLS[:5], grader, ReplyStore(tmp_path))
     assert (asked.made, len(asked.replies), len(server.requests)) == (1, 5, 6)
     assert list(server.answered.values()) == [1, 1, 1, 1, 2]
+
+
+if __name__ == "__main__":
+    hear_signals()
+    leave(guarded(main))

@@ -36,9 +36,9 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     assert line["messages"] == digest(list(call(1).messages)) and line["grader"] == GRADER
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
+def test_another_call_has_another_key(tmp_path: Path) -> None:
+    store = write(tmp_path, call(1))
+    for other in (
         call(1, "Another prompt."),
         call(1, repeat=1),
         call(1, temperature=1.0),
@@ -47,10 +47,8 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
         replace(call(1), part="turn2"),
         replace(call(1), benchmark="other"),
         replace(call(1), messages=(Message(role="user", content="You grade."), *call(1).messages[1:])),
-    ],
-)
-def test_another_call_has_another_key(other: GradingCall, tmp_path: Path) -> None:
-    assert write(tmp_path, call(1)).reply(other, GRADER) is None
+    ):
+        assert store.reply(other, GRADER) is None, other
 
 
 def test_another_grader_has_other_replies(tmp_path: Path) -> None:
@@ -65,31 +63,28 @@ UNUSABLE: dict[str, object] = {
 }
 
 
-@pytest.mark.parametrize("name", UNUSABLE)
-def test_a_stored_reply_of_another_type_is_asked_again(
-    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_stored_replies_of_another_type_are_asked_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Earlier versions sealed what an endpoint sent."""
-    grader = ScriptedGrader(lambda _: "8", name="a")
-    reply = replace(REPLY, **{name: UNUSABLE[name]})  # type: ignore[arg-type]
-    write(tmp_path, call(1), reply=reply)
-    write(tmp_path, call(2))
-    assert ReplyStore(tmp_path).reply(call(1), GRADER) is None and len(ReplyStore(tmp_path)) == 1
-    assert f"{GRADES}: 1 replies are of another type" in caplog.text
-    asked = ask_all([call(1), call(2)], grader, ReplyStore(tmp_path))
-    assert asked.whole and grader.asked == [call(1)] and asked.replies[call(1)].text == "8"
-    assert asked.cost(grader.price)["calls"] == 2 and asked.models == {"m": 1}
+    grader, calls = ScriptedGrader(lambda _: "8", name="a"), [call(number) for number in range(len(UNUSABLE) + 1)]
+    for each, (name, value) in zip(calls, UNUSABLE.items(), strict=False):
+        write(tmp_path, each, reply=replace(REPLY, **{name: value}))  # type: ignore[arg-type]
+    write(tmp_path, calls[-1])
+    store = ReplyStore(tmp_path)
+    assert len(store) == 1 and all(store.reply(each, GRADER) is None for each in calls[:-1])
+    assert f"{GRADES}: {len(UNUSABLE)} replies are of another type" in caplog.text
+    asked = ask_all(calls, grader, ReplyStore(tmp_path))
+    assert asked.whole and grader.asked == calls[:-1] and asked.replies[calls[0]].text == "8"
+    assert asked.cost(grader.price)["calls"] == len(calls) and asked.models == {"m": 1}
     caplog.clear()
-    assert ask_all([call(1), call(2)], grader, ReplyStore(tmp_path)).whole
-    assert len(grader.asked) == 1 and not caplog.records
+    assert ask_all(calls, grader, ReplyStore(tmp_path)).whole
+    assert len(grader.asked) == len(UNUSABLE) and not caplog.records
 
 
-@pytest.mark.parametrize("name", UNUSABLE)
-def test_a_grader_of_ones_own_that_replies_in_another_type_fails_that_call(name: str, tmp_path: Path) -> None:
-    wrong = replace(REPLY, **{name: UNUSABLE[name]})  # type: ignore[arg-type]
-    grader = ScriptedGrader(lambda asked: wrong if asked == call(1) else REPLY, name="a")
-    asked = ask_all([call(1), call(2)], grader, ReplyStore(tmp_path))
-    assert list(asked.failures) == [call(1)] and "a reply whose" in asked.failures[call(1)]
+def test_a_grader_of_ones_own_that_replies_in_another_type_fails_those_calls(tmp_path: Path) -> None:
+    wrong = {f"q{at}": replace(REPLY, **{name: UNUSABLE[name]}) for at, name in enumerate(UNUSABLE)}  # type: ignore[arg-type]
+    calls = [call(number) for number in range(len(wrong) + 1)]
+    asked = ask_all(calls, ScriptedGrader({**wrong, calls[-1].item: REPLY}, name="a"), ReplyStore(tmp_path))
+    assert list(asked.failures) == calls[:-1] and all("a reply whose" in text for text in asked.failures.values())
     assert len(ReplyStore(tmp_path)) == len((tmp_path / GRADES).read_text().splitlines()) == 1
 
 

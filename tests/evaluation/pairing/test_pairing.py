@@ -29,7 +29,7 @@ from attnpo.schema import UserError
 from attnpo.text.chat import ChatFormat
 from tests.bad_input.table import PROPERTY
 from tests.evaluation.grading.scripted import ScriptedGrader
-from tests.run.worlds import World, build_world
+from tests.run.worlds import World
 
 Row = dict[str, object]
 PROMPTS = {
@@ -198,11 +198,6 @@ def test_a_dry_run_with_a_served_judge_needs_neither_key_nor_server(
 # ------------------------------------------------------------------------------------------------ a reward model
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return build_world(tmp_path_factory.mktemp("world"))
-
-
 def test_a_reward_model_scores_whole_conversations(world: World, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(world.model))
     torch.manual_seed(0)
@@ -318,14 +313,11 @@ def test_a_column_without_numbers(answers: str, tmp_path: Path) -> None:
         make_pairs(config(answers, tmp_path / "pairs.jsonl", ColumnRanker("scroe")))
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
+def test_every_ranker_composes() -> None:
+    for words in (
         ["ranker.grader.path=J"],
         ["grader@ranker.grader=openai", "ranker.limits.max_cost=2"],
         ["ranker=reward", "ranker.path=R"],
         ["ranker=column", "ranker.column=points", "pairs.take=all"],
-    ],
-)
-def test_every_ranker_composes(words: list[str]) -> None:
-    check(compose("pair", ["answers.path=X", *words]))
+    ):
+        check(compose("pair", ["answers.path=X", *words]))

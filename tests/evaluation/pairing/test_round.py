@@ -11,7 +11,7 @@ import pytest
 from attnpo.cli.entry import run_entry
 from attnpo.config.compose import CONFIG_DIR
 from tests.docs.commands import of_markdown
-from tests.run.worlds import GRAMMAR, World, build_world
+from tests.run.worlds import GRAMMAR, World
 
 ROOT = Path(__file__).resolve().parents[3]
 COMMANDS = list(of_markdown((ROOT / "docs" / "data.md").read_text(encoding="utf-8")))
@@ -19,11 +19,6 @@ SETS = ("chat", "code", "mail")
 # One optimiser step or two, for a model that stands for the reader's.
 FEW = ["trainer.max_epochs=1", "batch.pairs=4", "batch.micro=2", "trainer.accelerator=cpu", "trainer.threads=1",
        "trainer.progress=false", "callbacks.samples=0", "callbacks.report=false"]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return build_world(tmp_path_factory.mktemp("world"))
 
 
 @pytest.fixture(scope="module")

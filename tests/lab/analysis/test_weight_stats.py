@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnpo.lab.analysis.weight_stats import (
+from attnpo.lab.reports.weight_report import (
     SINK,
     response_statistics,
     sink_row,

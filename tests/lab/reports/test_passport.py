@@ -195,8 +195,11 @@ def test_a_random_model_is_at_chance(world: World, tmp_path: Path, capsys: pytes
     assert "holds the report of another command" in refused(world, tmp_path, capsys, "passport.pairs=31")
 
 
-def test_layers_and_removals_can_be_left_out(world: World, tmp_path: Path) -> None:
-    assert asked(world, tmp_path, "passport.layers=[last]", "passport.removal_pairs=0", "weights.heads=[1]") == 0
+def test_layers_and_removals_can_be_left_out(world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Keys that only training reads are named."""
+    given = ("passport.layers=[last]", "passport.removal_pairs=0", "weights.heads=[1]", "optimizer.lr=1")
+    assert asked(world, tmp_path, *given) == 0
+    assert any("optimizer.lr has no effect: the passport trains nothing" in line for line in caplog.messages)
     found = told(tmp_path)
     (look,) = found["layers"]
     assert look["layer"] == 2 and look["gain"] is None and found["full"] is None and found["cost"]["removals"] == 0
@@ -263,13 +266,6 @@ def test_numbers_out_of_range(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, said: str
 ) -> None:
     assert said in refused(world, tmp_path, capsys, override)
-
-
-def test_keys_that_only_training_reads_are_named(
-    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert asked(world, tmp_path, "optimizer.lr=1", "passport.removal_pairs=0", "passport.pairs=20") == 0
-    assert any("optimizer.lr has no effect: the passport trains nothing" in line for line in caplog.messages)
 
 
 def test_the_page_of_a_few_pairs_does_not_judge(world: World, tmp_path: Path) -> None:

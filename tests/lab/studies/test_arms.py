@@ -8,12 +8,12 @@ import pytest
 
 from attnpo.config.compose import groups, load
 from attnpo.lab.studies.arms import Composed, check_distinct, check_user, composer_of, counted, point_folder
-from attnpo.lab.studies.fit_config import FitConfig
+from attnpo.lab.studies.config import FitConfig
 from attnpo.lab.studies.runner import run_study
 from attnpo.lab.studies.study import ONLY, Arm, Grid, Point, Study, expand_arms
 from attnpo.run.identity import identity_of
 from attnpo.schema import UserError
-from tests.run.worlds import build_world
+from tests.run.worlds import World
 
 STUDIES = [name for name in groups()["experiment"] if name != "none"]
 DEPTH = 4  # layers of the testbed's base
@@ -168,14 +168,13 @@ seeds: 1
 """
 
 
-def test_a_study_with_equal_arms_ends_before_anything_is_computed(tmp_path: Path) -> None:
+def test_a_study_with_equal_arms_ends_before_anything_is_computed(world: World, tmp_path: Path) -> None:
     (tmp_path / "configs" / "experiment").mkdir(parents=True)
     (tmp_path / "configs" / "experiment" / "twins.yaml").write_text(TWINS, encoding="utf-8")
-    world = build_world(tmp_path)
-    cfg = world.config("experiment=twins", config_dir=tmp_path / "configs")
+    cfg = world.config("experiment=twins", f"store={tmp_path / 'store'}", config_dir=tmp_path / "configs")
     with pytest.raises(UserError, match="its arms uniform and same again would be the same runs"):
         run_study(cfg, tmp_path / "out")
-    assert not world.store.exists() and not (tmp_path / "out").exists()
+    assert not (tmp_path / "store").exists() and not (tmp_path / "out").exists()
 
 
 # ------------------------------------------------------------------------------------------------ points

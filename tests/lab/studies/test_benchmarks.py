@@ -21,17 +21,14 @@ from attnpo.evaluation.grading.store import ReplyStore
 from attnpo.evaluation.result import EvaluationResult, read_result
 from attnpo.lab.studies import benchmarks, exports
 from attnpo.lab.studies.arms import Composed
-from attnpo.lab.studies.benchmark_scores import RowScore, asked_problems
 from attnpo.lab.studies.benchmark_settings import Evaluations, check_benchmarks, grammar_of
-from attnpo.lab.studies.benchmark_table import benchmark_cells, benchmark_notes
 from attnpo.lab.studies.benchmarks import bounds_left
-from attnpo.lab.studies.fit_config import FitConfig
-from attnpo.lab.studies.ranking import RANK, scores_table
-from attnpo.lab.studies.report import finish_study
+from attnpo.lab.studies.config import FitConfig
+from attnpo.lab.studies.outcome import PointResults, best_by_arm
+from attnpo.lab.studies.page import finish_study
 from attnpo.lab.studies.runner import run_study
-from attnpo.lab.studies.selection import PointResults, best_by_arm
-from attnpo.lab.studies.study import Arm, Outcome, Study
-from attnpo.lab.studies.tables import main_table
+from attnpo.lab.studies.study import Arm, Outcome, RowScore, Study, asked_problems
+from attnpo.lab.studies.tables import RANK, benchmark_cells, benchmark_notes, main_table, scores_table
 from attnpo.lab.testbed.benchmark import TestbedBenchmark
 from attnpo.models.loading import load_model
 from attnpo.models.spec import ModelSpec
@@ -42,7 +39,7 @@ from attnpo.system.files import changed
 from attnpo.training.checkpoint_folders import STATE
 from tests.evaluation.checkouts import arena_hard_auto, fastchat
 from tests.evaluation.grading.loopback import Body, Loopback
-from tests.run.worlds import GRAMMAR, World, build_world
+from tests.run.worlds import GRAMMAR, build_world
 
 EXPERIMENT = """
 # @package study
@@ -481,23 +478,19 @@ def served(server: Loopback, folder: Path, *names: str) -> list[str]:
     ]
 
 
-QUICK = ("trainer.max_steps=1", "trainer.log_every_n_steps=1", "batch.eval_micro=4", "study.workers=1", "seeds=1")
-
-
-def folder_of(tmp_path: Path, world: World, *more: str) -> tuple[FitConfig, Path]:
-    cfg = world.config(*more, f"output={tmp_path / 'outputs'}", "name=study")
-    return cfg, run_folder(cfg)
-
-
 @pytest.mark.slow
-def test_a_layer_sweep_ends_in_a_figure_of_score_over_layer(
-    server: Loopback, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_killed_study_goes_on_to_the_main_table_and_a_figure_of_score_over_layer(
+    tiny: Callable[..., FitConfig],
+    server: Loopback,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Killed after its first row and given again: 3 questions of 2 turns, each graded twice, make 12 calls a row."""
-    world = build_world(tmp_path)
-    asked = served(server, tmp_path, "mt_bench")
-    cfg, folder = folder_of(tmp_path, world, "experiment=layer_sweep", *QUICK, *asked)
-    original, done = benchmarks.run_evaluation, []
+    layers = ("study.layers=[1,2]", "~study.grids.attention", "study.ranking=true")
+    where = (f"output={tmp_path / 'outputs'}", "name=study")
+    cfg = tiny(*layers, *where, *served(server, tmp_path, "mt_bench", "arena_hard"))
+    folder, original, done = run_folder(cfg), benchmarks.run_evaluation, []
 
     def answer(made: EvaluateConfig, where: Path) -> EvaluationResult | None:
         if done:
@@ -508,35 +501,23 @@ def test_a_layer_sweep_ends_in_a_figure_of_score_over_layer(
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt), caplog.at_level(logging.INFO):
         patch.setattr(benchmarks, "run_evaluation", answer)
         fit.main(cfg)
-    assert "benchmark mt_bench: 6 models with 12 grading calls each, 72 calls in all" in caplog.text
+    assert "benchmark mt_bench: 4 models with 12 grading calls each, 48 calls in all" in caplog.text
     assert len(server.requests) == 12
     assert fit.main(cfg) == 0
-    assert len(server.requests) == 6 * 12
+    rated = [request for request in server.requests if "<ask" not in json.dumps(request.body)]
+    assert len(rated) == 4 * 12
     assert (folder / "layers-mt_bench.png").stat().st_size > 1000
     assert "layers-mt_bench.png" in json.loads((folder / "study.json").read_text())["figures"]
     assert "mt_bench by layer" in (folder / "report.html").read_text()
-    assert fit.main(cfg) == 0 and len(server.requests) == 6 * 12, "nothing is asked twice"
-
-
-@pytest.mark.slow
-def test_main_results_end_in_the_main_tables_shape(server: Loopback, tmp_path: Path) -> None:
-    world = build_world(tmp_path)
-    cfg = load("fit", world.overrides("experiment=main_results"))
-    kept = ("DPO", "ORPO", "AttentionPO shuffled")
-    without = [name for name in cfg.study.arms if name not in kept]
-    deleted = [f"~study.arms.{name}" for name in without] + [
-        f"~study.grids.{name}" for name in without if name in cfg.study.grids
-    ]
-    asked = served(server, tmp_path, "mt_bench", "arena_hard")
-    cfg, folder = folder_of(tmp_path, world, "experiment=main_results", *deleted, *QUICK, *asked)
-    assert fit.main(cfg) == 0
     with (folder / "benchmarks.csv").open(newline="") as file:
         table = csv.DictReader(file)
         rows = {row["arm"]: row for row in table}
-        assert [name for name in table.fieldnames or [] if name != "values"] == ["arm", "mt_bench", "arena_hard", RANK]
-    assert [*rows] == ["base", *kept]
+        assert [*(table.fieldnames or [])] == ["arm", "mt_bench", "arena_hard", RANK]
+    assert [*rows] == ["base", "uniform", "attention L1", "attention L2"]
     assert all(1 <= float(row["mt_bench"]) <= 10 for row in rows.values())
     # The verdict is for what is shown first, so that each pair of games is one win and one loss.
     assert {float(row["arena_hard"]) for row in rows.values()} == {50.0}
     assert sum(float(row[RANK]) for row in rows.values()) == pytest.approx(10.0)
     assert "Benchmarks and the average rank" in (folder / "table.md").read_text()
+    asked = len(server.requests)
+    assert fit.main(cfg) == 0 and len(server.requests) == asked, "nothing is asked twice"

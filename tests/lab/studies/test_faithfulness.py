@@ -21,14 +21,9 @@ from attnpo.run.result import RunResult, Scores
 from attnpo.schema import PreferencePair, UserError
 from attnpo.weights.base import WeightSource
 from attnpo.weights.faithfulness import Ranking, rankings
-from tests.run.worlds import GRAMMAR, World, build_world
+from tests.run.worlds import GRAMMAR, World
 
 RULES = Faithfulness(pairs=14, shares=(0.2, 0.4), draws=1)
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return build_world(tmp_path_factory.mktemp("world"))
 
 
 KNOWN = TruthScorer(grammar=GRAMMAR)

@@ -9,19 +9,18 @@ from typing import Any
 import pytest
 
 from attnpo.config.compose import load
-from attnpo.lab.reports.finished import run_row
+from attnpo.lab.results import run_row
 from attnpo.lab.studies.arms import Composed, check_distinct, check_user, composer_of, point_config
-from attnpo.lab.studies.fit_config import FitConfig
-from attnpo.lab.studies.ranking import RANK, ranked, ranking_table
-from attnpo.lab.studies.report import finish_study
+from attnpo.lab.studies.config import FitConfig
+from attnpo.lab.studies.page import finish_study
 from attnpo.lab.studies.runner import run_study
 from attnpo.lab.studies.study import Arm, Grid, Outcome, Point, Study, expand_arms, make_points
-from attnpo.lab.studies.tables import main_table
+from attnpo.lab.studies.tables import RANK, main_table, ranked, ranking_table
 from attnpo.run.combinations import require_reference
 from attnpo.run.identity import identity_of
 from attnpo.run.result import RunResult
 from attnpo.schema import UserError
-from tests.run.worlds import build_world
+from tests.run.worlds import World
 
 LLAMAS = ("llama3_8b_base_sft", "llama3_8b_instruct")
 
@@ -171,7 +170,7 @@ def test_a_setting_without_grids_has_every_method_once_at_its_defaults() -> None
 # ------------------------------------------------------------------------------------------------ a run
 
 
-def test_a_study_over_other_keys_runs_to_its_table_and_is_read_back(tmp_path: Path) -> None:
+def test_a_study_over_other_keys_runs_to_its_table_and_is_read_back(world: World, tmp_path: Path) -> None:
     """Three objectives, each with its own key, as single points of a tiny world."""
     (tmp_path / "configs" / "experiment").mkdir(parents=True)
     (tmp_path / "configs" / "experiment" / "few.yaml").write_text(
@@ -182,7 +181,6 @@ def test_a_study_over_other_keys_runs_to_its_table_and_is_read_back(tmp_path: Pa
         "seeds: 1\nworkers: 1\nshared: [callbacks=none, reference=cached, trainer.max_steps=1]\n",
         encoding="utf-8",
     )
-    world = build_world(tmp_path)
     cfg = world.config("experiment=few", config_dir=tmp_path / "configs")
     outcome = run_study(cfg, tmp_path / "out")
     assert not outcome.failed

@@ -10,16 +10,17 @@ import pytest
 from attnpo.display.page import Paragraph, TableBlock
 from attnpo.evaluation.intervals import Interval
 from attnpo.lab.figures import GainPoint, gains
-from attnpo.lab.studies.claims import Claim, Predictions
-from attnpo.lab.studies.footnotes import footnotes, on_edge, warnings
+from attnpo.lab.studies.notes import footnotes, on_edge, warnings
+from attnpo.lab.studies.outcome import gather
+from attnpo.lab.studies.page import write_study_report
 from attnpo.lab.studies.predictions import check_predicted, decide, fix, predictions_section
-from attnpo.lab.studies.report import write_study_report
-from attnpo.lab.studies.selection import gather
 from attnpo.lab.studies.study import (
     Arm,
+    Claim,
     Grid,
     Outcome,
     Point,
+    Predictions,
     Study,
     WorldAxis,
     expand_arms,

@@ -13,22 +13,11 @@ from attnpo.lab.studies.arms import check_user, composer_of
 from attnpo.lab.studies.bases import COSTS, Basis, keep_costs, make_basis
 from attnpo.lab.studies.plan import plan_study
 from attnpo.lab.studies.study import Cost
-from attnpo.lab.studies.workers import Workers, execute
-from attnpo.lab.testbed.grammar import Grammar
-from attnpo.lab.testbed.pretrain import new_model
-from attnpo.lab.testbed.tokenizer import build_tokenizer
 from attnpo.run.identity import identity_of
 from attnpo.run.resolve import resolve
 from attnpo.schema import UserError
-from attnpo.system.processes import process
 from tests.run.made import make_inputs
-from tests.run.worlds import RECIPE, World, build_world
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return build_world(tmp_path_factory.mktemp("world"))
-
+from tests.run.worlds import World
 
 STUDY = "experiment=quickstart"
 
@@ -106,25 +95,6 @@ def test_a_named_grid_has_an_effect_where_an_arm_gets_it(
     assert read(cfg).idle_overrides() == idle
 
 
-def test_weights_that_nobody_reads_are_refused(world: World) -> None:
-    with pytest.raises(UserError, match=r"DPO reads no token weights.*weights=uniform"):
-        make_inputs(world.config("objective=dpo"))
-
-
-def test_a_judge_with_another_vocabulary_needs_characters(world: World, tmp_path: Path) -> None:
-    other = Grammar()
-    tokenizer = build_tokenizer(other)
-    tokenizer.add_tokens(["zebra"])
-    model = new_model(RECIPE, tokenizer, seed=5)
-    model.save_pretrained(tmp_path / "judge")
-    tokenizer.save_pretrained(tmp_path / "judge")
-    cfg = world.config(f"judge.path={tmp_path / 'judge'}")
-    with pytest.raises(UserError, match=r"another vocabulary.*align\.method=characters"):
-        make_inputs(cfg)
-    inputs = make_inputs(world.config(f"judge.path={tmp_path / 'judge'}", "align.method=characters"))
-    assert inputs.examples["train"].examples
-
-
 def test_facts_follow_the_content_of_the_judges_file(world: World, tmp_path: Path) -> None:
     facts = []
     for wording in ("which is better , A or B ?", "which review is better , A or B ?"):
@@ -178,24 +148,6 @@ def test_a_judge_that_missed_its_gate_is_warned_of(world: World, monkeypatch: py
     ]
 
 
-@pytest.mark.parametrize(
-    ("variables", "expected"),
-    [
-        ({}, (0, 1)),
-        ({"RANK": "1", "WORLD_SIZE": "4"}, (1, 4)),
-        ({"SLURM_PROCID": "2", "SLURM_NTASKS": "3"}, (2, 3)),
-    ],
-)
-def test_processes_are_counted_under_torchrun_and_slurm(
-    variables: dict[str, str], expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert process() == expected
-
-
 def test_cut_judge_prompts_are_counted_from_the_store_too(world: World) -> None:
     """Some prompts of this world are longer than this bound; the second reading builds no prompt at all."""
     resolved, base, _, _ = resolve(world.config())
@@ -209,20 +161,3 @@ def test_cut_judge_prompts_are_counted_from_the_store_too(world: World) -> None:
         counts.append(sum(item.cut for pair in inputs.weighed.captured.values() for item in pair.rounds))
     assert inputs.weighed.report is not None and inputs.weighed.report.computed == 0
     assert counts[0] == counts[1] > 0
-
-
-@pytest.mark.slow
-def test_points_in_processes_of_their_own_end_like_those_run_here(world: World, tmp_path: Path) -> None:
-    overrides = world.overrides("experiment=none", "callbacks=none", "trainer.max_steps=1", "weights=uniform")
-    jobs = [([*overrides, f"seed={seed}"], tmp_path / f"spawned{seed}") for seed in (0, 1)]
-    spawned = {place: result for place, result, error in execute(jobs, Workers(2, None, None, 1.0)) if error is None}
-    here = {
-        place: result
-        for place, result, error in execute(
-            [(job, tmp_path / f"here{i}") for i, (job, _) in enumerate(jobs)], Workers(1, None, None, 1.0)
-        )
-        if error is None
-    }
-    assert spawned.keys() == here.keys() == {0, 1}
-    for place in (0, 1):
-        assert spawned[place].metrics == pytest.approx(here[place].metrics, rel=1e-5, abs=1e-6)

@@ -11,14 +11,13 @@ import pytest
 from transformers import AutoModelForSequenceClassification
 
 from attnpo.lab.studies.bases import make_basis
-from attnpo.lab.studies.cost_table import FORWARDS, TRAINING, WEIGHING, cost_tables
-from attnpo.lab.studies.fit_config import FitConfig
+from attnpo.lab.studies.config import FitConfig
+from attnpo.lab.studies.page import finish_study
 from attnpo.lab.studies.plan import plan_study
-from attnpo.lab.studies.reads import Reads, ScorerRun
-from attnpo.lab.studies.report import finish_study
 from attnpo.lab.studies.runner import run_study
 from attnpo.lab.studies.scorers import Scorers, needed, train_scorers
-from attnpo.lab.studies.study import Arm, Outcome, Point, Study
+from attnpo.lab.studies.study import Arm, Outcome, Point, Reads, ScorerRun, Study
+from attnpo.lab.studies.tables import FORWARDS, TRAINING, WEIGHING, cost_tables
 from attnpo.lab.testbed.pretrain import new_model
 from attnpo.lab.testbed.tokenizer import build_tokenizer
 from attnpo.models.loading import load_tokenizer, weights_fingerprint

@@ -11,13 +11,12 @@ import pytest
 from attnpo.display.figures import training_curves
 from attnpo.display.page import Image, Paragraph, Section, TableBlock
 from attnpo.evaluation.intervals import Interval
-from attnpo.lab.studies import ending
-from attnpo.lab.studies.footnotes import NO_CONTROL, footnotes, warnings
-from attnpo.lab.studies.frontier import difference
-from attnpo.lab.studies.report import all_points, analysis_sections, keep_record, write_study_report
-from attnpo.lab.studies.selection import PointResults, best_by_arm, best_point, gather, interval_text, verdict
+from attnpo.lab.studies import notes
+from attnpo.lab.studies.figures import drawn_together
+from attnpo.lab.studies.notes import NO_CONTROL, footnotes, warnings
+from attnpo.lab.studies.outcome import PointResults, best_by_arm, best_point, gather, interval_text, verdict
+from attnpo.lab.studies.page import all_points, analysis_sections, keep_record, write_study_report
 from attnpo.lab.studies.study import Arm, Cost, Grid, Outcome, Point, Study
-from attnpo.lab.studies.study_figures import drawn_together
 from attnpo.lab.studies.tables import level_tables, main_table
 from attnpo.run.result import RunResult
 from tests.run.probe import Probe
@@ -158,15 +157,6 @@ def test_rows_are_the_base_and_every_arm_at_its_best_point() -> None:
     assert set(rows[0]) <= set(columns) and columns[0] == "arm"
 
 
-def test_arms_are_compared_on_the_seeds_they_share() -> None:
-    made = [RunResult.from_json(result(test=test)) for test in ([0.5, 0.5], [1.0, 1.0], [0.75, 0.75], [0.25, 0.5])]
-    one = PointResults(ATTENTION, LOW, (0, 2), (made[0], made[1]))
-    other = PointResults(UNIFORM, LOW, (1, 2), (made[2], made[3]))
-    found = difference(one, other)
-    assert found is not None and found.mean == pytest.approx((0.75 + 0.5) / 2)
-    assert difference(one, PointResults(UNIFORM, LOW, (1,), (RunResult.from_json(result()),))) is None
-
-
 def test_without_a_truth_the_table_holds_validation_metrics() -> None:
     points = [(point, {**made, "truth": None}) for point, made in POINTS]
     _, rows = main_table(make_outcome(points))
@@ -282,7 +272,7 @@ def test_validation_that_is_trained_on_is_said_above_the_table_and_in_the_last_w
     assert [line for line in warnings(outcome) if "trained on" in line] == [
         "WARNING: 4 of 4 validation pairs are trained on as well"
     ]
-    assert list(ending.came_out(outcome, ""))[1:] == ["4 of 4 validation pairs are trained on as well"]
+    assert list(notes.came_out(outcome, ""))[1:] == ["4 of 4 validation pairs are trained on as well"]
     assert not any("trained on" in line for line in warnings(make_outcome(without_truth(POINTS))))
 
 

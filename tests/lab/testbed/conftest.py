@@ -14,7 +14,7 @@ from attnpo.lab.testbed.recipes import BaseRecipe, PairRecipe
 TINY = Testbed(
     grammar=Grammar(min_clauses=1, max_clauses=2, p_sentiment=0.8),  # short reviews are learnt soonest
     base=BaseRecipe(
-        layers=2, width=64, heads=2, mlp=64, steps=240, warmup=10, learning_rate=6e-3, answer_rows=16, judge_rows=1,
+        layers=2, width=64, heads=2, mlp=64, steps=120, warmup=10, learning_rate=6e-3, answer_rows=16, judge_rows=1,
         score_rows=1, judge_gate=0.0, judge_pairs=20,
     ),
     pairs=PairRecipe(train=40, validation=12, margin=0.25),

@@ -8,7 +8,8 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from attnpo.config.compose import CONFIG_DIR
-from attnpo.judge.prompts import Assembly, JudgePrompts, JudgeRules
+from attnpo.judge.prompts import JudgePrompts
+from attnpo.judge.settings import Assembly, JudgeRules
 from attnpo.lab.testbed import words
 from attnpo.lab.testbed.grammar import Grammar
 from attnpo.lab.testbed.tokenizer import (

@@ -3,46 +3,30 @@
 import csv
 import json
 import math
-import sys
 from pathlib import Path
 
 import pytest
 
 import attnpo
-from attnpo.lab.reports.finished import read_study
-from attnpo.lab.studies.report import finish_study
-from attnpo.lab.studies.runner import run_study
+from attnpo.lab.results import read_study
+from attnpo.lab.studies.tables import main_table
 from attnpo.run.result import RunResult
 from attnpo.schema import UserError
 from attnpo.system.files import clean, seal
+from experiments.gains.cases import LENGTH, Harvest, collect
 from tests.docs.test_own_data import write_model
 from tests.gains.test_gains import Ran, a_study, record
-from tests.lab.reports.test_reporting import STUDY, TRUTH
 from tests.lab.reports.test_reporting import a_run as bare_run
 from tests.lab.reports.test_reporting import a_study as older_study
-from tests.run.worlds import VAL, World, build_world
+from tests.lab.studied import Finished
+from tests.run.worlds import VAL
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "python_api.md"
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return build_world(tmp_path_factory.mktemp("world"))
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "python_api.md"
 
 
 @pytest.fixture(scope="module")
-def study(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished study of two arms with a known truth and sample answers."""
-    folder = tmp_path_factory.mktemp("study")
-    (folder / "configs" / "experiment").mkdir(parents=True)
-    (folder / "configs" / "truth").mkdir()
-    shown = STUDY.replace("callbacks=none", "callbacks=none, callbacks.samples=2").replace("max_steps=1", "max_steps=2")
-    (folder / "configs" / "experiment" / "tiny.yaml").write_text(shown)
-    (folder / "configs" / "truth" / "known.yaml").write_text(TRUTH)
-    words = ("experiment=tiny", "+truth=known", "study.layers=[2]", "~study.arms.broken")
-    outcome = run_study(world.config(*words, config_dir=folder / "configs"), folder / "out")
-    finish_study(outcome)
-    return folder / "out"
+def study(true_study: Finished) -> Path:
+    return true_study.folder
 
 
 def point_of(study: Path) -> Path:
@@ -55,14 +39,14 @@ def test_a_run_as_frames(study: Path) -> None:
     folder = point_of(study)
     run = attnpo.load_run(str(folder))
     assert run.result == RunResult.read((folder / "result.json").read_text(encoding="utf-8"))
-    assert run.notes == () and run.config["trainer"]["max_steps"] == 2  # type: ignore[index,call-overload]
+    assert run.notes == () and run.config["trainer"]["max_steps"] == 3  # type: ignore[index,call-overload]
     with (folder / "metrics.csv").open(encoding="utf-8", newline="") as lines:
         written = [{name: float(cell) for name, cell in row.items() if cell} for row in csv.DictReader(lines)]
     assert len(run.metrics) == len(written) and str(run.metrics["step"].dtype) == "Int64"
     last = written[-1]
     assert {name: run.metrics.iloc[-1][name] for name in last} == last
     curve = run.curves.query("split == 'train' and metric == 'loss'")
-    assert list(curve["value"]) == [row["train/loss"] for row in written if "train/loss" in row] and len(curve) == 2
+    assert list(curve["value"]) == [row["train/loss"] for row in written if "train/loss" in row] and len(curve) == 3
     lines_ = [json.loads(line) for line in (folder / "generations.jsonl").read_text(encoding="utf-8").splitlines()]
     assert list(run.samples["policy"]) == [line["policy"] for line in lines_] and len(lines_) == 2
     assert run.samples["prompt"][0] == f"user: {lines_[0]['prompt'][0]['content']}"
@@ -72,19 +56,18 @@ def test_a_run_as_frames(study: Path) -> None:
     }
 
 
-def test_a_study_as_frames(study: Path) -> None:
+def test_a_study_as_frames(true_study: Finished, study: Path) -> None:
     found = attnpo.load_study(study)
-    folder = read_study(study)
-    assert found.finished and found.notes == folder.notes
+    assert found.finished
     arms = ["uniform", "attention L2"] * 2  # at two betas
-    assert list(found.points["arm"]) == [row["arm"] for row in folder.runs] == arms
-    assert list(found.points["test/reward"]) == [row["test/reward"] for row in folder.runs]
-    printed = folder.tables[0]
-    assert list(found.arms.columns) == list(printed.columns) and len(found.arms) == len(printed.rows)
-    for column in printed.digits:
-        for ours, shown in zip(found.arms[column], (row[column] for row in printed.rows), strict=True):
-            assert shown is None or float(ours) == pytest.approx(float(shown), abs=0.51 * 10 ** -printed.digits[column])
-    assert len(found.tables) == len(folder.tables)
+    rewards = [run.result.truth["test"].numbers["reward"] for run in found.runs() if run.result.truth]
+    assert list(found.points["arm"]) == arms and list(found.points["test/reward"]) == rewards
+    columns, rows = main_table(true_study.outcome)
+    assert list(found.arms.columns) == columns
+    assert [list(found.arms[name].dropna()) for name in ("reward", "KL")] == [
+        [row[name] for row in rows] for name in ("reward", "KL")
+    ]
+    assert len(found.tables) == 2
     assert list(found.samples["arm"]) == [arm for arm in arms for _ in range(2)]
     assert set(found.samples.columns) >= {"seed", "prompt", "policy", "reference"} and len(found.predictions) == 0
     assert [run.result.seed for run in found.runs("attention L2", 0)] == [0, 0] and found.runs("uniform", 1) == []
@@ -107,7 +90,6 @@ def test_reward_at_a_kl_by_hand(tmp_path: Path) -> None:
     """One point a seed at KL 1 and 4: linear in the root of KL from the base, which is not known here."""
     ran = {("w: a", 0): Ran(0.5, 0.9), ("w: a", 1): Ran(0.7, 0.9), ("w: b", 0): Ran(0.2, 4.0)}
     folder = a_study(tmp_path / "s", {"w: a": record("x"), "w: b": record("y")}, ran)
-    (folder / "study.json").write_text(json.dumps({"kl_limit": 2.0}))
     study = attnpo.load_study(folder)
     (row,) = study.at_kl(1.0).to_dict("records")
     assert (row["world"], row["arm"], row["mark"], row["seeds"]) == ("w", "a", "<", 2)
@@ -117,6 +99,18 @@ def test_reward_at_a_kl_by_hand(tmp_path: Path) -> None:
     )
     with pytest.raises(UserError, match="expected a KL above 0"):
         study.at_kl(-1.0)
+
+
+def test_its_gains_are_read(true_study: Finished) -> None:
+    """From the command's overrides through its points to ``experiments.gains``."""
+    results = [result for _, result in true_study.outcome.points]
+    level = 0.9 * min(result.truth["test"].numbers["kl"] for result in results if result.truth)
+    harvest = Harvest()
+    collect(read_study(true_study.folder), "out", level, harvest)
+    (case,) = harvest.cases().to_dict("records")
+    assert case["world"] == "out" and harvest.lost == {}
+    assert 0 < case["effective share"] <= 1
+    assert all(math.isfinite(case[name]) for name in ("agreement with labels", LENGTH, "training pairs"))
 
 
 def test_what_is_not_finished_says_so(tmp_path: Path) -> None:
@@ -164,14 +158,7 @@ def test_other_folders_are_refused(tmp_path: Path) -> None:
         attnpo.load_run(run)
 
 
-def test_without_pandas_the_error_says_where_it_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    run = attnpo.load_run(bare_run(tmp_path / "r", 0.5))
-    with pytest.raises(UserError, match=r"pandas, which comes with the package datasets"):
-        run.metrics  # noqa: B018
-
-
-def test_the_page_runs(world: World, study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_runs(true_study: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """docs/python_api.md, block after block; others: tests/test_fitting.py, run/test_plain_lightning.py, TRL's own."""
     blocks = [part.partition("```")[0] for part in PAGE.read_text(encoding="utf-8").split("```python\n")[1:]]
     elsewhere = ("DPOTrainer", "attnpo.train(", "L.Trainer(")
@@ -181,10 +168,10 @@ def test_the_page_runs(world: World, study: Path, tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ATTNPO_CACHE", str(tmp_path / "cache"))
     names: dict[str, object] = {
-        "RUN": str(point_of(study)),
-        "STUDY": study,
+        "RUN": str(point_of(true_study.folder)),
+        "STUDY": true_study.folder,
         "MODEL": str(tmp_path / "model"),
-        "PAIRS": world.data,
+        "PAIRS": true_study.world.data,
     }
     for block in mine:
         exec(compile(block, "page", "exec"), names)

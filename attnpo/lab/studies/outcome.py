@@ -1,7 +1,7 @@
-"""Results of a study by arm and grid point, and which point stands for an arm: chosen on validation data alone."""
+"""Outcome of a study: results by arm and grid point, and which point stands for an arm, chosen on validation alone."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -9,8 +9,16 @@ import numpy as np
 from jaxtyping import Float
 
 from attnpo.evaluation.intervals import Interval, hierarchical_bootstrap
-from attnpo.lab.studies.study import Arm, Outcome, Point, short
+from attnpo.lab.studies.study import Arm, Outcome, Point, RowScore, short
 from attnpo.run.result import RunResult, Scores
+
+
+def direction(scores: Iterable[RowScore]) -> bool | None:
+    """Returns whether the higher of several rows' scores on a benchmark are the better; None where they do not say
+    alike.
+    """
+    said = {score.higher_is_better for score in scores if not score.failed}
+    return said.pop() if len(said) == 1 else None
 
 
 @dataclass(frozen=True)

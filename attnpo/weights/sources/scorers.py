@@ -8,11 +8,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from attnpo.judge.layers import Row
 from attnpo.schema import SIDES, EncodedResponse, PairWeights, PreferencePair, Round, TokenWeights, UserError
-from attnpo.text.chat import RefusedText
 from attnpo.text.ranges import as_places
-from attnpo.weights.base import ScorerModel
-from attnpo.weights.capture import Unreadable
+from attnpo.weights.base import ScoredSource, ScorerModel
+from attnpo.weights.capture import show_pairs
 
 LOG_RATIO = "log_ratio"
 CONTRAST = "contrast"
@@ -47,9 +47,7 @@ class TrainingTexts(Protocol):
     def add_instruction(
         self, pair: PreferencePair, encoded: Mapping[str, EncodedResponse], instruction: str
     ) -> tuple[Mapping[str, EncodedResponse], bool]:
-        """Returns the same responses under a prompt with ``instruction``, and whether that prompt had to be
-        shortened.
-        """
+        """Returns the same under a prompt with ``instruction``, and whether that prompt was shortened."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +69,24 @@ def check_scorers(models: Mapping[str, ScorerModel]) -> None:
         )
 
 
+class ComparedSource(ScoredSource):
+    """Source of what two scorers make of the training tokens: ``statistic`` is stored, weights are made on each use."""
+
+    @property
+    def statistic(self) -> str:
+        """Returns what is compared (``scored_rows``)."""
+        return LOG_RATIO
+
+    def capture_fingerprint(self) -> dict[str, object]:
+        """Returns what is compared, after which instructions; never what is made of it."""
+        asked = [model.fingerprint() for model in self.scorers.values()]
+        return {"source": "scorers", "statistic": self.statistic, "asked": asked}
+
+    def capture(self, pairs: Sequence[PreferencePair], reader: object, layers: tuple[Row, ...]) -> list[PairWeights]:
+        """Returns one round per pair with the raw comparison on its training tokens."""
+        return scored_rows(self.name, pairs, reader, self.scorers, self.statistic)
+
+
 class _Asked(NamedTuple):
     """A pair's training ids, and the ids that each of the two scorers reads."""
 
@@ -82,11 +98,7 @@ class _Asked(NamedTuple):
 
 
 def scored_rows(
-    source: str,
-    pairs: Sequence[PreferencePair],
-    reader: object,
-    models: Mapping[str, ScorerModel],
-    statistic: str,
+    source: str, pairs: Sequence[PreferencePair], reader: object, models: Mapping[str, ScorerModel], statistic: str
 ) -> list[PairWeights]:
     """Returns one round per pair on its training tokens, a float32 row per response.
 
@@ -98,13 +110,8 @@ def scored_rows(
     (first, model), (second, other) = models.items()
     if not isinstance(reader, LoadedScorers) or not models.keys() <= reader.scorers.keys():
         raise UserError(f"weights={source} compares two models: set weights.{first}.path and weights.{second}.path")
-    asked: dict[str, _Asked] = {}
-    refused: dict[str, Unreadable] = {}
-    for pair in pairs:
-        try:
-            asked[pair.pair_id] = _ask(pair, reader.texts, model, other)
-        except RefusedText as problem:
-            refused[pair.pair_id] = Unreadable(pair.pair_id, (), problem.reason, str(problem))
+    texts = reader.texts
+    asked, refused = show_pairs(pairs, lambda pair: _ask(pair, texts, model, other))
     rows = _compare(list(asked.values()), reader.scorers[first], reader.scorers[second], statistic)
     return [
         refused[pair.pair_id] if pair.pair_id in refused else _captured(asked[pair.pair_id], rows[pair.pair_id])

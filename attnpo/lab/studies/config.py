@@ -1,11 +1,13 @@
-"""All keys of ``configs/fit.yaml`` as a typed root: those of a run, and those of the study built from it."""
+"""All keys of ``configs/fit.yaml``, ``weigh.yaml`` and ``show.yaml`` as typed roots."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from attnpo.cli.terminal import command_text
 from attnpo.lab.studies.study import Grid, Study
 from attnpo.run.components import Preparer
 from attnpo.run.run_config import RunConfig
+from attnpo.run.show_config import ShowConfig
 from attnpo.schema import BOOKKEEPING, UserError
 from attnpo.system.processes import launcher, world_size
 
@@ -111,3 +113,32 @@ class FitConfig(RunConfig):
         used = [self.study.grid, *self.study.grids.values()]
         named = {"grid": self.grid, **{f"grids.{name}": grid for name, grid in self.grids.items()}}
         return {name: f"study {self.study.name} does not use it" for name, grid in named.items() if grid not in used}
+
+
+@dataclass(frozen=True)
+class WeighConfig(FitConfig):
+    """What ``attnpo.weigh`` reads.
+
+    ``export``: the file (.parquet or .jsonl) that gets the training pairs' weights. ``prune``: in the place of all
+    else, prepared rows that no run has opened for so many days are removed from the store.
+    """
+
+    trains: ClassVar[bool] = False
+
+    export: str | None = field(default=None, metadata=BOOKKEEPING)
+    prune: float | None = field(default=None, metadata=BOOKKEEPING)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.prune is not None and not self.prune >= 0:
+            raise UserError(f"prune: expected a number of days, 0 or more, got {self.prune}")
+
+
+@dataclass(frozen=True)
+class ShowRoot(ShowConfig, FitConfig):
+    """Configuration of ``attnpo.show``."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.study is not None:
+            raise UserError(f"experiment={self.study.name} is a study, and pairs are shown of one run: leave it out")

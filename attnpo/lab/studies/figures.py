@@ -1,0 +1,412 @@
+"""A study's figures, of one arm always in one colour; and what arms are compared by where no truth is known."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from attnpo.display.look import SOFT, Level, Look, Looks, looks_of
+from attnpo.display.page import Block, Image, Paragraph, Section, TableBlock
+from attnpo.evaluation.intervals import Interval, hierarchical_bootstrap, paired_difference
+from attnpo.lab.figures import (
+    ArmPanel,
+    FrontierPoint,
+    GainPoint,
+    LayerPoint,
+    arm_figure,
+    frontier,
+    gains,
+    layer_curve,
+)
+from attnpo.lab.studies.outcome import (
+    PointResults,
+    best_by_arm,
+    by_arm,
+    difference_text,
+    gather,
+    has_truth,
+    interval_text,
+)
+from attnpo.lab.studies.study import BASE_ROW, Outcome, WorldAxis
+from attnpo.lab.studies.tables import Row, at_levels, by_world, columns_of
+from attnpo.run.result import RunResult
+from attnpo.schema import SIDES
+from attnpo.system.files import clean
+
+MOST, FEW = 16, 8  # arms in one figure; other arms beside the control in each of several
+TRANSFORM = "transform="
+Number = Callable[[RunResult], float]
+
+
+def study_looks(outcome: Outcome) -> dict[str, Look]:
+    """Returns how every arm of the study is drawn, in each of its worlds and figures."""
+    study = outcome.study
+    altered = [
+        arm.name
+        for arm in outcome.arms
+        if any(item.startswith(TRANSFORM) and item != f"{TRANSFORM}null" for item in arm.overrides)
+    ]
+    looks = looks_of((arm.name for arm in outcome.arms), study.control, altered=altered, told=list(study.truth_arms))
+    return {**looks, BASE_ROW: Look(SOFT, "s", ":")}
+
+
+def base_level(point: PointResults) -> Level:
+    """Returns the base's mean reward on test prompts, with its interval where its rewards were kept."""
+    rows = [scores.base_rewards for scores in point.scores("test")]
+    kept = [row for row in rows if row is not None]
+    mean = point.truth("test", "base_reward")
+    if len(kept) < len(rows):
+        return Level(mean)
+    found = hierarchical_bootstrap(np.array(kept))
+    return Level(mean, found.low, found.high)
+
+
+def chosen_level(point: PointResults) -> Level:
+    """Returns an arm's mean reward on test prompts at its chosen point, with its interval."""
+    return level_of(point.interval)
+
+
+def level_of(found: Interval | None) -> Level:
+    """Returns a mean with its interval as figures take it; NaN where there is none."""
+    return Level(math.nan) if found is None else Level(found.mean, found.low, found.high)
+
+
+def interval_of(point: PointResults, number: Number) -> Interval | None:
+    """Returns the mean over seeds with its interval; None where a seed lacks the number."""
+    values = [number(result) for result in point.results]
+    return hierarchical_bootstrap(np.array(values)[:, None]) if all(map(math.isfinite, values)) else None
+
+
+def _of(world: str) -> str:
+    return f", world {world}" if world else ""
+
+
+def _file(outcome: Outcome, stem: str, world: str, number: str = "") -> Path:
+    return outcome.folder / f"{stem}{f'-{clean(world)}' if world else ''}{number}.png"
+
+
+def _others(
+    outcome: Outcome, world: str, best: Mapping[str, PointResults], value: Callable[[PointResults], float]
+) -> dict[str, Sequence[float]]:
+    """Returns a number of each arm at the points of its grid that were not chosen."""
+    return {
+        arm: [value(point) for point in points if point.values != best[arm].values]
+        for arm, points in by_arm(outcome, world).items()
+        if arm in best
+    }
+
+
+def _over_layers(
+    outcome: Outcome, world: str, levels: Mapping[str, Level], path: Path, looks: Looks, *, ylabel: str, title: str
+) -> bool:
+    """Draws the rows that are layers over these, the others as levels; returns whether there are such layers."""
+    layer_of = {arm.name: arm.layer for arm in outcome.arms if arm.world == world and arm.layer is not None}
+    layers = [
+        LayerPoint(layer_of[row], level.score, level.low, level.high, row)
+        for row, level in levels.items()
+        if row in layer_of
+    ]
+    if len(layers) > 1:
+        rest = {row: level for row, level in levels.items() if row not in layer_of}
+        control = outcome.study.control
+        layer_curve(layers, path, baselines=rest, ylabel=ylabel, title=title, looks=looks, control=control)
+    return len(layers) > 1
+
+
+def study_figures(outcome: Outcome) -> list[Image]:
+    """Returns the study's figures, written to its folder: reward against KL, and over layers where arms are layers.
+
+    Of each world its own; of rewards none without a known truth.
+    """
+    looks = study_looks(outcome)
+    over_layers = [image for world in outcome.worlds for image in layer_figures(outcome, world, looks)]
+    if not has_truth(gather(outcome.points)):
+        return over_layers
+    over_worlds = [] if outcome.study.world_axis is None else [_gain_figure(outcome, outcome.study.world_axis, looks)]
+    of_worlds = (image for world in outcome.worlds for image in _world_figures(outcome, world, looks))
+    return [*over_worlds, *of_worlds, *over_layers]
+
+
+def _gain_figure(outcome: Outcome, axis: WorldAxis, looks: Looks) -> Image:
+    """Returns every arm's difference to the control of the same world over the scale of the worlds, a panel per KL
+    level.
+    """
+    found = {world: at_levels(outcome, world) for world in axis.at}
+    scale = sorted(axis.at.items(), key=lambda item: item[1])
+    panels = {
+        f"at KL {level:g} to the base": {
+            arm: [
+                GainPoint(place, at.versus.mean, at.versus.low, at.versus.high, at.equal)
+                for world, place in scale
+                if (at := found[world].get((arm, level))) is not None and at.versus is not None
+            ]
+            for arm in axis.arms
+        }
+        for level in outcome.study.kl_levels
+    }
+    path = gains(
+        panels,
+        outcome.folder / "gains.png",
+        xlabel=axis.label,
+        ylabel=f"true reward less that of {outcome.study.control}",
+        title=f"{outcome.study.name}: {axis.title or f'gain over {axis.label}'}",
+        looks=looks,
+    )
+    return Image(
+        path,
+        f"difference of true reward to {outcome.study.control} at equal KL over {axis.label}, 95 % intervals; "
+        "hollow: not at equal KL, the path of an arm ends before it or has nothing near it",
+    )
+
+
+def _world_figures(outcome: Outcome, world: str, looks: Looks) -> Iterator[Image]:
+    best = best_by_arm(outcome, world)
+    if not best:
+        return
+    name = f"{outcome.study.name}, {world}" if world else outcome.study.name
+    base = base_level(next(iter(best.values())))
+    yield _arms_figure(outcome, world, best, base, looks)
+    points = [
+        FrontierPoint(
+            point.arm.name,
+            point.truth("test", "kl"),
+            point.interval.mean,
+            point.label,
+            point.interval.low,
+            point.interval.high,
+            best[point.arm.name].values == point.values,
+        )
+        for points in by_arm(outcome, world).values()
+        for point in points
+    ]
+    for place, group in enumerate(drawn_together(list(best), outcome.study.control)):
+        path = frontier(
+            [point for point in points if point.arm in group],
+            _file(outcome, "frontier", world, f"-{place + 1}" if place else ""),
+            limits=sorted({*outcome.study.kl_levels, outcome.study.kl_limit}),
+            base_reward=base,
+            ylabel="true reward, test prompts",
+            title=f"{name}: reward against KL",
+            looks=looks,
+        )
+        told = "ringed: chosen on validation; bars: 95 % intervals over seeds and prompts; dotted: the base, its band"
+        yield Image(path, f"true reward on test prompts against KL to the base{_of(world)}; {told}")
+    levels = {**{name: chosen_level(point) for name, point in best.items()}, BASE_ROW: base}
+    path, title = _file(outcome, "layers", world), f"{name}: each arm at its best point"
+    if _over_layers(outcome, world, levels, path, looks, ylabel="true reward, test prompts", title=title):
+        told = "each at its best grid point, and of the arms that are no layers"
+        yield Image(path, f"true reward by layer{_of(world)}, {told}")
+
+
+def _arms_figure(outcome: Outcome, world: str, best: Mapping[str, PointResults], base: Level, looks: Looks) -> Image:
+    """Reward and KL of every arm, at its chosen point and at the others of its grid."""
+    panels = [
+        ArmPanel(
+            "true reward",
+            "test prompts",
+            {arm: chosen_level(point) for arm, point in best.items()},
+            _others(outcome, world, best, lambda point: point.truth("test", "reward")),
+            ("base", base),
+        ),
+        ArmPanel(
+            "KL to the base",
+            "nats",
+            {arm: level_of(interval_of(point, _test_kl)) for arm, point in best.items()},
+            _others(outcome, world, best, lambda point: point.truth("test", "kl")),
+        ),
+    ]
+    path = arm_figure(
+        panels,
+        _file(outcome, "arms", world),
+        title=f"{outcome.study.name}{f', {world}' if world else ''}: each arm at the point chosen on validation",
+        note="bars: 95 % intervals; small marks: other grid points",
+        control=outcome.study.control,
+        looks=looks,
+    )
+    band = "" if outcome.study.control is None else f"; the band is the interval of {outcome.study.control}"
+    return Image(
+        path, f"true reward on test prompts, and what it cost in KL to the base{f', {world}' if world else ''}{band}"
+    )
+
+
+def _test_kl(result: RunResult) -> float:
+    return math.nan if result.truth is None else result.truth["test"].numbers["kl"]
+
+
+def drawn_together(arms: Sequence[str], control: str | None) -> list[list[str]]:
+    """Returns the arms of each figure: all in one, or as many as a figure can tell apart with the control in each."""
+    if len(arms) <= MOST:
+        return [list(arms)]
+    shared = [arm for arm in arms if arm == control]
+    others = [arm for arm in arms if arm != control]
+    size = math.ceil(len(others) / math.ceil(len(others) / FEW))
+    return [[*shared, *others[start : start + size]] for start in range(0, len(others), size)]
+
+
+def layer_figures(outcome: Outcome, world: str, looks: Looks) -> Iterator[Image]:
+    """Yields a figure per benchmark of score over layer, the other rows as levels; none where arms are no layers."""
+    for name, rows in outcome.benchmarks.items():
+        scored = {row: score for (at, row), score in rows.items() if at == world and not score.failed}
+        levels = {row: Level(score.mean, *score.bounds) for row, score in scored.items()}
+        path = _file(outcome, f"layers-{clean(name)}", world)
+        title = f"{outcome.study.name}{f', {world}' if world else ''}: {name}, each arm at its chosen point"
+        ylabel = f"{name} ({scored[next(iter(scored))].name})" if scored else name
+        if _over_layers(outcome, world, levels, path, looks, ylabel=ylabel, title=title):
+            bars = "seeds" if any(score.half_width is not None for score in scored.values()) else "questions"
+            told = f"each at its chosen grid point, with 95 % intervals over {bars}"
+            yield Image(path, f"{name} by layer{_of(world)}, {told}")
+
+
+# ------------------------------------------------------------------------------------------------ without a truth
+
+
+WHY = (
+    "No truth is known here. An arm's own loss, margin and accuracy are counted with its own weights and its own beta, "
+    "so they cannot be compared between arms. What can: on validation pairs the log-probability that the chosen "
+    "response gained less what the rejected one gained, summed over all tokens without weights and without beta (the "
+    "unweighted margin, in nats), and the share of pairs where it is above 0 (the unweighted accuracy). Neither says "
+    "that answers became better: a margin grows with distance from the base, so read it beside the KL."
+)
+NOTES = {
+    "accuracy": "share of validation pairs whose chosen response gained more log-probability than the rejected one, "
+    "summed over all tokens without weights; 0.5 is a coin",
+    "margin": "mean over validation pairs of that gain's difference, in nats, without weights and without beta",
+    "KL": "nats per response from policy to base over the whole vocabulary, on validation pairs",
+}
+
+
+def accuracy_of(result: RunResult) -> float:
+    """Returns the unweighted accuracy on validation pairs; NaN where where-the-policy-moved was not measured."""
+    return result.moved("ranking_accuracy/validation")
+
+
+def margin_of(result: RunResult) -> float:
+    """Returns the unweighted margin in nats on validation pairs: of what was measured after training, else of
+    validation.
+    """
+    measured = [result.moved(f"displacement/validation_{side}") for side in SIDES]
+    if not all(map(math.isfinite, measured)):
+        logged = result.metrics
+        measured = [
+            logged.get(f"val/logps/{side}", math.nan) - logged.get(f"first/val/logps/{side}", math.nan)
+            for side in SIDES
+        ]
+    return measured[0] - measured[1]
+
+
+def kl_of(result: RunResult) -> float:
+    """KL to the base per response of validation pairs."""
+    return result.moved("pairs/kl")
+
+
+NUMBERS: dict[str, Number] = {"accuracy": accuracy_of, "margin": margin_of, "KL": kl_of}
+AXES = {
+    "accuracy": ("unweighted accuracy", "share of validation pairs ranked as labelled"),
+    "margin": ("unweighted margin", "nats, chosen less rejected"),
+    "KL": ("KL to the base", "nats per response"),
+}
+
+
+def _known(best: Mapping[str, PointResults]) -> dict[str, dict[str, Interval]]:
+    """Of the numbers that any chosen point has, their intervals by arm."""
+    every = {name: {arm: interval_of(point, of) for arm, point in best.items()} for name, of in NUMBERS.items()}
+    found = {name: {arm: value for arm, value in values.items() if value is not None} for name, values in every.items()}
+    return {name: values for name, values in found.items() if values}
+
+
+def unweighted_section(outcome: Outcome, looks: Looks) -> list[Section]:
+    """Why losses cannot be compared, a table and figures of what can; none where no run has measured any of it."""
+    found = {world: (best, _known(best)) for world in outcome.worlds for best in [best_by_arm(outcome, world)]}
+    rows = by_world(
+        outcome, lambda world: (_row(outcome, arm, *found[world]) for arm in found[world][0] if found[world][1])
+    )
+    if not rows:
+        return [Section("What arms can be compared by", [Paragraph(WHY)])] if outcome.points else []
+    images = [
+        image
+        for world, (best, known) in found.items()
+        if known
+        for image in _images(outcome, world, best, known, looks)
+    ]
+    paired = f"the difference to {outcome.study.control}, paired by seed, with its 95 % interval"
+    told = {"95 %": "interval of the accuracy over seeds", "95 % ": "interval of the margin over seeds"}
+    told |= {f"{name} minus {outcome.study.control}": paired for name in ("accuracy", "margin")}
+    table = TableBlock(columns_of(rows), rows, digits={"KL": 2}, notes={**NOTES, **told})
+    blocks: list[Block] = [Paragraph(WHY), table, *images]
+    return [Section("What arms can be compared by", blocks)]
+
+
+def _row(
+    outcome: Outcome,
+    arm: str,
+    best: Mapping[str, PointResults],
+    known: Mapping[str, Mapping[str, Interval]],
+) -> Row:
+    row: Row = {"arm": arm, "point": best[arm].label}
+    for name, head in (("accuracy", "95 %"), ("margin", "95 % ")):
+        found = known.get(name, {}).get(arm)
+        if name in known:
+            row |= {name: None if found is None else found.mean, head: "" if found is None else interval_text(found)}
+            if outcome.study.control is not None:
+                row[f"{name} minus {outcome.study.control}"] = _difference(outcome, arm, best, NUMBERS[name])
+    if "KL" in known:
+        value = known["KL"].get(arm)
+        row["KL"] = None if value is None else value.mean
+    return row
+
+
+def _difference(outcome: Outcome, arm: str, best: Mapping[str, PointResults], number: Number) -> str:
+    """Returns the difference to the control over the seeds that both have."""
+    control = best.get(outcome.study.control or "")
+    if control is None or arm == outcome.study.control:
+        return ""
+    mine, other = (dict(zip(one.seeds, map(number, one.results), strict=True)) for one in (best[arm], control))
+    seeds = [seed for seed in mine if seed in other and math.isfinite(mine[seed]) and math.isfinite(other[seed])]
+    if not seeds:
+        return ""
+    first, second = (np.array([values[seed] for seed in seeds])[:, None] for values in (mine, other))
+    return difference_text(paired_difference(first, second))
+
+
+def _images(
+    outcome: Outcome,
+    world: str,
+    best: Mapping[str, PointResults],
+    known: Mapping[str, Mapping[str, Interval]],
+    looks: Looks,
+) -> list[Image]:
+    """Returns every arm's numbers; and over layers, where arms are layers."""
+    named = f"{outcome.study.name}{_of(world)}"
+    panels = [
+        ArmPanel(
+            *AXES[name],
+            {arm: level_of(values.get(arm)) for arm in best},
+            _others(outcome, world, best, partial(_mean, NUMBERS[name])),
+            ("a coin", Level(0.5)) if name == "accuracy" else None,
+        )
+        for name, values in known.items()
+    ]
+    path = arm_figure(
+        panels,
+        _file(outcome, "yardstick", world),
+        title=f"{named}: validation pairs, counted without weights",
+        note="bars: 95 % over seeds; small marks: other grid points",
+        control=outcome.study.control,
+        looks=looks,
+    )
+    caption = "unweighted accuracy, margin and KL on validation pairs, each arm at its chosen point"
+    images = [Image(path, f"{caption}{_of(world)}; the band is the control's interval")]
+    first = next(iter(known))
+    layers = {arm for arm, point in best.items() if point.arm.layer is not None}
+    levels = {arm: level_of(known[first].get(arm)) for arm in best if arm in known[first] or arm not in layers}
+    path, title = _file(outcome, "yardstick-layers", world), f"{named}: each arm at its chosen point"
+    if _over_layers(outcome, world, levels, path, looks, ylabel=AXES[first][0], title=title):
+        told = f"on validation pairs by layer{_of(world)}, with 95 % intervals over seeds"
+        images.append(Image(path, f"{AXES[first][0]} {told}"))
+    return images
+
+
+def _mean(number: Number, point: PointResults) -> float:
+    return float(np.mean([number(result) for result in point.results]))

@@ -1,0 +1,178 @@
+"""First and last lines of a run: what is about to be done, what came out, and what to do next.
+
+Only the process that leads a job speaks; a study's points log into their own files. Light: nothing heavy is loaded.
+"""
+
+import logging
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from attnpo.cli.terminal import command_text, override
+from attnpo.config.compose import MISSING, Composition, load
+from attnpo.run.folders import store_root
+from attnpo.run.result import RunResult
+from attnpo.run.run_config import RunConfig
+from attnpo.schema import UserError
+from attnpo.training.processes import planned_processes
+from attnpo.training.settings import TrainerSettings
+from attnpo.weights.base import WeightSource
+
+log = logging.getLogger(__name__)
+
+
+def announce(command: str, cfg: RunConfig, folder: Path | None, budget: str | None = None) -> None:
+    """Logs six lines on what ``command`` (fit, weigh) is about to do; it writes into ``folder`` if there is one.
+
+    ``budget`` stands in place of the configuration's: a study's, which knows its points. The whole configuration is in
+    the folder's config.yaml.
+    """
+    choices, later, objective = cfg.composed.choices, cfg.chosen_later(), cfg.objective
+    built = None
+    if cfg.prepare is not None:
+        built = f"built by {choices.get('prepare') or type(cfg.prepare).__name__} (once, then from the store)"
+    model, data = (
+        built if built is not None and path in (MISSING, "None") else path
+        for path in (cfg.model.path, str(getattr(cfg.data, "place", None)))
+    )
+    lora = f", LoRA of rank {cfg.model.lora.rank}" if cfg.model.lora is not None else ""
+    reference = f"; reference {cfg.reference}" if "reference" in objective.requires else ""
+    weights = loss = "each arm's own"
+    if "weights" not in later:
+        name = choices.get("weights") or type(cfg.weights).__name__
+        weights = _describe_weights(name, cfg.weights, cfg.judge.path or "the model itself", cfg.transforms)
+    if "objective" not in later:
+        beta = getattr(objective, "beta", None)
+        name = choices.get("objective") or type(objective).__name__
+        loss = (
+            f"{name}{'' if beta is None else f', beta {beta:g}'}, learning rate {cfg.optimizer.lr:g}{cfg.grid_note()}"
+        )
+    results = f"results   in the store {store_root(cfg.store)}"
+    if folder is not None:
+        device = _describe_device(cfg.seed, cfg.trainer)
+        results = f"budget    {budget or cfg.budget()}; {device}; results in {folder} (all settings: config.yaml)"
+    for line in (
+        f"{command:10}{cfg.headline()}",
+        f"model     {model}{lora}{reference}",
+        f"data      {data}, {cfg.batch.pairs} pairs a step",
+        f"weights   {weights}",
+        f"objective {loss}",
+        results,
+    ):
+        log.info("%s", line)
+
+
+def _describe_weights(name: str, source: WeightSource, judge: str, transforms: Iterable[str]) -> str:
+    layer, names = getattr(source, "layer", None), list(transforms)
+    parts = [
+        name,
+        *([] if layer is None else [f"layer {layer}"]),
+        *([f"judge {judge}"] if "judge" in source.requires else []),
+        *([f"transforms {', '.join(names)}"] if names else []),
+    ]
+    return ", ".join(parts)
+
+
+def _describe_device(seed: int, trainer: TrainerSettings) -> str:
+    processes = planned_processes(trainer)
+    device = "CPU" if trainer.accelerator == "cpu" else f"device {trainer.accelerator}"
+    return f"seed {seed}, {device}{f', {processes} processes' if processes > 1 else ''}"
+
+
+LOW_RATE = 1e-5  # for adapters, which start at no update at all; of rates for all weights 1e-6 is a common one
+
+
+def warn_low_rate(rate: float) -> None:
+    """Warns of adapters under a learning rate that is meant for all weights."""
+    if rate < LOW_RATE:
+        line = (
+            f"optimizer.lr={rate:g} is too low for adapters (model.lora), which hardly move at it: "
+            f"set optimizer.lr={LOW_RATE:g} or more (1e-4 is common)"
+        )
+        log_once([line], logging.WARNING)
+
+
+_said: set[str] = set()
+
+
+def log_once(lines: Iterable[str], level: int = logging.INFO) -> None:
+    """Logs the lines that this process has not logged yet: the points of a study share most of them."""
+    for line in lines:
+        if line not in _said:
+            _said.add(line)
+            log.log(level, "%s", line)
+
+
+# ------------------------------------------------------------------------------------------------ the last lines
+
+PLACES = ("name", "resume")
+
+
+def ending(composed: Composition, seed: int, folder: Path, result: RunResult) -> Iterator[str]:
+    """Yields the outcome of a finished run, then up to three commands, each on a line of its own."""
+    yield f"came out: {outcome_text(result)}"
+    yield f"page and all numbers: {folder}"
+    yield "next, each as it can be pasted:"
+    for text in next_commands(composed, seed, folder):
+        yield f"  {text}"
+
+
+def outcome_text(result: RunResult) -> str:
+    """Returns the outcome in words; one run tells nothing of other weights, which is said."""
+    if result.truth is not None:
+        scores = result.truth["test"].numbers
+        text = (
+            f"on held-out prompts the true reward is {scores['reward']:.3f}, the base's {scores['base_reward']:.3f}; "
+            f"the answer is the better one in {100 * scores['win_rate']:.0f} %, at a KL of {scores['kl']:.2f}"
+        )
+    else:
+        loss, first = (result.metrics.get(name, math.nan) for name in ("val/loss", "first/val/loss"))
+        share = result.metrics.get("val/rewards/accuracies", math.nan)
+        text = (
+            f"validation loss {loss:.4f} ({first:.4f} before training), chosen above rejected in {100 * share:.0f} % "
+            "of the validation pairs"
+        )
+        text += f" ({result.overlap_warning})" if result.overlap_warning else ""
+    if result.training_warning is not None:
+        return f"{text}. WARNING: {result.training_warning}"
+    return f"{text}. One run, nothing to compare it with"
+
+
+def next_commands(composed: Composition, seed: int, folder: Path) -> list[str]:
+    """Returns commands for the run as a table, another seed of it, and its like with other weights to compare it with.
+
+    An objective that cannot have those weights gives way to DPO or TwDPO. Leaves out what ``fit`` would refuse, as the
+    weights of a reward model, which can only be uniform.
+    """
+    uniform = composed.choices.get("weights") == "uniform"
+    other, objective = ("attention", "twdpo") if uniform else ("uniform", "dpo")
+    twins = [(f"weights={other}",), (f"weights={other}", f"objective={objective}")]
+    other_seed = replace(composed, overrides=_replace_overrides(composed, f"seed={seed + 1}")).arguments()
+    found = [other_seed, next(filter(None, (_fresh(composed, *twin) for twin in twins)), None)]
+    return [command_text("report", str(folder)), *(command_text("fit", *words) for words in found if words)]
+
+
+def _fresh(composed: Composition, *given: str) -> list[str] | None:
+    """Returns what ``fit`` is given for this run with other choices, in a folder of its own; None where it refuses."""
+    try:
+        again: RunConfig = load("fit", _replace_overrides(composed, *given), composed.config_dir)
+    except UserError:
+        return None
+    return again.composed.arguments()
+
+
+def _replace_overrides(composed: Composition, *given: str) -> tuple[str, ...]:
+    """Returns the run's overrides with others in place of their like, and without those of its folder."""
+    replaced = {*PLACES, *map(_key, given)}
+    return (*(item for item in composed.overrides if _key(item).partition(".")[0] not in replaced), *given)
+
+
+def again(composed: Composition, name: str) -> list[str]:
+    """Returns what ``fit`` is given to go on with the run in the folder ``name`` below ``output``."""
+    kept = [item for item in composed.overrides if _key(item) not in PLACES]
+    return replace(composed, overrides=(*kept, override("name", name), "resume=auto")).arguments()
+
+
+def _key(item: str) -> str:
+    return item.lstrip("+~").partition("=")[0]
