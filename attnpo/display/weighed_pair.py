@@ -6,11 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
+from jaxtyping import Float
 from rich.console import Console
+from torch import Tensor
 
 from attnpo.data.collate import TrainingExample
 from attnpo.display.heatmap import heatmap_html, heatmap_terminal, write_svg
-from attnpo.display.pair_record import Columns, PairRecord, Verdict, WeighedResponse
+from attnpo.display.pair_record import PairRecord, Verdict, WeighedResponse
 from attnpo.schema import SIDES, EncodedResponse, PairWeights, PreferencePair, UserError
 from attnpo.system.files import write_whole
 
@@ -198,7 +200,7 @@ def pair_with_weights(
     example: TrainingExample,
     decode: Callable[[int], str],
     captured: PairWeights | None = None,
-    scores: Sequence[Columns] = ({}, {}),
+    scores: Sequence[Mapping[str, Float[Tensor, " _"]]] = ({}, {}),
 ) -> WeighedPair:
     """Returns a pair with the weights of its training example.
 

@@ -212,7 +212,7 @@ def _finish(
 
 @phase("log-probabilities of the first pairs")
 def score_first(base: BaseModel, policy: ScoredLM, examples: Sequence[TrainingExample]) -> dict[str, LogpPair]:
-    """Returns the log-probabilities of the examples' response tokens, chosen and rejected, by the ids of pairs.
+    """Returns the log-probabilities of the examples' response tokens, chosen and rejected, by pair id.
 
     None of a reward model, whose numbers on tokens are rewards.
     """
