@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "attnpo"
-MOST = 41
+MOST = 44
 
 ACCOUNT = "what became of a run's inputs, nested as result.json has it"
 CARD = "facts of a model card, nested as the card's sections"
@@ -31,10 +31,13 @@ REASONS = {
         f"run/bad_batch.py::{name}": "what torch reads of a saved step, checked there"
         for name in ("_contents", "_pairs")
     },
+    "display/look.py::inked": "keywords of matplotlib, passed on",
+    "display/weighed_pair.py::rows": "columns of a frame, each of its own kind",
+    "display/pair_record.py::from_dict": "JSON as it was read, taken apart and checked here",
+    "display/weighed_pair.py::from_dict": "JSON as it was read, taken apart and checked here",
     "models/logps.py::forward": "torch gives the autograd context no public type",
     "models/logps.py::backward": "torch gives the autograd context no public type",
     "run/input_summary.py::example_statistics": ACCOUNT,
-    "run/input_summary.py::log_inputs": ACCOUNT,
     "run/input_summary.py::split_lines": ACCOUNT,
     "run/result.py::from_json": "JSON as it was read, taken apart and checked here",
     "run/report.py::_table": "a class of wandb, which is imported inside functions only",

@@ -56,13 +56,20 @@ def new_figure(width: Number, height: Number, title: str = "") -> Figure:
     return figure
 
 
-def save(figure: Figure, path: Path | str, **layout: Any) -> Path:
+def save(
+    figure: Figure,
+    path: Path | str,
+    *,
+    h_pad: float | None = None,
+    w_pad: float | None = None,
+    rect: tuple[float, float, float, float] | None = None,
+) -> Path:
     """Writes the figure as a PNG and beside it as an SVG, makes their folder first, empties it, and returns the PNG.
 
     The SVG keeps its text as text, has no background and takes lighter lines where its reader prefers dark pages.
-    ``layout``: of ``Figure.tight_layout``.
+    The rest is of ``Figure.tight_layout``.
     """
-    figure.tight_layout(**layout)
+    figure.tight_layout(h_pad=h_pad, w_pad=w_pad, rect=rect)
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     drawing = io.StringIO()
@@ -197,8 +204,18 @@ def legend(axes: Axes, loc: Corner = "best", *, bbox_to_anchor: tuple[float, flo
         axes.legend(loc=loc, bbox_to_anchor=bbox_to_anchor)
 
 
-def draw_interval(axes: Axes, at: Number, low: Number, high: Number, *, across: bool = False, **line: Any) -> None:
+def draw_interval(
+    axes: Axes,
+    at: Number,
+    low: Number,
+    high: Number,
+    *,
+    across: bool = False,
+    color: str,
+    linewidth: float,
+    alpha: float,
+) -> None:
     """Draws an interval, where there is one, as a bar at a place; ``across``: from left to right."""
     if math.isfinite(low) and math.isfinite(high):
         ends, places = [low, high], [at, at]
-        axes.plot(*((ends, places) if across else (places, ends)), **line)
+        axes.plot(*((ends, places) if across else (places, ends)), color=color, linewidth=linewidth, alpha=alpha)
