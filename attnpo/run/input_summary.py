@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -22,7 +22,7 @@ from attnpo.run.combinations import CHOICE
 from attnpo.run.inputs import Inputs
 from attnpo.run.lost_weights import describe_loss
 from attnpo.run.result import OVERLAP
-from attnpo.schema import SIDES, UserError
+from attnpo.schema import SIDES, Json, UserError
 from attnpo.training.processes import planned_processes
 from attnpo.training.settings import CallbackSettings, TrainerSettings, total_steps
 from attnpo.weights.arrival import COLUMNS, Arrival
@@ -124,13 +124,14 @@ def plan_line(pairs: int, plan: BatchPlan, settings: TrainerSettings, kept: Call
     )
 
 
-def log_inputs(inputs: Inputs, statistics: Mapping[str, Any]) -> None:
+def log_inputs(inputs: Inputs, statistics: Mapping[str, Json]) -> None:
     """Logs what the run stands on: counts, lengths, coverage, the judge, by ``example_statistics``."""
     for split in SPLITS:
-        for line in split_lines(inputs, split, statistics[split]):
+        found = cast(dict[str, Any], statistics[split])
+        for line in split_lines(inputs, split, found):
             log.info("%s", line)
-        if "warning" in statistics[split]:
-            log.warning("%s: %s", split, statistics[split]["warning"])
+        if "warning" in found:
+            log.warning("%s: %s", split, found["warning"])
     if inputs.overlap is not None:
         log.log(logging.WARNING if inputs.overlap.warning() else logging.INFO, "val: %s", inputs.overlap.text())
     log_captured(inputs.weighed)
