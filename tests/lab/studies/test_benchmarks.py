@@ -487,7 +487,7 @@ def test_a_killed_study_goes_on_to_the_main_table_and_a_figure_of_score_over_lay
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Killed after its first row and given again: 3 questions of 2 turns, each graded twice, make 12 calls a row."""
-    layers = ("study.layers=[1,2]", "~study.grids.attention", "study.ranking=true")
+    layers = ("++study.layers=[1,2]", "~study.grids.attention", "++study.ranking=true")
     where = (f"output={tmp_path / 'outputs'}", "name=study")
     cfg = tiny(*layers, *where, *served(server, tmp_path, "mt_bench", "arena_hard"))
     folder, original, done = run_folder(cfg), benchmarks.run_evaluation, []
