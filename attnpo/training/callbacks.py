@@ -9,12 +9,10 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from attnpo.cli.progress import WRITTEN_EVERY, Row, display, is_noted, note, on_terminal
-from attnpo.schema import PreferenceBatch
 from attnpo.training.gather import from_all_ranks
 from attnpo.training.nonfinite import check_validation, check_weights, peak
 from attnpo.training.signals import step_ended
@@ -46,12 +44,7 @@ class Progress(L.Callback):
             self._drawing.enter_context(display(lambda: [self._row]))
 
     def on_train_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: STEP_OUTPUT,
-        batch: PreferenceBatch,
-        batch_idx: int,
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         """Renews the row; logs the line when it is due."""
         if not step_ended(trainer, batch_idx):
@@ -106,12 +99,7 @@ class StepValidation(L.Callback):
         trainer.val_check_batch = sys.maxsize
 
     def on_train_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: STEP_OUTPUT,
-        batch: PreferenceBatch,
-        batch_idx: int,
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         """Makes this micro-batch one after which Lightning validates, or not."""
         due = step_ended(trainer, batch_idx) and trainer.global_step % self._interval == 0
@@ -132,12 +120,7 @@ class FinalValidation(L.Callback):
     """
 
     def on_train_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: STEP_OUTPUT,
-        batch: PreferenceBatch,
-        batch_idx: int,
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         """Asks Lightning to stop, which makes it validate first; ``UserError`` for weights that are not finite."""
         epochs_over = trainer.is_last_batch and trainer.current_epoch + 1 == trainer.max_epochs
@@ -180,12 +163,7 @@ class Movement(L.Callback):
         self._before = self._before or found
 
     def on_train_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: STEP_OUTPUT,
-        batch: PreferenceBatch,
-        batch_idx: int,
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         """Notes the step's gradient norm, without waiting for the device."""
         norm = trainer.callback_metrics.get("train/grad_norm")

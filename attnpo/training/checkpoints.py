@@ -15,11 +15,10 @@ import lightning as L
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.utilities.types import STEP_OUTPUT
 from safetensors import SafetensorError
 from torch import Tensor
 
-from attnpo.schema import PreferenceBatch, UserError
+from attnpo.schema import UserError
 from attnpo.system.files import seal
 from attnpo.training.checkpoint_folders import STATE, newest, read_account, replaced, whole, write_account
 from attnpo.training.export import ADAPTER, Exporter, Merge
@@ -289,11 +288,7 @@ class LastCheckpoint(CheckpointFolder):
     """
 
     def __init__(
-        self,
-        folder: Path,
-        exporter: Exporter,
-        every: int | None = None,
-        account: Mapping[str, object] | None = None,
+        self, folder: Path, exporter: Exporter, every: int | None = None, account: Mapping[str, object] | None = None
     ) -> None:
         super().__init__(folder, exporter, account)
         self.every = every
@@ -304,12 +299,7 @@ class LastCheckpoint(CheckpointFolder):
         check_space(self.folder, pl_module)
 
     def on_train_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: STEP_OUTPUT,
-        batch: PreferenceBatch,
-        batch_idx: int,
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         """Saves after every ``every``-th optimiser step, unless a later hook of this step saves anyway."""
         step = trainer.global_step

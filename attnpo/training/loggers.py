@@ -39,9 +39,14 @@ class TrackedRun(WandbLogger):
 
     def __init__(self, settings: WandbSettings, folder: Path, config: Mapping[str, Json], job: str = "train") -> None:
         check_tracker(LoggerSettings(settings))
-        super().__init__(project=settings.project, name=settings.name or folder.name, save_dir=folder)
-        self.settings, self.folder, self.job = settings, folder, job
-        self.config = to_savable(config)
+        named: dict[str, Any] = {
+            "group": settings.group,
+            "tags": list(settings.tags),
+            "job_type": job,
+            "config": to_savable(config),
+        }
+        super().__init__(settings.name or folder.name, folder, project=settings.project, **named)
+        self.folder, self.offline = folder, settings.mode == "offline"
 
     @property
     @rank_zero_experiment
@@ -54,24 +59,13 @@ class TrackedRun(WandbLogger):
     def _start(self) -> None:
         import wandb
 
-        settings = self.settings
-        mode: Any = "offline" if settings.mode == "offline" else os.environ.get("WANDB_MODE")
+        mode: Any = "offline" if self.offline else os.environ.get("WANDB_MODE")
+        quiet = wandb.Settings(console="off", silent=True, reinit="create_new")  # Lightning's would join an open run
+        given = {name: value for name, value in self._wandb_init.items() if name != "anonymous"}  # W&B warns of it
         self.folder.mkdir(parents=True, exist_ok=True)
         typed, sys.argv = sys.argv, list(map(mask, sys.argv))  # W&B keeps the command line
         try:
-            run = wandb.init(
-                project=settings.project,
-                name=self._name,
-                group=settings.group,
-                job_type=self.job,
-                tags=list(settings.tags),
-                dir=str(self.folder),
-                id=kept_id(self.folder),
-                resume="allow",
-                mode=mode,
-                config=self.config,
-                settings=wandb.Settings(console="off", silent=True, reinit="create_new"),
-            )
+            run = wandb.init(**{**given, "id": kept_id(self.folder), "mode": mode, "settings": quiet})
         except wandb.errors.Error as problem:
             raise UserError(
                 f"W&B did not start the run: {problem}; log in with `wandb login`, or set logger.wandb.mode=offline "
@@ -82,7 +76,7 @@ class TrackedRun(WandbLogger):
         run.define_metric(STEP)
         run.define_metric("*", step_metric=STEP, step_sync=True)
         place = f"offline, {Path(run.dir).parent}; upload with wandb sync" if run.offline else run.url
-        log.info("W&B run %s of project %s: %s", run.id, settings.project, place)
+        log.info("W&B run %s of project %s: %s", run.id, self._project, place)
         self._experiment = run
 
     @rank_zero_only

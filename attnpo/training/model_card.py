@@ -1,11 +1,15 @@
 """The model card of an exported policy: Markdown with the Hub's metadata, from plain facts alone (``Facts``)."""
 
-import json
 import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NotRequired, TypedDict, cast
 
+from huggingface_hub import ModelCard, ModelCardData
+
 from attnpo.system.credentials import redact
+
+TEMPLATE = Path(__file__).parent / "templates" / "card.md.jinja"
 
 
 class SplitFacts(TypedDict, total=False):
@@ -65,35 +69,6 @@ class Facts(TypedDict, total=False):
     overlap: str | None
 
 
-WORDS = (
-    "`coverage`: share of a response's content tokens that found a partner among the tokens the weights were read "
-    "from, mean over responses; `source_coverage`: share of those tokens that found one in turn; `kept_mass_chosen`, "
-    "`kept_mass_rejected`: share of the weights that arrived on training tokens, mean over responses of that side; "
-    "`effective_share`: effective number of weighted tokens over the number of tokens, mean over responses; "
-    "`unmatched_share`: share of all content tokens without a partner."
-)
-
-PAPER = """@misc{attentionpo,
-  title = {Token-weighted Direct Preference Optimization with Attention}
-}"""
-
-DPO = """@inproceedings{rafailov2023direct,
-  title     = {Direct Preference Optimization: Your Language Model is Secretly a Reward Model},
-  author    = {Rafailov, Rafael and Sharma, Archit and Mitchell, Eric and Manning, Christopher D. and
-               Ermon, Stefano and Finn, Chelsea},
-  booktitle = {Advances in Neural Information Processing Systems},
-  year      = {2023}
-}"""
-
-LIMITS = (
-    "Not evaluated for safety, factual accuracy, bias or misuse. The numbers above are of the preference loss on the "
-    "validation pairs, by which the policy may have been chosen; they do not say how good its answers are. The "
-    "preferences are those of the data and of whoever labelled them, and the weights of tokens are estimates. The "
-    "licences of the base model and of the data apply; none is stated here because none is known to the program that "
-    "wrote this card."
-)
-
-
 def model_card(
     facts: Facts,
     metrics: Mapping[str, float],
@@ -107,104 +82,66 @@ def model_card(
     ``notes`` are remarks for the section on use.
     """
     facts = cast(Facts, redact(facts))
-    method = facts.get("method", {})
-    base = facts.get("base", {})
-    title = f"{base.get('name', 'A base model')}, trained with {_name(method.get('objective'))}"
-    parts = [
-        front_matter(facts),
-        f"# {one_line(title)}",
-        _summary(facts, step, dtype),
-        _section("Use", _use(notes, facts.get("reward", False))),
-        _section("Base model", _base(base)),
-        _section("Data", _data(facts.get("data", {}))),
-        _section("Method", _method(method)),
-        _section("Token weights", _statistics(facts.get("statistics", {}))),
-        _section("Hyperparameters", _pairs("setting", facts.get("hyperparameters", {}))),
-        _section(
-            f"Validation at step {step}" if step is not None else "Validation",
-            _validation(metrics, facts.get("overlap")),
-        ),
-        _section("Limits", LIMITS),
-        _section("Made with", _made(facts)),
-        _section("Citation", f"```bibtex\n{PAPER}\n\n{DPO}\n```"),
-    ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    base, method, reward = facts.get("base", {}), facts.get("method", {}), facts.get("reward", False)
+    objective, weights = method.get("objective"), method.get("weights")
+    title = f"{base.get('name', 'A base model')}, trained with {_name(objective)}"
+    validated = {name: value for name, value in sorted(metrics.items()) if name.startswith("val/")}
+    remark = facts.get("overlap")
+    sections = {
+        "Base model": _base(base),
+        "Data": _data(facts.get("data", {})),
+        "Method": _method(method),
+        "Token weights": _statistics(facts.get("statistics", {})),
+        "Hyperparameters": _pairs("setting", facts.get("hyperparameters", {})),
+        f"Validation at step {step}" if step is not None else "Validation": _pairs("metric", validated)
+        + (f"\n\n{remark}." if validated and remark else ""),
+    }
+    card = ModelCard.from_template(
+        metadata(facts),
+        template_path=str(TEMPLATE),
+        title=" ".join(title.split()),
+        objective=_name(objective),
+        weights=_name(weights) if weights else None,
+        notes=[f"{note[0].upper()}{note[1:]}" for note in notes],
+        versions=", ".join(f"{name} {version}" for name, version in facts.get("versions", {}).items()),
+        command=shlex.join(facts.get("command", ())),
+        **{"reward": reward, "step": step, "dtype": dtype, "sections": sections},
+    )
+    return f"{card}\n"
 
 
-def front_matter(facts: Facts) -> str:
-    """Returns the Hub's YAML metadata. Base and data are named only if they are on the Hub: it refuses cards with
-    others.
-    """
+def metadata(facts: Facts) -> ModelCardData:
+    """Returns the Hub's metadata. Base and data are named only if they are on the Hub: it refuses cards with others."""
     base, data, method = facts.get("base", {}), facts.get("data", {}), facts.get("method", {})
-    task = "text-classification" if facts.get("reward", False) else "text-generation"
-    values: dict[str, str | list[str]] = {"library_name": "transformers", "pipeline_tag": task}
-    if hub := base.get("hub"):
-        values |= {"base_model": hub, "base_model_relation": "finetune"}
-    if hub := data.get("hub"):
-        values["datasets"] = [hub]
+    hub, datasets = base.get("hub"), data.get("hub")
     names = [_name(part).lower() for part in (method.get("objective"), method.get("weights")) if part]
-    values["tags"] = ["preference-optimization", "attnpo", *names]
-    # JSON is YAML, whatever the strings hold.
-    lines = [f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
-    return "\n".join(["---", *lines, "---"])
-
-
-# ------------------------------------------------------------------------------------------------ sections
-
-
-def _summary(facts: Facts, step: int | None, dtype: str) -> str:
-    method = facts.get("method", {})
-    weights = method.get("weights")
-    by = f" with token weights of the source `{_name(weights)}`" if weights else ""
-    when = "" if step is None else f" after {step} optimiser steps"
-    kind = "reward model" if facts.get("reward", False) else "causal language model"
-    return (
-        f"A {kind} trained on preference pairs with the objective `{_name(method.get('objective'))}`"
-        f"{by}{when}, weights in {dtype}. This card was written by the program that trained the model; every number in "
-        "it comes from that run."
+    return ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-classification" if facts.get("reward", False) else "text-generation",
+        base_model=hub,
+        base_model_relation="finetune" if hub else None,
+        datasets=[datasets] if datasets else None,
+        tags=["preference-optimization", "attnpo", *names],
     )
-
-
-def _use(notes: Sequence[str], reward: bool) -> str:
-    kind = "AutoModelForSequenceClassification" if reward else "AutoModelForCausalLM"
-    more = (
-        "The reward is its logit at the last token of a conversation, written with the chat template in the folder. "
-        if reward
-        else "or `vllm serve FOLDER`. The chat template used in training is in the folder, and "
-        "`generation_config.json` names the tokens that end a turn. "
-    )
-    use = (
-        f"```python\nfrom transformers import {kind}, AutoTokenizer\n\n"
-        f'model = {kind}.from_pretrained("FOLDER", dtype="auto")\n'
-        'tokenizer = AutoTokenizer.from_pretrained("FOLDER")\n```\n\n'
-        f"{more}A `state.ckpt`, if there is one, is for resuming the training; leave it out "
-        "when you pass the model on."
-    )
-    return "\n\n".join([use, *(f"{note[0].upper()}{note[1:]}." for note in notes)])
 
 
 def _base(base: OriginFacts) -> str:
-    if not base:
-        return ""
     rows = [("path", base.get("path")), ("revision", base.get("revision"))]
     rows += [(f"fingerprint: {name}", digest) for name, digest in base.get("fingerprint", {}).items()]
     return _table(("", "value"), [row for row in rows if row[1] is not None])
 
 
 def _data(data: OriginFacts) -> str:
-    if not data:
-        return ""
     rows = [("path", data.get("path")), ("subset", data.get("subset")), ("revision", data.get("revision"))]
     text = [_table(("", "value"), [row for row in rows if row[1] is not None])]
-    if splits := data.get("splits", {}):
-        heads = ("split", "rows read", "pairs kept")
-        text.append(_table(heads, [(name, one.get("read"), one.get("kept")) for name, one in splits.items()]))
-    dropped = {name: one.get("dropped", {}) for name, one in splits.items()}
-    noted = {name: one.get("noted", {}) for name, one in splits.items()}
-    for word, by_split in (("dropped", dropped), ("noted", noted)):
+    splits = data.get("splits", {})
+    read = [(name, one.get("read"), one.get("kept")) for name, one in splits.items()]
+    text.append(_table(("split", "rows read", "pairs kept"), read))
+    for word in ("dropped", "noted"):
+        by_split = {name: cast(Mapping[str, int], one.get(word, {})) for name, one in splits.items()}
         counts = [(name, reason, n) for name, reasons in by_split.items() for reason, n in reasons.items()]
-        text += [_table(("split", word, "count"), counts)] if counts else []
-    return "\n\n".join(text)
+        text.append(_table(("split", word, "count"), counts))
+    return "\n\n".join(filter(None, text))
 
 
 def _method(method: MethodFacts) -> str:
@@ -220,22 +157,8 @@ def _method(method: MethodFacts) -> str:
 
 def _statistics(statistics: Mapping[str, Mapping[str, float | None]]) -> str:
     names = list(dict.fromkeys(name for values in statistics.values() for name in values))
-    if not names:
-        return ""
     rows = [(split, *(values.get(name) for name in names)) for split, values in statistics.items()]
-    return f"{WORDS}\n\n" + _table(("split", *names), rows)
-
-
-def _validation(metrics: Mapping[str, float], overlap: str | None) -> str:
-    table = _pairs("metric", {name: value for name, value in sorted(metrics.items()) if name.startswith("val/")})
-    return f"{table}\n\n{overlap}." if table and overlap else table
-
-
-def _made(facts: Facts) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in facts.get("versions", {}).items())
-    command = facts.get("command")
-    made = f"In an environment with these:\n```\n{shlex.join(command)}\n```" if command else ""
-    return f"{versions}\n\n{made}".strip()
+    return _table(("split", *names), rows if names else [])
 
 
 # ------------------------------------------------------------------------------------------------ text
@@ -254,21 +177,12 @@ def show(value: object) -> str:
     return str(value)
 
 
-def one_line(text: str) -> str:
-    """``text`` without line breaks."""
-    return " ".join(text.split())
-
-
 def _name(part: PartFacts | None) -> str:
     return str(part["name"]) if part else "an unnamed objective"
 
 
-def _section(title: str, body: str) -> str:
-    return f"## {title}\n\n{body}" if body else ""
-
-
 def _pairs(head: str, values: Mapping[str, object]) -> str:
-    return _table((head, "value"), list(values.items())) if values else ""
+    return _table((head, "value"), list(values.items()))
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -281,4 +195,4 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 def _cell(text: str) -> str:
     for mark in ("\\", "|", "<", ">", "`", "*", "["):
         text = text.replace(mark, "\\" + mark)
-    return one_line(text)
+    return " ".join(text.split())

@@ -11,33 +11,27 @@ import lightning as L
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from attnpo.models.backbone import frozen
+from attnpo.models.backbone import frozen, layer_stack
 from attnpo.models.input_gradient import input_gradient
 from attnpo.models.logps import gathered
 from attnpo.models.router import ROUTER, load_balancing
 from attnpo.models.scored import ScoredLM
 from attnpo.objectives.base import PreferenceObjective, StepObjective
-from attnpo.schema import ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats, UserError
+from attnpo.schema import Kind, ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats, UserError
 from attnpo.training.checks import check_ready, check_saved, frozen_names, keep_trained, require_full_precision
-from attnpo.training.fsdp import shard
 from attnpo.training.gather import from_all_ranks
-from attnpo.training.metrics import PairMeans
-from attnpo.training.nonfinite import (
-    Scored,
-    message,
-    named,
-    nonfinite_pairs,
-    save_step,
-)
-from attnpo.training.online_weights import weighed
+from attnpo.training.metrics import PairMeans, pair_values, read_tokens
+from attnpo.training.nonfinite import Scored, detached, message, named, nonfinite_pairs, save_step
 from attnpo.training.optimizer import Optimizer, norms_and_biases
-from attnpo.training.pair_values import pair_values, read_tokens
 from attnpo.training.resume_state import typed
 from attnpo.weights.base import OnlineSource
+from attnpo.weights.pipeline import transformed_batch
 from attnpo.weights.transforms import WeightTransform
 
 log = logging.getLogger(__name__)
@@ -369,3 +363,41 @@ class PreferenceModule(L.LightningModule):
         optimizer = recipe.make(trained, norms_and_biases(self.policy))
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: recipe.factor(step, self.total_steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def shard(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Shards ``model`` in place (FSDP2): every block of its largest layer stack, then the root.
+
+    Its forward, not a submodule's, must be called afterwards.
+    """
+    for block in layer_stack(model):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def weighed(
+    batch: PreferenceBatch,
+    source: OnlineSource,
+    policy: TokenStats,
+    reference: TokenStats | None,
+    transforms: Sequence[WeightTransform] = (),
+) -> PreferenceBatch:
+    """Returns the batch with the weights that an online source gives its main rows, and its pairs if it weighs these
+    too.
+
+    ``transforms`` change the weights of the rows. Pair weights are logged as ``weights/pair``, and the share of pairs
+    that it made void as ``weights/void``.
+    """
+    with torch.no_grad():
+        given = source.weights(detached(policy), None if reference is None else detached(reference), batch)
+    weights, pair = given if isinstance(given, tuple) else (given, None)
+    if transforms:
+        weights = transformed_batch(transforms, weights, batch)
+    if pair is not None:
+        pair = pair.to(batch.pair_weight.dtype)
+        told = {"weights/pair": pair, "weights/void": (pair == 0).to(pair.dtype)}
+        batch = replace(batch, pair_weight=batch.pair_weight * pair, pair_values={**batch.pair_values, **told})
+    rows = replace(
+        batch.main, token_weights={**batch.main.token_weights, "reward": weights}, factors=source.kind is Kind.FACTOR
+    )
+    return replace(batch, groups={**batch.groups, "main": rows})

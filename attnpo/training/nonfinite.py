@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from attnpo.schema import InputGradient, ModelInputs, ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats, UserError
 from attnpo.training.checkpoint_folders import newest
 from attnpo.training.gather import from_all_ranks
-from attnpo.training.online_weights import detached
 
 SHOWN = 8  # pairs named in a message; all of them are in the file
 
@@ -117,13 +116,15 @@ def message(bad: NonfiniteStep, step: int, norm: float, lr: float, precision: st
         what = f"the gradient norm of optimiser step {step} is {norm}, though its loss is finite; the step's pairs: "
         what += named(bad.step_pairs)
     where = f"batches and per-token statistics are in {bad.file}" if bad.file else "its batches could not be saved"
-    advice = [f"a smaller optimizer.lr (now {lr:g})", "another objective.beta"]
-    if not precision.startswith("32"):
-        advice.append(f"trainer.precision=32-true (now {precision})")
     return (
         f"{what}. Training stopped before this step, the weights are those of step {step - 1}; {where}. "
-        f"Look at these pairs, or try {', '.join(advice)}"
+        f"Look at these pairs, or try {_advice(lr, 'another objective.beta', precision)}"
     )
+
+
+def _advice(lr: float, other: str, precision: str) -> str:
+    exact = "" if precision.startswith("32") else f", trainer.precision=32-true (now {precision})"
+    return f"a smaller optimizer.lr (now {lr:g}), {other}{exact}"
 
 
 def nonfinite_weights(model: nn.Module, processes: int) -> tuple[list[str], int]:
@@ -172,7 +173,7 @@ def check_validation(trainer: L.Trainer) -> None:
     ]
     if not bad:
         return
-    listed = ", ".join(bad[:SHOWN]) + (f" and {len(bad) - SHOWN} more" if len(bad) > SHOWN else "")
+    listed = named(bad)
     if trainer.state.fn == "validate":
         raise UserError(
             f"the validation before the first step is not finite ({listed}), so no run can end well: look at the "
@@ -189,16 +190,13 @@ def _what_stands(trainer: L.Trainer) -> str:
     module: Any = trainer.lightning_module
     saved = newest(Path(trainer.default_root_dir))
     stands = "no checkpoint is saved" if saved is None else f"saved last is step {saved[0]}, in {saved[1]}"
-    advice = [f"a smaller optimizer.lr (now {module.recipe.lr:g})", "a smaller trainer.gradient_clip_val"]
-    if not str(trainer.precision).startswith("32"):
-        advice.append(f"trainer.precision=32-true (now {trainer.precision})")
-    return f"{stands}. Try {', '.join(advice)}"
+    return f"{stands}. Try {_advice(module.recipe.lr, 'a smaller trainer.gradient_clip_val', str(trainer.precision))}"
 
 
-def named(pair_ids: Sequence[str]) -> str:
-    """Returns the ids for a message: all if few, else the first and how many more."""
-    more = f" and {len(pair_ids) - SHOWN} more" if len(pair_ids) > SHOWN else ""
-    return ", ".join(pair_ids[:SHOWN]) + more
+def named(names: Sequence[str]) -> str:
+    """Returns names for a message: all if few, else the first and how many more."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
 
 
 def _finite_inputs(item: Scored) -> dict[str, Bool[Tensor, " pairs"]]:
@@ -219,6 +217,18 @@ def _finite_inputs(item: Scored) -> dict[str, Bool[Tensor, " pairs"]]:
 def _finite_pairs(finite: Bool[Tensor, "rows R"]) -> Bool[Tensor, " pairs"]:
     chosen, rejected = finite.all(-1).chunk(2)
     return chosen & rejected
+
+
+def detached(stats: TokenStats) -> TokenStats:
+    """Returns the same statistics without their graph."""
+    return replace(
+        stats,
+        logps=stats.logps.detach(),
+        hidden=None if stats.hidden is None else stats.hidden.detach(),
+        vocab={name: value.detach() for name, value in stats.vocab.items()},
+        joint={name: value.detach() for name, value in stats.joint.items()},
+        groups={name: detached(value) for name, value in stats.groups.items()},
+    )
 
 
 def _kept(stats: TokenStats) -> TokenStats:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from attnpo.schema import UserError, check_choice, check_least
+from attnpo.schema import UserError, check_choice, check_range
 
 if TYPE_CHECKING:
     import torch
@@ -15,6 +15,7 @@ log = logging.getLogger(__name__)
 
 MOMENTS = ("float32", "8bit")
 WARMUPS = ("first", "zero")
+SCHEDULES = ("cosine", "constant")
 
 
 @dataclass(frozen=True)
@@ -43,19 +44,15 @@ class Optimizer:
     decay_all: bool = False
 
     def __post_init__(self) -> None:
-        if self.schedule not in ("cosine", "constant"):
-            raise UserError(f"optimizer.schedule must be cosine or constant, got {self.schedule!r}")
+        check_choice("optimizer.schedule", self.schedule, SCHEDULES)
         if not 0 <= self.warmup < math.inf:
             raise UserError(f"optimizer.warmup must be a share of all steps or a number of steps, got {self.warmup}")
         check_choice("optimizer.warmup_from", self.warmup_from, WARMUPS)
-        for name, value in (("lr", self.lr), ("eps", self.eps)):
-            if not 0 < value < math.inf:
-                raise UserError(f"optimizer.{name} must be above 0 and finite, got {value}")
+        check_range("optimizer", "(0, inf)", lr=self.lr, eps=self.eps)
         if not all(0 <= beta < 1 for beta in self.betas):
             raise UserError(f"optimizer.betas must be two numbers from 0 up to, but below, 1; got {list(self.betas)}")
-        check_least("optimizer", 0, weight_decay=self.weight_decay)
-        if not 0 <= self.final_share <= 1:
-            raise UserError(f"optimizer.final_share is a share of lr and must lie in [0, 1], got {self.final_share}")
+        check_range("optimizer", "[0, inf)", weight_decay=self.weight_decay)
+        check_range("optimizer", "[0, 1]", final_share=self.final_share)
         check_choice("optimizer.moments", self.moments, MOMENTS)
         if self.stochastic_rounding and self.moments != "8bit":
             raise UserError(

@@ -143,18 +143,14 @@ class CallbackSettings:
     extra: dict[str, Untouched] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
-        if self.mode not in (None, "min", "max"):
-            raise UserError(f"callbacks.mode must be null, min or max, got {self.mode!r}")
+        if self.mode is not None:
+            check_choice("callbacks.mode", self.mode, ("min", "max"))
         check_least("callbacks", 0, samples=self.samples, heat_maps=self.heat_maps)
-        check_least("callbacks", 1, sample_tokens=self.sample_tokens)
+        check_least("callbacks", 1, sample_tokens=self.sample_tokens, save_every=self.save_every)
         if self.checkpoints:
             self._check_monitor()
-        if self.save_every is not None and self.save_every < 1:
-            raise UserError(f"callbacks.save_every must be null or at least 1 optimiser step, got {self.save_every}")
-        if self.export_dtype is not None and self.export_dtype not in DTYPES:
-            raise UserError(
-                f"callbacks.export_dtype must be null or one of {', '.join(DTYPES)}, got {self.export_dtype!r}"
-            )
+        if self.export_dtype is not None:
+            check_choice("callbacks.export_dtype", self.export_dtype, DTYPES)
 
     def _check_monitor(self) -> None:
         """Raises UserError for a metric of training, for a missing mode and for one that contradicts the metric."""

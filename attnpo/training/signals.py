@@ -11,10 +11,8 @@ from types import FrameType
 
 import lightning as L
 import torch
-from lightning.pytorch.utilities.types import STEP_OUTPUT
 
 from attnpo.cli.terminal import REPEAT, SIGNALS
-from attnpo.schema import PreferenceBatch
 from attnpo.training.checkpoint_folders import whole
 from attnpo.training.interrupted import Interrupted
 
@@ -79,12 +77,7 @@ class Interruption(L.Callback):
             raise KeyboardInterrupt
 
     def on_train_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: STEP_OUTPUT,
-        batch: PreferenceBatch,
-        batch_idx: int,
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         """Ends training after an optimiser step if a signal came."""
         if not step_ended(trainer, batch_idx) or validation_follows(trainer) or not self._agreed(trainer):
@@ -96,8 +89,8 @@ class Interruption(L.Callback):
         self,
         trainer: L.Trainer,
         pl_module: L.LightningModule,
-        outputs: STEP_OUTPUT,
-        batch: PreferenceBatch,
+        outputs: object,
+        batch: object,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attnpo.objectives.base import PreferenceObjective
 from attnpo.schema import SIDES, ObjectiveOutput, TokenStats
-from attnpo.training.pair_values import pair_values
+from attnpo.training.metrics import pair_values
 from tests.conformance import decay, distributions, scorers, transport, unpaired, weights
 from tests.conformance import gradient_importance as importance
 from tests.conformance.batches import both_sides, filled, pair_batch, row_group

@@ -402,7 +402,7 @@ def test_shards_give_the_same_reference_gradients_and_merged_state(tiny: Build, 
     """FSDP2; the first forward of all is the reference's, another falls between the policy's and its backward."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    from attnpo.training.fsdp import shard
+    from attnpo.training.module import shard
 
     found = []
     for sharded in (False, True):

@@ -33,8 +33,7 @@ from attnpo.schema import UserError
 from attnpo.system.files import seal
 from attnpo.text.chat import ChatFormat
 from attnpo.training.export import Exporter
-from attnpo.training.fsdp import shard
-from attnpo.training.settings import CallbackSettings
+from attnpo.training.module import shard
 from tests.conformance.family_models import tiny_model
 
 IDS = torch.tensor([[5, 9, 3, 11, 7, 4]])
@@ -417,8 +416,3 @@ def test_no_file_tells_where_the_base_lay(tokenizer: PreTrainedTokenizerFast, tm
     Exporter(read).export(model, tmp_path / "out")
     for file in (tmp_path / "out").iterdir():
         assert b"private-place" not in file.read_bytes(), file.name
-
-
-def test_a_wrong_number_format_is_named() -> None:
-    with pytest.raises(UserError, match=r"callbacks\.export_dtype must be null or one of float64, float32.*'bf16'"):
-        CallbackSettings(export_dtype="bf16")

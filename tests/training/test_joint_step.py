@@ -25,8 +25,7 @@ from attnpo.objectives.tdpo import TDPO1, TDPO2
 from attnpo.objectives.terms import AnchorOn
 from attnpo.objectives.twdpo import TwDPO
 from attnpo.schema import UserError
-from attnpo.training.fsdp import shard
-from attnpo.training.module import PreferenceModule
+from attnpo.training.module import PreferenceModule, shard
 from attnpo.training.optimizer import Optimizer
 from tests.training.tiny import VOCAB, make_data, make_examples
 

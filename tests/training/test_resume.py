@@ -1,6 +1,5 @@
 """Exact resume: wherever a run was saved, however its steps are cut, with random numbers, and its table of metrics."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import lightning as L
@@ -12,27 +11,22 @@ from attnpo.schema import UserError
 from attnpo.training.metrics_file import merge_metrics
 from attnpo.training.module import PreferenceModule
 from attnpo.training.resume_state import KEY, Continuation, random_state, set_random_state
-from tests.training.tiny import make_data, make_examples, make_module
+from tests.training.tiny import Copies, Fit, Rows, make_data, make_examples, make_module
 
-Fit = Callable[..., list[dict[str, float]]]
 PAIRS, EPOCHS, STEPS = 20, 2, 6  # steps of 8, 8 and 4 pairs
 
 
-class Copies(L.Callback):
-    """A checkpoint after every optimiser step, saved within the hook named."""
+class Early(L.Callback):
+    """A checkpoint after every optimiser step, before its validation."""
 
-    def __init__(self, folder: Path, hook: str) -> None:
-        self.folder, self.hook, self.step = folder, hook, 0
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.step = folder, 0
 
     def on_train_batch_start(self, trainer: L.Trainer, *rest: object) -> None:
         self.step = trainer.global_step
 
     def on_train_batch_end(self, trainer: L.Trainer, *rest: object) -> None:
-        if self.hook == "batch" and trainer.global_step > self.step:
-            trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt", weights_only=False)
-
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self.hook == "validation" and trainer.state.fn == "fit":
+        if trainer.global_step > self.step:
             trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt", weights_only=False)
 
 
@@ -46,7 +40,7 @@ def shaky(steps: int = STEPS) -> PreferenceModule:
     return module
 
 
-def timeless(rows: list[dict[str, float]]) -> list[dict[str, float]]:
+def timeless(rows: Rows) -> Rows:
     return [{name: value for name, value in row.items() if not name.endswith("_per_s")} for row in rows]
 
 
@@ -55,33 +49,26 @@ def same_weights(left: PreferenceModule, right: PreferenceModule) -> bool:
     return all(torch.equal(mine, theirs) for mine, theirs in pairs)
 
 
-@pytest.mark.parametrize("limit", ["max_epochs", "max_steps"])
-@pytest.mark.parametrize(("hook", "validate_every"), [("validation", 1), ("batch", 2)])
+@pytest.mark.parametrize(
+    ("copies", "validate_every", "limit"), [(Copies, 1, "max_epochs"), (Early, 2, "max_steps")], ids=["after", "before"]
+)
 def test_a_run_goes_on_bit_for_bit_after_every_step(
-    fit: Fit, tmp_path: Path, hook: str, validate_every: int, limit: str
+    fit: Fit, tmp_path: Path, copies: type[L.Callback], validate_every: int, limit: str
 ) -> None:
     """Mid-epoch, at an epoch's end, after a short step; saved before or after the validation; epochs or steps."""
     examples, plan = make_examples(PAIRS), BatchPlan(8, 2)
     arguments = {"steps": STEPS, "epochs": EPOCHS, "validate_every": validate_every}
     if limit == "max_steps":
         arguments["max_steps"] = STEPS
-    (tmp_path / "copies").mkdir()
     unbroken = shaky()
-    callbacks = (Continuation(), Copies(tmp_path / "copies", hook))
+    callbacks = (Continuation(), copies(tmp_path))
     expected = timeless(fit(unbroken, make_data(examples, plan), callbacks=callbacks, **arguments))
     for stop in range(1, STEPS):
-        if hook == "batch" and stop % validate_every == 0:
+        if copies is Early and stop % validate_every == 0:
             continue  # saved before a validation that was due: what the run's own callbacks never do
         resumed = shaky()
-        rows = timeless(
-            fit(
-                resumed,
-                make_data(examples, plan),
-                callbacks=(Continuation(),),
-                resume=tmp_path / "copies" / f"{stop}.ckpt",
-                **arguments,
-            )
-        )
+        given: dict[str, object] = {"callbacks": (Continuation(),), "resume": tmp_path / f"{stop}.ckpt", **arguments}
+        rows = timeless(fit(resumed, make_data(examples, plan), **given))
         # The row of step N holds the training of step N and, where there was one, the validation before it.
         tail = [dict(row) for row in expected if row["step"] >= stop]
         tail[0] = {name: value for name, value in tail[0].items() if not name.startswith("val/")}
@@ -92,7 +79,7 @@ def test_a_run_goes_on_bit_for_bit_after_every_step(
 def test_random_states_are_at_work(fit: Fit, tmp_path: Path) -> None:
     """Without them the test above could not pass: the resumed run gives other losses."""
     examples, plan = make_examples(PAIRS), BatchPlan(8, 2)
-    callbacks = (Continuation(), Copies(tmp_path, "validation"))
+    callbacks = (Continuation(), Copies(tmp_path, 2))
     arguments = {"steps": STEPS, "epochs": EPOCHS, "validate_every": 1}
     fit(unbroken := shaky(), make_data(examples, plan), callbacks=callbacks, **arguments)
     state = torch.load(tmp_path / "2.ckpt", weights_only=True)
@@ -118,26 +105,21 @@ def test_random_states_are_plain_and_come_back(tmp_path: Path) -> None:
     assert draw() == first
 
 
-@pytest.mark.parametrize("stop", [2, 3, 4])
 @pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 1)])
-def test_steps_may_be_cut_otherwise_when_resumed(fit: Fit, tmp_path: Path, stop: int, before: int, after: int) -> None:
+def test_steps_may_be_cut_otherwise_when_resumed(fit: Fit, tmp_path: Path, before: int, after: int) -> None:
     """The counters of micro-batches are those of the new cutting: as many steps, the same pairs in each."""
     examples = make_examples(PAIRS)
     arguments = {"steps": STEPS, "epochs": EPOCHS, "validate_every": 1}
-    callbacks = (Continuation(), Copies(tmp_path, "validation"))
+    callbacks = (Continuation(), Copies(tmp_path))
     expected = fit(make_module(STEPS), make_data(examples, BatchPlan(8, before)), callbacks=callbacks, **arguments)
-    rows = fit(
-        make_module(STEPS),
-        make_data(examples, BatchPlan(8, after)),
-        callbacks=(Continuation(),),
-        resume=tmp_path / f"{stop}.ckpt",
-        **arguments,
-    )
-    for name in ("train/loss", "train/lr", "train/grad_norm"):
-        found = {row["step"]: row[name] for row in rows if name in row}
-        wanted = {row["step"]: row[name] for row in expected if name in row and row["step"] >= stop}
-        assert found == pytest.approx(wanted, rel=2e-5, abs=2e-6), name
-    assert [row["step"] for row in rows if "val/loss" in row] == list(range(stop + 1, STEPS + 1))
+    for stop in (2, 3):  # mid-epoch, an epoch's last
+        given: dict[str, object] = {"callbacks": (Continuation(),), "resume": tmp_path / f"{stop}.ckpt", **arguments}
+        rows = fit(make_module(STEPS), make_data(examples, BatchPlan(8, after)), **given)
+        for name in ("train/loss", "train/lr", "train/grad_norm"):
+            found = {row["step"]: row[name] for row in rows if name in row}
+            wanted = {row["step"]: row[name] for row in expected if name in row and row["step"] >= stop}
+            assert found == pytest.approx(wanted, rel=2e-5, abs=2e-6), name
+        assert [row["step"] for row in rows if "val/loss" in row] == list(range(stop + 1, STEPS + 1))
 
 
 def test_the_last_steps_of_an_epoch_are_counted_as_the_sampler_makes_them() -> None:

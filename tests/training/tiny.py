@@ -1,5 +1,9 @@
-"""A tiny model and made-up examples for the training loop."""
+"""A tiny model, made-up examples, and their training."""
 
+from collections.abc import Callable
+from pathlib import Path
+
+import lightning as L
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -12,26 +16,30 @@ from attnpo.models.scored import ScoredLM
 from attnpo.objectives.base import PreferenceObjective
 from attnpo.objectives.twdpo import TwDPO
 from attnpo.schema import EncodedResponse
+from attnpo.training.callbacks import FinalValidation
+from attnpo.training.loggers import make_loggers
+from attnpo.training.metrics_file import merge_metrics
 from attnpo.training.module import PreferenceModule
 from attnpo.training.optimizer import Optimizer
+from attnpo.training.settings import LoggerSettings, TrainerSettings
+from attnpo.training.trainer import make_trainer, quiet_lightning
+
+Rows = list[dict[str, float]]
+Fit = Callable[..., Rows]  # the fixture ``fit``
 
 VOCAB = 40
 
 
+SHAPE = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.2,
+}  # fmt: skip
+
+
 def tiny_model(seed: int = 0) -> LlamaForCausalLM:
-    """A two-layer Llama with grouped-query attention, random weights."""
+    """Returns a two-layer Llama with grouped-query attention, random weights."""
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.2,
-    )
-    return LlamaForCausalLM(config).eval()
+    return LlamaForCausalLM(LlamaConfig(**SHAPE)).eval()
 
 
 def make_examples(count: int, seed: int = 0) -> list[TrainingExample]:
@@ -62,8 +70,45 @@ def make_data(train: list[TrainingExample], plan: BatchPlan, val: int = 5, seed:
 def make_module(
     steps: int, objective: PreferenceObjective | None = None, live: bool = True, lr: float = 1e-2
 ) -> PreferenceModule:
-    reference = ScoredLM(tiny_model()) if live else None
-    if reference is not None:
-        frozen(reference)
+    reference = frozen(ScoredLM(tiny_model())) if live else None
     optimizer = Optimizer(lr=lr, warmup=2.0)
     return PreferenceModule(ScoredLM(tiny_model()), reference, objective or TwDPO(0.5), optimizer, steps)
+
+
+# ---------------------------------------------------------------------------------------------------- training
+
+
+class Copies(L.Callback):
+    """Checkpoints FOLDER/STEP.ckpt, saved after each validation within training, or after that of one step."""
+
+    def __init__(self, folder: Path, step: int | None = None) -> None:
+        self.folder, self.step = folder, step
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.state.fn == "fit" and self.step in (None, trainer.global_step):
+            trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt", weights_only=False)
+
+
+def train(
+    module: PreferenceModule,
+    data: PreferenceDataModule,
+    place: Path,
+    *callbacks: L.Callback,
+    resume: Path | None = None,
+    **settings: object,
+) -> Rows:
+    """Validates, trains on the CPU and returns the rows of metrics.csv, on the first process."""
+    made = TrainerSettings(**{"accelerator": "cpu", "devices": "1", **settings})  # type: ignore[arg-type]
+    with quiet_lightning():
+        loggers = make_loggers(LoggerSettings(), place, {})
+        trainer = make_trainer(made, loggers, [FinalValidation(), *callbacks], place, 1)
+        trainer.accumulate_grad_batches = data.accumulation(trainer.world_size)
+        if resume is None:
+            trainer.validate(module, data, verbose=False)
+        trainer.fit(module, data, ckpt_path=resume, weights_only=True)
+    return merge_metrics(place) if trainer.is_global_zero else []
+
+
+def column(rows: Rows, name: str = "train/loss") -> list[float]:
+    return [row[name] for row in rows if name in row]

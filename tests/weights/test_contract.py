@@ -15,8 +15,7 @@ from attnpo.objectives.dpo import DPO
 from attnpo.objectives.twdpo import OTPO, TwDPO
 from attnpo.run.combinations import require_reader
 from attnpo.schema import SIDES, EncodedResponse, Kind, PairWeights, PreferencePair, Round, TokenWeights, UserError
-from attnpo.training.module import PreferenceModule
-from attnpo.training.online_weights import weighed
+from attnpo.training.module import PreferenceModule, weighed
 from attnpo.training.optimizer import Optimizer
 from attnpo.weights.base import OnlineSource, TextSource, WeightSource, is_neutral, online_reads
 from attnpo.weights.pipeline import FOR_FACTORS, TrainingWeights, check_transforms, training_weights
