@@ -4,7 +4,6 @@ import json
 import logging
 import math
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -30,6 +29,7 @@ from attnpo.evaluation.grading.limits import GradingLimits
 from attnpo.evaluation.grading.openai_grader import OpenAIGrader
 from attnpo.evaluation.grading.store import ReplyStore
 from attnpo.schema import Sampling, UserError, digest
+from tests import warm
 from tests.conformance.alpaca_eval import records
 from tests.conformance.records import Status
 from tests.evaluation.grading.loopback import Fault, Loopback, Reply
@@ -357,11 +357,11 @@ def test_the_standard_error_is_that_of_resampled_questions(vectors: Path) -> Non
     rows = [Compared("", "x" * int(line["len_baseline"]), "x" * int(line["len_model"])) for line in table]
     stated = win_rates(rows, preferences, file).errors[LENGTH_CONTROLLED]
     draws, rates = np.random.default_rng(0), []
-    for _ in range(40):
+    for _ in range(20):
         drawn = draws.integers(805, size=805)
         found = win_rates([rows[place] for place in drawn], preferences[drawn], file, drawn.tolist())
         rates.append(found.scores[LENGTH_CONTROLLED])
-    assert stated == approx(np.std(rates, ddof=1), rel=0.3)  # the spread of 40 draws is known to 11 %
+    assert stated == approx(np.std(rates, ddof=1), rel=0.3)  # the spread of 20 draws is known to 16 %
 
 
 # ------------------------------------------------------------------------------------------------ the auxiliary file
@@ -543,6 +543,8 @@ def test_an_annotator_of_the_users_own_is_a_path(reference: str, tmp_path: Path)
 # ------------------------------------------------------------------------------------------------ no traces
 
 TRACES = """
+import warnings
+warnings.simplefilter("error")
 import logging, os, sys
 import sklearn, torch  # these set variables of their own
 before, level = dict(os.environ), logging.getLogger().level
@@ -563,19 +565,13 @@ assert files == sorted(path for path in package.rglob("*") if "__pycache__" not 
 
 
 def test_the_library_leaves_no_traces_and_says_nothing(auxiliary: str, tmp_path: Path) -> None:
-    """In a fresh process in which warnings are errors, without a user's name, beside a .env file."""
+    """In a process that has imported none of it, where warnings are errors, without a user's name, beside a .env."""
     (tmp_path / ".env").write_text("OPENAI_API_KEY=from-a-file\n")
+    script, told = tmp_path / "traces.py", tmp_path / "told"
+    script.write_text(TRACES)
     kept = {name: value for name, value in os.environ.items() if name not in ("LOGNAME", "USER", "LNAME", "USERNAME")}
-    root = str(Path(module.__file__).parents[2])
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", TRACES, auxiliary, JUDGE],
-        cwd=tmp_path,
-        env={**kept, "PYTHONPATH": root},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    process = warm.start([str(script), auxiliary, JUDGE], kept, told, tmp_path)
+    assert (process.wait(120), told.read_text()) == (0, "")
 
 
 def test_an_incompatible_setuptools_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
