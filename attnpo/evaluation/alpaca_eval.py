@@ -14,13 +14,19 @@ from pathlib import Path
 
 import numpy as np
 
-from attnpo.evaluation import alpaca_library, alpaca_rates
-from attnpo.evaluation.alpaca_library import Annotator, Compared, from_hub, how_to_get
-from attnpo.evaluation.alpaca_rates import AUXILIARY, DISCRETE, LENGTH_CONTROLLED, RAW
-from attnpo.evaluation.answers.questions import ModelAnswer, Question
-from attnpo.evaluation.base import Graded, Replies
-from attnpo.evaluation.grading.base import GradingCall, GradingReply
-from attnpo.evaluation.matching import matched
+from attnpo.evaluation import alpaca_library
+from attnpo.evaluation.alpaca_library import (
+    AUXILIARY,
+    DISCRETE,
+    LENGTH_CONTROLLED,
+    RAW,
+    Annotator,
+    Compared,
+    from_hub,
+    how_to_get,
+)
+from attnpo.evaluation.base import Graded, ModelAnswer, Question, Replies, matched
+from attnpo.evaluation.chat import GradingCall, GradingReply
 from attnpo.schema import Sampling, UserError
 from attnpo.system.files import file_digest, parse_json, shortened
 
@@ -135,7 +141,7 @@ class AlpacaEval:
         kept = [number for number, prompt in enumerate(prompts) if prompt is None or ids[number] in items]
         rows = [compared[number] for number in kept]
         preferences = alpaca_library.preferences(self._annotator.name, rows, given) if rows else np.zeros(0)
-        rates = alpaca_rates.win_rates(rows, preferences, self._auxiliary, [here[number] for number in kept])
+        rates = alpaca_library.win_rates(rows, preferences, self._auxiliary, [here[number] for number in kept])
         counts = Counter(
             {
                 NO_REPLY: len(compared) - len(rows),
@@ -189,10 +195,10 @@ class AlpacaEval:
         if not self.length_controlled:
             return None
         if self.auxiliary is not None:
-            return alpaca_rates.named_auxiliary(self.auxiliary, self.rows)
+            return alpaca_library.named_auxiliary(self.auxiliary, self.rows)
         found = from_hub(AUXILIARY)
         if isinstance(found, Path):
-            return alpaca_rates.checked_auxiliary(found, self.rows, str(found))
+            return alpaca_library.checked_auxiliary(found, self.rows, str(found))
         _log.warning(
             "%s: only raw win rates, no length-controlled one: %s (%s)", self.name, HOW_TO_GET_AUXILIARY, found
         )

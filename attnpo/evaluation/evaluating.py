@@ -18,18 +18,24 @@ from attnpo.config.fields import as_values
 from attnpo.data.overlap import count_seen
 from attnpo.display.output import markdown, print_sections, terminal
 from attnpo.display.page import report_page
-from attnpo.evaluation.answers.answering import described
-from attnpo.evaluation.answers.base import AnsweringBackend
-from attnpo.evaluation.answers.question_answers import AnswerStatistics, RoundAnswers, answer_questions
-from attnpo.evaluation.answers.questions import ModelAnswer, Question, first_turn
-from attnpo.evaluation.base import Benchmark, Graded, Measure, Replies, Score, Subject
+from attnpo.evaluation.base import (
+    Benchmark,
+    Graded,
+    Measure,
+    ModelAnswer,
+    Question,
+    Replies,
+    Score,
+    Subject,
+    first_turn,
+)
+from attnpo.evaluation.benchmark_answers import AnswerStatistics, RoundAnswers, answer_questions
+from attnpo.evaluation.chat import AnsweringBackend, Grader, GradingCall
 from attnpo.evaluation.evaluate_config import EvaluateConfig, GradingRules
-from attnpo.evaluation.grading.asking import Estimate, ask_all, estimate
-from attnpo.evaluation.grading.base import Grader, GradingCall
-from attnpo.evaluation.grading.limits import GradingLimits
-from attnpo.evaluation.grading.store import ReplyStore
-from attnpo.evaluation.result import RESULT, EvaluationResult, Lengths, read_result
-from attnpo.evaluation.shown import result_sections
+from attnpo.evaluation.jsonl_store import ReplyStore
+from attnpo.evaluation.local_chat import describe_model
+from attnpo.evaluation.result import RESULT, EvaluationResult, Lengths, read_result, result_sections
+from attnpo.evaluation.session import Estimate, GradingLimits, ask_all, estimate
 from attnpo.evaluation.spreads import exchanged, grading_spread, score_of
 from attnpo.models.loading import weights_fingerprint
 from attnpo.models.spec import ModelSpec
@@ -135,7 +141,7 @@ def _same(before: EvaluationResult | None, key: Mapping[str, object], folder: Pa
 
 
 def _measure(measure: Measure, entrant: Entrant, folder: Path, before: EvaluationResult | None) -> EvaluationResult:
-    spec, chat = described(entrant.model)
+    spec, chat = describe_model(entrant.model)
     subject = Subject(spec, chat, entrant.device, folder)
     weights = weights_fingerprint(spec.path, spec.revision)
     of_model = {"weights": weights, "dtype": spec.dtype, "chat": chat.fingerprint()}

@@ -16,10 +16,8 @@ import numpy as np
 from jaxtyping import Float
 
 from attnpo.config.files import find_file
-from attnpo.evaluation.answers.questions import ModelAnswer, Question, first_turn
-from attnpo.evaluation.base import Graded, Replies
-from attnpo.evaluation.grading.base import GradingCall, GradingReply
-from attnpo.evaluation.matching import matched
+from attnpo.evaluation.base import Graded, ModelAnswer, Question, Replies, first_turn, matched
+from attnpo.evaluation.chat import GradingCall, GradingReply
 from attnpo.judge.prompts import JudgeTemplate, question_text
 from attnpo.schema import Message, Sampling, UserError, check_least, digest
 

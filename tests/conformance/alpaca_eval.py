@@ -13,8 +13,16 @@ from pathlib import Path
 
 import numpy as np
 
-from attnpo.evaluation.alpaca_library import Compared, library
-from attnpo.evaluation.alpaca_rates import DISCRETE, LENGTH_CONTROLLED, RAW, Rates, named_auxiliary, win_rates
+from attnpo.evaluation.alpaca_library import (
+    DISCRETE,
+    LENGTH_CONTROLLED,
+    RAW,
+    Compared,
+    Rates,
+    library,
+    named_auxiliary,
+    win_rates,
+)
 from attnpo.schema import Json, UserError
 from attnpo.system.files import parse_json
 from attnpo.system.packages import missing_package

@@ -19,15 +19,12 @@ from attnpo.config.compose import CONFIG_DIR, build
 from attnpo.evaluation import alpaca_eval as module
 from attnpo.evaluation import alpaca_library
 from attnpo.evaluation.alpaca_eval import NO_LENGTHS, NO_REPLY, NO_VERDICT, SAME, TEXT_ONLY, AlpacaEval
-from attnpo.evaluation.alpaca_library import Compared
-from attnpo.evaluation.alpaca_rates import DISCRETE, LENGTH_CONTROLLED, RAW, named_auxiliary, win_rates
-from attnpo.evaluation.answers.questions import ModelAnswer
-from attnpo.evaluation.base import Benchmark
-from attnpo.evaluation.grading.asking import ask_all
-from attnpo.evaluation.grading.base import GradingCall, GradingReply
-from attnpo.evaluation.grading.limits import GradingLimits
-from attnpo.evaluation.grading.openai_grader import OpenAIGrader
-from attnpo.evaluation.grading.store import ReplyStore
+from attnpo.evaluation.alpaca_library import DISCRETE, LENGTH_CONTROLLED, RAW, Compared, named_auxiliary, win_rates
+from attnpo.evaluation.base import Benchmark, ModelAnswer
+from attnpo.evaluation.chat import GradingCall, GradingReply
+from attnpo.evaluation.jsonl_store import ReplyStore
+from attnpo.evaluation.openai_chat import OpenAIGrader
+from attnpo.evaluation.session import GradingLimits, ask_all
 from attnpo.schema import Sampling, UserError, digest
 from tests import warm
 from tests.conformance.alpaca_eval import records
@@ -549,13 +546,13 @@ import logging, os, sys
 import sklearn, torch  # these set variables of their own
 before, level = dict(os.environ), logging.getLogger().level
 from pathlib import Path
-from attnpo.evaluation import alpaca_library, alpaca_rates
+from attnpo.evaluation import alpaca_library
 package = Path(alpaca_library.library().__file__).parent
 files = sorted(path for path in package.rglob("*") if "__pycache__" not in path.parts)
 import numpy as np
 rows = [alpaca_library.Compared(f"{n}", "a" * n, "b" * 2 * n) for n in range(1, 13)]
 found = alpaca_library.preferences(sys.argv[2], rows, {})
-alpaca_rates.win_rates(rows, np.linspace(1.0, 2.0, 12), Path(sys.argv[1]))
+alpaca_library.win_rates(rows, np.linspace(1.0, 2.0, 12), Path(sys.argv[1]))
 root = logging.getLogger()
 assert dict(os.environ) == before, "the environment"
 assert (root.level, root.handlers, root.filters) == (level, [], []), "the log"

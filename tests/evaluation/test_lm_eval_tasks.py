@@ -19,8 +19,7 @@ import yaml
 
 from attnpo.config import compose as config
 from attnpo.evaluation.base import Measure, Measured, Subject
-from attnpo.evaluation.lm_eval_library import WORDS, quiet
-from attnpo.evaluation.lm_eval_tasks import Figure, LmEvalTasks
+from attnpo.evaluation.lm_eval_tasks import WORDS, Figure, LmEvalTasks, quiet
 from attnpo.models.loading import load_model, load_tokenizer
 from attnpo.models.spec import ModelSpec
 from attnpo.schema import UserError

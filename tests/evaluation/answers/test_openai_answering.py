@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from attnpo.config.compose import load
-from attnpo.evaluation.answers.answer_config import AnswerConfig
-from attnpo.evaluation.answers.base import Asked
-from attnpo.evaluation.answers.openai_answering import TOO_LONG, OpenAIAnswering, ServedAnswerer
-from attnpo.evaluation.answers.question_answers import answer_questions, round_path
-from attnpo.evaluation.answers.questions import Question
+from attnpo.evaluation.answers import AnswerConfig
+from attnpo.evaluation.base import Question
+from attnpo.evaluation.benchmark_answers import answer_questions, round_path
+from attnpo.evaluation.chat import Asked
+from attnpo.evaluation.openai_chat import TOO_LONG, OpenAIAnswering, ServedAnswerer
 from attnpo.generate import main
 from attnpo.models.spec import ModelSpec
 from attnpo.schema import Message, Sampling, UserError

@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from attnpo.data.prompts import REFUSED
-from attnpo.evaluation.answers.answering import described
-from attnpo.evaluation.answers.base import Answerer
-from attnpo.evaluation.answers.hf_answering import HFAnswering
-from attnpo.evaluation.answers.question_answers import RoundAnswers, answer_questions, round_path
-from attnpo.evaluation.answers.questions import Question
+from attnpo.evaluation.base import Question
+from attnpo.evaluation.benchmark_answers import RoundAnswers, answer_questions, round_path
+from attnpo.evaluation.chat import Answerer
+from attnpo.evaluation.local_chat import HFAnswering, describe_model
 from attnpo.models.generate import HFGenerator, chat_generator
 from attnpo.models.loading import load_model
 from attnpo.models.spec import ModelSpec
@@ -68,7 +67,7 @@ def test_a_second_turn_stands_on_the_models_own_first_one(world: World, tmp_path
     """The same answers come of asking the generator by hand, one conversation at a time."""
     found = answered(world, tmp_path)
     assert list(found.answers) == ["q1", "q2", "q3", "q4"]
-    spec, chat = described(ModelSpec(str(world.model)))
+    spec, chat = describe_model(ModelSpec(str(world.model)))
     generator = chat_generator(load_model(spec.path), chat)
     for question in TWO:
         temperature = 0.8 if question.temperature is None else question.temperature

@@ -1,22 +1,35 @@
-"""A grader on this machine: any Hugging Face causal LM, by its label logits or by what it writes.
+"""A Hugging Face model on this machine that answers and grades: by what it writes, or by the logits of two labels.
 
 Calls with labels are answered by one forward: the log-probabilities of the two labels at the last prompt token, read
-through ``models.judge.CausalJudge``. Calls without labels are answered by generation.
+through ``judge.reader.CausalJudge``. All else is generated in left-padded batches.
 """
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+import torch
+
 from attnpo.config.files import read_template
-from attnpo.evaluation.grading.base import GradingCall, GradingFailure, GradingReply, Price
+from attnpo.evaluation.chat import (
+    LENGTH,
+    STOP,
+    Answerer,
+    Asked,
+    GradingCall,
+    GradingFailure,
+    GradingReply,
+    Price,
+    Reply,
+)
 from attnpo.judge.base import JudgeReading
 from attnpo.judge.prompts import label_tokens
-from attnpo.models.spec import DTYPES
+from attnpo.models.spec import BATCH_SIZE, DTYPES, TOKEN_BUDGET, ModelSpec
 from attnpo.schema import BOOKKEEPING, Message, Sampling, UserError, check_choice, check_least
 from attnpo.system.machine import device_of
 from attnpo.text.chat import SENTINEL, ChatFormat, RefusedText
@@ -28,6 +41,108 @@ if TYPE_CHECKING:
     from attnpo.models.generate import HFGenerator
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class HFAnswering:
+    """A model folder, or a hub name, that answers on this machine.
+
+    A batch has at most ``batch_size`` prompts and ``token_budget`` tokens (padded prompts and room for answers);
+    neither changes a draw. Prompt and answer have at most ``max_length`` tokens (None: the positions of the model).
+    """
+
+    batch_size: int = field(default=BATCH_SIZE, metadata=BOOKKEEPING)
+    token_budget: int = field(default=TOKEN_BUDGET, metadata=BOOKKEEPING)
+    max_length: int | None = None
+
+    def __post_init__(self) -> None:
+        check_least("answering", 1, **asdict(self))
+
+    def open(self, model: ModelSpec, device: torch.device) -> Answerer:
+        """Reads config and tokenizer; the weights are loaded onto ``device`` with the first answer."""
+        from attnpo.evaluation.local_chat import describe_model
+        from attnpo.models.generate import longest_sequence
+
+        spec, chat = describe_model(model)
+        limit = longest_sequence(spec.path, spec.revision, "answering.max_length", self.max_length)
+        return LocalAnswerer(self, spec, chat, limit, device)
+
+
+class LocalAnswerer:
+    """A model on this machine, loaded when it is first asked."""
+
+    def __init__(
+        self, settings: HFAnswering, model: ModelSpec, chat: ChatFormat, limit: int | None, device: torch.device
+    ) -> None:
+        self.settings, self.model, self.chat, self.limit, self.device = settings, model, chat, limit, device
+
+    @property
+    def counted_by(self) -> str:
+        """Returns the model, whose tokenizer counts."""
+        return self.model.path
+
+    def key(self) -> dict[str, object]:
+        """Weights, ends of answers, number format, attention kernel, chat format."""
+        from attnpo.models.generate import ends_of_folder
+        from attnpo.models.loading import attention_of, weights_fingerprint
+
+        model = self.model
+        return {
+            "model": {**weights_fingerprint(model.path, model.revision), **ends_of_folder(model.path)},
+            "model.dtype": model.dtype,
+            "model.attn_implementation": attention_of(model.path, model.revision, model.attn_implementation),
+            "chat": self.chat.fingerprint(),
+        }
+
+    @cached_property
+    def _generator(self) -> "HFGenerator":
+        from attnpo.models.generate import chat_generator
+        from attnpo.models.loading import load_model
+
+        model = self.model
+        loaded = load_model(
+            model.path, dtype=model.dtype, attn_implementation=model.attn_implementation, revision=model.revision
+        )
+        loaded.to(self.device)  # type: ignore[arg-type]
+        return chat_generator(loaded, self.chat, self.settings.batch_size, self.settings.token_budget)
+
+    def answer(self, asked: Sequence[Asked], sampling: Sampling) -> Iterator[Mapping[int, Reply]]:
+        """Replies batch by batch, the longest prompts first."""
+        from attnpo.models.generate import Request
+
+        if not asked:
+            return
+        requests = [Request(one.ids, one.draw) for one in asked]
+        for batch in self._generator.batches(requests, sampling):
+            answers = self._generator.answer([requests[index] for index in batch], sampling)
+            yield {
+                index: Reply(answer.text, answer.tokens, STOP if answer.ended else LENGTH)
+                for index, answer in zip(batch, answers, strict=True)
+            }
+
+
+def describe_model(model: ModelSpec) -> tuple[ModelSpec, ChatFormat]:
+    """Returns a model's description with the text of its chat template, and its chat format; no weights are read.
+
+    UserError for what is no model to answer with: adapters that are to be trained, a run's folder.
+    """
+    from transformers.utils import logging as quiet
+
+    from attnpo.models.loading import load_chat
+
+    quiet.disable_progress_bar()  # type: ignore[no-untyped-call]
+    if model.lora is not None:
+        raise UserError("model.lora is for training; a run's best/ and last/ have its adapters merged in: leave it out")
+    if model.reward:
+        raise UserError("model.reward=true is for training: a reward model writes no answers; leave it out")
+    folder = Path(model.path).expanduser()
+    inside = [name for name in ("best", "last") if (folder / name / "config.json").is_file()]
+    if inside and not (folder / "config.json").is_file():
+        raise UserError(
+            f"model.path={model.path} is a run folder: name the model in it, model.path={folder / inside[0]}"
+        )
+    return load_chat(model)
+
 
 # Raised by hand with every change of the code that moves a reply.
 CODE_VERSION = "1"

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from attnpo.data.prompts import Prompt, encode_prompts
-from attnpo.evaluation.answers.answering import fill, key_of, refused, row_of
-from attnpo.evaluation.answers.base import LENGTH, Answerer, AnswerRow, Asked, Reply
-from attnpo.evaluation.answers.questions import ModelAnswer, Question
+from attnpo.evaluation.answers import AnswerRow, fill, key_of, refused, row_of
+from attnpo.evaluation.base import ModelAnswer, Question
+from attnpo.evaluation.chat import LENGTH, Answerer, Asked, Reply
 from attnpo.evaluation.jsonl_store import JsonlStore, Name
 from attnpo.schema import Message, Sampling, UserError
 from attnpo.system.locks import locked
