@@ -3,19 +3,28 @@
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from attnpo.evaluation.chat import LENGTH, Answerer, Asked, GradingCall, GradingFailure, GradingReply, Price, Reply
+from attnpo.evaluation.chat import (
+    LENGTH,
+    Answerer,
+    Asked,
+    GradingCall,
+    GradingFailure,
+    GradingReply,
+    Price,
+    Reply,
+)
 from attnpo.evaluation.local_chat import describe_model
-from attnpo.models.served import ESCAPED, NO_KEY, describe, open_client, read_completion, warn_of
+from attnpo.models.served import ESCAPED, NO_KEY, Completion, describe, open_client, read_completion, warn_of
 from attnpo.models.spec import ModelSpec
 from attnpo.schema import BOOKKEEPING, Sampling, UserError, check_choice, check_least, digest
 from attnpo.system.credentials import redact
@@ -25,10 +34,8 @@ from attnpo.text.chat import ChatFormat, RefusedText
 from attnpo.text.template import tools_of, without_tools
 
 if TYPE_CHECKING:
-    import openai
     import tiktoken
-    from openai import APIStatusError, OpenAI
-    from openai.types.chat import ChatCompletionMessageParam
+    from openai import OpenAI
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +44,139 @@ NO_COUNT = "no count of their tokens (usage.completion_tokens), which are writte
 # What servers say of a prompt that is too long: OpenAI's code, and the words of vLLM and of those that follow it.
 TOO_LONG_CODE, TOO_LONG_WORDS = "context_length_exceeded", "maximum context length"
 FILTERED = "content_filter"  # Azure's code for a prompt that it does not pass on
+OUT_OF_CREDIT = "insufficient_quota"  # OpenAI's code of a 429 that no waiting mends
+
+SERVICE = "https://api.openai.com/v1"
+ADDRESS = "OPENAI_BASE_URL"  # the client's own variable for another address
+KEY = "OPENAI_API_KEY"  # the client's own variable for the key, of its own address or of that
+LENGTH_KEYS = ("max_tokens", "max_completion_tokens")
+# Tokens of OpenAI's chat format: around a turn with its role, and ahead of the reply (OpenAI Cookbook, "How to count
+# tokens with tiktoken").
+OF_TURN, BEGINS_REPLY = 4, 3
+
+_Item = TypeVar("_Item")
+
+# ------------------------------------------------------------------------------------------------ the server
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """Why a request has no completion after the client's retries; ``status`` 0 where no error of the server says so."""
+
+    text: str
+    status: int = 0
+    code: str | None = None
+    param: str | None = None
+
+    @property
+    def may_pass(self) -> bool:
+        return self.status in (0, 408, 409, 429) or self.status >= 500
+
+
+@dataclass(frozen=True)
+class _Endpoint:
+    """A server as ``part`` of a configuration (answering, grader) names it; ``key_variable`` None: no key is sent."""
+
+    part: str
+    address: str
+    model: str
+    key_variable: str | None
+    timeout: float
+    retries: int
+    concurrency: int
+
+    @property
+    def place(self) -> str:
+        """Returns the address for readers."""
+        return str(redact(self.address))
+
+    def complete(
+        self, items: Iterable[_Item], body_of: Callable[[_Item], Mapping[str, object]]
+    ) -> Iterator[tuple[_Item, Completion | _Problem, float]]:
+        """Yields each item with what the server says to its request and the seconds it took, as they come.
+
+        UserError for a key, a model or an account that no other request would fare better with.
+        """
+        key = os.environ.get(self.key_variable or "") or NO_KEY
+        client = open_client(self.address, key, self.timeout, self.retries, self.concurrency)
+        retried: list[int] = []
+        notes: list[str] = []
+
+        def ask(item: _Item) -> tuple[Completion | _Problem, float]:
+            began = time.monotonic()
+            return _ask(client, body_of(item), retried), time.monotonic() - began
+
+        try:
+            for item, (found, seconds) in in_threads(ask, items, self.concurrency):
+                if isinstance(found, _Problem):
+                    self._check_mendable(client, found)
+                elif found.escaped:
+                    notes.append(ESCAPED)
+                yield item, found, seconds
+            client.close()  # not where this is left early: threads may still be reading
+        finally:
+            warn_of(self.address, notes)
+            if retried:
+                told = "%s: %d of the calls were answered after repeating them, %d times in all"
+                log.info(told, self.place, len(retried), sum(retried))
+
+    def _check_mendable(self, client: "OpenAI", problem: _Problem) -> None:
+        """Raises UserError for what every request would meet, with what can be done about it."""
+        variable = self.key_variable
+        if problem.status in (401, 403):
+            what = "a request without a key" if variable is None else f"the key in {variable}"
+            raise UserError(
+                f"{self.place} refuses {what} ({problem.text}): expected a key that may use {self.part}.model in the "
+                f"environment variable {variable or f'that {self.part}.key_variable=NAME names'}"
+            )
+        if problem.status == 404:
+            from openai import OpenAIError
+
+            served = f"see its list at {self.place}/models"
+            with suppress(OpenAIError, ValueError):
+                served = "it serves " + ", ".join(model.id for model in client.models.list().data)
+            raise UserError(
+                f"{self.place} does not serve {self.part}.model={self.model} ({problem.text}): {served}; or "
+                f"{self.part}.base_url does not end as the server wants it (mostly /v1)"
+            )
+        if problem.code == OUT_OF_CREDIT:
+            raise UserError(
+                f"{self.place}: the account{f' of the key in {variable}' if variable else ''} is out of credit "
+                f"({problem.text}); the replies so far are stored, the same command goes on from there"
+            )
+
+    def require_ready(self, variable: str | None) -> None:
+        """Raises UserError without the client's packages, or without the key that ``variable`` promises."""
+        if find_spec("openai") is None or find_spec("httpx2") is None:
+            raise UserError(
+                f"{self.part}=openai needs the packages openai (3 or later) and httpx2; they come with the extra "
+                f"`eval`: {install_line('eval')}"
+            )
+        if variable is not None and not os.environ.get(variable):
+            raise UserError(
+                f"{self.part}.key_variable={variable}: expected the key of {self.place} in the environment variable "
+                f"{variable}, which is not set; set it, or name a server that asks for none with "
+                f"{self.part}.key_variable=null {self.part}.base_url=http://HOST:PORT/v1"
+            )
+
+
+def _ask(client: "OpenAI", body: Mapping[str, object], retried: list[int]) -> Completion | _Problem:
+    """Returns what comes of one request; the client waits and tries again by itself."""
+    from openai import APIStatusError, OpenAIError
+
+    try:
+        raw = client.chat.completions.with_raw_response.create(**body)  # type: ignore[call-overload]
+        found = read_completion(raw.http_response, logprobs="top_logprobs" in body)
+    except APIStatusError as problem:
+        return _Problem(describe(problem), problem.status_code, problem.code, problem.param)
+    except (OpenAIError, ValueError) as problem:
+        return _Problem(describe(problem))
+    if raw.retries_taken:
+        retried.append(raw.retries_taken)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ answers
 
 
 @dataclass(frozen=True)
@@ -76,8 +216,7 @@ class OpenAIAnswering:
         """
         from attnpo.models.generate import longest_sequence
 
-        key = self._key()
-        _require_package()
+        self.endpoint(self.model or model.path).require_ready(self.key_variable)
         if model.fold_system:
             raise UserError(
                 "model.fold_system=true cannot reach a server, which renders its own chat template: leave it out and "
@@ -85,42 +224,24 @@ class OpenAIAnswering:
             )
         if not Path(model.path).expanduser().is_dir():
             log.info("%s is no folder here: its name on the server stands for its weights", model.path)
-            return ServedAnswerer(self, model, None, self.max_length, key)
+            return ServedAnswerer(self, model, None, self.max_length)
         spec, chat = describe_model(model)
         limit = longest_sequence(spec.path, spec.revision, "answering.max_length", self.max_length)
-        return ServedAnswerer(self, spec, chat, limit, key)
+        return ServedAnswerer(self, spec, chat, limit)
 
-    def _key(self) -> str:
-        if self.key_variable is None:
-            return NO_KEY
-        key = os.environ.get(self.key_variable)
-        if not key:
-            raise UserError(
-                f"answering.key_variable={self.key_variable}: expected the server's key in the environment variable "
-                f"{self.key_variable}, which is not set; set it, or answering.key_variable=null for a server that asks "
-                "for none"
-            )
-        return key
-
-
-def _require_package() -> None:
-    try:
-        import openai  # noqa: F401
-    except ImportError as problem:
-        raise UserError(
-            f"answering=openai needs the package openai, which comes with the extra `eval`: {install_line('eval')}"
-        ) from problem
+    def endpoint(self, model: str) -> _Endpoint:
+        """Returns the server that is asked for ``model``."""
+        return _Endpoint(
+            "answering", self.base_url, model, self.key_variable, self.timeout, self.retries, self.concurrency
+        )
 
 
 class ServedAnswerer:
     """A served model. ``chat`` is None where ``model.path`` is no folder on this machine."""
 
-    def __init__(
-        self, settings: OpenAIAnswering, model: ModelSpec, chat: ChatFormat | None, limit: int | None, key: str
-    ) -> None:
+    def __init__(self, settings: OpenAIAnswering, model: ModelSpec, chat: ChatFormat | None, limit: int | None) -> None:
         self.settings, self.model, self.chat, self.limit = settings, model, chat, limit
         self.name = settings.model or model.path
-        self._secret = key
 
     @property
     def counted_by(self) -> str:
@@ -149,7 +270,7 @@ class ServedAnswerer:
         UserError for settings that only ``extensions`` can send.
         """
         seed = int(digest([sampling.seed, list(one.messages), one.draw])[:8], 16) >> 1  # 31 bits fit everywhere
-        tools = tools_of(one.messages)
+        tools, kwargs = tools_of(one.messages), self.model.chat_template_kwargs
         body = {
             "model": self.name,
             "messages": without_tools(one.messages),
@@ -164,13 +285,12 @@ class ServedAnswerer:
         if self.settings.extensions:
             ends = set(sampling.stop_ids) | (set() if self.chat is None else set(self.chat.end_ids))
             neutral = {"top_k": sampling.top_k or -1, "min_p": 0.0, "repetition_penalty": 1.0}
-            kwargs = self.model.chat_template_kwargs
             body["extra_body"] = (
                 neutral
                 | ({"stop_token_ids": sorted(ends)} if ends else {})
                 | ({"chat_template_kwargs": dict(kwargs)} if kwargs else {})
             )
-        elif self.model.chat_template_kwargs:
+        elif kwargs:
             raise UserError(
                 "answering.extensions=false cannot send model.chat_template_kwargs to the server: leave them out, or "
                 "set answering.extensions=true"
@@ -191,117 +311,50 @@ class ServedAnswerer:
         if not asked:
             return
         bodies = [self.parameters(one, sampling) for one in asked]
-        settings = self.settings
         problems: list[str] = []
         notes: list[str] = []
-        client = open_client(settings.base_url, self._secret, settings.timeout, settings.retries, settings.concurrency)
         in_a_row = done = 0
-        replies = in_threads(lambda at: _ask(client, bodies[at], notes), range(len(bodies)), settings.concurrency)
         try:
-            for index, reply in replies:
+            for index, found, _ in self.settings.endpoint(self.name).complete(range(len(bodies)), bodies.__getitem__):
                 done += 1
-                if isinstance(reply, Reply):
-                    in_a_row = 0
-                    yield {index: reply}
-                elif isinstance(reply, _Refusal):
-                    raise self._refused(client, reply)
-                else:
+                if isinstance(found, _Problem) and found.may_pass:
                     in_a_row += 1
-                    problems.append(str(reply))
-                    if in_a_row >= settings.concurrency:
+                    problems.append(found.text)
+                    if in_a_row >= self.settings.concurrency:
                         break
-            else:
-                client.close()  # not where this is left early: threads may still be reading
+                    continue
+                in_a_row = 0
+                if isinstance(found, _Problem):
+                    yield {index: self._without_answer(found)}
+                    continue
+                notes += [NO_COUNT] * (found.output_tokens is None)
+                yield {index: Reply(found.text, found.output_tokens or 0, found.finish_reason, found.missing)}
         finally:
-            warn_of(settings.base_url, notes)
+            warn_of(self.settings.base_url, notes)
         if problems:
             rest = "" if done == len(asked) else f", and was then not asked for {len(asked) - done} more"
             raise UserError(
-                f"the server at answering.base_url={redact(settings.base_url)} did not answer {len(problems)} of "
+                f"the server at answering.base_url={redact(self.settings.base_url)} did not answer {len(problems)} of "
                 f"{done} conversations{rest}; the first: {problems[0]}. What it answered is kept: give the command "
                 "again"
             )
 
-    def _refused(self, client: "OpenAI", refusal: "_Refusal") -> UserError:
-        """Returns the error for a request that would be refused again, with what can be done about it."""
-        from openai import OpenAIError
-
+    def _without_answer(self, problem: _Problem) -> Reply:
+        """Returns the empty reply to a prompt that the server does not take; UserError where it is the parameters."""
+        if problem.code == TOO_LONG_CODE or TOO_LONG_WORDS in problem.text:
+            return Reply("", 0, LENGTH, refused=TOO_LONG)
+        if problem.code == FILTERED:
+            return Reply("", 0, FILTERED, refused="filtered by the server")
         help_ = "the text above is the server's own"
-        if refusal.status in (401, 403):
-            variable = self.settings.key_variable
-            help_ = "name the environment variable that holds its key as answering.key_variable"
-            help_ = help_ if variable is None else f"the key in {variable} (answering.key_variable) is not one it takes"
-        elif refusal.status == 404:
-            served = ""
-            with suppress(OpenAIError, ValueError):
-                served = ": " + ", ".join(model.id for model in client.models.list().data)
-            help_ = f"set answering.model to the name of a model that it serves{served}; or the address is wrong"
-        elif self.settings.extensions:
+        if self.settings.extensions:
             help_ = "a server that does not know top_k and stop_token_ids needs answering.extensions=false"
-        return UserError(
+        raise UserError(
             f"the server at answering.base_url={redact(self.settings.base_url)} refused a request for the model "
-            f"{self.name!r} with status {refusal.status}: {refusal.text}; {help_}"
+            f"{self.name!r} with status {problem.status}: {problem.text}; {help_}"
         )
 
 
-# ------------------------------------------------------------------------------------------------ requests
-
-
-@dataclass(frozen=True)
-class _Refusal:
-    """A status that the same request would get again, and the server's words."""
-
-    status: int
-    text: str
-
-
-@dataclass(frozen=True)
-class _Failure:
-    """Why a request got no answer after the client's retries."""
-
-    text: str
-
-    def __str__(self) -> str:
-        return self.text
-
-
-_Outcome = Reply | _Refusal | _Failure
-
-
-def _ask(client: "OpenAI", body: Mapping[str, object], notes: list[str]) -> _Outcome:
-    """Returns the reply to one request; the client waits and tries again by itself."""
-    from openai import APIStatusError, OpenAIError
-
-    try:
-        raw = client.chat.completions.with_raw_response.create(**body)  # type: ignore[call-overload]
-        found = read_completion(raw.http_response)
-    except APIStatusError as problem:
-        return _of_status(problem)
-    except (OpenAIError, ValueError) as problem:
-        return _Failure(describe(problem))
-    notes += ([ESCAPED] * found.escaped) + ([NO_COUNT] * (found.output_tokens is None))
-    return Reply(found.text, found.output_tokens or 0, found.finish_reason, refused=found.missing)
-
-
-def _of_status(problem: "APIStatusError") -> _Outcome:
-    text = describe(problem)
-    if problem.status_code in (408, 409, 429) or problem.status_code >= 500:
-        return _Failure(text)
-    if problem.code == TOO_LONG_CODE or TOO_LONG_WORDS in text:
-        return Reply("", 0, LENGTH, refused=TOO_LONG)
-    if problem.code == FILTERED:
-        return Reply("", 0, FILTERED, refused="filtered by the server")
-    return _Refusal(problem.status_code, text)
-
-
-SERVICE = "https://api.openai.com/v1"
-ADDRESS = "OPENAI_BASE_URL"  # the client's own variable for another address
-KEY = "OPENAI_API_KEY"  # the client's own variable for the key, of its own address or of that
-LENGTH_KEYS = ("max_tokens", "max_completion_tokens")
-# Tokens of OpenAI's chat format: around a turn with its role, and ahead of the reply (OpenAI Cookbook, "How to count
-# tokens with tiktoken").
-OF_TURN, BEGINS_REPLY = 4, 3
-OUT_OF_CREDIT = "insufficient_quota"  # OpenAI's code of a 429 that no waiting mends
+# ------------------------------------------------------------------------------------------------ grades
 
 
 @dataclass(frozen=True)
@@ -352,14 +405,9 @@ class OpenAIGrader:
         return (self.base_url or os.environ.get(ADDRESS) or SERVICE).rstrip("/")
 
     @property
-    def _place(self) -> str:
-        """Returns the address for readers."""
-        return str(redact(self.address))
-
-    @property
-    def _key(self) -> str | None:
-        """Name of the environment variable with the key; None for a server that is sent none."""
-        return self.key_variable or (KEY if self.base_url is None or self.address == SERVICE else None)
+    def _endpoint(self) -> _Endpoint:
+        key = self.key_variable or (KEY if self.base_url is None or self.address == SERVICE else None)
+        return _Endpoint("grader", self.address, self.model, key, self.timeout, self.max_retries, self.concurrency)
 
     def identity(self) -> dict[str, object]:
         """Model, address and what goes with every request."""
@@ -386,24 +434,8 @@ class OpenAIGrader:
         return BEGINS_REPLY + sum(OF_TURN + len(vocabulary.encode_ordinary(turn["content"])) for turn in call.messages)
 
     def check_ready(self) -> None:
-        """Raises UserError without the client's package, or without a key for OpenAI's service."""
-        if find_spec("openai") is None or find_spec("httpx2") is None:
-            raise UserError(
-                "grader=openai needs the packages openai (3 or later) and httpx2; they come with the extra `eval`: "
-                f"{install_line('eval')}"
-            )
-        if self.address == SERVICE and not os.environ.get(self._key or ""):
-            raise UserError(
-                f"grader=openai asks {SERVICE}, which needs a key: expected it in the environment variable "
-                f"{self._key} (grader.key_variable), which is not set; or name a server of your own with "
-                "grader.base_url=http://HOST:PORT/v1"
-            )
-        if self.key_variable is not None and not os.environ.get(self.key_variable):
-            raise UserError(
-                f"grader.key_variable={self.key_variable}: expected the server's key in the environment variable "
-                f"{self.key_variable}, which is not set; set it, or grader.key_variable=null where a server asks for "
-                "none"
-            )
+        """Raises UserError without the client's packages, or without a key that is named or OpenAI's service needs."""
+        self._endpoint.require_ready(self.key_variable or (KEY if self.address == SERVICE else None))
 
     def ask(self, calls: Iterable[GradingCall]) -> Iterator[tuple[GradingCall, GradingReply | GradingFailure]]:
         """Yields each call with its reply, as they come.
@@ -413,90 +445,51 @@ class OpenAIGrader:
                 no log-probabilities where a call needs them.
         """
         self.check_ready()
-        key = os.environ.get(self._key or "") or NO_KEY
-        client = open_client(self.address, key, self.timeout, self.max_retries, self.concurrency)
-        retried: list[int] = []
         notes: list[str] = []
         try:
-            yield from in_threads(lambda call: self._reply(client, call, retried, notes), calls, self.concurrency)
-            client.close()  # not where this is left early: threads may still be reading
+            for call, found, seconds in self._endpoint.complete(calls, self._body):
+                yield call, self._reply(call, found, seconds)
+                if isinstance(found, Completion) and found.missing is not None and not call.top_logprobs:
+                    notes.append(found.missing)
         finally:
             warn_of(self.address, notes)
-            if retried:
-                log.info(
-                    "%s: %d of the calls were answered after repeating them, %d times in all",
-                    self._place,
-                    len(retried),
-                    sum(retried),
-                )
 
-    def _reply(
-        self, client: "openai.OpenAI", call: GradingCall, retried: list[int], notes: list[str]
-    ) -> GradingReply | GradingFailure:
-        """Returns what the endpoint says to one call. UserError for what no other call would fare better with."""
-        import openai
-
-        began = time.monotonic()
+    def _body(self, call: GradingCall) -> dict[str, object]:
         wanted = {"logprobs": True, "top_logprobs": call.top_logprobs} if call.top_logprobs else {}
-        try:
-            raw = client.chat.completions.with_raw_response.create(
-                model=self.model,
-                messages=cast("list[ChatCompletionMessageParam]", list(call.messages)),
-                temperature=call.temperature,
-                top_p=call.top_p,
-                extra_body={self.length_key: call.max_tokens, **wanted, **self.extra_body},
-            )
-            found = read_completion(raw.http_response, logprobs=call.top_logprobs > 0)
-        except (openai.AuthenticationError, openai.PermissionDeniedError) as problem:
-            what = "a request without a key" if self._key is None else f"the key in {self._key}"
-            raise UserError(
-                f"{self._place} refuses {what} ({describe(problem)}): expected a key that may use grader.model in the "
-                f"environment variable {self._key or 'that grader.key_variable=NAME names'}"
-            ) from problem
-        except openai.NotFoundError as problem:
-            raise UserError(
-                f"{self._place} does not serve grader.model={self.model} ({describe(problem)}): see its list at "
-                f"{self._place}/models, and that grader.base_url ends as the server wants it (mostly /v1)"
-            ) from problem
-        except openai.APIStatusError as problem:
-            self._check_mendable(problem)
-            return GradingFailure(describe(problem))
-        except (openai.APIError, ValueError) as problem:
-            return GradingFailure(describe(problem))
-        if raw.retries_taken:
-            retried.append(raw.retries_taken)
+        return {
+            "model": self.model,
+            "messages": list(call.messages),
+            "temperature": call.temperature,
+            "top_p": call.top_p,
+            self.length_key: call.max_tokens,
+            **wanted,
+            "extra_body": dict(self.extra_body),
+        }
+
+    def _reply(self, call: GradingCall, found: Completion | _Problem, seconds: float) -> GradingReply | GradingFailure:
+        """Returns what a call came back with. UserError where every call would meet the same."""
+        if isinstance(found, _Problem):
+            if found.param in ("logprobs", "top_logprobs"):
+                raise UserError(self._without_logprobs(f"refuses them ({found.text})"))
+            return GradingFailure(found.text)
         if call.top_logprobs and found.logprobs is None:
-            if found.missing is not None:
-                return GradingFailure(found.missing)
-            raise UserError(self._without_logprobs("gives none"))
-        if found.missing is not None and found.logprobs is None:
-            notes.append(found.missing)
-        if found.escaped:
-            notes.append(ESCAPED)
+            if found.missing is None:
+                raise UserError(self._without_logprobs("gives none"))
+            return GradingFailure(found.missing)
         return GradingReply(
             text=found.text,
             finish_reason=found.finish_reason,
             logprobs=found.logprobs,
             input_tokens=found.input_tokens or 0,
             output_tokens=found.output_tokens or 0,
-            seconds=time.monotonic() - began,
+            seconds=seconds,
             model=found.model,
             estimated=found.input_tokens is None or found.output_tokens is None,
         )
 
-    def _check_mendable(self, problem: "openai.APIStatusError") -> None:
-        """Raises UserError for a refusal that every call would meet."""
-        if problem.code == OUT_OF_CREDIT:
-            raise UserError(
-                f"{self._place}: the account{f' of the key in {self._key}' if self._key else ''} is out of credit "
-                f"({describe(problem)}); the replies so far are stored, the same command goes on from there"
-            ) from problem
-        if problem.param in ("logprobs", "top_logprobs"):
-            raise UserError(self._without_logprobs(f"refuses them ({describe(problem)})")) from problem
-
     def _without_logprobs(self, what: str) -> str:
         return (
-            f"this benchmark reads verdicts from log-probabilities (top_logprobs), and {self._place} with "
+            f"this benchmark reads verdicts from log-probabilities (top_logprobs), and {redact(self.address)} with "
             f"grader.model={self.model} {what}: name an endpoint that gives them (OpenAI's, or vLLM's server), or "
             "grade on this machine with grader=local"
         )

@@ -301,7 +301,7 @@ def test_a_server_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_no_key_and_no_package_are_said_before_anything_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r"environment variable OPENAI_API_KEY .*grader\.base_url="):
+    with pytest.raises(UserError, match=r"environment variable OPENAI_API_KEY, .*grader\.base_url="):
         OpenAIGrader().check_ready()
     OpenAIGrader(base_url="http://127.0.0.1:1/v1").check_ready()
     monkeypatch.setenv("OPENAI_API_KEY", "k")
