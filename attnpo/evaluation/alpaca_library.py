@@ -14,16 +14,18 @@ import math
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from unittest.mock import patch
 
 import numpy as np
 from jaxtyping import Float, Int
 
+from attnpo.evaluation.base import Replies
 from attnpo.evaluation.chat import GradingReply
 from attnpo.schema import Json, Message, UserError, digest
 from attnpo.system.files import shortened
@@ -44,6 +46,11 @@ class Compared:
     instruction: str
     baseline: str
     output: str
+
+    @property
+    def same(self) -> bool:
+        """Returns whether both answers are one text, which the library takes for a tie and asks nobody about."""
+        return self.baseline == self.output
 
 
 @dataclass(frozen=True)
@@ -226,19 +233,29 @@ def prompts(name: str, rows: Sequence[Compared]) -> list[str | None]:
     return [prompt if isinstance(prompt, str) else None for prompt in (row["prompt"] for row in asked)]
 
 
-def preferences(name: str, rows: Sequence[Compared], replies: Mapping[str, GradingReply]) -> Float[np.ndarray, " rows"]:
+def preferences(name: str, rows: Sequence[Compared], replies: Replies) -> Float[np.ndarray, " rows"]:
     """Returns the library's preferences: 1 where the baseline's answer is surely better, 2 where the model's is, 1.5
     for ties.
 
-    NaN where the reply to a row's prompt holds no verdict, or is not among ``replies`` (by prompt). A reply without
-    log-probabilities counts as if its text had all the probability.
+    NaN where the reply to a row's prompt holds no verdict, or there is none. A reply without log-probabilities counts
+    as if its text had all the probability.
+
+    Raises:
+        ValueError: a reply is to a prompt that no row has.
     """
+    given = {digest(call.messages): reply for call, reply in replies.items()}
+    asked: set[str] = set()
 
     def replay(prompts: Sequence[str], completion_key: str) -> dict[str, Sequence[object]]:
-        found = [replies.get(prompt) for prompt in prompts]
+        keys = [digest(messages(prompt)) for prompt in prompts]
+        asked.update(keys)
+        found = [given.get(key) for key in keys]
         return {completion_key: ["" if reply is None else _completion(reply, completion_key) for reply in found]}
 
     annotated = _annotated(name, rows, replay)
+    others = [call.item for call in replies if digest(call.messages) not in asked]
+    if others:
+        raise ValueError(f"the reply of question {others[0]} is to another prompt than this question has")
     values = [row["preference"] for row in annotated]
     return np.array([np.nan if value is None else float(str(value)) for value in values], dtype=float)
 
@@ -340,18 +357,6 @@ def checked_auxiliary(file: Path, instructions: int, named: str) -> Path:
     return file
 
 
-@contextmanager
-def _in_place_of_download(file: Path) -> Iterator[None]:
-    """Opens a context in which the library gets ``file`` where it would download its auxiliary file."""
-    module = library().metrics.glm_winrate
-    download = module.hf_hub_download
-    module.hf_hub_download = lambda **named: str(file)
-    try:
-        yield
-    finally:
-        module.hf_hub_download = download
-
-
 # ------------------------------------------------------------------------------------------------ win rates
 
 
@@ -424,7 +429,8 @@ def _metrics(annotations: object, auxiliary: Path | None) -> dict[str, float]:
             return {name: float(value) for name, value in metrics.get_winrate(annotations).items()}
     # Two traces that the library would leave: weights beside its own sources, and a switch of scikit-learn.
     with tempfile.TemporaryDirectory() as folder, sklearn.config_context():
-        with quiet(), _in_place_of_download(auxiliary):
+        download = patch.object(metrics.glm_winrate, "hf_hub_download", lambda **named: str(auxiliary))
+        with quiet(), download:
             found = metrics.get_length_controlled_winrate(annotations, glm_name=MODEL_FORM, save_weights_dir=folder)
         weights = pandas.read_csv(Path(folder) / MODEL_FORM / "baseline_baseline.csv", index_col=0).iloc[0].tolist()
     named = dict(zip(("length", "difficulty", "baseline"), weights, strict=True))
