@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -120,6 +120,13 @@ class Score:
     grading: float | None = None
     questions: int = 0
     higher_is_better: bool | None = True
+
+    @classmethod
+    def read(cls, values: Mapping[str, object]) -> "Score":
+        """Returns the score that ``asdict`` made ``values`` of, as JSON has them."""
+        told: Any = values
+        interval = None if told["interval"] is None else tuple(told["interval"])
+        return cls(**{**told, "rounds": tuple(told["rounds"]), "interval": interval})
 
 
 @dataclass(frozen=True)

@@ -20,14 +20,14 @@ from importlib import metadata
 from numbers import Real
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 import torch
 
 from attnpo.evaluation.base import Measured, Score, Subject
 from attnpo.evaluation.spreads import NORMAL
-from attnpo.schema import BOOKKEEPING, Json, UserError, check_least, digest
+from attnpo.schema import BOOKKEEPING, UserError, check_least, digest
 from attnpo.system.files import clean, file_digest, read_record, write_record
 
 if TYPE_CHECKING:
@@ -339,7 +339,7 @@ class _Runner:
         kept = read_record(path)
         if kept is not None and kept.get("key") == key:
             log.info("%s: %s is done, read from %s", self.settings.name, name, path)
-            return measured_again(kept)
+            return Measured(tuple(map(Score.read, kept["scores"])), kept["counts"], tuple(kept["table"]))
         began = time.perf_counter()
         measured = self._run(name)
         write_record(path, {"key": key, **asdict(measured)})
@@ -415,8 +415,7 @@ class _Runner:
 # ------------------------------------------------------------------------------------------------ its results
 
 
-@dataclass(frozen=True)
-class Figure:
+class Figure(TypedDict):
     """One number of a task or group: of a metric, for the answers as a filter leaves them (``acc,none``).
 
     ``shots``: examples in front of a question; ``data``: a digest of the documents, None for a group.
@@ -432,27 +431,26 @@ class Figure:
     shots: int | None
     version: str | float | None
     data: str | None
-    higher_is_better: bool | None = None
+    higher_is_better: bool | None
 
-    def score(self) -> Score:
-        """Returns the figure as a score, with 1.96 standard errors."""
-        name = ".".join(part for part in (self.task, self.metric, self.filter) if part != NO_FILTER)
-        half = None if self.stderr is None else NORMAL * self.stderr
-        interval = None if half is None else (self.value - half, self.value + half)
-        return Score(name, self.value, (self.value,), interval, None, self.documents, self.higher_is_better)
+
+def score_of(figure: Figure) -> Score:
+    """Returns a figure as a score, with 1.96 standard errors."""
+    name = ".".join(part for part in (figure["task"], figure["metric"], figure["filter"]) if part != NO_FILTER)
+    value, half = figure["value"], None if figure["stderr"] is None else NORMAL * figure["stderr"]
+    interval = None if half is None else (value - half, value + half)
+    return Score(name, value, (value,), interval, None, figure["documents"], figure["higher_is_better"])
 
 
 def measured_of(name: str, results: "EvalResults", counts: Mapping[str, int]) -> Measured:
     """Scores of a task, of a group as a whole or of each task of a tag; rows for all there is."""
     figures = figures_of(results)
-    whole = [figure for figure in figures if figure.task == name] or figures
+    whole = [figure for figure in figures if figure["task"] == name] or figures
     if not whole:
         raise UserError(f"benchmark.tasks: {name} of lm_eval gives no figure that is a number")
     left = sum(size["original"] - size["effective"] for size in results["n-samples"].values())
     limited = {"documents left out by benchmark.limit": left} if left else {}
-    return Measured(
-        tuple(figure.score() for figure in whole), {**counts, **limited}, tuple(asdict(figure) for figure in figures)
-    )
+    return Measured(tuple(map(score_of, whole)), {**counts, **limited}, tuple(figures))
 
 
 def figures_of(results: "EvalResults") -> list[Figure]:
@@ -480,19 +478,3 @@ def figures_of(results: "EvalResults") -> list[Figure]:
             )
             figures.append(figure)
     return figures
-
-
-def measured_again(kept: Mapping[str, Json]) -> Measured:
-    """Returns what ``asdict`` made of a ``Measured``, as one again."""
-    read: Any = kept
-    scores = [
-        Score(
-            **{
-                **score,
-                "rounds": tuple(score["rounds"]),
-                "interval": None if score["interval"] is None else tuple(score["interval"]),
-            }
-        )
-        for score in read["scores"]
-    ]
-    return Measured(tuple(scores), read["counts"], tuple(read["table"]))

@@ -69,16 +69,7 @@ def read_result(folder: Path) -> EvaluationResult | None:
         lengths, scores = values.pop("lengths"), values.pop("scores")
         return EvaluationResult(
             **{**values, "table": tuple(values["table"])},
-            scores=tuple(
-                Score(
-                    **{
-                        **score,
-                        "rounds": tuple(score["rounds"]),
-                        "interval": None if score["interval"] is None else tuple(score["interval"]),
-                    }
-                )
-                for score in scores
-            ),
+            scores=tuple(map(Score.read, scores)),
             lengths=None if lengths is None else Lengths(**lengths),
         )
     except (KeyError, TypeError, AttributeError) as problem:

@@ -19,7 +19,7 @@ import yaml
 
 from attnpo.config import compose as config
 from attnpo.evaluation.base import Measure, Measured, Subject
-from attnpo.evaluation.lm_eval_tasks import WORDS, Figure, LmEvalTasks, quiet
+from attnpo.evaluation.lm_eval_tasks import WORDS, LmEvalTasks, quiet, score_of
 from attnpo.models.loading import load_model, load_tokenizer
 from attnpo.models.spec import ModelSpec
 from attnpo.schema import UserError
@@ -149,9 +149,8 @@ def test_a_group_is_scored_as_a_whole(babbler: Path, folder: Path, tmp_path: Pat
     (score,) = found.scores
     assert (score.name, score.mean) == ("both.acc", pytest.approx(np.mean(right)))
     assert {row["task"]: row["documents"] for row in found.table} == {"both": 6, "words": 5, "few": 1}
-    none = Figure("a", "acc", "none", 0.5, None, 9, 0, None, None).score()
-    assert (none.name, none.interval) == ("a.acc", None)
-    assert Figure("a", "match", "strict", 0.5, 0.1, 9, 0, None, None).score().name == "a.match.strict"
+    strict = score_of({**found.table[0], "filter": "strict", "stderr": None})
+    assert (strict.name, strict.interval) == (f"{found.table[0]['task']}.acc.strict", None)
 
 
 def test_a_perplexity_is_the_better_the_lower(babbler: Path, folder: Path, tmp_path: Path) -> None:

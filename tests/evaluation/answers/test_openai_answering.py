@@ -128,7 +128,6 @@ def test_lengths_and_reasons_are_the_servers(tmp_path: Path) -> None:
     with Loopback(lambda body: replies[body["messages"][-1]["content"]]) as server:
         questions = [Question(name, (name,)) for name in replies]
         found = answer_questions(questions, Sampling(3, 0.0), served(server), tmp_path)
-    assert found is not None
     told = {name: (answer.turns, answer.tokens, answer.finish_reasons) for name, answer in found.answers.items()}
     assert told == {
         "cut": (("one two three",), (3,), ("length",)),
@@ -252,7 +251,7 @@ def test_a_prompt_that_the_server_does_not_take_is_an_empty_answer(
     with Loopback(echo, faults=[Fault(400, message=message, code=code)]) as server:
         questions = [Question("a", ("first",)), Question("b", ("second",))]
         found = answer_questions(questions, SAMPLING, served(server, concurrency=1), tmp_path)
-        assert found is not None and found.answers["a"].turns == ("",) and found.answers["b"].turns[0]
+        assert found.answers["a"].turns == ("",) and found.answers["b"].turns[0]
         assert found.answers["a"].finish_reasons == (ended,) and found.statistics.refused == {reason: 1}
         assert answer_questions(questions, SAMPLING, served(server), tmp_path) == found
         assert len(server.requests) == 2
