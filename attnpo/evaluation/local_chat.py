@@ -227,13 +227,17 @@ class LocalGrader:
 
     @cached_property
     def _chat(self) -> ChatFormat:
+        return self._format()
+
+    def _format(self, fold_system: bool = False) -> ChatFormat:
         from attnpo.models.described import token_rows
         from attnpo.models.loading import load_tokenizer, text_config
 
         template = read_template(self.chat_template, "grader.chat_template")
         try:
             tokenizer = load_tokenizer(self.path, self.revision)
-            return ChatFormat(tokenizer, template, rows=token_rows(text_config(self.path, self.revision)))
+            rows = token_rows(text_config(self.path, self.revision))
+            return ChatFormat(tokenizer, template, fold_system=fold_system, rows=rows)
         except UserError as problem:
             raise UserError(f"grader.path={self.path}: {problem}".replace("model.chat_", "grader.chat_")) from problem
 
@@ -260,16 +264,9 @@ class LocalGrader:
 
     @cached_property
     def _generator(self) -> "HFGenerator":
-        from attnpo.models.generate import HFGenerator
+        from attnpo.models.generate import chat_generator
 
-        return HFGenerator(
-            self._model,
-            self._chat.tokenizer,
-            self._chat.prompt_ids,
-            batch_size=self.batch_size,
-            token_budget=self.token_budget,
-            end_ids=sorted(self._chat.end_ids),
-        )
+        return chat_generator(self._model, self._chat, self.batch_size, self.token_budget)
 
     # ------------------------------------------------------------------------------------------ asking
 
@@ -385,72 +382,55 @@ class LocalGrader:
         )
         if self._limit is None or tokens + call.max_tokens <= self._limit:
             return asked
-        self._say_once(
-            f"prompts leave less room within the {self._limit} tokens of {self.path} than replies may take: such "
-            "replies are cut earlier than the benchmark asks (finish_reason length)"
-        )
+        self._warn_of_room()
         room = self._limit - tokens
         return replace(asked, max_new_tokens=room - room % ROOM_STEP if room > ROOM_STEP else room)
 
-    def _say_once(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
-            log.warning("grader: %s", text)
+    def _warn_of_room(self) -> None:
+        if not self._warned:
+            self._warned.append(
+                f"prompts leave less room within the {self._limit} tokens of {self.path} than replies may take: such "
+                "replies are cut earlier than the benchmark asks (finish_reason length)"
+            )
+            log.warning("grader: %s", self._warned[0])
 
     @cached_property
-    def _said(self) -> set[str]:
-        return set()
+    def _warned(self) -> list[str]:
+        return []
 
     # ------------------------------------------------------------------------------------------ prompts
 
     def _label_ids(self, call: GradingCall) -> tuple[int, int]:
-        return self._label_ids_of(tuple(turn["role"] for turn in call.messages), call.labels)
-
-    def _label_ids_of(self, roles: tuple[str, ...], labels: tuple[str, ...]) -> tuple[int, int]:
-        known = self._known_labels
-        if (roles, labels) not in known:
-            turns = self._turns([Message(role=role, content="x") for role in roles])
-            prompt = self._chat.render(turns, add_generation_prompt=True)
+        known, roles = self._known_labels, tuple(turn["role"] for turn in call.messages)
+        if (roles, call.labels) not in known:
+            turns = [Message(role=role, content="x") for role in roles]
+            chat = self._chat_for(turns)
             key = f"grader.path={self.path}, the benchmark's labels"
-            first, second = label_tokens(self._chat, prompt, labels, key)
-            known[roles, labels] = (first, second)
-        return known[roles, labels]
+            first, second = label_tokens(chat, chat.render(turns, add_generation_prompt=True), call.labels, key)
+            known[roles, call.labels] = (first, second)
+        return known[roles, call.labels]
 
     @cached_property
     def _known_labels(self) -> dict[tuple[tuple[str, ...], tuple[str, ...]], tuple[int, int]]:
         return {}
 
     def _ids(self, messages: Sequence[Message]) -> list[int]:
-        return self._chat.prompt_ids(self._turns(messages))
+        return self._chat_for(messages).prompt_ids(messages)
 
-    def _turns(self, messages: Sequence[Message]) -> list[Message]:
-        """Returns the turns as the chat template takes them: system text in front of the next turn where it has no
-        place.
-        """
-        if all(turn["role"] != "system" for turn in messages) or self._takes_system:
-            return list(messages)
-        turns: list[Message] = []
-        waiting: list[str] = []
-        for turn in messages:
-            if turn["role"] == "system":
-                waiting.append(turn["content"])
-            else:
-                turns.append(Message(role=turn["role"], content="\n\n".join([*waiting, turn["content"]])))
-                waiting = []
-        return turns if not waiting else [*turns, Message(role="user", content="\n\n".join(waiting))]
+    def _chat_for(self, messages: Sequence[Message]) -> ChatFormat:
+        return self._with_system if any(turn["role"] == "system" for turn in messages) else self._chat
 
     @cached_property
-    def _takes_system(self) -> bool:
-        """Returns whether the chat template writes a system turn: some refuse it, some leave it out."""
+    def _with_system(self) -> ChatFormat:
+        """Returns the chat format that writes system turns: some templates refuse them, some leave them out."""
         probe = [Message(role="system", content=SENTINEL), Message(role="user", content="a")]
         try:
-            takes = SENTINEL in self._chat.render(probe, add_generation_prompt=True)
+            if SENTINEL in self._chat.render(probe, add_generation_prompt=True):
+                return self._chat
         except RefusedText as problem:
             log.debug("the grader's chat template refuses a system turn: %s", problem)
-            takes = False
-        if not takes:
-            self._say_once(f"the chat template of {self.path} has no system turn; its text begins the user's turn")
-        return takes
+        log.warning("grader: the chat template of %s has no system turn; its text begins the user's turn", self.path)
+        return self._format(fold_system=True)
 
 
 def _grouped(items: Iterable[_Asked], key: Callable[[_Asked], _Key]) -> list[tuple[_Key, list[_Asked]]]:
