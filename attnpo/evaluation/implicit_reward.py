@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -25,7 +25,7 @@ from attnpo.data.prepare import EncodedSet, encode_pairs
 from attnpo.data.rules import LengthRules
 from attnpo.data.tables import read_table
 from attnpo.evaluation.base import Benchmark, Measure, Measured, Subject
-from attnpo.evaluation.ranking_accuracy import Orders, Ties, Values
+from attnpo.evaluation.ranking_accuracy import Orders, Ties
 from attnpo.models.spec import AUTO, ModelSpec
 from attnpo.run.folders import run_of, saved_config
 from attnpo.run.identity import identity_of
@@ -33,6 +33,9 @@ from attnpo.run.other_pairs import RewardFactors
 from attnpo.run.run_config import RunConfig
 from attnpo.schema import SIDES, EncodedResponse, PreferencePair, UserError, digest
 from attnpo.weights.base import OnlineSource
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 log = logging.getLogger(__name__)
 
@@ -89,15 +92,6 @@ class UnseenPairs:
         """Returns the part of the set that a pair belongs to; None where its row names none."""
         value = None if self.group is None else pair.extra.get(self.group)
         return None if value is None or not str(value).strip() else str(value).strip()
-
-
-def by_group(groups: Sequence[str | None]) -> Mapping[str, list[int]]:
-    """Positions of the pairs of each part, the parts in order of their names."""
-    places: dict[str, list[int]] = {}
-    for place, group in enumerate(groups):
-        if group is not None:
-            places.setdefault(group, []).append(place)
-    return dict(sorted(places.items()))
 
 
 LOG_EVERY = 10.0  # seconds between two lines on the progress
@@ -175,21 +169,19 @@ class ImplicitReward:
             pair.pair_id: bare_example(pair.pair_id, sides)
             for pair, sides in zip(encoded.pairs, encoded.encoded, strict=True)
         }
-        weighed = {} if weigh is None else _matching(weigh(encoded.pairs), examples)
+        weighed = None if weigh is None else _matching(weigh(encoded.pairs), examples)
         pad_id = subject.chat.rows.pad_id
         policy = self._score("policy", subject.model, examples, subject.device, pad_id)
         reference, notes = self._reference(subject, examples, policy, pad_id)
-        gaps = reward_gaps(list(examples), policy, reference)
-        if weigh is not None and reference is not None:
-            gaps = {WEIGHTED: weighted_gaps(list(examples), policy, reference, weighed), **gaps}
+        if weighed is not None:
             notes["pairs without token weights"] = len(examples) - len(weighed)
-        place = {pair_id: index for index, pair_id in enumerate(examples)}
-        rows = [place[pair.pair_id] for pair in encoded.pairs]  # a pair that stands there twice counts twice
+        # A pair that stands there twice counts twice.
+        gaps = reward_gaps(policy, reference, weighed).loc[[pair.pair_id for pair in encoded.pairs]]
         orders = Orders(
-            {name: gap[rows] for name, gap in gaps.items()},
+            {str(name): values.to_numpy() for name, values in gaps.items()},
             [self.data.group_of(pair) for pair in encoded.pairs],
             self.ties,
-            {} if reference is None else _baselines(gaps),
+            {} if reference is None else _baselines(weighed is not None),
         )
         counts = {**found.counts, **found.notes, **encoded.tally.counts, **orders.account(), **notes}
         for line in encoded.tally.lines():
@@ -272,51 +264,43 @@ def bare_example(pair_id: str, sides: Mapping[str, EncodedResponse]) -> Training
 # ------------------------------------------------------------------------------------------------ rewards
 
 
-def reward_gaps(pair_ids: Sequence[str], policy: Logps, reference: Logps | None) -> dict[str, Values]:
-    """Returns how far each chosen response is ahead, by reward in nats: summed over its tokens, and as their mean.
+def reward_gaps(
+    policy: Logps, reference: Logps | None, weighed: Mapping[str, RewardFactors] | None = None
+) -> "DataFrame":
+    """Returns how far each pair's chosen response is ahead in nats, by reward: summed over tokens, and as means.
 
-    The first is log pi - log ref where there is a reference. Log-ratios are formed per token before any sum.
+    The first are of log pi - log ref, where there is a reference; log-ratios are formed per token before any sum. With
+    ``weighed`` that of ``sum_t f_t (log pi - log ref)_t`` stands before them, NaN for a pair without factors f.
     """
-    ratios = None if reference is None else _ratios(policy, reference)
-    found = {} if ratios is None else {PLAIN: _gaps(pair_ids, ratios), NORMALISED: _gaps(pair_ids, ratios, mean=True)}
-    for name, logps in ((POLICY, policy), (REFERENCE, reference)):
-        if logps is not None:
-            found |= {name: _gaps(pair_ids, logps), name + PER_TOKEN: _gaps(pair_ids, logps, mean=True)}
-    return found
+    from pandas import DataFrame
+
+    rows: dict[str, dict[str, float]] = {}
+    for pair_id, sides in policy.items():
+        row: dict[str, float] = {}
+        ours = [side.double() for side in sides]
+        if reference is not None:
+            theirs = [side.double() for side in reference[pair_id]]
+            ratios = [one - other for one, other in zip(ours, theirs, strict=True)]
+            if weighed is not None:
+                factors = weighed[pair_id].factors if pair_id in weighed else (torch.tensor(float("nan")),) * 2
+                made = [(f.double() * ratio).sum() for f, ratio in zip(factors, ratios, strict=True)]
+                row[WEIGHTED] = float(made[0] - made[1])
+            row |= _ahead(PLAIN, NORMALISED, ratios)
+        row |= _ahead(POLICY, POLICY + PER_TOKEN, ours)
+        if reference is not None:
+            row |= _ahead(REFERENCE, REFERENCE + PER_TOKEN, theirs)
+        rows[pair_id] = row
+    return DataFrame.from_dict(rows, orient="index")
 
 
-def weighted_gaps(
-    pair_ids: Sequence[str], policy: Logps, reference: Logps, weighed: Mapping[str, RewardFactors]
-) -> Values:
-    """Returns the same of ``sum_t f_t (log pi - log ref)_t``; NaN for a pair without factors f."""
-    ratios = _ratios(policy, reference)
-    made = {
-        pair_id: tuple(f.double() * ratio for f, ratio in zip(pair.factors, ratios[pair_id], strict=True))
-        for pair_id, pair in weighed.items()
-    }
-    return np.array(
-        [float(made[one][0].sum() - made[one][1].sum()) if one in made else float("nan") for one in pair_ids]
-    )
+def _ahead(total: str, mean: str, sides: Sequence[Tensor]) -> dict[str, float]:
+    chosen, rejected = (float(side.sum()) for side in sides)
+    return {total: chosen - rejected, mean: chosen / len(sides[0]) - rejected / len(sides[1])}
 
 
-def _ratios(policy: Logps, reference: Logps) -> Logps:
-    return {
-        pair_id: (
-            sides[0].double() - reference[pair_id][0].double(),
-            sides[1].double() - reference[pair_id][1].double(),
-        )
-        for pair_id, sides in policy.items()
-    }
-
-
-def _gaps(pair_ids: Sequence[str], logps: Logps, mean: bool = False) -> Values:
-    sums = [[float(side.double().sum()) / (len(side) if mean else 1) for side in logps[one]] for one in pair_ids]
-    return np.array([chosen - rejected for chosen, rejected in sums])
-
-
-def _baselines(gaps: Mapping[str, Values]) -> dict[str, tuple[str, str]]:
+def _baselines(weighted: bool) -> dict[str, tuple[str, str]]:
     found = {GAIN: (PLAIN, REFERENCE), GAIN + PER_TOKEN: (NORMALISED, REFERENCE + PER_TOKEN)}
-    return found | ({f"{GAIN}_weighted": (WEIGHTED, REFERENCE)} if WEIGHTED in gaps else {})
+    return found | ({f"{GAIN}_weighted": (WEIGHTED, REFERENCE)} if weighted else {})
 
 
 # ------------------------------------------------------------------------------------------------ checks

@@ -13,7 +13,6 @@ import numpy as np
 from jaxtyping import Float
 
 from attnpo.evaluation.base import Score
-from attnpo.evaluation.implicit_reward import by_group
 from attnpo.evaluation.intervals import hierarchical_bootstrap
 
 SECTIONS: Mapping[str, Mapping[str, int]] = {
@@ -161,6 +160,15 @@ class Orders:
         if present & SECTION_OF.keys():
             counts["RewardBench subsets without a pair"] = len(SECTION_OF.keys() - present)
         return {reason: count for reason, count in counts.items() if count}
+
+
+def by_group(groups: Sequence[str | None]) -> Mapping[str, list[int]]:
+    """Positions of the pairs of each part, the parts in order of their names."""
+    places: dict[str, list[int]] = {}
+    for place, group in enumerate(groups):
+        if group is not None:
+            places.setdefault(group, []).append(place)
+    return dict(sorted(places.items()))
 
 
 def mean_score(name: str, values: Values) -> Score:
