@@ -178,10 +178,11 @@ class AlpacaEval:
         if not self.length_controlled:
             return None
         if self.auxiliary is not None:
-            return alpaca_library.named_auxiliary(self.auxiliary, self.rows)
+            file, named = Path(self.auxiliary).expanduser(), f"benchmark.auxiliary={self.auxiliary}"
+            return alpaca_library.read_auxiliary(file, self.rows, named)
         found = from_hub(AUXILIARY)
         if isinstance(found, Path):
-            return alpaca_library.checked_auxiliary(found, self.rows, str(found))
+            return alpaca_library.read_auxiliary(found, self.rows, str(found))
         _log.warning(
             "%s: only raw win rates, no length-controlled one: %s (%s)", self.name, HOW_TO_GET_AUXILIARY, found
         )

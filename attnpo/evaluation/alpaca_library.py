@@ -325,22 +325,16 @@ class Rates:
 # ------------------------------------------------------------------------------------------------ the auxiliary file
 
 
-def named_auxiliary(path: str, instructions: int) -> Path:
-    """Returns the auxiliary file under a path. UserError where there is none, or it is not for so many instructions."""
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise UserError(
-            f"benchmark.auxiliary={path}: there is no such file (looked from {Path.cwd()}); expected "
-            f"{how_to_get(AUXILIARY)}"
-        )
-    return checked_auxiliary(file, instructions, f"benchmark.auxiliary={path}")
+def read_auxiliary(file: Path, instructions: int, named: str) -> Path:
+    """Returns the auxiliary file itself.
 
-
-def checked_auxiliary(file: Path, instructions: int, named: str) -> Path:
-    """Returns the file itself. UserError, in which it is called ``named``, where it is not for so many instructions."""
+    UserError, in which it is called ``named``, where there is none, or it is not for so many instructions.
+    """
     import pandas
 
     wanted = {"index", "model", "preference", "std_delta_len", "instruction_difficulty", "not_gamed_baseline"}
+    if not file.is_file():
+        raise UserError(f"{named}: there is no such file (looked from {Path.cwd()}); expected {how_to_get(AUXILIARY)}")
     try:
         table = pandas.read_csv(file)
     except (OSError, ValueError) as error:
@@ -392,7 +386,7 @@ def win_rates(
         },
         index=list(range(len(rows)) if places is None else places),
     )
-    lengths = _length_differences(rows)
+    lengths = np.array([len(row.baseline) - len(row.output) for row in rows], dtype=float)
     spread = float(np.std(lengths, ddof=1)) if len(rows) > 1 else 0.0
     controlled = auxiliary is not None and (itself or spread > 0)
     found = _metrics(annotations, auxiliary if controlled else None)
@@ -409,11 +403,6 @@ def win_rates(
             weights, lengths / spread, percent / 100, annotations.index.to_numpy(), auxiliary
         )
     return Rates(scores, values, errors, lengths_equal=not controlled)
-
-
-def _length_differences(rows: Sequence[Compared]) -> Float[np.ndarray, " rows"]:
-    """Characters of the baseline's answer less those of the model's."""
-    return np.array([len(row.baseline) - len(row.output) for row in rows], dtype=float)
 
 
 def _metrics(annotations: object, auxiliary: Path | None) -> dict[str, float]:
