@@ -13,6 +13,8 @@ from attnpo.schema import UserError, check_least
 
 log = logging.getLogger(__name__)
 
+LOG_EVERY = 10.0  # seconds between two lines on the progress
+NAMED = 3  # problems named in the log
 ADDED = 32
 """Input tokens that a chat template adds to a call at most: marks of turns, and dates as Llama 3.1's has them."""
 
@@ -63,63 +65,6 @@ def count_input(calls: Iterable[GradingCall], grader: Grader) -> dict[GradingCal
 
 def _bound(call: GradingCall) -> int:
     return ADDED + sum(len(turn["content"].encode(errors="surrogatepass")) for turn in call.messages)
-
-
-@dataclass
-class Budget:
-    """Lets calls through as long as they fit.
-
-    A call fits when what was spent, the most that those in flight can cost and the most that it can cost are together
-    within ``limits.max_cost``. The most: its input ``tokens`` and ``max_tokens`` of output. Not for several threads.
-    """
-
-    limits: GradingLimits
-    price: Price
-    tokens: Mapping[GradingCall, int]
-    spent: float = 0.0
-    replied: int = 0
-    stopped: str | None = None
-    _flying: dict[GradingCall, float] = field(default_factory=dict)
-
-    def admitted(self, calls: deque[GradingCall]) -> Iterator[GradingCall]:
-        """Takes calls from the front of ``calls`` while they fit; ``stopped`` says which bound ended it."""
-        while calls:
-            most = self.price.of(self.tokens[calls[0]], calls[0].max_tokens)
-            self.stopped = self._bound(most)
-            if self.stopped is not None:
-                return
-            call = calls.popleft()
-            self._flying[call] = most
-            yield call
-
-    def settle(self, call: GradingCall, reply: GradingReply) -> GradingReply:
-        """Replaces what was set aside for a call by what it cost, and returns the reply with it.
-
-        What was set aside stands, as tokens too, where the grader gave no account of them.
-        """
-        self.drop(call)
-        if reply.estimated:
-            reply = replace(reply, input_tokens=self.tokens[call], output_tokens=call.max_tokens)
-        self.spent += self.price.of(reply.input_tokens, reply.output_tokens)
-        self.replied += 1
-        return reply
-
-    def drop(self, call: GradingCall) -> None:
-        """Releases the amount reserved for a call that got no reply."""
-        del self._flying[call]
-
-    def _bound(self, most: float) -> str | None:
-        max_cost, max_calls = self.limits.max_cost, self.limits.max_calls
-        if max_calls is not None and self.replied + len(self._flying) >= max_calls:
-            return f"limits.max_calls={max_calls}"
-        reserved = sum(self._flying.values())
-        if max_cost is not None and self.spent + reserved + most > max_cost:
-            return f"limits.max_cost={max_cost:g}"
-        return None
-
-
-LOG_EVERY = 10.0  # seconds between two lines on the progress
-NAMED = 3  # problems named in the log
 
 
 @dataclass(frozen=True)
@@ -226,102 +171,145 @@ def ask_all(
         left = tuple(_lacking(wanted, identity, store))
         return Asked(_stored(wanted, identity, store), left=left, stopped="limits.dry_run", ahead=ahead)
     with store.writing():
-        return _ask(wanted, grader, store, limits)
+        return _Session(wanted, grader, store, limits).run()
 
 
-def _ask(wanted: list[GradingCall], grader: Grader, store: ReplyStore, limits: GradingLimits) -> Asked:
-    identity, price = grader.identity(), grader.price
-    todo = deque(_lacking(wanted, identity, store))
-    counted = count_input(todo, grader)
-    before = store.replies(identity)
-    spent = math.fsum(price.of(reply.input_tokens, reply.output_tokens) for reply in before)
-    budget = Budget(limits, price, {call: count.tokens for call, count in counted.items()}, spent, len(before))
-    if todo:
-        log.info("%s", _estimate(counted, len(wanted), price))
-    tally = _Tally(len(wanted), len(wanted) - len(todo), budget, limits.max_failed, str(identity.get("model") or ""))
-    asking = True
-    while todo and asking:  # what did not fit beside calls in flight may fit after them
-        asking = False
-        for call, found in grader.ask(budget.admitted(todo)):
-            asking = True
-            problem = None if isinstance(found, GradingFailure) else found.problem()
-            reply = found if problem is None else GradingFailure(problem)
-            if isinstance(reply, GradingFailure):
-                budget.drop(call)
-                tally.note(call, reply)
-                tally.check()
-            else:
-                store.add(call, identity, budget.settle(call, reply))
-                tally.note(call, reply)
-    asked = Asked(
-        replies=_stored(wanted, identity, store),
-        failures=tally.failures,
-        left=tuple(todo),
-        stopped=budget.stopped if todo else None,
-        ahead=_estimate({call: counted[call] for call in todo}, len(todo), price) if todo else None,
-        spent=budget.spent - spent,
-        made=budget.replied - len(before),
-        seconds=time.monotonic() - tally.began,
-    )
-    _report(asked, budget)
-    return asked
+class _Session:
+    """One command's asking: what is to be asked, in flight, spent, failed.
 
+    A call fits when what was spent, the most that those in flight can cost and the most that it can cost are together
+    within ``limits.max_cost``. The most: its counted input and ``max_tokens`` of output. Not for several threads.
+    """
 
-@dataclass
-class _Tally:
-    """Counts what comes back, and says so from time to time."""
+    def __init__(self, wanted: list[GradingCall], grader: Grader, store: ReplyStore, limits: GradingLimits) -> None:
+        self.wanted, self.grader, self.store, self.limits = wanted, grader, store, limits
+        self.identity, self.price = grader.identity(), grader.price
+        self.todo = deque(_lacking(wanted, self.identity, store))
+        self.counted = count_input(self.todo, grader)
+        before = store.replies(self.identity)
+        self.replied, self.spent = len(before), math.fsum(self._cost(reply) for reply in before)
+        self.flying: dict[GradingCall, float] = {}
+        self.failures: dict[GradingCall, str] = {}
+        self.models: set[str] = set()
+        self.stopped: str | None = None
+        self.answered = self.in_a_row = 0
+        self.began = self.said = time.monotonic()
 
-    wanted: int
-    stored: int
-    budget: Budget
-    max_failed: int
-    model: str
-    failures: dict[GradingCall, str] = field(default_factory=dict)
-    models: Counter[str] = field(default_factory=Counter)
-    answered: int = 0
-    in_a_row: int = 0
-    began: float = field(default_factory=time.monotonic)
-    said: float = field(default_factory=time.monotonic)
+    def run(self) -> Asked:
+        """Asks until nothing is left, or nothing fits."""
+        spent, replied = self.spent, self.replied
+        if self.todo:
+            log.info("%s", _estimate(self.counted, len(self.wanted), self.price))
+        asking = True
+        while self.todo and asking:  # what did not fit beside calls in flight may fit after them
+            asking = False
+            for call, found in self.grader.ask(self._admitted()):
+                asking = True
+                self._settle(call, found)
+        left = {call: self.counted[call] for call in self.todo}
+        asked = Asked(
+            replies=_stored(self.wanted, self.identity, self.store),
+            failures=self.failures,
+            left=tuple(left),
+            stopped=self.stopped if left else None,
+            ahead=_estimate(left, len(left), self.price) if left else None,
+            spent=self.spent - spent,
+            made=self.replied - replied,
+            seconds=time.monotonic() - self.began,
+        )
+        self._report(asked)
+        return asked
 
-    def note(self, call: GradingCall, reply: GradingReply | GradingFailure) -> None:
-        """Takes note of what a call came back with."""
-        if isinstance(reply, GradingFailure):
-            self.failures[call] = reply.problem
+    def _cost(self, reply: GradingReply) -> float:
+        return self.price.of(reply.input_tokens, reply.output_tokens)
+
+    def _admitted(self) -> Iterator[GradingCall]:
+        """Takes calls from the front of those to ask while they fit; ``stopped`` says which bound ended it."""
+        while self.todo:
+            most = self.price.of(self.counted[self.todo[0]].tokens, self.todo[0].max_tokens)
+            self.stopped = self._bound(most)
+            if self.stopped is not None:
+                return
+            call = self.todo.popleft()
+            self.flying[call] = most
+            yield call
+
+    def _bound(self, most: float) -> str | None:
+        max_cost, max_calls = self.limits.max_cost, self.limits.max_calls
+        if max_calls is not None and self.replied + len(self.flying) >= max_calls:
+            return f"limits.max_calls={max_calls}"
+        if max_cost is not None and self.spent + sum(self.flying.values()) + most > max_cost:
+            return f"limits.max_cost={max_cost:g}"
+        return None
+
+    def _settle(self, call: GradingCall, found: GradingReply | GradingFailure) -> None:
+        """Keeps what a call came back with. UserError where too many in a row have failed.
+
+        What was set aside for a call stands, as tokens too, where the grader gave no account of them.
+        """
+        del self.flying[call]
+        problem = found.problem if isinstance(found, GradingFailure) else found.problem()
+        if isinstance(found, GradingFailure) or problem is not None:
+            self.failures[call] = str(problem)
             self.in_a_row += 1
         else:
-            self.in_a_row = 0
+            if found.estimated:
+                found = replace(found, input_tokens=self.counted[call].tokens, output_tokens=call.max_tokens)
+            self.store.add(call, self.identity, found)
+            self.spent += self._cost(found)
+            self.replied += 1
             self.answered += 1
-            self._note_model(reply.model)
+            self.in_a_row = 0
+            self._note_model(found.model)
         now = time.monotonic()
         if now - self.said >= LOG_EVERY:
             self.said = now
             self._say(now - self.began)
-
-    def check(self) -> None:
-        """Raises UserError when too many calls in a row have failed."""
-        if self.in_a_row > self.max_failed:
+        if self.in_a_row > self.limits.max_failed:
             raise UserError(
-                f"{self.in_a_row} grading calls in a row failed (limits.max_failed={self.max_failed}), the last with: "
-                f"{list(self.failures.values())[-1]}; the {self.stored + self.answered} replies so far are stored, the "
-                "same command goes on from there"
+                f"{self.in_a_row} grading calls in a row failed (limits.max_failed={self.limits.max_failed}), the last "
+                f"with: {problem}; the {self._done} replies so far are stored, the same command goes on from there"
             )
 
+    @property
+    def _done(self) -> int:
+        return len(self.wanted) - len(self.counted) + self.answered
+
     def _note_model(self, model: str) -> None:
-        self.models[model] += 1
-        if model not in ("", self.model) and self.models[model] == 1:
+        own = str(self.identity.get("model") or "")
+        if model not in ("", own, *self.models):
+            self.models.add(model)
             log.warning(
-                "grader.model=%s is answered by %s: grades of other versions of a model are not comparable",
-                self.model,
-                model,
+                "grader.model=%s is answered by %s: grades of other versions of a model are not comparable", own, model
             )
 
     def _say(self, seconds: float) -> None:
-        done = self.stored + self.answered
-        left = self.wanted - done - len(self.failures)
+        left = len(self.wanted) - self._done - len(self.failures)
         pace = seconds / (self.answered + len(self.failures))
-        cost = f", {dollars(self.budget.spent)} spent" if self.budget.price.known else ""
+        cost = f", {dollars(self.spent)} spent" if self.price.known else ""
         failed = f", {len(self.failures)} failed" if self.failures else ""
-        log.info("grading: %d of %d%s%s, %.0f s left", done, self.wanted, failed, cost, pace * left)
+        log.info("grading: %d of %d%s%s, %.0f s left", self._done, len(self.wanted), failed, cost, pace * left)
+
+    def _report(self, asked: Asked) -> None:
+        """Says what came of asking, where anything was asked or is missing."""
+        if asked.failures:
+            reasons = Counter(asked.failures.values()).most_common()
+            named = "; ".join(f"{count} times: {reason}" for reason, count in reasons[:NAMED])
+            more = f"; and {len(reasons) - NAMED} other reasons" if len(reasons) > NAMED else ""
+            log.warning("%d grading calls failed: %s%s", len(asked.failures), named, more)
+        if asked.stopped is not None:
+            spent = f", {dollars(self.spent)} spent in all" if self.price.known else ""
+            left = len(asked.left), asked.ahead.rest if asked.ahead else ""
+            log.warning("%s is reached%s; raise it to ask the %d calls that are left: %s", asked.stopped, spent, *left)
+        if asked.made:
+            log.info("grading: %d calls in %.0f s, %d replies in all", asked.made, asked.seconds, len(asked.replies))
+        estimated = sum(reply.estimated for reply in asked.replies.values())
+        if estimated:
+            log.warning(
+                "%d of %d replies had no token counts (usage): their cost is an upper estimate, from counted input and "
+                "the maximum output",
+                *(estimated, len(asked.replies)),
+            )
 
 
 def _lacking(wanted: Iterable[GradingCall], identity: Mapping[str, object], store: ReplyStore) -> list[GradingCall]:
@@ -347,29 +335,6 @@ def _estimate(counted: Mapping[GradingCall, InputCount], wanted: int, price: Pri
     elif bounded:
         method += f", {bounded} calls that its chat template refuses bounded by the bytes of their text"
     return Estimate(wanted, wanted - len(counted), tokens, most, cost, method)
-
-
-def _report(asked: Asked, budget: Budget) -> None:
-    """Says what came of asking, where anything was asked or is missing."""
-    if asked.failures:
-        reasons = Counter(asked.failures.values()).most_common()
-        named = "; ".join(f"{count} times: {reason}" for reason, count in reasons[:NAMED])
-        more = f"; and {len(reasons) - NAMED} other reasons" if len(reasons) > NAMED else ""
-        log.warning("%d grading calls failed: %s%s", len(asked.failures), named, more)
-    if asked.stopped is not None:
-        spent = f", {dollars(budget.spent)} spent in all" if budget.price.known else ""
-        left = len(asked.left), asked.ahead.rest if asked.ahead else ""
-        log.warning("%s is reached%s; raise it to ask the %d calls that are left: %s", asked.stopped, spent, *left)
-    if asked.made:
-        log.info("grading: %d calls in %.0f s, %d replies in all", asked.made, asked.seconds, len(asked.replies))
-    estimated = sum(reply.estimated for reply in asked.replies.values())
-    if estimated:
-        log.warning(
-            "%d of %d replies had no token counts (usage): their cost is an upper estimate, from counted input and the "
-            "maximum output",
-            estimated,
-            len(asked.replies),
-        )
 
 
 def dollars(amount: float) -> str:
