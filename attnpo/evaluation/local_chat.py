@@ -144,6 +144,21 @@ def describe_model(model: ModelSpec) -> tuple[ModelSpec, ChatFormat]:
     return load_chat(model)
 
 
+def read_chat(
+    path: str, revision: str | None, chat_template: str | None, part: str, fold_system: bool = False
+) -> ChatFormat:
+    """Returns the chat format of a model whose ``path`` and ``chat_template`` a ``part`` of the configuration names."""
+    from attnpo.models.described import token_rows
+    from attnpo.models.loading import load_tokenizer, text_config
+
+    template = read_template(chat_template, f"{part}.chat_template")
+    try:
+        tokenizer, rows = load_tokenizer(path, revision), token_rows(text_config(path, revision))
+        return ChatFormat(tokenizer, template, fold_system=fold_system, part=part, rows=rows)
+    except UserError as problem:
+        raise UserError(f"{part}.path={path}: {problem}".replace("model.chat_", f"{part}.chat_")) from problem
+
+
 # Raised by hand with every change of the code that moves a reply.
 CODE_VERSION = "1"
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")  # as trainer.accelerator
@@ -227,19 +242,7 @@ class LocalGrader:
 
     @cached_property
     def _chat(self) -> ChatFormat:
-        return self._format()
-
-    def _format(self, fold_system: bool = False) -> ChatFormat:
-        from attnpo.models.described import token_rows
-        from attnpo.models.loading import load_tokenizer, text_config
-
-        template = read_template(self.chat_template, "grader.chat_template")
-        try:
-            tokenizer = load_tokenizer(self.path, self.revision)
-            rows = token_rows(text_config(self.path, self.revision))
-            return ChatFormat(tokenizer, template, fold_system=fold_system, rows=rows)
-        except UserError as problem:
-            raise UserError(f"grader.path={self.path}: {problem}".replace("model.chat_", "grader.chat_")) from problem
+        return read_chat(self.path, self.revision, self.chat_template, "grader")
 
     @cached_property
     def _limit(self) -> int | None:
@@ -430,7 +433,7 @@ class LocalGrader:
         except RefusedText as problem:
             log.debug("the grader's chat template refuses a system turn: %s", problem)
         log.warning("grader: the chat template of %s has no system turn; its text begins the user's turn", self.path)
-        return self._format(fold_system=True)
+        return read_chat(self.path, self.revision, self.chat_template, "grader", fold_system=True)
 
 
 def _grouped(items: Iterable[_Asked], key: Callable[[_Asked], _Key]) -> list[tuple[_Key, list[_Asked]]]:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnpo.config.files import read_template
 from attnpo.evaluation.chat import Grader, GradingCall
+from attnpo.evaluation.local_chat import read_chat
 from attnpo.evaluation.pairs import AnswerSet, ScoreRow, scored, unscored
 from attnpo.evaluation.pairwise import Contest, PairwiseRules
 from attnpo.evaluation.session import GradingLimits
@@ -154,13 +154,7 @@ class RewardRanker:
 
     @cached_property
     def _chat(self) -> ChatFormat:
-        from attnpo.models.described import token_rows
-        from attnpo.models.loading import load_tokenizer, text_config
-
-        template = read_template(self.chat_template, "ranker.chat_template")
-        tokenizer = load_tokenizer(self.path, self.revision)
-        rows = token_rows(text_config(self.path, self.revision))
-        return ChatFormat(tokenizer, template, part="ranker", rows=rows)
+        return read_chat(self.path, self.revision, self.chat_template, "ranker")
 
     def scores(self, sets: Sequence[AnswerSet], device: torch.device, folder: Path) -> Iterator[list[ScoreRow]]:
         """Rewards; the model is loaded with the first set."""
