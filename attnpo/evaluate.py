@@ -33,7 +33,7 @@ def main(cfg: "EvaluateConfig") -> int:
     """0; 1 where calls got no reply, so that the command has to be given again."""
     with importing("loading transformers"):
         from attnpo.evaluation.evaluating import evaluate
-        from attnpo.evaluation.weighted_implicit_reward import fill_from_run
+        from attnpo.evaluation.implicit_reward import fill_from_run
 
     return evaluate(
         cfg.with_component("benchmark", fill_from_run(cfg.benchmark, cfg.model.path, cfg.composed.overrides))

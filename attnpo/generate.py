@@ -10,7 +10,7 @@ from attnpo.cli.progress import importing
 from attnpo.cli.terminal import hear_signals
 
 if TYPE_CHECKING:
-    from attnpo.evaluation.answers.answer_config import AnswerConfig
+    from attnpo.evaluation.answers import AnswerConfig
 
 DESCRIPTION = "Answer prompts with a model (a folder, a run's best/, a hub name) into a JSONL file; resumable."
 EXAMPLES = """\
@@ -22,7 +22,7 @@ python -m attnpo.generate model.path=MODEL data.path=PROMPTS.jsonl answering=ope
 def main(cfg: "AnswerConfig") -> int:
     """0; the path of the answers is printed."""
     with importing("loading transformers"):
-        from attnpo.evaluation.answers.answering import answer_prompts
+        from attnpo.evaluation.answers import answer_prompts
 
     sys.stdout.write(f"{answer_prompts(cfg)}\n")
     return 0

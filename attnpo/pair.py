@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from attnpo.cli.terminal import hear_signals
 
 if TYPE_CHECKING:
-    from attnpo.evaluation.pairing.pair_config import PairConfig
+    from attnpo.evaluation.pairs import PairConfig
 
 DESCRIPTION = "Rank several answers to each prompt and write preference pairs that data.path reads; resumable."
 EXAMPLES = """\
@@ -20,7 +20,7 @@ python -m attnpo.pair answers.path=ANSWERS.jsonl ranker=column ranker.column=sco
 
 def main(cfg: "PairConfig") -> int:
     """0, the path of the pairs is printed; 1 where answers got no score, so that the command has to be given again."""
-    from attnpo.evaluation.pairing.pairing import make_pairs
+    from attnpo.evaluation.pairs import make_pairs
     from attnpo.system.processes import world_size
 
     path = make_pairs(cfg)

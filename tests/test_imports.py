@@ -68,7 +68,8 @@ def test_what_has_to_start_fast_is_light() -> None:
 def test_commands_do_not_pay_for_what_they_do_not_use() -> None:
     """The modules that do the work, the lightest first; Lightning takes seconds, and what it probes for some more."""
     tables = ["attnpo.lab.reports.report", "attnpo.lab.reports.folder_report", "attnpo.lab.reports.scores"]
-    answers = ["attnpo.evaluation.answers.answering", "attnpo.evaluation.evaluating"]
+    tables += [f"attnpo.evaluation.{name}" for name in ("answers", "lm_eval_tasks", "pairs")]
+    answers = ["attnpo.evaluation.evaluating"]
     judges = [
         "attnpo.run.fill_store",
         "attnpo.lab.reports.weight_report",

@@ -14,9 +14,9 @@ import pytest
 from attnpo import evaluate, fit, generate, pair, show
 from attnpo.cli.entry import run_entry
 from attnpo.config.compose import load
-from attnpo.evaluation.grading.base import GradingReply
-from attnpo.evaluation.grading.openai_grader import OpenAIGrader
-from attnpo.evaluation.grading.store import ReplyStore
+from attnpo.evaluation.chat import GradingReply
+from attnpo.evaluation.jsonl_store import ReplyStore
+from attnpo.evaluation.openai_chat import OpenAIGrader
 from attnpo.schema import digest
 from attnpo.system.files import file_digest
 from tests.evaluation.checkouts import fastchat

@@ -8,19 +8,25 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 
-from attnpo.evaluation import alpaca_library, alpaca_rates
-from attnpo.evaluation.alpaca_library import Annotator, Compared, from_hub, how_to_get
-from attnpo.evaluation.alpaca_rates import AUXILIARY, DISCRETE, LENGTH_CONTROLLED, RAW
-from attnpo.evaluation.answers.questions import ModelAnswer, Question
-from attnpo.evaluation.base import Graded, Replies
-from attnpo.evaluation.grading.base import GradingCall, GradingReply
-from attnpo.evaluation.matching import matched
+from attnpo.evaluation import alpaca_library
+from attnpo.evaluation.alpaca_library import (
+    AUXILIARY,
+    DISCRETE,
+    LENGTH_CONTROLLED,
+    RAW,
+    Annotator,
+    Compared,
+    from_hub,
+    how_to_get,
+)
+from attnpo.evaluation.base import Graded, ModelAnswer, Question, Replies, matched
+from attnpo.evaluation.chat import GradingCall
 from attnpo.schema import Sampling, UserError
 from attnpo.system.files import file_digest, parse_json, shortened
 
@@ -113,7 +119,9 @@ class AlpacaEval:
                 top_logprobs=asked.top_logprobs,
                 labels=asked.labels,
             )
-            for question, prompt in zip(self.questions(), self._prompts(self._compared(answers)), strict=True)
+            for question, prompt in zip(
+                self.questions(), alpaca_library.prompts(asked.name, self._compared(answers)), strict=True
+            )
             if prompt is not None
         ]
 
@@ -128,20 +136,18 @@ class AlpacaEval:
         """
         here = [place for place, question in enumerate(self.questions()) if question.id in answers]
         compared = self._compared(answers, here)
-        prompts = self._prompts(compared)
         ids = [self.questions()[place].id for place in here]
-        given = _by_prompt(dict(zip(ids, prompts, strict=True)), replies)
         items = {call.item for call in replies}
-        kept = [number for number, prompt in enumerate(prompts) if prompt is None or ids[number] in items]
+        kept = [number for number, row in enumerate(compared) if row.same or ids[number] in items]
         rows = [compared[number] for number in kept]
-        preferences = alpaca_library.preferences(self._annotator.name, rows, given) if rows else np.zeros(0)
-        rates = alpaca_rates.win_rates(rows, preferences, self._auxiliary, [here[number] for number in kept])
+        preferences = alpaca_library.preferences(self._annotator.name, rows, replies) if rows else np.zeros(0)
+        rates = alpaca_library.win_rates(rows, preferences, self._auxiliary, [here[number] for number in kept])
         counts = Counter(
             {
                 NO_REPLY: len(compared) - len(rows),
                 NO_VERDICT: int(np.isnan(preferences).sum()),
-                TEXT_ONLY: sum(reply.logprobs is None for reply in given.values()) if self._annotator.labels else 0,
-                SAME: sum(prompt is None for prompt in prompts),
+                TEXT_ONLY: sum(reply.logprobs is None for reply in replies.values()) if self._annotator.labels else 0,
+                SAME: sum(row.same for row in compared),
                 NO_LENGTHS: int(rates.lengths_equal),
             }
         )
@@ -153,23 +159,6 @@ class AlpacaEval:
             counts=dict(+counts),
             errors=rates.errors,
         )
-
-    def given_answers(self, path: Path) -> dict[str, ModelAnswer]:
-        """Returns the answers in a file of the library's form (``model_outputs.json``), by question id.
-
-        UserError names the rows that are missing, repeated, in another order or unknown to the reference set.
-        """
-        found = _read_rows(path, str(path), "a file of answers in alpaca_eval's form (instruction, output)")
-        expected = [question.turns[0] for question in self.questions()]
-        texts = [text for text, _ in found]
-        if texts != expected:
-            raise UserError(
-                f"{path} does not fit benchmark.reference_outputs={self.reference_outputs}: {_gap(texts, expected)}"
-            )
-        return {
-            question.id: ModelAnswer(question.id, (str(row["output"]),))
-            for question, (_, row) in zip(self.questions(), found, strict=True)
-        }
 
     # -------------------------------------------------------------------------------------------- what it stands on
 
@@ -189,17 +178,15 @@ class AlpacaEval:
         if not self.length_controlled:
             return None
         if self.auxiliary is not None:
-            return alpaca_rates.named_auxiliary(self.auxiliary, self.rows)
+            file, named = Path(self.auxiliary).expanduser(), f"benchmark.auxiliary={self.auxiliary}"
+            return alpaca_library.read_auxiliary(file, self.rows, named)
         found = from_hub(AUXILIARY)
         if isinstance(found, Path):
-            return alpaca_rates.checked_auxiliary(found, self.rows, str(found))
+            return alpaca_library.read_auxiliary(found, self.rows, str(found))
         _log.warning(
             "%s: only raw win rates, no length-controlled one: %s (%s)", self.name, HOW_TO_GET_AUXILIARY, found
         )
         return None
-
-    def _prompts(self, compared: Sequence[Compared]) -> tuple[str | None, ...]:
-        return _prompts_of(self._annotator.name, tuple(compared))
 
     def _compared(self, answers: Mapping[str, ModelAnswer], places: Sequence[int] | None = None) -> list[Compared]:
         """Rows with both answers, in the order of the reference set: all, or those at ``places``.
@@ -212,25 +199,6 @@ class AlpacaEval:
             Compared(question.turns[0], self._reference.outputs[place], answer.turns[0])
             for place, question, answer in zip(wanted, questions, matched(self.name, questions, answers), strict=True)
         ]
-
-
-def _by_prompt(prompts: Mapping[str, str | None], replies: Replies) -> dict[str, GradingReply]:
-    """Replies by the prompt they answer; ``prompts`` are by question."""
-    found = {}
-    for call, reply in replies.items():
-        prompt = prompts.get(call.item)
-        if prompt is None or alpaca_library.messages(prompt) != tuple(call.messages):
-            raise ValueError(f"the reply of question {call.item} is to another prompt than this question has")
-        found[prompt] = reply
-    return found
-
-
-@lru_cache(maxsize=8)
-def _prompts_of(annotator: str, rows: tuple[Compared, ...]) -> tuple[str | None, ...]:
-    """Returns the library's prompts: its pass over 805 rows takes seconds, and the same rows are graded
-    several times.
-    """
-    return tuple(alpaca_library.prompts(annotator, rows))
 
 
 # ------------------------------------------------------------------------------------------------ files
@@ -259,7 +227,7 @@ def read_reference(path: str | None, rows: int = ROWS) -> Reference:
     generators = sorted({str(row.get("generator")) for _, row in found})
     if len(generators) != 1:
         raise UserError(
-            f"{named} has answers of {len(generators)} generators ({_some(generators)}), expected one baseline"
+            f"{named} has answers of {len(generators)} generators ({', '.join(generators[:5])}), expected one baseline"
         )
     return Reference(
         questions=tuple(
@@ -287,31 +255,3 @@ def _read_rows(path: Path, named: str, wanted: str) -> list[tuple[str, dict[str,
         if lacking := [key for key in ("instruction", "output") if not isinstance(texts.get(key), str)]:
             raise UserError(f"{named}, row {place} has no text {lacking[0]!r}: {shortened(row)}; expected {wanted}")
     return [(row["instruction"], row) for row in rows]
-
-
-def _gap(texts: Sequence[str], expected: Sequence[str]) -> str:
-    """In what a file's instructions differ from those of the reference set, which are others."""
-    count, wanted = Counter(texts), Counter(expected)
-    repeated = [text for text in count if count[text] > max(1, wanted[text])]
-    missing = [text for text in wanted if text not in count]
-    unknown = [text for text in count if text not in wanted]
-    parts = [
-        f"{len(found)} instructions are {what} (first: {shortened(found[0])!r})"
-        for what, found in (
-            ("missing", missing),
-            ("there more than once", repeated),
-            ("not in the reference set", unknown),
-        )
-        if found
-    ]
-    if parts:
-        return "; ".join(parts) + "; expected one answer to each, an empty one as an empty text"
-    first = next(place for place, (a, b) in enumerate(zip(texts, expected, strict=False)) if a != b)
-    return (
-        f"its rows are in another order, from row {first} on ({shortened(texts[first])!r} where the reference set has "
-        f"{shortened(expected[first])!r}): position is the key, put them in the order of the reference set"
-    )
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,25 +1,32 @@
-"""What AlpacaEval 2 takes from ``alpaca_eval``: the judge's prompts, the order of the answers, what a reply means.
+"""What AlpacaEval 2 takes from ``alpaca_eval``: prompts, order of the answers, meaning of a reply, win rates.
 
 The library defines the benchmark (version 0.6.6). It is given a function in place of its own client: the first time it
 hands over its prompts, the second time it gets the replies. So one store, one budget and one set of retries serve every
 benchmark, and the library's caches are never used: no round can meet the replies of another one.
+
+The length-controlled rate needs ``df_gamed.csv`` (the difficulty of each instruction, and 1610 rows of the baseline
+told to be short or long), which the library downloads. Here it is a file that is handed over.
 """
 
 import io
 import logging
+import math
 import os
+import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from unittest.mock import patch
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
-from attnpo.evaluation.grading.base import GradingReply
+from attnpo.evaluation.base import Replies
+from attnpo.evaluation.chat import GradingReply
 from attnpo.schema import Json, Message, UserError, digest
 from attnpo.system.files import shortened
 from attnpo.system.hub_access import hub, out_of_reach
@@ -39,6 +46,11 @@ class Compared:
     instruction: str
     baseline: str
     output: str
+
+    @property
+    def same(self) -> bool:
+        """Returns whether both answers are one text, which the library takes for a tie and asks nobody about."""
+        return self.baseline == self.output
 
 
 @dataclass(frozen=True)
@@ -221,19 +233,29 @@ def prompts(name: str, rows: Sequence[Compared]) -> list[str | None]:
     return [prompt if isinstance(prompt, str) else None for prompt in (row["prompt"] for row in asked)]
 
 
-def preferences(name: str, rows: Sequence[Compared], replies: Mapping[str, GradingReply]) -> Float[np.ndarray, " rows"]:
+def preferences(name: str, rows: Sequence[Compared], replies: Replies) -> Float[np.ndarray, " rows"]:
     """Returns the library's preferences: 1 where the baseline's answer is surely better, 2 where the model's is, 1.5
     for ties.
 
-    NaN where the reply to a row's prompt holds no verdict, or is not among ``replies`` (by prompt). A reply without
-    log-probabilities counts as if its text had all the probability.
+    NaN where the reply to a row's prompt holds no verdict, or there is none. A reply without log-probabilities counts
+    as if its text had all the probability.
+
+    Raises:
+        ValueError: a reply is to a prompt that no row has.
     """
+    given = {digest(call.messages): reply for call, reply in replies.items()}
+    asked: set[str] = set()
 
     def replay(prompts: Sequence[str], completion_key: str) -> dict[str, Sequence[object]]:
-        found = [replies.get(prompt) for prompt in prompts]
+        keys = [digest(messages(prompt)) for prompt in prompts]
+        asked.update(keys)
+        found = [given.get(key) for key in keys]
         return {completion_key: ["" if reply is None else _completion(reply, completion_key) for reply in found]}
 
     annotated = _annotated(name, rows, replay)
+    others = [call.item for call in replies if digest(call.messages) not in asked]
+    if others:
+        raise ValueError(f"the reply of question {others[0]} is to another prompt than this question has")
     values = [row["preference"] for row in annotated]
     return np.array([np.nan if value is None else float(str(value)) for value in values], dtype=float)
 
@@ -278,3 +300,166 @@ def _annotated(
             is_ordered=True,
         )
     return [{"preference": row["preference"], "prompt": row.get(pool.completion_key)} for row in found]
+
+
+LENGTH_CONTROLLED, RAW, DISCRETE = "lc_win_rate", "win_rate", "discrete_win_rate"
+AUXILIARY = "df_gamed.csv"
+MODEL_FORM = "length_controlled_v1"
+GAMED_WEIGHT = 0.2 / 2  # of each extra row: the library's lambda over its two gamed baselines
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Win rates in percent. ``values`` [rows]: what each row adds to a figure that is a mean over rows, NaN for none.
+
+    ``errors``: the standard error of each figure over questions. ``lengths_equal``: no length-controlled rate exists,
+    because the lengths of the two answers differ by the same everywhere, or there is one row.
+    """
+
+    scores: dict[str, float]
+    values: dict[str, Float[np.ndarray, " rows"]]
+    errors: dict[str, float] = field(default_factory=dict)
+    lengths_equal: bool = False
+
+
+# ------------------------------------------------------------------------------------------------ the auxiliary file
+
+
+def read_auxiliary(file: Path, instructions: int, named: str) -> Path:
+    """Returns the auxiliary file itself.
+
+    UserError, in which it is called ``named``, where there is none, or it is not for so many instructions.
+    """
+    import pandas
+
+    wanted = {"index", "model", "preference", "std_delta_len", "instruction_difficulty", "not_gamed_baseline"}
+    if not file.is_file():
+        raise UserError(f"{named}: there is no such file (looked from {Path.cwd()}); expected {how_to_get(AUXILIARY)}")
+    try:
+        table = pandas.read_csv(file)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{named} is no table ({error}); expected {how_to_get(AUXILIARY)}") from error
+    if lacking := sorted(wanted - set(table.columns)):
+        raise UserError(f"{named} has no column {lacking[0]}; expected {how_to_get(AUXILIARY)}")
+    order = list(dict.fromkeys(table["index"].tolist()))
+    if order != list(range(instructions)) or order != table["index"].tolist()[:instructions]:
+        raise UserError(
+            f"{named} is for {len(order)} instructions, the reference set has {instructions} "
+            "(benchmark.reference_outputs): difficulties belong to instructions by their position, so both files must "
+            "be of the same set; without that, benchmark.length_controlled=false gives the raw win rate alone"
+        )
+    return file
+
+
+# ------------------------------------------------------------------------------------------------ win rates
+
+
+def win_rates(
+    rows: Sequence[Compared],
+    preferences: Float[np.ndarray, " rows"],
+    auxiliary: Path | None,
+    places: Sequence[int] | None = None,
+) -> Rates:
+    """Returns the library's win rates of a model, from its preferences (1 to 2, NaN where the judge gave no verdict).
+
+    ``places``: the rows' positions in the reference set, by which they have their difficulty; all in order by default.
+    ``auxiliary`` None: no length-controlled rate. Raw rates leave rows without a preference out; the length-controlled
+    one is fitted without them, but predicts for them, as the library has it.
+    """
+    import pandas
+
+    percent = (np.where(preferences == 0, 1.5, preferences) - 1) * 100
+    values = {RAW: percent, DISCRETE: np.where(percent == 50, 50, np.where(percent > 50, 100, 0) + 0 * percent)}
+    if np.isnan(preferences).all():
+        nothing = {name: math.nan for name in ([LENGTH_CONTROLLED] if auxiliary else []) + [RAW, DISCRETE]}
+        return Rates(nothing, values)
+    # The library knows the baseline by its name: against itself the length-controlled rate is 50 by definition.
+    itself = all(row.output == row.baseline for row in rows)
+    annotations = pandas.DataFrame(
+        {
+            "instruction": [row.instruction for row in rows],
+            "output_1": [row.baseline for row in rows],
+            "output_2": [row.output for row in rows],
+            "generator_1": "baseline",
+            "generator_2": "baseline" if itself else "model",
+            "preference": preferences,
+        },
+        index=list(range(len(rows)) if places is None else places),
+    )
+    lengths = np.array([len(row.baseline) - len(row.output) for row in rows], dtype=float)
+    spread = float(np.std(lengths, ddof=1)) if len(rows) > 1 else 0.0
+    controlled = auxiliary is not None and (itself or spread > 0)
+    found = _metrics(annotations, auxiliary if controlled else None)
+    scores = {RAW: float(found["win_rate"]), DISCRETE: float(found["discrete_win_rate"])}
+    errors = {RAW: float(found["standard_error"])}
+    if auxiliary is None:
+        return Rates(scores, values, errors)
+    scores = {LENGTH_CONTROLLED: float(found.get("length_controlled_winrate", math.nan)), **scores}
+    if itself:
+        errors[LENGTH_CONTROLLED] = 0.0
+    elif controlled:
+        weights = np.array([found["length"], found["difficulty"], found["baseline"]])
+        errors[LENGTH_CONTROLLED] = _standard_error(
+            weights, lengths / spread, percent / 100, annotations.index.to_numpy(), auxiliary
+        )
+    return Rates(scores, values, errors, lengths_equal=not controlled)
+
+
+def _metrics(annotations: object, auxiliary: Path | None) -> dict[str, float]:
+    """Returns the library's metrics; with the auxiliary file the length-controlled ones and the three fitted weights
+    too.
+    """
+    import pandas
+    import sklearn
+
+    metrics = library().metrics
+    if auxiliary is None:
+        with quiet():
+            return {name: float(value) for name, value in metrics.get_winrate(annotations).items()}
+    # Two traces that the library would leave: weights beside its own sources, and a switch of scikit-learn.
+    with tempfile.TemporaryDirectory() as folder, sklearn.config_context():
+        download = patch.object(metrics.glm_winrate, "hf_hub_download", lambda **named: str(auxiliary))
+        with quiet(), download:
+            found = metrics.get_length_controlled_winrate(annotations, glm_name=MODEL_FORM, save_weights_dir=folder)
+        weights = pandas.read_csv(Path(folder) / MODEL_FORM / "baseline_baseline.csv", index_col=0).iloc[0].tolist()
+    named = dict(zip(("length", "difficulty", "baseline"), weights, strict=True))
+    return {name: float(value) for name, value in {**found, **named}.items()}
+
+
+def _standard_error(
+    weights: Float[np.ndarray, "3"],
+    lengths: Float[np.ndarray, " rows"],
+    shares: Float[np.ndarray, " rows"],
+    places: Int[np.ndarray, " rows"],
+    auxiliary: Path,
+) -> float:
+    """Returns the standard error over questions of the length-controlled rate, in percent.
+
+    The library's own (``lc_standard_error``) is the spread of predictions whose fit is taken as certain, though it is
+    the questions that decide the fit: about half of what resampling them gives. Here a question counts by what it adds
+    through the mean and through the fitted weights (the influence function of a weighted logistic regression).
+    ``lengths`` are in standard deviations, ``shares`` in [0, 1].
+    """
+    import pandas
+
+    table = pandas.read_csv(auxiliary)
+    difficulties = table["instruction_difficulty"].to_numpy()
+    difficulty, count = difficulties[places], len(shares)
+    rows = np.stack([np.tanh(lengths), difficulty, np.ones(count)], axis=1)
+    gamed = np.stack([np.tanh(table["std_delta_len"]), difficulties, np.zeros(len(table))], axis=1)
+    judged = np.isfinite(shares)
+    fitted, gamed_fitted = _logistic(rows @ weights), _logistic(gamed @ weights)
+    pulls = np.where(judged, shares - fitted, 0.0)[:, None] * rows
+    curvature = (rows * (judged * fitted * (1 - fitted))[:, None]).T @ rows
+    curvature += (gamed * (GAMED_WEIGHT * gamed_fitted * (1 - gamed_fitted))[:, None]).T @ gamed
+    free = weights != 0  # a weight that the penalty holds at 0 does not move
+    moves = np.zeros_like(pulls)
+    moves[:, free] = count * (pulls - pulls.mean(axis=0))[:, free] @ np.linalg.pinv(curvature[np.ix_(free, free)])
+    predicted = _logistic(difficulty * weights[1] + weights[2])
+    slope = (predicted * (1 - predicted))[:, None] * np.stack([np.zeros(count), difficulty, np.ones(count)], axis=1)
+    influence = predicted + moves @ slope.mean(axis=0)
+    return float(100 * influence.std(ddof=1) / math.sqrt(count))
+
+
+def _logistic(values: Float[np.ndarray, " rows"]) -> Float[np.ndarray, " rows"]:
+    return np.asarray(np.exp(-np.logaddexp(0, -values)))

@@ -23,11 +23,9 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from attnpo.evaluation.answers.questions import ModelAnswer, Question
-from attnpo.evaluation.base import Graded, Replies
+from attnpo.evaluation.base import Graded, ModelAnswer, Question, Replies, answered, matched, weighted_mean
+from attnpo.evaluation.chat import GradingCall
 from attnpo.evaluation.checkout import NAME, Checkout, grader_messages, read_constant
-from attnpo.evaluation.grading.base import GradingCall
-from attnpo.evaluation.matching import answered, matched, weighted_mean
 from attnpo.schema import Sampling, UserError, check_choice, check_least
 
 log = logging.getLogger(__name__)

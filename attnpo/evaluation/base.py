@@ -1,19 +1,49 @@
-"""What a benchmark is, and what comes of one: scores with their spreads."""
+"""Questions, answers and benchmarks, and what comes of one: scores with their spreads."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from jaxtyping import Float
 
-from attnpo.evaluation.answers.questions import ModelAnswer, Question
-from attnpo.evaluation.grading.base import GradingCall, GradingReply
+from attnpo.evaluation.chat import GradingCall, GradingReply
 from attnpo.models.spec import ModelSpec
-from attnpo.schema import Sampling
+from attnpo.schema import Message, Sampling, UserError
 from attnpo.text.chat import ChatFormat
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a model is asked: user turns in their order, each answered before the next is asked.
+
+    ``temperature`` replaces that of the sampling where a protocol has one per category (MT-Bench).
+    """
+
+    id: str
+    turns: tuple[str, ...]
+    system: str | None = None
+    category: str = ""
+    temperature: float | None = None
+
+
+def first_turn(question: Question) -> list[Message]:
+    """Returns the prompt of a question's first answer: its system text, if it has one, and its first turn."""
+    turns = [] if question.system is None else [Message(role="system", content=question.system)]
+    return [*turns, Message(role="user", content=question.turns[0])]
+
+
+@dataclass(frozen=True)
+class ModelAnswer:
+    """A model's answers to the turns of a question; ``tokens`` and ``finish_reasons`` (stop or length) are per turn."""
+
+    question: str
+    turns: tuple[str, ...]
+    tokens: tuple[int, ...] = ()
+    finish_reasons: tuple[str, ...] = ()
+
 
 Replies = Mapping[GradingCall, GradingReply]
 
@@ -91,6 +121,13 @@ class Score:
     questions: int = 0
     higher_is_better: bool | None = True
 
+    @classmethod
+    def read(cls, values: Mapping[str, object]) -> "Score":
+        """Returns the score that ``asdict`` made ``values`` of, as JSON has them."""
+        told: Any = values
+        interval = None if told["interval"] is None else tuple(told["interval"])
+        return cls(**{**told, "rounds": tuple(told["rounds"]), "interval": interval})
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -131,3 +168,46 @@ class Measure(Protocol):
 
     def measure(self, subject: Subject) -> Measured:
         """Returns the scores. UserError for data that cannot be had, with the way to get them."""
+
+
+SHOWN = 5  # ids named in an error
+
+
+def matched(benchmark: str, questions: Sequence[Question], answers: Mapping[str, ModelAnswer]) -> list[ModelAnswer]:
+    """Returns the answers in the order of the questions, whatever order they came in.
+
+    Raises:
+        UserError: answers are missing, answer something else, stand under another question's id, or lack a turn.
+    """
+    asked = {question.id: question for question in questions}
+    problems = {
+        "have no answer": [name for name in asked if name not in answers],
+        "are answered but not asked": [name for name in answers if name not in asked],
+        "have the answer of another question": [name for name, answer in answers.items() if answer.question != name],
+        "are not answered turn by turn": [
+            name for name, answer in answers.items() if name in asked and len(answer.turns) != len(asked[name].turns)
+        ],
+    }
+    told = [f"{len(names)} {problem} ({_listed(names)})" for problem, names in problems.items() if names]
+    if told:
+        raise UserError(
+            f"answers to {benchmark}: of its {len(asked)} questions {'; '.join(told)}. Delete the file of these "
+            "answers and give the command again, or name the files that its questions were read from"
+        )
+    return [answers[question.id] for question in questions]
+
+
+def answered(questions: Sequence[Question], answers: Mapping[str, ModelAnswer]) -> list[Question]:
+    """Returns the questions that ``answers`` is about, in the benchmark's order."""
+    return [question for question in questions if question.id in answers]
+
+
+def weighted_mean(values: Float[np.ndarray, " questions"], weights: Float[np.ndarray, " questions"]) -> float:
+    """sum(w v) / sum(w) over the questions with a weight; NaN where there is none."""
+    counted = weights > 0
+    mass = float(weights[counted].sum())
+    return float(values[counted] @ weights[counted]) / mass if mass else float("nan")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")

@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from attnpo.config.compose import RUNS_ROOT, Root
-from attnpo.evaluation.answers.base import AnsweringBackend
 from attnpo.evaluation.base import Benchmark, Measure
-from attnpo.evaluation.grading.base import Grader
-from attnpo.evaluation.grading.limits import GradingLimits
+from attnpo.evaluation.chat import AnsweringBackend, Grader
+from attnpo.evaluation.session import GradingLimits
 from attnpo.models.spec import ModelSpec
 from attnpo.schema import BOOKKEEPING, UserError, check_choice, check_least
 from attnpo.training.settings import ACCELERATORS

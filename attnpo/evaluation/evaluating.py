@@ -18,18 +18,23 @@ from attnpo.config.fields import as_values
 from attnpo.data.overlap import count_seen
 from attnpo.display.output import markdown, print_sections, terminal
 from attnpo.display.page import report_page
-from attnpo.evaluation.answers.answering import described
-from attnpo.evaluation.answers.base import AnsweringBackend
-from attnpo.evaluation.answers.question_answers import AnswerStatistics, RoundAnswers, answer_questions
-from attnpo.evaluation.answers.questions import ModelAnswer, Question, first_turn
-from attnpo.evaluation.base import Benchmark, Graded, Measure, Replies, Score, Subject
+from attnpo.evaluation.base import (
+    Benchmark,
+    Graded,
+    Measure,
+    ModelAnswer,
+    Replies,
+    Score,
+    Subject,
+    first_turn,
+)
+from attnpo.evaluation.benchmark_answers import AnswerStatistics, answer_questions
+from attnpo.evaluation.chat import AnsweringBackend, Grader, GradingCall
 from attnpo.evaluation.evaluate_config import EvaluateConfig, GradingRules
-from attnpo.evaluation.grading.asking import Estimate, ask_all, estimate
-from attnpo.evaluation.grading.base import Grader, GradingCall
-from attnpo.evaluation.grading.limits import GradingLimits
-from attnpo.evaluation.grading.store import ReplyStore
-from attnpo.evaluation.result import RESULT, EvaluationResult, Lengths, read_result
-from attnpo.evaluation.shown import result_sections
+from attnpo.evaluation.jsonl_store import ReplyStore
+from attnpo.evaluation.local_chat import describe_model
+from attnpo.evaluation.result import RESULT, EvaluationResult, Lengths, read_result, result_sections
+from attnpo.evaluation.session import Estimate, GradingLimits, ask_all, estimate
 from attnpo.evaluation.spreads import exchanged, grading_spread, score_of
 from attnpo.models.loading import weights_fingerprint
 from attnpo.models.spec import ModelSpec
@@ -135,7 +140,7 @@ def _same(before: EvaluationResult | None, key: Mapping[str, object], folder: Pa
 
 
 def _measure(measure: Measure, entrant: Entrant, folder: Path, before: EvaluationResult | None) -> EvaluationResult:
-    spec, chat = described(entrant.model)
+    spec, chat = describe_model(entrant.model)
     subject = Subject(spec, chat, entrant.device, folder)
     weights = weights_fingerprint(spec.path, spec.revision)
     of_model = {"weights": weights, "dtype": spec.dtype, "chat": chat.fingerprint()}
@@ -189,20 +194,16 @@ def _grade(
     chosen = questions[: limits.max_items]
     began = time.perf_counter()
     if limits.dry_run:
-        foreseen, found = _foreseen(benchmark, grading, chosen, folder)
         log.info(
-            "%s, %d rounds of %d questions, %d calls of them to grade again: %s; answers are counted at their longest, "
-            "%d tokens a turn",
-            *(benchmark.name, rules.rounds, len(chosen), sum(len(each.again) for each in foreseen)),
-            *(found, benchmark.sampling.max_new_tokens),
+            "%s, %d rounds of %d questions: %s; answers are counted at their longest, %d tokens a turn",
+            *(benchmark.name, rules.rounds, len(chosen), estimated(benchmark, grading, folder)),
+            benchmark.sampling.max_new_tokens,
         )
         return None
     grader.check_ready()  # before answers are made, which may take hours
     limits.check_price(grader)
     answerer = answering.open(entrant.model, entrant.device)
-    answered = [
-        _whole(answer_questions(chosen, benchmark.sampling, answerer, folder, number)) for number in range(rules.rounds)
-    ]
+    answered = [answer_questions(chosen, benchmark.sampling, answerer, folder, at) for at in range(rules.rounds)]
     of_model = answerer.key()
     del answerer  # its weights: a local grader may need the room
     key = identify(
@@ -217,7 +218,7 @@ def _grade(
     if before is not None and _same(before, key, folder):
         return before
     rounds = [_round(benchmark, each.answers, rules, number) for number, each in enumerate(answered)]
-    calls = [call for each in rounds for call in (*each.calls, *each.again)]
+    calls = _calls_of(rounds)
     asked = ask_all(calls, grader, ReplyStore(folder), limits)
     missing = len(calls) - len(asked.replies)
     if missing > rules.missing:
@@ -255,12 +256,6 @@ def grader_name(grader: Grader) -> str:
     return str(identity.get("model") or identity.get("grader") or type(grader).__name__)
 
 
-def _whole(found: RoundAnswers | None) -> RoundAnswers:
-    if found is None:
-        raise ValueError("one process answers every question, and some are without an answer")
-    return found
-
-
 def _lengths(rounds: Sequence[AnswerStatistics]) -> Lengths:
     count = len(rounds)
     return Lengths(
@@ -273,17 +268,15 @@ def _lengths(rounds: Sequence[AnswerStatistics]) -> Lengths:
 
 def estimated(benchmark: Benchmark, grading: Grading, folder: Path) -> Estimate:
     """Returns what grading would take. Answers are not made for it: each counts as long as it may be."""
-    return _foreseen(benchmark, grading, benchmark.questions()[: grading.limits.max_items], folder)[1]
-
-
-def _foreseen(
-    benchmark: Benchmark, grading: Grading, questions: Sequence[Question], folder: Path
-) -> tuple[list[RoundGrades], Estimate]:
     longest = "word " * benchmark.sampling.max_new_tokens
+    questions = benchmark.questions()[: grading.limits.max_items]
     answers = {question.id: ModelAnswer(question.id, (longest,) * len(question.turns)) for question in questions}
     rounds = [_round(benchmark, answers, grading.rules, number) for number in range(grading.rules.rounds)]
-    calls = [call for each in rounds for call in (*each.calls, *each.again)]
-    return rounds, estimate(calls, grading.grader, ReplyStore(folder))
+    return estimate(_calls_of(rounds), grading.grader, ReplyStore(folder))
+
+
+def _calls_of(rounds: Sequence[RoundGrades]) -> list[GradingCall]:
+    return [call for each in rounds for call in (*each.calls, *each.again)]
 
 
 def _round(benchmark: Benchmark, answers: Mapping[str, ModelAnswer], rules: GradingRules, number: int) -> RoundGrades:

@@ -8,25 +8,91 @@ measure it so; tokens here are those of training, with its chat format and lengt
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from attnpo.data.adapters import Columns
+from attnpo.data.base import PairReader, PairSet, pairs_from_rows, row_range
 from attnpo.data.collate import TrainingExample
 from attnpo.data.overlap import count_seen
 from attnpo.data.prepare import EncodedSet, encode_pairs
 from attnpo.data.rules import LengthRules
-from attnpo.evaluation.base import Measured, Subject
-from attnpo.evaluation.pair_orders import Orders, Ties, Values
-from attnpo.evaluation.pair_set import KEY, UnseenPairs
+from attnpo.data.tables import read_table
+from attnpo.evaluation.base import Benchmark, Measure, Measured, Subject
+from attnpo.evaluation.ranking_accuracy import Orders, Ties
 from attnpo.models.spec import AUTO, ModelSpec
+from attnpo.run.folders import run_of, saved_config
+from attnpo.run.identity import identity_of
 from attnpo.run.other_pairs import RewardFactors
+from attnpo.run.run_config import RunConfig
 from attnpo.schema import SIDES, EncodedResponse, PreferencePair, UserError, digest
+from attnpo.weights.base import OnlineSource
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 log = logging.getLogger(__name__)
+
+KEY = "benchmark."
+
+
+@dataclass(frozen=True)
+class UnseenPairs:
+    """Pairs to be ordered (config node ``benchmark.data``); rows as ``PairSource`` reads them, all of one split.
+
+    ``group``: the column that says which part of the set a pair belongs to, RewardBench's ``subset``; None, or a column
+    that the data lack: no parts. ``subset`` and ``revision`` are for the hub. ``path`` auto stands for the validation
+    pairs of the run that trained the model, as that run read them.
+    """
+
+    path: str
+    split: str = "test"
+    rows: str | None = None
+    columns: Columns = field(default_factory=Columns)
+    group: str | None = "subset"
+    revision: str | None = None
+    subset: str | None = None
+
+    def unread(self) -> dict[str, str]:
+        """Keys without effect: a run's own validation pairs are read as the run read them."""
+        why = f"{KEY}data.path=auto: the run says which pairs these are"
+        return dict.fromkeys(("split", "rows", "columns", "revision", "subset"), why) if self.path == AUTO else {}
+
+    def load(self) -> PairSet:
+        """Returns all usable pairs, with the account of every row. UserError when there is none, or nothing can be
+        read.
+        """
+        try:
+            return self._load()
+        except UserError as error:
+            text = str(error)  # the keys of a pair set lie one level deeper here than in training
+            raise UserError(KEY + text if text.startswith("data.") else text) from error
+
+    def _load(self) -> PairSet:
+        table = read_table(self.path, self.split, "data.split", self.subset, self.revision)
+        where = f"data.path={self.path} ({self.split})"
+        self.columns.check(table.column_names, where)
+        rows = row_range(self.rows, len(table), "data.rows")
+        pairs = pairs_from_rows(table.select(rows), self.columns, rows)
+        if not pairs.pairs:
+            raise UserError(
+                f"{where} has no usable pair: {pairs.summary()}; columns found: {', '.join(table.column_names)}. Look "
+                "at these rows, or map the columns with benchmark.data.columns.prompt=..., .chosen=..., .rejected=..."
+            )
+        log.log(logging.WARNING if pairs.dropped else logging.INFO, "%s%s: %s", KEY, where, pairs.summary())
+        return pairs
+
+    def group_of(self, pair: PreferencePair) -> str | None:
+        """Returns the part of the set that a pair belongs to; None where its row names none."""
+        value = None if self.group is None else pair.extra.get(self.group)
+        return None if value is None or not str(value).strip() else str(value).strip()
+
 
 LOG_EVERY = 10.0  # seconds between two lines on the progress
 
@@ -103,21 +169,19 @@ class ImplicitReward:
             pair.pair_id: bare_example(pair.pair_id, sides)
             for pair, sides in zip(encoded.pairs, encoded.encoded, strict=True)
         }
-        weighed = {} if weigh is None else _matching(weigh(encoded.pairs), examples)
+        weighed = None if weigh is None else _matching(weigh(encoded.pairs), examples)
         pad_id = subject.chat.rows.pad_id
         policy = self._score("policy", subject.model, examples, subject.device, pad_id)
         reference, notes = self._reference(subject, examples, policy, pad_id)
-        gaps = reward_gaps(list(examples), policy, reference)
-        if weigh is not None and reference is not None:
-            gaps = {WEIGHTED: weighted_gaps(list(examples), policy, reference, weighed), **gaps}
+        if weighed is not None:
             notes["pairs without token weights"] = len(examples) - len(weighed)
-        place = {pair_id: index for index, pair_id in enumerate(examples)}
-        rows = [place[pair.pair_id] for pair in encoded.pairs]  # a pair that stands there twice counts twice
+        # A pair that stands there twice counts twice.
+        gaps = reward_gaps(policy, reference, weighed).loc[[pair.pair_id for pair in encoded.pairs]]
         orders = Orders(
-            {name: gap[rows] for name, gap in gaps.items()},
+            {str(name): values.to_numpy() for name, values in gaps.items()},
             [self.data.group_of(pair) for pair in encoded.pairs],
             self.ties,
-            {} if reference is None else _baselines(gaps),
+            {} if reference is None else _baselines(weighed is not None),
         )
         counts = {**found.counts, **found.notes, **encoded.tally.counts, **orders.account(), **notes}
         for line in encoded.tally.lines():
@@ -200,51 +264,43 @@ def bare_example(pair_id: str, sides: Mapping[str, EncodedResponse]) -> Training
 # ------------------------------------------------------------------------------------------------ rewards
 
 
-def reward_gaps(pair_ids: Sequence[str], policy: Logps, reference: Logps | None) -> dict[str, Values]:
-    """Returns how far each chosen response is ahead, by reward in nats: summed over its tokens, and as their mean.
+def reward_gaps(
+    policy: Logps, reference: Logps | None, weighed: Mapping[str, RewardFactors] | None = None
+) -> "DataFrame":
+    """Returns how far each pair's chosen response is ahead in nats, by reward: summed over tokens, and as means.
 
-    The first is log pi - log ref where there is a reference. Log-ratios are formed per token before any sum.
+    The first are of log pi - log ref, where there is a reference; log-ratios are formed per token before any sum. With
+    ``weighed`` that of ``sum_t f_t (log pi - log ref)_t`` stands before them, NaN for a pair without factors f.
     """
-    ratios = None if reference is None else _ratios(policy, reference)
-    found = {} if ratios is None else {PLAIN: _gaps(pair_ids, ratios), NORMALISED: _gaps(pair_ids, ratios, mean=True)}
-    for name, logps in ((POLICY, policy), (REFERENCE, reference)):
-        if logps is not None:
-            found |= {name: _gaps(pair_ids, logps), name + PER_TOKEN: _gaps(pair_ids, logps, mean=True)}
-    return found
+    from pandas import DataFrame
+
+    rows: dict[str, dict[str, float]] = {}
+    for pair_id, sides in policy.items():
+        row: dict[str, float] = {}
+        ours = [side.double() for side in sides]
+        if reference is not None:
+            theirs = [side.double() for side in reference[pair_id]]
+            ratios = [one - other for one, other in zip(ours, theirs, strict=True)]
+            if weighed is not None:
+                factors = weighed[pair_id].factors if pair_id in weighed else (torch.tensor(float("nan")),) * 2
+                made = [(f.double() * ratio).sum() for f, ratio in zip(factors, ratios, strict=True)]
+                row[WEIGHTED] = float(made[0] - made[1])
+            row |= _ahead(PLAIN, NORMALISED, ratios)
+        row |= _ahead(POLICY, POLICY + PER_TOKEN, ours)
+        if reference is not None:
+            row |= _ahead(REFERENCE, REFERENCE + PER_TOKEN, theirs)
+        rows[pair_id] = row
+    return DataFrame.from_dict(rows, orient="index")
 
 
-def weighted_gaps(
-    pair_ids: Sequence[str], policy: Logps, reference: Logps, weighed: Mapping[str, RewardFactors]
-) -> Values:
-    """Returns the same of ``sum_t f_t (log pi - log ref)_t``; NaN for a pair without factors f."""
-    ratios = _ratios(policy, reference)
-    made = {
-        pair_id: tuple(f.double() * ratio for f, ratio in zip(pair.factors, ratios[pair_id], strict=True))
-        for pair_id, pair in weighed.items()
-    }
-    return np.array(
-        [float(made[one][0].sum() - made[one][1].sum()) if one in made else float("nan") for one in pair_ids]
-    )
+def _ahead(total: str, mean: str, sides: Sequence[Tensor]) -> dict[str, float]:
+    chosen, rejected = (float(side.sum()) for side in sides)
+    return {total: chosen - rejected, mean: chosen / len(sides[0]) - rejected / len(sides[1])}
 
 
-def _ratios(policy: Logps, reference: Logps) -> Logps:
-    return {
-        pair_id: (
-            sides[0].double() - reference[pair_id][0].double(),
-            sides[1].double() - reference[pair_id][1].double(),
-        )
-        for pair_id, sides in policy.items()
-    }
-
-
-def _gaps(pair_ids: Sequence[str], logps: Logps, mean: bool = False) -> Values:
-    sums = [[float(side.double().sum()) / (len(side) if mean else 1) for side in logps[one]] for one in pair_ids]
-    return np.array([chosen - rejected for chosen, rejected in sums])
-
-
-def _baselines(gaps: Mapping[str, Values]) -> dict[str, tuple[str, str]]:
+def _baselines(weighted: bool) -> dict[str, tuple[str, str]]:
     found = {GAIN: (PLAIN, REFERENCE), GAIN + PER_TOKEN: (NORMALISED, REFERENCE + PER_TOKEN)}
-    return found | ({f"{GAIN}_weighted": (WEIGHTED, REFERENCE)} if WEIGHTED in gaps else {})
+    return found | ({f"{GAIN}_weighted": (WEIGHTED, REFERENCE)} if weighted else {})
 
 
 # ------------------------------------------------------------------------------------------------ checks
@@ -307,3 +363,135 @@ def _matching(
                 "and model must have one tokenizer, chat template and length rules: name the run that trained the model"
             )
     return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationPairs(UnseenPairs):
+    """Validation pairs of a run, as its own ``source`` gives them."""
+
+    source: PairReader
+
+    def load(self) -> PairSet:
+        """Reads the run's validation split. UserError as training raises it."""
+        return self.source.load("val")
+
+
+def fill_from_run(measure: Benchmark | Measure, model: str, overrides: tuple[str, ...]) -> Benchmark | Measure:
+    """Fills in an implicit reward's reference, pairs and lengths from the run whose ``best/`` or ``last/`` is measured.
+
+    For any other ``model`` from the run that its token weights are of, if one is named. What ``overrides`` name is
+    kept; one line says what was taken. Any other benchmark stays as it is. UserError where something is auto and the
+    run's configuration cannot be read.
+    """
+    folder = run_of(model)
+    if isinstance(measure, WeightedImplicitReward) and measure.run != AUTO:
+        folder = folder or Path(measure.run)
+    if not isinstance(measure, ImplicitReward) or folder is None:
+        return measure
+    try:
+        run = saved_config(folder, f"model.path={model}")
+    except UserError as problem:
+        if AUTO in (measure.reference, measure.data.path):
+            raise
+        log.warning("%slengths are not taken from the run: %s", KEY, problem)
+        return measure
+    told = []
+    if isinstance(measure, WeightedImplicitReward) and measure.run == AUTO:
+        measure = replace(measure, run=str(folder))
+        told.append("token weights")
+    if measure.reference == AUTO:
+        revision = measure.reference_revision or run.model.revision
+        measure = replace(measure, reference=run.model.path, reference_revision=revision)
+        told.append(f"reference {run.model.path}")
+        if run.model.quantize is not None:
+            log.warning(
+                "%sreference=%s is read whole, and the run trained on it in 4 bits (model.quantize=%s): the reward "
+                "holds what that changed, too",
+                *(KEY, run.model.path, run.model.quantize),
+            )
+    if measure.data.path == AUTO:
+        place = str(getattr(run.data, "place", "its data"))
+        measure = replace(measure, data=ValidationPairs(place, group=measure.data.group, source=run.data))
+        told.append(f"validation pairs of {place}")
+    lengths = lengths_of(run.lengths, measure.lengths, overrides)
+    if lengths != measure.lengths:
+        rules = {key: getattr(value, "value", value) for key, value in asdict(lengths).items()}
+        told.append("lengths " + ", ".join(f"{key}={value}" for key, value in rules.items()))
+    if told:
+        log.info("%s takes from the run in %s: %s", measure.name, folder, "; ".join(told))
+    return replace(measure, lengths=lengths)
+
+
+def lengths_of(run: LengthRules, asked: LengthRules, overrides: tuple[str, ...]) -> LengthRules:
+    """Returns the run's length rules, but those that the command names, or that a benchmark of one's own sets."""
+    named = [override.partition("=")[0].lstrip("+") for override in overrides]
+    default, taken = asdict(LengthRules()), asdict(run)
+    own = {
+        key: value
+        for key, value in asdict(asked).items()
+        if value != default[key] or f"{KEY}lengths.{key}" in named or f"{KEY}lengths" in named
+    }
+    return LengthRules(**{**taken, **own})
+
+
+@dataclass(frozen=True)
+class WeightedImplicitReward(ImplicitReward):
+    """The plain measure, and ``accuracy_weighted``: the order by ``sum_t f_t (log pi - log ref)_t``.
+
+    ``run`` is the folder of the run whose weights are taken (as a rule, of the one that trained the model): its source,
+    judge and transforms weigh the pairs as they weighed its training pairs, and f is what its objective multiplies beta
+    by. The run's lengths hold instead of ``lengths``.
+    """
+
+    run: str = AUTO
+
+    @property
+    def scores(self) -> tuple[str, ...]:
+        """Returns the weighted accuracy, which counts, those of the plain measure, and what the weighted one is ahead
+        by.
+        """
+        return (WEIGHTED, *super().scores, f"{GAIN}_weighted")
+
+    def versions(self) -> dict[str, object]:
+        """Returns those of the plain measure, and the settings of the run that touch weights."""
+        cfg = self._config()
+        return {**ImplicitReward.versions(replace_lengths(self, cfg.lengths)), "weights": identity_of(cfg).inputs}
+
+    def measure(self, subject: Subject) -> Measured:
+        """Accuracies of the plain, the length-normalised and the token-weighted reward, and of each model alone.
+
+        Raises:
+            UserError: as the plain measure does; there is no run in the folder, its objective reads no token weights,
+                its source computes them in training alone, or its data, model or judge are no longer where they were.
+        """
+        from attnpo.run.inputs import read_inputs
+        from attnpo.run.other_pairs import reward_factors
+        from attnpo.run.resolve import resolve
+
+        if self.reference is None:
+            raise UserError(
+                f"{KEY}reference=null: there is no log-ratio to weigh; name the model training started from"
+            )
+        cfg = self._config()
+        if "token_weights" not in cfg.objective.requires or isinstance(cfg.weights, OnlineSource):
+            what = type(cfg.weights).__name__ if "token_weights" in cfg.objective.requires else "its objective"
+            raise UserError(
+                f"{KEY}run={self.run}: {what} leaves no token weights to take; name a run with weights that are read "
+                "before training, or set benchmark=implicit_reward"
+            )
+        cfg, base, readers, _ = resolve(cfg)
+        inputs = read_inputs(cfg, base, readers)
+        factors = partial(reward_factors, cfg.objective, inputs.recipe, inputs.weighed, readers)
+        return replace_lengths(self, cfg.lengths).measure_with(subject, factors)
+
+    def _config(self) -> RunConfig:
+        if self.run == AUTO:
+            raise UserError(f"{KEY}run: {OF_RUN}; give {KEY}run=outputs/RUN, the run whose token weights are taken")
+        return saved_config(Path(self.run), f"{KEY}run={self.run}")
+
+
+def replace_lengths(measure: WeightedImplicitReward, lengths: LengthRules) -> WeightedImplicitReward:
+    """Returns the measure with the length rules of its run; logs where they differ."""
+    if asdict(measure.lengths) != asdict(lengths):
+        log.info("%slengths: those of %s hold, since its weights are on tokens that they cut", KEY, measure.run)
+    return replace(measure, lengths=lengths)

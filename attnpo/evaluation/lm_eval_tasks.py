@@ -1,29 +1,215 @@
 """Tasks of lm_eval as a measure: IFEval, and any other by name, on the model folder, without a grader.
 
-Sources: EleutherAI/lm-evaluation-harness (lm_eval 0.4.13); IFEval: Zhou et al. 2023, arXiv 2311.07911.
+Sources: EleutherAI/lm-evaluation-harness (lm_eval 0.4.13); IFEval: Zhou et al. 2023, arXiv 2311.07911. lm_eval is kept
+quiet and its random states are undone; it is imported where it is called, since it and its index take seconds.
 """
 
 import logging
 import math
+import os
+import random
+import re
+import sys
 import time
-from collections.abc import Mapping
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from textwrap import shorten
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import numpy as np
+import torch
 
 from attnpo.evaluation.base import Measured, Score, Subject
-from attnpo.evaluation.lm_eval_library import WORDS, FoundTask, find_task, quiet, require_nltk
 from attnpo.evaluation.spreads import NORMAL
-from attnpo.schema import BOOKKEEPING, Json, UserError, check_least, digest
+from attnpo.schema import BOOKKEEPING, UserError, check_least, digest
 from attnpo.system.files import clean, file_digest, read_record, write_record
 
 if TYPE_CHECKING:
+    from lm_eval.api.task import Task
     from lm_eval.models.huggingface import HFLM
     from lm_eval.result_schema import EvalResults
+    from lm_eval.tasks import TaskManager
 
 log = logging.getLogger(__name__)
+
+WORDS = "lm_eval.log"
+"""What the library says, in the folder of the evaluation."""
+
+
+# ------------------------------------------------------------------------------------------------ a context for it
+
+
+class _Heard(logging.Handler):
+    """Counts the warnings of a logger by their text, numbers left out."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.counts: Counter[str] = Counter()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = re.sub(r"\d+", "N", " ".join(record.getMessage().split()))
+        self.counts[shorten(text, 160, placeholder=" ...")] += 1
+
+
+@contextmanager
+def quiet(folder: Path, device: torch.device) -> Iterator[Counter[str]]:
+    """Opens a context in which lm_eval may print and seed: its words go to ``lm_eval.log``, its warnings are counted.
+
+    Python's, numpy's and torch's random states are afterwards what they were; lm_eval seeds all three. Subprocesses and
+    progress bars are caught too, as the process's own outputs are turned away meanwhile.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    states = random.getstate(), np.random.get_state()
+    heard, logger = _Heard(), logging.getLogger("lm_eval")
+    before = logger.propagate, logger.level
+    with (
+        (folder / WORDS).open("a", encoding="utf-8") as words,
+        _outputs_to(words.fileno()),
+        redirect_stdout(words),
+        redirect_stderr(words),
+        warnings.catch_warnings(),
+        torch.random.fork_rng([device] if device.type == "cuda" else []),
+    ):
+        warnings.simplefilter("ignore")
+        logger.propagate = False
+        logger.setLevel(logging.WARNING)
+        logger.addHandler(heard)
+        try:
+            yield heard.counts
+        finally:
+            logger.removeHandler(heard)
+            logger.propagate, level = before
+            logger.setLevel(level)
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+
+@contextmanager
+def _outputs_to(target: int) -> Iterator[None]:
+    """Opens a context in which file descriptors 1 and 2, which subprocesses inherit, are those of another file."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    kept = [os.dup(number) for number in (1, 2)]
+    try:
+        for number in (1, 2):
+            os.dup2(target, number)
+        yield
+    finally:
+        for number, original in zip((1, 2), kept, strict=True):
+            os.dup2(original, number)
+            os.close(original)
+
+
+# ------------------------------------------------------------------------------------------------ tasks
+
+
+@dataclass(frozen=True)
+class FoundTask:
+    """A task, or the tasks of a group or tag, with their data, and the index that they were found in."""
+
+    name: str
+    tasks: "dict[str, Task]"
+    asked: Sequence[object]
+    manager: "TaskManager"
+
+
+def find_task(name: str, include_path: Path | None) -> FoundTask:
+    """Returns the task, group or tag of a name, from the folder of the user's own ones or from lm_eval.
+
+    Raises:
+        UserError: there is none of that name, or it cannot be made, as where its data cannot be had.
+    """
+    manager = _index_with(name, include_path)
+    try:
+        loaded = manager.load([name])
+    except Exception as error:
+        raise UserError(_problem(name, manager, error)) from error
+    groups, tasks = loaded.get("groups", {}), loaded["tasks"]
+    return FoundTask(name, tasks, [groups[name]] if name in groups else list(tasks.values()), manager)
+
+
+def _index_with(name: str, include_path: Path | None) -> "TaskManager":
+    """Returns an index that has ``name``: of the user's folder, of lm_eval's folder of that name, or of all there is.
+
+    lm_eval's own takes ten seconds to read. From the first two only what names nothing of another folder is taken.
+    """
+    import lm_eval.tasks
+
+    own = Path(str(lm_eval.tasks.__file__)).parent / name
+    for folder in (include_path, own if own.is_dir() else None):
+        if folder is not None:
+            manager = lm_eval.tasks.TaskManager(include_path=folder, include_defaults=False)
+            if _stands_alone(name, manager):
+                return manager
+    manager = lm_eval.tasks.TaskManager(include_path=include_path)
+    if name not in manager.all_tasks:
+        near = [other for other in manager.all_tasks if name.lower() in other.lower()][:5]
+        raise UserError(
+            f"benchmark.tasks: {name} is no task, group or tag of lm_eval"
+            + (
+                f", nor of benchmark.include_path={include_path}, where a file that is no task is passed over"
+                * bool(include_path)
+            )
+            + (f"; there is {', '.join(near)}" if near else "; `lm-eval ls tasks` lists them")
+        )
+    return manager
+
+
+def _stands_alone(name: str, manager: "TaskManager") -> bool:
+    """Returns whether an index has a task, or a group with all that it names; tags may have tasks of any folder."""
+    if name not in manager.all_groups:
+        return name in manager.all_subtasks
+    parts = (manager.task_index[name].cfg or {}).get("task", ())
+    return all(isinstance(part, str) and _stands_alone(part, manager) for part in parts)
+
+
+def _problem(name: str, manager: "TaskManager", error: Exception) -> str:
+    """Why a task cannot be made, and what to do."""
+    import datasets
+
+    words = shorten(str(error) or type(error).__name__, 300, placeholder=" ...").rstrip(".")
+    if isinstance(error, ImportError):
+        return f"benchmark.tasks: {name} of lm_eval needs a package that is not installed: {words}"
+    settings = manager.task_index[name].cfg or {}
+    path, part = settings.get("dataset_path"), settings.get("dataset_name")
+    if not isinstance(error, OSError | datasets.exceptions.DatasetsError):
+        return f"benchmark.tasks: {name} of lm_eval cannot be made ({type(error).__name__}: {words}); see its YAML file"
+    if path is None:
+        return f"benchmark.tasks: the data of {name} of lm_eval cannot be had: {words}"
+    arguments = repr(str(path)) + (f", {str(part)!r}" if part else "")
+    return (
+        f"benchmark.tasks: the data set {path} of {name} of lm_eval is neither in the cache nor can it be downloaded: "
+        f'{words}. Where there is a network: python -c "import datasets; datasets.load_dataset({arguments})", and copy '
+        "the cache (HF_HOME) here; or write a task on files of your own and name its folder as benchmark.include_path"
+    )
+
+
+def require_nltk(names: Sequence[str]) -> None:
+    """Downloads the tokenizer data ``names`` that nltk lacks, as tasks would only after the last answer.
+
+    UserError for data that cannot be downloaded.
+    """
+    if not names:
+        return
+    import nltk
+
+    for name in names:
+        try:
+            nltk.data.find(f"tokenizers/{name}")
+        except LookupError as error:
+            if not nltk.download(name, quiet=True):
+                raise UserError(
+                    f"benchmark.nltk_data: nltk has no {name} here, which the task counts sentences with, and cannot "
+                    f"download it: copy nltk_data/tokenizers/{name} from a machine with a network (python -m "
+                    f"nltk.downloader {name}) to ~/nltk_data/tokenizers or below a folder that NLTK_DATA names"
+                ) from error
+
 
 BOOTSTRAP = 1000
 """Resamples for standard errors without a formula (lm_eval's own 100,000 take minutes for a third digit)."""
@@ -153,7 +339,7 @@ class _Runner:
         kept = read_record(path)
         if kept is not None and kept.get("key") == key:
             log.info("%s: %s is done, read from %s", self.settings.name, name, path)
-            return measured_again(kept)
+            return Measured(tuple(map(Score.read, kept["scores"])), kept["counts"], tuple(kept["table"]))
         began = time.perf_counter()
         measured = self._run(name)
         write_record(path, {"key": key, **asdict(measured)})
@@ -229,8 +415,7 @@ class _Runner:
 # ------------------------------------------------------------------------------------------------ its results
 
 
-@dataclass(frozen=True)
-class Figure:
+class Figure(TypedDict):
     """One number of a task or group: of a metric, for the answers as a filter leaves them (``acc,none``).
 
     ``shots``: examples in front of a question; ``data``: a digest of the documents, None for a group.
@@ -246,27 +431,26 @@ class Figure:
     shots: int | None
     version: str | float | None
     data: str | None
-    higher_is_better: bool | None = None
+    higher_is_better: bool | None
 
-    def score(self) -> Score:
-        """Returns the figure as a score, with 1.96 standard errors."""
-        name = ".".join(part for part in (self.task, self.metric, self.filter) if part != NO_FILTER)
-        half = None if self.stderr is None else NORMAL * self.stderr
-        interval = None if half is None else (self.value - half, self.value + half)
-        return Score(name, self.value, (self.value,), interval, None, self.documents, self.higher_is_better)
+
+def score_of(figure: Figure) -> Score:
+    """Returns a figure as a score, with 1.96 standard errors."""
+    name = ".".join(part for part in (figure["task"], figure["metric"], figure["filter"]) if part != NO_FILTER)
+    value, half = figure["value"], None if figure["stderr"] is None else NORMAL * figure["stderr"]
+    interval = None if half is None else (value - half, value + half)
+    return Score(name, value, (value,), interval, None, figure["documents"], figure["higher_is_better"])
 
 
 def measured_of(name: str, results: "EvalResults", counts: Mapping[str, int]) -> Measured:
     """Scores of a task, of a group as a whole or of each task of a tag; rows for all there is."""
     figures = figures_of(results)
-    whole = [figure for figure in figures if figure.task == name] or figures
+    whole = [figure for figure in figures if figure["task"] == name] or figures
     if not whole:
         raise UserError(f"benchmark.tasks: {name} of lm_eval gives no figure that is a number")
     left = sum(size["original"] - size["effective"] for size in results["n-samples"].values())
     limited = {"documents left out by benchmark.limit": left} if left else {}
-    return Measured(
-        tuple(figure.score() for figure in whole), {**counts, **limited}, tuple(asdict(figure) for figure in figures)
-    )
+    return Measured(tuple(map(score_of, whole)), {**counts, **limited}, tuple(figures))
 
 
 def figures_of(results: "EvalResults") -> list[Figure]:
@@ -294,19 +478,3 @@ def figures_of(results: "EvalResults") -> list[Figure]:
             )
             figures.append(figure)
     return figures
-
-
-def measured_again(kept: Mapping[str, Json]) -> Measured:
-    """Returns what ``asdict`` made of a ``Measured``, as one again."""
-    read: Any = kept
-    scores = [
-        Score(
-            **{
-                **score,
-                "rounds": tuple(score["rounds"]),
-                "interval": None if score["interval"] is None else tuple(score["interval"]),
-            }
-        )
-        for score in read["scores"]
-    ]
-    return Measured(tuple(scores), read["counts"], tuple(read["table"]))

@@ -16,10 +16,8 @@ import numpy as np
 from jaxtyping import Float
 
 from attnpo.config.files import find_file
-from attnpo.evaluation.answers.questions import ModelAnswer, Question, first_turn
-from attnpo.evaluation.base import Graded, Replies
-from attnpo.evaluation.grading.base import GradingCall, GradingReply
-from attnpo.evaluation.matching import matched
+from attnpo.evaluation.base import Benchmark, Graded, ModelAnswer, Question, Replies, first_turn, matched
+from attnpo.evaluation.chat import GradingCall, GradingReply
 from attnpo.judge.prompts import JudgeTemplate, question_text
 from attnpo.schema import Message, Sampling, UserError, check_least, digest
 
@@ -172,22 +170,8 @@ class Preferences:
 
 
 @runtime_checkable
-class WithBaseline(Protocol):
-    """A benchmark that has an answer to compare with for each of its questions."""
-
-    @property
-    def name(self) -> str:
-        """For example arena_hard."""
-
-    @property
-    def sampling(self) -> Sampling:
-        """Returns how answers are drawn."""
-
-    def questions(self) -> Sequence[Question]:
-        """Returns the questions, of one turn each."""
-
-    def versions(self) -> dict[str, object]:
-        """Returns what decides its questions and its baseline's answers."""
+class WithBaseline(Benchmark, Protocol):
+    """A benchmark that has an answer to compare with for each of its questions, which have one turn."""
 
     def baseline_answers(self) -> Mapping[str, str]:
         """Returns the baseline's answer to each question, by its id."""

@@ -1,11 +1,15 @@
-"""The result of an evaluation as a file: ``evaluation.json`` in its folder, written last."""
+"""``evaluation.json`` of an evaluation, written last: read, written, and as tables with each spread apart."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from attnpo.display.page import KeyValues, Paragraph, Section, TableBlock
+from attnpo.display.tables import Cell, fixed, half_up
 from attnpo.evaluation.base import Score
+from attnpo.evaluation.spreads import half_widths
 from attnpo.schema import UserError
 from attnpo.system.files import read_record, write_record
 
@@ -65,19 +69,73 @@ def read_result(folder: Path) -> EvaluationResult | None:
         lengths, scores = values.pop("lengths"), values.pop("scores")
         return EvaluationResult(
             **{**values, "table": tuple(values["table"])},
-            scores=tuple(
-                Score(
-                    **{
-                        **score,
-                        "rounds": tuple(score["rounds"]),
-                        "interval": None if score["interval"] is None else tuple(score["interval"]),
-                    }
-                )
-                for score in scores
-            ),
+            scores=tuple(map(Score.read, scores)),
             lengths=None if lengths is None else Lengths(**lengths),
         )
     except (KeyError, TypeError, AttributeError) as problem:
         raise UserError(
             f"{path} is of another version of attnpo ({problem!r}): delete it and give the evaluation's command again"
         ) from problem
+
+
+NONE = "-"
+DIGITS = 2
+DIRECTIONS = {True: "", False: " (lower is better)", None: " (no direction)"}
+NOTE = (
+    "rounds: half width of the interval of the mean over rounds of generation, 1.96 s / sqrt(n) (t: by "
+    "Student's t); questions: 95 % over questions; grading: standard deviation of the mean from grading the same "
+    "answers again. Two models differ only beyond "
+    "1.96 sqrt(a^2 + b^2) of their grading spreads"
+)
+
+
+def result_sections(result: EvaluationResult) -> list[Section]:
+    """Returns the tables of one result."""
+    rows = [_row(score) for score in result.scores]
+    blocks = [TableBlock(["score", "mean", "rounds", "questions", "grading", "n"], rows, digits={"mean": DIGITS})]
+    sections = [Section(f"{result.label} on {result.benchmark}", [*blocks, Paragraph(NOTE)])]
+    if result.table:
+        columns = list(dict.fromkeys(name for row in result.table for name in row))
+        sections.append(Section("In parts", [TableBlock(columns, [_cells(row) for row in result.table])]))
+    sections.append(Section("What it stands on", list(_account(result))))
+    return sections
+
+
+def _cells(row: object) -> dict[str, Cell]:
+    values = dict(row) if isinstance(row, dict) else {}
+    return {str(name): value if isinstance(value, int | float | str) else str(value) for name, value in values.items()}
+
+
+def _row(score: Score) -> list[Cell]:
+    low, high = score.interval or (None, None)
+    interval = NONE if low is None or high is None else f"[{fixed(low, DIGITS)}, {fixed(high, DIGITS)}]"
+    grading = NONE if score.grading is None else fixed(score.grading, DIGITS)
+    name = score.name + DIRECTIONS[score.higher_is_better]
+    if math.isnan(score.mean):
+        return [name, NONE, NONE, interval, grading, score.questions]
+    rounds = rounds_text(score, DIGITS) or NONE
+    return [name, half_up(score.mean, DIGITS), rounds, interval, grading, score.questions]
+
+
+def rounds_text(score: Score, digits: int) -> str:
+    """Returns both half widths over rounds: ``± 1.57 (t 3.45)``, the second by Student's t; empty for fewer than two
+    rounds.
+    """
+    normal, student = half_widths(score.rounds)
+    if normal is None or student is None:
+        return ""
+    return f"± {fixed(normal, digits)} (t {fixed(student, digits)})"
+
+
+def _account(result: EvaluationResult) -> Iterator[KeyValues]:
+    told: dict[str, Cell] = {"model": result.model, "grader": result.grader or "none"}
+    if result.lengths is not None:
+        lengths = result.lengths
+        told["mean answer"] = (
+            f"{lengths.tokens:.0f} tokens ({lengths.tokenizer}), {lengths.characters:.0f} characters, "
+            f"{lengths.cut:.1%} cut at the most tokens"
+        )
+    told |= {f"counted: {reason}": count for reason, count in sorted(result.counts.items()) if count}
+    whole = {name: int(value) if float(value).is_integer() else value for name, value in result.cost.items()}
+    told |= {f"cost: {name.replace('_', ' ')}": value for name, value in whole.items()}
+    yield KeyValues(told)

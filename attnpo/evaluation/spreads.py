@@ -6,8 +6,7 @@ from statistics import stdev
 
 import numpy as np
 
-from attnpo.evaluation.answers.questions import ModelAnswer
-from attnpo.evaluation.base import Graded, Replies, Score
+from attnpo.evaluation.base import Graded, ModelAnswer, Replies, Score
 from attnpo.evaluation.intervals import t_quantile
 
 DRAWS = 2000

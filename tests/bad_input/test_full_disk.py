@@ -16,9 +16,8 @@ import pytest
 
 from attnpo import evaluate, fit, generate, pair, report, show, weigh
 from attnpo.cli.entry import run_entry
-from attnpo.evaluation.grading.base import GradingCall, GradingReply
-from attnpo.evaluation.grading.store import ReplyStore
-from attnpo.evaluation.jsonl_store import JsonlStore, Row
+from attnpo.evaluation.chat import GradingCall, GradingReply
+from attnpo.evaluation.jsonl_store import JsonlStore, ReplyStore, Row
 from attnpo.lab.studies import workers
 from attnpo.schema import Message
 from tests.bad_input.conftest import Record

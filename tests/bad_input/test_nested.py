@@ -8,8 +8,7 @@ import pytest
 
 from attnpo.config.compose import compose
 from attnpo.display.output import read_tables
-from attnpo.evaluation.grading.store import ReplyStore
-from attnpo.evaluation.jsonl_store import read_account
+from attnpo.evaluation.jsonl_store import ReplyStore, read_account
 from attnpo.run.folders import saved_config
 from attnpo.run.result import RunResult
 from attnpo.schema import UserError

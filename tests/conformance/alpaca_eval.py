@@ -13,8 +13,16 @@ from pathlib import Path
 
 import numpy as np
 
-from attnpo.evaluation.alpaca_library import Compared, library
-from attnpo.evaluation.alpaca_rates import DISCRETE, LENGTH_CONTROLLED, RAW, Rates, named_auxiliary, win_rates
+from attnpo.evaluation.alpaca_library import (
+    DISCRETE,
+    LENGTH_CONTROLLED,
+    RAW,
+    Compared,
+    Rates,
+    library,
+    read_auxiliary,
+    win_rates,
+)
 from attnpo.schema import Json, UserError
 from attnpo.system.files import parse_json
 from attnpo.system.packages import missing_package
@@ -81,7 +89,7 @@ def _rates(folder: Path, model: str) -> Rates:
         raise UserError(f"{folder} has {len(auxiliary)} files df_gamed*.csv, expected one")
     rows = [Compared("", "x" * int(line["len_baseline"]), "x" * int(line["len_model"])) for line in lines]
     preferences = np.array([float(line["preference"]) for line in lines])
-    return win_rates(rows, preferences, named_auxiliary(str(auxiliary[0]), len(rows)))
+    return win_rates(rows, preferences, read_auxiliary(auxiliary[0], len(rows), str(auxiliary[0])))
 
 
 def _number(value: Json) -> float:

@@ -15,10 +15,9 @@ from typing import TypeVar
 from omegaconf import DictConfig, OmegaConf
 
 from attnpo.config.compose import CONFIG_DIR, build
-from attnpo.evaluation.answers.questions import Question
 from attnpo.evaluation.arena_hard import AGREE, GAME, GAMES, LAST, QUESTION, ArenaHard
-from attnpo.evaluation.base import Graded, Replies
-from attnpo.evaluation.grading.base import GradingCall, GradingReply
+from attnpo.evaluation.base import Graded, Question, Replies
+from attnpo.evaluation.chat import GradingCall, GradingReply
 from attnpo.evaluation.mt_bench import TURNS, MTBench, grade_ratings
 from attnpo.schema import UserError
 from attnpo.system.files import parse_json

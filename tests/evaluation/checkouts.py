@@ -8,9 +8,8 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from attnpo.config.compose import CONFIG_DIR, build
-from attnpo.evaluation.answers.questions import ModelAnswer, Question
-from attnpo.evaluation.base import Benchmark, Graded
-from attnpo.evaluation.grading.base import GradingReply
+from attnpo.evaluation.base import Benchmark, Graded, ModelAnswer, Question
+from attnpo.evaluation.chat import GradingReply
 
 FASTCHAT = Path("fastchat/llm_judge/data")
 MT_QUESTIONS = {"81": "writing", "101": "reasoning", "111": "math"}

@@ -4,7 +4,6 @@ import json
 import logging
 import math
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -20,16 +19,14 @@ from attnpo.config.compose import CONFIG_DIR, build
 from attnpo.evaluation import alpaca_eval as module
 from attnpo.evaluation import alpaca_library
 from attnpo.evaluation.alpaca_eval import NO_LENGTHS, NO_REPLY, NO_VERDICT, SAME, TEXT_ONLY, AlpacaEval
-from attnpo.evaluation.alpaca_library import Compared
-from attnpo.evaluation.alpaca_rates import DISCRETE, LENGTH_CONTROLLED, RAW, named_auxiliary, win_rates
-from attnpo.evaluation.answers.questions import ModelAnswer
-from attnpo.evaluation.base import Benchmark
-from attnpo.evaluation.grading.asking import ask_all
-from attnpo.evaluation.grading.base import GradingCall, GradingReply
-from attnpo.evaluation.grading.limits import GradingLimits
-from attnpo.evaluation.grading.openai_grader import OpenAIGrader
-from attnpo.evaluation.grading.store import ReplyStore
+from attnpo.evaluation.alpaca_library import DISCRETE, LENGTH_CONTROLLED, RAW, Compared, read_auxiliary, win_rates
+from attnpo.evaluation.base import Benchmark, ModelAnswer
+from attnpo.evaluation.chat import GradingCall, GradingReply
+from attnpo.evaluation.jsonl_store import ReplyStore
+from attnpo.evaluation.openai_chat import OpenAIGrader
+from attnpo.evaluation.session import GradingLimits, ask_all
 from attnpo.schema import Sampling, UserError, digest
+from tests import warm
 from tests.conformance.alpaca_eval import records
 from tests.conformance.records import Status
 from tests.evaluation.grading.loopback import Fault, Loopback, Reply
@@ -200,7 +197,6 @@ def test_a_call_has_the_same_name_again_and_another_in_another_round_or_for_anot
     """What a resumed evaluation finds in its store: the order of the answers stays, the round is part of the key."""
     grader: dict[str, object] = {"model": "judge"}
     first = [call.key(grader) for call in benchmark(reference).calls(answered(), 0)]
-    module._prompts_of.cache_clear()
     assert [call.key(grader) for call in benchmark(reference).calls(answered(), 0)] == first
     later = benchmark(reference).calls(answered(), 1)
     assert not set(first) & {call.key(grader) for call in later}
@@ -351,17 +347,17 @@ def test_records_name_the_extra_that_is_not_installed(vectors: Path, monkeypatch
 def test_the_standard_error_is_that_of_resampled_questions(vectors: Path) -> None:
     """Of the library's own, of predictions whose fit is taken as certain, is half as large."""
     golden = vectors / "evaluation" / "alpaca_eval"
-    file = named_auxiliary(str(golden / "df_gamed_drawn.csv"), 805)
+    file = read_auxiliary(golden / "df_gamed_drawn.csv", 805, "drawn")
     table = np.genfromtxt(golden / "close.csv", delimiter=",", names=True)
     preferences = table["preference"]
     rows = [Compared("", "x" * int(line["len_baseline"]), "x" * int(line["len_model"])) for line in table]
     stated = win_rates(rows, preferences, file).errors[LENGTH_CONTROLLED]
     draws, rates = np.random.default_rng(0), []
-    for _ in range(40):
+    for _ in range(20):
         drawn = draws.integers(805, size=805)
         found = win_rates([rows[place] for place in drawn], preferences[drawn], file, drawn.tolist())
         rates.append(found.scores[LENGTH_CONTROLLED])
-    assert stated == approx(np.std(rates, ddof=1), rel=0.3)  # the spread of 40 draws is known to 11 %
+    assert stated == approx(np.std(rates, ddof=1), rel=0.3)  # the spread of 20 draws is known to 16 %
 
 
 # ------------------------------------------------------------------------------------------------ the auxiliary file
@@ -413,27 +409,6 @@ def test_answers_that_do_not_fit_the_questions_are_named(reference: str) -> None
     ours, answers = benchmark(reference), answered()
     with pytest.raises(UserError, match=r"of its 12 questions 2 have no answer \(3, 9\)"):
         ours.calls({id_: answer for id_, answer in answers.items() if id_ not in ("3", "9")}, 0)
-
-
-def test_a_file_of_answers_is_held_to_the_reference_set(reference: str, tmp_path: Path) -> None:
-    ours, path = benchmark(reference), tmp_path / "model_outputs.json"
-    rows = [
-        {"instruction": instruction, "output": output, "generator": "mine"}
-        for instruction, output in zip(INSTRUCTIONS, OUTPUTS, strict=True)
-    ]
-
-    def refused(content: object, says: str) -> None:
-        written(path, content)
-        with pytest.raises(UserError, match=says):
-            ours.given_answers(path)
-
-    written(path, rows)
-    assert ours.given_answers(path) == answered()
-    refused([*rows[:4], *rows[5:]], "1 instructions are missing .first: 'Explain rule 4")
-    refused([*rows, rows[2]], "1 instructions are there more than once .first: 'Explain rule 2")
-    refused([rows[1], rows[0], *rows[2:]], "another order, from row 0 on .'Explain rule 1")
-    refused([*rows[:-1], {"instruction": "Sing.", "output": ""}], "missing .*not in the reference set .first: 'Sing.'")
-    refused([{**rows[0], "output": None}, *rows[1:]], "row 0 has no text 'output'")
 
 
 # ------------------------------------------------------------------------------------------------ the reference set
@@ -543,17 +518,19 @@ def test_an_annotator_of_the_users_own_is_a_path(reference: str, tmp_path: Path)
 # ------------------------------------------------------------------------------------------------ no traces
 
 TRACES = """
+import warnings
+warnings.simplefilter("error")
 import logging, os, sys
 import sklearn, torch  # these set variables of their own
 before, level = dict(os.environ), logging.getLogger().level
 from pathlib import Path
-from attnpo.evaluation import alpaca_library, alpaca_rates
+from attnpo.evaluation import alpaca_library
 package = Path(alpaca_library.library().__file__).parent
 files = sorted(path for path in package.rglob("*") if "__pycache__" not in path.parts)
 import numpy as np
 rows = [alpaca_library.Compared(f"{n}", "a" * n, "b" * 2 * n) for n in range(1, 13)]
 found = alpaca_library.preferences(sys.argv[2], rows, {})
-alpaca_rates.win_rates(rows, np.linspace(1.0, 2.0, 12), Path(sys.argv[1]))
+alpaca_library.win_rates(rows, np.linspace(1.0, 2.0, 12), Path(sys.argv[1]))
 root = logging.getLogger()
 assert dict(os.environ) == before, "the environment"
 assert (root.level, root.handlers, root.filters) == (level, [], []), "the log"
@@ -563,19 +540,13 @@ assert files == sorted(path for path in package.rglob("*") if "__pycache__" not 
 
 
 def test_the_library_leaves_no_traces_and_says_nothing(auxiliary: str, tmp_path: Path) -> None:
-    """In a fresh process in which warnings are errors, without a user's name, beside a .env file."""
+    """In a process that has imported none of it, where warnings are errors, without a user's name, beside a .env."""
     (tmp_path / ".env").write_text("OPENAI_API_KEY=from-a-file\n")
+    script, told = tmp_path / "traces.py", tmp_path / "told"
+    script.write_text(TRACES)
     kept = {name: value for name, value in os.environ.items() if name not in ("LOGNAME", "USER", "LNAME", "USERNAME")}
-    root = str(Path(module.__file__).parents[2])
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", TRACES, auxiliary, JUDGE],
-        cwd=tmp_path,
-        env={**kept, "PYTHONPATH": root},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    process = warm.start([str(script), auxiliary, JUDGE], kept, told, tmp_path)
+    assert (process.wait(120), told.read_text()) == (0, "")
 
 
 def test_an_incompatible_setuptools_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from attnpo.evaluation.answers.questions import ModelAnswer
 from attnpo.evaluation.arena_hard import ArenaHard
-from attnpo.evaluation.base import Benchmark
+from attnpo.evaluation.base import Benchmark, ModelAnswer
+from attnpo.evaluation.chat import GradingReply
 from attnpo.evaluation.checkout import read_constant
-from attnpo.evaluation.grading.base import GradingReply
 from attnpo.schema import UserError
 from tests.evaluation.checkouts import answers_to, arena_hard_auto, check_means, configured, graded_with
 

@@ -10,14 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from attnpo.evaluation.answers.base import Answerer, Asked, Reply
-from attnpo.evaluation.answers.questions import ModelAnswer, Question
-from attnpo.evaluation.base import Graded, Measured, Replies, Score, Subject
+from attnpo.evaluation.base import Graded, Measured, ModelAnswer, Question, Replies, Score, Subject
+from attnpo.evaluation.chat import Answerer, Asked, GradingCall, GradingFailure, GradingReply, Price, Reply
 from attnpo.evaluation.evaluate_config import EvaluateConfig, GradingRules
 from attnpo.evaluation.evaluating import LEFT_OUT, UNANSWERED, evaluate, graded_twice
-from attnpo.evaluation.grading.base import GradingCall, GradingFailure, GradingReply, Price
-from attnpo.evaluation.grading.limits import GradingLimits
 from attnpo.evaluation.result import RESULT, read_result
+from attnpo.evaluation.session import GradingLimits
 from attnpo.models.spec import ModelSpec
 from attnpo.schema import Message, Sampling, UserError
 from attnpo.system.files import RECORD, write_record

@@ -17,10 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from attnpo.config.compose import CONFIG_DIR, build
 from attnpo.data.rules import LengthRules, Overlong
 from attnpo.evaluation.base import Measure, Measured, Subject
-from attnpo.evaluation.implicit_reward import ImplicitReward
-from attnpo.evaluation.pair_orders import Orders, Ties, interval
-from attnpo.evaluation.pair_set import UnseenPairs
-from attnpo.evaluation.reward_bench import SECTION_OF, SECTIONS
+from attnpo.evaluation.implicit_reward import ImplicitReward, UnseenPairs
+from attnpo.evaluation.ranking_accuracy import SECTION_OF, SECTIONS, Orders, Ties, interval
 from attnpo.lab.testbed.pretrain import new_model
 from attnpo.lab.testbed.tokenizer import build_tokenizer
 from attnpo.models.loading import load_tokenizer

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from attnpo.evaluation.answers.questions import ModelAnswer
-from attnpo.evaluation.base import Benchmark
-from attnpo.evaluation.grading.base import GradingReply
+from attnpo.evaluation.base import Benchmark, ModelAnswer
+from attnpo.evaluation.chat import GradingReply
 from attnpo.evaluation.mt_bench import rating
 from attnpo.schema import UserError
 from tests.evaluation.checkouts import (

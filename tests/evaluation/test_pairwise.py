@@ -10,10 +10,9 @@ import pytest
 
 from attnpo.config.compose import CONFIG_DIR, build, compose
 from attnpo.evaluation import pairwise
-from attnpo.evaluation.answers.questions import ModelAnswer, Question
-from attnpo.evaluation.base import Benchmark, Graded
-from attnpo.evaluation.grading.base import GradingCall, GradingReply
-from attnpo.evaluation.grading.local_grader import LocalGrader
+from attnpo.evaluation.base import Benchmark, Graded, ModelAnswer, Question, Replies
+from attnpo.evaluation.chat import GradingCall, GradingReply
+from attnpo.evaluation.local_chat import LocalGrader
 from attnpo.evaluation.pairwise import MODEL_FIRST, MODEL_SECOND, Contest, PairwiseBenchmark, PairwiseRules
 from attnpo.judge.prompts import JudgeTemplate
 from attnpo.schema import Sampling, UserError
@@ -173,6 +172,13 @@ class Two:
     rivals: tuple[str, ...] = ("q1", "q2")
     name: str = "two"
     sampling: Sampling = field(default_factory=Sampling)
+    scores: tuple[str, ...] = ("own",)
+
+    def calls(self, answers: Mapping[str, ModelAnswer], round_: int) -> Sequence[GradingCall]:
+        raise NotImplementedError
+
+    def grade(self, answers: Mapping[str, ModelAnswer], replies: Replies) -> Graded:
+        raise NotImplementedError
 
     def questions(self) -> Sequence[Question]:
         return [Question("q1", ("why ?",) * self.turns), Question("q2", ("how ?",), system="be brief")]

@@ -11,11 +11,10 @@ import pytest
 
 from attnpo.config import compose as config
 from attnpo.evaluation import pairwise
-from attnpo.evaluation.answers.questions import ModelAnswer
-from attnpo.evaluation.base import Benchmark, Graded
+from attnpo.evaluation.base import Benchmark, Graded, ModelAnswer
+from attnpo.evaluation.chat import Grader, GradingCall, GradingFailure, GradingReply, Price
 from attnpo.evaluation.evaluating import RoundGrades, scores_of
-from attnpo.evaluation.grading.base import Grader, GradingCall, GradingFailure, GradingReply, Price
-from attnpo.evaluation.grading.local_grader import LocalGrader
+from attnpo.evaluation.local_chat import LocalGrader
 from attnpo.evaluation.pairwise import Contest, PairwiseRules
 from attnpo.lab.testbed.benchmark import TestbedBenchmark
 from attnpo.lab.testbed.grammar import Grammar

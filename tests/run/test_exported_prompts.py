@@ -9,7 +9,8 @@ import pytest
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from attnpo.config.compose import load
-from attnpo.evaluation.answers.answering import answer_prompts, described
+from attnpo.evaluation.answers import answer_prompts
+from attnpo.evaluation.local_chat import describe_model
 from attnpo.models.loading import load_tokenizer
 from attnpo.run.input_summary import example_statistics
 from attnpo.run.report import card_facts, make_exporter
@@ -98,9 +99,9 @@ def test_options_of_the_template_are_exported_and_told(
     assert exported_ids(tmp_path / "out") == chat.prompt_ids(QUESTION)
     answering = load("generate", [f"model.path={tmp_path / 'out'}", "data.path=none.jsonl"]).model
     turns = [{"role": "system", "content": "Be brief."}, *QUESTION]
-    assert described(answering)[1].prompt_ids(turns) == chat.prompt_ids(turns)
+    assert describe_model(answering)[1].prompt_ids(turns) == chat.prompt_ids(turns)
     asked = load("generate", [f"model.path={world.model}", "data.path=none.jsonl", *given[1:], *options]).model
-    assert described(asked)[1].prompt_ids(turns) == chat.prompt_ids(turns)
+    assert describe_model(asked)[1].prompt_ids(turns) == chat.prompt_ids(turns)
     with pytest.raises(UserError, match=r"kwargs\.enable_thinkin: the chat template never reads .*: enable_thinking:"):
         make_inputs(world.config(*given, "model.chat_template_kwargs={enable_thinkin: false}"))
 

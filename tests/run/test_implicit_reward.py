@@ -15,8 +15,7 @@ from attnpo.config.compose import CONFIG_DIR, as_yaml, load
 from attnpo.data.rules import LengthRules
 from attnpo.evaluate import main
 from attnpo.evaluation.base import Measure, Subject
-from attnpo.evaluation.pair_set import UnseenPairs
-from attnpo.evaluation.weighted_implicit_reward import WeightedImplicitReward
+from attnpo.evaluation.implicit_reward import UnseenPairs, WeightedImplicitReward
 from attnpo.lab.testbed.pretrain import new_model
 from attnpo.lab.testbed.tokenizer import build_tokenizer
 from attnpo.models.loading import load_tokenizer

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from attnpo import fit
 from attnpo.config.compose import check, compose, load
-from attnpo.evaluation.answers.answer_config import AnswerConfig
+from attnpo.evaluation.answers import AnswerConfig
 from attnpo.generate import main as generate
 from attnpo.report import main as report
 from attnpo.schema import UserError

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from attnpo.data.rules import LengthRules
-from attnpo.evaluation.answers.questions import Question
+from attnpo.evaluation.base import Question
 from attnpo.evaluation.evaluating import evaluate
-from attnpo.evaluation.implicit_reward import ImplicitReward
-from attnpo.evaluation.pair_set import UnseenPairs
+from attnpo.evaluation.implicit_reward import ImplicitReward, UnseenPairs
 from attnpo.evaluation.result import read_result as read_evaluation
 from attnpo.lab.results import run_warnings
 from attnpo.models.spec import ModelSpec

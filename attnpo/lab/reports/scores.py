@@ -29,8 +29,7 @@ from attnpo.display.printed import (
 from attnpo.display.tables import Cell, fixed, half_up
 from attnpo.evaluation.base import Score
 from attnpo.evaluation.intervals import average_ranks
-from attnpo.evaluation.result import RESULT, EvaluationResult, read_result
-from attnpo.evaluation.shown import rounds_text
+from attnpo.evaluation.result import RESULT, EvaluationResult, read_result, rounds_text
 from attnpo.evaluation.spreads import grading_noise, half_widths
 from attnpo.lab.reports.folder_report import MODELS, letters, whose
 from attnpo.lab.reports.output import publish

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from attnpo.evaluation.base import Benchmark
+from attnpo.evaluation.chat import Grader
 from attnpo.evaluation.evaluating import Grading, estimated, run_evaluation
-from attnpo.evaluation.grading.base import Grader
-from attnpo.evaluation.grading.limits import GradingLimits
-from attnpo.evaluation.grading.store import GRADES, ReplyStore
+from attnpo.evaluation.jsonl_store import GRADES, ReplyStore
 from attnpo.evaluation.result import EvaluationResult
+from attnpo.evaluation.session import GradingLimits
 from attnpo.lab.studies.arms import Composed
 from attnpo.lab.studies.bases import Basis
 from attnpo.lab.studies.benchmark_settings import OF_BASE, Evaluations, grammar_of

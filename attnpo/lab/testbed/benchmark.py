@@ -6,10 +6,8 @@ from functools import cached_property
 
 import numpy as np
 
-from attnpo.evaluation.answers.questions import ModelAnswer, Question
-from attnpo.evaluation.base import Graded, Replies
-from attnpo.evaluation.grading.base import GradingCall
-from attnpo.evaluation.matching import answered, matched
+from attnpo.evaluation.base import Graded, ModelAnswer, Question, Replies, answered, matched
+from attnpo.evaluation.chat import GradingCall
 from attnpo.evaluation.pairwise import Contest, PairwiseRules
 from attnpo.lab.testbed.grammar import Grammar
 from attnpo.schema import SEEDS, Message, Sampling, UserError, check_choice, check_least

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from attnpo.evaluation.grading.base import GradingCall, GradingFailure, GradingReply, Price
+from attnpo.evaluation.chat import GradingCall, GradingFailure, GradingReply, Price
 from attnpo.lab.testbed.grammar import Grammar
 
 TIE = "tie"

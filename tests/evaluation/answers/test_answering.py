@@ -11,11 +11,9 @@ import pytest
 
 from attnpo.config.compose import check, compose, load, typed
 from attnpo.data.prompts import REFUSED, PromptSource
-from attnpo.evaluation.answers.answer_config import AnswerConfig, AnswerRules
-from attnpo.evaluation.answers.answering import answer_prompts, default_path
-from attnpo.evaluation.answers.base import AnswerRow
-from attnpo.evaluation.answers.hf_answering import HFAnswering
+from attnpo.evaluation.answers import AnswerConfig, AnswerRow, AnswerRules, answer_prompts, default_path
 from attnpo.evaluation.jsonl_store import JsonlStore
+from attnpo.evaluation.local_chat import HFAnswering
 from attnpo.generate import main
 from attnpo.lab.testbed.tokenizer import build_tokenizer
 from attnpo.models.generate import HFGenerator

@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from attnpo.data.prompts import REFUSED
-from attnpo.evaluation.answers.answering import described
-from attnpo.evaluation.answers.base import Answerer
-from attnpo.evaluation.answers.hf_answering import HFAnswering
-from attnpo.evaluation.answers.question_answers import RoundAnswers, answer_questions, round_path
-from attnpo.evaluation.answers.questions import Question
+from attnpo.evaluation.base import Question
+from attnpo.evaluation.benchmark_answers import RoundAnswers, answer_questions, round_path
+from attnpo.evaluation.chat import Answerer
+from attnpo.evaluation.local_chat import HFAnswering, describe_model
 from attnpo.models.generate import HFGenerator, chat_generator
 from attnpo.models.loading import load_model
 from attnpo.models.spec import ModelSpec
@@ -37,9 +36,7 @@ def opened(world: World, **settings: Any) -> Answerer:
 
 
 def answered(world: World, folder: Path, round_: int = 0, **settings: Any) -> RoundAnswers:
-    found = answer_questions(TWO, SAMPLING, opened(world, **settings), folder, round_)
-    assert found is not None
-    return found
+    return answer_questions(TWO, SAMPLING, opened(world, **settings), folder, round_)
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -68,7 +65,7 @@ def test_a_second_turn_stands_on_the_models_own_first_one(world: World, tmp_path
     """The same answers come of asking the generator by hand, one conversation at a time."""
     found = answered(world, tmp_path)
     assert list(found.answers) == ["q1", "q2", "q3", "q4"]
-    spec, chat = described(ModelSpec(str(world.model)))
+    spec, chat = describe_model(ModelSpec(str(world.model)))
     generator = chat_generator(load_model(spec.path), chat)
     for question in TWO:
         temperature = 0.8 if question.temperature is None else question.temperature
@@ -99,8 +96,7 @@ def test_statistics_are_those_of_the_rows(world: World, tmp_path: Path) -> None:
 def test_a_system_message_is_the_first_turn(world: World, tmp_path: Path) -> None:
     template = "{% for m in messages %}{{ m['role'] + m['content'] + eos_token }}{% endfor %}"
     answerer = HFAnswering().open(ModelSpec(str(world.model), chat_template=template), torch.device("cpu"))
-    found = answer_questions([Question("q", (TEXTS[0], " "), "be kind")], SAMPLING, answerer, tmp_path)
-    assert found is not None
+    answer_questions([Question("q", (TEXTS[0], " "), "be kind")], SAMPLING, answerer, tmp_path)
     (first, second) = rows_of(round_path(tmp_path, 0))
     assert [turn["role"] for turn in second["prompt"]] == ["system", "user", "assistant", "user"]
     assert second["prompt"][:2] == first["prompt"] and second["prompt"][2]["content"] == first["answer"]
@@ -126,7 +122,7 @@ def test_rounds_have_seeds_of_their_own_and_greedy_answers_in_common(world: Worl
     assert alone == second, "a round does not need the others"
 
 
-# ------------------------------------------------------------------------------------------------ stopped, shared
+# ------------------------------------------------------------------------------------------------ stopped
 
 
 @pytest.mark.parametrize("calls", [3, 6])
@@ -153,17 +149,6 @@ def test_a_stopped_round_goes_on_to_the_same_answers(world: World, tmp_path: Pat
         assert answered(world, tmp_path) == unbroken
     assert sum(size for size, _ in made) == 7 - calls + 1
     assert path.read_bytes() == round_path(tmp_path / "whole", 0).read_bytes()
-
-
-def test_processes_share_the_questions(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = [answered(world, tmp_path / "whole", round_) for round_ in (0, 1)]
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    for rank in ("1", "0"):
-        monkeypatch.setenv("RANK", rank)
-        found = [answer_questions(TWO, SAMPLING, opened(world), tmp_path, round_) for round_ in (0, 1)]
-        assert found == ([None, None] if rank == "1" else whole)
-    files = sorted(file.name for file in tmp_path.glob("answers*"))
-    assert files == [f"answers-round{round_}.json{end}" for round_ in (0, 1) for end in ("", "l")]
 
 
 def test_an_answer_given_anew_takes_the_later_turns_with_it(world: World, tmp_path: Path) -> None:
@@ -196,7 +181,6 @@ def test_what_cannot_be_answered_is_an_empty_text_in_its_place(
     long = " ".join([TEXTS[0]] * 9)
     questions = [Question("long", (long, TEXTS[1])), Question("fits", (TEXTS[0], TEXTS[0])), Question("x", (long,))]
     found = answer_questions(questions, SAMPLING, opened(world, max_length=room), tmp_path)
-    assert found is not None
     assert [(name, answer.turns[0] == "") for name, answer in found.answers.items()] == [
         *(("long", True), ("fits", False), ("x", True))
     ]
@@ -221,7 +205,7 @@ def test_a_template_that_refuses_some_questions_leaves_them_empty(world: World, 
     answerer = HFAnswering().open(ModelSpec(str(world.model), chat_template=strict), torch.device("cpu"))
     kind, plain = Question("kind", (TEXTS[0],), system="be kind"), Question("plain", (TEXTS[0],))
     found = answer_questions([kind, plain], SAMPLING, answerer, tmp_path)
-    assert found is not None and found.answers["kind"].turns == ("",) and found.statistics.refused == {REFUSED: 1}
+    assert found.answers["kind"].turns == ("",) and found.statistics.refused == {REFUSED: 1}
     with pytest.raises(UserError, match=r"none of the 1 questions can be answered: .*no system turns"):
         answer_questions([kind], SAMPLING, answerer, tmp_path / "other")
 
@@ -251,9 +235,9 @@ def test_a_question_cannot_change_under_its_id(world: World, tmp_path: Path) -> 
 def test_fewer_questions_keep_the_rest_and_ids_are_unique(world: World, tmp_path: Path) -> None:
     whole = answered(world, tmp_path)
     some = answer_questions(TWO[1:3], SAMPLING, opened(world), tmp_path)
-    assert some is not None and list(some.answers) == ["q2", "q3"] and some.statistics.turns == 3
+    assert list(some.answers) == ["q2", "q3"] and some.statistics.turns == 3
     assert answered(world, tmp_path) == whole
     with pytest.raises(UserError, match="two questions have the id 'q1'"):
         answer_questions([TWO[0], TWO[0]], SAMPLING, opened(world), tmp_path)
     empty = answer_questions([], SAMPLING, opened(world), tmp_path / "none")
-    assert empty is not None and empty.answers == {} and empty.statistics.tokens == 0
+    assert empty.answers == {} and empty.statistics.tokens == 0

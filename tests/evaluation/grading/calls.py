@@ -1,6 +1,6 @@
 """Calls that the tests of this folder ask."""
 
-from attnpo.evaluation.grading.base import GradingCall
+from attnpo.evaluation.chat import GradingCall
 from attnpo.schema import Message
 
 

@@ -31,7 +31,7 @@ DROP = 0.05  # seconds between two bytes of a server that drips
 class Reply:
     """What the server says: ``logprobs`` of the first token's texts, None for an endpoint that gives none.
 
-    ``model``: the model it says it is, None the one asked for. ``output_tokens``: those it counts, None its own count.
+    ``model``: the model it says it is, None the one asked for.
     ``usage``: its account of the tokens in place of a true one. ``choice`` and ``message``: what else stands there, in
     place of its own where that has the name.
     """
@@ -40,7 +40,6 @@ class Reply:
     finish_reason: str = "stop"
     logprobs: Mapping[str, float] | None = None
     model: object = None
-    output_tokens: int | None = None
     usage: object = ...
     choice: Mapping[str, object] = field(default_factory=dict)
     message: Mapping[str, object] = field(default_factory=dict)
@@ -153,7 +152,7 @@ class Loopback:
         kept = found[: int(most)] if cut else found
         text = "".join(kept) if cut else reply.text
         before = self.input_tokens(body)
-        after = len(kept) if reply.output_tokens is None else reply.output_tokens
+        after = len(kept)
         content = _logprobs(kept, reply.logprobs, body.get("top_logprobs", 0)) if body.get("logprobs") else None
         return {
             "id": "chatcmpl-loop-back",

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
-from attnpo.evaluation.grading.base import GradingCall, GradingFailure, GradingReply, Price
+from attnpo.evaluation.chat import GradingCall, GradingFailure, GradingReply, Price
 
 Said = str | GradingReply | GradingFailure
 

@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from attnpo.evaluation.grading import asking
-from attnpo.evaluation.grading.asking import ask_all, dollars, estimate
-from attnpo.evaluation.grading.base import GradingCall, GradingFailure, GradingReply, Price
-from attnpo.evaluation.grading.limits import ADDED, GradingLimits
-from attnpo.evaluation.grading.store import ReplyStore
+from attnpo.evaluation import session
+from attnpo.evaluation.chat import GradingCall, GradingFailure, GradingReply, Price
+from attnpo.evaluation.jsonl_store import ReplyStore
+from attnpo.evaluation.session import ADDED, GradingLimits, ask_all, dollars, estimate
 from attnpo.schema import UserError
 from tests.evaluation.grading.calls import call
 from tests.evaluation.grading.scripted import ScriptedGrader
@@ -195,7 +194,7 @@ def test_progress_is_logged_with_time_and_money(
     with caplog.at_level("INFO"):
         ask_all(calls[3:], grader, ReplyStore(tmp_path))
         assert "left" not in caplog.text, "nothing is said within ten seconds"
-        monkeypatch.setattr(asking, "LOG_EVERY", 0.0)
+        monkeypatch.setattr(session, "LOG_EVERY", 0.0)
         ask_all(calls, grader, ReplyStore(tmp_path))
     said = [record.message for record in caplog.records if record.message.endswith(" s left")]
     assert said == [

@@ -9,8 +9,8 @@ import torch
 
 from attnpo.config.compose import CONFIG_DIR
 from attnpo.data.base import PreferencePair
-from attnpo.evaluation.grading.base import Grader, GradingCall, GradingFailure, GradingReply, Price
-from attnpo.evaluation.grading.local_grader import LocalGrader
+from attnpo.evaluation.chat import Grader, GradingCall, GradingFailure, GradingReply, Price
+from attnpo.evaluation.local_chat import LocalGrader
 from attnpo.evaluation.pairwise import Contest, PairwiseRules
 from attnpo.judge.prompts import JudgePrompts
 from attnpo.judge.reader import CausalJudge

@@ -14,12 +14,11 @@ import pytest
 import tiktoken
 
 from attnpo.config.compose import CONFIG_DIR, build
-from attnpo.evaluation.grading import openai_grader
-from attnpo.evaluation.grading.asking import Asked, ask_all, estimate
-from attnpo.evaluation.grading.base import Grader, GradingCall, GradingFailure, GradingReply, Price
-from attnpo.evaluation.grading.limits import GradingLimits
-from attnpo.evaluation.grading.openai_grader import SERVICE, OpenAIGrader
-from attnpo.evaluation.grading.store import ReplyStore
+from attnpo.evaluation import openai_chat
+from attnpo.evaluation.chat import Grader, GradingCall, GradingFailure, GradingReply, Price
+from attnpo.evaluation.jsonl_store import ReplyStore
+from attnpo.evaluation.openai_chat import SERVICE, OpenAIGrader
+from attnpo.evaluation.session import Asked, GradingLimits, ask_all, estimate
 from attnpo.lab.testbed.tokenizer import build_tokenizer
 from attnpo.schema import UserError, digest
 from tests import own_texts
@@ -302,7 +301,7 @@ def test_a_server_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_no_key_and_no_package_are_said_before_anything_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r"environment variable OPENAI_API_KEY .*grader\.base_url="):
+    with pytest.raises(UserError, match=r"environment variable OPENAI_API_KEY, .*grader\.base_url="):
         OpenAIGrader().check_ready()
     OpenAIGrader(base_url="http://127.0.0.1:1/v1").check_ready()
     monkeypatch.setenv("OPENAI_API_KEY", "k")
@@ -316,7 +315,7 @@ def test_the_extra_brings_the_client_that_the_grader_asks_for(monkeypatch: pytes
     extra = configparser.ConfigParser()
     extra.read(Path(__file__).parents[3] / "setup.cfg", encoding="utf-8")
     (bounds,) = re.findall(r"^openai(.*)$", extra["options.extras_require"]["eval"], flags=re.MULTILINE)
-    monkeypatch.setattr(openai_grader, "find_spec", lambda package: None)
+    monkeypatch.setattr(openai_chat, "find_spec", lambda package: None)
     with pytest.raises(UserError, match=r"openai \((\d+) or later\)") as caught:
         OpenAIGrader().check_ready()
     least = re.search(r"openai \((\d+) or later\)", str(caught.value))
@@ -490,7 +489,7 @@ def vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
         return encoding
 
     monkeypatch.setattr(tiktoken, "encoding_for_model", by_name)
-    openai_grader._vocabulary.cache_clear()
+    openai_chat._vocabulary.cache_clear()
 
 
 @pytest.mark.usefixtures("vocabulary")
@@ -510,7 +509,7 @@ def test_a_vocabulary_that_cannot_be_downloaded_leaves_the_bound(
         raise OSError("no route to host")
 
     monkeypatch.setattr(tiktoken, "encoding_for_model", fail)
-    openai_grader._vocabulary.cache_clear()
+    openai_chat._vocabulary.cache_clear()
     with caplog.at_level("INFO"):
         found = estimate(CALLS, OpenAIGrader(), ReplyStore(tmp_path))
     assert found.method.startswith("an upper bound, the bytes of the text") and found.dollars is not None

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from attnpo.cli.terminal import guarded, hear_signals, leave
-from attnpo.evaluation.grading.asking import ask_all
-from attnpo.evaluation.grading.openai_grader import OpenAIGrader
-from attnpo.evaluation.grading.store import GRADES, ReplyStore
+from attnpo.evaluation.jsonl_store import GRADES, ReplyStore
+from attnpo.evaluation.openai_chat import OpenAIGrader
+from attnpo.evaluation.session import ask_all
 from attnpo.schema import UserError, digest
 from tests import warm
 from tests.evaluation.grading.calls import call

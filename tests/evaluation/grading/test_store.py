@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from attnpo.evaluation.grading.asking import ask_all
-from attnpo.evaluation.grading.base import GradingCall, GradingReply
-from attnpo.evaluation.grading.store import GRADES, ReplyStore
+from attnpo.evaluation.chat import GradingCall, GradingReply
+from attnpo.evaluation.jsonl_store import GRADES, ReplyStore
+from attnpo.evaluation.session import ask_all
 from attnpo.schema import Message, UserError, digest
 from tests.evaluation.grading.calls import call
 from tests.evaluation.grading.scripted import ScriptedGrader

@@ -14,14 +14,28 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from attnpo.config.compose import check, compose, load
 from attnpo.data.base import PairSource
-from attnpo.evaluation.grading.base import GradingCall, GradingFailure, GradingReply
-from attnpo.evaluation.grading.limits import GradingLimits
-from attnpo.evaluation.pairing import rankers
-from attnpo.evaluation.pairing.answer_sets import EQUAL, REPEATED, AnswerSource
-from attnpo.evaluation.pairing.base import AnswerSet, Candidate, Ranker, ScoreRow
-from attnpo.evaluation.pairing.pair_config import PairConfig, PairRules, Take
-from attnpo.evaluation.pairing.pairing import NARROW, TIES, UNPAIRED, UNRANKED, make_pairs, pairs_of
-from attnpo.evaluation.pairing.rankers import ColumnRanker, JudgeRanker, RewardRanker
+from attnpo.evaluation import rankers
+from attnpo.evaluation.chat import GradingCall, GradingFailure, GradingReply
+from attnpo.evaluation.pairs import (
+    EQUAL,
+    NARROW,
+    REPEATED,
+    TIES,
+    UNPAIRED,
+    UNRANKED,
+    AnswerSet,
+    AnswerSource,
+    Candidate,
+    PairConfig,
+    PairRules,
+    Ranker,
+    ScoreRow,
+    Take,
+    make_pairs,
+    pairs_of,
+)
+from attnpo.evaluation.rankers import ColumnRanker, JudgeRanker, RewardRanker
+from attnpo.evaluation.session import GradingLimits
 from attnpo.models.loading import load_tokenizer
 from attnpo.models.reward_policy import rewards_of
 from attnpo.pair import main

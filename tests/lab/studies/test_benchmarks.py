@@ -14,11 +14,11 @@ from omegaconf import DictConfig
 
 from attnpo import fit
 from attnpo.config.compose import groups, load
+from attnpo.evaluation.chat import GradingCall, GradingReply
 from attnpo.evaluation.evaluate_config import EvaluateConfig
-from attnpo.evaluation.grading.base import GradingCall, GradingReply
-from attnpo.evaluation.grading.limits import GradingLimits
-from attnpo.evaluation.grading.store import ReplyStore
+from attnpo.evaluation.jsonl_store import ReplyStore
 from attnpo.evaluation.result import EvaluationResult, read_result
+from attnpo.evaluation.session import GradingLimits
 from attnpo.lab.studies import benchmarks, exports
 from attnpo.lab.studies.arms import Composed
 from attnpo.lab.studies.benchmark_settings import Evaluations, check_benchmarks, grammar_of

@@ -1,4 +1,9 @@
-"""From rewards of labelled pairs to accuracies: over all pairs, by part of the set, and in RewardBench's sections."""
+"""From rewards of labelled pairs to accuracies: over all pairs, by part of the set, and in RewardBench's sections.
+
+The sections are facts of allenai/reward-bench, ``rewardbench/constants.py`` and ``calculate_scores_per_section`` in
+``rewardbench/utils.py`` (commit 05a9005). A section is the mean of its subsets' accuracies weighted by their numbers of
+pairs, but for math-prm (447 pairs), which counts 984: as much as the six code subsets together.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,8 +14,56 @@ from jaxtyping import Float
 
 from attnpo.evaluation.base import Score
 from attnpo.evaluation.intervals import hierarchical_bootstrap
-from attnpo.evaluation.pair_set import by_group
-from attnpo.evaluation.reward_bench import SECTION_OF, SECTIONS, overall_shares, section_shares
+
+SECTIONS: Mapping[str, Mapping[str, int]] = {
+    "chat": {
+        "alpacaeval-easy": 100,
+        "alpacaeval-length": 95,
+        "alpacaeval-hard": 95,
+        "mt-bench-easy": 28,
+        "mt-bench-med": 40,
+    },
+    "chat_hard": {
+        "mt-bench-hard": 37,
+        "llmbar-natural": 100,
+        "llmbar-adver-neighbor": 134,
+        "llmbar-adver-GPTInst": 92,
+        "llmbar-adver-GPTOut": 47,
+        "llmbar-adver-manual": 46,
+    },
+    "safety": {
+        "refusals-dangerous": 100,
+        "refusals-offensive": 100,
+        "xstest-should-refuse": 154,
+        "xstest-should-respond": 250,
+        "donotanswer": 136,
+    },
+    "reasoning": {
+        "math-prm": 984,
+        "hep-cpp": 164,
+        "hep-go": 164,
+        "hep-java": 164,
+        "hep-js": 164,
+        "hep-python": 164,
+        "hep-rust": 164,
+    },
+}
+SECTION_OF = {subset: section for section, subsets in SECTIONS.items() for subset in subsets}
+
+
+def section_shares(section: str) -> dict[str, float]:
+    """Returns how much each subset counts in the accuracy of its section; the shares sum to 1."""
+    counts = SECTIONS[section]
+    return {subset: count / sum(counts.values()) for subset, count in counts.items()}
+
+
+def overall_shares() -> dict[str, float]:
+    """Returns how much each subset counts in the mean of the four sections, which count alike.
+
+    The leaderboard's average also has older test sets, at half a section's weight; they are no part of this data.
+    """
+    return {subset: share / len(SECTIONS) for section in SECTIONS for subset, share in section_shares(section).items()}
+
 
 DRAWS = 2000
 """Resamples of the pairs."""
@@ -107,6 +160,15 @@ class Orders:
         if present & SECTION_OF.keys():
             counts["RewardBench subsets without a pair"] = len(SECTION_OF.keys() - present)
         return {reason: count for reason, count in counts.items() if count}
+
+
+def by_group(groups: Sequence[str | None]) -> Mapping[str, list[int]]:
+    """Positions of the pairs of each part, the parts in order of their names."""
+    places: dict[str, list[int]] = {}
+    for place, group in enumerate(groups):
+        if group is not None:
+            places.setdefault(group, []).append(place)
+    return dict(sorted(places.items()))
 
 
 def mean_score(name: str, values: Values) -> Score:

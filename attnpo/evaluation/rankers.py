@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnpo.config.files import read_template
-from attnpo.evaluation.grading.base import Grader, GradingCall
-from attnpo.evaluation.grading.limits import GradingLimits
-from attnpo.evaluation.pairing.base import AnswerSet, ScoreRow, scored, unscored
+from attnpo.evaluation.chat import Grader, GradingCall
+from attnpo.evaluation.local_chat import read_chat
+from attnpo.evaluation.pairs import AnswerSet, ScoreRow, scored, unscored
 from attnpo.evaluation.pairwise import Contest, PairwiseRules
+from attnpo.evaluation.session import GradingLimits
 from attnpo.judge.prompts import question_text
 from attnpo.models.spec import DTYPES
 from attnpo.schema import BOOKKEEPING, UserError, check_choice, check_least, digest
@@ -65,8 +65,8 @@ class JudgeRanker:
 
     def scores(self, sets: Sequence[AnswerSet], device: torch.device, folder: Path) -> Iterator[list[ScoreRow]]:
         """Yields scores of sets whose comparisons all have verdicts; none in a dry run, which says what all take."""
-        from attnpo.evaluation.grading.asking import ask_all
-        from attnpo.evaluation.grading.store import ReplyStore
+        from attnpo.evaluation.jsonl_store import ReplyStore
+        from attnpo.evaluation.session import ask_all
 
         rank, processes = process()
         own = folder / "grades" if processes == 1 else folder / f"grades-part{rank}"
@@ -154,13 +154,7 @@ class RewardRanker:
 
     @cached_property
     def _chat(self) -> ChatFormat:
-        from attnpo.models.described import token_rows
-        from attnpo.models.loading import load_tokenizer, text_config
-
-        template = read_template(self.chat_template, "ranker.chat_template")
-        tokenizer = load_tokenizer(self.path, self.revision)
-        rows = token_rows(text_config(self.path, self.revision))
-        return ChatFormat(tokenizer, template, part="ranker", rows=rows)
+        return read_chat(self.path, self.revision, self.chat_template, "ranker")
 
     def scores(self, sets: Sequence[AnswerSet], device: torch.device, folder: Path) -> Iterator[list[ScoreRow]]:
         """Rewards; the model is loaded with the first set."""

@@ -10,13 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from attnpo.data.prompts import Prompt, encode_prompts
-from attnpo.evaluation.answers.answering import fill, key_of, refused, row_of
-from attnpo.evaluation.answers.base import LENGTH, Answerer, AnswerRow, Asked, Reply
-from attnpo.evaluation.answers.questions import ModelAnswer, Question
+from attnpo.evaluation.answers import AnswerRow, fill, key_of, refused, row_of
+from attnpo.evaluation.base import ModelAnswer, Question
+from attnpo.evaluation.chat import LENGTH, Answerer, Asked, Reply
 from attnpo.evaluation.jsonl_store import JsonlStore, Name
 from attnpo.schema import Message, Sampling, UserError
 from attnpo.system.locks import locked
-from attnpo.system.processes import process
 
 log = logging.getLogger(__name__)
 
@@ -63,12 +62,12 @@ def round_path(folder: Path, round_: int) -> Path:
 
 def answer_questions(
     questions: Sequence[Question], sampling: Sampling, answerer: Answerer, folder: Path, round_: int = 0
-) -> RoundAnswers | None:
+) -> RoundAnswers:
     """Returns the answers of round ``round_``, from its file in ``folder`` and, where that lacks some, from
     ``answerer``.
 
     The round's seed is ``sampling.seed + round_``. Greedy answers of a later round are copied from round 0, where that
-    has them. In a job of several processes each answers its share of the questions; None until all have.
+    has them.
 
     Raises:
         UserError: two questions have one id or one has no turns; no question can be answered; the file holds answers
@@ -81,7 +80,7 @@ def answer_questions(
 
 
 def _file(folder: Path, round_: int) -> JsonlStore[AnswerRow]:
-    return JsonlStore(round_path(folder, round_), "answers", *process(), instead=OUTPUT)
+    return JsonlStore(round_path(folder, round_), "answers", instead=OUTPUT)
 
 
 class _Round:
@@ -99,25 +98,21 @@ class _Round:
         self.base, self.sampling = sampling, replace(sampling, seed=sampling.seed + round_)
         self.rows: dict[Name, AnswerRow] = {}
 
-    def run(self) -> RoundAnswers | None:
-        """Copies, answers, merges and accounts."""
+    def run(self) -> RoundAnswers:
+        """Copies, answers, puts in order and accounts."""
         key = self._key(self.sampling)
         self.rows = self.file.open(key)
-        share = self.questions[self.file.rank :: self.file.processes]
         if not self.rows:
             self._require_some()
-        self._copy_greedy(share)
-        for turn in range(max((len(question.turns) for question in share), default=0)):
-            self._answer_turn([question for question in share if len(question.turns) > turn], turn)
-        wanted = [(question.id, turn) for question in self.questions for turn in range(len(question.turns))]
-        rows = self.file.merge(wanted)
-        if rows is None:
-            log.info("this process's share of %s is done; the last process to finish merges", self.file.path)
-            return None
-        found = self._result(rows)
+        self._copy_greedy()
+        for turn in range(max((len(question.turns) for question in self.questions), default=0)):
+            self._answer_turn([question for question in self.questions if len(question.turns) > turn], turn)
+        rows = self.file.merge(
+            [(question.id, turn) for question in self.questions for turn in range(len(question.turns))]
+        )
+        found = self._result(rows or [])
         told = found.statistics
-        facts = {name: value for name, value in vars(told).items()}
-        self.file.account(key, {"statistics": facts, "greedy": sorted(found.greedy)})
+        self.file.account(key, {"statistics": dict(vars(told)), "greedy": sorted(found.greedy)})
         log.info(
             "%d answers in %s: %.0f tokens and %.0f characters a question, %.1f %% cut, %d empty",
             *(told.turns, self.file.path, told.tokens, told.characters, 100 * told.cut, told.empty),
@@ -130,12 +125,12 @@ class _Round:
 
     # ------------------------------------------------------------------------------------------ greedy answers
 
-    def _copy_greedy(self, share: Sequence[Question]) -> None:
+    def _copy_greedy(self) -> None:
         """Takes the greedy answers that round 0 has: they would come out the same."""
         first = _file(self.file.path.parent, 0)
         wanted = [
             (question.id, turn)
-            for question in share
+            for question in self.questions
             if is_greedy(question, self.sampling)
             for turn in range(len(question.turns))
             if (question.id, turn) not in self.rows

@@ -1,22 +1,35 @@
-"""A grader on this machine: any Hugging Face causal LM, by its label logits or by what it writes.
+"""A Hugging Face model on this machine that answers and grades: by what it writes, or by the logits of two labels.
 
 Calls with labels are answered by one forward: the log-probabilities of the two labels at the last prompt token, read
-through ``models.judge.CausalJudge``. Calls without labels are answered by generation.
+through ``judge.reader.CausalJudge``. All else is generated in left-padded batches.
 """
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+import torch
+
 from attnpo.config.files import read_template
-from attnpo.evaluation.grading.base import GradingCall, GradingFailure, GradingReply, Price
+from attnpo.evaluation.chat import (
+    LENGTH,
+    STOP,
+    Answerer,
+    Asked,
+    GradingCall,
+    GradingFailure,
+    GradingReply,
+    Price,
+    Reply,
+)
 from attnpo.judge.base import JudgeReading
 from attnpo.judge.prompts import label_tokens
-from attnpo.models.spec import DTYPES
+from attnpo.models.spec import BATCH_SIZE, DTYPES, TOKEN_BUDGET, ModelSpec
 from attnpo.schema import BOOKKEEPING, Message, Sampling, UserError, check_choice, check_least
 from attnpo.system.machine import device_of
 from attnpo.text.chat import SENTINEL, ChatFormat, RefusedText
@@ -28,6 +41,123 @@ if TYPE_CHECKING:
     from attnpo.models.generate import HFGenerator
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class HFAnswering:
+    """A model folder, or a hub name, that answers on this machine.
+
+    A batch has at most ``batch_size`` prompts and ``token_budget`` tokens (padded prompts and room for answers);
+    neither changes a draw. Prompt and answer have at most ``max_length`` tokens (None: the positions of the model).
+    """
+
+    batch_size: int = field(default=BATCH_SIZE, metadata=BOOKKEEPING)
+    token_budget: int = field(default=TOKEN_BUDGET, metadata=BOOKKEEPING)
+    max_length: int | None = None
+
+    def __post_init__(self) -> None:
+        check_least("answering", 1, **asdict(self))
+
+    def open(self, model: ModelSpec, device: torch.device) -> Answerer:
+        """Reads config and tokenizer; the weights are loaded onto ``device`` with the first answer."""
+        from attnpo.evaluation.local_chat import describe_model
+        from attnpo.models.generate import longest_sequence
+
+        spec, chat = describe_model(model)
+        limit = longest_sequence(spec.path, spec.revision, "answering.max_length", self.max_length)
+        return LocalAnswerer(self, spec, chat, limit, device)
+
+
+class LocalAnswerer:
+    """A model on this machine, loaded when it is first asked."""
+
+    def __init__(
+        self, settings: HFAnswering, model: ModelSpec, chat: ChatFormat, limit: int | None, device: torch.device
+    ) -> None:
+        self.settings, self.model, self.chat, self.limit, self.device = settings, model, chat, limit, device
+
+    @property
+    def counted_by(self) -> str:
+        """Returns the model, whose tokenizer counts."""
+        return self.model.path
+
+    def key(self) -> dict[str, object]:
+        """Weights, ends of answers, number format, attention kernel, chat format."""
+        from attnpo.models.generate import ends_of_folder
+        from attnpo.models.loading import attention_of, weights_fingerprint
+
+        model = self.model
+        return {
+            "model": {**weights_fingerprint(model.path, model.revision), **ends_of_folder(model.path)},
+            "model.dtype": model.dtype,
+            "model.attn_implementation": attention_of(model.path, model.revision, model.attn_implementation),
+            "chat": self.chat.fingerprint(),
+        }
+
+    @cached_property
+    def _generator(self) -> "HFGenerator":
+        from attnpo.models.generate import chat_generator
+        from attnpo.models.loading import load_model
+
+        model = self.model
+        loaded = load_model(
+            model.path, dtype=model.dtype, attn_implementation=model.attn_implementation, revision=model.revision
+        )
+        loaded.to(self.device)  # type: ignore[arg-type]
+        return chat_generator(loaded, self.chat, self.settings.batch_size, self.settings.token_budget)
+
+    def answer(self, asked: Sequence[Asked], sampling: Sampling) -> Iterator[Mapping[int, Reply]]:
+        """Replies batch by batch, the longest prompts first."""
+        from attnpo.models.generate import Request
+
+        if not asked:
+            return
+        requests = [Request(one.ids, one.draw) for one in asked]
+        for batch in self._generator.batches(requests, sampling):
+            answers = self._generator.answer([requests[index] for index in batch], sampling)
+            yield {
+                index: Reply(answer.text, answer.tokens, STOP if answer.ended else LENGTH)
+                for index, answer in zip(batch, answers, strict=True)
+            }
+
+
+def describe_model(model: ModelSpec) -> tuple[ModelSpec, ChatFormat]:
+    """Returns a model's description with the text of its chat template, and its chat format; no weights are read.
+
+    UserError for what is no model to answer with: adapters that are to be trained, a run's folder.
+    """
+    from transformers.utils import logging as quiet
+
+    from attnpo.models.loading import load_chat
+
+    quiet.disable_progress_bar()  # type: ignore[no-untyped-call]
+    if model.lora is not None:
+        raise UserError("model.lora is for training; a run's best/ and last/ have its adapters merged in: leave it out")
+    if model.reward:
+        raise UserError("model.reward=true is for training: a reward model writes no answers; leave it out")
+    folder = Path(model.path).expanduser()
+    inside = [name for name in ("best", "last") if (folder / name / "config.json").is_file()]
+    if inside and not (folder / "config.json").is_file():
+        raise UserError(
+            f"model.path={model.path} is a run folder: name the model in it, model.path={folder / inside[0]}"
+        )
+    return load_chat(model)
+
+
+def read_chat(
+    path: str, revision: str | None, chat_template: str | None, part: str, fold_system: bool = False
+) -> ChatFormat:
+    """Returns the chat format of a model whose ``path`` and ``chat_template`` a ``part`` of the configuration names."""
+    from attnpo.models.described import token_rows
+    from attnpo.models.loading import load_tokenizer, text_config
+
+    template = read_template(chat_template, f"{part}.chat_template")
+    try:
+        tokenizer, rows = load_tokenizer(path, revision), token_rows(text_config(path, revision))
+        return ChatFormat(tokenizer, template, fold_system=fold_system, part=part, rows=rows)
+    except UserError as problem:
+        raise UserError(f"{part}.path={path}: {problem}".replace("model.chat_", f"{part}.chat_")) from problem
+
 
 # Raised by hand with every change of the code that moves a reply.
 CODE_VERSION = "1"
@@ -112,15 +242,7 @@ class LocalGrader:
 
     @cached_property
     def _chat(self) -> ChatFormat:
-        from attnpo.models.described import token_rows
-        from attnpo.models.loading import load_tokenizer, text_config
-
-        template = read_template(self.chat_template, "grader.chat_template")
-        try:
-            tokenizer = load_tokenizer(self.path, self.revision)
-            return ChatFormat(tokenizer, template, rows=token_rows(text_config(self.path, self.revision)))
-        except UserError as problem:
-            raise UserError(f"grader.path={self.path}: {problem}".replace("model.chat_", "grader.chat_")) from problem
+        return read_chat(self.path, self.revision, self.chat_template, "grader")
 
     @cached_property
     def _limit(self) -> int | None:
@@ -145,16 +267,9 @@ class LocalGrader:
 
     @cached_property
     def _generator(self) -> "HFGenerator":
-        from attnpo.models.generate import HFGenerator
+        from attnpo.models.generate import chat_generator
 
-        return HFGenerator(
-            self._model,
-            self._chat.tokenizer,
-            self._chat.prompt_ids,
-            batch_size=self.batch_size,
-            token_budget=self.token_budget,
-            end_ids=sorted(self._chat.end_ids),
-        )
+        return chat_generator(self._model, self._chat, self.batch_size, self.token_budget)
 
     # ------------------------------------------------------------------------------------------ asking
 
@@ -270,72 +385,55 @@ class LocalGrader:
         )
         if self._limit is None or tokens + call.max_tokens <= self._limit:
             return asked
-        self._say_once(
-            f"prompts leave less room within the {self._limit} tokens of {self.path} than replies may take: such "
-            "replies are cut earlier than the benchmark asks (finish_reason length)"
-        )
+        self._warn_of_room()
         room = self._limit - tokens
         return replace(asked, max_new_tokens=room - room % ROOM_STEP if room > ROOM_STEP else room)
 
-    def _say_once(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
-            log.warning("grader: %s", text)
+    def _warn_of_room(self) -> None:
+        if not self._warned:
+            self._warned.append(
+                f"prompts leave less room within the {self._limit} tokens of {self.path} than replies may take: such "
+                "replies are cut earlier than the benchmark asks (finish_reason length)"
+            )
+            log.warning("grader: %s", self._warned[0])
 
     @cached_property
-    def _said(self) -> set[str]:
-        return set()
+    def _warned(self) -> list[str]:
+        return []
 
     # ------------------------------------------------------------------------------------------ prompts
 
     def _label_ids(self, call: GradingCall) -> tuple[int, int]:
-        return self._label_ids_of(tuple(turn["role"] for turn in call.messages), call.labels)
-
-    def _label_ids_of(self, roles: tuple[str, ...], labels: tuple[str, ...]) -> tuple[int, int]:
-        known = self._known_labels
-        if (roles, labels) not in known:
-            turns = self._turns([Message(role=role, content="x") for role in roles])
-            prompt = self._chat.render(turns, add_generation_prompt=True)
+        known, roles = self._known_labels, tuple(turn["role"] for turn in call.messages)
+        if (roles, call.labels) not in known:
+            turns = [Message(role=role, content="x") for role in roles]
+            chat = self._chat_for(turns)
             key = f"grader.path={self.path}, the benchmark's labels"
-            first, second = label_tokens(self._chat, prompt, labels, key)
-            known[roles, labels] = (first, second)
-        return known[roles, labels]
+            first, second = label_tokens(chat, chat.render(turns, add_generation_prompt=True), call.labels, key)
+            known[roles, call.labels] = (first, second)
+        return known[roles, call.labels]
 
     @cached_property
     def _known_labels(self) -> dict[tuple[tuple[str, ...], tuple[str, ...]], tuple[int, int]]:
         return {}
 
     def _ids(self, messages: Sequence[Message]) -> list[int]:
-        return self._chat.prompt_ids(self._turns(messages))
+        return self._chat_for(messages).prompt_ids(messages)
 
-    def _turns(self, messages: Sequence[Message]) -> list[Message]:
-        """Returns the turns as the chat template takes them: system text in front of the next turn where it has no
-        place.
-        """
-        if all(turn["role"] != "system" for turn in messages) or self._takes_system:
-            return list(messages)
-        turns: list[Message] = []
-        waiting: list[str] = []
-        for turn in messages:
-            if turn["role"] == "system":
-                waiting.append(turn["content"])
-            else:
-                turns.append(Message(role=turn["role"], content="\n\n".join([*waiting, turn["content"]])))
-                waiting = []
-        return turns if not waiting else [*turns, Message(role="user", content="\n\n".join(waiting))]
+    def _chat_for(self, messages: Sequence[Message]) -> ChatFormat:
+        return self._with_system if any(turn["role"] == "system" for turn in messages) else self._chat
 
     @cached_property
-    def _takes_system(self) -> bool:
-        """Returns whether the chat template writes a system turn: some refuse it, some leave it out."""
+    def _with_system(self) -> ChatFormat:
+        """Returns the chat format that writes system turns: some templates refuse them, some leave them out."""
         probe = [Message(role="system", content=SENTINEL), Message(role="user", content="a")]
         try:
-            takes = SENTINEL in self._chat.render(probe, add_generation_prompt=True)
+            if SENTINEL in self._chat.render(probe, add_generation_prompt=True):
+                return self._chat
         except RefusedText as problem:
             log.debug("the grader's chat template refuses a system turn: %s", problem)
-            takes = False
-        if not takes:
-            self._say_once(f"the chat template of {self.path} has no system turn; its text begins the user's turn")
-        return takes
+        log.warning("grader: the chat template of %s has no system turn; its text begins the user's turn", self.path)
+        return read_chat(self.path, self.revision, self.chat_template, "grader", fold_system=True)
 
 
 def _grouped(items: Iterable[_Asked], key: Callable[[_Asked], _Key]) -> list[tuple[_Key, list[_Asked]]]:

@@ -1,29 +1,67 @@
-"""Answers of a model to prompts: batch by batch into a file; what does not fit is counted and named."""
+"""``attnpo.generate``: answers of a model to prompts, batch by batch into a file; what does not fit is named."""
 
 import logging
 import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NotRequired
 
-from transformers.utils import logging as quiet
-
-from attnpo.config.compose import RUNS_ROOT
-from attnpo.data.prepare import warn_of_rendered
+from attnpo.config.compose import RUNS_ROOT, Root
 from attnpo.data.prompts import EncodedPrompts, Prompt, PromptSet, PromptSource, encode_prompts
-from attnpo.evaluation.answers.answer_config import AnswerConfig
-from attnpo.evaluation.answers.base import Answerer, AnswerRow, Asked, Reply
-from attnpo.evaluation.jsonl_store import JsonlStore, Name
-from attnpo.models.loading import load_chat
+from attnpo.evaluation.chat import Answerer, AnsweringBackend, Asked, Reply
+from attnpo.evaluation.jsonl_store import JsonlStore, Name, Row
 from attnpo.models.spec import ModelSpec
-from attnpo.schema import Sampling, UserError
+from attnpo.schema import Message, Sampling, UserError, check_choice, check_least
 from attnpo.system.locks import locked
 from attnpo.system.machine import device_of, versions
 from attnpo.system.processes import process
-from attnpo.text.chat import ChatFormat
+from attnpo.training.settings import ACCELERATORS
 
 log = logging.getLogger(__name__)
+
+
+class AnswerRow(Row):
+    """One answer in a file. ``draw`` counts the answers to one prompt, or the turns of a question from 0.
+
+    ``finish_reason`` and ``refused`` are those of the reply. ``temperature``: that of the question, where it has one of
+    its own.
+    """
+
+    prompt: list[Message]
+    answer: str
+    finish_reason: str
+    tokens: int
+    refused: NotRequired[str]
+    temperature: NotRequired[float]
+
+
+@dataclass(frozen=True)
+class AnswerRules:
+    """How many answers there are: ``per_prompt`` are drawn for each prompt."""
+
+    per_prompt: int = 1
+
+    def __post_init__(self) -> None:
+        check_least("answers", 1, **asdict(self))
+
+
+@dataclass(frozen=True)
+class AnswerConfig(Root):
+    """The whole of what ``attnpo.generate`` composes."""
+
+    model: ModelSpec
+    data: PromptSource
+    sampling: Sampling
+    answers: AnswerRules
+    answering: AnsweringBackend
+    trainer: dict[str, str]
+    output: str | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("trainer.accelerator", self.trainer.get("accelerator", "auto"), ACCELERATORS)
 
 
 NAMED = 3  # ids named in the log per reason
@@ -71,6 +109,8 @@ def _answer(
     origin: Mapping[str, object],
 ) -> None:
     """Makes the answers that ``file`` lacks, and its account, which has ``origin`` among its facts."""
+    from attnpo.data.prepare import warn_of_rendered  # transformers waits until the configuration is known to be sound
+
     if answerer.limit is not None and sampling.max_new_tokens >= answerer.limit:
         raise UserError(
             f"sampling.max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt: the model has "
@@ -114,25 +154,6 @@ def default_path(model: str, source: PromptSource) -> Path:
         parts.append(source.split)
     named = "-".join([*parts, *([] if source.rows is None else [re.sub(r"[^0-9%]+", "_", source.rows)])])
     return RUNS_ROOT / f"answers-{named}" / "answers.jsonl"
-
-
-def described(model: ModelSpec) -> tuple[ModelSpec, ChatFormat]:
-    """Returns a model's description with the text of its chat template, and its chat format; no weights are read.
-
-    UserError for what is no model to answer with: adapters that are to be trained, a run's folder.
-    """
-    quiet.disable_progress_bar()  # type: ignore[no-untyped-call]
-    if model.lora is not None:
-        raise UserError("model.lora is for training; a run's best/ and last/ have its adapters merged in: leave it out")
-    if model.reward:
-        raise UserError("model.reward=true is for training: a reward model writes no answers; leave it out")
-    folder = Path(model.path).expanduser()
-    inside = [name for name in ("best", "last") if (folder / name / "config.json").is_file()]
-    if inside and not (folder / "config.json").is_file():
-        raise UserError(
-            f"model.path={model.path} is a run folder: name the model in it, model.path={folder / inside[0]}"
-        )
-    return load_chat(model)
 
 
 def key_of(answerer: Answerer, sampling: Sampling) -> dict[str, object]:

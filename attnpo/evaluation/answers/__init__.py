@@ -1,1 +1,0 @@
-"""A model's answers to prompts: the command ``python -m attnpo.generate``."""

@@ -1,1 +1,0 @@
-"""Questions to graders and what they answered: asked with bounds, kept as they come, never asked twice."""

@@ -1,0 +1,429 @@
+"""``attnpo.pair``: the answers to each prompt scored, and pairs of a better and a worse one; repeated, it goes on.
+
+Beside ``pairs.jsonl`` lie ``pairs.json`` (what made them, and what became of every prompt), ``pairs.scores.jsonl`` with
+a score per answer, which a repeated command continues, and the judge's replies in ``grades``.
+"""
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import NotRequired, Protocol, runtime_checkable
+
+import torch
+
+from attnpo.config.compose import RUNS_ROOT, Root
+from attnpo.data.adapters import RowProblem, require_columns
+from attnpo.data.base import row_range
+from attnpo.data.prompts import Prompt, PromptColumns, prompt_of
+from attnpo.data.tables import read_table
+from attnpo.evaluation.answers import AnswerRow
+from attnpo.evaluation.chat import LENGTH
+from attnpo.evaluation.jsonl_store import DIGEST, KEY, SUFFIX, JsonlStore, Row, read_account
+from attnpo.schema import BOOKKEEPING, Message, UserError, asked_by, check_choice, check_least, digest
+from attnpo.system.credentials import identify
+from attnpo.system.files import clean, differences, file_digest, require_own, write_whole
+from attnpo.system.locks import locked
+from attnpo.system.machine import device_of, versions
+from attnpo.system.processes import process
+from attnpo.training.settings import ACCELERATORS
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An answer: ``draw`` is its place among those to its prompt, ``extra`` what else its row holds."""
+
+    draw: int
+    text: str
+    extra: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class AnswerSet:
+    """The different answers to one prompt, in the order of their draws."""
+
+    id: str
+    prompt: tuple[Message, ...]
+    answers: tuple[Candidate, ...]
+
+    def fingerprint(self) -> str:
+        """Digest of prompt and answers."""
+        return digest([self.id, asked_by(self.prompt), [[one.draw, one.text] for one in self.answers]])
+
+
+class ScoreRow(Row):
+    """The score of an answer, higher for a better one; None where it has none, with the reason."""
+
+    score: float | None
+    reason: NotRequired[str]
+
+
+def scored(found: AnswerSet, scores: Sequence[float]) -> list[ScoreRow]:
+    """Returns a row for each answer of a set."""
+    return [ScoreRow(id=found.id, draw=one.draw, score=at) for one, at in zip(found.answers, scores, strict=True)]
+
+
+def unscored(found: AnswerSet, reason: str) -> list[ScoreRow]:
+    """Returns the rows of a set that cannot be ranked."""
+    return [ScoreRow(id=found.id, draw=one.draw, score=None, reason=reason) for one in found.answers]
+
+
+@runtime_checkable
+class Ranker(Protocol):
+    """A component that scores answers (config group ``ranker``)."""
+
+    @property
+    def name(self) -> str:
+        """Returns what every pair names it: its kind, and the model or the column."""
+
+    def key(self, sets: Sequence[AnswerSet]) -> dict[str, object]:
+        """Returns all that decides the scores of ``sets`` beside their texts. UserError for what is known to fail."""
+
+    def scores(self, sets: Sequence[AnswerSet], device: torch.device, folder: Path) -> Iterator[list[ScoreRow]]:
+        """Returns the rows of the sets as they come, whole sets at a time, to be written before the next are asked for.
+
+        ``folder`` is where it may keep files of its own. A set that a repeated command may still score is left out.
+        """
+
+
+REFUSED = "answers that could not be made"
+CUT = "answers cut at their most tokens"
+LEFT_OUT = ", left out"
+NO_TEXT = "answers that are no text, left out"
+EMPTY = "empty answers"
+REPEATED = "answers equal to an earlier one of their prompt"
+ALONE = "prompts with a single answer"
+EQUAL = "prompts whose answers are all equal"
+
+
+@dataclass(frozen=True)
+class AnswerSets:
+    """The prompts with two different answers or more, and what became of the others, by reason.
+
+    ``path``: where they were read, as the command names it. ``prompts`` and ``read``: all prompts and rows.
+    ``origin``: what the file beside the answers says they are from.
+    """
+
+    path: str
+    sets: tuple[AnswerSet, ...]
+    prompts: int
+    read: int
+    counts: Mapping[str, int]
+    origin: Mapping[str, object]
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of all prompts and answers that can be ranked."""
+        return digest([one.fingerprint() for one in self.sets])
+
+
+@dataclass(frozen=True)
+class AnswerSource:
+    """Where the answers are (config node ``answers``): an answer per row, as ``attnpo.generate`` writes them.
+
+    ``path`` is a file, a folder with a file per ``split``, or the name of a data set on the hub; ``rows`` chooses rows.
+    ``prompt``, ``answer`` and ``id`` are columns; without a column ``id`` a digest of the prompt names it. With
+    ``keep_cut`` false, answers that ended at the most tokens (``finish_reason`` length) are left out.
+    """
+
+    path: str
+    split: str = "test"
+    rows: str | None = None
+    prompt: str = "prompt"
+    answer: str = "answer"
+    id: str = "id"
+    keep_cut: bool = True
+
+    def load(self) -> AnswerSets:
+        """Returns the answers by prompt.
+
+        Raises:
+            UserError: nothing can be read, ``attnpo.generate`` has not finished the file or it was changed since, a
+                column is missing, two prompts have one id, or no prompt has two answers.
+        """
+        origin = self._origin()
+        try:
+            table = read_table(self.path, self.split, "data.split")
+            names = table.column_names
+            wanted = {"prompt": self.prompt, "answer": self.answer}
+            require_columns(wanted, names, f"data.path={self.path}", "expected a prompt and an answer per row")
+            rows = table.select(row_range(self.rows, len(table), "data.rows"))
+        except UserError as problem:
+            text = str(problem).replace("data.columns.", "answers.").replace("data.", "answers.")
+            raise UserError(text) from problem
+        columns = PromptColumns(prompt=self.prompt, id=self.id if self.id in names else None)
+        return self._grouped(rows, columns, origin)
+
+    def _origin(self) -> Mapping[str, object]:
+        path = Path(self.path).expanduser()
+        account = read_account(path.with_suffix(".json")) if path.suffix == SUFFIX and path.is_file() else {}
+        origin = account.get(KEY)
+        if isinstance(origin, Mapping) and "answers" not in account:
+            raise UserError(
+                f"answers.path={self.path}: attnpo.generate has not finished it; give its command again, then this one"
+            )
+        if isinstance(origin, Mapping) and DIGEST in account:
+            try:
+                JsonlStore[AnswerRow](path, "answers").require_finished()
+            except UserError as problem:
+                raise UserError(f"{problem}. Where that is on purpose, copy it to a name of your own") from problem
+        elif isinstance(origin, Mapping):
+            log.warning(
+                "answers.path=%s: an earlier version wrote it without digests, so it is taken as it is", self.path
+            )
+        return origin if isinstance(origin, Mapping) else {}
+
+    def _grouped(
+        self, rows: Iterable[Mapping[str, object]], columns: PromptColumns, origin: Mapping[str, object]
+    ) -> AnswerSets:
+        counts: Counter[str] = Counter()
+        prompts: dict[str, Prompt] = {}
+        answers: dict[str, list[Candidate]] = {}
+        read = 0
+        for read, row in enumerate(rows, start=1):
+            try:
+                prompt = prompt_of(row, columns)
+            except RowProblem as problem:
+                counts[f"rows left out, {problem.reason.value}"] += 1
+                continue
+            if prompts.setdefault(prompt.id, prompt) != prompt:
+                raise UserError(
+                    f"answers.path={self.path}: row {read - 1} has the {self.id} {prompt.id!r} of another prompt; name "
+                    "another column with answers.id=COLUMN"
+                )
+            some = answers.setdefault(prompt.id, [])
+            text = row.get(self.answer)
+            cut = row.get("finish_reason") == LENGTH and not row.get("refused")
+            if row.get("refused"):
+                counts[REFUSED + LEFT_OUT] += 1
+            elif not isinstance(text, str):
+                counts[NO_TEXT] += 1
+            elif cut and not self.keep_cut:
+                counts[CUT + LEFT_OUT] += 1
+            else:
+                counts[CUT] += cut
+                counts[EMPTY] += not text.strip()
+                some.append(Candidate(len(some), text, row))
+        return self._different(prompts, answers, counts, read, origin)
+
+    def _different(
+        self,
+        prompts: Mapping[str, Prompt],
+        answers: Mapping[str, list[Candidate]],
+        counts: Counter[str],
+        read: int,
+        origin: Mapping[str, object],
+    ) -> AnswerSets:
+        sets = []
+        for name, some in answers.items():
+            first: dict[str, Candidate] = {}
+            for one in some:
+                first.setdefault(one.text.strip(), one)
+            if len(some) < 2:
+                counts[ALONE] += 1
+            elif len(first) < 2:
+                counts[EQUAL] += 1
+            else:
+                counts[REPEATED] += len(some) - len(first)
+                sets.append(AnswerSet(name, prompts[name].messages, tuple(first.values())))
+        found = {reason: count for reason, count in counts.items() if count}
+        told = "; ".join(f"{reason}: {count}" for reason, count in found.items())
+        text = f"answers.path={self.path}: {read} rows, {len(prompts)} prompts, {len(sets)} with different answers"
+        if not sets:
+            raise UserError(
+                f"{text}, so there is no pair to make ({told or 'no row'}): draw several answers to each prompt "
+                "(attnpo.generate answers.per_prompt=4, with sampling.temperature above 0)"
+            )
+        log.log(logging.WARNING if EQUAL in found else logging.INFO, "%s%s", text, f"; {told}" if told else "")
+        return AnswerSets(self.path, tuple(sets), len(prompts), read, found, origin)
+
+
+class Take(Enum):
+    """Which pairs a prompt gives: the best against the worst, the best against each other one, or every two."""
+
+    BEST_WORST = "best_worst"
+    BEST_REST = "best_rest"
+    ALL = "all"
+
+
+@dataclass(frozen=True)
+class PairRules:
+    """Which answers of a prompt become a pair (config node ``pairs``).
+
+    Equal scores never do; nor do those that differ by less than ``min_gap``.
+    """
+
+    take: Take = Take.BEST_WORST
+    min_gap: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_least("pairs", 0, min_gap=self.min_gap)
+
+
+@dataclass(frozen=True)
+class PairConfig(Root):
+    """The whole of what ``attnpo.pair`` composes; a field per key of ``configs/pair.yaml``."""
+
+    answers: AnswerSource
+    ranker: Ranker
+    pairs: PairRules
+    trainer: dict[str, str] = field(default_factory=dict, metadata=BOOKKEEPING)
+    output: str | None = field(default=None, metadata=BOOKKEEPING)
+
+    def __post_init__(self) -> None:
+        check_choice("trainer.accelerator", self.trainer.get("accelerator", "auto"), ACCELERATORS)
+
+    @property
+    def dry_run(self) -> bool:
+        """Tells whether the ranker only says what ranking takes: ``limits.dry_run`` of one that has limits."""
+        return getattr(getattr(self.ranker, "limits", None), "dry_run", False) is True
+
+    def path(self) -> Path:
+        """``output``, or a file in a folder named after the answers and the kind of ranker."""
+        if self.output is not None:
+            return Path(self.output).expanduser()
+        answers = Path(self.answers.path)
+        named = answers.parent.name if answers.stem == "answers" and answers.parent.name else answers.name.split(".")[0]
+        kind = self.ranker.name.split(" ")[0]
+        return RUNS_ROOT / f"pairs-{clean(named.removeprefix('answers-'))}-{kind}" / "pairs.jsonl"
+
+
+TIES = "ties"
+NARROW = "pairs with a gap below pairs.min_gap"
+UNPAIRED = "prompts without a pair, since their scores are equal or too near"
+UNRANKED = "prompts left unranked"
+
+
+def make_pairs(cfg: PairConfig) -> Path | None:
+    """Makes the file of pairs that a config asks for; None after a dry run, or while scores are missing.
+
+    In a job of several processes each scores its share of the prompts; the last one writes the pairs.
+
+    Raises:
+        UserError: answers or ranker cannot be read, what lies at ``output`` is of other answers or another ranker, was
+            changed or is no file of this command, another job works there, or no pair can be made.
+    """
+    path = cfg.path()
+    if path.suffix != SUFFIX:
+        raise UserError(f"output={path}: expected a file name that ends in {SUFFIX}")
+    account = path.with_suffix(".json")
+    written = [str(read_account(account)[DIGEST])] if DIGEST in read_account(account) else []
+    require_own(f"output={path}", path, account, written, "attnpo.pair")
+    file = JsonlStore[ScoreRow](path.with_name(f"{path.stem}.scores{SUFFIX}"), "scores", *process())
+    cfg.require_unread("output", path, account, file.path, file.sidecar)
+    with locked(path.parent, file=file.part.name, instead="output=FILE.jsonl"):
+        found, ranker = cfg.answers.load(), cfg.ranker
+        key = {"answers": found.fingerprint, "ranker": ranker.key(found.sets)}
+        # A dry run leaves no account of its ranker, which would bind the commands after it.
+        have = {} if cfg.dry_run and not file.sidecar.is_file() else file.open(key)
+        wanted = [(one.id, answer.draw) for one in found.sets for answer in one.answers]
+        share = found.sets[file.rank :: file.processes]
+        lacking = [one for one in share if any((one.id, answer.draw) not in have for answer in one.answers)]
+        log.info("%d prompts to rank by %s, %d of them here", len(found.sets), ranker.name, len(lacking))
+        done = 0
+        if lacking:
+            for some in ranker.scores(lacking, device_of(cfg.trainer.get("accelerator", "auto")), path.parent):
+                if not cfg.dry_run:
+                    file.append([row for row in some if (row["id"], row["draw"]) not in have])
+                done += len({row["id"] for row in some})
+        if cfg.dry_run:
+            return None
+        rows = file.merge(wanted)
+        if rows is not None:
+            file.account(key, {"scores": len(rows)})
+            return _write(path, found, key, rows, cfg.pairs, ranker.name)
+        if done < len(lacking):
+            log.warning(
+                "%d of %d prompts have no score yet: give the command again to ask for them once more",
+                *(len(lacking) - done, len(lacking)),
+            )
+        else:
+            log.info("this process's share is done; the last process to finish writes %s", path)
+        return None
+
+
+def _write(
+    path: Path,
+    found: AnswerSets,
+    key: Mapping[str, object],
+    rows: Sequence[ScoreRow],
+    rules: PairRules,
+    ranker: str,
+) -> Path:
+    """Writes the pairs and their account. UserError when there is none."""
+    scores: dict[str, dict[int, ScoreRow]] = {}
+    for row in rows:
+        scores.setdefault(row["id"], {})[row["draw"]] = row
+    counts: Counter[str] = Counter(found.counts)
+    pairs = [pair for one in found.sets for pair in pairs_of(one, scores[one.id], rules, ranker, counts)]
+    told = "; ".join(f"{what}: {count}" for what, count in counts.items() if count)
+    if not pairs:
+        raise UserError(f"no pair can be made of the answers to {len(found.sets)} prompts: {told}")
+    whole = json.loads(json.dumps({**identify(key), "pairs": asdict(rules) | {"take": rules.take.value}}))
+    before = read_account(path.with_suffix(".json")).get(KEY)
+    if isinstance(before, Mapping):
+        for name, was, now in differences(identify(before), whole):
+            log.warning("%s stands on %s %s, this command has %s: it is made anew", path, name, was, now)
+    write_whole(path, "".join(json.dumps(pair, ensure_ascii=False) + "\n" for pair in pairs))
+    facts = {
+        KEY: whole,
+        DIGEST: file_digest(path),
+        "ranker": ranker,
+        "answers": {"path": found.path, "rows": found.read, "prompts": found.prompts, "made_by": found.origin},
+        "prompts": {"ranked": len(found.sets) - counts[UNRANKED], "paired": len({pair["id"] for pair in pairs})},
+        "pairs": len(pairs),
+        "counts": {what: count for what, count in sorted(counts.items()) if count},
+        "versions": versions(),
+    }
+    write_whole(path.with_suffix(".json"), json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
+    log.info("%d pairs of %d prompts in %s, ranked by %s; %s", len(pairs), found.prompts, path, ranker, told)
+    return path
+
+
+def pairs_of(
+    found: AnswerSet, scores: Mapping[int, ScoreRow], rules: PairRules, ranker: str, counts: Counter[str]
+) -> list[dict[str, object]]:
+    """Returns the rows of a prompt's pairs, in the format that ``data.path`` reads, widest gap first; adds to
+    ``counts``.
+    """
+    reasons = [row.get("reason", "") for row in scores.values() if row["score"] is None]
+    if reasons:
+        counts[UNRANKED] += 1
+        counts[f"{UNRANKED}, {reasons[0]}"] += 1
+        return []
+    value = {draw: row["score"] or 0.0 for draw, row in scores.items()}
+    # Of equal scores the order is drawn by a digest, so that no place among the draws is preferred.
+    order = sorted(found.answers, key=lambda one: (-value[one.draw], digest([found.id, one.draw])))
+    couples = {
+        Take.BEST_WORST: [(order[0], order[-1])],
+        Take.BEST_REST: [(order[0], other) for other in reversed(order[1:])],
+        Take.ALL: [(one, other) for place, one in enumerate(order) for other in order[place + 1 :]],
+    }[rules.take]
+    made = []
+    for better, worse in sorted(couples, key=lambda two: value[two[1].draw] - value[two[0].draw]):
+        gap = value[better.draw] - value[worse.draw]
+        if gap == 0:
+            counts[TIES] += 1
+        elif gap < rules.min_gap:
+            counts[NARROW] += 1
+        else:
+            made.append(
+                {
+                    "prompt": list(found.prompt),
+                    "chosen": [Message(role="assistant", content=better.text)],
+                    "rejected": [Message(role="assistant", content=worse.text)],
+                    "id": found.id,
+                    "ranker": ranker,
+                    "chosen_score": value[better.draw],
+                    "rejected_score": value[worse.draw],
+                    "chosen_draw": better.draw,
+                    "rejected_draw": worse.draw,
+                }
+            )
+    counts[UNPAIRED] += not made
+    return made
