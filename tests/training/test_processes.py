@@ -14,11 +14,9 @@ from attnpo.training.metrics_file import read_metrics
 from tests.training.processes import in_two_processes
 from tests.training.several import CASES, STOP, Case, bad_pair, run_case
 from tests.training.stored import epoch_order
-from tests.training.tiny import make_module
+from tests.training.tiny import Rows, column, make_module
 
 SEVERAL = Path(__file__).with_name("several.py")
-
-Rows = list[dict[str, float]]
 
 
 @pytest.fixture(scope="module")
@@ -40,17 +38,8 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, bool], Rows
     }
 
 
-def column(rows: Rows, name: str) -> list[float]:
-    return [row[name] for row in rows if name in row]
-
-
 COMPARED = (
-    "train/loss",
-    "train/grad_norm",
-    "train/rewards/margins",
-    "train/rewards/accuracies",
-    "train/lr",
-    "val/loss",
+    *("train/loss", "train/grad_norm", "train/rewards/margins", "train/rewards/accuracies", "train/lr", "val/loss"),
 )
 UNBROKEN = [
     name
@@ -102,7 +91,7 @@ def test_a_sharded_run_resumes(folder: Path, one: dict[tuple[int, bool], Rows], 
 @pytest.mark.slow
 def test_a_sharded_checkpoint_holds_what_is_trained(folder: Path) -> None:
     """The second layer alone, whole."""
-    state = torch.load(folder / "fsdp, a layer" / "stop.ckpt", weights_only=True)["state_dict"]
+    state = torch.load(folder / "fsdp, a layer" / f"{STOP}.ckpt", weights_only=True)["state_dict"]
     final = torch.load(folder / "fsdp, a layer" / "final.pt", weights_only=True)
     assert len(state) == 9 and all(".layers.1." in name for name in state)
     assert all(value.shape == final[name.removeprefix("policy.model.")].shape for name, value in state.items())

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import PreTrainedTokenizerFast as Tokenizer
 
 from attnpo.models.lora import add_lora
 from attnpo.models.spec import LoraSpec
@@ -48,9 +49,7 @@ def read_there(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
-def test_an_exported_folder_is_the_same_model_there(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, dtype: str | None
-) -> None:
+def test_an_exported_folder_is_the_same_model_there(tokenizer: Tokenizer, tmp_path: Path, dtype: str | None) -> None:
     """Llama 3's positions, a token of the template's own, and (float32) a merged adapter."""
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|done|>"]})
     model = small(tokenizer, rope_parameters=dict(LLAMA3))
@@ -79,7 +78,7 @@ def test_an_exported_folder_is_the_same_model_there(
 
 
 @pytest.mark.slow
-def test_without_the_older_keys_it_would_be_another_model(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_without_the_older_keys_it_would_be_another_model(tokenizer: Tokenizer, tmp_path: Path) -> None:
     """The base for positions is lost without a word, which is why the keys are written."""
     model = small(tokenizer, rope_parameters=dict(LLAMA3))
     Exporter(tokenizer).export(model, tmp_path)

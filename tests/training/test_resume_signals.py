@@ -31,10 +31,9 @@ from attnpo.training.settings import LoggerSettings, TrainerSettings
 from attnpo.training.signals import Interruption
 from attnpo.training.trainer import make_trainer, quiet_lightning
 from tests.training.processes import in_two_processes
-from tests.training.tiny import make_data, make_examples, make_module
+from tests.training.tiny import Rows, make_data, make_examples, make_module
 
 STEPS = 6  # two epochs of 20 pairs in steps of 8, 8 and 4
-Rows = list[dict[str, float]]
 
 
 class Signal(L.Callback):

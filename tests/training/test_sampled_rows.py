@@ -1,10 +1,8 @@
 """Anchors: sampled as a plain loop would, by nothing but seed, step and pair; and a TI-DPO run from end to end."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import lightning as L
 import pytest
 import torch
 from torch import Tensor
@@ -23,9 +21,8 @@ from attnpo.training.module import PreferenceModule
 from attnpo.training.optimizer import Optimizer
 from attnpo.training.sampled_rows import AnchoredObjective, Anchors, _draw, prompts_of
 from attnpo.weights.sources.gradient import Gradient
-from tests.training.tiny import make_data, make_examples, tiny_model
+from tests.training.tiny import Copies, Fit, column, make_data, make_examples, tiny_model
 
-Fit = Callable[..., list[dict[str, float]]]
 SAMPLING = Sampling(max_new_tokens=6, temperature=0.8, top_p=0.9, top_k=12, seed=3)
 ENDS = (7, 8, 9)
 MAKER = Anchors(SAMPLING, ENDS)
@@ -139,16 +136,11 @@ def make_module(steps: int, objective: TIDPO) -> PreferenceModule:
     assert isinstance(objective, AnchoredObjective)
     makers = {"anchor": Anchors(objective.anchor, ENDS)} if objective.gamma_triplet else {}
     optimizer = Optimizer(lr=1e-2, warmup=2.0)
-    reference = ScoredLM(tiny_model())
-    frozen(reference)
+    reference = frozen(ScoredLM(tiny_model()))
     return PreferenceModule(ScoredLM(tiny_model()), reference, objective, optimizer, steps, Gradient(), makers)
 
 
 OBJECTIVE = TIDPO(beta=0.5, gamma_triplet=0.5, triplet_margin=0.2, anchor=replace(SAMPLING, max_new_tokens=3))
-
-
-def losses(rows: list[dict[str, float]], name: str = "train/loss") -> list[float]:
-    return [row[name] for row in rows if name in row]
 
 
 def test_a_run_from_end_to_end_however_it_is_split(fit: Fit) -> None:
@@ -161,35 +153,24 @@ def test_a_run_from_end_to_end_however_it_is_split(fit: Fit) -> None:
     assert first["val/rewards/triplet"] == pytest.approx(0.2, abs=1e-6)
     assert first["val/loss"] == pytest.approx(0.6931472 + 0.5 * 0.2, abs=1e-5)
     assert first["val/rewards/triplet_unmeasured"] == 0.0
-    assert losses(results[1]) == pytest.approx(losses(results[0]), rel=1e-4)
-    assert len(losses(results[0])) == 3
+    assert column(results[1]) == pytest.approx(column(results[0]), rel=1e-4)
+    assert len(column(results[0])) == 3
     for row in results[0]:
         if "train/loss" in row:
             assert row["train/rewards/seq_kl/rejected"] >= 0 and row["train/weights/max"] > 0.2
 
 
-class Save(L.Callback):
-    """Saves a checkpoint after step 1."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.state.fn == "fit" and trainer.global_step == 1:
-            trainer.save_checkpoint(self.path)
-
-
 def test_a_resumed_run_samples_the_same_anchors(fit: Fit, tmp_path: Path) -> None:
-    path = tmp_path / "stop.ckpt"
-
     def data() -> PreferenceDataModule:
         return make_data(make_examples(6), BatchPlan(2, 2), val=1)
 
-    whole = fit(make_module(3, OBJECTIVE), data(), steps=3, epochs=1, validate_every=1, callbacks=(Save(path),))
-    more = fit(make_module(3, OBJECTIVE), data(), steps=3, epochs=1, validate_every=1, resume=path)
-    assert losses(more) == pytest.approx(losses(whole)[1:], rel=1e-6) and len(losses(more)) == 2
-    triplets = losses(whole, "train/rewards/triplet")[1:]
-    assert losses(more, "train/rewards/triplet") == pytest.approx(triplets, rel=1e-6) and len(set(triplets)) == 2
+    whole = fit(
+        make_module(3, OBJECTIVE), data(), steps=3, epochs=1, validate_every=1, callbacks=(Copies(tmp_path, 1),)
+    )
+    more = fit(make_module(3, OBJECTIVE), data(), steps=3, epochs=1, validate_every=1, resume=tmp_path / "1.ckpt")
+    assert column(more) == pytest.approx(column(whole)[1:], rel=1e-6) and len(column(more)) == 2
+    triplets = column(whole, "train/rewards/triplet")[1:]
+    assert column(more, "train/rewards/triplet") == pytest.approx(triplets, rel=1e-6) and len(set(triplets)) == 2
 
 
 def test_the_module_reads_the_policy_s_own_gradient() -> None:
