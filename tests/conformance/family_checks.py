@@ -281,11 +281,7 @@ def counted(held: Held) -> Finding:
     except UserError as error:
         return Finding("memory", reason=str(error))
     there = sum(part.numel() for part in held.model.parameters())
-    return (
-        Finding("memory", 0.0)
-        if said == there
-        else Finding("memory", problem=f"{said} parameters estimated, {there} there")
-    )
+    return Finding("memory", 0.0, problem="" if said == there else f"{said} parameters estimated, {there} there")
 
 
 def _close(check: str, errors: Sequence[float], limit: float) -> Finding:
