@@ -13,9 +13,8 @@ from attnpo.judge.reader import CausalJudge, kernel_for
 from attnpo.models.described import beyond_positions, describe, exact_length, require_exact, stated_positions
 from attnpo.models.generate import context_length
 from attnpo.models.loading import described, load_model, model_heads
-from attnpo.models.memory import count_parameters
+from attnpo.models.memory import Shape, count_parameters
 from attnpo.models.scored import ScoredLM
-from attnpo.models.shape import Shape
 from attnpo.models.trial import choose, require_trainable
 from attnpo.schema import UserError
 from tests.conformance.family_models import tiny_config
