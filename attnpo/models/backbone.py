@@ -163,9 +163,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def training_mode(model: nn.Module) -> Iterator[None]:
-    """Opens a context in which ``model`` is in training mode without dropout modules, its random state and buffers
-    kept.
-    """
+    """Opens a context in training mode without dropout modules; random state and buffers are restored."""
     modes = {module: module.training for module in model.modules()}
     kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}

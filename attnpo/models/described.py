@@ -6,7 +6,7 @@ no kind of model is known by name here.
 
 import inspect
 from copy import deepcopy
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -59,9 +59,7 @@ def attending_layers(backbone: PreTrainedModel) -> tuple[int, ...]:
 
 
 def _mapped_layers(config: PretrainedConfig) -> tuple[tuple[int, ...], str]:
-    """Returns the layers whose maps eager attention gives, tried on six tokens without memory; the reason where none
-    does.
-    """
+    """Returns layers whose maps eager attention gives, tried on six tokens without memory; why, where none does."""
     ids = torch.zeros(1, TRIED, dtype=torch.long, device="meta")
     try:
         asked = {"attention_mask": torch.ones_like(ids), "output_attentions": True, "use_cache": False}
@@ -154,16 +152,14 @@ def per_layer(config: PretrainedConfig, name: str) -> list[int]:
 
 
 def exact_length(config: PretrainedConfig) -> tuple[int, str] | None:
-    """Returns the length up to which a row's numbers do not depend on its batch, and the rope type that limits it; or
-    None.
+    """Returns the length up to which a row's numbers do not depend on its batch, with the rope type; None without one.
 
     Beyond it these types (longrope, dynamic) set the frequencies of all rows of a batch by the longest of them.
     """
     text = config.get_text_config()
-    stated = getattr(text, "rope_parameters", None) or {}
     lengths = []
-    for rope in (stated, *stated.values()):  # of all layers, or by kind of layer
-        kind = str(rope.get("rope_type", "")) if isinstance(rope, dict) else ""
+    for rope in _ropes(text):
+        kind = str(rope.get("rope_type", ""))
         if kind == "longrope":
             limit = rope.get("original_max_position_embeddings") or text.max_position_embeddings
             lengths.append((int(limit), kind))
@@ -197,18 +193,21 @@ def stated_positions(config: PretrainedConfig) -> int | None:
     stated = widest(text, "max_position_embeddings")
     if stated is None:
         return None
-    ropes = getattr(text, "rope_parameters", None) or {}
-    found = [stated]
-    for rope in (ropes, *ropes.values()):  # of all layers, or by kind of layer
-        if isinstance(rope, dict):
-            original = rope.get("original_max_position_embeddings") or stated
-            found.append(int(original * (rope.get("factor") or 1)))
-    return max(found)
+    stretched = (
+        int((rope.get("original_max_position_embeddings") or stated) * (rope.get("factor") or 1))
+        for rope in _ropes(text)
+    )
+    return max(stated, *stretched)
+
+
+def _ropes(text: PretrainedConfig) -> list[dict[str, Any]]:
+    """Returns the settings of rotary positions: of all layers, or by kind of layer."""
+    stated = getattr(text, "rope_parameters", None) or {}
+    return [rope for rope in (stated, *stated.values()) if isinstance(rope, dict)]
 
 
 def beyond_positions(config: PretrainedConfig, path: str, key: str, length: int) -> str | None:
-    """Returns what to say of ``length`` tokens where the model at ``path`` states fewer positions; None where they
-    suffice.
+    """Returns a warning of ``length`` tokens where the model at ``path`` states fewer positions, else None.
 
     ``key``: the option that bounds such lengths.
     """

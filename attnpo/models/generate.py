@@ -108,8 +108,7 @@ class HFGenerator:
         return [answers[index].text for index in range(len(requests))]
 
     def batches(self, requests: Sequence[Request], sampling: Sampling) -> list[list[int]]:
-        """Returns the indices of ``requests`` in batches, longest prompts first, so that a lack of memory shows at
-        once.
+        """Returns indices of ``requests`` in batches, longest prompts first: a lack of memory shows at once.
 
         Raises ``UserError`` for settings out of range or an empty prompt.
         """
@@ -234,8 +233,7 @@ def context_length(config: PretrainedConfig) -> int | None:
 
 
 def longest_sequence(path: str, revision: str | None, key: str, asked: int | None) -> int | None:
-    """Returns tokens that prompt and answer may have together: ``asked``, set by ``key``, or the model's positions if
-    stated.
+    """Returns the most tokens of prompt and answer: ``asked``, set by ``key``, or the model's positions if stated.
 
     UserError for more than the model's exact length.
     """

@@ -8,11 +8,12 @@ caught on their way into the backbone, and no parameter gets a gradient.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import TypeVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from transformers.utils import ModelOutput
 
 from attnpo.models.backbone import eval_mode
 from attnpo.models.logps import project
@@ -20,11 +21,6 @@ from attnpo.models.scored import ScoredLM
 from attnpo.schema import InputGradient, ModelInputs, RowGroup, UserError
 
 Output = TypeVar("Output")
-
-
-@runtime_checkable
-class _WithLogits(Protocol):
-    logits: Tensor
 
 
 def input_gradient(policy: ScoredLM, rows: RowGroup) -> InputGradient:
@@ -116,8 +112,8 @@ def _last_logits(policy: ScoredLM, inputs: ModelInputs) -> tuple[Float[Tensor, "
         embeddings.append(made.detach().requires_grad_())
         return embeddings[-1]
 
-    def keep(made: _WithLogits) -> None:
-        whole.append(made.logits)
+    def keep(made: ModelOutput) -> None:
+        whole.append(made["logits"])
 
     with _hooked(_embedding(policy), cut_off), _hooked(policy.model, keep):
         at_last = replace(inputs, predict_index=last[:, None], scored=None)

@@ -97,9 +97,7 @@ def check_rows(sequences: Sequences) -> None:
 
 
 def _in_one_row(sequences: Sequences, pad_id: int, pairs: int) -> Laid:
-    """Returns the row of ``packed``; if ``pairs`` is not 0, with one prompt for rows i and ``pairs``+i that have the
-    same.
-    """
+    """Returns the row of ``packed``; unless ``pairs`` is 0, rows i and ``pairs``+i of one prompt share it."""
     check_rows(sequences)
     ids: list[int] = []
     positions: list[int] = []

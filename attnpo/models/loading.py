@@ -126,9 +126,7 @@ def load_model(
 
 
 def attention_of(path: str | Path, revision: str | None, asked: str) -> str:
-    """Returns the attention implementation that ``load_model`` gives a model, read from its config: "sdpa", "eager",
-    ...
-    """
+    """Returns the attention implementation that ``load_model`` gives a model, read from its config."""
     return described(path, revision).attention if asked == "sdpa" else asked
 
 
@@ -150,9 +148,7 @@ def _require_attention(path: str | Path, revision: str | None, attention: str) -
 
 
 def _four_bits(quantize: str, compute: torch.dtype, device: torch.device | str) -> dict[str, object]:
-    """Returns the library's arguments for weights of 4 bits, their scales quantised once more (Dettmers
-    et al. 2023).
-    """
+    """Returns the library's arguments for weights of 4 bits with scales quantised too (Dettmers et al. 2023)."""
     if find_spec("bitsandbytes") is None:
         raise UserError(
             f"model.quantize={quantize} needs the package bitsandbytes: pip install 'attnpo[qlora]', or set "
@@ -255,9 +251,7 @@ def heads_of(config: PretrainedConfig, path: str | Path) -> int:
 
 
 def text_config(path: str | Path, revision: str | None) -> PretrainedConfig:
-    """Returns the config of a model's text part; ``UserError`` for a folder that holds none, or a hub that is out of
-    reach.
-    """
+    """Returns the config of a model's text part. Raises ``UserError`` as ``load_config`` does."""
     return load_config(path, revision).get_text_config()
 
 
@@ -346,10 +340,7 @@ def _check_config(folder: Path) -> None:
 
 
 def _check_sealed(folder: Path, patterns: tuple[str, ...]) -> None:
-    """Refuses a sealed folder, such as a run's best/, when the files read of it differ from its own digests.
-
-    Files are hashed once per state on disk, as for ``weights_fingerprint``.
-    """
+    """Refuses a sealed folder, such as a run's best/, when the files read of it differ from its own digests."""
     if is_sealed(folder) and (problem := changed(folder, only=patterns, digest=unchanged_digest)) is not None:
         raise UserError(
             f"{folder}: {problem}: copy or export the folder again; where the change is meant, remove its {SEAL}"
@@ -388,9 +379,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 @contextmanager
 def _loading(what: str, path: str | Path, revision: str | None) -> Iterator[None]:
-    """Opens a context in which transformers logs nothing below critical and each of its errors becomes
-    a ``UserError``.
-    """
+    """Opens a context in which transformers logs critical events alone and its errors become ``UserError``."""
     local = Path(path).expanduser().is_dir()
     level = library.get_verbosity()
     library.set_verbosity(logging.CRITICAL)  # it logs tables of keys; their problems are raised or logged here

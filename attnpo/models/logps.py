@@ -151,9 +151,7 @@ def statistics_of_logits(
     joint: Sequence[str] = (),
     other: Float[Tensor, "N vocab"] | None = None,
 ) -> dict[str, Float[Tensor, " N"]]:
-    """Returns the same statistics from logits that exist already, by ordinary autograd: for models without a plain
-    head.
-    """
+    """Returns the same statistics from whole logits, by ordinary autograd: for models without a plain head."""
     logp = torch.log_softmax(logits.to(_accumulate(logits.dtype)), -1)
     second = None if other is None else torch.log_softmax(other.detach().to(logp.dtype), -1)
     distributions = Distributions(logp, logp.exp(), second, labels)
@@ -209,18 +207,14 @@ class _Plan:
 
     @property
     def part(self) -> int:
-        """Returns how many tokens of a chunk are worked on at once: all of them when nothing is made beside
-        the logits.
-        """
+        """Returns how many tokens of a chunk are worked on at once: all where nothing is made beside the logits."""
         more = bool(self.statistics) or self.model.softcap is not None
         return -(-self.chunk // PARTS) if more else self.chunk
 
     def second_logits(
         self, hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None
     ) -> Callable[[slice], Tensor | None]:
-        """Returns a function from tokens to the second model's logits of them, or to None when there is no second
-        model.
-        """
+        """Returns a function from tokens to the second model's logits of them; to None without such a model."""
         if self.second is None or hidden is None or weight is None:
             return lambda rows: None
         head = self.second.head(weight, bias)
@@ -331,9 +325,7 @@ def _evaluate(
 def _distributions(
     logits: Tensor, other: Tensor | None, labels: Tensor, normalisers: Tensor, unknown: bool
 ) -> Distributions:
-    """Returns the distributions of some tokens, made in place of their logits; ``unknown`` normalisers are filled in
-    first.
-    """
+    """Makes the distributions of some tokens in place of their logits; fills ``unknown`` normalisers in first."""
     for index, mine in enumerate((logits,) if other is None else (logits, other)):
         if unknown:
             normalisers[index] = _normaliser(mine.clone())

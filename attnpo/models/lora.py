@@ -313,9 +313,7 @@ def refused_names(model: PreTrainedModel) -> list[str]:
 
 
 def reach(model: PreTrainedModel, spec: LoraSpec) -> str:
-    """Returns which share of a model's parameters lies in modules that get an adapter, and what does
-    not; for the log.
-    """
+    """Says for the log which share of a model's parameters lies in modules that get an adapter, and what does not."""
     targets, experts = target_names(model, spec), expert_names(model, spec)
     owned = {f"{name}.weight" for name in targets} | set(experts)
     reached, stacked, total = 0, 0, 0

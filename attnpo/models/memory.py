@@ -1,5 +1,6 @@
-"""The memory a run needs on each device, from a model's config alone, before any weight is loaded.
+"""The size of a model and the memory a run needs on each device, from its config alone, before any weight is loaded.
 
+Parameters are counted on the real module tree, built without memory (a second for 8B).
 Activations are those of a decoder block with rotary attention, two norms and a gated MLP, counted off what autograd
 saves for Llama in torch 2.13, as it is and compiled; other blocks get the same formulas as an approximation. Not in it:
 the CUDA context and fragmentation, for which ``MemoryEstimate.fits`` leaves a share of the device free.
@@ -10,12 +11,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from transformers import PretrainedConfig
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
-from attnpo.models.backbone import parameter_count
-from attnpo.models.described import on_meta
+from attnpo.models.backbone import layer_stack, parameter_count
+from attnpo.models.described import backbone_of, on_meta, widest
 from attnpo.models.loading import DTYPES
-from attnpo.models.shape import Shape, adapters_of
+from attnpo.models.lora import expert_names, target_names
 from attnpo.models.spec import LoraSpec, ModelSpec
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -32,6 +35,76 @@ FOUR_BITS = 0.5 + 1 / 64 + FP32 / (64 * 256)  # with a byte of scale per 64 numb
 REFERENCE, HEAD, BLOCK, UPDATE, FORWARD = "reference", "head backward", "block backward", "update", "forward alone"
 MOMENTS = (REFERENCE, HEAD, BLOCK, UPDATE, FORWARD)
 STEP = (REFERENCE, HEAD, BLOCK)  # while activations are held
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Parameter counts and widths of a model.
+
+    ``blocks`` are the parameters of all decoder blocks, ``block`` those of the largest, ``cast`` those of the blocks'
+    matrices (what autocast copies), ``linear`` those of the blocks' linear layers (what 4 bits can hold), ``largest``
+    those of the largest tensor, ``adapters`` those LoRA would add, of ``rank`` numbers inside (0 without).
+    """
+
+    parameters: int
+    blocks: int
+    block: int
+    cast: int
+    linear: int
+    largest: int
+    adapters: int
+    rank: int
+    layers: int
+    hidden: int
+    inner: int
+    queries: int
+    keys: int
+    heads: int
+    vocab: int
+
+    @classmethod
+    def of(cls, config: PretrainedConfig, lora: LoraSpec | None = None) -> "Shape":
+        """Returns the shape of the causal LM that ``config`` describes; layers that differ count as the widest of them.
+
+        Raises UserError when it describes none.
+        """
+        model = on_meta(config)
+        stack = layer_stack(backbone_of(model))
+        text = config.get_text_config()
+        hidden = widest(text, "hidden_size") or 1
+        heads = widest(text, "num_attention_heads") or 1
+        width = widest(text, "head_dim") or hidden // heads
+        inner = widest(text, "intermediate_size") or 4 * hidden
+        return cls(
+            parameters=parameter_count(model),
+            blocks=parameter_count(stack),
+            block=max(map(parameter_count, stack)),
+            cast=sum(parameter.numel() for parameter in stack.parameters() if parameter.dim() > 1),
+            linear=sum(part.weight.numel() for part in stack.modules() if isinstance(part, nn.Linear | Conv1D)),
+            largest=max(parameter.numel() for parameter in model.parameters()),
+            adapters=0 if lora is None else adapters_of(model, lora),
+            rank=0 if lora is None else lora.rank,
+            layers=len(stack),
+            hidden=hidden,
+            inner=inner * (widest(text, "num_experts_per_tok") or 1),
+            queries=heads * width,
+            keys=(widest(text, "num_key_value_heads") or heads) * width,
+            heads=heads,
+            vocab=widest(text, "vocab_size") or 1,
+        )
+
+
+def adapters_of(model: PreTrainedModel, lora: LoraSpec) -> int:
+    """Counts the parameters LoRA adds: rank x (inputs + outputs) of every linear layer or expert with an adapter."""
+    weights = (model.get_submodule(name).get_parameter("weight") for name in target_names(model, lora))
+    experts = (model.get_parameter(name).shape for name in expert_names(model, lora))
+    return lora.rank * (sum(sum(weight.shape) for weight in weights) + sum(n * (a + b) for n, a, b in experts))
+
+
+def count_parameters(config: PretrainedConfig, lora: LoraSpec | None = None) -> tuple[int, int]:
+    """Parameters of the causal LM that ``config`` describes, and those LoRA would add. UserError when it is none."""
+    model = on_meta(config)
+    return parameter_count(model), 0 if lora is None else adapters_of(model, lora)
 
 
 @dataclass(frozen=True)
@@ -85,8 +158,7 @@ class MemoryEstimate:
         return self.total <= capacity * (1 - FREE_SHARE)
 
     def lines(self, capacity: int | None = None, others: "Mapping[str, MemoryEstimate] | None" = None) -> list[str]:
-        """Returns the table for the log in GiB (MiB for small models), with the total and whether a device's bytes hold
-        it.
+        """Returns the table for the log in GiB (MiB for small models), and whether a device's bytes hold the total.
 
         ``others`` are estimates of the same run under other options (``hardware=1x80gb``); those that would fit are
         named when this one does not.
@@ -144,12 +216,6 @@ def forward_bytes_per_token(shape: Shape, compute: int, stream: int) -> int:
     return 3 * compute * shape.inner + (2 * stream + compute) * shape.hidden
 
 
-def count_parameters(config: PretrainedConfig, lora: LoraSpec | None = None) -> tuple[int, int]:
-    """Parameters of the causal LM that ``config`` describes, and those LoRA would add. UserError when it is none."""
-    model = on_meta(config)
-    return parameter_count(model), 0 if lora is None else adapters_of(model, lora)
-
-
 def most_tokens(fits: Callable[[int], bool], least: int, most: int = MOST) -> int:
     """Finds the largest budget of tokens that ``fits``, from ``least``, which is taken as it is, up to ``most``."""
     steps = range(1, max(0, most - least) // ROUND + 1)
@@ -171,8 +237,7 @@ def estimate_training(
     tokens: int | None = None,
     eval_tokens: int | None = None,
 ) -> MemoryEstimate:
-    """Returns what training needs on each device for the longest micro-batch: 2 x ``micro`` rows of ``max_length``
-    tokens.
+    """Estimates training on each device with the longest micro-batch: 2 x ``micro`` rows of ``max_length`` tokens.
 
     ``tokens`` and ``eval_tokens`` are budgets that stand for such rows, in training and in validation.
     ``reference`` is "live", "first_epoch" (live until all is stored), "cached", "adapter_off" or None (an objective
@@ -221,8 +286,7 @@ def estimate_pass(
     title: str = "the judge pass",
     mapped: int = 0,
 ) -> MemoryEstimate:
-    """Returns what a pass over the data without gradients needs: weights in ``dtype`` and ``tokens`` tokens per
-    forward.
+    """Estimates a pass over the data without gradients: weights in ``dtype`` and ``tokens`` tokens per forward.
 
     For the judge that is ``judge.token_budget`` (one prompt at least), read at a few positions; each process of
     several holds all of it. ``mapped``: tokens of the longest prompt whose whole attention maps are kept, if they are.
@@ -387,9 +451,7 @@ def _compiled_rows(step: _Step, *, trained: bool) -> list[MemoryRow]:
 
 
 def _head_row(step: _Step, chunk: int, *, trained: bool) -> MemoryRow:
-    """Returns the vocabulary head's backward: one chunk of logits, the head's gradient, the states it reads and their
-    own.
-    """
+    """Estimates the vocabulary head's backward: a chunk of logits, the head's gradient, its states and theirs."""
     shape = step.shape
     matrix = shape.vocab * shape.hidden
     size = _logits(shape, chunk, step.compute) + step.tokens * 3 * FP32 * shape.hidden

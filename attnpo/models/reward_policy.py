@@ -70,8 +70,7 @@ class RewardPolicy(ScoredLM):
 def rewards_of(
     model: PreTrainedModel, conversations: Sequence[Sequence[int]], token_budget: int
 ) -> Float[Tensor, " conversations"]:
-    """Returns the reward of each conversation's token ids, float64 on the CPU, from right-padded batches of similar
-    lengths.
+    """Returns each conversation's reward, float64 on the CPU, from right-padded batches of similar lengths.
 
     A batch has at most ``token_budget`` tokens, padding included, or one conversation. UserError as ``RewardPolicy``.
     """

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -52,8 +52,7 @@ def say_unused(model: PreTrainedModel) -> None:
 
 
 def loads(logits: Sequence[Float[Tensor, "..."]], inputs: ModelInputs, chosen: int) -> Float[Tensor, "rows 2 experts"]:
-    """Returns how often each sequence's tokens chose each expert, and the sum of their probabilities of it, over all
-    layers.
+    """Returns how often each sequence's tokens chose each expert in all layers, and their summed probabilities of it.
 
     Padding counts in neither; a prompt that two responses share counts in both, as it does in every other layout.
 
@@ -79,16 +78,12 @@ def sequence_tokens(inputs: ModelInputs) -> Bool[Tensor, "rows tokens"]:
     batch, width = inputs.input_ids.shape
     place = torch.arange(batch * width, device=inputs.input_ids.device)
     if inputs.segments is not None:
-        lines = inputs.segments[torch.argsort(_rows(inputs.segments, inputs.segment_rows))]
+        lines = inputs.segments if inputs.segment_rows is None else inputs.segments[inputs.segment_rows.argsort()]
         start, count, prefix, shared = lines.to(place.device, non_blocking=True)[:, :, None].unbind(1)
         own = (place >= start) & (place < start + count)
         return own | ((place >= prefix) & (place < prefix + shared))
     rows = place // width == torch.arange(batch, device=place.device)[:, None]
     return rows if inputs.attention_mask is None else rows & inputs.attention_mask.flatten().bool()
-
-
-def _rows(segments: Int[Tensor, "segments 4"], rows: Int[Tensor, " segments"] | None) -> Int[Tensor, " segments"]:
-    return torch.arange(len(segments), device=segments.device) if rows is None else rows
 
 
 def load_balancing(routing: Float[Tensor, "rows 2 experts"]) -> Float[Tensor, " pairs"]:

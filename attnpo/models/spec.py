@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from attnpo.schema import BOOKKEEPING, UserError, check_least
+from attnpo.schema import BOOKKEEPING, UserError, check_least, check_range
 
 ALL_LINEAR = "all-linear"
 AUTO = "auto"
@@ -29,10 +29,8 @@ class LoraSpec:
     target_modules: str | tuple[str, ...] = ALL_LINEAR
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise UserError(f"model.lora.rank must be at least 1, got {self.rank}")
-        if not self.alpha > 0:
-            raise UserError(f"model.lora.alpha must be above 0, got {self.alpha}; the update is scaled by alpha / rank")
+        check_least("model.lora", 1, rank=self.rank)
+        check_range("model.lora", "(0, inf)", alpha=self.alpha)
         if not 0 <= self.dropout < 1:
             raise UserError(f"model.lora.dropout must be from 0 up to, but below, 1; got {self.dropout}")
         if isinstance(self.target_modules, str) and self.target_modules != ALL_LINEAR:
@@ -92,8 +90,7 @@ class ModelSpec:
             )
         if self.logps_chunk != AUTO and (isinstance(self.logps_chunk, str) or self.logps_chunk < 1):
             raise UserError(f"model.logps_chunk must be at least 1 token, or {AUTO}, got {self.logps_chunk!r}")
-        if self.checkpoint_every < 1:
-            raise UserError(f"model.checkpoint_every must be at least 1 (every block), got {self.checkpoint_every}")
+        check_least("model", 1, checkpoint_every=self.checkpoint_every)
         if self.checkpoint_every > 1 and not self.gradient_checkpointing:
             raise UserError(
                 f"model.checkpoint_every={self.checkpoint_every} says which blocks are computed again, and none is: "
@@ -143,9 +140,7 @@ class ModelSpec:
         return COMPILER, "on a CUDA device"
 
     def choices(self) -> list["ModelSpec"]:
-        """Returns what this may become once every ``auto`` is decided, the quickest first and the one of least memory
-        last.
-        """
+        """Returns what this may become once every ``auto`` is decided, from the quickest to that of least memory."""
         blocks = (False, True) if self.gradient_checkpointing == AUTO else (self.gradient_checkpointing,)
         chunks = CHUNKS if self.logps_chunk == AUTO else (self.logps_chunk,)
         return [

@@ -18,8 +18,7 @@ from attnpo.models.described import on_meta, require_exact
 from attnpo.models.kept_digests import keep_digests
 from attnpo.models.loading import attention_of, load_chat, load_config, model_depth, text_config
 from attnpo.models.lora import reach
-from attnpo.models.memory import count_parameters
-from attnpo.models.shape import Shape
+from attnpo.models.memory import Shape, count_parameters
 from attnpo.models.spec import AUTO, ModelSpec
 from attnpo.run.base import BaseModel
 from attnpo.run.combinations import require_reader, wants_auto

@@ -70,12 +70,10 @@ def _families(words: Sequence[str]) -> int:
     from dataclasses import replace
     from pathlib import Path
 
-    from attnpo import fit, generate
-    from attnpo.cli.entry import run_entry
     from attnpo.config.reader import did_you_mean
     from attnpo.schema import UserError
     from attnpo.system.machine import commit, versions
-    from tests.conformance.families import Ways, matching, verify_families
+    from tests.conformance.families import matching, verify_families
     from tests.conformance.family_table import FAILED, append, recorded, require_page, share, summary, write_page
 
     given = dict(word.partition("=")[::2] for word in words)
@@ -84,10 +82,6 @@ def _families(words: Sequence[str]) -> int:
             f"families: {key!r} is not known{did_you_mean(key, FAMILY_KEYS)}; give keep=FOLDER, only=NAME,NAME, "
             "records=FILE or table=FILE.md"
         )
-    ways = Ways(
-        lambda argv: run_entry(fit.main, "fit", argv, "", "", complete=lambda cfg: cfg.prepare is None),
-        lambda argv: run_entry(generate.main, "generate", argv, "", ""),
-    )
     places = {key: Path(given[key]).expanduser() for key in given if key != "only"}
     records, table = places.get("records"), places.get("table")
     if table is not None:
@@ -96,7 +90,7 @@ def _families(words: Sequence[str]) -> int:
     done = {} if records is None else {name: one for name, one in recorded(records).items() if name in names}
     left = [name for name in names if name not in done]
     at = commit() or ""
-    for family in verify_families(ways, left, places.get("keep")) if left else ():
+    for family in verify_families(left, places.get("keep")) if left else ():
         family = replace(family, commit=at)
         done[family.name] = family
         if records is not None:

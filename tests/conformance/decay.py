@@ -19,9 +19,9 @@ FROM_ZERO = "loss_per_example_exponent_from_zero"
 def recompute(record: Record, comparison: Comparison) -> None:
     """Compares weights, losses and rewards of ``objective=twdpo`` with ``weights=decay``."""
     given = record.hyperparameters
-    objective: PreferenceObjective = built("objective", "objective=twdpo", beta=given.number("beta"))
+    objective: PreferenceObjective = built("objective", "objective=twdpo", beta=given["beta"])
     from_one, from_zero = (
-        built("weights", "weights=decay", gamma=given.number("gamma"), first_exponent=first) for first in (1, 0)
+        built("weights", "weights=decay", gamma=given["gamma"], first_exponent=first) for first in (1, 0)
     )
 
     def evaluated(filling: float) -> dict[str, Tensor]:

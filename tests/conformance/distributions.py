@@ -82,11 +82,9 @@ class LogitRows:
 def recompute(record: Record, comparison: Comparison) -> None:
     """Compares losses, KLs, log-ratios, rewards and gradients of the objective of the record's name, both ways."""
     given = record.hyperparameters
-    objective: PreferenceObjective = built("objective", f"objective={record.name}", **given.values)
+    objective: PreferenceObjective = built("objective", f"objective={record.name}", **given)
     for way in WAYS:
-        compare_expected(
-            record, comparison, partial(evaluate, objective, given.number("beta"), record.inputs, way), way
-        )
+        compare_expected(record, comparison, partial(evaluate, objective, given["beta"], record.inputs, way), way)
 
 
 def evaluate(

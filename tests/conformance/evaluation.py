@@ -62,7 +62,7 @@ def _models(compare: Judged, path: Path) -> Iterator[Item]:
     if not isinstance(expected, dict) or not expected:
         raise UserError(f"{file}: expected an object with known scores by model, got something else")
     for model in expected:
-        known = Fields(f"{file}: ", expected).at(model)
+        known = Fields(expected[model])
         yield Check(path.name, model, partial(_compare, compare, known, path / f"{model}.csv"))
 
 
@@ -92,14 +92,14 @@ def arena_hard(known: Fields, rows: Sequence[Mapping[str, str]], comparison: Com
         rules: replace(configured, verdicts=verdicts, missing=missing).grade_games(questions, PATTERNS, replies)
         for rules, verdicts, missing in (("2024", AGREE, GAME), ("2025", LAST, QUESTION))
     }
-    graded, published = by_rules["2024"], known.number("leaderboard_score")
+    graded, published = by_rules["2024"], known["leaderboard_score"]
     for rules, found in by_rules.items() if not graded.counts else [("2024", graded)]:
-        expected = known.number("exact_weighted_mean_percent")
+        expected = known["exact_weighted_mean_percent"]
         comparison.numbers(f"score by the rules of {rules}", found.scores[name], expected, atol=ATOL)
     rounds = abs(graded.scores[name] - published) <= 0.005 + ATOL
     comparison.require(rounds, f"score: {graded.scores[name]:.6f} is not the leaderboard's {published} in two decimals")
-    comparison.same("questions", len(graded.questions), known.integer("n_questions"))
-    comparison.numbers("battles", float(graded.weights[name].sum()), known.number("n_weighted_battles"))
+    comparison.same("questions", len(graded.questions), known["n_questions"])
+    comparison.numbers("battles", float(graded.weights[name].sum()), known["n_weighted_battles"])
 
     counts = [[float(row[key]) for key in ("model_wins", "ties", "baseline_wins")] for row in rows]
     comparison.numbers("battles of a question", graded.weights[name].tolist(), [sum(each) for each in counts])
@@ -128,21 +128,21 @@ def mt_bench(known: Fields, rows: Sequence[Mapping[str, str]], comparison: Compa
     as_there, once = graded(every), graded({_call("mt_bench", *place): reply for place, reply in last.items()})
     kept = known.at("dedup_keep_last")
     expected = {
-        "FastChat's average": (as_there, "score", known.number("fastchat_average")),
-        "FastChat's turn 1": (as_there, TURNS[0], known.number("fastchat_turn1")),
-        "FastChat's turn 2": (as_there, TURNS[1], known.number("fastchat_turn2")),
-        "average": (once, "score", kept.number("average")),
-        "turn 1": (once, TURNS[0], kept.number("turn1")),
-        "turn 2": (once, TURNS[1], kept.number("turn2")),
+        "FastChat's average": (as_there, "score", known["fastchat_average"]),
+        "FastChat's turn 1": (as_there, TURNS[0], known["fastchat_turn1"]),
+        "FastChat's turn 2": (as_there, TURNS[1], known["fastchat_turn2"]),
+        "average": (once, "score", kept["average"]),
+        "turn 1": (once, TURNS[0], kept["turn1"]),
+        "turn 2": (once, TURNS[1], kept["turn2"]),
     }
     by_category = kept.at("by_category")
-    expected |= {name: (once, name, by_category.number(name)) for name in by_category.values}
+    expected |= {name: (once, name, by_category[name]) for name in by_category}
     for what, (found, name, value) in expected.items():
         comparison.numbers(what, found.scores[name], value, atol=ATOL)
-    comparison.same("rows", len(rows), known.integer("n_rows"))
-    valid = known.integer("n_rows") - known.integer("n_invalid")
+    comparison.same("rows", len(rows), known["n_rows"])
+    valid = known["n_rows"] - known["n_invalid"]
     comparison.numbers("valid rows", float(as_there.weights["score"].sum()), float(valid))
-    comparison.numbers("valid rows, repeats dropped", float(once.weights["score"].sum()), kept.number("n_valid"))
+    comparison.numbers("valid rows, repeats dropped", float(once.weights["score"].sum()), kept["n_valid"])
 
 
 def _configured(option: str, kind: type[SomeBenchmark]) -> SomeBenchmark:

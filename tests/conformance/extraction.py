@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from attnpo.judge.base import JudgeReading, LoadedJudge
+from attnpo.judge.base import JudgePrompt, JudgeReading, LoadedJudge
 from attnpo.judge.judge import RunJudge
 from attnpo.judge.prompts import JudgePrompts
 from attnpo.models.loading import load_tokenizer
@@ -98,6 +98,7 @@ class Extraction:
     def __init__(self, golden: Golden) -> None:
         self.golden = golden
         self._passes: dict[str, dict[int, Judged] | Exception] = {}
+        self._shown: dict[int, tuple[JudgePrompt, JudgePrompt]] = {}
 
     @cached_property
     def chat(self) -> ChatFormat:
@@ -186,6 +187,12 @@ class Extraction:
         prompt = pair.prompt if len(question) <= keep else str(decode(question[-keep:]))
         return preference(prompt, **{side: str(decode(row)) for side, row in ids.items()})
 
+    def _prompts_shown(self, pair: GoldenPair) -> tuple[JudgePrompt, JudgePrompt]:
+        """Builds the run's prompts of the texts that the reference shows, once."""
+        if pair.index not in self._shown:
+            self._shown[pair.index] = self.room.prompts.build(self.shown(pair))
+        return self._shown[pair.index]
+
     def _ids(self, text: str) -> list[int]:
         return self.chat.tokenize(text, start=False)[0]
 
@@ -193,8 +200,8 @@ class Extraction:
         """Whether ``shown`` has the reference's tokens, as it must for pairs that are not cut; notes the variant."""
         if not pair.cut:
             return True
-        rounds = zip(ROUNDS, self.room.prompts.build(self.shown(pair)), strict=True)
-        rebuilt = all(ours.input_ids == pair.rounds[order].judge_ids for order, ours in rounds)
+        rounds = zip(ROUNDS, self._prompts_shown(pair), strict=True)
+        rebuilt = all(ours.input_ids == pair.rounds[order]["judge_ids"] for order, ours in rounds)
         comparison.variant = CUT.format(REBUILT if rebuilt else NOT_REBUILT)
         return rebuilt
 
@@ -203,33 +210,33 @@ class Extraction:
         rebuilt = self._is_rebuilt(pair, comparison)
         prompts = self.room.prompts
         limit = self.room.settings.max_length
-        rounds = zip(ROUNDS, prompts.build(pair.preference), prompts.build(self.shown(pair)), strict=True)
+        rounds = zip(ROUNDS, prompts.build(pair.preference), self._prompts_shown(pair), strict=True)
         for order, ours, shown in rounds:
             info, count = pair.rounds[order], len(ours.input_ids)
-            comparison.same(f"{order}/truncated", ours.cut, info.truncated)
+            comparison.same(f"{order}/truncated", ours.cut, info["truncated"])
             comparison.require(count < limit, f"{order}: {count} tokens, limit {limit}")
-            comparison.same(f"{order}/answer_a", "chosen" if ours.chosen_is_a else "rejected", info.answer_a)
-            comparison.same(f"{order}/n_tokens", len(info.judge_ids), info.n_tokens)
+            comparison.same(f"{order}/answer_a", "chosen" if ours.chosen_is_a else "rejected", info["answer_a"])
+            comparison.same(f"{order}/n_tokens", len(info["judge_ids"]), info["n_tokens"])
             if rebuilt:
-                comparison.same(f"{order}/judge_ids", shown.input_ids, info.judge_ids)
+                comparison.same(f"{order}/judge_ids", shown.input_ids, info["judge_ids"])
         first = pair.rounds[ROUNDS[0]]
         for side in SIDES:
             start, end = first.span(side)
-            comparison.same(f"{side}_tokens", first.judge_ids[start:end], pair.judge_tokens[side])
+            comparison.same(f"{side}_tokens", first["judge_ids"][start:end], pair.judge_tokens[side])
 
     def span(self, pair: GoldenPair, comparison: Comparison) -> None:
         """Compares the token ranges of both responses, the reference's and those of all their characters."""
         if not self._is_rebuilt(pair, comparison):
             return
         shown = self.shown(pair)
-        reference, touch = self.room.prompts.build(shown), self.touch.build(shown)
+        reference, touch = self._prompts_shown(pair), self.touch.build(shown)
         for order, shorter, longer in zip(ROUNDS, reference, touch, strict=True):
             info = pair.rounds[order]
-            sides = SIDES if info.answer_a == "chosen" else SIDES[::-1]
+            sides = SIDES if info["answer_a"] == "chosen" else SIDES[::-1]
             answers = [shown.response(side).strip() or " " for side in sides]
             marks = self._marks(shown.prompt[0]["content"], *answers)
             for answer, side in zip(ANSWERS, sides, strict=True):
-                comparison.same(f"{order}/span_{answer}", list(shorter.spans[side]), list(info.spans[answer]))
+                comparison.same(f"{order}/span_{answer}", list(shorter.spans[side]), info[f"span_{answer}"])
                 start, end = longer.spans[side]
                 first, last = marks[answer].shared(start, end)
                 content = {
@@ -239,7 +246,7 @@ class Extraction:
                     "shared_last_token": last,
                 }
                 for name, ours in content.items():
-                    comparison.same(f"{order}/content_{answer}/{name}", ours, info.content[answer].values.get(name))
+                    comparison.same(f"{order}/content_{answer}/{name}", ours, info[f"content_{answer}"].get(name))
 
     def _marks(self, question: str, answer_a: str, answer_b: str) -> dict[str, "Marks"]:
         """Where both answers stand in the whole prompt's text, and the tokens' characters there."""
@@ -253,12 +260,12 @@ class Extraction:
 
     def span_case(self, case: Fields, comparison: Comparison) -> None:
         """Compares tokens and ranges of awkward texts: delimiters, placeholders and merges inside answers."""
-        texts = [case.text(key) for key in ("prompt", "answer_a", "answer_b")]
+        texts = [case[key] for key in ("prompt", "answer_a", "answer_b")]
         prompt, _ = self.touch.build(preference(*texts))
-        comparison.same("judge_ids", prompt.input_ids, case.ids("judge_ids"))
+        comparison.same("judge_ids", prompt.input_ids, case["judge_ids"])
         marks = self._marks(*texts)
         for answer, side in zip(ANSWERS, SIDES, strict=True):
-            characters, tokens = (list(case.span(f"{what}_{answer}")) for what in ("chars", "tokens"))
+            characters, tokens = (list(case[f"{what}_{answer}"]) for what in ("chars", "tokens"))
             comparison.same(f"chars_{answer}", list(marks[answer].characters), characters)
             comparison.same(f"tokens_{answer}", list(prompt.spans[side]), tokens)
             shared = f"last_token_shared_{answer}"
@@ -302,7 +309,7 @@ class Extraction:
         """Compares the arg max token at the verdict position of both rounds."""
         captured, _ = self.judged[pair.index]
         for order, item in zip(ROUNDS, captured.rounds, strict=True):
-            comparison.same(f"{order}/argmax_token_id", item.verdict_token, pair.rounds[order].argmax_token_id)
+            comparison.same(f"{order}/argmax_token_id", item.verdict_token, pair.rounds[order]["argmax_token_id"])
 
     def rows(self, pair: GoldenPair, comparison: Comparison) -> None:
         """Compares the head-mean attention rows of both rounds."""

@@ -26,34 +26,13 @@ def is_folder(path: Path) -> bool:
     return (path / "pairs.json").is_file() or (path / "expected.safetensors").is_file()
 
 
-@dataclass(frozen=True)
-class GoldenRound:
-    """The reference's judge prompt of one round; ``spans`` and ``content`` by answer, ``answer_a`` is a side."""
-
-    judge_ids: list[int]
-    n_tokens: int
-    answer_a: str
-    argmax_token_id: int
-    truncated: bool
-    spans: dict[str, tuple[int, int]]
-    content: dict[str, Fields]
-
-    @classmethod
-    def read(cls, fields: Fields) -> "GoldenRound":
-        """The round; UserError when a part is missing or of another type."""
-        return cls(
-            fields.ids("judge_ids"),
-            fields.integer("n_tokens"),
-            fields.text("answer_a"),
-            fields.integer("argmax_token_id"),
-            fields.flag("truncated"),
-            {answer: fields.span(f"span_{answer}") for answer in ANSWERS},
-            {answer: fields.at(f"content_{answer}") for answer in ANSWERS},
-        )
+class GoldenRound(Fields):
+    """The reference's judge prompt of one round; ``answer_a`` is a side."""
 
     def span(self, side: str) -> tuple[int, int]:
-        """The tokens of a side's response."""
-        return self.spans["a" if self.answer_a == side else "b"]
+        """Returns the tokens of a side's response."""
+        start, end = self["span_a" if self["answer_a"] == side else "span_b"]
+        return start, end
 
 
 @dataclass(frozen=True)
@@ -71,23 +50,23 @@ class GoldenPair:
 
     @classmethod
     def read(cls, fields: Fields) -> "GoldenPair":
-        """The pair; UserError when a part is missing or of another type."""
-        training = fields.at("training")
+        """Reads the pair; KeyError for a part that is missing."""
+        training = fields["training"]
         return cls(
-            fields.integer("index"),
-            fields.text("name"),
-            fields.text("prompt"),
-            {side: fields.text(side) for side in SIDES},
-            {order: GoldenRound.read(fields.at("rounds").at(order)) for order in ROUNDS},
-            {side: fields.ids(f"{side}_tokens") for side in SIDES},
-            {side: training.at(side).text("completion_text") for side in SIDES},
-            {side: training.at(side).ids("completion_ids") for side in SIDES},
+            fields["index"],
+            fields["name"],
+            fields["prompt"],
+            {side: fields[side] for side in SIDES},
+            {order: GoldenRound(fields["rounds"][order]) for order in ROUNDS},
+            {side: fields[f"{side}_tokens"] for side in SIDES},
+            {side: training[side]["completion_text"] for side in SIDES},
+            {side: training[side]["completion_ids"] for side in SIDES},
         )
 
     @property
     def cut(self) -> bool:
         """Whether the reference cut the pair's judge prompts."""
-        return any(info.truncated for info in self.rounds.values())
+        return any(info["truncated"] for info in self.rounds.values())
 
     @property
     def preference(self) -> PreferencePair:
@@ -123,22 +102,21 @@ class Golden:
             )
         try:
             parsed = {name: parse_json((path / name).read_text(encoding="utf-8")) for name in FILES if "json" in name}
-            expected = load_file(path / "expected.safetensors")
-        except (OSError, ValueError, SafetensorError) as error:
+            files, expected = Fields(parsed), load_file(path / "expected.safetensors")
+            content = files.at("pairs.json")
+            return cls(
+                path,
+                content["sources"],
+                [GoldenPair.read(Fields(pair)) for pair in content["pairs"]],
+                expected,
+                [Fields(case) for case in files["span_cases.json"]],
+                files.at("unit_cases.json"),
+                content.get("reference_span", {}),
+            )
+        except (OSError, ValueError, LookupError, TypeError, SafetensorError) as error:
             raise UserError(
-                f"{path}: cannot read golden extraction records ({error}); copy the folder again"
+                f"{path}: cannot read golden extraction records ({error!r}); copy the folder again"
             ) from error
-        files = Fields(f"{path}/", parsed)
-        content = files.at("pairs.json")
-        return cls(
-            path,
-            content.texts("sources"),
-            [GoldenPair.read(pair) for pair in content.each("pairs")],
-            expected,
-            files.each("span_cases.json"),
-            files.at("unit_cases.json"),
-            content.at("reference_span").values if "reference_span" in content else {},
-        )
 
     def value(self, pair: GoldenPair, key: str) -> Tensor:
         """One expected tensor of a pair."""
@@ -206,4 +184,4 @@ def _given_prompt(pair_id: str, info: GoldenRound) -> JudgePrompt:
     spans = {side: info.span(side) for side in SIDES}
     # No character is known; tokens are numbered instead.
     offsets = {side: [(place, place + 1) for place in range(end - start)] for side, (start, end) in spans.items()}
-    return JudgePrompt(pair_id, info.judge_ids, info.answer_a == "chosen", spans, offsets, cut=True)
+    return JudgePrompt(pair_id, info["judge_ids"], info["answer_a"] == "chosen", spans, offsets, cut=True)

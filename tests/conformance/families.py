@@ -10,7 +10,6 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from textwrap import shorten
@@ -21,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from attnpo.schema import UserError
 from tests.conformance.family_checks import Finding, findings
-from tests.conformance.family_commands import Command, commanded, into
+from tests.conformance.family_commands import commanded, into
 from tests.conformance.family_models import families, tiny_model
 from tests.conformance.family_table import EQUAL, FAILED, NO_JUDGE, NOT_BUILT, REFUSED, Family
 from tests.conformance.family_tokenizer import tiny_tokenizer, write_pairs
@@ -31,14 +30,6 @@ log = logging.getLogger(__name__)
 PAIRS = "pairs"
 """The folder beside models that stay, with pairs for them."""
 MUST = ("stop", "resume", "export", "generate")  # which refuse a model that fit has taken for no reason
-
-
-@dataclass(frozen=True)
-class Ways:
-    """The commands' mains, which this room may not import."""
-
-    fit: Command
-    generate: Command
 
 
 def matching(only: Sequence[str]) -> list[str]:
@@ -53,19 +44,17 @@ def matching(only: Sequence[str]) -> list[str]:
     return names
 
 
-def verify_families(
-    ways: Ways, only: Sequence[str] = (), keep: Path | None = None, logs: Path | None = None
-) -> Iterator[Family]:
-    """The outcome of every family whose name matches a pattern of ``only`` (all by default), each as it is done.
+def verify_families(only: Sequence[str] = (), keep: Path | None = None) -> Iterator[Family]:
+    """Yields the outcome of every family whose name matches a pattern of ``only`` (all by default), as it is done.
 
     ``keep``: a folder where the models stay, each with its tokenizer, and a few pairs; by default a temporary one.
-    One CPU thread computes: several wait for each other longer than models so small need. ``logs``: a folder
-    for what models and commands say, which stays where a family fails; a temporary one by default.
+    One CPU thread computes: several wait for each other longer than models so small need. What models and commands
+    say of a family that fails stays in a temporary folder.
 
     Raises:
         UserError: no family matches.
     """
-    logs = Path(tempfile.gettempdir()) / "attnpo-families" if logs is None else logs
+    logs = Path(tempfile.gettempdir()) / "attnpo-families"
     names = matching(only)
     with _folder(keep) as place, _one_thread():
         logs.mkdir(parents=True, exist_ok=True)
@@ -73,14 +62,14 @@ def verify_families(
             began = time.perf_counter()
             file = logs / f"{name}.log"
             with tempfile.TemporaryDirectory() as work, file.open("w+", encoding="utf-8") as said:
-                family = _one(name, place / name, Path(work), ways, said)
+                family = _one(name, place / name, Path(work), said)
             if family.status != FAILED:
                 file.unlink()
             told = [f"its log: {file}"] if family.status == FAILED else []
             yield family.took(time.perf_counter() - began, told)
 
 
-def _one(name: str, folder: Path, work: Path, ways: Ways, said: TextIO) -> Family:
+def _one(name: str, folder: Path, work: Path, said: TextIO) -> Family:
     model = ""
     try:
         with into(said):
@@ -98,7 +87,7 @@ def _one(name: str, folder: Path, work: Path, ways: Ways, said: TextIO) -> Famil
         with into(said):
             found += findings(folder)
         if not _reason(found, "load") and not _reason(found, "step"):
-            found += commanded(folder, work, ways.fit, ways.generate, said, judged=_reason(found, "rows") is None)
+            found += commanded(folder, work, said, judged=_reason(found, "rows") is None)
     except Exception as error:  # noqa: BLE001  # a traceback is what this looks for
         said.write(traceback.format_exc())
         found.append(Finding("traceback", problem=f"{type(error).__name__}: {_words(error)}"))

@@ -18,9 +18,9 @@ from attnpo.judge.reader import CausalJudge, kernel_for
 from attnpo.models.described import Described
 from attnpo.models.layouts import LAYOUTS, Layout, Sequences, padded
 from attnpo.models.loading import described, load_config, load_model
+from attnpo.models.memory import Shape
 from attnpo.models.packed_attention import attend_as_before
 from attnpo.models.scored import ScoredLM
-from attnpo.models.shape import Shape
 from attnpo.models.trial import choose, reason_against, require_trainable
 from attnpo.schema import UserError
 
@@ -281,11 +281,7 @@ def counted(held: Held) -> Finding:
     except UserError as error:
         return Finding("memory", reason=str(error))
     there = sum(part.numel() for part in held.model.parameters())
-    return (
-        Finding("memory", 0.0)
-        if said == there
-        else Finding("memory", problem=f"{said} parameters estimated, {there} there")
-    )
+    return Finding("memory", 0.0, problem="" if said == there else f"{said} parameters estimated, {there} there")
 
 
 def _close(check: str, errors: Sequence[float], limit: float) -> Finding:

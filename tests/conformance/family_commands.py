@@ -15,11 +15,11 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoModelForCausalLM
 
+from attnpo import fit as fitting
+from attnpo import generate as generating
+from attnpo.cli.entry import run_entry
 from tests.conformance.family_checks import Finding
 from tests.conformance.family_tokenizer import write_pairs
-
-Command = Callable[[Sequence[str]], int]
-"""The main of a command: words to exit status."""
 
 RESUMED = 1e-5  # float32; one thread gives the same bits
 STOPPED = 128 + signal.SIGTERM  # a background job of a shell does not hear SIGINT
@@ -29,9 +29,17 @@ BRIEF = (
 )  # fmt: skip
 
 
-def commanded(
-    folder: Path, work: Path, fit: Command, generate: Command, said: TextIO, *, judged: bool
-) -> Iterator[Finding]:
+def fit(argv: Sequence[str]) -> int:
+    """Calls the command ``fit``."""
+    return run_entry(fitting.main, "fit", argv, "", "", complete=lambda cfg: cfg.prepare is None)
+
+
+def generate(argv: Sequence[str]) -> int:
+    """Calls the command ``generate``."""
+    return run_entry(generating.main, "generate", argv, "", "")
+
+
+def commanded(folder: Path, work: Path, said: TextIO, *, judged: bool) -> Iterator[Finding]:
     """Findings of the commands on a model's folder; what they write lies below ``work``, what they say in ``said``.
 
     ``judged``: the model can be a judge, so that it trains with its own attention; else with uniform weights. One run
@@ -85,7 +93,9 @@ def _interrupted() -> Iterator[None]:
         handle.remove()
 
 
-def _called(check: str, command: Command, words: Sequence[str], said: TextIO, expected: int = 0) -> Finding:
+def _called(
+    check: str, command: Callable[[Sequence[str]], int], words: Sequence[str], said: TextIO, expected: int = 0
+) -> Finding:
     began = said.tell()
     said.write(f"$ {check} {' '.join(words)}\n")
     try:

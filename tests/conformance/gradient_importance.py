@@ -23,13 +23,13 @@ def recompute(record: Record, comparison: Comparison) -> None:
     """Compares weights, losses, KLs, triplet and gradients of objective=tidpo with weights=gradient, both ways."""
     given = record.hyperparameters
     names = ("beta", "alpha", "gamma_triplet", "triplet_margin")
-    objective: TIDPO = built("objective", "objective=tidpo", **{name: given.number(name) for name in names})
+    objective: TIDPO = built("objective", "objective=tidpo", **{name: given[name] for name in names})
     source: Gradient = built(
         "weights",
         "weights=gradient",
-        lam=given.number("lambda_importance"),
-        prior_sigma_div=given.number("prior_sigma_div"),
-        scope=SCOPES[given.text("importance_scope")],
+        lam=given["lambda_importance"],
+        prior_sigma_div=given["prior_sigma_div"],
+        scope=SCOPES[given["importance_scope"]],
     )
     for way in WAYS:
         compare_expected(record, comparison, partial(evaluate, objective, source, record.inputs, way), way)
@@ -62,7 +62,7 @@ def evaluate(objective: TIDPO, source: Gradient, inputs: Fields, way: str, filli
 
 def gradient_statistic(inputs: Fields, given: LogitRows, filling: float) -> InputGradient:
     """The record's scores as the statistic that a step computes from its policy."""
-    mask, prompt = given.batch.main.response_mask, inputs.integer("prompt_tokens")
+    mask, prompt = given.batch.main.response_mask, inputs["prompt_tokens"]
     scores = both_sides(inputs, "importance_scores")
     return InputGradient(
         response=filled(scores[:, prompt:], mask, filling),
@@ -82,7 +82,7 @@ def whole_weights(
     scores, valid = both_sides(inputs, "importance_scores"), both_sides(inputs, "importance_valid") == 1
     none = torch.zeros(len(scores), dtype=torch.long)
     prompt = importance_weights(scores, valid, none.double(), none, source.lam, source.prior_sigma_div)
-    prompt = prompt[:, : inputs.integer("prompt_tokens")] * (source.scope is not Scope.RESPONSE)
+    prompt = prompt[:, : inputs["prompt_tokens"]] * (source.scope is not Scope.RESPONSE)
     return by_side(inputs, "importance_scores", torch.cat([prompt, weights], dim=1))
 
 

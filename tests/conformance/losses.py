@@ -75,7 +75,7 @@ class Pairwise:
 
     def build(self, hyperparameters: Fields, **values: object) -> PreferenceObjective:
         """The objective of a record, with ``values`` set as well."""
-        given = {self.keys.get(k, k): value for k, value in hyperparameters.values.items() if k not in self.properties}
+        given = {self.keys.get(k, k): value for k, value in hyperparameters.items() if k not in self.properties}
         keys = {**self.fixed, **given, **values}
         objective: PreferenceObjective = built("objective", f"objective={self.option}", **keys)
         return objective
@@ -86,7 +86,7 @@ class Pairwise:
         objective = self.build(given)
         others = {n: (there, self.build(given, **v)) for n, (there, v) in self.others.items() if n in record.expected}
         for name in self.properties:
-            comparison.numbers(name, getattr(objective, name), given.number(name), rtol=record.rtol)
+            comparison.numbers(name, getattr(objective, name), given[name], rtol=record.rtol)
 
         def evaluated(filling: float) -> dict[str, Tensor]:
             alone = {name: self.evaluate(other, record, filling)[there] for name, (there, other) in others.items()}
@@ -145,8 +145,8 @@ ORPO = Pairwise(
     keys={"lambda": "lam"},
     derived={
         "odds_ratio_loss_per_example": _preference,
-        "chosen_avg_logp": lambda given, output: output.chosen_rewards / given.number("lambda"),
-        "rejected_avg_logp": lambda given, output: output.rejected_rewards / given.number("lambda"),
+        "chosen_avg_logp": lambda given, output: output.chosen_rewards / given["lambda"],
+        "rejected_avg_logp": lambda given, output: output.rejected_rewards / given["lambda"],
     },
 )
 
@@ -157,7 +157,7 @@ def prompt_nll(record: Record, comparison: Comparison) -> None:
     chosen = record.inputs.at("chosen")
     tokens, prompt = chosen.tensor("mask").sum(), chosen.tensor("prompt_logps")
     nll = (results["sft"] * tokens - prompt.sum()) / (tokens + prompt.numel())
-    loss = record.hyperparameters.number("lambda") * results["odds_ratio_loss_per_example"].mean() + nll
+    loss = record.hyperparameters["lambda"] * results["odds_ratio_loss_per_example"].mean() + nll
     expected = record.expected.tensor(PROMPT_NLL)
     comparison.numbers("loss with the prompt's tokens", loss, expected, rtol=FLOAT32)
     comparison.vary("TRL's SFT term reads the prompt too, ours the response alone; equal once the prompt is added")

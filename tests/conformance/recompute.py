@@ -79,4 +79,4 @@ def _loss_records(path: Path) -> list[Record]:
         raise UserError(
             f'{path}: expected {{"records": [...]}} with {", ".join(sorted(keys))} in each, got something else'
         )
-    return [Record.read(record, str(path)) for record in records]
+    return [Record.read(record) for record in records]

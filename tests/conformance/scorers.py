@@ -5,6 +5,7 @@ that config builds, its pipeline onto training tokens, the objective that config
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from attnpo.objectives.base import PreferenceObjective
-from attnpo.schema import SIDES, EncodedResponse, Kind, PairWeights, Round, TokenStats, TokenWeights, UserError
+from attnpo.schema import SIDES, EncodedResponse, Kind, PairWeights, Round, TokenStats, TokenWeights
 from attnpo.text.alignment import AlignMethod
 from attnpo.training.metrics import pair_values
 from attnpo.weights.base import WeightSource
@@ -70,16 +71,12 @@ def _response(count: int) -> EncodedResponse:
 def recompute_tis_dpo(record: Record, comparison: Comparison) -> None:
     """Compares weights, weighted KLs, losses and rewards of weights=contrast with objective=tis_dpo, both ways."""
     given = record.hyperparameters
-    parameters = {f"form__{PARAMETERS[name]}": value for name, value in given.at("transform_params").values.items()}
-    source = built(
-        "weights", "weights=contrast", form__transform=TRANSFORMS[given.text("transform")], **TWO, **parameters
-    )
-    paper = {f"form__{key}": given.number(name) for name, key in PAPER.items()}
+    parameters = {f"form__{PARAMETERS[name]}": value for name, value in given["transform_params"].items()}
+    source = built("weights", "weights=contrast", form__transform=TRANSFORMS[given["transform"]], **TWO, **parameters)
+    paper = {f"form__{key}": given[name] for name, key in PAPER.items()}
     formula = built("weights", "weights=contrast", form__transform="paper", **TWO, **paper)
-    keys = {"beta": given.number("beta"), "alpha": given.number("alpha")}
-    steps = [
-        built("objective", "objective=tis_dpo", token_level=kl, **keys) for kl in (given.flag("token_level_kl"), True)
-    ]
+    keys = {"beta": given["beta"], "alpha": given["alpha"]}
+    steps = [built("objective", "objective=tis_dpo", token_level=kl, **keys) for kl in (given["token_level_kl"], True)]
     for way in WAYS:
         compare_expected(record, comparison, partial(_tis_dpo, source, formula, steps, record, way), way)
 
@@ -103,7 +100,7 @@ def _tis_dpo(
     policy, reference = given.scored(WAYS[way], ("kl_policy_ref",), filling)
     batch = pair_batch(row_group(mask, response_weights(source, raw, mask), factors=source.kind is Kind.FACTOR))
     output, summed = (objective(policy, reference, batch) for objective in steps)
-    paper = filled(response_weights(formula, raw, mask), mask, record.hyperparameters.number("paper_k"))
+    paper = filled(response_weights(formula, raw, mask), mask, record.hyperparameters["paper_k"])
     return {
         **{f"{side}_weights": half for side, half in _by_side(inputs, batch.main.token_weights["reward"]).items()},
         **{f"paper_style_{side}_weights": half for side, half in _by_side(inputs, paper).items()},
@@ -131,18 +128,17 @@ def recompute_cdpo(record: Record, comparison: Comparison) -> None:
 
 def columns_of_cdpo(record: Record, comparison: Comparison) -> None:
     """Compares the code's loss of token columns with ours of sums, after the sums were taken apart."""
-    kept = {name: value for name, value in record.expected.values.items() if name in COLUMNS}
-    only = Record(record.name, record.case, record.rtol, record.hyperparameters, record.inputs,
-                  Fields(record.expected.where, kept))  # fmt: skip
+    kept = {name: value for name, value in record.expected.items() if name in COLUMNS}
+    only = replace(record, expected=Fields(kept))
     source, objective = _of_cdpo(record, comparison)
 
     def evaluate(filling: float) -> dict[str, Tensor]:
         inputs = record.inputs
         mask, ratios, weights = _cdpo_rows(source, inputs, "chunks", filling)
-        terms = record.hyperparameters.number("beta") * torch.where(mask, weights * ratios, 0.0)
+        terms = record.hyperparameters["beta"] * torch.where(mask, weights * ratios, 0.0)
         chosen, rejected = terms.chunk(2)
         width = max(inputs.at(side).tensor("mask").shape[1] for side in SIDES)
-        prompt = torch.zeros(len(chosen), inputs.integer("prompt_tokens") - 1, dtype=terms.dtype)
+        prompt = torch.zeros(len(chosen), inputs["prompt_tokens"] - 1, dtype=terms.dtype)
         matrix = -F.logsigmoid(torch.cat([prompt, (chosen - rejected)[:, :width]], dim=1))
         return {"official_tokenwise_loss_matrix": matrix, "official_loss": matrix.mean()}
 
@@ -153,9 +149,9 @@ def columns_of_cdpo(record: Record, comparison: Comparison) -> None:
 
 def _of_cdpo(record: Record, comparison: Comparison) -> tuple[WeightSource, PreferenceObjective]:
     given = record.hyperparameters
-    comparison.same("contrast_coef (ours is fixed)", given.number("contrast_coef"), 1.0)
-    source: WeightSource = built("weights", "weights=contrast_cdpo", form__only_neg=given.flag("only_neg"), **TWO)
-    objective: PreferenceObjective = built("objective", "objective=twdpo", beta=given.number("beta"))
+    comparison.same("contrast_coef (ours is fixed)", given["contrast_coef"], 1.0)
+    source: WeightSource = built("weights", "weights=contrast_cdpo", form__only_neg=given["only_neg"], **TWO)
+    objective: PreferenceObjective = built("objective", "objective=twdpo", beta=given["beta"])
     return source, objective
 
 
@@ -192,12 +188,12 @@ def _cdpo(
 def recompute_sepo(record: Record, comparison: Comparison) -> None:
     """Compares selected tokens and losses of weights=selection with objective=simpo without a margin."""
     given = record.hyperparameters
-    source = built("weights", "weights=selection", top_fraction=given.number("top_fraction"), oracle__path="oracle")
-    objective = built("objective", "objective=simpo", beta=given.number("scale"), gamma_beta_ratio=0.0)
+    source = built("weights", "weights=selection", top_fraction=given["top_fraction"], oracle__path="oracle")
+    objective = built("objective", "objective=simpo", beta=given["scale"], gamma_beta_ratio=0.0)
     weights = response_weights(source, *_sepo_rows(record.inputs))
     for side, half in _by_side(record.inputs, weights).items():
         kept = [torch.where(row != 0)[0].tolist() for row in half]
-        comparison.same(f"{side}_selected", kept, record.expected.values[f"{side}_selected"])
+        comparison.same(f"{side}_selected", kept, record.expected[f"{side}_selected"])
     selected = record.without(tuple(f"{side}_selected" for side in SIDES))
     compare_expected(selected, comparison, partial(_sepo, source, objective, record.inputs))
 
@@ -206,18 +202,10 @@ def _sepo_rows(inputs: Fields) -> tuple[Float[Tensor, "rows R"], Bool[Tensor, "r
     """The scores and the mask; the first token, which is never selected, has none in the records."""
     mask = both_sides(inputs, "mask") == 1
     raw = torch.zeros(mask.shape, dtype=torch.float64)
-    given = [row for side in SIDES for row in _ragged(inputs.at(side), "advantage_tokens_2_to_n")]
+    given = [row for side in SIDES for row in inputs[side]["advantage_tokens_2_to_n"]]
     for row, values in zip(raw, given, strict=True):
         row[1 : 1 + len(values)] = torch.tensor(values, dtype=torch.float64)
     return raw, mask
-
-
-def _ragged(side: Fields, key: str) -> list[list[float]]:
-    rows = side.values.get(key)
-    if not isinstance(rows, list):
-        raise UserError(f"{side.where}{key}: expected lists of numbers; copy the golden files again")
-    whole = [row for row in rows if isinstance(row, list)]
-    return [[float(value) for value in row if isinstance(value, int | float)] for row in whole]
 
 
 def _sepo(source: WeightSource, objective: PreferenceObjective, inputs: Fields, filling: float) -> dict[str, Tensor]:

@@ -5,6 +5,8 @@ import pkgutil
 import subprocess
 import sys
 from collections.abc import Callable
+from copy import deepcopy
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +26,6 @@ from tests.conformance.records import Absent, Check, Comparison, Status
 KEPT = (2, 6, 16)  # with rows per head and a shared last token; an empty response; equal responses
 
 
-def link(folder: Path, source: Path) -> None:
-    for name in ("model", "tokenizer", "template.txt"):
-        (folder / name).symlink_to(source / name)
-
-
 @pytest.fixture(scope="module")
 def contents(vectors: Path) -> dict[str, Any]:
     """The golden files with three short pairs left."""
@@ -45,20 +42,26 @@ def contents(vectors: Path) -> dict[str, Any]:
     }
 
 
-@pytest.fixture
-def small(vectors: Path, contents: dict[str, Any], tmp_path: Path) -> Callable[[dict[str, Any]], Path]:
-    """Writes a golden folder, some of its files changed."""
+Small = Callable[..., Path]
 
-    def write(changed: dict[str, Any]) -> Path:
-        folder = tmp_path / "golden/extraction"
-        folder.mkdir(parents=True)
-        link(folder, vectors / "extraction")
-        for name, content in (contents | changed).items():
-            path = folder / name if name != "losses.json" else folder.parent / name
-            if isinstance(next(iter(content.values())) if isinstance(content, dict) else None, torch.Tensor):
-                save_file(content, path)
-            else:
-                path.write_text(json.dumps(content), encoding="utf-8")
+
+@pytest.fixture
+def small(vectors: Path, contents: dict[str, Any], tmp_path: Path) -> Small:
+    """Writes a golden folder, some of its files changed; of records of the name that ``only`` begins with."""
+
+    def write(changed: dict[str, Any], only: str = "*") -> Path:
+        folder, made, name = tmp_path / "golden/extraction", contents | changed, only.partition(" ")[0]
+        folder.parent.mkdir()
+        losses = {"records": [one for one in made.pop("losses.json")["records"] if fnmatchcase(one["name"], name)]}
+        if losses["records"]:
+            (folder.parent / "losses.json").write_text(json.dumps(losses), encoding="utf-8")
+        if only == "*" or name.startswith("extraction"):
+            folder.mkdir()
+            for part in ("model", "tokenizer", "template.txt"):
+                (folder / part).symlink_to(vectors / "extraction" / part)
+            save_file(made.pop("expected.safetensors"), folder / "expected.safetensors")
+            for file, content in made.items():
+                (folder / file).write_text(json.dumps(content), encoding="utf-8")
         return folder.parent
 
     return write
@@ -98,16 +101,21 @@ def test_every_golden_record_passes(vectors: Path) -> None:
 
 @pytest.mark.slow
 def test_the_rows_of_the_authors_own_run_are_met(shared: Path) -> None:
-    """Reads the same texts through the model of the authors' run, whose weights are too large for the repository."""
-    found = list(verify([shared / "golden", shared / "golden_sentencepiece"], ["extraction/*", "alpaca_eval *"]))
+    """Reads the same texts through the model of the authors' run, whose weights are too large for the repository.
+
+    Prompts, spans and ids of the first folder are those of the record before.
+    """
+    numbers = [f"extraction/{name} *" for name in ("verdict", "rows", "rows_per_head", "weights", "aligned", "rollout")]
+    found = list(verify([shared / "golden"], [*numbers, "alpaca_eval *"]))
+    found += verify([shared / "golden_sentencepiece"], ["extraction/*"])
     assert [record.line() for record in found if record.status is Status.FAIL] == []
     assert sum(record.name == "extraction/rows" for record in found) == 27
 
 
 def test_the_command_prints_records_and_counts(
-    small: Callable[[dict[str, Any]], Path], contents: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    small: Small, contents: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    losses = json.loads(json.dumps(contents["losses.json"]))
+    losses = deepcopy(contents["losses.json"])
     losses["records"].append({**losses["records"][0], "name": "unheard_of"})
     assert main([str(small({"losses.json": losses}))]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -118,14 +126,15 @@ def test_the_command_prints_records_and_counts(
     assert lines[-1] == f"{len(lines) - 1} records: " + ", ".join(f"{n} {word}" for word, n in counts.items())
 
 
-def test_one_call_reads_every_pair(small: Callable[[dict[str, Any]], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_call_reads_every_pair(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
     from attnpo.judge.reader import CausalJudge
 
     calls, read = [], CausalJudge.read
     monkeypatch.setattr(
         CausalJudge, "read", lambda self, ids, **asked: calls.append(len(ids)) or read(self, ids, **asked)
     )
-    assert {r.status for r in verify([small({})], ["extraction/rows *", "extraction/weights *"])} == {Status.OK}
+    folder = small({}, "extraction")
+    assert {r.status for r in verify([folder], ["extraction/rows *", "extraction/weights *"])} == {Status.OK}
     assert calls == [2 * len(KEPT)]
 
 
@@ -223,7 +232,7 @@ CHANGES = [
 
 @pytest.mark.parametrize(("file", "change", "only"), CHANGES, ids=[f"{i}-{c[2]}" for i, c in enumerate(CHANGES)])
 def test_one_changed_number_fails_its_record(
-    small: Callable[[dict[str, Any]], Path],
+    small: Small,
     contents: dict[str, Any],
     file: str,
     change: Change,
@@ -231,12 +240,11 @@ def test_one_changed_number_fails_its_record(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     content = contents[file]
-    if file == "expected.safetensors":
-        content = {key: row.clone() for key, row in content.items()}
-    else:
-        content = json.loads(json.dumps(content))
+    if file == "losses.json":
+        content = {"records": [one for one in content["records"] if one["name"] == only.partition(" ")[0]]}
+    content = deepcopy(content)
     change(content)
-    assert main([str(small({file: content})), "--only", only]) == 1
+    assert main([str(small({file: content}, only)), "--only", only]) == 1
     line, counts = capsys.readouterr().out.splitlines()
     assert line.startswith(only.split()[0] + " ") and only.split()[1].rstrip("*") in line and "  FAIL  (" in line
     assert counts == "1 records: 0 ok, 1 FAIL, 0 variant, 0 not built"
@@ -332,30 +340,26 @@ BREAKS: list[tuple[str, Broken, str]] = [
 
 @pytest.mark.parametrize(("target", "broken", "only"), BREAKS, ids=[f"{i}-{b[0]}" for i, b in enumerate(BREAKS)])
 def test_a_broken_product_function_fails(
-    small: Callable[[dict[str, Any]], Path], monkeypatch: pytest.MonkeyPatch, target: str, broken: Broken, only: str
+    small: Small, monkeypatch: pytest.MonkeyPatch, target: str, broken: Broken, only: str
 ) -> None:
-    folder = small({})
+    folder = small({}, only)
     monkeypatch.setattr(target, broken(pkgutil.resolve_name(target)))
     found = [record.status for record in verify([folder], [only])]
     assert Status.FAIL in found
 
 
-def test_a_loss_that_reads_masked_values_fails(
-    small: Callable[[dict[str, Any]], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loss_that_reads_masked_values_fails(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
     """Off by a part of what stands under mask 0, which is too little to see in the record's own numbers."""
     from attnpo.objectives import dpo
 
     ratios = dpo.log_ratios
     monkeypatch.setattr(dpo, "log_ratios", lambda p, r, mask: ratios(p, r, mask) + 1e-13 * p.max())
-    found = list(verify([small({})], ["dpo 1"]))
+    found = list(verify([small({}, "dpo 1")], ["dpo 1"]))
     assert [record.status for record in found] == [Status.FAIL]
     assert "changes with values under mask 0" in found[0].note
 
 
-def test_a_judge_pass_that_breaks_runs_once(
-    small: Callable[[dict[str, Any]], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_judge_pass_that_breaks_runs_once(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
     from attnpo.judge.reader import CausalJudge
 
     calls: list[int] = []
@@ -365,7 +369,7 @@ def test_a_judge_pass_that_breaks_runs_once(
         raise RuntimeError("out of memory\nand more")
 
     monkeypatch.setattr(CausalJudge, "read", read)
-    found = list(verify([small({})], ["extraction/rows *", "extraction/aligned *"]))
+    found = list(verify([small({}, "extraction")], ["extraction/rows *", "extraction/aligned *"]))
     assert [record.status for record in found] == [Status.FAIL] * 2 * len(KEPT)
     assert found[0].note == "RuntimeError: out of memory" and len(calls) == 1
 
@@ -396,63 +400,22 @@ def test_paths_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture
         assert text in capsys.readouterr().err, name
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "expected"),
-    [
-        ("hyperparameters", 3, "hyperparameters: expected an object, got 3"),
-        ("name", None, "a record's name: expected a text, got None"),
-        ("rtol", True, "0: rtol: expected a number, got True"),
-    ],
-)
-def test_a_record_of_another_type_is_refused(
-    contents: dict[str, Any],
-    tmp_path: Path,
-    key: str,
-    value: object,
-    expected: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    path = tmp_path / "losses.json"
-    path.write_text(json.dumps({"records": [{**contents["losses.json"]["records"][0], key: value}]}))
-    assert main([str(path)]) == 2
-    shown = capsys.readouterr().err
-    assert f"{path}: " in shown and expected in shown and "copy the golden files again" in shown
-
-
-def test_a_value_of_another_type_fails_its_record_under_its_key(
-    small: Callable[[dict[str, Any]], Path], contents: dict[str, Any]
-) -> None:
-    content = json.loads(json.dumps(contents["losses.json"]))
-    content["records"] = [r for r in content["records"] if r["name"] == "dpo"][:3]
+def test_a_missing_value_fails_its_record_under_its_key(small: Small, contents: dict[str, Any]) -> None:
+    content = {"records": [deepcopy(one) for one in contents["losses.json"]["records"] if one["name"] == "dpo"][:2]}
     content["records"][0]["inputs"]["chosen"]["mask"] = "all"
     del content["records"][1]["inputs"]["rejected"]["policy_logps"]
-    content["records"][2]["expected"]["loss"] = [[1.0], 2.0]
-    notes = [outcome.note for outcome in verify([small({"losses.json": content})], ["dpo *"])]
-    assert "losses.json: dpo 0: inputs.chosen.mask: expected a number or lists of numbers" in notes[0]
-    assert "losses.json: dpo 1: inputs.rejected.policy_logps: expected" in notes[1] and "it is missing" in notes[1]
-    assert "losses.json: dpo 2: expected.loss: expected a number or lists" in notes[2] and "[[1.0], 2.0]" in notes[2]
+    found = list(verify([small({"losses.json": content}, "dpo")]))
+    assert [record.status for record in found] == [Status.FAIL] * 2 and "KeyError: 'policy_logps'" in found[1].note
 
 
-@pytest.mark.parametrize(
-    ("break_pairs", "expected"),
-    [
-        (lambda pairs: pairs[0]["rounds"]["rc"].pop("judge_ids"), "pairs[0].rounds.rc.judge_ids: expected a list of"),
-        (lambda pairs: pairs[1]["training"]["chosen"]["completion_ids"].append(1.5), "completion_ids: expected a list"),
-        (lambda pairs: pairs[2].update(index="16"), "pairs[2].index: expected a whole number, got 16"),
-    ],
-)
 def test_a_damaged_pair_is_refused_with_its_key(
-    small: Callable[[dict[str, Any]], Path],
-    contents: dict[str, Any],
-    break_pairs: Change,
-    expected: str,
-    capsys: pytest.CaptureFixture[str],
+    small: Small, contents: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pairs = json.loads(json.dumps(contents["pairs.json"]))
-    break_pairs(pairs["pairs"])
+    pairs = deepcopy(contents["pairs.json"])
+    del pairs["pairs"][1]["training"]["chosen"]["completion_ids"]
     folder = small({"pairs.json": pairs}) / "extraction"
     assert main([str(folder)]) == 2
-    assert f"{folder}/pairs.json." in (shown := capsys.readouterr().err) and expected in shown
+    assert f"{folder}: cannot read golden" in (shown := capsys.readouterr().err) and "completion_ids" in shown
 
 
 def test_several_paths_and_patterns(vectors: Path) -> None:
@@ -510,7 +473,7 @@ def test_known_scores_are_met(scores: Path) -> None:
         ("mt_bench/expected.json", "7.76875", "7.76876", "average: expected 7.76876, got 7.76875"),
         ("mt_bench/expected.json", '"coding": 5.6', '"coding": 5.7', "coding: expected 5.7, got 5.6"),
         ("mt_bench/expected.json", '"n_invalid": 4', '"n_invalid": 3', "valid rows: expected 167, got 166"),
-        ("mt_bench/expected.json", '"fastchat_average"', '"other"', "fastchat_average: expected a number, it is miss"),
+        ("mt_bench/expected.json", '"fastchat_average"', '"other"', "KeyError: 'fastchat_average'"),
     ],
 )
 def test_scores_that_differ_fail_with_what_differs(scores: Path, file: str, old: str, new: str, note: str) -> None:
@@ -527,10 +490,6 @@ def test_scores_that_differ_fail_with_what_differs(scores: Path, file: str, old:
     [
         (lambda folder: (folder / "expected.json").write_text("{"), "cannot read known scores"),
         (lambda folder: (folder / "expected.json").write_text("[]"), "expected an object with known scores by model"),
-        (
-            lambda folder: (folder / "expected.json").write_text('{"x": 3}'),
-            "expected.json: x: expected an object, got 3",
-        ),
     ],
 )
 def test_known_scores_that_cannot_be_read_are_named(
@@ -570,31 +529,25 @@ def test_what_is_built_must_be_compared(monkeypatch: pytest.MonkeyPatch) -> None
     assert found.status is Status.FAIL and "configs/weights/rollout.yaml exists" in found.note
 
 
-def test_an_unknown_hyperparameter_fails_its_record(
-    small: Callable[[dict[str, Any]], Path], contents: dict[str, Any]
-) -> None:
-    content = json.loads(json.dumps(contents["losses.json"]))
-    content["records"] = [r for r in content["records"] if r["name"] == "twdpo"][:1]
+def test_an_unknown_hyperparameter_fails_its_record(small: Small, contents: dict[str, Any]) -> None:
+    content = {"records": [deepcopy(one) for one in contents["losses.json"]["records"] if one["name"] == "twdpo"][:1]}
     content["records"][0]["hyperparameters"]["gamma"] = 1.0
     unweighted = {"unweighted_chosen_rewards": content["records"][0]["expected"]["unweighted_chosen_rewards"]}
     content["records"].append(
         {**content["records"][0], "name": "dpo", "hyperparameters": {"beta": 0.005}, "expected": unweighted}
     )
-    found = list(verify([small({"losses.json": content})], ["twdpo*", "dpo*"]))
+    found = list(verify([small({"losses.json": content}, "*dpo")], ["twdpo*", "dpo*"]))
     assert [record.status for record in found] == [Status.FAIL, Status.FAIL]
     assert "gamma" in found[0].note
     # DPO has no second pair of rewards: what a record expects and nothing computes is no pass.
     assert "unweighted_chosen_rewards: expected by the record, but nothing here computes it" in found[1].note
 
 
-def test_quantities_that_stand_apart_are_never_passed_over(
-    small: Callable[[dict[str, Any]], Path], contents: dict[str, Any]
-) -> None:
+def test_quantities_that_stand_apart_are_never_passed_over(small: Small, contents: dict[str, Any]) -> None:
     """They have a line of their own, and one that no rule knows fails its record."""
-    content = json.loads(json.dumps(contents["losses.json"]))
-    content["records"] = [r for r in content["records"] if r["name"] == "orpo"][:2]
+    content = {"records": [deepcopy(one) for one in contents["losses.json"]["records"] if one["name"] == "orpo"][:2]}
     content["records"][1]["expected"]["loss_of_another_library"] = 1.0
-    found = list(verify([small({"losses.json": content})], ["orpo *"]))
+    found = list(verify([small({"losses.json": content}, "orpo")], ["orpo *"]))
     apart = "loss_trl_float32_with_prompt_nll"
     assert [record.case for record in found] == ["0", f"0 {apart}", "1", f"1 {apart}"]
     assert [record.status.value for record in found] == ["ok", "variant", "FAIL", "variant"]

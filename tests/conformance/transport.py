@@ -23,10 +23,10 @@ EARLY_NAME = "_official_float32"
 
 def recompute(record: Record, comparison: Comparison) -> None:
     """Compares weights, transported mass, losses and rewards of ``objective=otpo`` with ``weights=transport``."""
-    given = dict(record.hyperparameters.values)
+    given = dict(record.hyperparameters)
     source: Transport = built("weights", "weights=transport", reg=given.pop("ot_reg"), reg_m=given.pop("ot_reg_m"))
     objective: PreferenceObjective = built("objective", "objective=otpo", **given)
-    early = {name: EARLY for name in record.expected.values if name.endswith(EARLY_NAME)}
+    early = {name: EARLY for name in record.expected if name.endswith(EARLY_NAME)}
     compare_expected(record, comparison, partial(evaluate, objective, source, record.inputs), rtols=early)
 
 

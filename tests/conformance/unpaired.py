@@ -17,7 +17,7 @@ from tests.conformance.records import Comparison, built, compare_expected
 
 def recompute(record: Record, comparison: Comparison) -> None:
     """Compares losses, rewards and KL estimate of ``objective=kto`` with the record."""
-    objective: KTO = built("objective", "objective=kto", **record.hyperparameters.values)
+    objective: KTO = built("objective", "objective=kto", **record.hyperparameters)
     compare_expected(record, comparison, partial(evaluate, objective, record.inputs))
 
 
@@ -31,7 +31,7 @@ def evaluate(objective: KTO, inputs: Fields, filling: float) -> dict[str, Tensor
     for part in (examples[:1], examples[1:]):
         for name, value in objective.sums(*scored_rows(inputs, part, filling, "kl_")).items():
             state[name] = state[name] + value if name in state else value
-    order = by_label(inputs.ids("label"))
+    order = by_label(inputs["label"])
     policy, reference, rows = scored_rows(inputs, order, filling)
     output = objective(policy, reference, replace(pair_batch(rows), state=state))
     rewards = torch.cat([output.chosen_rewards, output.rejected_rewards])

@@ -96,7 +96,7 @@ def recompute_rollout(record: Record, comparison: Comparison) -> None:
         maps = record.inputs.tensor(f"round{number}_attention_head_mean_per_layer")
         last = torch.tensor([maps.shape[-1] - 1])
         row = rollout_row((GivenMap(layer) for layer in maps.flip(0)), last)[0]
-        spans = [record.inputs.span(f"round{number}_{side}_span") for side in SIDES]
+        spans = [record.inputs[f"round{number}_{side}_span"] for side in SIDES]
         chosen, rejected = (_row(range(end - start), row[start:end]) for start, end in spans)
         rounds.append(Round(number == 1, chosen, rejected))
         last_rows[f"round{number}_last_row"] = row
@@ -128,16 +128,16 @@ def compare_combined(
 ) -> None:
     """Compares the two rounds combined in both orders, with and without the sink rule, and the ``others``."""
     given, captured = record.hyperparameters, PairWeights("golden", rounds)
-    shortest = given.integer("K_min_len")
+    shortest = given["K_min_len"]
     ids = {side: rounds[0].side(side).token_ids.tolist() for side in SIDES}
     results = dict(others)
     for order_name, order in ORDERS.items():
-        for suffix, first in {"": 0, "_sink_fixed": given.integer("K")}.items():
+        for suffix, first in {"": 0, "_sink_fixed": given["K"]}.items():
             source = weight_source(option, first, layer=layer, sink_min_length=shortest, round_order=order).resolve(1)
             weights = on_training_tokens(source, captured, ids, source.capture_layers(1))
             results |= {f"{side}_{order_name}{suffix}": getattr(weights, side) for side in SIDES}
             comparison.same("source lengths", list(weights.lengths), [float(len(ids[side])) for side in SIDES])
-    comparison.same("quantities", sorted(results), sorted(record.expected.values))
+    comparison.same("quantities", sorted(results), sorted(record.expected))
     compare_expected(record, comparison, lambda filling: results)
 
 
@@ -147,7 +147,7 @@ def recompute_credit(record: Record, comparison: Comparison) -> None:
     Every token of the response counts as holding one character of it, the last one too.
     """
     inputs, given = record.inputs, record.hyperparameters
-    before, count = inputs.integer("query_len"), inputs.integer("response_len")
+    before, count = inputs["query_len"], inputs["response_len"]
     maps = inputs.tensor("reward_model_attention_last_layer_head_mean")
     comparison.same("tokens", list(maps.shape), [before + count] * 2)
     ids = list(range(count))
@@ -155,7 +155,7 @@ def recompute_credit(record: Record, comparison: Comparison) -> None:
     source = weight_source("reward_attention", 0, layer=1).resolve(1)
     captured = PairWeights("golden", (Round(True, row, row),))
     found = on_training_tokens(source, captured, dict.fromkeys(SIDES, ids), source.capture_layers(1)).chosen
-    beta, reward = given.number("beta"), given.number("terminal_reward")
+    beta, reward = given["beta"], given["terminal_reward"]
     dense = beta * reward * found
     dense[-1] += (1 - beta) * reward
     compare_expected(record, comparison, lambda filling: {"credit_distribution": found, "dense_rewards": dense})
@@ -164,14 +164,14 @@ def recompute_credit(record: Record, comparison: Comparison) -> None:
 def recompute_alignment(record: Record, comparison: Comparison) -> None:
     """Compares weights moved onto training ids, times their count, and the share of judge tokens matched."""
     inputs, expected = record.inputs, record.expected
-    ids, after = inputs.ids("training_token_ids"), expected.ids("training_token_ids_after")
-    judge_ids, weights = inputs.ids("judge_token_ids"), inputs.tensor("judge_weights")
+    ids, after = inputs["training_token_ids"], expected["training_token_ids_after"]
+    judge_ids, weights = inputs["judge_token_ids"], inputs.tensor("judge_weights")
     added = _added(ids, after, comparison)
     carried = align_weights(judge_ids, weights, ids)
     target = expected.tensor("aligned_weights_times_judge_count")
     comparison.numbers("aligned weights", carried, target[added:], rtol=record.rtol, atol=EXACT)
     share = align(judge_ids, _places(len(judge_ids)), weights, ids, _places(len(ids)), align_method())
-    matched = expected.number("matched_fraction_of_judge_tokens") - added / len(judge_ids)
+    matched = expected["matched_fraction_of_judge_tokens"] - added / len(judge_ids)
     comparison.numbers("matched share", share.source_coverage, matched, rtol=record.rtol, atol=EXACT)
     _check_added(judge_ids, weights, after[:added], target[:added], comparison)
 
@@ -211,10 +211,10 @@ def align_weights(judge_ids: list[int], weights: Float[Tensor, " n"], ids: list[
 
 def unit_items(cases: Fields, prefix: str) -> Iterator[Item]:
     """One item per case of the sink rule and of the alignment."""
-    for index, case in enumerate(cases.each("sink_fix")):
+    for index, case in enumerate(map(Fields, cases["sink_fix"])):
         yield Check(f"{prefix}sink_fix", f"{index:02d}", partial(sink_case, case))
-    for index, case in enumerate(cases.each("alignment")):
-        yield Check(f"{prefix}alignment", f"{index:02d} {case.text('name')}", partial(alignment_case, case))
+    for index, case in enumerate(map(Fields, cases["alignment"])):
+        yield Check(f"{prefix}alignment", f"{index:02d} {case['name']}", partial(alignment_case, case))
 
 
 def sink_case(case: Fields, comparison: Comparison) -> None:
@@ -225,10 +225,10 @@ def sink_case(case: Fields, comparison: Comparison) -> None:
         comparison.mismatch("weights=attention has no postprocess")
         return
     fixed = postprocess([weights])
-    if case.values.get("reference_error") is not None:
+    if case.get("reference_error") is not None:
         comparison.variant = ZERO_MASS
         comparison.require(
-            case.values.get("fixed") is None and not weights[1:].any(),
+            case.get("fixed") is None and not weights[1:].any(),
             "an error is expected for a row without mass only",
         )
         comparison.numbers("fixed", fixed, torch.full_like(weights, 1.0 / len(weights)), atol=EXACT)
@@ -239,8 +239,8 @@ def sink_case(case: Fields, comparison: Comparison) -> None:
 
 def alignment_case(case: Fields, comparison: Comparison) -> None:
     """Compares one alignment; where several are best, asks only that the reference's is one of them."""
-    ids, after = [*case.ids("completion_ids"), case.integer("eos_id")], case.ids("expected_completion_ids")
-    judge_ids, weights, target = case.ids("judge_ids"), case.tensor("weights"), case.tensor("expected_weights")
+    ids, after = [*case["completion_ids"], case["eos_id"]], case["expected_completion_ids"]
+    judge_ids, weights, target = case["judge_ids"], case.tensor("weights"), case.tensor("expected_weights")
     if len(weights) != len(judge_ids):
         comparison.variant = BAD_LENGTHS
         comparison.same("completion ids", ids, after)
@@ -249,9 +249,9 @@ def alignment_case(case: Fields, comparison: Comparison) -> None:
         comparison.require(refused, "weights that do not fit their tokens: expected a ValueError")
         return
     added = _added(ids, after, comparison)
-    comparison.same("ids_changed", added > 0, case.flag("ids_changed"))
+    comparison.same("ids_changed", added > 0, case["ids_changed"])
     carried = align_weights(judge_ids, weights, ids)
-    if case.flag("unique_alignment") or not is_tied(carried, target[added:], judge_ids, weights, ids):
+    if case["unique_alignment"] or not is_tied(carried, target[added:], judge_ids, weights, ids):
         comparison.numbers("aligned weights", carried, target[added:], rtol=EXACT, atol=EXACT)
     _check_added(judge_ids, weights, after[:added], target[:added], comparison)
 

@@ -43,15 +43,11 @@ LINEAR = {
     "linear_value_head_dim": 8,
 }
 EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
-MAMBA = {"mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_chunk_size": 16}
 BERT = {"max_position_embeddings": 64, "head_dim": None, "num_key_value_heads": None}
 
 OWN: dict[str, dict[str, Any]] = {
     "gemma2": {"sliding_window": 6, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0},
-    "vaultgemma": {"sliding_window": 6, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0},
     "gpt_oss": {"sliding_window": 6, **MOE, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
-    "granite_swa": {"sliding_window": 6},
-    "mimo_v2_flash": {"sliding_window": 6, **ROUTED, "swa_head_dim": 8, "v_head_dim": 8},
     "deepseek_v4": {"sliding_window": 6, **INDEXED},
     "gemma3n_text": {
         "num_kv_shared_layers": 2,
@@ -73,7 +69,6 @@ OWN: dict[str, dict[str, Any]] = {
         "sliding_window": 6,
     },
     "modernbert-decoder": {"local_attention": 8},
-    "diffllama": {},
     "jamba": {
         "attn_layer_period": 2,
         "attn_layer_offset": 1,
@@ -85,16 +80,11 @@ OWN: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 1,
     },
     "qwen3_next": {"layer_types": HALF, **LINEAR, **EXPERTS, "shared_expert_intermediate_size": 16},
-    "granitemoehybrid": {"layer_types": HALF, **MAMBA, **MOE, "shared_intermediate_size": 16},
-    "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "block_ff_dim": 48},
     "deepseek_v32": INDEXED,
-    "glm_moe_dsa": INDEXED,
     "doge": {},
     "falcon": {"head_dim": None, "num_key_value_heads": None},
     "mamba": {"state_size": 8},
     "bert": BERT,
-    "roberta": BERT,
-    "electra": {**BERT, "embedding_size": 32},
     "stablelm": {},
     "llama": {},
     "phi3": {},

@@ -1,7 +1,7 @@
 """Compiled blocks: the same numbers under every layout, recomputation and adapter, and a trial that sees others."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 from transformers import PreTrainedModel
 
 from attnpo.models.compiled import compile_blocks, require_same_numbers
-from attnpo.models.layouts import LAYOUTS, shared_prefix
+from attnpo.models.layouts import LAYOUTS, Sequences, shared_prefix
 from attnpo.models.loading import load_model
 from attnpo.models.lora import add_lora, merged_state
 from attnpo.models.scored import ScoredLM
@@ -71,12 +71,11 @@ def graphs(register: Callable[[str, Any], None]) -> list[int]:
     return found
 
 
-def numbers(model: PreTrainedModel, layout: str) -> list[Tensor]:
-    """Log-probabilities and gradients of several batches of other shapes."""
-    policy = ScoredLM(model)
+def numbers(policy: ScoredLM, layout: str, batches: Sequence[Sequences] = BATCHES) -> list[Tensor]:
+    """Returns log-probabilities and gradients of batches of other shapes."""
     policy.train()
     found = []
-    for rows in BATCHES:
+    for rows in batches:
         policy.zero_grad()
         logps = policy(*LAYOUTS[layout](rows, 0)).logps
         logps.sum().backward()
@@ -90,7 +89,7 @@ def gap(found: list[Tensor], expected: list[Tensor]) -> float:
     return max(float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True))
 
 
-def kept(model: PreTrainedModel, layout: str) -> int:
+def kept(policy: ScoredLM, layout: str) -> int:
     """Numbers that a forward keeps for its backward."""
     sizes = []
 
@@ -98,7 +97,6 @@ def kept(model: PreTrainedModel, layout: str) -> int:
         sizes.append(value.numel())
         return value
 
-    policy = ScoredLM(model)
     policy.train()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
         policy(*LAYOUTS[layout](BATCHES[0], 0))
@@ -110,16 +108,17 @@ def test_compiled_blocks_give_the_same_numbers(
     exact_llama: Build, layout: str, recomputed: bool, graphs: list[int]
 ) -> None:
     model = exact_llama(num_hidden_layers=2)
-    expected, whole = numbers(model, layout), kept(model, layout)
+    policy = ScoredLM(model)
+    expected, whole = numbers(policy, layout), kept(policy, layout)
     if recomputed:
         model.activation_checkpointing_enable()
     compile_blocks(model, "counting")
-    assert gap(numbers(model, layout), expected) < 1e-10
+    assert gap(numbers(policy, layout), expected) < 1e-10
     assert graphs and max(graphs) > 20, "something must have been compiled"
-    assert (kept(model, layout) < 0.8 * whole) == recomputed
+    assert (kept(policy, layout) < 0.8 * whole) == recomputed
     assert len(graphs) < 30, "blocks share their graphs"
     made = len(graphs)
-    numbers(model, layout)
+    numbers(policy, layout)
     assert len(graphs) == made, "lengths do not make new ones"
 
 
@@ -139,7 +138,7 @@ def test_attention_in_one_call_is_inside_the_graph(
     """One graph for all blocks and batches, whatever their lengths; another where no row is as long as the window."""
     put_operator(monkeypatch, torch.float32)
     model, names = tiny(family, num_hidden_layers=2), list[str]()
-    policy = ScoredLM(model).train()
+    policy = ScoredLM(model)
 
     def keeping(graph: Any, inputs: Any) -> Any:
         names.append(str(graph.graph))
@@ -154,21 +153,15 @@ def test_attention_in_one_call_is_inside_the_graph(
     prompts = [[draw() for _ in range(pairs)] for pairs in (1, 3, 5)]
     batches = [*BATCHES, *([(prompt, draw()) for prompt in some * 2] for some in prompts)]
 
-    def run() -> list[Tensor]:
-        found = []
-        for rows in batches:
-            policy.zero_grad()
-            logps = policy(*LAYOUTS[layout](rows, 0)).logps
-            logps.sum().backward()
-            found += [logps.detach(), *(p.grad.clone() for p in policy.parameters() if p.grad is not None)]
-        return found
-
-    expected = run()
+    expected = numbers(policy, layout, batches)
     if recomputed:
         model.activation_checkpointing_enable()
     compile_blocks(model, "keeping")
     torch._dynamo.utils.counters.clear()
-    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(run(), expected, strict=True))
+    assert all(
+        torch.allclose(a, b, rtol=1e-4, atol=1e-6)
+        for a, b in zip(numbers(policy, layout, batches), expected, strict=True)
+    )
     assert not torch._dynamo.utils.counters["graph_break"]
     assert len(names) == count and all("_varlen_attn" in name for name in names)
 
@@ -180,10 +173,11 @@ def test_the_usual_backend_gives_the_same_numbers(exact_llama: Build) -> None:
     import torch._inductor.config
 
     model = exact_llama(num_hidden_layers=2)
-    expected = numbers(model, "shared_prefix")
+    policy = ScoredLM(model)
+    expected = numbers(policy, "shared_prefix", BATCHES[:1])
     compile_blocks(model, "inductor")
     with torch._inductor.config.patch(compile_threads=1):
-        assert gap(numbers(model, "shared_prefix"), expected) < 1e-10
+        assert gap(numbers(policy, "shared_prefix", BATCHES[:1]), expected) < 1e-10
 
 
 @pytest.mark.gpu
@@ -204,9 +198,10 @@ def test_adapters_are_compiled_with_their_block(
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
-    names, expected = list(merged_state(model)), numbers(model, "shared_prefix")
+    policy = ScoredLM(model)
+    names, expected = list(merged_state(model)), numbers(policy, "padded")
     compile_blocks(model, "counting")
-    assert gap(numbers(model, "shared_prefix"), expected) < 2e-5 and graphs
+    assert gap(numbers(policy, "padded"), expected) < 2e-5 and graphs
     assert list(merged_state(model)) == names, "names in checkpoints and exports stay"
 
 

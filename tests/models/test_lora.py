@@ -25,8 +25,8 @@ from attnpo.models.lora import (
     refused_names,
     target_names,
 )
+from attnpo.models.memory import adapters_of
 from attnpo.models.scored import ScoredLM
-from attnpo.models.shape import adapters_of
 from attnpo.models.spec import LoraSpec
 from attnpo.schema import ModelInputs, UserError
 from attnpo.training.export import Exporter

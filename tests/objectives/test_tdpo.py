@@ -67,7 +67,7 @@ def test_golden_records_agree_to_the_gradient_of_the_logits(vectors: Path, name:
 def test_only_the_gradients_tell_a_stop_gradient_apart(vectors: Path, way: str) -> None:
     """TDPO1's formula with both K passing gradient is TDPO2's at alpha 1 in all but the chosen side's gradient."""
     record = Record.read(golden(vectors, "tdpo2")[3])
-    assert record.hyperparameters.values == {"beta": 0.5, "alpha": 1.0}
+    assert record.hyperparameters == {"beta": 0.5, "alpha": 1.0}
     results = distributions.evaluate(TDPO1(0.5), 0.5, record.inputs, way)
     comparison = Comparison()
     compare_expected(record, comparison, lambda filling: results, way)

@@ -13,7 +13,7 @@ from attnpo.data.example_numbers import token_percentiles
 from attnpo.data.micro_batches import PADDED, SHARED_PREFIX
 from attnpo.data.prepare import percentiles
 from attnpo.models.loading import load_config
-from attnpo.models.shape import Shape
+from attnpo.models.memory import Shape
 from attnpo.models.spec import LoraSpec, ModelSpec
 from attnpo.run import messages
 from attnpo.run.folders import store_root

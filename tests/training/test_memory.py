@@ -24,12 +24,12 @@ from attnpo.models.memory import (
     STEP,
     UPDATE,
     MemoryEstimate,
+    Shape,
     activation_bytes_per_token,
     estimate_pass,
     estimate_training,
 )
 from attnpo.models.scored import ScoredLM
-from attnpo.models.shape import Shape
 from attnpo.models.spec import LoraSpec, ModelSpec
 from attnpo.schema import UserError
 from attnpo.training.optimizer import Optimizer
