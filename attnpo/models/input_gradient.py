@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from attnpo.models.backbone import eval_mode
 from attnpo.models.logps import project

@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NotRequired, TypedDict, cast
+from typing import Any, NotRequired, TypedDict, cast
 
 from huggingface_hub import ModelCard, ModelCardData
 
@@ -96,6 +96,7 @@ def model_card(
         f"Validation at step {step}" if step is not None else "Validation": _pairs("metric", validated)
         + (f"\n\n{remark}." if validated and remark else ""),
     }
+    more: dict[str, Any] = {"reward": reward, "step": step, "dtype": dtype, "sections": sections}
     card = ModelCard.from_template(
         metadata(facts),
         template_path=str(TEMPLATE),
@@ -105,7 +106,7 @@ def model_card(
         notes=[f"{note[0].upper()}{note[1:]}" for note in notes],
         versions=", ".join(f"{name} {version}" for name, version in facts.get("versions", {}).items()),
         command=shlex.join(facts.get("command", ())),
-        **{"reward": reward, "step": step, "dtype": dtype, "sections": sections},
+        **more,
     )
     return f"{card}\n"
 

@@ -269,7 +269,7 @@ class Extraction:
             comparison.same(f"chars_{answer}", list(marks[answer].characters), characters)
             comparison.same(f"tokens_{answer}", list(prompt.spans[side]), tokens)
             shared = f"last_token_shared_{answer}"
-            comparison.same(shared, marks[answer].shared(*prompt.spans[side])[1], case.flag(shared))
+            comparison.same(shared, marks[answer].shared(*prompt.spans[side])[1], case[shared])
 
     def unedited(self, pair: GoldenPair, side: str) -> list[int]:
         """The completion's ids before the reference changed them: its text tokenised, and EOS."""

@@ -11,7 +11,6 @@ from torch import Tensor
 from attnpo.objectives.base import PreferenceObjective
 from attnpo.schema import TokenStats
 from attnpo.training.metrics import pair_values
-from attnpo.training.module import weighed
 from attnpo.weights.sources.transport import Transport
 from tests.conformance.batches import both_sides, by_side, filled, pair_batch, row_group
 from tests.conformance.fields import Fields, Record
@@ -34,6 +33,8 @@ def evaluate(
     objective: PreferenceObjective, source: Transport, inputs: Fields, filling: float = 0.0
 ) -> dict[str, Tensor]:
     """Every quantity a record may expect, by its name there; positions off the response hold ``filling``."""
+    from attnpo.training.module import weighed
+
     mask = both_sides(inputs, "mask") == 1
     logps, hidden = (filled(both_sides(inputs, name), mask, filling) for name in ("policy_logps", "hidden"))
     policy = TokenStats(logps=logps, hidden=hidden)

@@ -143,7 +143,7 @@ class Gradients(L.Callback):
         self.found = gradients(pl_module.policy.model)
 
 
-@pytest.mark.parametrize(("name", "micro"), zip(OBJECTIVES, (4, 1, 4, 1), strict=True))
+@pytest.mark.parametrize(("name", "micro"), list(zip(OBJECTIVES, (4, 1, 4, 1), strict=True)))
 def test_a_training_step_is_the_naive_one_however_it_is_cut(fit: Fit, name: str, micro: int) -> None:
     """Tied head, grouped-query attention, a head chunk that cuts through responses, random token weights."""
     examples, kept = make_examples(4, seed=2), Gradients()
