@@ -1,14 +1,11 @@
-"""Numbers logged of a step: values of each pair, and their means over all its micro-batches and ranks."""
+"""Metrics averaged over the whole optimiser step and all ranks, whatever the micro-batching."""
 
 from collections.abc import Mapping
 
 import torch
 import torchmetrics
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
-
-from attnpo.objectives.base import Reduction, reduce, split_pairs
-from attnpo.schema import ModelInputs, ObjectiveOutput, PreferenceBatch, TokenStats
 
 
 class PairMeans(torchmetrics.Metric):
@@ -40,56 +37,3 @@ class PairMeans(torchmetrics.Metric):
     @staticmethod
     def _state(name: str) -> str:
         return "sum_" + name.replace("/", "_")
-
-
-def pair_values(
-    policy: TokenStats, output: ObjectiveOutput, batch: PreferenceBatch
-) -> dict[str, Float[Tensor, " pairs"]]:
-    """Returns everything logged per pair: loss, rewards, margins, accuracies, log-probabilities, weight statistics.
-
-    ``rewards/*`` are the objective's own rewards (weighted where it weighs tokens); equal rewards count as half an
-    accuracy, so that it starts at 0.5 where policy and reference are the same. ``weights/effective_share`` is the
-    effective number of weighted tokens over |y| as the source counts it, mean of both sides; 1 for uniform weights.
-    Of a source that weighs pairs, ``weights/pair`` and ``weights/void`` are the mean pair weight and the share of 0.
-    """
-    rows = batch.main
-    margins = output.chosen_rewards - output.rejected_rewards
-    chosen, rejected = split_pairs(reduce(policy.logps.detach(), None, rows.response_mask, Reduction.SUM))
-    values = {
-        "loss": output.losses.detach() * batch.pair_weight,
-        "rewards/chosen": output.chosen_rewards,
-        "rewards/rejected": output.rejected_rewards,
-        "rewards/margins": margins,
-        "rewards/accuracies": (margins > 0).float() + 0.5 * (margins == 0).float(),
-        "logps/chosen": chosen,
-        "logps/rejected": rejected,
-    }
-    for name, value in output.extras.items():
-        loss_part = name.startswith("losses/")  # void pairs do not count in it
-        values[name if loss_part else f"rewards/{name}"] = value * batch.pair_weight if loss_part else value
-    weights = torch.where(rows.response_mask, rows.token_weights["reward"], 0.0)
-    mass = weights.sum(-1)
-    square = weights.square().sum(-1)
-    effective = torch.where(square > 0, mass.square() / square.clamp(min=1e-30), torch.zeros_like(mass))
-    share = effective / rows.source_lengths.clamp(min=1.0)
-    values["weights/effective_share"] = 0.5 * (share[: batch.pairs] + share[batch.pairs :])
-    values["weights/max"] = torch.maximum(*split_pairs(weights.amax(-1)))
-    values |= {name: value for name, value in batch.pair_values.items() if name.startswith("weights/")}
-    return values
-
-
-def read_tokens(batch: PreferenceBatch) -> Float[Tensor, " pairs"]:
-    """Returns tokens of the batch's rows, prompts included and padding not, as equal shares of its pairs.
-
-    A prompt that two rows share counts twice, as it does in every other layout.
-    """
-    counts = [_tokens(rows.inputs) for rows in batch.groups.values() if rows.inputs is not None]
-    return torch.stack(counts).sum().double().expand(batch.pairs) / batch.pairs
-
-
-def _tokens(inputs: ModelInputs) -> Int[Tensor, ""]:
-    if inputs.segments is not None:
-        return inputs.segments[:, [1, 3]].sum().to(inputs.input_ids.device, non_blocking=True)
-    if inputs.attention_mask is not None:
-        return inputs.attention_mask.sum()
-    return inputs.input_ids.new_tensor(inputs.input_ids.numel())

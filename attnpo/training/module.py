@@ -26,9 +26,10 @@ from attnpo.objectives.base import PreferenceObjective, StepObjective
 from attnpo.schema import Kind, ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats, UserError
 from attnpo.training.checks import check_ready, check_saved, frozen_names, keep_trained, require_full_precision
 from attnpo.training.gather import from_all_ranks
-from attnpo.training.metrics import PairMeans, pair_values, read_tokens
+from attnpo.training.metrics import PairMeans
 from attnpo.training.nonfinite import Scored, detached, message, named, nonfinite_pairs, save_step
 from attnpo.training.optimizer import Optimizer, norms_and_biases
+from attnpo.training.pair_values import pair_values, read_tokens
 from attnpo.training.resume_state import typed
 from attnpo.weights.base import OnlineSource
 from attnpo.weights.pipeline import transformed_batch

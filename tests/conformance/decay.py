@@ -6,7 +6,7 @@ from torch import Tensor
 from attnpo.data.collate import pad_rows
 from attnpo.objectives.base import PreferenceObjective
 from attnpo.schema import SIDES, EncodedResponse, PreferencePair, TokenStats
-from attnpo.training.metrics import pair_values
+from attnpo.training.pair_values import pair_values
 from attnpo.weights.pipeline import training_weights
 from attnpo.weights.sources.decay import Decay
 from tests.conformance.batches import both_sides, by_side, filled, pair_batch, row_group

@@ -15,7 +15,7 @@ from torch import Tensor
 from attnpo.models.logps import Head, statistics_of_logits, token_statistics
 from attnpo.objectives.base import PreferenceObjective
 from attnpo.schema import SIDES, ObjectiveOutput, PreferenceBatch, TokenStats
-from attnpo.training.metrics import pair_values
+from attnpo.training.pair_values import pair_values
 from tests.conformance.batches import both_sides, by_side, pair_batch, row_group
 from tests.conformance.fields import Fields, Record
 from tests.conformance.records import Comparison, built, compare_expected

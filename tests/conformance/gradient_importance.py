@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attnpo.objectives.tidpo import TIDPO
 from attnpo.schema import SIDES, InputGradient, RowGroup, TokenStats
-from attnpo.training.metrics import pair_values
+from attnpo.training.pair_values import pair_values
 from attnpo.weights.sources.gradient import Gradient, Scope, importance_weights
 from tests.conformance.batches import both_sides, by_side, filled, row_group
 from tests.conformance.distributions import WAYS, LogitRows

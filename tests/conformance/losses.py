@@ -14,6 +14,7 @@ from torch import Tensor
 
 from attnpo.objectives.base import PreferenceObjective
 from attnpo.schema import SIDES, ObjectiveOutput, TokenStats
+from attnpo.training.pair_values import pair_values
 from tests.conformance import decay, distributions, scorers, transport, unpaired, weights
 from tests.conformance import gradient_importance as importance
 from tests.conformance.batches import both_sides, filled, pair_batch, row_group
@@ -98,8 +99,6 @@ class Pairwise:
 
         ``filling`` stands where the mask is 0.
         """
-        from attnpo.training.metrics import pair_values
-
         inputs, chosen = record.inputs, record.inputs.at("chosen")
         mask = both_sides(inputs, "mask") == 1
 

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from attnpo.objectives.base import PreferenceObjective
 from attnpo.schema import SIDES, EncodedResponse, Kind, PairWeights, Round, TokenStats, TokenWeights
 from attnpo.text.alignment import AlignMethod
-from attnpo.training.metrics import pair_values
+from attnpo.training.pair_values import pair_values
 from attnpo.weights.base import WeightSource
 from attnpo.weights.pipeline import training_weights
 from tests.conformance.batches import both_sides, by_side, filled, pair_batch, row_group

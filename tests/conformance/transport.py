@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnpo.objectives.base import PreferenceObjective
 from attnpo.schema import TokenStats
-from attnpo.training.metrics import pair_values
+from attnpo.training.pair_values import pair_values
 from attnpo.weights.sources.transport import Transport
 from tests.conformance.batches import both_sides, by_side, filled, pair_batch, row_group
 from tests.conformance.fields import Fields, Record

@@ -21,9 +21,9 @@ from attnpo.models.packed_attention import Plan, Rule, attend_as_before, attend_
 from attnpo.models.scored import ScoredLM
 from attnpo.objectives.twdpo import TwDPO
 from attnpo.schema import UserError
-from attnpo.training.metrics import pair_values, read_tokens
 from attnpo.training.module import PreferenceModule
 from attnpo.training.optimizer import Optimizer
+from attnpo.training.pair_values import pair_values, read_tokens
 from tests.models.classes import SHAPE
 from tests.models.test_prompt_rows import chunked, judged
 from tests.models.varlen import Calls, attend_plainly

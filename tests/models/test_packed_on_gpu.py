@@ -13,9 +13,9 @@ from attnpo.models.layouts import LAYOUTS
 from attnpo.models.packed_attention import find_kernel
 from attnpo.models.scored import ScoredLM
 from attnpo.objectives.twdpo import TwDPO
-from attnpo.training.metrics import pair_values, read_tokens
 from attnpo.training.module import PreferenceModule
 from attnpo.training.optimizer import Optimizer
+from attnpo.training.pair_values import pair_values, read_tokens
 from tests.models.test_packed_attention import loss_and_gradients, rows
 from tests.models.varlen import Calls, attend_plainly
 from tests.training.tiny import make_examples

@@ -17,9 +17,9 @@ from attnpo.models.layouts import padded
 from attnpo.objectives.dpo import DPO
 from attnpo.objectives.twdpo import TwDPO
 from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats, UserError
-from attnpo.training.metrics import pair_values, read_tokens
 from attnpo.training.metrics_file import merge_metrics
 from attnpo.training.nonfinite import Scored, message, named, save_step
+from attnpo.training.pair_values import pair_values, read_tokens
 from tests.training.stored import epoch_order, spoil, stored_data, stored_reference
 from tests.training.tiny import Fit, make_data, make_examples, make_module
 

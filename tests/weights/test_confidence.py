@@ -10,8 +10,8 @@ from torch import Tensor
 from attnpo.config.compose import groups
 from attnpo.run.combinations import require_reader
 from attnpo.schema import Kind, PreferenceBatch, PreferencePair, TokenStats, UserError
-from attnpo.training.metrics import pair_values
 from attnpo.training.module import weighed
+from attnpo.training.pair_values import pair_values
 from attnpo.weights.base import OnlineSource, online_reads
 from attnpo.weights.sources.confidence import Confidence, Entropy, Selective, above_quantile, below_mean, highest
 from attnpo.weights.sources.pair_strength import MWPO, WPO, PairColumn
