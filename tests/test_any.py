@@ -31,7 +31,7 @@ REASONS = {
         f"run/bad_batch.py::{name}": "what torch reads of a saved step, checked there"
         for name in ("_contents", "_pairs")
     },
-    "display/look.py::inked": "keywords of matplotlib, passed on",
+    "display/look.py::line_colours": "keywords of matplotlib, passed on",
     "display/weighed_pair.py::rows": "columns of a frame, each of its own kind",
     "display/pair_record.py::from_dict": "JSON as it was read, taken apart and checked here",
     "display/weighed_pair.py::from_dict": "JSON as it was read, taken apart and checked here",

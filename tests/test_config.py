@@ -991,7 +991,7 @@ def test_choices_and_values_apart_compose_as_hydra_composes_the_whole(words: lis
 
 @pytest.fixture
 def composed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The overrides of each composition that Hydra is asked for."""
+    """Collects the overrides of each composition that Hydra is asked for."""
     calls: list[str] = []
     whole = config._compose
 

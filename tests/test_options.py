@@ -24,7 +24,7 @@ GROUPS = [group for place, group in enumerate(EVERY) if group.name not in {one.n
 
 @cache
 def every_help() -> dict[str, list[str]]:
-    """The help of every command, as each prints it."""
+    """Returns the help of every command, as each prints it."""
     found, _ = in_turn([[f"attnpo.{command}", "--help"] for command in SCREENS])
     return {command: done.stdout.splitlines() for command, done in zip(SCREENS, found, strict=True)}
 

@@ -171,7 +171,7 @@ def compose(name: str, overrides: Sequence[str] = (), config_dir: Path | None = 
         except (OmegaConfBaseException, ValueError) as error:
             if added or not isinstance(error, ConfigAttributeError | ConfigKeyError):
                 return _compose(name, overrides, config_dir)
-            raise UserError(_unknown(key, name, overrides, config_dir)) from error
+            raise UserError(_describe_unknown(key, name, overrides, config_dir)) from error
     return _noted(cfg, overrides)
 
 
@@ -183,7 +183,7 @@ def _is_odd(one: Override, grouped: bool) -> bool:
     return isinstance(one.value(), dict) if grouped else one.is_delete() or one.package is not None
 
 
-def _unknown(key: str, name: str, overrides: Sequence[str], config_dir: Path | None) -> str:
+def _describe_unknown(key: str, name: str, overrides: Sequence[str], config_dir: Path | None) -> str:
     return unknown_key(key, name, overrides, list(groups(config_dir)), lambda rest: compose(name, rest, config_dir))
 
 
@@ -221,7 +221,11 @@ def _compose(name: str, overrides: Sequence[str], config_dir: Path | None) -> Di
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         text = hydra_text(error) if isinstance(error, HydraException) else f"{error} (in {' '.join(overrides)})"
         refused = re.search(r"Could not override '([^']+)'", text)
-        told = _unknown(refused[1], name, overrides, config_dir) if refused else nearest_option(text, overrides, known)
+        told = (
+            _describe_unknown(refused[1], name, overrides, config_dir)
+            if refused
+            else nearest_option(text, overrides, known)
+        )
         raise UserError(told) from error
     # Hydra passes over a missing option in silence where the defaults list says `optional`.
     for key, choice in cfg.hydra.runtime.choices.items():

@@ -108,7 +108,7 @@ class Look:
     note: str = ""
 
     @property
-    def inked(self) -> dict[str, Any]:
+    def line_colours(self) -> dict[str, Any]:
         """Returns the colours of its lines and inside of its markers."""
         return {"color": self.colour, "markerfacecolor": self.colour if self.filled else PAPER}
 

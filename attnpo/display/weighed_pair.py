@@ -40,7 +40,7 @@ class WeighedToken(NamedTuple):
 
 
 class _Shown:
-    """What one pair and several have in common: tables and heat maps of all their tokens."""
+    """Tables and heat maps of all tokens, for one pair and for several."""
 
     @property
     def _all(self) -> Sequence["WeighedPair"]:

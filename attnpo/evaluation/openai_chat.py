@@ -61,7 +61,7 @@ _Item = TypeVar("_Item")
 
 @dataclass(frozen=True)
 class _Problem:
-    """Why a request has no completion after the client's retries; ``status`` 0 where no error of the server says so."""
+    """Reason why a request got no completion after all retries; ``status`` 0 where no error of the server says so."""
 
     text: str
     status: int = 0
@@ -75,7 +75,7 @@ class _Problem:
 
 @dataclass(frozen=True)
 class _Endpoint:
-    """A server as ``part`` of a configuration (answering, grader) names it; ``key_variable`` None: no key is sent."""
+    """Server as ``part`` of a configuration (answering, grader) names it; ``key_variable`` None: no key is sent."""
 
     part: str
     address: str

@@ -171,7 +171,7 @@ class Preferences:
 
 @runtime_checkable
 class WithBaseline(Benchmark, Protocol):
-    """A benchmark that has an answer to compare with for each of its questions, which have one turn."""
+    """Benchmark with an answer to compare with for each of its questions, which have one turn."""
 
     def baseline_answers(self) -> Mapping[str, str]:
         """Returns the baseline's answer to each question, by its id."""

@@ -203,7 +203,7 @@ class _Session:
         asking = True
         while self.todo and asking:  # what did not fit beside calls in flight may fit after them
             asking = False
-            for call, found in self.grader.ask(self._admitted()):
+            for call, found in self.grader.ask(self._find_admitted()):
                 asking = True
                 self._settle(call, found)
         left = {call: self.counted[call] for call in self.todo}
@@ -223,7 +223,7 @@ class _Session:
     def _cost(self, reply: GradingReply) -> float:
         return self.price.of(reply.input_tokens, reply.output_tokens)
 
-    def _admitted(self) -> Iterator[GradingCall]:
+    def _find_admitted(self) -> Iterator[GradingCall]:
         """Takes calls from the front of those to ask while they fit; ``stopped`` says which bound ended it."""
         while self.todo:
             most = self.price.of(self.counted[self.todo[0]].tokens, self.todo[0].max_tokens)

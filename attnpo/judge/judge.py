@@ -45,7 +45,7 @@ class AttentionReader(WeightReader):
 
     @property
     def num_heads(self) -> int:
-        """Query heads of each layer, from the model's config alone; UserError when layers differ in it."""
+        """Returns the query heads of each layer, from the model's config alone; UserError when layers differ in it."""
         return model_heads(self.path, self.revision)
 
     @property

@@ -123,7 +123,7 @@ def _draw_arm(axes: Axes, arm: str, line: Sequence[FrontierPoint], beyond: Seque
     name = f"{look.named(arm)}\n    best: {chosen}" if chosen else look.named(arm)
     places, rewards = [point.root for point in inside], [point.reward for point in inside]
     shape: dict[str, Any] = {"marker": look.marker, "linestyle": look.style, "markersize": 5, "linewidth": 1.4}
-    axes.plot(places, rewards, alpha=0.9, label=name, **shape, **look.inked)
+    axes.plot(places, rewards, alpha=0.9, label=name, **shape, **look.line_colours)
     for point in inside:
         width, depth = (2.4, 0.65) if point.best else (1.0, 0.3)
         draw_interval(axes, point.root, point.low, point.high, color=look.colour, linewidth=width, alpha=depth)
@@ -227,7 +227,7 @@ def _draw_arms(axes: Axes, shown: ArmPanel, arms: Sequence[str], looks: Looks, c
         if level is None:
             continue
         draw_interval(axes, place, level.low, level.high, across=True, color=look.colour, linewidth=2.4, alpha=0.65)
-        axes.plot(level.score, place, look.marker, markersize=7, **look.inked)
+        axes.plot(level.score, place, look.marker, markersize=7, **look.line_colours)
     if control in levels and levels[control].is_bounded:
         axes.axvspan(levels[control].low, levels[control].high, color=SOFT, alpha=0.18, linewidth=0)
     for marked in line:
@@ -302,7 +302,7 @@ def _draw_levels(
         look = looks[name]
         draw_interval(axes, place, level.low, level.high, color=look.colour, linewidth=2.4, alpha=0.55)
         named = f"{look.named(name)} {level.score:.3g}"
-        axes.plot(place, level.score, look.marker, markersize=7, label=named, **look.inked)
+        axes.plot(place, level.score, look.marker, markersize=7, label=named, **look.line_colours)
         for each in grid:
             each.axhline(level.score, color=look.colour, linewidth=0.9, linestyle=":", alpha=0.7, zorder=1)
             if name == control and level.is_bounded:

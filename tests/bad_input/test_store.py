@@ -19,7 +19,7 @@ PAIRS = TRAIN + VAL
 
 @pytest.fixture(scope="module")
 def shards(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
-    """A store with two shards, of the validation pairs and of the rest, and both by their places in it."""
+    """Returns a store with two shards, of the validation pairs and of the rest, and both by their places in it."""
     folder = tmp_path_factory.mktemp("filled")
     shutil.copytree(world.data, folder / "half")
     shutil.copy(world.data / "test.jsonl", folder / "half" / "train.jsonl")
@@ -34,7 +34,7 @@ def shards(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
 
 @pytest.fixture
 def filled(attempts: Attempts, shards: tuple[Path, Path, Path]) -> tuple[World, Path, Path]:
-    """A world with a copy of that store, and both shards."""
+    """Returns a world with a copy of that store, and both shards."""
     store, *both = shards
     world = attempts.on()
     shutil.copytree(store, world.store)

@@ -27,7 +27,7 @@ def is_folder(path: Path) -> bool:
 
 
 class GoldenRound(Fields):
-    """The reference's judge prompt of one round; ``answer_a`` is a side."""
+    """Reference's judge prompt of one round; ``answer_a`` is a side."""
 
     def span(self, side: str) -> tuple[int, int]:
         """Returns the tokens of a side's response."""

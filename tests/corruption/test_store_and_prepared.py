@@ -250,7 +250,7 @@ def weigh(world: World, *more: str) -> int:
 
 @pytest.fixture(scope="module")
 def expected(weighed: World, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The numbers of the store that nothing befell."""
+    """Returns the numbers of the undamaged store."""
     return numbers(on_copy(weighed, tmp_path_factory.mktemp("sound") / "store"))
 
 

@@ -48,7 +48,7 @@ def spelled(words: list[str]) -> WeighedResponse:
 
 
 def response_of(text: str, ids: list[int], offsets: list[tuple[int, int]]) -> WeighedResponse:
-    """A response without weights, all of whose tokens would have a partner."""
+    """Returns a response without weights, all of whose tokens would have a partner."""
     tokens = tuple(text[start:stop] or "<|im_end|>" for start, stop in offsets)
     return WeighedResponse(text, tokens, tuple(ids), tuple(offsets), torch.zeros(len(ids)), len(ids), 1.0)
 

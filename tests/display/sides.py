@@ -13,7 +13,7 @@ END = "<|eot|>"
 
 def response(*tokens: tuple[str, float], length: float | None = None, coverage: float = 1.0, cut: str = "",
              **scores: Sequence[float]) -> WeighedResponse:  # fmt: skip
-    """A response of tokens one after the other, ids from 7 on; ``END`` has no characters, and ``cut`` no token."""
+    """Returns a response of tokens in a row, ids from 7 on; ``END`` has no characters, and ``cut`` no token."""
     offsets, at = list[tuple[int, int]](), 0
     for text, _ in tokens:
         stop = at if text == END else at + len(text)
@@ -33,6 +33,6 @@ def response(*tokens: tuple[str, float], length: float | None = None, coverage: 
 
 def pair_of(chosen: WeighedResponse, rejected: WeighedResponse | None = None, prompt: Sequence[Message] = (),
             verdicts: tuple[Verdict, ...] = (), note: str = "", pair_id: str = "pair") -> WeighedPair:  # fmt: skip
-    """A pair of such responses, of the same twice where only one is given."""
+    """Returns a pair of such responses, of the same twice where only one is given."""
     other = rejected or chosen
     return WeighedPair(PreferencePair(pair_id, tuple(prompt), chosen.text, other.text), chosen, other, verdicts, note)

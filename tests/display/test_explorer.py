@@ -127,7 +127,7 @@ def test_what_the_first_pair_is_drawn_from_stands_before_the_script() -> None:
 
 
 def test_a_page_of_500_pairs_fits_the_limit() -> None:
-    """A fiftieth of them: the rest of a page, its script and style, is counted fifty times over."""
+    """Counts a fiftieth of them: the rest of a page, its script and style, is counted fifty times over."""
     assert 50 * len(explorer_html(many(10, 700, 4))) <= LIMIT
 
 

@@ -34,7 +34,7 @@ def pixels(path: Path) -> np.ndarray:
 
 
 def drawn(path: Path) -> str:
-    """The SVG beside a PNG, after the rules of dark pages, which name colours too."""
+    """Returns the SVG beside a PNG, after the rules of dark pages, which name colours too."""
     return svg_beside(path).read_text(encoding="utf-8").partition("</style>")[2]
 
 

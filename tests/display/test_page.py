@@ -28,7 +28,7 @@ from tests.display.test_heat import Reader
 
 
 def picture(folder: Path) -> Path:
-    """The beginning of a PNG, by which it is known."""
+    """Returns the beginning of a PNG, by which it is known."""
     (folder / "layers.png").write_bytes(b"\x89PNG\r\n\x1a\n")
     return folder / "layers.png"
 

@@ -40,7 +40,7 @@ def anchors(path: Path) -> set[str]:
 
 
 def on_pages(find: Callable[[Path], list[str]]) -> dict[str, list[str]]:
-    """What is wrong on each page, by its path."""
+    """Returns the faults of each page, by its path."""
     return {str(page.relative_to(ROOT)): found for page in PAGES if (found := find(page))}
 
 

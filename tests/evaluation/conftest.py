@@ -7,5 +7,5 @@ from tests.run.worlds import World, build_world
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    """A world that tests read; who writes into it takes a copy."""
+    """Builds a world that tests read; who writes into it takes a copy."""
     return build_world(tmp_path_factory.mktemp("world"))

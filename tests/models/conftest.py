@@ -95,7 +95,7 @@ def batch_sizes(monkeypatch: pytest.MonkeyPatch) -> Callable[[CausalJudge], list
 
 @pytest.fixture
 def one_rank() -> Iterator[None]:
-    """A process group of this process alone."""
+    """Starts a process group of this process alone."""
     from torch import distributed
 
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)

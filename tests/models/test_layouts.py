@@ -97,7 +97,7 @@ def test_errors_name_row_and_remedy(layout: Callable[..., object]) -> None:
 # ------------------------------------------------------------------------------------------------ which a model takes
 @pytest.mark.parametrize("name", ["auto", "packed"])
 def test_every_family_takes_every_layout(tiny: Build, family: str, name: str, caplog: pytest.LogCaptureFixture) -> None:
-    """The first of ``auto`` is ``shared_prefix``."""
+    """Holds that ``auto`` begins with ``shared_prefix``."""
     models = [ScoredLM(tiny(family)) for _ in range(2 if family == "llama" else 1)]
     state, modes = torch.get_rng_state(), [module.training for module in models[0].model.modules()]
     with caplog.at_level(logging.INFO, "attnpo"):

@@ -21,7 +21,7 @@ PAIRS, COUNTS = 3, (7, 3, 1, 4, 7, 2)
 
 
 def batch_of(rows: RowGroup, kl: float) -> PreferenceBatch:
-    """A step whose four mismatched rows have the mean ``kl``."""
+    """Returns a step whose four mismatched rows have the mean ``kl``."""
     state = {"kl_sum": torch.tensor(4 * kl, dtype=torch.float64), "kl_rows": torch.tensor(4.0, dtype=torch.float64)}
     return make_batch(rows, state=state)
 
@@ -85,7 +85,7 @@ def test_z_carries_no_gradient(ratios: Tensor) -> None:
 
 
 def test_weights_weigh_the_pair_and_not_z(ratios: Tensor) -> None:
-    """The reward is b |y| sum a d, with |y| of the source or of the mask, or without it; each side has its own weight.
+    """Holds the reward to b |y| sum a d, |y| of the source, of the mask or left out; each side has its own weight.
 
     beta multiplies z too; a pair's loss is the mean of its two examples.
     """

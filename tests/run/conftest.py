@@ -15,7 +15,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 @pytest.fixture(scope="module")
 def world(template: World) -> World:
-    """The world of a module's tests, which share its store."""
+    """Builds the world of a module's tests, which share its store."""
     return template
 
 

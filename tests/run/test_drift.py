@@ -44,7 +44,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[list[PreferencePair]]:
 
 
 def test_a_run_with_a_truth_measures_everything(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The KL on all answers is the scorer's: by rows in double precision, and by hidden states against both heads."""
+    """Holds the KL on all answers to the scorer's: by rows in float64, and by hidden states against both heads."""
     sampled = kept(monkeypatch)
     before = {path.parent.name for path in world.store.rglob("key.json")}
     more = ("drift.answers=6", "callbacks.report=true", "callbacks.heat_maps=0")

@@ -128,7 +128,7 @@ def test_the_config_is_the_plain_one_with_a_run() -> None:
 
 @pytest.fixture(scope="module")
 def trained(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run's folder."""
+    """Returns a run's folder."""
     folder = tmp_path_factory.mktemp("trained") / "run"
     of_run = ["data.val_split=null", "data.val_share=0.5", "lengths.max_length=30", "lengths.max_prompt_length=14"]
     make_run(world.config(*of_run, "weights.layer=1", "callbacks.samples=0", "callbacks.report=false"), folder)

@@ -175,7 +175,7 @@ def test_points_of_a_study_share_a_group(world: World) -> None:
 
 
 def study_outcome(folder: Path, arms: list[Arm], accuracies: tuple[float, ...], **more: Any) -> Outcome:
-    """What a study of one point for each arm has found."""
+    """Returns the outcome of a study with one point for each arm."""
     split = {"effective_share": 0.5, "coverage": 1.0}
     common = {"inputs": {"train": split, "val": split}, "steps": 3, "seconds": {"all": 1.5}, "truth": None}
     points = [

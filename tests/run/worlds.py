@@ -74,7 +74,7 @@ def build_world(folder: Path, train: int = TRAIN, val: int = VAL, layers: int = 
 
 @cache
 def _built(train: int, val: int, layers: int) -> Path:
-    """The folder that every world of these sizes is a copy of, until this process ends."""
+    """Builds the folder that every world of these sizes is a copy of, until this process ends."""
     folder = Path(tempfile.mkdtemp(prefix="world-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     tokenizer = build_tokenizer(GRAMMAR)

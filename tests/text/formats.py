@@ -67,7 +67,7 @@ class Formats:
             self.loaded[folder] = AutoTokenizer.from_pretrained(TESTS / folder)
         return self.loaded[folder]
 
-    def marked(self, words: Iterable[str], folder: str = GOLDEN) -> Any:
+    def mark_turns(self, words: Iterable[str], folder: str = GOLDEN) -> Any:
         """Returns a tokenizer that has ``words`` as special tokens; made once."""
         words = sorted(set(words))
         key = " ".join([folder, *words])

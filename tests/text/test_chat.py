@@ -276,7 +276,7 @@ def thinking(formats: Formats, opening: str, thought: str, folder: str = GOLDEN)
         f"{thought}{{% endif %}}{{{{ m['content'] }}}}<|im_end|>\n{{% endfor %}}"
         f"{{% if add_generation_prompt %}}<|im_start|>assistant\n{opening}{{% endif %}}"
     )
-    return ChatFormat(formats.marked(["<|im_start|>", "<|im_end|>", "<think>", "</think>"], folder), template)
+    return ChatFormat(formats.mark_turns(["<|im_start|>", "<|im_end|>", "<think>", "</think>"], folder), template)
 
 
 @pytest.mark.parametrize("opening", ["", "<think>\n", "<think>\n\n</think>\n\n"])

@@ -132,7 +132,7 @@ def test_many_at_once_are_what_one_at_a_time_gives(formats: Formats, name: str) 
     folder, template = TEMPLATES[name]
     tokenizer = formats.tokenizer(folder)
     if template is not None and folder == GOLDEN:
-        tokenizer = formats.marked(re.findall(r"<[|\uff5c]?[\w\u2581/]+[|\uff5c]?>", template))
+        tokenizer = formats.mark_turns(re.findall(r"<[|\uff5c]?[\w\u2581/]+[|\uff5c]?>", template))
 
     @settings(max_examples=10, suppress_health_check=list(HealthCheck))
     @given(PAIRS, st.sampled_from(RULES), st.booleans(), st.sampled_from([None, None, len(tokenizer) - 1, 300]))

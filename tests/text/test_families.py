@@ -43,7 +43,7 @@ HEADS = {
 def chat(formats: Formats, family: str, **options: object) -> ChatFormat:
     template = (FOLDER / f"{family}.jinja").read_text(encoding="utf-8").removesuffix("\n")
     words = re.findall(r"<[|\uff5c]?[\w\u2581/]+[|\uff5c]?>|\[/?\w+\]", template)
-    return ChatFormat(formats.marked(word for word in words if word != "[0]"), template, **options)  # type: ignore[arg-type]
+    return ChatFormat(formats.mark_turns(word for word in words if word != "[0]"), template, **options)  # type: ignore[arg-type]
 
 
 def check(format_: ChatFormat, messages: list[Message], response: str, head: str) -> None:

@@ -35,7 +35,7 @@ QUOTES = USES.replace("{{ m.content }}", "{{ m.content | tojson if m.role == 'to
 
 
 def chat(formats: Formats, template: str) -> ChatFormat:
-    return ChatFormat(formats.marked(["<|im_start|>", "<|im_end|>"]), template)
+    return ChatFormat(formats.mark_turns(["<|im_start|>", "<|im_end|>"]), template)
 
 
 def test_a_template_writes_the_tools_the_calls_and_the_results(formats: Formats) -> None:

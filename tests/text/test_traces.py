@@ -39,7 +39,7 @@ DROPS = CHATML.replace("{{ m['content'] }}", "{{ m['content'].split('</think>')[
 
 
 def chat(formats: Formats, template: str) -> ChatFormat:
-    return ChatFormat(formats.marked(["<|im_start|>", "<|im_end|>", "<think>", "</think>"]), template)
+    return ChatFormat(formats.mark_turns(["<|im_start|>", "<|im_end|>", "<think>", "</think>"]), template)
 
 
 def held(encoded: EncodedResponse, response: str) -> list[str]:

@@ -233,7 +233,7 @@ def test_speed_counts_the_step_s_pairs_and_tokens(fit: Fit) -> None:
 
 
 def test_speed_does_not_count_what_happens_between_steps(fit: Fit) -> None:
-    """A second and a half of validation and saving between two steps does not make the next one slow."""
+    """Waits a second and a half between two steps, as validation and saving do: the next step is no slower."""
 
     class Slow(L.Callback):
         def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -17,7 +17,7 @@ PAIRS, EPOCHS, STEPS = 20, 2, 6  # steps of 8, 8 and 4 pairs
 
 
 class Early(L.Callback):
-    """A checkpoint after every optimiser step, before its validation."""
+    """Checkpoint after every optimiser step, before its validation."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.step = folder, 0

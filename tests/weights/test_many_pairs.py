@@ -139,7 +139,7 @@ def outcome(work: Callable[[], ExampleSet]) -> tuple[Any, ...]:
 def one_by_one(
     source: WeightSource, pairs: Iterable[PairToWeigh], method: AlignMethod, transforms: Any, *, layers: tuple[Row, ...]
 ) -> Iterator[TrainingWeights]:
-    """What ``weigh_pairs`` is held to; the numbers of one pair are worked out by hand in test_pipeline."""
+    """Weighs pair by pair, which ``weigh_pairs`` is held to; test_pipeline works one pair out by hand."""
     for raw, encoded, pair in pairs:
         yield training_weights(source, raw, encoded, method, transforms, layers=layers, pair=pair)
 

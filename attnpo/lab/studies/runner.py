@@ -51,7 +51,7 @@ Show = Callable[[Outcome], None]
 
 @dataclass
 class Progress:
-    """A study at work in its folder: bases and lost worlds of the seeds so far, results and errors of their points."""
+    """Study at work in its folder: bases and lost worlds of the seeds so far, results and errors of their points."""
 
     plan: Plan
     folder: Path

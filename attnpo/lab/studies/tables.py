@@ -730,11 +730,11 @@ def _drift_rows(outcome: Outcome, world: str, caption: str, part: str) -> Iterat
     for name, point in best_by_arm(outcome, world).items():
         yield {
             "arm": name,
-            **{head: _moved(point, paths, part) for head, paths in DRIFT_TABLES[caption].items()},
+            **{head: _describe_movement(point, paths, part) for head, paths in DRIFT_TABLES[caption].items()},
             **({name: point.truth("test", name) for name in ("polarity", "broken")} if known else {}),
         }
 
 
-def _moved(point: PointResults, paths: tuple[str, ...], part: str) -> float | str:
+def _describe_movement(point: PointResults, paths: tuple[str, ...], part: str) -> float | str:
     value = sum(point.drift(path.format(part)) for path in paths)
     return NONE if math.isnan(value) else value

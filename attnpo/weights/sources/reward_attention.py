@@ -31,7 +31,7 @@ from attnpo.weights.sources.attention import Attention, chosen_rows
 
 @runtime_checkable
 class RewardReader(Protocol):
-    """A reward model that is asked for attention rows; ``attnpo.judge.reader.RewardModel`` is the one in use."""
+    """Reward model that is asked for attention rows; ``attnpo.judge.reader.RewardModel`` is the one in use."""
 
     @property
     def num_layers(self) -> int:

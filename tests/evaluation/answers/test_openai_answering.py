@@ -175,7 +175,7 @@ def test_answers_without_a_text_are_counted_by_their_reasons(
 
 
 def test_an_answer_of_another_type_is_a_failed_call(world: World, tmp_path: Path) -> None:
-    """Which types there can be, the tests of the grader say: both read replies by one function."""
+    """Tries one type; the tests of the grader have the others, since both read replies by one function."""
     given = iter([Reply("fine"), Reply("", message={"content": 7}), *[Reply("fine")] * 7])
     with Loopback(lambda _: next(given)) as server:
         with pytest.raises(UserError, match=r"did not answer 1 of 8 .*: expected a text, got .*give the command again"):

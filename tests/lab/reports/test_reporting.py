@@ -51,7 +51,7 @@ def weights_of(world: World, folder: Path, *more: str) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def every_token(world: World, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    """The rows of a report on the attention of the last layer, with every token."""
+    """Returns the rows of a report on the attention of the last layer, with every token."""
     return weights_of(world, tmp_path_factory.mktemp("every"), "min_count=1", "label=m")
 
 
