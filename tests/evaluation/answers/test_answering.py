@@ -323,12 +323,6 @@ def test_rules_out_of_range() -> None:
             make(**{key.partition(".")[2]: 0})
 
 
-def test_keys_that_moved_are_told() -> None:
-    for name in ("batch_size", "token_budget", "max_length"):
-        with pytest.raises(UserError, match=rf"answers.{name}=9: .* give answering.{name}=9"):
-            compose("generate", [f"answers.{name}=9"])
-
-
 def test_a_file_without_its_account_or_with_a_broken_row_is_not_touched(tmp_path: Path) -> None:
     file = JsonlStore[AnswerRow](tmp_path / "answers.jsonl", "answers")
     file.path.write_text('{"id": "a", "draw": 0, "answer": ""}\n', encoding="utf-8")
