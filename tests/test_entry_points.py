@@ -530,6 +530,7 @@ def test_a_report_of_folders_prints_their_tables(tmp_path: Path) -> None:
     (tmp_path / "s").mkdir()
     sections = [Section("Arms", [TableBlock(["arm", "n"], [["uniform", 0.25]]), Paragraph("one note")])]
     (tmp_path / "s" / "tables.json").write_text(tables_json(sections))
+    (tmp_path / "s" / "study.json").write_text(json.dumps({"digest": "d", "runs": []}))
     done = start("attnpo.report", str(tmp_path / "s"), f"output={tmp_path}", "name=r", "min_count=3")
     assert done.returncode == 0
     assert "uniform" in done.stdout and "0.25" in done.stdout and "one note" in done.stdout

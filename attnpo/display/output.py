@@ -74,26 +74,23 @@ def _note(console: Console, line: str) -> str:
 def fitting(console: Console, table: TableBlock) -> list[TableBlock]:
     """Returns a table as parts that are as narrow as the console, each with the columns that name its rows.
 
-    As it is where it has room. Numbers are kept whole, with their intervals; names of rows above a quarter of the
-    console and texts above a third are broken between words, and heads to their cells.
+    As it is where it has room. Numbers are kept whole, with their intervals; the names of rows and texts above a third
+    of the console are broken between words, and heads to their cells. Of the widths for names the one that takes the
+    fewest parts is chosen.
     """
     if _width(console, table) <= console.width:
         return [table]
     naming = _naming(table)
     cells = [
-        [_broken(cell, console.width // (4 if place < naming else 3)) for place, cell in enumerate(line)]
+        [*line[:naming], *(_broken(cell, console.width // 3) for cell in line[naming:])]
         for line in ordered_cells(table.columns, table.rows)
     ]
     table = _with_narrow_heads(replace(table, rows=cells))
-    names = list(range(naming))
-    parts = [names]
-    for place in range(naming, len(table.columns)):
-        wider = [*parts[-1], place]
-        if len(parts[-1]) > naming and _width(console, _cut(table, wider)) > console.width:
-            parts.append([*names, place])
-        else:
-            parts[-1] = wider
-    return [replace(_cut(table, part), caption="" if number else table.caption) for number, part in enumerate(parts)]
+    widths = [console.width // share for share in (2, 3, 4, 5)]
+    tried = [_parts_of(console, table, naming, width) for width in widths]
+    best = min(range(len(tried)), key=lambda place: len(tried[place]))
+    made = [_cut(table, part, naming, widths[best]) for part in tried[best]]
+    return [part if number == 0 else replace(part, caption="") for number, part in enumerate(made)]
 
 
 def _naming(table: TableBlock) -> int:
@@ -109,10 +106,26 @@ def _naming(table: TableBlock) -> int:
     return least
 
 
-def _cut(table: TableBlock, places: Sequence[int]) -> TableBlock:
-    """Returns the columns at ``places``."""
-    lines = ordered_cells(table.columns, table.rows)
+def _parts_of(console: Console, table: TableBlock, naming: int, width: int) -> list[list[int]]:
+    """Returns the columns of each part of a table whose names are in lines of ``width``."""
+    names = list(range(naming))
+    parts = [names]
+    for place in range(naming, len(table.columns)):
+        wider = [*parts[-1], place]
+        if len(parts[-1]) > naming and _width(console, _cut(table, wider, naming, width)) > console.width:
+            parts.append([*names, place])
+        else:
+            parts[-1] = wider
+    return parts
+
+
+def _cut(table: TableBlock, places: Sequence[int], naming: int, width: int) -> TableBlock:
+    """Returns the columns at ``places``, the names of rows in lines of ``width`` where words allow."""
     columns = [table.columns[place] for place in places]
+    lines = [
+        [*(_broken(cell, width) for cell in line[:naming]), *line[naming:]]
+        for line in ordered_cells(table.columns, table.rows)
+    ]
     return replace(table, columns=columns, rows=[[line[place] for place in places] for line in lines])
 
 

@@ -168,14 +168,15 @@ def test_the_command_takes_callbacks_of_ones_own(world: World, tmp_path: Path, m
 
 
 def test_weights_in_hand_train_without_a_store(world: World) -> None:
-    """As a data module weighs the same pairs."""
+    """As a data module weighs the same pairs, but for what float32 rounds: some processors round by the batch."""
     weigher = Weigher(world.model, template="judge/testbed.txt", max_length=512, max_response_length=200)
     rows = {split: [json.loads(line) for line in (world.data / f"{split}.jsonl").open()] for split in ("train", "test")}
     data = PreferenceDataModule.from_examples(*map(weigher.examples, rows.values()), plan=BatchPlan(4))
     again, _ = make_data(world, world.store, "judge.max_length=512", "judge.max_response_length=200")
     for mine, theirs in zip(data.train_batches.examples, again.train_batches.examples, strict=True):
         assert mine.pair_id == theirs.pair_id
-        assert all(torch.equal(one, other) for one, other in zip(mine.weights, theirs.weights, strict=True))
+        for one, other in zip(mine.weights, theirs.weights, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)  # the judge's batches have other shapes
     trainer = L.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False)
     models = [AutoModelForCausalLM.from_pretrained(world.model) for _ in range(2)]
     module = PreferenceModule(*models, TwDPO(beta=0.1))

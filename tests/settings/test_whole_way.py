@@ -7,7 +7,6 @@ the same settings run on a CPU.
 
 import json
 import os
-import random
 import signal
 import time
 from pathlib import Path
@@ -15,71 +14,17 @@ from pathlib import Path
 import pytest
 import torch
 from omegaconf import OmegaConf
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from attnpo.config.compose import load
-from attnpo.schema import SIDES
 from tests import warm
-from tests.settings.test_settings import ZEPHYR
-from tests.text.formats import EDGE_MERGE, MISTRAL, TESTS
+from tests.settings.small_models import write_model, write_pairs
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = {"llama3_8b_base_sft": "llama", "llama3_8b_instruct": "llama", "mistral_7b_base_sft": "mistral"}
 STOPPED = "mistral_7b_base_sft"  # and gone on with; how, hangs on no setting
 STEPS, BATCH = 4, 32
 PATIENCE = 400.0
-SHAPE = {
-    **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
-    **{"num_key_value_heads": 2, "max_position_embeddings": 4096, "initializer_range": 0.2},
-}
-TOPICS = ("bread", "a long walk", "the night train", "old maps", "rain", "a first job")
-WORDS = (
-    "it is",
-    "a good plan",
-    "to start early,",
-    "and then",
-    "to rest;",
-    "bring water.\n\n",
-    "why not",
-    "two hours do!",
-)
-
-
-def write_model(kind: str, folder: Path) -> None:
-    """Writes a random two-layer model of the paper's class, with a tokenizer of the same kind."""
-    torch.manual_seed(5)
-    tokenizer = AutoTokenizer.from_pretrained(TESTS / (EDGE_MERGE if kind == "llama" else MISTRAL))
-    tokenizer.chat_template = tokenizer.chat_template or ZEPHYR
-    shape = {**SHAPE, "vocab_size": len(tokenizer)}
-    shape |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    if kind == "llama":
-        LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained(folder)
-    else:
-        MistralForCausalLM(MistralConfig(**shape, sliding_window=None)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-def write_pairs(folder: Path, splits: dict[str, int]) -> None:
-    """Writes a JSONL file per split in the form of ultrafeedback_binarized (full conversations)."""
-    rng = random.Random(11)
-    folder.mkdir(parents=True)
-    for split, count in splits.items():
-        rows = []
-        for number in range(count):
-            prompt = f"Tell me about {rng.choice(TOPICS)}, please. Case {number} of {split}."
-            answers = [" ".join(rng.choices(WORDS, k=rng.randint(3, 12))).strip() for _ in SIDES]
-            turns = [[{"role": "user", "content": prompt}, {"role": "assistant", "content": text}] for text in answers]
-            row = {"prompt": prompt, "score_chosen": 8.0, "score_rejected": 6.0}
-            rows.append({**row, **dict(zip(SIDES, turns, strict=True))})
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 class Shell:
@@ -119,8 +64,8 @@ class Shell:
 @pytest.mark.parametrize("setting", sorted(SETTINGS))
 def test_from_pairs_to_answers(setting: str, tmp_path: Path) -> None:
     cfg = load("fit", [f"setting={setting}"])
-    write_pairs(tmp_path / "data", {cfg.data.train_split: STEPS * BATCH, cfg.data.val_split: 8})
-    write_model(SETTINGS[setting], tmp_path / "model")
+    corpus = write_pairs(tmp_path / "data", {cfg.data.train_split: STEPS * BATCH, cfg.data.val_split: 8})
+    write_model(SETTINGS[setting], corpus, tmp_path / "model")
     shell = Shell(tmp_path)
     # An untrained judge has no verdict to give, which the settings stop at.
     words = [f"setting={setting}", "judge.low_label_mass=warn"]

@@ -22,6 +22,7 @@ from attnpo.text.ranges import Range, _find_gaps, as_places, as_ranges, hold_eve
 from attnpo.text.traces import Piece, all_in_response, in_response
 from tests import own_texts
 from tests.text.formats import CHATML, FORMATS, GOLDEN, GPT2, LLAMA2_LIKE, PLAIN, REAL, SHARED, Formats
+from tests.text.test_families import FAMILIES, FOLDER
 from tests.text.test_tools import CALLED, HIDES, QUOTES, TOOLS, USES
 from tests.text.test_traces import DROPS, OPENS, PARSES
 
@@ -41,6 +42,7 @@ TEMPLATES = {
     **FORMATS,
     **{f"gpt2, {name}": (GPT2, MADE[name]) for name in ("trims", "merges")},
     **{name: (GOLDEN, template) for name, template in MADE.items()},
+    **{family: (GOLDEN, (FOLDER / f"{family}.jinja").read_text(encoding="utf-8")) for family in FAMILIES},
 }
 ODD = [
     *("", " ", "\n", "Yes.", " It is.", "It is.\n", "\n\n \tIt is \n", "a\r\nb", "!", ".\n", "ATTNPOPLACEHOLDER"),

@@ -316,7 +316,7 @@ def _append_many(root: str, worker: int, rounds: int) -> None:
 
 
 def test_two_processes_append_at_once(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")
     workers = [context.Process(target=_append_many, args=(str(tmp_path), worker, 8)) for worker in (0, 1)]
     for process in workers:
         process.start()
