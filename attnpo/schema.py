@@ -83,7 +83,7 @@ class Message(TypedDict):
 REASONING = "reasoning_content"
 """The key of a turn's reasoning trace, and the variable that chat templates read it by."""
 MORE = (REASONING, "tool_calls", "tool_call_id", "name", "tools")
-"""The other keys of a turn, in the order of ``Message``."""
+"""Other keys of a turn, in the order of ``Message``."""
 
 
 def copied(turn: Message) -> Message:

@@ -40,7 +40,7 @@ AMOUNTS = ("weight", "count")
 
 @dataclass(frozen=True)
 class SetAccount:
-    """What became of the rows of one set: ``read``, ``kept`` as pairs, ``dropped``, and ``taken`` of those kept."""
+    """Account of the rows of one set: ``read``, ``kept`` as pairs, ``dropped``, and ``taken`` of those kept."""
 
     path: str
     read: int
@@ -253,7 +253,7 @@ def _place(number: str, percent: bool, length: int) -> int:
 
 @dataclass(frozen=True)
 class Shares:
-    """The numbers of the rows on either side, in their order, and how many different prompts each side has."""
+    """Numbers of the rows on either side, in their order, and the count of different prompts of each side."""
 
     train: list[int]
     val: list[int]

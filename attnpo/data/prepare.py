@@ -46,7 +46,7 @@ SAME = "dropped: both responses are the same tokens as they would be trained on"
 
 
 class Cut(NamedTuple):
-    """Which sides of a training sequence lost tokens."""
+    """Sides of a training sequence that lost tokens."""
 
     prompt: bool
     response: bool

@@ -149,7 +149,7 @@ class WeighedResponse:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the judge said in one round. ``logits`` are those of the labels (A, B); ``token`` its most likely token."""
+    """Judge's answer in one round. ``logits`` are those of the labels (A, B); ``token`` its most likely token."""
 
     chosen_is_a: bool
     logits: tuple[float | int, float | int] | None = None

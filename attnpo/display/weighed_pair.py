@@ -1,6 +1,7 @@
 """Weights of one pair, or of many, on the training tokens: to read, to hand on and to look at."""
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,12 +40,12 @@ class WeighedToken(NamedTuple):
     matched: bool
 
 
-class _Shown:
+class _Shown(ABC):
     """Tables and heat maps of all tokens, for one pair and for several."""
 
     @property
-    def _all(self) -> Sequence["WeighedPair"]:
-        raise NotImplementedError
+    @abstractmethod
+    def _all(self) -> Sequence["WeighedPair"]: ...
 
     @property
     def tokens(self) -> list[WeighedToken]:

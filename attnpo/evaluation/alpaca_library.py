@@ -1,4 +1,4 @@
-"""What AlpacaEval 2 takes from ``alpaca_eval``: prompts, order of the answers, meaning of a reply, win rates.
+"""Parts of ``alpaca_eval`` that AlpacaEval 2 uses: prompts, order of the answers, meaning of a reply, win rates.
 
 The library defines the benchmark (version 0.6.6). It is given a function in place of its own client: the first time it
 hands over its prompts, the second time it gets the replies. So one store, one budget and one set of retries serve every

@@ -40,7 +40,7 @@ class AnswerRow(Row):
 
 @dataclass(frozen=True)
 class AnswerRules:
-    """How many answers there are: ``per_prompt`` are drawn for each prompt."""
+    """Number of answers: ``per_prompt`` are drawn for each prompt."""
 
     per_prompt: int = 1
 
@@ -50,7 +50,7 @@ class AnswerRules:
 
 @dataclass(frozen=True)
 class AnswerConfig(Root):
-    """The whole of what ``attnpo.generate`` composes."""
+    """Root configuration of ``attnpo.generate``."""
 
     model: ModelSpec
     data: PromptSource

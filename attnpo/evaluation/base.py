@@ -17,7 +17,7 @@ from attnpo.text.chat import ChatFormat
 
 @dataclass(frozen=True)
 class Question:
-    """What a model is asked: user turns in their order, each answered before the next is asked.
+    """Question to a model: user turns in their order, each answered before the next is asked.
 
     ``temperature`` replaces that of the sampling where a protocol has one per category (MT-Bench).
     """

@@ -436,7 +436,7 @@ def lengths_of(run: LengthRules, asked: LengthRules, overrides: tuple[str, ...])
 
 @dataclass(frozen=True)
 class WeightedImplicitReward(ImplicitReward):
-    """The plain measure, and ``accuracy_weighted``: the order by ``sum_t f_t (log pi - log ref)_t``.
+    """Plain measure, and ``accuracy_weighted``: the order by ``sum_t f_t (log pi - log ref)_t``.
 
     ``run`` is the folder of the run whose weights are taken (as a rule, of the one that trained the model): its source,
     judge and transforms weigh the pairs as they weighed its training pairs, and f is what its objective multiplies beta

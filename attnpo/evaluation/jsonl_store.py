@@ -238,7 +238,7 @@ GRADES = "grades.jsonl"
 
 @dataclass
 class ReplyStore:
-    """The replies in ``folder``; of several under one key the last counts.
+    """Opens the replies in ``folder``; of several under one key the last counts.
 
     Reading takes no lock and makes no file. A reply of another type, as endpoints may send it, counts as none. Raises
     UserError for a line that cannot be read or was changed, unless it is the last one and was cut off.

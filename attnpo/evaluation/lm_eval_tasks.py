@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 WORDS = "lm_eval.log"
-"""What the library says, in the folder of the evaluation."""
+"""Log of the library, in the folder of the evaluation."""
 
 
 # ------------------------------------------------------------------------------------------------ a context for it
@@ -170,7 +170,7 @@ def _stands_alone(name: str, manager: "TaskManager") -> bool:
 
 
 def _problem(name: str, manager: "TaskManager", error: Exception) -> str:
-    """Why a task cannot be made, and what to do."""
+    """Returns the reason why a task cannot be made, and what to do."""
     import datasets
 
     words = shorten(str(error) or type(error).__name__, 300, placeholder=" ...").rstrip(".")

@@ -45,7 +45,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class AnswerSet:
-    """The different answers to one prompt, in the order of their draws."""
+    """Different answers to one prompt, in the order of their draws."""
 
     id: str
     prompt: tuple[Message, ...]
@@ -57,7 +57,7 @@ class AnswerSet:
 
 
 class ScoreRow(Row):
-    """The score of an answer, higher for a better one; None where it has none, with the reason."""
+    """Score of an answer, higher for a better one; None where it has none, with the reason."""
 
     score: float | None
     reason: NotRequired[str]
@@ -103,7 +103,7 @@ EQUAL = "prompts whose answers are all equal"
 
 @dataclass(frozen=True)
 class AnswerSets:
-    """The prompts with two different answers or more, and what became of the others, by reason.
+    """Prompts with two different answers or more, and counts of the others, by reason.
 
     ``path``: where they were read, as the command names it. ``prompts`` and ``read``: all prompts and rows.
     ``origin``: what the file beside the answers says they are from.
@@ -244,7 +244,7 @@ class AnswerSource:
 
 
 class Take(Enum):
-    """Which pairs a prompt gives: the best against the worst, the best against each other one, or every two."""
+    """Pairs that a prompt gives: the best against the worst, the best against each other one, or every two."""
 
     BEST_WORST = "best_worst"
     BEST_REST = "best_rest"
@@ -253,7 +253,7 @@ class Take(Enum):
 
 @dataclass(frozen=True)
 class PairRules:
-    """Which answers of a prompt become a pair (config node ``pairs``).
+    """Choice of the answers of a prompt that become a pair (config node ``pairs``).
 
     Equal scores never do; nor do those that differ by less than ``min_gap``.
     """
@@ -267,7 +267,7 @@ class PairRules:
 
 @dataclass(frozen=True)
 class PairConfig(Root):
-    """The whole of what ``attnpo.pair`` composes; a field per key of ``configs/pair.yaml``."""
+    """Root configuration of ``attnpo.pair``; a field per key of ``configs/pair.yaml``."""
 
     answers: AnswerSource
     ranker: Ranker

@@ -69,7 +69,7 @@ def _bound(call: GradingCall) -> int:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What asking would take: ``calls`` in all, ``stored`` of them answered already, the rest counted in tokens.
+    """Estimate of a grading session: ``calls`` in all, ``stored`` of them answered already, the rest counted in tokens.
 
     ``most_output_tokens`` is an upper bound, the sum of the calls' ``max_tokens``; ``dollars`` is the most it costs,
     None where the price is not known. ``method``: how the input tokens were counted.
@@ -99,7 +99,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Asked:
-    """What came of asking.
+    """Result of a grading session.
 
     ``replies`` holds stored and new ones. ``failures``: the problem of each call that got none. ``left``: calls that
     were not made because a limit was reached, ``stopped`` names it, ``ahead`` is what they would take. ``spent``:

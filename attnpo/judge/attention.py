@@ -208,7 +208,7 @@ TAP_BLOCKS = "attnpo_row_tap_blocks"
 PROBE = "attention_probe"  # the keyword argument that carries the probe
 MAPS = "maps"
 KERNELS = {"sdpa": TAP_FAST, "blocks": TAP_BLOCKS, MAPS: "eager"}
-"""How attention output is computed: by torch's fused kernel, in float32 blocks of queries (slower), or by the model's
+"""Ways to compute attention output: torch's fused kernel, float32 blocks of queries (slower), or the model's
 own eager attention, which gives whole maps (``attention_maps``)."""
 
 
@@ -221,7 +221,7 @@ class SeveralRows(UserError):
 
 
 class Probe:
-    """The request to one forward for attention rows, and its results.
+    """Request to one forward for attention rows, and its results.
 
     ``last`` [batch]: the position whose row is wanted, per sequence. ``layers``: 0-based. With ``rollout`` the queries
     and keys of every layer are kept until ``rollout()`` is called. With ``stop`` the forward ends (``Enough``) in the

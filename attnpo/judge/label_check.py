@@ -1,4 +1,4 @@
-"""How much of the probability at the verdict position a judge puts on its labels: measured before a pass is paid for.
+"""Share of the probability at the verdict position that is on the judge's labels, measured before a judge pass.
 
 The verdict position is the verdict's where that share is near 1. A judge that would begin with a reasoning trace or
 with "The better answer is" has its verdict elsewhere, and its attention at this position is about something else.
@@ -24,7 +24,7 @@ TOP = 3
 
 @dataclass(frozen=True)
 class LabelMass:
-    """The mean probability of both labels together over the first ``prompts`` prompts, between 0 and 1.
+    """Mean probability of both labels together over the first ``prompts`` prompts, between 0 and 1.
 
     ``written``: the texts that the judge would write, most likely tokens alone, with the number of prompts; the most
     frequent first.

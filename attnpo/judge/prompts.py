@@ -177,7 +177,7 @@ def check_prefill(chat: ChatFormat, prompt: str, prefill: str, labels: Sequence[
 
 @dataclass(frozen=True)
 class AfterTrace:
-    """The ids that follow a trace: ``closing`` after one that did not end by itself, then always ``prefill``."""
+    """Ids that follow a trace: ``closing`` after one that did not end by itself, then always ``prefill``."""
 
     closing: tuple[int, ...]
     prefill: tuple[int, ...]

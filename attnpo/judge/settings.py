@@ -21,7 +21,7 @@ TRACE_VERSION = "1"
 
 @dataclass(frozen=True)
 class TraceRules:
-    """How a judge writes what it thinks before its verdict (config node ``judge.trace``).
+    """Settings of the reasoning that a judge writes before its verdict (config node ``judge.trace``).
 
     A trace ends with the text ``until``. One that has none after ``max_new_tokens`` tokens, or where the model ends its
     turn, is closed with that text and counts as cut. ``temperature`` 0 is greedy decoding; draws are keyed by ``seed``
@@ -75,7 +75,7 @@ class SpanMode(Enum):
 
 @dataclass(frozen=True)
 class JudgeRules:
-    """How the judge is asked.
+    """Settings of the judge's prompts.
 
     template_file: text file with the wording. assembly, span: see the enums. span_closing, span_drop: a reference span
     ends so many tokens before the first token of this text, which follows both answers in the wording (None: before the

@@ -1,4 +1,4 @@
-"""How good and steady the judge's verdicts are, from the logits stored beside the weights, and how long its traces."""
+"""Statistics of the judge's verdicts, from the logits stored beside the weights, and of the length of its traces."""
 
 import math
 from collections.abc import Iterable, Sequence

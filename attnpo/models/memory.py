@@ -1,4 +1,4 @@
-"""The size of a model and the memory a run needs on each device, from its config alone, before any weight is loaded.
+"""Size of a model and the memory a run needs on each device, from its config alone, before any weight is loaded.
 
 Parameters are counted on the real module tree, built without memory (a second for 8B).
 Activations are those of a decoder block with rotary attention, two norms and a gated MLP, counted off what autograd

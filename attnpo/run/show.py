@@ -50,7 +50,7 @@ CAPTURED, SOURCE = "captured", "source"
 
 
 class View(NamedTuple):
-    """Which weights are looked at; ``layer`` None for sources without layers.
+    """Choice of the weights to show; ``layer`` None for sources without layers.
 
     ``round``: mean, 1 or 2. ``stage``: captured (raw), source (post-processed), or the transform that came last.
     """

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 class Overran(Exception):
-    """What ran inside ``deadline`` took longer than it may."""
+    """Timeout of what ran inside ``deadline``."""
 
 
 @contextmanager

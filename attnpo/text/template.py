@@ -1,4 +1,4 @@
-"""What a chat template makes of its turns: which template is used, its options, tools, a content's frame, and refusals.
+"""Reading of chat templates: which one is used, its options, tools, a content's frame, and refusals.
 
 Options are written in front of a template: values of its variables, a folded system turn. A template with its options
 is a template again, so whatever renders, stores or exports it keeps them. A prompt's tools travel with its first turn,
@@ -155,7 +155,7 @@ def _warn_once(text: str) -> None:
 
 
 class _Generation(Extension):
-    """The tag pair that marks an assistant's text in templates of transformers; it renders its body."""
+    """Tag pair that marks an assistant's text in templates of transformers; it renders its body."""
 
     tags = {"generation"}  # noqa: RUF012  the base class has it as an instance's
 
@@ -231,7 +231,7 @@ def literal(value: object, key: str) -> str:
 
 
 TOOL = "tool"
-"""The role of a turn that holds a call's result."""
+"""Role of a turn that holds a call's result."""
 
 
 def written(functions: object) -> str | None:
@@ -281,7 +281,7 @@ def without_tools(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 class ToolUse:
-    """What a chat template makes of tools, found out with the first conversation that has them.
+    """Use that a chat template makes of tools, found out with the first conversation that has them.
 
     ``render`` gives the text of turns. A template that would leave calls or results out refuses its conversation.
     """

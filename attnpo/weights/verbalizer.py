@@ -26,7 +26,7 @@ from attnpo.weights.verbalizer_settings import ScoreQuestions, Verbalizer
 
 @dataclass(frozen=True)
 class AnswerStatistics:
-    """What became of the answers about the responses of ``pairs`` pairs.
+    """Account of the answers about the responses of ``pairs`` pairs.
 
     ``parsed``: answers with at least one usable part, of ``answers``. ``parts``: usable parts in all. ``coverage``:
     mean share of a response's tokens with a score. ``problems``: what could not be used, by reason. ``unasked``: pairs

@@ -21,5 +21,5 @@ def world(template: World) -> World:
 
 @pytest.fixture
 def fresh(template: World, tmp_path: Path) -> World:
-    """The same model and pairs with an empty store."""
+    """Returns the same model and pairs with an empty store."""
     return World(template.model, template.data, tmp_path / "store")

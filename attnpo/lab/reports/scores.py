@@ -47,7 +47,7 @@ PAPER = {
     ("mt_bench", MAIN): "mt_bench",
     ("arena_hard", MAIN): "arena_hard_wr",
 }
-"""The columns of the paper's tables, in its order, by benchmark and score."""
+"""Columns of the paper's tables, in its order, by benchmark and score."""
 OF_MODEL = ("model", "answers")  # first parts of a key's names that differ from model to model
 ROUNDS = "rounds"
 # What leaves figures of one kind: how often was answered and graded, and where files lie whose digests are in the key.

@@ -117,7 +117,7 @@ class FitConfig(RunConfig):
 
 @dataclass(frozen=True)
 class WeighConfig(FitConfig):
-    """What ``attnpo.weigh`` reads.
+    """Root configuration of ``attnpo.weigh``.
 
     ``export``: the file (.parquet or .jsonl) that gets the training pairs' weights. ``prune``: in the place of all
     else, prepared rows that no run has opened for so many days are removed from the store.

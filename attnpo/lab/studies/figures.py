@@ -308,7 +308,7 @@ def _known(best: Mapping[str, PointResults]) -> dict[str, dict[str, Interval]]:
 
 
 def unweighted_section(outcome: Outcome, looks: Looks) -> list[Section]:
-    """Why losses cannot be compared, a table and figures of what can; none where no run has measured any of it."""
+    """Returns why losses cannot be compared, with tables and figures of what can; nothing where no run measured it."""
     found = {world: (best, _known(best)) for world in outcome.worlds for best in [best_by_arm(outcome, world)]}
     rows = by_world(
         outcome, lambda world: (_row(outcome, arm, *found[world]) for arm in found[world][0] if found[world][1])

@@ -25,7 +25,7 @@ UNKNOWN = "time unknown until the first point has ended"
 
 
 class Pace:
-    """The time that a study of ``points`` points and ``seeds`` seeds takes: as measured, before that as stored.
+    """Time that a study of ``points`` points and ``seeds`` seeds takes: as measured, before that as stored.
 
     It is stored in the file ``path``, by machine and ``key``. A point counts with the wall time between the ends of
     points, so that those that run beside each other count once.

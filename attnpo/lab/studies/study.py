@@ -53,7 +53,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Predictions:
-    """What was expected of a study on ``seeds`` before it ran on any of them, and the ``rule`` that decides.
+    """Predictions for a study on ``seeds``, made before it ran on any of them, and the ``rule`` that decides.
 
     ``settings``: digest of the grid, arms and worlds they were made for (``settings_digest``); None takes any.
     """
@@ -549,7 +549,7 @@ class RowScore:
 
 @dataclass(frozen=True)
 class Reads:
-    """What an arm's weights ask of models, beyond what training does with any weights.
+    """Forward passes that an arm's weights ask of models, beyond what training does with any weights.
 
     ``once``: sequences read of each pair before training, in ``seconds`` (None: not known). ``again``: sequences read
     forward and backward once more whenever a pair is trained on. ``step_pairs``: pairs of an optimiser step.

@@ -21,7 +21,7 @@ LEAST_REG = 0.002  # costs reach 1, and exp(-1/reg) has to be a float64
 
 @dataclass(frozen=True)
 class Plan:
-    """What is transported: for every token its share of the plan, 0 off the response.
+    """Transport plan by token: for every token its share of the plan, 0 off the response.
 
     ``chosen`` and ``rejected`` are the plan's row and column sums, each side rescaled to the token count of the shorter
     response; ``scale`` is the plan's mass before that, over the same count.

@@ -33,7 +33,7 @@ def outcomes(
 
 
 def test_a_killed_point_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one beside it is run again, those that waited are run; the culprit is tried by itself once.
+    """Runs the one beside it again and those that waited; the culprit is tried by itself once.
 
     A GPU of the machine keeps no study on a CPU from running in processes.
     """
