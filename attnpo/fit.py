@@ -47,7 +47,7 @@ def main(cfg: "FitConfig") -> int:
         from attnpo.lab.studies.plan import plan_study
 
         plan = plan_study(cfg)
-    budget = None if plan is None else f"{plan.size()}, {plan.pace().expected()}"
+    budget = None if plan is None else f"{plan.size()}, {plan.pace().forecast()}"
     with ExitStack() as held:
         if folder.exists():  # who works there is told first; then what it holds, before anything is said
             held.enter_context(locked(folder, cfg.lock_timeout, leading=leads()))

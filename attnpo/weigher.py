@@ -238,7 +238,7 @@ class Weigher:
     # ------------------------------------------------------------------------------------------ weighing
 
     def _weigh(self, pairs: Sequence[PreferencePair]) -> WeighedPairs:
-        weighed = WeighedPairs([self._finished(one, raw, None, None) for one, raw in self._capture(pairs)])
+        weighed = WeighedPairs([self._finish(one, raw, None, None) for one, raw in self._capture(pairs)])
         self._warn_of_lost(weighed)
         return weighed
 
@@ -302,7 +302,7 @@ class Weigher:
             raise UserError(f"{where} cannot be trained on: {story}; change its texts, lengths or chat_template")
         return encoded
 
-    def _finished(
+    def _finish(
         self, one: EncodedSet, captured: PairWeights | None, layer: int | str | None, chosen_round: int | None
     ) -> WeighedPair:
         """Returns the pair at ``layer`` and by one round; None of either is the weigher's own choice."""
@@ -316,7 +316,7 @@ class Weigher:
         found = pair_with_weights(pair, example, lambda token: str(self.tokenizer.decode([token])), raw)
         note = type(source).__name__.lower() + ("" if read is None else f", layer {read} of {int(self.depth)}")
         number = read if isinstance(read, int) else None
-        return replace(found, note=note, layer=number, again=partial(self._finished, one, captured))
+        return replace(found, note=note, layer=number, again=partial(self._finish, one, captured))
 
     def _example(self, one: EncodedSet, source: WeightSource, raw: PairWeights | None) -> TrainingExample:
         made = prepare_examples(one, source, {} if raw is None else {raw.pair_id: raw}, AlignRules(), self._rows)

@@ -990,7 +990,7 @@ def test_choices_and_values_apart_compose_as_hydra_composes_the_whole(words: lis
 
 
 @pytest.fixture
-def composed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def compositions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Collects the overrides of each composition that Hydra is asked for."""
     calls: list[str] = []
     whole = config._compose
@@ -1004,14 +1004,14 @@ def composed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
-def test_points_of_the_same_choices_ask_hydra_for_one_composition(composed: list[str]) -> None:
+def test_points_of_the_same_choices_ask_hydra_for_one_composition(compositions: list[str]) -> None:
     for seed in range(3):
         cfg = config.compose("fit", ["weights=attention", f"seed={seed}", "name=a"])
         assert (cfg.seed, cfg.composed.overrides[1]) == (seed, f"seed={seed}")
-    assert composed == ["weights=attention"]
+    assert compositions == ["weights=attention"]
 
 
-def test_files_are_composed_once_and_again_when_they_change(composed: list[str], tmp_path: Path) -> None:
+def test_files_are_composed_once_and_again_when_they_change(compositions: list[str], tmp_path: Path) -> None:
     """What a composition does to its copy stays there, and an edit between two compositions is seen."""
     file = tmp_path / "objective" / "mine.yaml"
     file.parent.mkdir()
@@ -1022,7 +1022,7 @@ def test_files_are_composed_once_and_again_when_they_change(composed: list[str],
         first.objective.beta = 7
         again = config.compose("fit", words, tmp_path)
         assert again.objective.beta == 0.25 and OmegaConf.is_struct(again)
-    assert composed == ["objective=mine"]
+    assert compositions == ["objective=mine"]
     file.write_text("defaults:\n  - dpo\nbeta: 0.125\n", encoding="utf-8")
     assert config.compose("fit", ["objective=mine"], tmp_path).objective.beta == 0.125
-    assert composed == ["objective=mine"] * 2
+    assert compositions == ["objective=mine"] * 2

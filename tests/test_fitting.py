@@ -51,7 +51,7 @@ def test_a_study_is_the_commands_and_goes_on(world: World, tmp_path: Path, capfd
     (tmp_path / "own" / "experiment" / "tiny.yaml").write_text(STUDY)
     words = world.overrides("experiment=tiny", "~study.arms.broken", "study.layers=[2]", f"output={tmp_path}")
     study = attnpo.run_study([*words, "study.grid.beta=[0.2]"], config_dir=tmp_path / "own")
-    assert study.finished and list(study.points["arm"]) == ["uniform", "attention L2"]
+    assert study.is_finished and list(study.points["arm"]) == ["uniform", "attention L2"]
     stamps = [path.stat().st_mtime_ns for path in study.path.glob("points/*/result.json")]
     again = attnpo.run_study([*words, "study.grid.beta=[0.2]"], config_dir=str(tmp_path / "own"))
     assert again.path == study.path and len(stamps) == 2

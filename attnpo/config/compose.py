@@ -160,7 +160,7 @@ def compose(name: str, overrides: Sequence[str] = (), config_dir: Path | None = 
     if any(map(_is_odd, parsed, grouped)):
         return _compose(name, overrides, config_dir)
     choices = tuple(str(one.input_line) for one, group in zip(parsed, grouped, strict=True) if group)
-    cfg = _kept((name, choices, config_dir, _state(folders)), lambda: _compose(name, choices, config_dir))
+    cfg = _recall((name, choices, config_dir, _state(folders)), lambda: _compose(name, choices, config_dir))
     for one in (one for one, group in zip(parsed, grouped, strict=True) if not group):
         key, value, added = one.key_or_group, one.value(), one.is_add() or one.is_force_add()
         try:
@@ -187,7 +187,7 @@ def _describe_unknown(key: str, name: str, overrides: Sequence[str], config_dir:
     return unknown_key(key, name, overrides, list(groups(config_dir)), lambda rest: compose(name, rest, config_dir))
 
 
-def _kept(key: Hashable, make: Callable[[], DictConfig]) -> DictConfig:
+def _recall(key: Hashable, make: Callable[[], DictConfig]) -> DictConfig:
     """Returns a copy of what ``make`` has composed for this ``key``; pickle is faster than OmegaConf's deepcopy."""
     if key not in _composed:
         made = pickle.dumps(make())

@@ -98,7 +98,7 @@ class LinesOnDisk:
             for index in indices:
                 file = opened[self.numbers[index]]
                 file.seek(self.begins[index])
-                row = _parsed(_decoded(file.readline()))
+                row = _try_json(_decode(file.readline()))
                 if not isinstance(row, dict):
                     name = self.files[self.numbers[index]].name
                     raise UserError(f"data.path={self.path}: {name} was changed while it was read; start again")
@@ -416,13 +416,13 @@ def _reading(file: Path, path: str) -> Iterator[None]:
 
 def _begins_array(file: Path, path: str) -> bool:
     with _reading(file, path), file.open("rb") as opened:
-        return next((text for line in opened if (text := _decoded(line).strip("\ufeff \t\r\n"))), "").startswith("[")
+        return next((text for line in opened if (text := _decode(line).strip("\ufeff \t\r\n"))), "").startswith("[")
 
 
 def _json_rows(file: Path, path: str) -> Iterator[dict[str, Json]]:
     content = content_of(file, path)
-    text = _decoded(content)
-    whole = _parsed(text) if text.lstrip().startswith("[") else None
+    text = _decode(content)
+    whole = _try_json(text) if text.lstrip().startswith("[") else None
     if not isinstance(whole, list):
         yield from (row for _, _, row in _lines(io.BytesIO(content), file, path))
         return
@@ -434,9 +434,9 @@ def _lines(lines: Iterable[bytes], file: Path, path: str) -> Iterator[tuple[int,
     """Yields the number of each line that is not blank, its first byte and what it holds."""
     begin = 0
     for number, line in enumerate(lines, 1):  # of bytes: U+2028 and others end no line of JSON
-        text = _decoded(line).removesuffix("\n")
+        text = _decode(line).removesuffix("\n")
         if text.strip():
-            row = _parsed(text)
+            row = _try_json(text)
             if isinstance(row, Exception):
                 raise UserError(
                     f"data.path={path}: {file.name}, line {number} is not JSON ({row}): {text[:40]!r}; expected one "
@@ -455,12 +455,12 @@ def _object(row: Json, number: int, file: Path, path: str) -> dict[str, Json]:
     return row
 
 
-def _decoded(content: bytes) -> str:
+def _decode(content: bytes) -> str:
     """Returns text with what is no UTF-8 as lone surrogates, without a mark of byte order at its beginning."""
     return content.decode("utf-8", errors="surrogateescape").removeprefix("\ufeff")
 
 
-def _parsed(text: str) -> Json | Exception:
+def _try_json(text: str) -> Json | Exception:
     """Returns the value of a JSON text, or the exception that says why it is none."""
     try:
         value: Json = parse_json(text)

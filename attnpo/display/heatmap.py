@@ -38,7 +38,7 @@ def heatmap_html(pairs: Sequence[PairRecord], *, page: bool = True, title: str =
 
 def _spans(side: WeighedResponse) -> Iterator[tuple[str, str, str]]:
     """Yields of each token its classes, the text that appears over it, and its own."""
-    rows = zip(side.tokens, side.relative.tolist(), side.matched, side.ends, strict=True)
+    rows = zip(side.tokens, side.relative.tolist(), side.has_partner, side.ends, strict=True)
     for place, (text, relative, matched, end) in enumerate(rows):
         shade = shade_class(relative) if math.isfinite(relative) else "bad"
         kind, said = (f"{shade} end", ", end of turn") if end else (shade, "") if matched else ("lost", ", no partner")
@@ -105,7 +105,9 @@ def _beside(panels: Sequence[RenderableType]) -> Table:
 
 def _side_panel(name: str, side: WeighedResponse, numbers: bool, paper: bool) -> Panel:
     text = Text(overflow="fold")
-    for token, relative, matched, end in zip(side.tokens, side.relative.tolist(), side.matched, side.ends, strict=True):
+    for token, relative, matched, end in zip(
+        side.tokens, side.relative.tolist(), side.has_partner, side.ends, strict=True
+    ):
         text.append(visible(token) or "▯", style=_token_style(relative, matched, end, paper))
         if numbers:
             text.append("|." if not (matched or end) else f"|{relative:.2f}", style="dim")

@@ -64,7 +64,7 @@ class WeighedResponse:
         return tuple(end <= start for start, end in self.offsets) or (False,) * len(self.tokens)
 
     @property
-    def matched(self) -> tuple[bool, ...]:
+    def has_partner(self) -> tuple[bool, ...]:
         """Returns of each token whether it got a partner: with characters, and a weight unless all have one."""
         found = [not self.offsets or self.coverage == 1.0 or weight != 0 for weight in self.weights.tolist()]
         return tuple(partner and not end for partner, end in zip(found, self.ends, strict=True))

@@ -66,7 +66,7 @@ def _table(pair: WeighedPair, column: str) -> Table:
 
 
 def _cells(side: WeighedResponse, column: str) -> list[tuple[Text, Text]]:
-    rows = (side.columns[column].tolist(), side.relative.tolist(), side.matched, side.ends)
+    rows = (side.columns[column].tolist(), side.relative.tolist(), side.has_partner, side.ends)
     return [
         (
             Text(

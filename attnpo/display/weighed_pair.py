@@ -119,7 +119,7 @@ class WeighedPair(_Shown, PairRecord):
                     "matched": matched,
                     **{column: values[place] for column, values in columns.items()},
                 }
-                for place, (token, matched) in enumerate(zip(side.tokens, side.matched, strict=True))
+                for place, (token, matched) in enumerate(zip(side.tokens, side.has_partner, strict=True))
             ]
         return found
 

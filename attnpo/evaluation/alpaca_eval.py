@@ -25,7 +25,7 @@ from attnpo.evaluation.alpaca_library import (
     from_hub,
     how_to_get,
 )
-from attnpo.evaluation.base import Graded, ModelAnswer, Question, Replies, matched
+from attnpo.evaluation.base import Graded, ModelAnswer, Question, Replies, match_answers
 from attnpo.evaluation.chat import GradingCall
 from attnpo.schema import Sampling, UserError
 from attnpo.system.files import file_digest, parse_json, shortened
@@ -197,7 +197,9 @@ class AlpacaEval:
         questions = [self.questions()[place] for place in wanted]
         return [
             Compared(question.turns[0], self._reference.outputs[place], answer.turns[0])
-            for place, question, answer in zip(wanted, questions, matched(self.name, questions, answers), strict=True)
+            for place, question, answer in zip(
+                wanted, questions, match_answers(self.name, questions, answers), strict=True
+            )
         ]
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from attnpo.evaluation.base import Graded, ModelAnswer, Question, Replies, answered, matched, weighted_mean
+from attnpo.evaluation.base import Graded, ModelAnswer, Question, Replies, match_answers, select_answered, weighted_mean
 from attnpo.evaluation.chat import GradingCall
 from attnpo.evaluation.checkout import NAME, Checkout, grader_messages, read_constant
 from attnpo.schema import Sampling, UserError, check_choice, check_least
@@ -135,7 +135,7 @@ class ArenaHard:
     def calls(self, answers: Mapping[str, ModelAnswer], round_: int) -> Sequence[GradingCall]:
         """Two calls per question: the baseline as answer A, then the model as answer A."""
         files, made = self._files, []
-        for question, answer in zip(files.questions, matched(self.name, files.questions, answers), strict=True):
+        for question, answer in zip(files.questions, match_answers(self.name, files.questions, answers), strict=True):
             baseline, model = files.baselines[question.id], answer.turns[0]
             for part, (first, second) in zip(GAMES, ((baseline, model), (model, baseline)), strict=True):
                 values = {"QUESTION": question.turns[0], "ANSWER_A": first, "ANSWER_B": second}
@@ -154,7 +154,7 @@ class ArenaHard:
 
     def grade(self, answers: Mapping[str, ModelAnswer], replies: Replies) -> Graded:
         """Weighted means of the games in ``replies``; ``questions`` are those that ``answers`` has."""
-        return self.grade_games(answered(self.questions(), answers), self._files.patterns, replies)
+        return self.grade_games(select_answered(self.questions(), answers), self._files.patterns, replies)
 
     def grade_games(
         self, questions: Sequence[Question], patterns: Sequence[re.Pattern[str]], replies: Replies

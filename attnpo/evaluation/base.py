@@ -173,7 +173,9 @@ class Measure(Protocol):
 SHOWN = 5  # ids named in an error
 
 
-def matched(benchmark: str, questions: Sequence[Question], answers: Mapping[str, ModelAnswer]) -> list[ModelAnswer]:
+def match_answers(
+    benchmark: str, questions: Sequence[Question], answers: Mapping[str, ModelAnswer]
+) -> list[ModelAnswer]:
     """Returns the answers in the order of the questions, whatever order they came in.
 
     Raises:
@@ -188,7 +190,7 @@ def matched(benchmark: str, questions: Sequence[Question], answers: Mapping[str,
             name for name, answer in answers.items() if name in asked and len(answer.turns) != len(asked[name].turns)
         ],
     }
-    told = [f"{len(names)} {problem} ({_listed(names)})" for problem, names in problems.items() if names]
+    told = [f"{len(names)} {problem} ({_list_names(names)})" for problem, names in problems.items() if names]
     if told:
         raise UserError(
             f"answers to {benchmark}: of its {len(asked)} questions {'; '.join(told)}. Delete the file of these "
@@ -197,7 +199,7 @@ def matched(benchmark: str, questions: Sequence[Question], answers: Mapping[str,
     return [answers[question.id] for question in questions]
 
 
-def answered(questions: Sequence[Question], answers: Mapping[str, ModelAnswer]) -> list[Question]:
+def select_answered(questions: Sequence[Question], answers: Mapping[str, ModelAnswer]) -> list[Question]:
     """Returns the questions that ``answers`` is about, in the benchmark's order."""
     return [question for question in questions if question.id in answers]
 
@@ -209,5 +211,5 @@ def weighted_mean(values: Float[np.ndarray, " questions"], weights: Float[np.nda
     return float(values[counted] @ weights[counted]) / mass if mass else float("nan")
 
 
-def _listed(names: Sequence[str]) -> str:
+def _list_names(names: Sequence[str]) -> str:
     return ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")

@@ -390,15 +390,15 @@ class LocalGrader:
         return replace(asked, max_new_tokens=room - room % ROOM_STEP if room > ROOM_STEP else room)
 
     def _warn_of_room(self) -> None:
-        if not self._warned:
-            self._warned.append(
+        if not self._told_once:
+            self._told_once.append(
                 f"prompts leave less room within the {self._limit} tokens of {self.path} than replies may take: such "
                 "replies are cut earlier than the benchmark asks (finish_reason length)"
             )
-            log.warning("grader: %s", self._warned[0])
+            log.warning("grader: %s", self._told_once[0])
 
     @cached_property
-    def _warned(self) -> list[str]:
+    def _told_once(self) -> list[str]:
         return []
 
     # ------------------------------------------------------------------------------------------ prompts

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from attnpo.evaluation.base import Graded, ModelAnswer, Question, Replies, answered, matched, weighted_mean
+from attnpo.evaluation.base import Graded, ModelAnswer, Question, Replies, match_answers, select_answered, weighted_mean
 from attnpo.evaluation.chat import GradingCall
 from attnpo.evaluation.checkout import NAME, Checkout, grader_messages
 from attnpo.schema import Message, Sampling, UserError, check_least
@@ -131,7 +131,9 @@ class MTBench:
                 max_tokens=self.judge_max_tokens,
                 temperature=self.judge_temperature,
             )
-            for question, answer in zip(files.questions, matched(self.name, files.questions, answers), strict=True)
+            for question, answer in zip(
+                files.questions, match_answers(self.name, files.questions, answers), strict=True
+            )
             for turn, part in enumerate(TURNS)
         ]
 
@@ -148,7 +150,7 @@ class MTBench:
 
         ``questions`` are those that ``answers`` has. All repeats among the replies count.
         """
-        return grade_ratings(answered(self.questions(), answers), tuple(self.temperatures), replies)
+        return grade_ratings(select_answered(self.questions(), answers), tuple(self.temperatures), replies)
 
 
 def grade_ratings(questions: Sequence[Question], categories: Sequence[str], replies: Replies) -> Graded:

@@ -63,12 +63,12 @@ class ScoreRow(Row):
     reason: NotRequired[str]
 
 
-def scored(found: AnswerSet, scores: Sequence[float]) -> list[ScoreRow]:
+def score_rows(found: AnswerSet, scores: Sequence[float]) -> list[ScoreRow]:
     """Returns a row for each answer of a set."""
     return [ScoreRow(id=found.id, draw=one.draw, score=at) for one, at in zip(found.answers, scores, strict=True)]
 
 
-def unscored(found: AnswerSet, reason: str) -> list[ScoreRow]:
+def unranked_rows(found: AnswerSet, reason: str) -> list[ScoreRow]:
     """Returns the rows of a set that cannot be ranked."""
     return [ScoreRow(id=found.id, draw=one.draw, score=None, reason=reason) for one in found.answers]
 
@@ -157,7 +157,7 @@ class AnswerSource:
             text = str(problem).replace("data.columns.", "answers.").replace("data.", "answers.")
             raise UserError(text) from problem
         columns = PromptColumns(prompt=self.prompt, id=self.id if self.id in names else None)
-        return self._grouped(rows, columns, origin)
+        return self._group(rows, columns, origin)
 
     def _origin(self) -> Mapping[str, object]:
         path = Path(self.path).expanduser()
@@ -178,7 +178,7 @@ class AnswerSource:
             )
         return origin if isinstance(origin, Mapping) else {}
 
-    def _grouped(
+    def _group(
         self, rows: Iterable[Mapping[str, object]], columns: PromptColumns, origin: Mapping[str, object]
     ) -> AnswerSets:
         counts: Counter[str] = Counter()

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Float
 
 from attnpo.config.files import find_file
-from attnpo.evaluation.base import Benchmark, Graded, ModelAnswer, Question, Replies, first_turn, matched
+from attnpo.evaluation.base import Benchmark, Graded, ModelAnswer, Question, Replies, first_turn, match_answers
 from attnpo.evaluation.chat import GradingCall, GradingReply
 from attnpo.judge.prompts import JudgeTemplate, question_text
 from attnpo.schema import Message, Sampling, UserError, check_least, digest
@@ -217,7 +217,7 @@ class PairwiseBenchmark:
     def calls(self, answers: Mapping[str, ModelAnswer], round_: int) -> Sequence[GradingCall]:
         """Two per question."""
         questions = self.questions()
-        given = matched(self.name, questions, answers)
+        given = match_answers(self.name, questions, answers)
         rivals = self.of.baseline_answers()
         missing = [question.id for question in questions if question.id not in rivals]
         if missing:

@@ -13,7 +13,7 @@ import torch
 
 from attnpo.evaluation.chat import Grader, GradingCall
 from attnpo.evaluation.local_chat import read_chat
-from attnpo.evaluation.pairs import AnswerSet, ScoreRow, scored, unscored
+from attnpo.evaluation.pairs import AnswerSet, ScoreRow, score_rows, unranked_rows
 from attnpo.evaluation.pairwise import Contest, PairwiseRules
 from attnpo.evaluation.session import GradingLimits
 from attnpo.judge.prompts import question_text
@@ -112,8 +112,8 @@ def _by_chances(found: AnswerSet, chances: dict[str, float]) -> list[ScoreRow]:
         won[one.draw] += chance
         won[other.draw] += 1 - chance
     if any(math.isnan(value) for value in won.values()):
-        return unscored(found, "the judge gave no verdict in both orders")
-    return scored(found, [value / (len(won) - 1) for value in won.values()])
+        return unranked_rows(found, "the judge gave no verdict in both orders")
+    return score_rows(found, [value / (len(won) - 1) for value in won.values()])
 
 
 @dataclass(frozen=True)
@@ -178,11 +178,11 @@ class RewardRanker:
             try:
                 both = [self._chat.encode(one.prompt, answer.text) for answer in one.answers]
             except RefusedText as problem:
-                rows += unscored(one, problem.reason)
+                rows += unranked_rows(one, problem.reason)
                 continue
             ids = [item.prompt_ids + item.response_ids for item in both]
             if max(map(len, ids)) > self.max_length:
-                rows += unscored(one, f"a conversation is longer than ranker.max_length={self.max_length}")
+                rows += unranked_rows(one, f"a conversation is longer than ranker.max_length={self.max_length}")
             else:
                 shown.append((one, ids))
         try:
@@ -192,7 +192,7 @@ class RewardRanker:
         for one, each in shown:
             values = [next(rewards) for _ in each]
             fine = all(math.isfinite(value) for value in values)
-            rows += scored(one, values) if fine else unscored(one, "the reward is no number")
+            rows += score_rows(one, values) if fine else unranked_rows(one, "the reward is no number")
         return rows
 
 
@@ -229,7 +229,7 @@ class ColumnRanker:
             values = [_number(answer.extra.get(self.column)) for answer in one.answers]
             numbers = [sign * value for value in values if value is not None]
             whole = len(numbers) == len(values)
-            rows += scored(one, numbers) if whole else unscored(one, f"no number in column {self.column}")
+            rows += score_rows(one, numbers) if whole else unranked_rows(one, f"no number in column {self.column}")
         yield rows
 
 

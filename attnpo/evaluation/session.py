@@ -169,7 +169,7 @@ def ask_all(
         identity, ahead = grader.identity(), estimate(wanted, grader, store)
         log.info("limits.dry_run: %s", ahead)
         left = tuple(_lacking(wanted, identity, store))
-        return Asked(_stored(wanted, identity, store), left=left, stopped="limits.dry_run", ahead=ahead)
+        return Asked(_find_stored(wanted, identity, store), left=left, stopped="limits.dry_run", ahead=ahead)
     with store.writing():
         return _Session(wanted, grader, store, limits).run()
 
@@ -208,7 +208,7 @@ class _Session:
                 self._settle(call, found)
         left = {call: self.counted[call] for call in self.todo}
         asked = Asked(
-            replies=_stored(self.wanted, self.identity, self.store),
+            replies=_find_stored(self.wanted, self.identity, self.store),
             failures=self.failures,
             left=tuple(left),
             stopped=self.stopped if left else None,
@@ -317,7 +317,7 @@ def _lacking(wanted: Iterable[GradingCall], identity: Mapping[str, object], stor
     return [call for call in wanted if store.reply(call, identity) is None]
 
 
-def _stored(
+def _find_stored(
     wanted: Iterable[GradingCall], identity: Mapping[str, object], store: ReplyStore
 ) -> dict[GradingCall, GradingReply]:
     found = ((call, store.reply(call, identity)) for call in wanted)

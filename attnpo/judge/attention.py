@@ -295,7 +295,7 @@ class Probe:
 
 
 @contextmanager
-def tapped(backbone: PreTrainedModel, kernel: str) -> Iterator[None]:
+def tap_attention(backbone: PreTrainedModel, kernel: str) -> Iterator[None]:
     """Opens a context in which ``backbone``'s attention hands its queries and keys to the call's probe.
 
     ``kernel``: one of ``KERNELS``. The model's own attention implementation is restored, after errors too.
@@ -312,7 +312,7 @@ def tapped(backbone: PreTrainedModel, kernel: str) -> Iterator[None]:
 
 
 @contextmanager
-def trimmed(last: nn.Module) -> Iterator[None]:
+def trim_last_layer(last: nn.Module) -> Iterator[None]:
     """Opens a context in which the layer ``last`` is run for the probe's last positions of a row only, [1 batch d].
 
     Of the other positions only keys and values are needed, so the rest of the layer is not computed for them.
@@ -490,7 +490,7 @@ def take_maps(
     """
     backbone = backbone_of(model)
     output = (model if verdict and parts is None else backbone)(**inputs, output_attentions=True)
-    found = _numbered(output.get("attentions") or (), probe, attending_layers(backbone))
+    found = _number_maps(output.get("attentions") or (), probe, attending_layers(backbone))
     rows = {layer: found[layer].rows(probe.last) for layer in probe.wanted if layer in found}
     probe.rows = rows if probe.per_head else {layer: each.mean(1) for layer, each in rows.items()}
     probe.kept = dict(found) if probe.keep else {}
@@ -501,7 +501,7 @@ def take_maps(
     return project(output.last_hidden_state[:, -1], parts.projection())
 
 
-def _numbered(given: Sequence[object], probe: Probe, attending: Sequence[int]) -> dict[int, GivenMap]:
+def _number_maps(given: Sequence[object], probe: Probe, attending: Sequence[int]) -> dict[int, GivenMap]:
     """Maps by their layer, 0-based: one for each layer, or one for each of the layers that are known to attend."""
     length = int(probe.last.max()) + 1
     maps = [each if isinstance(each, Tensor) and each.shape[2:] == (length, length) else None for each in given]

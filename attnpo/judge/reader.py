@@ -26,8 +26,8 @@ from attnpo.judge.attention import (
     SeveralRows,
     require_distributions,
     take_maps,
-    tapped,
-    trimmed,
+    tap_attention,
+    trim_last_layer,
 )
 from attnpo.judge.base import JudgeReading
 from attnpo.models.backbone import (
@@ -134,7 +134,7 @@ class CausalJudge:
         asked = partial(
             self._read, layers=layers, per_head=per_head, rollout=rollout, verdict=verdict, label_ids=label_ids
         )
-        with torch.inference_mode(), eval_mode(self.model), tapped(self._backbone, self.kernel):
+        with torch.inference_mode(), eval_mode(self.model), tap_attention(self._backbone, self.kernel):
             shared = len(prompts) > 1 and self.kernel != MAPS and self._follows_rows()
             most = 0 if self.kernel == MAPS and (layers or rollout) else self.token_budget
             padded = longest_first([len(prompt) for prompt in prompts], lambda length: most // length)
@@ -228,7 +228,7 @@ class CausalJudge:
 
     def _trimmed(self) -> AbstractContextManager[None]:
         stacks = [module for module in self._backbone.modules() if isinstance(module, nn.ModuleList)]
-        return trimmed(next(stack[-1] for stack in stacks if len(stack) == self.num_layers))
+        return trim_last_layer(next(stack[-1] for stack in stacks if len(stack) == self.num_layers))
 
     def _follows_rows(self) -> bool:
         """Returns whether rows of several prompts give the numbers of a padded batch, tried once."""
@@ -264,7 +264,7 @@ class CausalJudge:
         """Why the attention function cannot be read, with the layer; None where it can."""
         untapped = at.outputs.copy()
         try:
-            with tapped(self._backbone, self.kernel):
+            with tap_attention(self._backbone, self.kernel):
                 inputs, probe = self._laid(prompts, range(self.num_layers), False)
                 logits = self._run(inputs, probe, verdict=True)
         except (torch.OutOfMemoryError, SeveralRows):
@@ -288,7 +288,7 @@ class CausalJudge:
                 inputs, probe = self._laid([prompt], range(self.num_layers), False, per_head=True)
                 ids = inputs["input_ids"]
                 expected = self.model(input_ids=ids, use_cache=False).logits[:, -1]
-                with tapped(self._backbone, MAPS):
+                with tap_attention(self._backbone, MAPS):
                     logits = self._run(inputs, probe, verdict=True)
                 if logits is None or differ(logits, expected):
                     raise UserError("its logits are others: load it with attn_implementation=eager")
@@ -339,7 +339,7 @@ class CausalJudge:
             small = CausalJudge(first_layers(self.model, self.model.device, torch.float32), kernel=self.kernel)
         except Exception as error:  # noqa: BLE001  # the config of any model
             return f"{kind} cannot be tried in float32 ({type(error).__name__}: {error})"
-        with tapped(small._backbone, self.kernel):
+        with tap_attention(small._backbone, self.kernel):
             return small._reason_against_rows()
 
     def _reached(self, prompts: Sequence[Sequence[int]], logits: Tensor, shared: bool) -> bool:
@@ -450,7 +450,7 @@ class RewardModel:
             self._require_readable()
         lengths, wanted = [len(ids) for ids in conversations], [layer - 1 for layer in layers]
         found: dict[int, JudgeReading] = {}
-        with eval_mode(self.model), tapped(self._backbone, self.kernel):
+        with eval_mode(self.model), tap_attention(self._backbone, self.kernel):
             for batch in longest_first(lengths, lambda length: self.token_budget // length):
                 probe = self._run([conversations[index] for index in batch], wanted, per_head, stop=True)[0]
                 found |= zip(batch, readings_of(probe, wanted, None, None, [lengths[i] for i in batch]), strict=True)
@@ -477,7 +477,7 @@ class RewardModel:
         with eval_mode(self.model):
             expected = final_hidden(self._backbone, ids)[torch.arange(len(last), device=last.device), last]
             try:
-                with tapped(self._backbone, self.kernel):
+                with tap_attention(self._backbone, self.kernel):
                     probe, hidden = self._run(prompts, range(self.num_layers), False, stop=False)
             except torch.OutOfMemoryError:
                 raise

@@ -106,7 +106,7 @@ def load_run(folder: str | Path) -> Run:
 def _run(path: Path, result: RunResult) -> Run:
     cfg = config_in(path / CONFIG)
     values = {} if cfg is None else plain(cfg)
-    return Run(path, result, values, tuple(unchecked([path])))
+    return Run(path, result, values, tuple(warn_unsealed([path])))
 
 
 def sample_rows(folder: Path) -> list[dict[str, object]]:
@@ -151,14 +151,14 @@ class StudyResults:
         return self.path.resolve().name
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """Returns whether it printed its tables; else there are the points that have a result, and nothing on arms."""
         return not self.state
 
     @cached_property
     def tables(self) -> dict[str, pandas.DataFrame]:
         """Returns every table it printed, by its title, with the numbers in full."""
-        found: dict[str, pandas.DataFrame] = {} if self.finished else {self.state: self.points}
+        found: dict[str, pandas.DataFrame] = {} if self.is_finished else {self.state: self.points}
         for title, block in self.printed:
             again = sum(name == title or name.startswith(f"{title} (") for name in found)
             frame = pandas.DataFrame(ordered_cells(block.columns, block.rows), columns=list(block.columns))
@@ -188,11 +188,11 @@ class StudyResults:
     @cached_property
     def samples(self) -> pandas.DataFrame:
         """Returns the sample answers of all points, each with what tells its run apart."""
-        if self.finished:
+        if self.is_finished:
             named = [
                 (
                     {
-                        **_named(point.arm.world, point.arm.name),
+                        **_name_arm(point.arm.world, point.arm.name),
                         "seed": point.seed,
                         **dict(value.split("=", 1) for value in point.values),
                     },
@@ -206,7 +206,7 @@ class StudyResults:
 
     def runs(self, arm: str | None = None, seed: int | None = None) -> list[Run]:
         """Returns its runs, of one arm or seed where these are given."""
-        if not self.finished:
+        if not self.is_finished:
             return [_run(folder, read_result(folder)) for folder in self._sound_folders()]
         return [
             _run(folder, result)
@@ -230,7 +230,7 @@ class StudyResults:
             best = best_point(points, float(self.record["kl_limit"]))
             rows += [
                 {
-                    **_named(world, arm),
+                    **_name_arm(world, arm),
                     "point": point.label,
                     "seeds": len(point.seeds),
                     "kl": point.truth("test", "kl"),
@@ -256,7 +256,7 @@ class StudyResults:
             place = at_kl(points, level)
             if place is not None:
                 numbers = {"reward": place.reward, "kl": place.kl, "mark": place.mark, "seeds": len(place.seeds)}
-                rows.append({**_named(world, arm), **numbers})
+                rows.append({**_name_arm(world, arm), **numbers})
         return _frame(rows, ["arm", "reward", "kl", "mark", "seeds"])
 
     @cached_property
@@ -284,7 +284,7 @@ class StudyResults:
         return found
 
     def _require_finished(self, what: str) -> None:
-        if not self.finished:
+        if not self.is_finished:
             raise UserError(f"{self.path}: there is no table yet, and so no {what}: {self.notes[0]}; see study.points")
 
 
@@ -321,7 +321,7 @@ def read_study(folder: Path) -> StudyResults:
     notes: list[str] = []
     if (folder / TABLES).is_file() and "runs" in record:
         printed, notes = printed_tables(folder / TABLES)
-        notes += unchecked([folder])
+        notes += warn_unsealed([folder])
         rows = read_rows(folder / "results.csv")
     elif sound:
         begun = sum(path.is_dir() for path in (folder / "points").iterdir())
@@ -334,7 +334,7 @@ def read_study(folder: Path) -> StudyResults:
     else:
         raise nothing(folder, f"a finished study ({', '.join(STUDY_FILES)}, points/*/{RESULT})")
     notes += [f"left out, {place.name}: {damage}" for place, damage in points.items() if damage is not None]
-    notes += unchecked(sound)
+    notes += warn_unsealed(sound)
     if not state and len(sound) < len(rows):
         notes.append(f"{len(rows) - len(sound)} of {len(rows)} runs in results.csv have no {RESULT} under points/")
     setting = next(filter(None, map(setting_in, sound)), None)
@@ -416,7 +416,7 @@ def damage_of(folder: Path) -> str | None:
     return changed(folder, only=(CONFIG, RESULT)) if is_sealed(folder) else None
 
 
-def unchecked(folders: Sequence[Path]) -> list[str]:
+def warn_unsealed(folders: Sequence[Path]) -> list[str]:
     """Returns a line that names the first of those folders that hold no digests to compare their files with, if any."""
     unsealed = [folder for folder in folders if not is_sealed(folder)]
     more = f" (and {len(unsealed) - 1} more)" if len(unsealed) > 1 else ""
@@ -447,8 +447,8 @@ def run_row(folder: Path) -> dict[str, Cell]:
         "val loss": result.metrics.get("val/loss"),
         "val accuracy": result.metrics.get("val/rewards/accuracies"),
         "val margin": result.metrics.get("val/rewards/margins"),
-        "eff. weights/n": _known(result.input("train", "effective_share")),
-        "coverage": _known(result.input("train", "coverage")),
+        "eff. weights/n": _or_none(result.input("train", "effective_share")),
+        "coverage": _or_none(result.input("train", "coverage")),
         **{head: value for name, head in ARRIVED.items() if not math.isnan(value := result.input("train", name))},
     }
     scores = {} if result.truth is None else result.truth["test"].numbers
@@ -457,7 +457,7 @@ def run_row(folder: Path) -> dict[str, Cell]:
     return {**row, "s/run": result.seconds["all"]}
 
 
-def _known(value: float) -> float | None:
+def _or_none(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 
@@ -528,7 +528,7 @@ def setting_in(folder: Path) -> str | None:
 # ------------------------------------------------------------------------------------------------ frames
 
 
-def _named(world: str, arm: str) -> dict[str, object]:
+def _name_arm(world: str, arm: str) -> dict[str, object]:
     return {**({"world": world} if world else {}), "arm": arm}
 
 

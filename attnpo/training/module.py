@@ -27,7 +27,7 @@ from attnpo.schema import Kind, ObjectiveOutput, PreferenceBatch, RowGroup, Toke
 from attnpo.training.checks import check_ready, check_saved, frozen_names, keep_trained, require_full_precision
 from attnpo.training.gather import from_all_ranks
 from attnpo.training.metrics import PairMeans
-from attnpo.training.nonfinite import Scored, detached, message, named, nonfinite_pairs, save_step
+from attnpo.training.nonfinite import Scored, detach, list_names, message, nonfinite_pairs, save_step
 from attnpo.training.optimizer import Optimizer, norms_and_biases
 from attnpo.training.pair_values import pair_values, read_tokens
 from attnpo.training.resume_state import typed
@@ -201,7 +201,7 @@ class PreferenceModule(L.LightningModule):
             if reference is not None and of_reference is not None:
                 reference = replace(reference, groups={**reference.groups, name: of_reference})
         if self.online is not None:
-            batch = weighed(batch, self.online, policy, reference, self.transforms)
+            batch = weigh_online(batch, self.online, policy, reference, self.transforms)
         output = self.objective(policy, reference, batch)
         if policy.routing is not None:
             load = load_balancing(policy.routing)
@@ -352,7 +352,7 @@ class PreferenceModule(L.LightningModule):
             log.warning(
                 "the validation loss is not finite for %d pairs (%s), nor is val/loss; val/nonfinite_pairs counts them",
                 len(pairs),
-                named(pairs),
+                list_names(pairs),
             )
         self._warned = True
         return len(pairs)
@@ -376,7 +376,7 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> None:
     fully_shard(model, mesh=mesh)
 
 
-def weighed(
+def weigh_online(
     batch: PreferenceBatch,
     source: OnlineSource,
     policy: TokenStats,
@@ -390,7 +390,7 @@ def weighed(
     that it made void as ``weights/void``.
     """
     with torch.no_grad():
-        given = source.weights(detached(policy), None if reference is None else detached(reference), batch)
+        given = source.weights(detach(policy), None if reference is None else detach(reference), batch)
     weights, pair = given if isinstance(given, tuple) else (given, None)
     if transforms:
         weights = transformed_batch(transforms, weights, batch)

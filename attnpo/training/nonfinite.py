@@ -111,10 +111,10 @@ def message(bad: NonfiniteStep, step: int, norm: float, lr: float, precision: st
     if bad.pairs:
         what = f"the loss of optimiser step {step} is not finite for {len(bad.pairs)} of {len(bad.step_pairs)} pairs"
         also = ", ".join(bad.inputs) or "nothing that it is computed from"
-        what += f": {named(bad.pairs)} (not finite there: {also})"
+        what += f": {list_names(bad.pairs)} (not finite there: {also})"
     else:
         what = f"the gradient norm of optimiser step {step} is {norm}, though its loss is finite; the step's pairs: "
-        what += named(bad.step_pairs)
+        what += list_names(bad.step_pairs)
     where = f"batches and per-token statistics are in {bad.file}" if bad.file else "its batches could not be saved"
     return (
         f"{what}. Training stopped before this step, the weights are those of step {step - 1}; {where}. "
@@ -173,7 +173,7 @@ def check_validation(trainer: L.Trainer) -> None:
     ]
     if not bad:
         return
-    listed = named(bad)
+    listed = list_names(bad)
     if trainer.state.fn == "validate":
         raise UserError(
             f"the validation before the first step is not finite ({listed}), so no run can end well: look at the "
@@ -193,7 +193,7 @@ def _what_stands(trainer: L.Trainer) -> str:
     return f"{stands}. Try {_advice(module.recipe.lr, 'a smaller trainer.gradient_clip_val', str(trainer.precision))}"
 
 
-def named(names: Sequence[str]) -> str:
+def list_names(names: Sequence[str]) -> str:
     """Returns names for a message: all if few, else the first and how many more."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
@@ -219,7 +219,7 @@ def _finite_pairs(finite: Bool[Tensor, "rows R"]) -> Bool[Tensor, " pairs"]:
     return chosen & rejected
 
 
-def detached(stats: TokenStats) -> TokenStats:
+def detach(stats: TokenStats) -> TokenStats:
     """Returns the same statistics without their graph."""
     return replace(
         stats,
@@ -227,13 +227,13 @@ def detached(stats: TokenStats) -> TokenStats:
         hidden=None if stats.hidden is None else stats.hidden.detach(),
         vocab={name: value.detach() for name, value in stats.vocab.items()},
         joint={name: value.detach() for name, value in stats.joint.items()},
-        groups={name: detached(value) for name, value in stats.groups.items()},
+        groups={name: detach(value) for name, value in stats.groups.items()},
     )
 
 
 def _kept(stats: TokenStats) -> TokenStats:
     """Returns the statistics as they are kept until the optimiser steps: without their graph and hidden states."""
-    return replace(detached(stats), hidden=None, groups={name: _kept(value) for name, value in stats.groups.items()})
+    return replace(detach(stats), hidden=None, groups={name: _kept(value) for name, value in stats.groups.items()})
 
 
 def _plain(value: object) -> object:

@@ -119,7 +119,7 @@ class PairToWeigh(NamedTuple):
         return "without an id" if self.pair is None else self.pair.pair_id
 
 
-def _checked(source: WeightSource) -> WeightSource:
+def _check(source: WeightSource) -> WeightSource:
     """Returns ``source``. UserError for one whose rows must not be post-processed."""
     if source.postprocess is not None:
         require_distribution(source.kind, source.signed)
@@ -146,7 +146,7 @@ def training_weights(
     asked = PairToWeigh(captured, encoded, pair)
     finished = finished_weights(source, captured, encoded, layers=layers, pair=pair)
     finished = _changed(source, asked.pair_id, finished, transforms)
-    return _joined(source, finished, [_land(source, asked, finished, side, align_method) for side in SIDES])
+    return _join(source, finished, [_land(source, asked, finished, side, align_method) for side in SIDES])
 
 
 def weigh_pairs(
@@ -158,7 +158,7 @@ def weigh_pairs(
     layers: tuple[Row, ...] = (),
 ) -> Iterator[TrainingWeights]:
     """Yields what ``training_weights`` makes of each of many pairs, in their order and to the bit, by arrays."""
-    _checked(source)
+    _check(source)
     for chunk in _chunks(pairs):
         done, problem = _until_problem(
             _changed(source, asked.pair_id, finished, transforms)
@@ -167,12 +167,12 @@ def weigh_pairs(
         at_once = iter(_carried(source, chunk, done, align_method))
         for asked, finished in zip(chunk, done, strict=False):
             sides = [next(at_once) or _land(source, asked, finished, side, align_method) for side in SIDES]
-            yield _joined(source, finished, sides)
+            yield _join(source, finished, sides)
         if problem is not None:
             raise problem
 
 
-def _joined(source: WeightSource, finished: Mapping[str, Finished], sides: Sequence[Landed]) -> TrainingWeights:
+def _join(source: WeightSource, finished: Mapping[str, Finished], sides: Sequence[Landed]) -> TrainingWeights:
     chosen, rejected = sides
     return TrainingWeights(
         chosen=chosen.weights,
@@ -224,14 +224,14 @@ def finished_weights(
 ) -> dict[str, Finished]:
     """Returns both responses' weights on the source's tokens, before transforms and alignment."""
     asked = PairToWeigh(captured, encoded, pair)
-    return _finish_selected(_checked(source), asked, _select(source, asked, layers))
+    return _finish_selected(_check(source), asked, _select(source, asked, layers))
 
 
 def finish_pairs(
     source: WeightSource, pairs: Iterable[PairToWeigh], layers: tuple[Row, ...] = ()
 ) -> Iterator[dict[str, Finished]]:
     """Yields what ``finished_weights`` makes of each of many pairs, in their order and to the bit, by arrays."""
-    _checked(source)
+    _check(source)
     for chunk in _chunks(pairs):
         yield from _finish_chunk(source, chunk, layers)
 
@@ -569,11 +569,11 @@ def rows_with_trace(
         return list(rows), 0
     check_apart(source)
     if source.tokens != "train":
-        rows = [_prepended(row, encoded, begins) for row in rows]
+        rows = [_prepend_row(row, encoded, begins) for row in rows]
     return list(rows), before(begins, rows[0].offsets.tolist())
 
 
-def _prepended(row: TokenWeights, encoded: EncodedResponse, begins: int) -> TokenWeights:
+def _prepend_row(row: TokenWeights, encoded: EncodedResponse, begins: int) -> TokenWeights:
     tokens = list(zip(encoded.response_ids, encoded.offsets, strict=True))[: before(begins, encoded.offsets)]
     held = [(token, place) for token, place in tokens if place[1] > place[0]]
     ids = torch.tensor([token for token, _ in held], dtype=torch.long)

@@ -93,7 +93,7 @@ def read_all(paths: Sequence[Path], level: float, harvest: Harvest) -> list[str]
             read_cases(path, level, harvest)
             continue
         study, name = studies[path], names[path]
-        if not study.finished:
+        if not study.is_finished:
             raise UserError(f"{study.path}: expected a finished study, {study.notes[0]}")
         notes += [f"{name}: {line}" for line in study.notes if line.startswith("left out")]
         notes += collect(study, name, level, harvest)

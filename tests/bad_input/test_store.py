@@ -33,7 +33,7 @@ def shards(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
 
 
 @pytest.fixture
-def filled(attempts: Attempts, shards: tuple[Path, Path, Path]) -> tuple[World, Path, Path]:
+def damaged_store(attempts: Attempts, shards: tuple[Path, Path, Path]) -> tuple[World, Path, Path]:
     """Returns a world with a copy of that store, and both shards."""
     store, *both = shards
     world = attempts.on()
@@ -70,9 +70,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("case", DAMAGE)
 def test_damage_costs_the_rows_of_one_shard(
-    attempts: Attempts, filled: tuple[World, Path, Path], record: Record, case: str
+    attempts: Attempts, damaged_store: tuple[World, Path, Path], record: Record, case: str
 ) -> None:
-    world, victim, other = filled
+    world, victim, other = damaged_store
     damage, why = DAMAGE[case]
     sound, kept = victim.read_bytes(), other.read_bytes()
     damage(victim)
@@ -90,9 +90,9 @@ def test_damage_costs_the_rows_of_one_shard(
 
 
 def test_an_entry_that_is_gone_is_an_interrupted_write(
-    attempts: Attempts, filled: tuple[World, Path, Path], record: Record
+    attempts: Attempts, damaged_store: tuple[World, Path, Path], record: Record
 ) -> None:
-    world, victim, _ = filled
+    world, victim, _ = damaged_store
     victim.with_suffix(".json").unlink()
     message = attempts.weigh(world=world).noted(
         f"weights: {PAIRS - VAL} of {PAIRS} pairs in the store; {VAL} to compute"
@@ -101,10 +101,10 @@ def test_an_entry_that_is_gone_is_an_interrupted_write(
 
 
 def test_a_broken_key_file_does_not_matter(
-    attempts: Attempts, filled: tuple[World, Path, Path], record: Record
+    attempts: Attempts, damaged_store: tuple[World, Path, Path], record: Record
 ) -> None:
     """The folder's name is the key; the file is for people and for naming the nearest other table."""
-    world, victim, _ = filled
+    world, victim, _ = damaged_store
     (victim.parent / "key.json").write_text("{")
     with judge_loads() as loaded:
         answer = attempts.weigh(world=world)

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from attnpo.schema import UserError
 from tests.conformance.family_checks import Finding, findings
-from tests.conformance.family_commands import commanded, into
+from tests.conformance.family_commands import into, run_commands
 from tests.conformance.family_models import families, tiny_model
 from tests.conformance.family_table import EQUAL, FAILED, NO_JUDGE, NOT_BUILT, REFUSED, Family
 from tests.conformance.family_tokenizer import tiny_tokenizer, write_pairs
@@ -87,7 +87,7 @@ def _one(name: str, folder: Path, work: Path, said: TextIO) -> Family:
         with into(said):
             found += findings(folder)
         if not _reason(found, "load") and not _reason(found, "step"):
-            found += commanded(folder, work, said, judged=_reason(found, "rows") is None)
+            found += run_commands(folder, work, said, judged=_reason(found, "rows") is None)
     except Exception as error:  # noqa: BLE001  # a traceback is what this looks for
         said.write(traceback.format_exc())
         found.append(Finding("traceback", problem=f"{type(error).__name__}: {_words(error)}"))

@@ -39,7 +39,7 @@ def generate(argv: Sequence[str]) -> int:
     return run_entry(generating.main, "generate", argv, "", "")
 
 
-def commanded(folder: Path, work: Path, said: TextIO, *, judged: bool) -> Iterator[Finding]:
+def run_commands(folder: Path, work: Path, said: TextIO, *, judged: bool) -> Iterator[Finding]:
     """Findings of the commands on a model's folder; what they write lies below ``work``, what they say in ``said``.
 
     ``judged``: the model can be a judge, so that it trains with its own attention; else with uniform weights. One run
@@ -52,18 +52,18 @@ def commanded(folder: Path, work: Path, said: TextIO, *, judged: bool) -> Iterat
         *BRIEF, *weights,
     ]  # fmt: skip
     steps = ["trainer.max_steps=2"]
-    yield _called("fit", fit, [*base, "name=first", *steps], said)
+    yield _call("fit", fit, [*base, "name=first", *steps], said)
     exported = work / "first/last"
     if exported.is_dir():
         with _interrupted():
-            yield _called("stop", fit, [*base, "name=second", *steps], said, expected=STOPPED)
-        yield _called("resume", fit, [*base, "name=second", "resume=auto", *steps], said)
+            yield _call("stop", fit, [*base, "name=second", *steps], said, expected=STOPPED)
+        yield _call("resume", fit, [*base, "name=second", "resume=auto", *steps], said)
         yield _reloaded(folder, exported, work / "second/last")
         answer = [f"model.path={exported}", f"data.path={data}", "data.rows=1", "sampling.max_new_tokens=4"]
         answer += [f"output={work / 'answers.jsonl'}", "trainer.accelerator=cpu"]
-        yield _called("generate", generate, answer, said)
+        yield _call("generate", generate, answer, said)
     adapters = ["name=adapters", "model=lora", "reference=adapter_off", "trainer.max_steps=1"]
-    yield _called("lora", fit, [*base, *adapters], said)
+    yield _call("lora", fit, [*base, *adapters], said)
 
 
 @contextmanager
@@ -93,7 +93,7 @@ def _interrupted() -> Iterator[None]:
         handle.remove()
 
 
-def _called(
+def _call(
     check: str, command: Callable[[Sequence[str]], int], words: Sequence[str], said: TextIO, expected: int = 0
 ) -> Finding:
     began = said.tell()

@@ -249,7 +249,7 @@ def weigh(world: World, *more: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def expected(weighed: World, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def sound_numbers(weighed: World, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """Returns the numbers of the undamaged store."""
     return numbers(on_copy(weighed, tmp_path_factory.mktemp("sound") / "store"))
 
@@ -345,7 +345,7 @@ STORE_DAMAGES: dict[str, Callable[[Path], object]] = {
 def test_a_command_on_a_damaged_store_gives_the_same_numbers(
     name: str,
     weighed: World,
-    expected: list[float],
+    sound_numbers: list[float],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
@@ -356,7 +356,7 @@ def test_a_command_on_a_damaged_store_gives_the_same_numbers(
     told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert name == "every file: removed" or any(str(world.store) in line for line in told), told
     assert "Traceback" not in caplog.text + capsys.readouterr().err
-    assert numbers(world) == pytest.approx(expected, abs=2e-6)
+    assert numbers(world) == pytest.approx(sound_numbers, abs=2e-6)
 
 
 CHANGES: dict[str, Callable[[Path, Path], object]] = {name: SEMANTIC[name] for name in ("ids swapped", "sides swapped")}

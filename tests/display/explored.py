@@ -38,7 +38,7 @@ def cut(text: str, every: int) -> WeighedResponse:
     return response_of(text, [*ids, END], [*offsets, (len(text), len(text))])
 
 
-def spelled(words: list[str]) -> WeighedResponse:
+def spell(words: list[str]) -> WeighedResponse:
     """A response whose tokens are words with the space before them."""
     offsets, at = list[tuple[int, int]](), 0
     for word in words:
@@ -53,7 +53,7 @@ def response_of(text: str, ids: list[int], offsets: list[tuple[int, int]]) -> We
     return WeighedResponse(text, tokens, tuple(ids), tuple(offsets), torch.zeros(len(ids)), len(ids), 1.0)
 
 
-def weighed(side: WeighedResponse, rng: np.random.Generator, coverage: float = 1.0) -> WeighedResponse:
+def weigh(side: WeighedResponse, rng: np.random.Generator, coverage: float = 1.0) -> WeighedResponse:
     """Log-normal weights that sum to 1, some of them 0 where coverage is below 1."""
     raw = np.exp(1.5 * rng.standard_normal(len(side.tokens)))
     raw[: round((1 - coverage) * len(raw))] = 0
@@ -67,7 +67,7 @@ def pair_of(
     rng = np.random.default_rng(number)
     coverage = 1.0 if number % 3 else 0.8
     pair = PreferencePair(f"pair-{number}", (Message(role="user", content=prompt),), *(side.text for side in sides))
-    return {view: WeighedPair(pair, weighed(sides[0], rng, coverage), weighed(sides[1], rng)) for view in every}
+    return {view: WeighedPair(pair, weigh(sides[0], rng, coverage), weigh(sides[1], rng)) for view in every}
 
 
 def many(count: int, tokens: int, layers: int) -> list[ExplorerPair]:
@@ -77,7 +77,7 @@ def many(count: int, tokens: int, layers: int) -> list[ExplorerPair]:
     pairs: list[ExplorerPair] = []
     for number in range(count):
         drawn = [[vocabulary[one] for one in rng.integers(0, len(vocabulary), tokens // 2)] for _ in range(2)]
-        sides = spelled(drawn[0]), spelled(drawn[1])
+        sides = spell(drawn[0]), spell(drawn[1])
         pairs.append(pair_of(number, f"Question {number}: " + " ".join(drawn[0][:12]), sides, every))
     return pairs
 

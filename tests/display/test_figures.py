@@ -33,7 +33,7 @@ def pixels(path: Path) -> np.ndarray:
     return np.asarray(matplotlib.image.imread(path))[:, :, :3]
 
 
-def drawn(path: Path) -> str:
+def read_drawing(path: Path) -> str:
     """Returns the SVG beside a PNG, after the rules of dark pages, which name colours too."""
     return svg_beside(path).read_text(encoding="utf-8").partition("</style>")[2]
 
@@ -50,11 +50,13 @@ def test_training_curves(tmp_path: Path) -> None:
         for step in range(60)
     ]
     path = training_curves(rows, tmp_path / "new" / "curves.png", "a $title$ that is no formula$")
-    image, told = pixels(path), drawn(path)
+    image, told = pixels(path), read_drawing(path)
     assert image.shape[:2] == (round(6.6 * DPI), 12 * DPI) and image.min() < 0.5
     assert BLUE in told and ORANGE in told and "a $title$ that is no formula$" in told
     assert "gradient norm (1 not finite)" in told and told.count("not logged") == 3
-    few = drawn(training_curves([{"step": 3.0, "val/loss": 0.69}, {"train/loss": math.inf}], tmp_path / "few.png"))
+    few = read_drawing(
+        training_curves([{"step": 3.0, "val/loss": 0.69}, {"train/loss": math.inf}], tmp_path / "few.png")
+    )
     assert few.count("not logged") == 5 and "loss (1 not finite)" in few
 
 
@@ -62,9 +64,9 @@ def test_layer_curve(tmp_path: Path) -> None:
     """With intervals the figure says so, and the control's is a band over all of it."""
     points = [LayerPoint(4, 0.39), LayerPoint(1, 0.46), LayerPoint(2, math.nan)]
     levels = {"uniform": Level(0.36, 0.33, 0.38), "gone": math.nan}
-    held = drawn(layer_curve(points, tmp_path / "h.png", baselines=levels, title="t", control="uniform"))
+    held = read_drawing(layer_curve(points, tmp_path / "h.png", baselines=levels, title="t", control="uniform"))
     many = [LayerPoint(number, 0.1) for number in range(1, 81)]
-    bare = drawn(layer_curve(many, tmp_path / "b.png", baselines={"uniform": 0.36}, control="uniform"))
+    bare = read_drawing(layer_curve(many, tmp_path / "b.png", baselines={"uniform": 0.36}, control="uniform"))
     assert BLUE in held and INK in held and ORANGE not in held
     assert "95 % intervals" in held and "opacity: 0.15" in held
     assert "95 %" not in bare and "opacity: 0.15" not in bare and ">76<" in bare and ">77<" not in bare
@@ -80,7 +82,7 @@ def test_frontier(tmp_path: Path) -> None:
     ]
     base = Level(-0.1, -0.2, 0.0)
     path = frontier(points, tmp_path / "f.png", limits=(0.5, 1, 2), base_reward=base, title="t")
-    told = drawn(path)
+    told = read_drawing(path)
     assert GREEN not in told, "an arm without a finite point takes no colour"
     assert "stroke-width: 1.8" in told, "the ring around the best point"
     assert "opacity: 0.18" in told and "1 points not finite, left out" in told and "dash-dotted: KL" in told
@@ -91,7 +93,7 @@ def test_frontier(tmp_path: Path) -> None:
     assert "prefers-color-scheme:dark" in whole and INK in whole and "<script" not in whole
     assert 'style="fill: #ffffff"' not in told, "no background"
     plain = [FrontierPoint(p.arm, p.kl, p.reward, p.label) for p in points]
-    told = drawn(frontier(plain, tmp_path / "g.png", base_reward=-0.1))
+    told = read_drawing(frontier(plain, tmp_path / "g.png", base_reward=-0.1))
     assert "stroke-width: 1.8" not in told and "opacity: 0.18" not in told
     again = [svg_beside(frontier([], tmp_path / name / "f.png")).read_text(encoding="utf-8") for name in ("1", "2")]
     assert again[0] == again[1], "the same figure gives the same file"
@@ -114,8 +116,10 @@ def test_a_point_far_off_stands_at_the_edge_and_does_not_press_the_others_togeth
         return int(half.max() - half.min())
 
     assert widest("far.png") > 3 * widest("all.png")
-    assert "KL 400, reward -0.80" in drawn(tmp_path / "far.png") and "hollow arrow" in drawn(tmp_path / "far.png")
-    assert "hollow arrow" not in drawn(tmp_path / "all.png")
+    assert "KL 400, reward -0.80" in read_drawing(tmp_path / "far.png") and "hollow arrow" in read_drawing(
+        tmp_path / "far.png"
+    )
+    assert "hollow arrow" not in read_drawing(tmp_path / "all.png")
 
 
 def test_the_axis_leaves_out_what_would_press_all_others_together_and_nothing_else() -> None:
@@ -151,4 +155,4 @@ def test_an_arms_colour_is_that_of_its_look_in_every_figure(tmp_path: Path) -> N
     second = arm_figure([ArmPanel("t", "x", levels)], tmp_path / "a.png", looks=looks)
     third = layer_curve([LayerPoint(1, 0.1, arm="a"), LayerPoint(2, 0.2, arm="b")], tmp_path / "l.png", looks=looks)
     for path in (first, second, third):
-        assert all(looks[arm].colour in drawn(path) for arm in "ab") and BLUE not in drawn(path)
+        assert all(looks[arm].colour in read_drawing(path) for arm in "ab") and BLUE not in read_drawing(path)

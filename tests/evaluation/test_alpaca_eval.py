@@ -385,18 +385,18 @@ def test_the_hubs_cache_serves_offline(reference: str, auxiliary: str) -> None:
 
 
 def test_auxiliary_files_that_do_not_fit_are_refused(reference: str, auxiliary: str, tmp_path: Path) -> None:
-    def refused(text: str, says: str, path: Path = tmp_path / "aux.csv") -> None:
+    def hold_refusal(text: str, says: str, path: Path = tmp_path / "aux.csv") -> None:
         (tmp_path / "aux.csv").write_text(text)
         with pytest.raises(UserError, match=says):
             _ = benchmark(reference, auxiliary=str(path)).scores
 
     missing = "benchmark.auxiliary=.*no such file.*hf download tatsu-lab/alpaca_eval df_gamed"
     lines = Path(auxiliary).read_text().splitlines()
-    refused("", missing, tmp_path / "none.csv")
-    refused("\n".join([*lines[:-1], "12,more,1,1,1,False"]), "13 instructions, the reference set has 12")
-    refused("\n".join([lines[0], *reversed(lines[1:])]), "by their position")
-    refused(lines[0].replace("std_delta_len", "length") + "\n1,a,1,1,1,False\n", "no column std_delta_len")
-    refused("", "is no table")
+    hold_refusal("", missing, tmp_path / "none.csv")
+    hold_refusal("\n".join([*lines[:-1], "12,more,1,1,1,False"]), "13 instructions, the reference set has 12")
+    hold_refusal("\n".join([lines[0], *reversed(lines[1:])]), "by their position")
+    hold_refusal(lines[0].replace("std_delta_len", "length") + "\n1,a,1,1,1,False\n", "no column std_delta_len")
+    hold_refusal("", "is no table")
     with pytest.raises(UserError, match="length_controlled=false turns off"):
         benchmark(reference, auxiliary=auxiliary, length_controlled=False)
 
@@ -423,21 +423,21 @@ def test_reference_files_that_do_not_fit_are_refused(tmp_path: Path, monkeypatch
     path = tmp_path / "reference.json"
     rows = reference_rows()
 
-    def refused(says: str, **values: Any) -> None:
+    def hold_refusal(says: str, **values: Any) -> None:
         with pytest.raises(UserError, match=says):
             benchmark(str(path), **values).questions()
 
-    refused("no such file.*alpaca_eval_gpt4_baseline.json.*results/gpt4_1106_preview/model_outputs.json")
+    hold_refusal("no such file.*alpaca_eval_gpt4_baseline.json.*results/gpt4_1106_preview/model_outputs.json")
     path.write_text('[{"instruction": ')
-    refused("is not JSON")
+    hold_refusal("is not JSON")
     written(path, {"rows": rows})
-    refused("holds dict, expected a list")
+    hold_refusal("holds dict, expected a list")
     written(path, rows[:-1])
-    refused("has 11 rows, expected 12.*benchmark.rows=11")
+    hold_refusal("has 11 rows, expected 12.*benchmark.rows=11")
     written(path, [{**rows[0], "generator": "other"}, *rows[1:]])
-    refused("2 generators")
+    hold_refusal("2 generators")
     written(path, [*rows[:-1], "text"])
-    refused("row 11 has no text 'instruction'")
+    hold_refusal("row 11 has no text 'instruction'")
     with pytest.raises(UserError, match="rows must be at least 1"):
         benchmark(str(path), rows=0)
     monkeypatch.setattr(module, "from_hub", lambda file: "the hub is closed")

@@ -174,8 +174,8 @@ def test_a_silent_layer_is_named() -> None:
 
 
 def test_a_prepared_mask_is_refused(tiny: Build) -> None:
-    from attnpo.judge.attention import tapped
+    from attnpo.judge.attention import tap_attention
 
     model = tiny("llama")
-    with tapped(model.model, "sdpa"), pytest.raises(UserError, match="builds its own mask"):
+    with tap_attention(model.model, "sdpa"), pytest.raises(UserError, match="builds its own mask"):
         model(input_ids=torch.tensor([[3, 4]]), attention_mask=torch.ones(1, 1, 2, 2, dtype=torch.bool))

@@ -58,7 +58,7 @@ def test_a_run_as_frames(study: Path) -> None:
 
 def test_a_study_as_frames(true_study: Finished, study: Path) -> None:
     found = attnpo.load_study(study)
-    assert found.finished
+    assert found.is_finished
     arms = ["uniform", "attention L2"] * 2  # at two betas
     rewards = [run.result.truth["test"].numbers["reward"] for run in found.runs() if run.result.truth]
     assert list(found.points["arm"]) == arms and list(found.points["test/reward"]) == rewards
@@ -117,7 +117,7 @@ def test_what_is_not_finished_says_so(tmp_path: Path) -> None:
     bare_run(tmp_path / "s" / "points" / "uniform-seed0-0", None)
     (tmp_path / "s" / "predictions.json").write_text("{}")
     study = attnpo.load_study(tmp_path / "s")
-    assert not study.finished and list(study.points["run"]) == ["uniform-seed0-0"] and len(study.samples) == 0
+    assert not study.is_finished and list(study.points["run"]) == ["uniform-seed0-0"] and len(study.samples) == 0
     for frame in ("arms", "frontier"):
         with pytest.raises(UserError, match=r"there is no table yet.*not finished, 1 of 1 begun points"):
             getattr(study, frame)

@@ -103,7 +103,7 @@ def one_rank() -> Iterator[None]:
     distributed.destroy_process_group()
 
 
-def sharded(scored: ScoredLM) -> ScoredLM:
+def shard_all(scored: ScoredLM) -> ScoredLM:
     """Shards every layer and the root over one process."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

@@ -89,7 +89,7 @@ def gap(found: list[Tensor], expected: list[Tensor]) -> float:
     return max(float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True))
 
 
-def kept(policy: ScoredLM, layout: str) -> int:
+def count_kept(policy: ScoredLM, layout: str) -> int:
     """Numbers that a forward keeps for its backward."""
     sizes = []
 
@@ -109,13 +109,13 @@ def test_compiled_blocks_give_the_same_numbers(
 ) -> None:
     model = exact_llama(num_hidden_layers=2)
     policy = ScoredLM(model)
-    expected, whole = numbers(policy, layout), kept(policy, layout)
+    expected, whole = numbers(policy, layout), count_kept(policy, layout)
     if recomputed:
         model.activation_checkpointing_enable()
     compile_blocks(model, "counting")
     assert gap(numbers(policy, layout), expected) < 1e-10
     assert graphs and max(graphs) > 20, "something must have been compiled"
-    assert (kept(policy, layout) < 0.8 * whole) == recomputed
+    assert (count_kept(policy, layout) < 0.8 * whole) == recomputed
     assert len(graphs) < 30, "blocks share their graphs"
     made = len(graphs)
     numbers(policy, layout)

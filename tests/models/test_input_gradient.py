@@ -13,7 +13,7 @@ from attnpo.models.input_gradient import input_gradient, prompt_lengths
 from attnpo.models.layouts import packed, padded
 from attnpo.models.scored import ScoredLM
 from attnpo.schema import RowGroup, UserError
-from tests.models.conftest import sharded
+from tests.models.conftest import shard_all
 
 Build = Callable[..., PreTrainedModel]
 LENGTHS = ((5, 9), (3, 4), (11, 1), (2, 17), (4, 0), (1, 3))
@@ -194,7 +194,7 @@ def test_sharded_weights_give_the_same_and_keep_the_step_s_gradient(tiny: Build,
     plain = ScoredLM(tiny("llama"))
     expected = input_gradient(plain, rows)
     plain(*read).logps.sum().backward()
-    scored = sharded(ScoredLM(tiny("llama")))
+    scored = shard_all(ScoredLM(tiny("llama")))
     logps = scored(*read).logps
     found = input_gradient(scored, rows)  # between the step's forward and its backward
     assert all(parameter.grad is None for parameter in scored.parameters())

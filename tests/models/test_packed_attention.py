@@ -25,7 +25,7 @@ from attnpo.training.module import PreferenceModule
 from attnpo.training.optimizer import Optimizer
 from attnpo.training.pair_values import pair_values, read_tokens
 from tests.models.classes import SHAPE
-from tests.models.test_prompt_rows import chunked, judged
+from tests.models.test_prompt_rows import judged, make_chunked
 from tests.models.varlen import Calls, attend_plainly
 from tests.training.tiny import make_examples
 
@@ -245,7 +245,7 @@ def test_a_judges_rows_take_one_call_a_layer(tiny: Build, monkeypatch: pytest.Mo
 def untouched(tiny: Build, case: str) -> PreTrainedModel:
     """Makes a model none of whose layers the kernel may have."""
     if case == "chunks":
-        return chunked(6, no_rope_layers=[1] * 4)
+        return make_chunked(6, no_rope_layers=[1] * 4)
     if case == "dropout":
         return tiny("llama", attention_dropout=0.1).train()
     if case == "odd width":

@@ -167,7 +167,7 @@ def test_a_model_of_half_precision_reads_rows(tiny: Build) -> None:
     assert seen and sum(seen) < 0.8 * sum(map(len, prompts))
 
 
-def chunked(size: int, attention: str = "sdpa", **more: object) -> PreTrainedModel:
+def make_chunked(size: int, attention: str = "sdpa", **more: object) -> PreTrainedModel:
     """Makes a Llama 4 that sees chunks of positions, by a rule that asks which row of the batch it is about."""
     torch.manual_seed(0)
     shape = {**SHAPE, "intermediate_size_mlp": 48, "num_local_experts": 2, "attn_temperature_tuning": False}
@@ -176,7 +176,7 @@ def chunked(size: int, attention: str = "sdpa", **more: object) -> PreTrainedMod
 
 
 def test_attention_in_chunks_counts_positions(caplog: pytest.LogCaptureFixture) -> None:
-    model = chunked(16, "eager")
+    model = make_chunked(16, "eager")
     prompts = judged()
     with caplog.at_level(logging.INFO, "attnpo"):
         readings = CausalJudge(model).read(prompts, layers=LAYERS)

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from attnpo.models.layouts import LAYOUTS, padded
 from attnpo.models.scored import ScoredLM
 from attnpo.schema import ModelInputs, TokenStats, UserError
-from tests.models.conftest import sharded
+from tests.models.conftest import shard_all
 
 Build = Callable[..., PreTrainedModel]
 
@@ -232,7 +232,7 @@ def test_autocast_and_sharding_in_every_layout(tiny: Build, name: str, one_rank:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         rough = plain(*LAYOUTS[name](pairs(), 0)).logps
     assert abs(float((preference_loss(rough, torch.ones(4, 6)) - loss).detach())) < 0.3
-    scored = sharded(ScoredLM(tiny("llama")))
+    scored = shard_all(ScoredLM(tiny("llama")))
     found = preference_loss(scored(*LAYOUTS[name](pairs(), 0)).logps, torch.ones(4, 6))
     found.backward()
     assert torch.allclose(found, loss, atol=1e-5)

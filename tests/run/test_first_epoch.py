@@ -27,11 +27,11 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Grows by one with every reference that is loaded for training."""
     seen: list[str] = []
 
-    def counted(*given: object) -> object:
+    def count_call(*given: object) -> object:
         seen.append("reference")
         return load_reference(*given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(training, "load_reference", counted)
+    monkeypatch.setattr(training, "load_reference", count_call)
     return seen
 
 
@@ -82,7 +82,7 @@ def test_the_second_epoch_runs_no_reference_and_holds_none(
         loaded.append(weakref.ref(reference))
         return reference
 
-    def counted(self: object, group: object, requests: object) -> object:
+    def count_call(self: object, group: object, requests: object) -> object:
         if self.reference is not None:  # type: ignore[attr-defined]
             rows.append(group.response_ids.shape[0])  # type: ignore[attr-defined]
         return ask(self, group, requests)
@@ -93,7 +93,7 @@ def test_the_second_epoch_runs_no_reference_and_holds_none(
         return train(self, batch, index)
 
     monkeypatch.setattr(training, "load_reference", load)
-    monkeypatch.setattr(training.PreferenceModule, "_reference_stats", counted)
+    monkeypatch.setattr(training.PreferenceModule, "_reference_stats", count_call)
     monkeypatch.setattr(training.PreferenceModule, "training_step", step)
     run(fresh.config(*QUICK[:-2], "trainer.validate_every=epoch", QUICK[-1], "reference=first_epoch"), tmp_path / "run")
     # Validation before the first step and after the first epoch, and the first epoch itself; two rows a pair.

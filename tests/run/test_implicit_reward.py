@@ -127,7 +127,7 @@ def test_the_config_is_the_plain_one_with_a_run() -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained_run(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns a run's folder."""
     folder = tmp_path_factory.mktemp("trained") / "run"
     of_run = ["data.val_split=null", "data.val_share=0.5", "lengths.max_length=30", "lengths.max_prompt_length=14"]
@@ -137,12 +137,12 @@ def trained(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", ["implicit_reward", "implicit_reward_weighted"])
 def test_what_is_not_given_is_taken_from_the_run_that_trained_the_model(
-    world: World, trained: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+    world: World, trained_run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     """Its start, its validation pairs (here a share of one split) and its lengths; what is given holds."""
 
     def scores(place: str, *more: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        words = [f"benchmark={name}", f"model.path={trained / 'best'}", f"output={tmp_path / place}", *more]
+        words = [f"benchmark={name}", f"model.path={trained_run / 'best'}", f"output={tmp_path / place}", *more]
         assert main(load("evaluate", [*words, "trainer.accelerator=cpu"])) == 0
         found = json.loads((tmp_path / place / "evaluation.json").read_text())
         return found["scores"], found["key"]["benchmark"]
@@ -152,7 +152,7 @@ def test_what_is_not_given_is_taken_from_the_run_that_trained_the_model(
     said = [record.getMessage() for record in caplog.records if "takes from the run" in record.getMessage()]
     assert len(said) == 1 and f"reference {world.model}; validation pairs of {world.data}; lengths max_le" in said[0]
     assert key["lengths"] == {"max_length": 30, "max_prompt_length": 14, "overlong": "drop", "keep": "start"}
-    validation = write_jsonl_of(load_rows(world, trained), tmp_path / "val.jsonl")
+    validation = write_jsonl_of(load_rows(world, trained_run), tmp_path / "val.jsonl")
     given, same = scores(
         "given",
         f"benchmark.reference={world.model}",
@@ -161,7 +161,7 @@ def test_what_is_not_given_is_taken_from_the_run_that_trained_the_model(
     )
     assert taken == given and (key["pairs"], key["reference"]) == (same["pairs"], same["reference"])
     shorter = ["benchmark.lengths.max_length=29", "benchmark.lengths.max_prompt_length=14"]
-    other = scores("other", *shorter, f"benchmark.reference={trained / 'last'}")[1]
+    other = scores("other", *shorter, f"benchmark.reference={trained_run / 'last'}")[1]
     longest = 29 if name == "implicit_reward" else 30  # token weights are on tokens that the run's lengths cut
     assert other["lengths"] == {**key["lengths"], "max_length": longest} and other["reference"] != key["reference"]
 

@@ -52,7 +52,7 @@ def spec(
     return ModelSpec("nowhere", dtype=dtype, lora=lora, **blocks)
 
 
-def estimated(config: LlamaConfig, model: ModelSpec, moments: str = "float32", **named: Any) -> MemoryEstimate:
+def estimate_with(config: LlamaConfig, model: ModelSpec, moments: str = "float32", **named: Any) -> MemoryEstimate:
     named = {"precision": "32-true", "max_length": 64, "reference": "cached", **named}
     return estimate_training(config, model, moments, **named)
 
@@ -182,7 +182,7 @@ def test_weights_gradients_and_moments_are_what_a_model_holds(optimizer: Optimiz
         made_optimizer.step()
         moments = [state[name] for state in made_optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
         held = sum(moment.nbytes for moment in moments)
-    estimate = estimated(small(), spec(), optimizer.moments)
+    estimate = estimate_with(small(), spec(), optimizer.moments)
     assert estimate["weights"].size == sum(p.nbytes for p in model.parameters())
     assert estimate["gradients"].size == sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
     # Tensors below 4,096 entries (the norms) stay in float32 under 8 bits.
@@ -195,9 +195,9 @@ def test_weights_of_four_bits_are_what_a_model_holds(tmp_path: Path) -> None:
     held = load_model(tmp_path, quantize="nf4").state_dict()
     real = sum(value.nbytes for name, value in held.items() if not name.endswith("bitsandbytes__nf4"))
     model = ModelSpec("nowhere", lora=LoraSpec(), quantize="nf4")
-    made = estimated(config, model, reference="live")
+    made = estimate_with(config, model, reference="live")
     assert made["weights"].size == made["reference"].size == pytest.approx(real, rel=0.03)  # code books are not counted
-    whole = estimated(config, replace(model, quantize=None), reference="live")
+    whole = estimate_with(config, replace(model, quantize=None), reference="live")
     assert made["weights"].size < 0.5 * whole["weights"].size
 
 
@@ -206,7 +206,7 @@ def test_adapters_are_those_that_lora_adds(targets: str | tuple[str, ...]) -> No
     lora = LoraSpec(rank=4, target_modules=targets)
     model = add_lora(made(small(), "bfloat16"), lora)
     trained = [p for p in model.parameters() if p.requires_grad]
-    estimate = estimated(small(), spec("bfloat16", lora=lora), precision="bf16-mixed", reference="adapter_off")
+    estimate = estimate_with(small(), spec("bfloat16", lora=lora), precision="bf16-mixed", reference="adapter_off")
     assert estimate["adapters"].size == estimate["gradients"].size == sum(p.nbytes for p in trained)
     assert estimate["weights"].size == sum(p.nbytes for p in model.parameters() if not p.requires_grad)
 
@@ -273,12 +273,12 @@ def test_a_compiled_block_saves_what_is_estimated(name: str, recomputed: bool, l
         compile_blocks(model, "aot_eager")
         return (saved_bytes(model, 40, mixed) - saved_bytes(model, 24, mixed)) / (2 * 16)
 
-    def estimate(layers: int) -> int:
+    def estimate_with(layers: int) -> int:
         asked = replace(spec(dtype, checkpointing=recomputed, lora=lora), compile="inductor")
         named = {"precision": "bf16-mixed" if mixed else "32-true", "max_length": 2, "tokens": 1}
-        return estimated(small(layers), asked, **named)["activations"].size
+        return estimate_with(small(layers), asked, **named)["activations"].size
 
-    assert per_token(3) - per_token(2) == estimate(3) - estimate(2)
+    assert per_token(3) - per_token(2) == estimate_with(3) - estimate_with(2)
 
 
 def test_compiled_blocks_take_what_they_took_on_a_card() -> None:
@@ -384,7 +384,7 @@ def step_of(model: Any, every: int, width: int, mixed: bool) -> Callable[[], Non
 
 def counted_bytes(config: LlamaConfig, model: ModelSpec, width: int, mixed: bool) -> int:
     """Returns what the estimate counts of a step beside weights, gradients and moments."""
-    estimate = estimated(config, model, precision="bf16-mixed" if mixed else "32-true", max_length=width)
+    estimate = estimate_with(config, model, precision="bf16-mixed" if mixed else "32-true", max_length=width)
     held = sum(row.size for row in estimate.rows if not row.moments)
     return max(estimate.at(moment) for moment in STEP) - held
 

@@ -162,7 +162,7 @@ def partly_frozen(steps: int) -> PreferenceModule:
     return module
 
 
-def saved(fit: Fit, folder: Path, module: PreferenceModule) -> dict[str, Tensor]:
+def save_state(fit: Fit, folder: Path, module: PreferenceModule) -> dict[str, Tensor]:
     data = make_data(make_examples(40), PLAN)
     fit(module, data, steps=2, epochs=1, validate_every=1, max_steps=2, callbacks=(Copies(folder, 2),))
     state: dict[str, Tensor] = torch.load(folder / "2.ckpt", weights_only=True)["state_dict"]
@@ -171,10 +171,10 @@ def saved(fit: Fit, folder: Path, module: PreferenceModule) -> dict[str, Tensor]
 
 def test_a_checkpoint_holds_what_is_trained(fit: Fit, tmp_path: Path) -> None:
     module = partly_frozen(5)
-    state = saved(fit, tmp_path / "part", module)
+    state = save_state(fit, tmp_path / "part", module)
     trained = {name for name, value in module.named_parameters() if value.requires_grad}
     assert set(state) == trained and all(".layers.1." in name for name in trained) and len(trained) == 9
-    assert set(saved(fit, tmp_path / "whole", make_module(5))) == set(module.state_dict())
+    assert set(save_state(fit, tmp_path / "whole", make_module(5))) == set(module.state_dict())
 
 
 def test_a_partly_frozen_run_goes_on_as_if_unbroken(fit: Fit, tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def resume(fit: Fit, path: Path, module: PreferenceModule) -> None:
 
 def test_a_checkpoint_of_other_weights_is_refused(fit: Fit, tmp_path: Path) -> None:
     path = tmp_path / "2.ckpt"
-    saved(fit, tmp_path, partly_frozen(5))
+    save_state(fit, tmp_path, partly_frozen(5))
     with pytest.raises(
         UserError, match=r"do not fit the 21 trained ones .* 12 missing \(first: policy\.model\."
     ) as error:

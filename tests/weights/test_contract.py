@@ -15,7 +15,7 @@ from attnpo.objectives.dpo import DPO
 from attnpo.objectives.twdpo import OTPO, TwDPO
 from attnpo.run.combinations import require_reader
 from attnpo.schema import SIDES, EncodedResponse, Kind, PairWeights, PreferencePair, Round, TokenWeights, UserError
-from attnpo.training.module import PreferenceModule, weighed
+from attnpo.training.module import PreferenceModule, weigh_online
 from attnpo.training.optimizer import Optimizer
 from attnpo.weights.base import OnlineSource, TextSource, WeightSource, is_neutral, online_reads
 from attnpo.weights.pipeline import FOR_FACTORS, TrainingWeights, check_transforms, training_weights
@@ -93,7 +93,7 @@ def offline(source: WeightSource, *transforms: object) -> TrainingWeights:
 def in_a_step(source: OnlineSource, *transforms: object) -> tuple[Tensor, Tensor]:
     """The weights of made-up rows, and their mask."""
     case = Maker(frozenset({"reference"}) | online_reads(source)).case()
-    batch = weighed(case.batch, source, case.policy, case.reference, transforms)  # type: ignore[arg-type]
+    batch = weigh_online(case.batch, source, case.policy, case.reference, transforms)  # type: ignore[arg-type]
     return batch.main.token_weights["reward"], batch.main.response_mask
 
 

@@ -277,7 +277,7 @@ def losses(source: WeightSource, objective: PreferenceObjective) -> Tensor:
     main = case.batch.main
     if isinstance(source, OnlineSource):
         return objective(
-            case.policy, case.reference, module.weighed(case.batch, source, case.policy, case.reference)
+            case.policy, case.reference, module.weigh_online(case.batch, source, case.policy, case.reference)
         ).losses
     rows = replace(
         main,

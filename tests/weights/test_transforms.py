@@ -182,14 +182,14 @@ class CountedId(str):
 
     compared = 0
 
-    def counted(name: str) -> Any:
+    def count_comparisons(name: str) -> Any:
         def compare(self: str, other: str) -> bool:
             CountedId.compared += 1
             return bool(getattr(str, name)(self, other))
 
         return compare
 
-    __lt__, __gt__, __ne__, __eq__ = map(counted, ("__lt__", "__gt__", "__ne__", "__eq__"))
+    __lt__, __gt__, __ne__, __eq__ = map(count_comparisons, ("__lt__", "__gt__", "__ne__", "__eq__"))
     __hash__ = str.__hash__
 
 

@@ -9,7 +9,7 @@ from attnpo.display.printed import KeyedTable, PrintedTable, beside, label_of, m
 from attnpo.display.tables import DEFAULT_DIGITS, Cell, format_cell, ordered_cells
 from attnpo.lab.reports.output import RUNS, publish
 from attnpo.lab.reports.report_config import RUN, STUDY
-from attnpo.lab.results import StudyResults, kind_in, read_study, run_row, run_warnings, setting_in, unchecked
+from attnpo.lab.results import StudyResults, kind_in, read_study, run_row, run_warnings, setting_in, warn_unsealed
 
 METHOD = "method"  # what the paper's tables call the column that names the rows
 SETTING = "setting"
@@ -39,11 +39,11 @@ def folder_report(folders: Sequence[Path], kind: str, printed: Sequence[Path], o
     runs = [folder for folder, one in zip(folders, kinds, strict=True) if one == RUN]
     notes = [f"{study.title}: {line}" if len(studies) > 1 else line for study in studies for line in study.notes]
     names = column_names([study.path for study in studies])
-    told = [named(study, name) for study, name in zip(studies, names, strict=True)]
+    told = [name_tables(study, name) for study, name in zip(studies, names, strict=True)]
     if runs:
         rows = [{**run_row(folder), "run": name} for folder, name in zip(runs, column_names(runs), strict=True)]
         told.append([runs_table(rows)])
-        notes += unchecked(runs)
+        notes += warn_unsealed(runs)
         notes += [line for folder in runs for line in run_warnings(folder)]
     settings = [[study.setting] for study in studies] + [[setting_in(folder) for folder in runs]] * bool(runs)
     ours = [Ours(tables[0], frozenset(filter(None, of))) for tables, of in zip(told, settings, strict=True)]
@@ -52,14 +52,14 @@ def folder_report(folders: Sequence[Path], kind: str, printed: Sequence[Path], o
         notes += lines
         for tables, table in zip(told, joined, strict=True):
             tables[1:1] = [] if table is None else [table]
-    finished = [study for study in studies if study.finished]
+    finished = [study for study in studies if study.is_finished]
     together = [side_by_side(finished)] if len(finished) > 1 else []
     sections = [section for study in studies for section in pictures(study)]
     every = [*together, *(table for tables in told for table in tables)]
     publish(title_of(studies, runs), every, notes, output, STUDY if studies else "runs", mark, sections, why=GRADED)
 
 
-def named(study: StudyResults, name: str) -> list[KeyedTable]:
+def name_tables(study: StudyResults, name: str) -> list[KeyedTable]:
     """Returns the tables of a study under its name."""
     tables = keyed_tables(study)
     return [replace(table, name=name, title=f"{name}: {table.title}" if table.title else name) for table in tables]
@@ -67,7 +67,7 @@ def named(study: StudyResults, name: str) -> list[KeyedTable]:
 
 def keyed_tables(study: StudyResults) -> list[KeyedTable]:
     """Returns the tables that a study printed; of one that is not finished the listing of its runs."""
-    if not study.finished:
+    if not study.is_finished:
         return [replace(runs_table(study.rows), title=study.state)]
     tables = []
     for title, block in study.printed:
@@ -235,7 +235,7 @@ def about_rows(
 
 def pictures(study: StudyResults) -> list[Section]:
     """Returns a finished study's own figures, as its study.json names them, and every one of its runs."""
-    if not study.finished:
+    if not study.is_finished:
         return []
     images = [Image(path, path.stem) for path in figures(study)]
     sections = [Section(f"{study.title}: figures", images)] if images else []

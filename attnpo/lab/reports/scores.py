@@ -150,7 +150,8 @@ class Mixed:
             else "not comparable, so this benchmark is not ranked"
         )
         return (
-            f"WARNING: {self.benchmark}: {listed(self.odd)} graded or answered otherwise than {listed(self.usual)} "
+            f"WARNING: {self.benchmark}: {join_names(self.odd)} graded or answered otherwise than "
+            f"{join_names(self.usual)} "
             f"({shown}{more}): {verdict}"
         )
 
@@ -183,7 +184,7 @@ def conditions(result: EvaluationResult) -> dict[str, object]:
     return found
 
 
-def listed(names: Sequence[str], most: int = 3) -> str:
+def join_names(names: Sequence[str], most: int = 3) -> str:
     """Returns names as a list in words, the first of them where they are many."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
@@ -317,7 +318,7 @@ def scores_report(folders: Sequence[Path], printed: Sequence[Path], model: str |
     names = list(dict.fromkeys(name for result in results for name in result.cost))
     costs: list[list[Cell]] = [[result.label, result.benchmark, *map(result.cost.get, names)] for result in results]
     publish(
-        f"Scores of {listed(board.labels)}",
+        f"Scores of {join_names(board.labels)}",
         [scores, *joined, *below, *spreads_table(board)],
         told,
         output,
@@ -351,11 +352,11 @@ def about(board: Board) -> list[str]:
         ),
         (
             unranked,
-            f"{AVG_RANK}: none for {listed(unranked)}: it takes two rows with the same benchmarks, all graded",
+            f"{AVG_RANK}: none for {join_names(unranked)}: it takes two rows with the same benchmarks, all graded",
         ),
         (alone, f"{AVG_RANK}: not over {alone}, which a single row has"),
         (aimless, f"{AVG_RANK}: not over {aimless}, of which it is not known whether higher is better"),
-        (single, f"one round, so no spread over rounds: {listed(single)}"),
+        (single, f"one round, so no spread over rounds: {join_names(single)}"),
         (unknown, f"grading noise not known for some rows of {unknown}: no difference held against it"),
         (
             any(score.grading is not None for _, _, score in shown),
@@ -555,7 +556,7 @@ def put_beside(tables: Sequence[KeyedTable], path: Path, model: str | None) -> t
     ours = dict.fromkeys(str(row[METHOD]) for table in tables for row in table.rows)
     alone = [label for label in ours if label.casefold() not in theirs]
     if alone:
-        lines.append(f"{label_of(path)}: no printed row for {listed(alone)}; its rows are {', '.join(methods)}")
+        lines.append(f"{label_of(path)}: no printed row for {join_names(alone)}; its rows are {', '.join(methods)}")
     return joined, lines
 
 

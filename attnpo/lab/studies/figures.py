@@ -239,7 +239,7 @@ def drawn_together(arms: Sequence[str], control: str | None) -> list[list[str]]:
 def layer_figures(outcome: Outcome, world: str, looks: Looks) -> Iterator[Image]:
     """Yields a figure per benchmark of score over layer, the other rows as levels; none where arms are no layers."""
     for name, rows in outcome.benchmarks.items():
-        scored = {row: score for (at, row), score in rows.items() if at == world and not score.failed}
+        scored = {row: score for (at, row), score in rows.items() if at == world and not score.failure}
         levels = {row: Level(score.mean, *score.bounds) for row, score in scored.items()}
         path = _file(outcome, f"layers-{clean(name)}", world)
         title = f"{outcome.study.name}{f', {world}' if world else ''}: {name}, each arm at its chosen point"
@@ -300,7 +300,7 @@ AXES = {
 }
 
 
-def _known(best: Mapping[str, PointResults]) -> dict[str, dict[str, Interval]]:
+def _intervals_by_arm(best: Mapping[str, PointResults]) -> dict[str, dict[str, Interval]]:
     """Of the numbers that any chosen point has, their intervals by arm."""
     every = {name: {arm: interval_of(point, of) for arm, point in best.items()} for name, of in NUMBERS.items()}
     found = {name: {arm: value for arm, value in values.items() if value is not None} for name, values in every.items()}
@@ -309,7 +309,9 @@ def _known(best: Mapping[str, PointResults]) -> dict[str, dict[str, Interval]]:
 
 def unweighted_section(outcome: Outcome, looks: Looks) -> list[Section]:
     """Returns why losses cannot be compared, with tables and figures of what can; nothing where no run measured it."""
-    found = {world: (best, _known(best)) for world in outcome.worlds for best in [best_by_arm(outcome, world)]}
+    found = {
+        world: (best, _intervals_by_arm(best)) for world in outcome.worlds for best in [best_by_arm(outcome, world)]
+    }
     rows = by_world(
         outcome, lambda world: (_row(outcome, arm, *found[world]) for arm in found[world][0] if found[world][1])
     )

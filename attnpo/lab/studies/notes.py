@@ -328,11 +328,11 @@ def next_commands(composed: Composition, outcome: Outcome) -> list[str]:
     places = ("experiment", "name", "seeds", "study", "grid", "grids")
     kept = [item for item in composed.overrides if key_of(item).partition(".")[0] not in places]
     longer = [*(item for item in composed.overrides if key_of(item) != "seeds"), f"seeds={more}"]
-    found = [_planned(words, composed.config_dir) for words in (longer, [f"experiment={other}", *kept, "seeds=1"])]
+    found = [_plan(words, composed.config_dir) for words in (longer, [f"experiment={other}", *kept, "seeds=1"])]
     return [command_text("report", str(outcome.folder)), *(command_text("fit", *words) for words in found if words)]
 
 
-def _planned(words: Sequence[str], config_dir: Path | None) -> list[str] | None:
+def _plan(words: Sequence[str], config_dir: Path | None) -> list[str] | None:
     """Returns what ``fit`` is given for the study of ``words``; None where it refuses to plan that."""
     try:
         cfg: FitConfig = load("fit", words, config_dir)

@@ -17,7 +17,7 @@ def direction(scores: Iterable[RowScore]) -> bool | None:
     """Returns whether the higher of several rows' scores on a benchmark are the better; None where they do not say
     alike.
     """
-    said = {score.higher_is_better for score in scores if not score.failed}
+    said = {score.higher_is_better for score in scores if not score.failure}
     return said.pop() if len(said) == 1 else None
 
 

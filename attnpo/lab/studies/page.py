@@ -295,7 +295,7 @@ def _files(outcome: Outcome, point: Point) -> dict[str, str]:
 def answers_sections(outcome: Outcome) -> Iterator[Section]:
     """Weights of one pair and answers to a few prompts, arm beside arm, of the first seed, where runs kept them."""
     for world in outcome.worlds:
-        kept = dict(_kept(outcome, best_by_arm(outcome, world)))
+        kept = dict(_read_kept(outcome, best_by_arm(outcome, world)))
         of = f", {world}" if world else ""
         heat = [replace(row, note=name) for name, one in kept.items() for row in one.heat]
         if heat:
@@ -312,7 +312,7 @@ def answers_sections(outcome: Outcome) -> Iterator[Section]:
             yield Section(f"Answers side by side{of}", [told, *beside])
 
 
-def _kept(outcome: Outcome, best: dict[str, PointResults]) -> Iterator[tuple[str, ForPage]]:
+def _read_kept(outcome: Outcome, best: dict[str, PointResults]) -> Iterator[tuple[str, ForPage]]:
     """Yields what the runs of the first seed have kept at the chosen points: the control's first, then the others in
     order.
     """
@@ -343,12 +343,12 @@ def with_notes(outcome: Outcome, sections: Sequence[Section]) -> list[Section]:
     return [
         Section(
             section.title,
-            [_noted(block, worlds) if isinstance(block, TableBlock) else block for block in section.blocks],
+            [_add_notes(block, worlds) if isinstance(block, TableBlock) else block for block in section.blocks],
         )
         for section in sections
     ]
 
 
-def _noted(table: TableBlock, worlds: dict[str, str]) -> TableBlock:
+def _add_notes(table: TableBlock, worlds: dict[str, str]) -> TableBlock:
     known = {name: worlds[name] for name in table.columns if name in worlds}
     return replace(table, notes={**column_notes(table.columns), **known, **table.notes})

@@ -37,18 +37,18 @@ class Pace:
         self._path, self._key = path, f"{platform.node()}/{key}"
         self._stored = (read_record(self._path) or {}).get(self._key)
 
-    def expected(self) -> str:
+    def forecast(self) -> str:
         """Returns what can be said of the time before anything has run."""
         if self._stored is None:
             return UNKNOWN
         seconds = self._stored["point"] * self.points + self._stored["base"] * self.seeds
         return f"about {duration(seconds)} as this study took on this machine before, less what is finished already"
 
-    def prepared(self, seconds: float) -> None:
+    def count_base(self, seconds: float) -> None:
         """Counts the base, pairs and judge pass of one seed."""
         self._prepared, self._preparing = self._prepared + 1, self._preparing + seconds
 
-    def ended(self, seconds: float) -> None:
+    def count_point(self, seconds: float) -> None:
         """Counts a point that ended ``seconds`` after the one before it, and stores the pace."""
         self.over, self._ran, self._running = self.over + 1, self._ran + 1, self._running + seconds
         base = self._preparing / max(1, self._prepared)
@@ -68,7 +68,7 @@ class Pace:
         base = self._preparing / self._prepared if self._prepared else 0.0
         return float(point * max(0, self.points - self.over) + base * max(0, self.seeds - self._prepared))
 
-    def left(self) -> str:
+    def time_left(self) -> str:
         """Returns the time that is left, for a log line."""
         seconds = self.seconds_left
         return UNKNOWN if seconds is None else f"about {duration(seconds)} left"
@@ -80,11 +80,11 @@ def watching(labels: Sequence[str], folders: Sequence[Path], pace: Pace) -> Iter
     over: set[int] = set()
     last = time.monotonic()
 
-    def ended(place: int) -> None:
+    def count_end(place: int) -> None:
         nonlocal last
         over.add(place)
         now = time.monotonic()
-        pace.ended(now - last)
+        pace.count_point(now - last)
         last = now
 
     def rows() -> list[Row]:
@@ -97,7 +97,7 @@ def watching(labels: Sequence[str], folders: Sequence[Path], pace: Pace) -> Iter
 
     at_work = f"points {labels[0]} ..." if labels else "points"
     with display(rows), phase(at_work):
-        yield ended
+        yield count_end
 
 
 @dataclass(frozen=True)

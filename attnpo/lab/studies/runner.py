@@ -83,7 +83,7 @@ class Progress:
                 log.error("%s cannot be prepared: %s", label, last_line(error_text(error)))
         if found:
             keep_costs(self.folder, found)
-        self.pace.prepared(time.perf_counter() - before)
+        self.pace.count_base(time.perf_counter() - before)
         every = self.bases | found
         self.bases = {at: every[at] for at in itertools.product(self.worlds, self.plan.seeds) if at in every}
         return bool(found)
@@ -92,7 +92,7 @@ class Progress:
         """Returns the arms as deep as their judges are found to be. UserError for two that would be the same runs."""
         study = self.plan.study
         arms = [arm for world in self.worlds for arm in self._arms_of(world)]
-        own = {(arm.world, arm.name): _composed(study, arm, self.plan.composed) for arm in arms}
+        own = {(arm.world, arm.name): _config_of(study, arm, self.plan.composed) for arm in arms}
         known = {
             (world, name): depth for (world, _), basis in self.bases.items() for name, depth in basis.depths.items()
         }
@@ -162,7 +162,7 @@ class Progress:
         jobs: dict[int, tuple[list[str], Path]] = {}
         accelerators: list[str] = []
         for i, point in enumerate(points):
-            lost = self._lost(point)
+            lost = self._find_loss(point)
             if lost is not None:
                 errors[i] = f"not run: {lost}"
                 continue
@@ -194,7 +194,7 @@ class Progress:
                     count = f"point {pace.over}/{pace.points} {points[i].label}"
                     if result is not None:
                         done[i] = result
-                        log.info("%s: %s; %s", count, headline(result), pace.left())
+                        log.info("%s: %s; %s", count, headline(result), pace.time_left())
                     else:
                         errors[i] = error or ""
                         log.error("%s failed: %s", count, last_line(errors[i]))
@@ -202,7 +202,7 @@ class Progress:
             self.done += [(points[i], done[i]) for i in sorted(done)]
             self.failed += [(points[i], errors[i]) for i in sorted(errors)]
 
-    def _lost(self, point: Point) -> str | None:
+    def _find_loss(self, point: Point) -> str | None:
         """Returns why a point cannot be run, if it cannot."""
         at = (point.arm.world, point.seed)
         if at in self.missing:
@@ -210,7 +210,7 @@ class Progress:
         return self.bases[at].lost.get(point.arm.name if point.arm.layer is None else self.plan.study.layer_arm)
 
 
-def _composed(study: Study, arm: Arm, composed: Mapping[tuple[str, str], Composed]) -> Composed:
+def _config_of(study: Study, arm: Arm, composed: Mapping[tuple[str, str], Composed]) -> Composed:
     """Returns the config of an arm, which only a layer makes another than that of the study's arm."""
     if arm.layer is None:
         return composed[arm.world, arm.name]

@@ -516,7 +516,7 @@ class RowScore:
     higher_is_better: bool | None = True
 
     @property
-    def failed(self) -> str:
+    def failure(self) -> str:
         """Returns what stands in the table where an evaluation failed; empty where none did."""
         lacking = self.seeds - len(self.values)
         if not lacking:
@@ -526,7 +526,7 @@ class RowScore:
     @property
     def mean(self) -> float:
         """Returns the mean over seeds; NaN where an evaluation failed."""
-        return math.nan if self.failed else mean(self.values)
+        return math.nan if self.failure else mean(self.values)
 
     @property
     def half_width(self) -> float | None:
@@ -534,7 +534,7 @@ class RowScore:
         from attnpo.evaluation.intervals import t_quantile
 
         count = len(self.values)
-        if self.failed or count < 2:
+        if self.failure or count < 2:
             return None
         return t_quantile(0.975, count - 1) * stdev(self.values) / math.sqrt(count)
 
@@ -544,7 +544,7 @@ class RowScore:
         width = self.half_width
         if width is not None:
             return self.mean - width, self.mean + width
-        return (math.nan, math.nan) if self.failed or self.interval is None else self.interval
+        return (math.nan, math.nan) if self.failure or self.interval is None else self.interval
 
 
 @dataclass(frozen=True)

@@ -333,11 +333,11 @@ def benchmark_cells(outcome: Outcome, world: str, row: str) -> dict[str, Cell]:
         score = rows.get((world, row))
         if score is None:
             continue
-        cells[name] = score.failed or score.mean
+        cells[name] = score.failure or score.mean
         if any(other.half_width is not None for other in rows.values()):
             cells[name + OVER_SEEDS] = score.half_width
         if any(other.grading is not None for other in rows.values()):
-            cells[name + GRADING] = None if score.failed else score.grading
+            cells[name + GRADING] = None if score.failure else score.grading
     return cells
 
 
@@ -354,7 +354,7 @@ def benchmark_digits(outcome: Outcome) -> dict[str, int]:
 def benchmark_notes(outcome: Outcome) -> Iterator[str]:
     """Yields what the columns of each benchmark are, what differs by no more than noise, and what was missing."""
     for name, rows in outcome.benchmarks.items():
-        known = [score for score in rows.values() if not score.failed]
+        known = [score for score in rows.values() if not score.failure]
         if not known:
             continue
         first = known[0]
@@ -393,7 +393,7 @@ def _within_noise(outcome: Outcome, benchmark: str) -> Iterator[str]:
 
 
 def _within(one: RowScore, other: RowScore) -> bool:
-    if one.failed or other.failed or one.grading is None or other.grading is None:
+    if one.failure or other.failure or one.grading is None or other.grading is None:
         return False
     return abs(one.mean - other.mean) < grading_noise(one.grading, other.grading)
 
@@ -460,11 +460,11 @@ def scores_table(outcome: Outcome) -> tuple[list[str], list[Row]]:
     def rows_of(world: str) -> Iterator[Row]:
         names = [BASE_ROW, *(arm.name for arm in outcome.arms if arm.world == world), *outcome.study.published]
         means = {
-            name: [_printed(outcome.benchmarks[of].get((world, name)), digits[of]) for of in directions]
+            name: [_as_printed(outcome.benchmarks[of].get((world, name)), digits[of]) for of in directions]
             for name in names
             if any((world, name) in scores for scores in outcome.benchmarks.values())
         }
-        ranks = ranked(means, list(directions.values()))
+        ranks = mean_ranks(means, list(directions.values()))
         for name in names:
             yield {
                 "arm": name,
@@ -486,13 +486,13 @@ def _directions(outcome: Outcome) -> dict[str, bool]:
     return {name: higher for name, higher in said.items() if higher is not None}
 
 
-def _printed(score: RowScore | None, digits: int) -> float:
+def _as_printed(score: RowScore | None, digits: int) -> float:
     """Returns a mean as the table shows it, which is what the paper ranks; NaN where there is none."""
-    return math.nan if score is None or score.failed else half_up(score.mean, digits)
+    return math.nan if score is None or score.failure else half_up(score.mean, digits)
 
 
 def _score_cell(outcome: Outcome, world: str, arm: str, score: RowScore | None) -> Cell:
-    return str(lost_row(outcome, arm, world)["point"]) if score is None else score.failed or score.mean
+    return str(lost_row(outcome, arm, world)["point"]) if score is None else score.failure or score.mean
 
 
 def _ranked_rows(outcome: Outcome, world: str) -> Iterator[Row]:
@@ -502,7 +502,7 @@ def _ranked_rows(outcome: Outcome, world: str) -> Iterator[Row]:
     base = next(iter(best.values()), None)
     reward = math.nan if base is None else base.truth("test", "base_reward")
     scores = {BASE_ROW: [reward, 0.5, *(reward for _ in outcome.study.kl_levels)]}
-    ranks = ranked({**scores, **{name: _scores_of(point, at[name]) for name, point in best.items()}})
+    ranks = mean_ranks({**scores, **{name: _scores_of(point, at[name]) for name, point in best.items()}})
 
     def row(name: str, reward: float, win_rate: float, levels: Iterable[str], kl: float, length: float) -> Row:
         return {
@@ -540,7 +540,7 @@ def _reward_shown(place: AtKL | None) -> str:
     return NONE if place is None else f"{place.reward:.3f}{place.mark}"
 
 
-def ranked(scores: Mapping[str, list[float]], higher: Sequence[bool] | None = None) -> dict[str, float]:
+def mean_ranks(scores: Mapping[str, list[float]], higher: Sequence[bool] | None = None) -> dict[str, float]:
     """Returns the mean of each name's ranks over its scores, 1 the best; without the names that lack a finite score.
 
     ``higher``: whether the higher of each column's scores are the better ones (None: of all).

@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from attnpo.evaluation.base import Graded, ModelAnswer, Question, Replies, answered, matched
+from attnpo.evaluation.base import Graded, ModelAnswer, Question, Replies, match_answers, select_answered
 from attnpo.evaluation.chat import GradingCall
 from attnpo.evaluation.pairwise import Contest, PairwiseRules
 from attnpo.lab.testbed.grammar import Grammar
@@ -109,7 +109,7 @@ class TestbedBenchmark:
     def calls(self, answers: Mapping[str, ModelAnswer], round_: int) -> Sequence[GradingCall]:
         """Two comparisons per prompt, one per order, with a baseline; none without."""
         questions = self.questions()
-        given = matched(self.name, questions, answers)
+        given = match_answers(self.name, questions, answers)
         if self.baseline is None:
             return []
         rivals = self.baseline_answers()
@@ -121,7 +121,7 @@ class TestbedBenchmark:
 
     def grade(self, answers: Mapping[str, ModelAnswer], replies: Replies) -> Graded:
         """Returns the scores of one round's answers."""
-        asked = answered(self.questions(), answers)
+        asked = select_answered(self.questions(), answers)
         reviews = ((question, answers[question.id].turns[0]) for question in asked)
         rewards = np.array([self.grammar.true_reward(text, question.category).reward for question, text in reviews])
         items = tuple(question.id for question in asked)

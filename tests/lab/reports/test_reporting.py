@@ -499,7 +499,7 @@ def test_an_unfinished_study_gives_the_points_it_has(tmp_path: Path) -> None:
     a_run(tmp_path / "s" / "points" / "uniform-seed0-0", 0.5)
     (tmp_path / "s" / "points" / "attention-seed0-0").mkdir()
     study = read_study(tmp_path / "s")
-    assert [row["run"] for row in study.rows] == ["uniform-seed0-0"] and not study.finished
+    assert [row["run"] for row in study.rows] == ["uniform-seed0-0"] and not study.is_finished
     assert study.notes == (
         "not finished, 1 of 2 begun points have a result, and there is no tables.json: run the study's command again "
         "to finish it",
@@ -522,7 +522,7 @@ def test_a_study_of_an_older_version_is_read_from_its_points(tmp_path: Path, poi
             read_study(study)
         return
     read = read_study(study)
-    assert not read.finished and [row["reward"] for row in read.rows] == [0.5]
+    assert not read.is_finished and [row["reward"] for row in read.rows] == [0.5]
     assert read.notes[0] == (
         "of an older version, 1 of 1 begun points have a result, and there is no tables.json: run the study's command "
         "again to write it"

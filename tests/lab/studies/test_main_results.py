@@ -15,7 +15,7 @@ from attnpo.lab.studies.config import FitConfig
 from attnpo.lab.studies.page import finish_study
 from attnpo.lab.studies.runner import run_study
 from attnpo.lab.studies.study import Arm, Grid, Outcome, Point, Study, expand_arms, make_points
-from attnpo.lab.studies.tables import RANK, main_table, ranked, ranking_table
+from attnpo.lab.studies.tables import RANK, main_table, mean_ranks, ranking_table
 from attnpo.run.combinations import require_reference
 from attnpo.run.identity import identity_of
 from attnpo.run.result import RunResult
@@ -258,8 +258,8 @@ def test_only_a_study_that_asks_for_it_has_the_table() -> None:
 
 
 def test_what_lacks_a_score_is_left_out_of_the_ranks() -> None:
-    assert ranked({"one": [1.0, 2.0], "two": [2.0, 1.0], "astray": [math.nan, 9.0]}) == {"one": 1.5, "two": 1.5}
-    assert ranked({"astray": [math.nan]}) == {}
+    assert mean_ranks({"one": [1.0, 2.0], "two": [2.0, 1.0], "astray": [math.nan, 9.0]}) == {"one": 1.5, "two": 1.5}
+    assert mean_ranks({"astray": [math.nan]}) == {}
 
 
 def test_the_main_table_says_where_the_values_come_from() -> None:
