@@ -47,6 +47,11 @@ def check_range(part: str, bounds: str, **values: float | int | None) -> None:
             raise UserError(f"{part}.{name} must be {words if high == math.inf else 'in ' + bounds}, got {value}")
 
 
+def join_names(names: Sequence[str], most: int = 3) -> str:
+    """Returns names as a list in words: all of them, or the first ``most`` and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 def check_least(part: str, least: int, **values: float | int | None) -> None:
     """Raises UserError for a setting of the config node ``part`` that is below ``least`` or not finite; None passes."""
     check_range(part, f"[{least}, inf)", **values)

@@ -23,11 +23,11 @@ from attnpo.models.logps import gathered
 from attnpo.models.router import ROUTER, load_balancing
 from attnpo.models.scored import ScoredLM
 from attnpo.objectives.base import PreferenceObjective, StepObjective
-from attnpo.schema import Kind, ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats, UserError
+from attnpo.schema import Kind, ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats, UserError, join_names
 from attnpo.training.checks import check_ready, check_saved, frozen_names, keep_trained, require_full_precision
 from attnpo.training.gather import from_all_ranks
 from attnpo.training.metrics import PairMeans
-from attnpo.training.nonfinite import Scored, detach, list_names, message, nonfinite_pairs, save_step
+from attnpo.training.nonfinite import SHOWN, Scored, detach, message, nonfinite_pairs, save_step
 from attnpo.training.optimizer import Optimizer, norms_and_biases
 from attnpo.training.pair_values import pair_values, read_tokens
 from attnpo.training.resume_state import typed
@@ -352,7 +352,7 @@ class PreferenceModule(L.LightningModule):
             log.warning(
                 "the validation loss is not finite for %d pairs (%s), nor is val/loss; val/nonfinite_pairs counts them",
                 len(pairs),
-                list_names(pairs),
+                join_names(pairs, SHOWN),
             )
         self._warned = True
         return len(pairs)

@@ -15,7 +15,16 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from attnpo.schema import InputGradient, ModelInputs, ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats, UserError
+from attnpo.schema import (
+    InputGradient,
+    ModelInputs,
+    ObjectiveOutput,
+    PreferenceBatch,
+    RowGroup,
+    TokenStats,
+    UserError,
+    join_names,
+)
 from attnpo.training.checkpoint_folders import newest
 from attnpo.training.gather import from_all_ranks
 
@@ -111,10 +120,10 @@ def message(bad: NonfiniteStep, step: int, norm: float, lr: float, precision: st
     if bad.pairs:
         what = f"the loss of optimiser step {step} is not finite for {len(bad.pairs)} of {len(bad.step_pairs)} pairs"
         also = ", ".join(bad.inputs) or "nothing that it is computed from"
-        what += f": {list_names(bad.pairs)} (not finite there: {also})"
+        what += f": {join_names(bad.pairs, SHOWN)} (not finite there: {also})"
     else:
         what = f"the gradient norm of optimiser step {step} is {norm}, though its loss is finite; the step's pairs: "
-        what += list_names(bad.step_pairs)
+        what += join_names(bad.step_pairs, SHOWN)
     where = f"batches and per-token statistics are in {bad.file}" if bad.file else "its batches could not be saved"
     return (
         f"{what}. Training stopped before this step, the weights are those of step {step - 1}; {where}. "
@@ -173,7 +182,7 @@ def check_validation(trainer: L.Trainer) -> None:
     ]
     if not bad:
         return
-    listed = list_names(bad)
+    listed = join_names(bad, SHOWN)
     if trainer.state.fn == "validate":
         raise UserError(
             f"the validation before the first step is not finite ({listed}), so no run can end well: look at the "
@@ -191,12 +200,6 @@ def _what_stands(trainer: L.Trainer) -> str:
     saved = newest(Path(trainer.default_root_dir))
     stands = "no checkpoint is saved" if saved is None else f"saved last is step {saved[0]}, in {saved[1]}"
     return f"{stands}. Try {_advice(module.recipe.lr, 'a smaller trainer.gradient_clip_val', str(trainer.precision))}"
-
-
-def list_names(names: Sequence[str]) -> str:
-    """Returns names for a message: all if few, else the first and how many more."""
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
 
 
 def _finite_inputs(item: Scored) -> dict[str, Bool[Tensor, " pairs"]]:

@@ -16,9 +16,9 @@ from attnpo.data.rules import BatchPlan
 from attnpo.models.layouts import padded
 from attnpo.objectives.dpo import DPO
 from attnpo.objectives.twdpo import TwDPO
-from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats, UserError
+from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats, UserError, join_names
 from attnpo.training.metrics_file import merge_metrics
-from attnpo.training.nonfinite import Scored, list_names, message, save_step
+from attnpo.training.nonfinite import SHOWN, Scored, message, save_step
 from attnpo.training.pair_values import pair_values, read_tokens
 from tests.training.stored import epoch_order, spoil, stored_data, stored_reference
 from tests.training.tiny import Fit, make_data, make_examples, make_module
@@ -181,7 +181,7 @@ def test_eight_pairs_are_named_and_the_others_counted(tmp_path: Path) -> None:
     assert "10 of 12 pairs: pair0, pair1, pair2, pair3, pair4, pair5, pair6, pair7 and 2 more (" in text
     assert "(not finite there: token weights)" in text and "trainer.precision=32-true (now bf16-mixed)" in text
     assert torch.load(tmp_path / "step.pt", weights_only=True)["pairs"] == [f"pair{i}" for i in range(10)]
-    assert list_names(["a", "b"]) == "a, b"
+    assert join_names(["a", "b"], SHOWN) == "a, b"
 
 
 def test_a_step_that_cannot_be_saved_is_told_all_the_same(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from attnpo.lab.reports.output import publish
 from attnpo.lab.reports.report_config import SCORES
 from attnpo.lab.results import nothing
 from attnpo.run.identity import by_class
-from attnpo.schema import UserError
+from attnpo.schema import UserError, join_names
 from attnpo.system.files import differences
 
 MAIN = ""
@@ -182,11 +182,6 @@ def conditions(result: EvaluationResult) -> dict[str, object]:
     rounds = max((len(score.rounds) for score in result.scores), default=0)
     found: dict[str, object] = json.loads(json.dumps({"grader": result.grader, **key, ROUNDS: rounds}, default=str))
     return found
-
-
-def join_names(names: Sequence[str], most: int = 3) -> str:
-    """Returns names as a list in words, the first of them where they are many."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 # ------------------------------------------------------------------------------------------------ what is compared
