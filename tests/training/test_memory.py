@@ -273,12 +273,12 @@ def test_a_compiled_block_saves_what_is_estimated(name: str, recomputed: bool, l
         compile_blocks(model, "aot_eager")
         return (saved_bytes(model, 40, mixed) - saved_bytes(model, 24, mixed)) / (2 * 16)
 
-    def estimate_with(layers: int) -> int:
+    def estimate_layers(layers: int) -> int:
         asked = replace(spec(dtype, checkpointing=recomputed, lora=lora), compile="inductor")
         named = {"precision": "bf16-mixed" if mixed else "32-true", "max_length": 2, "tokens": 1}
         return estimate_with(small(layers), asked, **named)["activations"].size
 
-    assert per_token(3) - per_token(2) == estimate_with(3) - estimate_with(2)
+    assert per_token(3) - per_token(2) == estimate_layers(3) - estimate_layers(2)
 
 
 def test_compiled_blocks_take_what_they_took_on_a_card() -> None:

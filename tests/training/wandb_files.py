@@ -17,6 +17,7 @@ def keep_home(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WANDB_MODE", "WANDB_RUN_ID", "WANDB_API_KEY", "WANDB_PROJECT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(folder / "no-netrc"))
+    monkeypatch.setenv("WANDB_DISABLE_WEAVE", "true")  # W&B recommends Weave where another test has imported openai
 
 
 def records(session: Path, patience: float = 300.0) -> list[Any]:
