@@ -1,6 +1,7 @@
 """Outcomes of families: as lines of the terminal, as records that survive a stopped run, and as a page."""
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -10,11 +11,22 @@ from attnpo.schema import UserError
 from attnpo.system.files import parse_json, write_whole
 
 EQUAL, NO_JUDGE, REFUSED, NOT_BUILT, FAILED = "equal", "policy only", "refused", "not built", "FAIL"
+OWN = (
+    (r"^(error: )?((judge|model\.path|model\.lora): )?", ""),
+    (r"^\w+ cannot follow segments of a row \(\w+: (.*)\)$", r"\1"),
+    (r"\. (Install|You can install) .*", ""),
+    (r" \(final states differ by [^)]*\)", ""),
+    (r" by [0-9.e+-]+(, | with | \()", r"\1"),
+    (r" ?\(?rounding allows [0-9.e+-]+\)", ""),
+    (r"[;:] (take|name) another model.*|; take a causal .*", ""),
+    (r"(Unrecognized configuration class).*", r"\1"),
+)
 STATUSES = (EQUAL, NO_JUDGE, REFUSED, NOT_BUILT, FAILED)
 PAGE = """\
 # Every causal language model of transformers
 
-One tiny random model of every type, and of some variants, through the loader, the numbers and the commands:
+Shows for every type of causal language model whether its attention can weigh tokens, and how fast it trains: one tiny
+random model of each, and of some variants, went through the loader, the numbers and the commands.
 
 ```bash
 . .venv/bin/activate
@@ -23,35 +35,26 @@ One tiny random model of every type, and of some variants, through the loader, t
 
 Versions: {versions}. {summary}.{commits}
 
-**equal**: the judge's rows of every layer with softmax attention (alone and in a batch), rollout where every layer
-has it, verdict logits, log-probabilities and gradients of each layout are those of eager attention, one sequence at a
-time (of the class's own kernel where the two round apart); the memory estimate counts the parameters that there are;
-a run of two steps, one stopped by a signal and resumed to the same weights, an export that transformers loads,
-answers, and a step with LoRA went through the commands. **policy only**: all of it but the judge's, with the reason.
-**refused**: the loader, what lays out its sequences or the run gives the reason. **not built**: transformers cannot
-build or load the class here.
+- **equal**: the judge's rows of every layer with softmax attention, verdict logits, log-probabilities and gradients are
+  those of eager attention, one sequence at a time, and so is rollout where every layer has softmax attention. A run of
+  two steps, a stopped run resumed to the same weights, an export that transformers loads, answers and a step with LoRA
+  went through the commands. The memory estimate counts the parameters that there are.
+- **policy only**: all of this without the judge: name another model as `judge.path`.
+- **refused**: the command ends with the reason. **not built**: transformers cannot build or load the class here.
 
-*Read by*: `sdpa` and `blocks` recompute single rows beside the kernel; `maps` takes those of eager attention, one
-prompt at a time. *Layout*: what `batch.layout=auto` takes. *Layers*: those with softmax attention that can be read,
-of all.
+*Judge*: the layers that can be read, of all; `sdpa` and `blocks` recompute single rows beside the kernel, `maps` reads
+eager attention, one prompt at a time. *Layout*: what `batch.layout=auto` takes: `shared_prefix` is the fastest,
+`padded` the slowest. A trial at the start of a run decides it for the model at hand. *Why*: what refused the faster
+layouts, or the judge.
 
-*Hybrids* are packed where the class hands each sequence's beginning (`seq_idx`, `cu_seq_lens_q`) to kernels that keep
-to it: those of the packages causal_conv1d, flash-linear-attention and mamba_ssm, on a GPU. The torch code that
-transformers has in their place refuses a packed row, so this page, made on a CPU, has such models padded. Nothing is
-known by name: the trial at the start of a run decides, on the GPU, in eval and in training mode. In transformers 5.23:
-
-- Qwen3-Next, Qwen3.5, OLMo-hybrid (gated delta rule), Bamba, Granite-hybrid, Falcon-H1, Nemotron-H, Zamba-2, Mamba-2
-  (its scan), LFM2, LFM2-MoE (convolutions) hand them on. With kernels' doubles that cut there, packed rows give the
-  numbers of padded ones (`tests/models/test_boundaries.py`); no kernel itself was run.
-- Kimi-Linear and Bailing-hybrid tell the convolution alone: their recurrence is handed another name than it takes.
-  Mamba, Falcon-Mamba and Jamba tell nobody, and Mamba-1's scan has no place for it. LFM3, MiniMax, Zaya and
-  RecurrentGemma have torch code only, which does not ask. The same doubles show that all of these stay padded.
-- Zamba tells its convolution, and its scan, which is Mamba-1's, has no place for it. The scan of the tiny model carries
-  too little to show that; the trial of a run sees what its own model carries.
-- Inkling and Qwen4-exp build masks of their own for their attention, which no packed row can have.
-
-| type | class | outcome | read by | layers | layout | notes |
-|---|---|---|---|---|---|---|
+| types | outcome | judge | layout | why |
+|---|---|---|---|---|
+{rows}
+Models that mix attention with a recurrence are padded on a CPU: the torch code that transformers has in place of the
+kernels refuses packed rows. With the packages causal_conv1d, flash-linear-attention and mamba_ssm on a GPU, the classes
+that hand on where sequences begin (`seq_idx`, `cu_seq_lens_q`) can be packed: Qwen3-Next, Qwen3.5, OLMo-hybrid, Bamba,
+Granite-hybrid, Falcon-H1, Nemotron-H, Zamba-2, Mamba-2, LFM2 and LFM2-MoE in transformers 5.23. Doubles of the kernels
+that cut there give the numbers of padded rows (`tests/models/test_boundaries.py`); the kernels themselves were not run.
 """
 
 
@@ -141,13 +144,33 @@ def require_page(file: Path) -> None:
 
 
 def write_page(file: Path, done: Sequence[Family], versions: Mapping[str, str], command: str) -> None:
-    """Writes the outcomes as a Markdown page. UserError where another file is in its place."""
+    """Writes the outcomes as a Markdown page, one row for all types that share one. UserError where another file is in
+    its place.
+    """
     require_page(file)
-    said = ", ".join(f"{name} {version}" for name, version in versions.items())
-    page = PAGE.format(command=command, versions=said, summary=f"{summary(done)}. {share(done)}", commits=commits(done))
-    rows = []
+    groups: dict[tuple[str, ...], list[str]] = {}
     for one in done:
         read, _, layers = one.read.partition(", ")
-        notes = "; ".join(one.notes).replace("|", "\\|")
-        rows.append(f"| {one.name} | {one.model} | {one.status} | {read} | {layers} | {one.layout} | {notes} |\n")
-    write_whole(file, page + "".join(rows))
+        judge = f"{read} {layers}".strip()
+        groups.setdefault((one.status, judge, one.layout, shared_reason(one)), []).append(one.name)
+    order = sorted(groups, key=lambda group: (STATUSES.index(group[0]), -len(groups[group])))
+    rows = "".join(f"| {', '.join(f'`{name}`' for name in groups[group])} | {' | '.join(group)} |\n" for group in order)
+    named = ", ".join(f"{name} {version}" for name, version in versions.items())
+    found = {"summary": f"{summary(done)}. {share(done)}", "commits": commits(done), "rows": rows}
+    write_whole(file, PAGE.format(command=command, versions=named, **found))
+
+
+def shared_reason(family: Family) -> str:
+    """Returns the notes of a family without what is its own (names, measured differences, advice), each reason once."""
+    steps: dict[str, list[str]] = {}
+    for note in family.notes:
+        step, colon, reason = note.partition(": ")
+        if not colon or " " in step:  # said by transformers
+            step, reason = "", note
+        for pattern, put in OWN:
+            reason = re.sub(pattern, put, reason)
+        for own in filter(None, (f"{family.name}: ", f"{family.model}: ", f"{family.model} ")):
+            reason = reason.removeprefix(own)
+        reason = reason.replace(family.model, "the class") if family.model else reason
+        steps.setdefault(reason.replace("|", "\\|"), []).append(step)
+    return "; ".join(": ".join(filter(None, (", ".join(names), reason))) for reason, names in steps.items())

@@ -132,20 +132,24 @@ def test_an_outcome_counts_commands_that_fail(tmp_path: Path, monkeypatch: pytes
 
 def test_outcomes_survive_a_stop_and_make_a_page(tmp_path: Path) -> None:
     records, page = tmp_path / "records.jsonl", tmp_path / "models.md"
+    refusal = "DogeForCausalLM cannot follow segments of a row (UserError: no segments)"
+    segments = (f"packed: {refusal}", f"shared_prefix: {refusal}")
     done = [
         Family("llama", "LlamaForCausalLM", EQUAL, "shared_prefix", "sdpa, 4 of 4"),
-        Family("doge", "DogeForCausalLM", NO_JUDGE, "padded", "-, 4 of 4", ("rows: a|b",)),
+        Family("doge", "DogeForCausalLM", NO_JUDGE, "padded", "-, 4 of 4", ("rows: a|b", *segments)),
         Family("jamba", "JambaForCausalLM", EQUAL, "padded", "sdpa, 2 of 4"),
+        Family("mistral", "MistralForCausalLM", EQUAL, "shared_prefix", "sdpa, 4 of 4"),
     ]
     assert recorded(records) == {}
     for family in (Family("doge", "", FAILED), *done):
         append(records, family)
-    assert list(recorded(records).values()) == [done[1], done[0], done[2]], "the last outcome of a name counts"
-    assert share(done) == "Of the 2 with softmax attention in every layer 1 are equal"
+    assert list(recorded(records).values()) == [done[1], done[0], *done[2:]], "the last outcome of a name counts"
+    assert share(done) == "Of the 3 with softmax attention in every layer 2 are equal"
     write_page(page, done, {"torch": "2.13"}, "python -m tests.conformance families")
     text = page.read_text(encoding="utf-8")
-    assert "Versions: torch 2.13. 3 families: 2 equal, 1 policy only" in text and "families\n```" in text
-    assert "| doge | DogeForCausalLM | policy only | - | 4 of 4 | padded | rows: a\\|b |\n" in text
+    assert "Versions: torch 2.13. 4 families: 3 equal, 1 policy only" in text and "families\n```" in text
+    assert "| `llama`, `mistral` | equal | sdpa 4 of 4 | shared_prefix |  |\n| `jamba` | equal | sdpa 2 of 4 |" in text
+    assert "| `doge` | policy only | - 4 of 4 | padded | rows: a\\|b; packed, shared_prefix: no segments |\n" in text
     records.write_text("{}\n", encoding="utf-8")
     with pytest.raises(UserError, match="holds no outcomes of families"):
         recorded(records)
@@ -153,7 +157,7 @@ def test_outcomes_survive_a_stop_and_make_a_page(tmp_path: Path) -> None:
 
 def test_the_committed_page_has_every_family() -> None:
     page = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
-    rows = [[cell.strip() for cell in line.split(" | ")] for line in page.splitlines() if line.startswith("| ")][1:]
-    assert [row[0].removeprefix("| ") for row in rows] == families()
-    assert {row[2] for row in rows} <= set(STATUSES) - {FAILED}
-    assert all(row[6] != "|" for row in rows if row[2] != EQUAL), "a refusal has its reason"
+    rows = [[cell.strip() for cell in line.split(" | ")] for line in page.splitlines() if line.startswith("| `")]
+    assert sorted(name for row in rows for name in re.findall("`([^`]+)`", row[0])) == sorted(families())
+    assert {row[1] for row in rows} <= set(STATUSES) - {FAILED}
+    assert all(row[4] != "|" for row in rows if row[1] != EQUAL), "a refusal has its reason"
