@@ -72,7 +72,7 @@ screenshots: $(READY) ## pictures of pages and terminals, in outputs/screenshots
 	@$(BIN)/python -m experiments.pages.screenshots outputs/screenshots $(PAGES)
 	@$(BIN)/python -m tests.display.terminals outputs/screenshots
 
-figures: $(READY) ## the README's picture of one pair, made anew; experiment=why makes the other (docs/results.md)
+figures: $(READY) ## the README's picture of one pair, made anew; experiment=why makes the other (docs/results_labels.md)
 	@$(BIN)/python -m experiments.pages.judge_to_loss
 
 notebooks: $(READY) ## execute the notebooks and write them back with their outputs; ARGS="06_theory ..." some

@@ -278,7 +278,7 @@ def test_the_committed_cases_are_whole_and_give_the_pages_table(
     read_cases(docs / "gain_cases.json", 0.5, harvest)
     cases = harvest.cases()
     assert set(cases["seed"]) == set(range(20, 30)) and len(cases) == len(harvest.found)
-    page = (docs / "results.md").read_text(encoding="utf-8")
+    page = (docs / "results_weights.md").read_text(encoding="utf-8")
     assert f"Of {len(cases)} cases" in page
     assert main([str(docs / "gain_cases.json"), "--kl", "0.5", "--output", str(tmp_path / "r")]) == 0
     assert "nothing known before training predicts the gain here" in " ".join(capsys.readouterr().out.split())
