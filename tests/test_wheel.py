@@ -71,7 +71,7 @@ def test_the_wheel_holds_every_configuration_and_template_and_nothing_beside_the
     templates = {str(path.relative_to(ROOT)) for path in (ROOT / "attnpo").glob("**/templates/*")}
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "attnpo").rglob("*.py")}
     assert len(configs) > 100 and templates
-    assert configs | templates | modules <= names
+    assert configs | templates | modules | {"attnpo/py.typed"} <= names
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"attnpo"}
 
 
