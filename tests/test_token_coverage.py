@@ -1,4 +1,4 @@
-"""docs/token_coverage.md on a few dozen real responses per tokenizer: its bounds hold, and for the reason it gives."""
+"""experiments/benchmarks/token_coverage.md on a few dozen responses per tokenizer: its bounds hold, for its reason."""
 
 import re
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ from tests.text.formats import EDGE_MERGE, GPT2, TESTS
 ROOT = Path(__file__).resolve().parents[1]
 PAIRS = 2  # of each file: 40 responses
 BOUND = re.compile(r"^\| (\w+) \| (\S+) \| (\w+) \| ([\d.]+) to ([\d.]+) \| ([\d.]+) to ([\d.]+) \|$", re.MULTILINE)
-BOUNDS = BOUND.findall((ROOT / "docs" / "token_coverage.md").read_text(encoding="utf-8"))
+BOUNDS = BOUND.findall((ROOT / "experiments" / "benchmarks" / "token_coverage.md").read_text(encoding="utf-8"))
 
 
 @cache

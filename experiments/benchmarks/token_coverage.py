@@ -2,7 +2,7 @@
 
     python experiments/benchmarks/token_coverage.py DATA_FOLDER TOKENIZER_FOLDER[@CHAT_TEMPLATE] ... [--pairs N]
 
-Prints the markdown tables of docs/token_coverage.md. No model is involved: the training side is what ``ChatFormat``
+Prints the markdown tables of token_coverage.md. No model is involved: the training side is what ``ChatFormat``
 encodes, the judge side what ``JudgePrompts`` builds, the weights travel through ``align``, all as in a run; only the
 length limits are lifted, so that nothing is lost to cuts. Every option of the config group ``judge`` is measured.
 """

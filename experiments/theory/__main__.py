@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("folder", nargs="?", type=Path, default=Path("outputs/theory"), help="where the figures go")
     parser.add_argument(
-        "--markdown", action="store_true", help="print the tables as Markdown, as docs/theory.md has them"
+        "--markdown", action="store_true", help="print the tables as Markdown, as experiments/theory/tables.md has them"
     )
     chosen = parser.parse_args(arguments)
     with reporting(bars=False):

@@ -41,7 +41,7 @@ class Statement:
 
 
 def statements(study: Study) -> list[Statement]:
-    """All statements in the order of docs/theory.md: the paper's by section, then ours."""
+    """All statements in the order of tables.md: the paper's by section, then ours."""
     parts = (_objectives, _properties, _assumptions, _bounds, _theorem, _gradient, _note, _published, _ours)
     return [row for part in parts for row in part(study)]
 
