@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from attnpo.system.version import VERSION as __version__
 
 if TYPE_CHECKING:
-    import attnpo.losses as losses
+    from attnpo import losses as losses
     from attnpo.data.datamodule import PreferenceDataModule as PreferenceDataModule
     from attnpo.lab.api import run_study as run_study
     from attnpo.lab.api import train as train
@@ -35,18 +35,7 @@ _HOLDS = {
     "train": "attnpo.lab.api",
 }
 
-__all__ = [
-    "PreferenceDataModule",
-    "PreferenceModule",
-    "Weigher",
-    "__version__",
-    "export_weights",
-    "load_run",
-    "load_study",
-    "losses",
-    "run_study",
-    "train",
-]
+__all__ = ["__version__", *_HOLDS]
 
 
 def __getattr__(name: str) -> object:

@@ -51,9 +51,7 @@ def usage() -> str:
 
 
 def main(words: Sequence[str]) -> int:
-    """Returns the exit status of the command that ``words`` begin with: 0, 2 for one that there is not,
-    else its own.
-    """
+    """Returns the exit status of the command that ``words`` begin with; 2 for one that there is not."""
     if not words or words[0] in ("-h", "--help"):
         sys.stdout.write(usage())
         return 0

@@ -27,49 +27,29 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from attnpo.models.logps import statistics_of_logits
-from attnpo.objectives.cpo import cpo_loss
-from attnpo.objectives.dpo import dpo_loss
-from attnpo.objectives.ipo import ipo_loss
-from attnpo.objectives.kto import kto_loss
-from attnpo.objectives.orpo import orpo_loss
-from attnpo.objectives.rdpo import rdpo_loss
-from attnpo.objectives.rrhf import rrhf_loss
-from attnpo.objectives.simpo import simpo_loss
-from attnpo.objectives.slic_hf import slic_hf_loss
-from attnpo.objectives.tdpo import tdpo1_loss, tdpo2_loss
-from attnpo.objectives.terms import LossType, Sft, add_sft, chosen_nll
-from attnpo.objectives.tidpo import tidpo_loss, triplet_term
-from attnpo.objectives.tis_dpo import tis_dpo_loss
-from attnpo.objectives.twdpo import otpo_loss, twdpo_loss, twdpo_variant_loss
-from attnpo.schema import ObjectiveOutput, UserError, check_choice
-
-__all__ = [
-    "LossType",
-    "ObjectiveOutput",
-    "Sft",
-    "add_sft",
-    "chosen_nll",
-    "cpo_loss",
-    "dpo_loss",
-    "ipo_loss",
-    "kto_loss",
-    "orpo_loss",
-    "otpo_loss",
-    "rdpo_loss",
-    "rrhf_loss",
-    "simpo_loss",
-    "slic_hf_loss",
-    "tdpo1_loss",
-    "tdpo2_loss",
-    "tidpo_loss",
-    "tis_dpo_loss",
-    "token_kl",
-    "token_logps",
-    "triplet_term",
-    "twdpo_loss",
-    "twdpo_variant_loss",
-    "uniform_weights",
-]
+from attnpo.objectives.cpo import cpo_loss as cpo_loss
+from attnpo.objectives.dpo import dpo_loss as dpo_loss
+from attnpo.objectives.ipo import ipo_loss as ipo_loss
+from attnpo.objectives.kto import kto_loss as kto_loss
+from attnpo.objectives.orpo import orpo_loss as orpo_loss
+from attnpo.objectives.rdpo import rdpo_loss as rdpo_loss
+from attnpo.objectives.rrhf import rrhf_loss as rrhf_loss
+from attnpo.objectives.simpo import simpo_loss as simpo_loss
+from attnpo.objectives.slic_hf import slic_hf_loss as slic_hf_loss
+from attnpo.objectives.tdpo import tdpo1_loss as tdpo1_loss
+from attnpo.objectives.tdpo import tdpo2_loss as tdpo2_loss
+from attnpo.objectives.terms import LossType as LossType
+from attnpo.objectives.terms import Sft as Sft
+from attnpo.objectives.terms import add_sft as add_sft
+from attnpo.objectives.terms import chosen_nll as chosen_nll
+from attnpo.objectives.tidpo import tidpo_loss as tidpo_loss
+from attnpo.objectives.tidpo import triplet_term as triplet_term
+from attnpo.objectives.tis_dpo import tis_dpo_loss as tis_dpo_loss
+from attnpo.objectives.twdpo import otpo_loss as otpo_loss
+from attnpo.objectives.twdpo import twdpo_loss as twdpo_loss
+from attnpo.objectives.twdpo import twdpo_variant_loss as twdpo_variant_loss
+from attnpo.schema import ObjectiveOutput as ObjectiveOutput
+from attnpo.schema import UserError, check_choice
 
 IGNORED = -100  # the label that Hugging Face's models leave out of a loss
 KLS = ("kl_ref_policy", "kl_policy_ref")

@@ -3,6 +3,7 @@
 Any number of processes may fill one store: under torchrun or SLURM every process takes its share of the pairs.
 """
 
+import logging
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,9 @@ from attnpo.cli.terminal import hear_signals
 
 if TYPE_CHECKING:
     from attnpo.lab.studies.config import WeighConfig
+    from attnpo.run.run_config import RunConfig
+
+log = logging.getLogger("attnpo.weigh")  # __main__ where it is the command
 
 DESCRIPTION = "Capture judge weights, and with reference=cached the reference's log-probs, in the store; resumable."
 EXAMPLES = """\
@@ -26,7 +30,6 @@ def main(cfg: "WeighConfig") -> int:
     announce("weigh", cfg, None)
     with importing("loading transformers"):
         from attnpo.data.prepared_rows import prune
-        from attnpo.run.fill_store import fill_store
         from attnpo.run.folders import store_root
         from attnpo.run.weight_export import check_export, write_weights
 
@@ -40,6 +43,43 @@ def main(cfg: "WeighConfig") -> int:
     if cfg.export is not None:
         write_weights(cfg, Path(cfg.export))
     return 0
+
+
+def fill_store(cfg: "RunConfig") -> None:
+    """Puts this process's share of captured weights and reference log-probabilities into the store."""
+    from attnpo.data.prepare import prepare_examples
+    from attnpo.data.reading import read_pairs
+    from attnpo.models.scored import ScoredLM
+    from attnpo.run.input_summary import log_arrivals, log_captured
+    from attnpo.run.inputs import encode
+    from attnpo.run.memory import log_judge, require_device
+    from attnpo.run.models import fill_reference, load_start, reference_table
+    from attnpo.run.resolve import resolve
+    from attnpo.system.processes import process
+    from attnpo.weights.sources.uniform import Uniform
+
+    cfg, base, readers, _ = resolve(cfg)
+    require_device(cfg.trainer.accelerator)
+    if "judge" in cfg.weights.requires:
+        log_judge(readers.make_judge(), base.device)
+    encoded = encode(read_pairs(cfg.data, cfg.weights, base.store), base, cfg.lengths).encoded
+    for split, found in encoded.items():
+        for line in found.tally.lines():
+            log.warning("%s: %s", split, line)
+    shard = process()
+    if cfg.weights.requires:
+        source, _ = cfg.auto_layer.settle(cfg.weights, readers, encoded["train"])
+        weighed = readers.weigh(source, encoded, shard=shard)
+        log_captured(weighed)
+        log_arrivals(readers, weighed, encoded["train"], cfg.align)
+    else:
+        log.info("%s needs no judge: no weights to store", type(cfg.weights).__name__)
+    if cfg.reference != "cached":
+        return
+    # Reference log-probs depend on training ids alone: any weights give the same ones.
+    sets = {split: prepare_examples(found, Uniform(), {}, cfg.align) for split, found in encoded.items()}
+    table, model = reference_table(base, cfg.lengths), ScoredLM(load_start(base), chunk=base.spec.chunk)
+    fill_reference(base, table, sets, model, cfg.layout, readers.command, shard)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from attnpo.config.files import read_template
+from attnpo.config.named_files import read_template
 from attnpo.data.adapters import Columns, RowProblem, adapt
 from attnpo.data.collate import TrainingExample
 from attnpo.data.prepare import EncodedSet, Tally, encode_pair, prepare_examples, warn_of_rendered

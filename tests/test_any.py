@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "attnpo"
-MOST = 45
+MOST = 43
 
 ACCOUNT = "what became of a run's inputs, nested as result.json has it"
 CARD = "facts of a model card, nested as the card's sections"
@@ -28,8 +28,8 @@ REASONS = {
         f"system/files.py::{name}": "JSON of other rooms, which take it apart" for name in ("parse_json", "read_record")
     },
     **{
-        f"run/bad_batch.py::{name}": "what torch reads of a saved step, checked there"
-        for name in ("_contents", "_pairs")
+        f"run/show.py::{name}": "what torch reads of a saved step, checked there"
+        for name in ("_contents", "_saved_pairs")
     },
     "display/look.py::line_colours": "keywords of matplotlib, passed on",
     "display/weighed_pair.py::rows": "columns of a frame, each of its own kind",
@@ -41,8 +41,7 @@ REASONS = {
     "run/input_summary.py::example_statistics": ACCOUNT,
     "run/input_summary.py::split_lines": ACCOUNT,
     "run/result.py::from_json": "JSON as it was read, taken apart and checked here",
-    "run/report.py::_table": "a class of wandb, which is imported inside functions only",
-    **{f"run/report.py::{name}": CARD for name in ("card_facts", "_judge_facts", "_place")},
+    **{f"run/report.py::{name}": CARD for name in ("card_facts", "_place")},
     **{
         f"run/components.py::{name}": "a setting's own scorer: what it takes and gives is its own"
         for name in ("score", "base_answers")

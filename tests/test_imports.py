@@ -71,7 +71,7 @@ def test_commands_do_not_pay_for_what_they_do_not_use() -> None:
     tables += [f"attnpo.evaluation.{name}" for name in ("answers", "lm_eval_tasks", "pairs")]
     answers = ["attnpo.evaluation.evaluating"]
     judges = [
-        "attnpo.run.fill_store",
+        "attnpo.run.weight_export",
         "attnpo.lab.reports.weight_report",
         "attnpo.lab.reports.passport",
         "tests.conformance.recompute",

@@ -44,14 +44,12 @@ def run_entry(
     complete: Callable[[SomeRoot], bool] = lambda cfg: False,
     early: Callable[[Mapping[str, object]], None] = lambda data: None,
 ) -> int:
-    """Exit status of an entry point: 0, 1 (a job failed), 2 (an error the user can mend), 130 (Ctrl-C), 143 (SIGTERM).
+    """Returns the exit status of a command: 0, 1 (a job failed), 2 (an error the user can mend), 130 or 143 (signals).
 
-    Composes ``config_name`` with the overrides in ``argv`` (None: the process's own), reads it as its typed root and
-    calls ``main`` with that. ``command_name`` is what the command is called in its help, by default like its
-    configuration. ``positional`` names a key that takes the arguments which are no overrides, as a list.
-    ``complete`` says whether nothing may be ``???`` any more before ``main`` (by default main may still fill in texts).
-    ``early`` checks the config node ``data`` before torch is imported.
-    An exception with an ``exit_status`` ends the command with it; errors of other kinds propagate with their traceback.
+    Composes ``config_name`` with ``argv`` (None: the process's own) and calls ``main`` with its typed root.
+    ``command_name``: in the help. ``positional``: the key of arguments that are no overrides. ``complete``: whether
+    nothing may be ``???``. ``early``: checks the node ``data`` before torch is imported. Other errors propagate, or end
+    it with their ``exit_status``.
     """
     parser = Arguments(command_name or config_name, description, examples, positional)
 

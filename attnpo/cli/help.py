@@ -48,9 +48,7 @@ def folded(text: str) -> list[str]:
 def described(root: Path) -> list[Group]:
     """Returns the groups of a root file's defaults list in its order, with those of the roots it builds on.
 
-    ``- model: causal_lm  # the policy`` gives a group with its default and meaning; a line of comment above groups is
-    their heading. ``# no other`` leaves a group out, and ``- fit  # without logger, callbacks`` those that the command
-    composes and does not read.
+    Comments above groups are headings; ``# no other`` leaves a group out, ``- fit  # without logger`` that of a parent.
     """
     heading = ""
     listed: list[Group] = []

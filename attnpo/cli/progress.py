@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TextIO
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
@@ -42,9 +43,7 @@ class Row:
 
 
 def on_terminal() -> bool:
-    """Returns whether this process may draw: it reports, and the error stream is a terminal that can
-    move its cursor.
-    """
+    """Returns whether this process may draw: it reports, to a terminal that can move its cursor."""
     return leads() and sys.stderr.isatty() and not Console(stderr=True).is_dumb_terminal
 
 
@@ -83,45 +82,43 @@ _drawing: list[object] = []  # what stands at the foot of the terminal
 
 @contextmanager
 def display(rows: Callable[[], Sequence[Row]]) -> Iterator[None]:
-    """Opens a context in which ``rows`` are drawn at the foot of the terminal twice a second; log lines stand above
-    them.
+    """Opens a context in which ``rows`` are drawn at the foot of the terminal twice a second, below log lines.
 
     Draws on a terminal alone, and once where displays lie within each other.
     """
     if _drawing or not on_terminal():
         yield
         return
-    handlers = [one for one in logging.getLogger().handlers if type(one) is logging.StreamHandler]
-    streams = [handler.stream for handler in handlers]
+    streams = [(handler, handler.stream) for handler in _handlers()]
     console = Console(stderr=True)
-    live = Live(
+    with Live(
         get_renderable=lambda: drawn(rows(), console.width), console=console, refresh_per_second=2, transient=True
-    )
-    with live:
+    ) as live:
         _drawing.append(live)
-        for handler in handlers:  # Live has put its own stream, which writes above the rows, in place of sys.stderr
+        for handler, _ in streams:  # Live has put its own stream, which writes above the rows, in place of sys.stderr
             handler.setStream(sys.stderr)
         try:
             yield
         finally:
             _drawing.remove(live)
-            for handler, stream in zip(handlers, streams, strict=True):
+            for handler, stream in streams:
                 handler.setStream(stream)
+
+
+def _handlers() -> list["logging.StreamHandler[TextIO]"]:
+    return [one for one in logging.getLogger().handlers if type(one) is logging.StreamHandler]
 
 
 @contextmanager
 def behind() -> Iterator[None]:
-    """Opens a context whose log lines below warnings do not reach a terminal that rows are drawn on: they are in a
-    file.
-    """
-    handlers = [one for one in logging.getLogger().handlers if type(one) is logging.StreamHandler] if _drawing else []
-    levels = [handler.level for handler in handlers]
-    for handler in handlers:
+    """Opens a context in which a terminal that rows are drawn on gets warnings alone: a file has the other lines."""
+    levels = [(handler, handler.level) for handler in _handlers()] if _drawing else []
+    for handler, _ in levels:
         handler.setLevel(logging.WARNING)
     try:
         yield
     finally:
-        for handler, level in zip(handlers, levels, strict=True):
+        for handler, level in levels:
             handler.setLevel(level)
 
 

@@ -41,9 +41,6 @@ CALLED = "ATTNPO_CALLED_AS"  # the installed command `attnpo` where that was typ
 _log = logging.getLogger(__name__)
 
 
-# --------------------------------------------------------------------------------------------- processes
-
-
 # --------------------------------------------------------------------------------------------- what is said
 
 
@@ -54,11 +51,7 @@ _EXTRA = re.compile(r"pip install 'attnpo\[(\w+)\]'")
 
 
 def as_called(text: str) -> str:
-    """Returns ``text`` with commands that a shell here can run: each program by name if that finds it, else by path.
-
-    ``python -m attnpo.fit`` becomes ``attnpo fit`` where that was typed, else ``.venv/bin/python -m attnpo.fit`` in a
-    shell in which the environment of this process is not active.
-    """
+    """Returns ``text`` with commands that a shell here can run: each program by name if that finds it, else by path."""
     text = _EXTRA.sub(lambda found: install_line(found[1]), text)
     if called := os.environ.get(CALLED):
         text = _FRONT.sub(lambda found: _shortest(called) + " " * found[0].endswith("."), text)
@@ -118,46 +111,33 @@ def command_text(name: str, *arguments: str) -> str:
 
 
 def override(key: str, text: str) -> str:
-    """Returns a text as the value of ``key`` on the command line, quoted where Hydra would read more
-    than a text in it.
-    """
+    """Returns a text as the value of ``key`` on the command line, quoted where Hydra would read more in it."""
     if re.fullmatch(r"[\w./+@-]+", text):
         return f"{key}={text}"
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
     return f"{key}='{escaped}'"
 
 
-class _Once(logging.Filter):
-    """Lets a warning through the first time it is worded so: the points of a study have the same to say."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.said: set[str] = set()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if record.levelno != logging.WARNING:
-            return True
-        text = record.getMessage()
-        if text in self.said:
-            return False
-        self.said.add(text)
-        return True
+_warned: set[str] = set()
 
 
-_once = _Once()
+def _is_new(record: logging.LogRecord) -> bool:
+    """Returns whether a warning is worded so for the first time: the points of a study have the same to say."""
+    text = record.getMessage() if record.levelno == logging.WARNING else ""
+    new = not text or text not in _warned
+    _warned.add(text)
+    return new
 
 
 @contextmanager
 def reporting(*, bars: bool = True) -> Iterator[None]:
-    """Opens a context in which attnpo logs to the error stream and libraries are quiet.
+    """Opens a context in which attnpo logs to the error stream and libraries are quiet, in lines without repeats.
 
-    Progress bars are for terminals: there are none in a file, in processes that do not report, or with ``bars`` false.
-    Warnings become one log line each, except those on what only a library's authors can change; one that is repeated in
-    the same words is shown once.
+    There are no progress bars in a file, in processes that do not report, or with ``bars`` false.
     """
-    _once.said.clear()
+    _warned.clear()
     handler = logging.StreamHandler()
-    handler.addFilter(_once)
+    handler.addFilter(_is_new)
     handler.setFormatter(Lines(FORMAT, CLOCK))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     package = logging.getLogger("attnpo")
@@ -234,10 +214,8 @@ def training_began() -> None:
 def hear_signals() -> None:
     """Makes SIGINT, SIGTERM and SIGUSR1 end this process and those it started, with one line; called before imports.
 
-    Within ``guarded`` by an exception, so that what is open is closed; elsewhere at once, and so does the same signal
-    again. A signal that the caller of this process has it ignore (SIGINT of a script's ``command &``) stays ignored
-    until training. A rank also ends when the process that started it is gone. From here on a traceback is written as
-    the log is.
+    Within ``guarded`` by an exception, elsewhere at once. Ignored signals stay ignored until training. A rank also ends
+    when the process that started it is gone.
     """
     sys.excepthook = _write_fault
     parent = _starter()
@@ -248,10 +226,7 @@ def hear_signals() -> None:
 
 
 def _starter() -> int | None:
-    """Finds the process that this rank must not outlive; None for a process that is no rank.
-
-    It is torchrun's agent, SLURM's step daemon, or the first rank, where Lightning starts the others.
-    """
+    """Finds what this rank must not outlive: torchrun's agent, SLURM's daemon, the first rank; else None."""
     parent, starter = os.getppid(), os.environ.get(STARTER)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return parent
@@ -333,21 +308,8 @@ def stoppable() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-@contextmanager
-def _raising() -> Iterator[None]:
-    """Opens a context in which a signal raises an exception."""
-    before, _state.raises = _state.raises, True
-    try:
-        yield
-    finally:
-        _state.raises = before
-
-
 def end_with_parent() -> None:
-    """Makes this process, one that multiprocessing started, end as soon as the one that started it is gone.
-
-    Ctrl-C in a terminal reaches both: it is left to the parent, which ends its processes.
-    """
+    """Makes this process, one that multiprocessing started, end as soon as its parent is gone, which hears Ctrl-C."""
     parent = parent_process()
     if parent is None:
         raise RuntimeError("this process was not started by multiprocessing")
@@ -362,27 +324,26 @@ def end_with_parent() -> None:
 
 @cache
 def end_quickly() -> None:
-    """Makes this process end without a search for garbage among all that it imported, which takes a second or two.
-
-    What only that search would find, objects in a cycle, is not finalised; what is registered with atexit runs.
-    """
+    """Makes this process end without a search for garbage, which takes a second or two; atexit still runs."""
     atexit.register(gc.freeze)
 
 
 def guarded(command: Callable[[], int]) -> int:
-    """Returns the exit status of ``command``; what ended it early is one line on the error stream where a user can act
-    on it.
+    """Returns the exit status of ``command``; what a user can mend is one line on the error stream.
 
-    2 for an error the user can mend (UserError, a package that is not installed, a full disk), 128 + n for signal n,
-    and the ``exit_status`` of exceptions that carry one. Other errors propagate with their traceback.
+    For UserError, a missing package or a full disk 2, for signal n 128 + n, else the ``exit_status`` of an exception.
     """
     end_quickly()
+    before = _state.raises
     try:
-        with _raising():
+        try:
+            _state.raises = True
             status = command()
             with suppress(BrokenPipeError):
                 sys.stdout.flush()  # where the disk below it may be full
             return status
+        finally:
+            _state.raises = before
     except BaseException as error:
         _drop_output()
         ending = ending_of(error)
@@ -405,11 +366,7 @@ def _drop_output() -> None:
 
 
 def leave(status: int) -> NoReturn:
-    """Exits with ``status``; another process than the job's leading one without taking its interpreter down.
-
-    The leading one goes on for a while after the last exchange between them. In the others, a thread of torch's process
-    group that is still at work would meet an interpreter that is gone, and abort the process.
-    """
+    """Exits with ``status``; processes that do not lead leave their interpreter to torch's threads."""
     if not leads():
         logging.shutdown()
         sys.stdout.flush()

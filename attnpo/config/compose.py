@@ -1,11 +1,8 @@
 """Composition of configurations, checks of their components, the front of the entry points, and paths.
 
-Hydra composes, and stays in this file, ``messages`` and the entry points. Importing this module, ``--help`` and
-``--cfg`` load neither torch nor anything that does. The check imports the modules of the targets named in the
-configuration, which must therefore be light, and reports wrong keys and types before a model loads (how:
-``attnpo.config.reader``).
-
-A process composes each choice of options once: the points of a study differ in single values, put into a copy.
+Hydra composes, and stays in this file. Importing this module, ``--help`` and ``--cfg`` load neither torch nor anything
+that does; checking imports the modules of the targets, which must therefore be light. A process composes each choice of
+options once: the points of a study differ in single values, put into a copy.
 """
 
 import hashlib
@@ -26,14 +23,13 @@ import yaml
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf, open_dict
+from hydra.errors import HydraException, OverrideParseException
+from omegaconf import Container, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from attnpo.config.fields import as_values
-from attnpo.config.messages import hydra_text, nearest_option, unknown_key
-from attnpo.config.reader import ABSENT, Reader, at_their_origin, did_you_mean, required, resolve
+from attnpo.config.reader import ABSENT, Reader, at_their_origin, did_you_mean, join, required, resolve
 from attnpo.config.reader import MISSING as MISSING
 from attnpo.system.credentials import digest_read_values, note_read, to_savable
 from attnpo.system.errors import UserError
@@ -87,10 +83,7 @@ def _folders(config_dir: Path | None) -> list[Path]:
 
 
 def groups(config_dir: Path | None = None) -> dict[str, list[str]]:
-    """Sorted option names of every config group, from the shipped folder and ``config_dir``.
-
-    A file whose name begins with ``_`` is what options of its group have in common, not an option.
-    """
+    """Returns the sorted options of every config group, of both folders; files named ``_...`` are none."""
     found: dict[str, set[str]] = {}
     for folder in _folders(config_dir):
         for file in folder.rglob("*.yaml"):
@@ -144,10 +137,9 @@ def _initialized(config_dir: Path | None) -> Iterator[list[str]]:
 
 
 def compose(name: str, overrides: Sequence[str] = (), config_dir: Path | None = None) -> DictConfig:
-    """Returns the configuration ``name`` with ``overrides`` applied, in struct mode, interpolations not yet resolved.
+    """Returns the configuration ``name`` with ``overrides``, in struct mode, interpolations not yet resolved.
 
-    ``config_dir`` is searched after the shipped folder. A configuration with a key ``composed`` gets ``overrides`` and
-    ``config_dir`` put there, so that a study can compose its points from them. Raises UserError that names the
+    ``config_dir`` is searched after the shipped folder. A key ``composed`` gets both. Raises UserError that names the
     override, what there is in its place, and the nearest of that.
     """
     _register_resolvers()
@@ -220,13 +212,9 @@ def _compose(name: str, overrides: Sequence[str], config_dir: Path | None) -> Di
         raise
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         text = hydra_text(error) if isinstance(error, HydraException) else f"{error} (in {' '.join(overrides)})"
-        refused = re.search(r"Could not override '([^']+)'", text)
-        told = (
-            _describe_unknown(refused[1], name, overrides, config_dir)
-            if refused
-            else nearest_option(text, overrides, known)
-        )
-        raise UserError(told) from error
+        if refused := re.search(r"Could not override '([^']+)'", text):
+            raise UserError(_describe_unknown(refused[1], name, overrides, config_dir)) from error
+        raise UserError(nearest_option(text, overrides, known)) from error
     # Hydra passes over a missing option in silence where the defaults list says `optional`.
     for key, choice in cfg.hydra.runtime.choices.items():
         group, _, option = f"{key.partition('@')[0]}/{choice}".rpartition("/")
@@ -251,10 +239,7 @@ def _noted(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
 
 
 def expand(overrides: Sequence[str], config_dir: Path | None = None) -> list[list[str]]:
-    """Returns one list of overrides per job of a grid: ``a=1,2 b=3,4`` are four jobs; the last key varies fastest.
-
-    Hydra's sweep syntax holds (``range``, ``choice``, ``glob``). Raises UserError for what cannot be parsed.
-    """
+    """Returns one list of overrides per job of a grid (``a=1,2 b=3,4``: four); the last key varies fastest."""
     with _initialized(config_dir):
         parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
         try:
@@ -269,6 +254,80 @@ def expand(overrides: Sequence[str], config_dir: Path | None = None) -> list[lis
             texts = one.sweep_string_iterator() if one.is_sweep_override() else [one.get_value_element_as_str()]
             axes[key] = [f"{key}={text}" for text in texts]
     return [list(job) for job in itertools.product(*axes.values())]
+
+
+# --------------------------------------------------------------------------------------------- what is refused
+
+
+def hydra_text(error: Exception) -> str:
+    """Hydra's own text in few lines, without its tabs and links."""
+    if isinstance(error, OverrideParseException):
+        reason = re.sub(r"^Error parsing override .*\n", "", str(error)).partition("\n")[0]
+        return (
+            f"{error.override}: cannot be read ({reason}); put a value with brackets, commas, quotes or spaces in "
+            "quotes of its own, as in \"KEY='a, b'\""
+        )
+    lines = [str(error).partition("\nConfig search path")[0]]
+    if isinstance(error.__cause__, OmegaConfBaseException):
+        lines.append(str(error.__cause__).partition("\n")[0])
+    text = re.sub(r"\nSee https\S+ for details|\n\t_\w+(?=\n)", "", "\n".join(lines))
+    text = text.replace(":\n\t", ": ").replace("\n\t", ", ")
+    return re.sub(r"\n\s*\n", "\n", text)
+
+
+def nearest_option(text: str, overrides: Sequence[str], known: dict[str, list[str]]) -> str:
+    """``text`` with the option nearest to one that was not found, and null explained where an option is needed."""
+    missing = re.search(r"Could not find '(.+)/([^/']+)'", text)
+    if missing is not None and missing[1] in known:
+        return text.replace(missing[0], missing[0] + did_you_mean(missing[2], known[missing[1]], f"{missing[1]}="), 1)
+    for group, value in (override.split("=", 1) for override in overrides if "=" in override):
+        if group in known and value not in known[group] and "Config group override" in text:
+            listed = ", ".join(known[group])
+            close = f"; ~{group} leaves it out" if value == "null" else did_you_mean(value, known[group], f"{group}=")
+            return f"{group}={value}: a group takes one of its options ({listed}){close}"
+    return text
+
+
+def unknown_key(
+    key: str, name: str, overrides: Sequence[str], groups: Sequence[str], compose: Callable[[list[str]], DictConfig]
+) -> str:
+    """Returns what to say of a key that there is not; ``compose`` makes what the other overrides give."""
+    typed = next((override for override in overrides if override.lstrip("+~").partition("=")[0] == key), key)
+    said = f"{typed}: there is no key {key}"
+    rest = [override for override in overrides if override.lstrip("+~").partition("=")[0] != key]
+    try:
+        root: Any = compose(rest)
+    except UserError:
+        return said
+    node, path = root, ""
+    for part in key.split(".")[:-1]:
+        if not isinstance(node, DictConfig) or part not in node:
+            break
+        node, path = node[part], join(path, part)
+    if not isinstance(node, DictConfig):
+        return f"{said}; `{path}` is a value, it has no keys"
+    names = [str(key) for key in node if key != "_target_"] + ([] if path else [*groups])
+    wrong = key[len(path) :].lstrip(".").partition(".")[0]
+    elsewhere = sorted(
+        (found for found in _single(root) if found.endswith(f".{key}") and not found.startswith("composed.")),
+        key=lambda at: at.count("."),
+    )
+    elsewhere = [found for found in elsewhere if found.count(".") == elsewhere[0].count(".")]
+    if elsewhere:
+        said += f"; did you mean {' or '.join(elsewhere[:3])}?"
+    else:
+        said += did_you_mean(wrong, names, f"{path}." if path else "")
+    return f"{said}\n`{path or name}` has: {', '.join(sorted(set(names)))}"
+
+
+def _single(node: DictConfig, path: str = "") -> Iterator[str]:
+    """Yields the dotted path of every key below ``node`` that holds a single value; no interpolation is resolved."""
+    for key in node:
+        child, found = node._get_node(key), join(path, str(key))
+        if not isinstance(child, Container) or child._is_interpolation():
+            yield found
+        elif isinstance(child, DictConfig) and not child._is_none():
+            yield from _single(child, found)
 
 
 # --------------------------------------------------------------------------------------------- components
@@ -360,10 +419,10 @@ def _changed(node: Any, names: Sequence[str], value: object) -> Any:
 
 @dataclass(frozen=True)
 class Reading:
-    """What reading a configuration gave.
+    """Outcome of reading a configuration.
 
-    ``root`` is ABSENT where it cannot be built. ``missing`` are the keys that are still ``???``; ``unread`` those
-    without effect as the others stand, with the reason (see ``unread`` in ``attnpo.config.reader``).
+    ``root``: ABSENT where it cannot be built; ``missing``: keys that are still ``???``; ``unread``: those without
+    effect.
     """
 
     root: object
@@ -385,13 +444,13 @@ class Reading:
 
     def idle_overrides(self) -> dict[str, str]:
         """Returns the overrides it was composed with that have no effect in it, each with the reason."""
-        idle = {}
-        for override in self.root.composed.overrides if isinstance(self.root, Root) else ():
-            key = override.partition("=")[0].lstrip("+~")
-            reason = next((why for path, why in self.unread.items() if f"{key}.".startswith(f"{path}.")), None)
-            if reason is not None:
-                idle[override] = reason
-        return idle
+        given = self.root.composed.overrides if isinstance(self.root, Root) else ()
+        keys = {override: override.partition("=")[0].lstrip("+~") for override in given}
+        return {
+            override: next(why for path, why in self.unread.items() if f"{key}.".startswith(f"{path}."))
+            for override, key in keys.items()
+            if self.is_idle(key)
+        }
 
 
 def read(cfg: DictConfig, *, complete: bool = False) -> Reading:
@@ -407,18 +466,12 @@ def read(cfg: DictConfig, *, complete: bool = False) -> Reading:
 
 
 def check(cfg: DictConfig, *, complete: bool = True) -> None:
-    """Raises one UserError with all problems of ``cfg``, each under the key the user types.
-
-    Walks the whole tree: keys, types and the components' own rules (``__post_init__``). ``complete=False`` lets values
-    that are still ``???`` pass.
-    """
+    """Raises one UserError with all problems of ``cfg``, each under its key; ``complete=False`` lets ``???`` pass."""
     report_problems(read(cfg, complete=complete).problems)
 
 
 def load(name: str, overrides: Sequence[str] = (), config_dir: Path | None = None) -> Any:
-    """Returns the typed root of the configuration ``name`` with ``overrides`` applied. Raises UserError
-    like ``check``.
-    """
+    """Returns the typed root of the configuration ``name`` with ``overrides``. Raises UserError like ``check``."""
     return read(compose(name, overrides, config_dir)).of(Root)
 
 
@@ -435,10 +488,7 @@ def part(cfg: DictConfig, kind: type[SomeRoot]) -> SomeRoot:
 
 
 def build(node: object) -> Any:
-    """Returns the component of one ``_target_`` node of a composed configuration, nested components included.
-
-    Raises UserError like ``check``.
-    """
+    """Returns the component of one ``_target_`` node with those nested in it. Raises UserError like ``check``."""
     _register_resolvers()
     reader = Reader()
     path = str(node._get_full_key(None)) if isinstance(node, DictConfig) else ""

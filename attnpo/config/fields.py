@@ -12,11 +12,9 @@ from attnpo.system.files import Json
 
 
 def bookkeeping_keys(part: object, path: str = "") -> Iterator[str]:
-    """Keys below ``part``, a component or the class of one, that move no number.
+    """Yields keys below ``part``, a component or the class of one, whose fields say that they move no number.
 
-    A field says so for itself and all below it: ``field(metadata={"moves_numbers": False})``. Of a class the
-    annotations are followed, through unions too. What stands below a protocol, a mapping or a sequence is known of a
-    component alone, by what is there.
+    Of a class the annotations are followed; below protocols, mappings and sequences a component alone is known.
     """
     kind = part if inspect.isclass(part) else type(part)
     if isinstance(part, Mapping):
@@ -44,7 +42,8 @@ def bookkeeping_keys(part: object, path: str = "") -> Iterator[str]:
 def as_values(component: object) -> dict[str, Json]:
     """Returns a component as its configuration would say it: its keys with ``_target_``, enums by value."""
     kind = type(component)
-    keys = {item.name: _as_value(getattr(component, item.name)) for item in _fields(component) if item.init}
+    items = dataclasses.fields(component) if dataclasses.is_dataclass(component) else ()
+    keys = {item.name: _as_value(getattr(component, item.name)) for item in items if item.init}
     return {"_target_": f"{kind.__module__}.{kind.__qualname__}", **keys}
 
 
@@ -58,7 +57,3 @@ def _as_value(value: object) -> Json:
     if isinstance(value, list | tuple):
         return [_as_value(item) for item in value]
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
-
-
-def _fields(component: object) -> tuple[dataclasses.Field[object], ...]:
-    return dataclasses.fields(component) if dataclasses.is_dataclass(component) else ()

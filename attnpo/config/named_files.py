@@ -1,4 +1,4 @@
-"""Files and modules that settings name, which count by what they hold."""
+"""Files and modules that settings name: looked for from the working directory, then among the configs; digested."""
 
 import os
 import re
@@ -7,8 +7,28 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from attnpo.config.compose import CONFIG_DIR
+from attnpo.system.errors import UserError
 from attnpo.system.files import Json, file_digest, flat
 from attnpo.system.source_digest import PACKAGE
+
+
+def find_file(name: str, key: str) -> Path:
+    """Returns the existing file ``name``; ``key`` is the config key that names it, for the error."""
+    if (found := _file(name)) is None:
+        raise UserError(f"{key}={name}: no such file from {Path.cwd()} or among the configs in {CONFIG_DIR}")
+    return Path(found).resolve()
+
+
+def read_template(template: str | None, key: str = "model.chat_template") -> str | None:
+    """Returns a chat template's text: as given when it holds Jinja, else the content of the file it names."""
+    if template is None or "{%" in template or "{{" in template:
+        return template
+    path = find_file(template, key)
+    text = path.read_text(encoding="utf-8")
+    if "{" not in text:
+        raise UserError(f"{key}={template}: {path} holds no Jinja template")
+    return text.removesuffix("\n")
+
 
 # Keys whose text may name a file, which counts by what it holds.
 FILES = re.compile(r"(.*\.)?\w+_(file|template)")
@@ -44,9 +64,7 @@ def _names_code(key: str) -> bool:
 
 
 def _file(name: str) -> str | None:
-    """Returns the file of a name, from the working directory or among the configs as ``find_file`` has it; None for
-    others.
-    """
+    """Returns the file of a name, from the working directory or among the configs; None where there is none."""
     return next(filter(os.path.isfile, (os.path.expanduser(name), str(CONFIG_DIR / name))), None)
 
 

@@ -1,18 +1,14 @@
 """Reading of configuration values against type hints; ``attnpo.config.compose`` is its front.
 
-A mapping with ``_target_`` names a component. A frozen dataclass is its own schema: the type hints of its fields say
-which keys exist and what they hold. Differs from merging into ``OmegaConf.structured``: all problems are reported at
-once under the keys the user types, enums are written by value in any case, and lists become tuples of the declared
-length. A pydantic ``TypeAdapter`` was tried in place of ``Reader``: it takes "32" and true for an int, names no near
-key, tells a union's members as separate problems under keys nobody types, and lets a component's own error end the
-reading without its key.
+A mapping with ``_target_`` names a component. A frozen dataclass is its own schema. All problems are reported at once
+under the keys the user types, enums are written by value in any case, and lists become tuples of the declared length; a
+pydantic ``TypeAdapter`` was tried and does less.
 
-A configuration names code that is imported and run, so the name is checked first: only ``attnpo`` itself is imported,
-and packages named in the environment variable ATTNPO_ALLOW_TARGETS (``mine,ours``); only a frozen dataclass that can do
-what its place in the configuration asks for is made.
+A configuration names code that is run: only ``attnpo`` itself is imported, and packages named in the environment
+variable ATTNPO_ALLOW_TARGETS (``mine,ours``); only a frozen dataclass that can do what its place asks for is made.
 
-A component may have a method ``unread() -> dict[str, str]``: keys below it that have no effect as the others stand,
-each with the reason ("callbacks.checkpoints=false").
+A component may have a method ``unread() -> dict[str, str]``: keys below it without effect as the others stand, each
+with the reason.
 """
 
 import dataclasses
@@ -50,8 +46,10 @@ _ACCEPTED: dict[object, tuple[type, ...]] = {
     str: (str, int, float),
     Path: (str,),
 }
-LARGEST: dict[object, float] = {int: 2**63 - 1, float: sys.float_info.max}  # what a tensor can hold
-BOUNDED: dict[object, str] = {int: "a whole number of at most 64 bits", float: "a finite number"}
+BOUNDED: dict[object, tuple[float, str]] = {  # what a tensor can hold
+    int: (2**63 - 1, "a whole number of at most 64 bits"),
+    float: (sys.float_info.max, "a finite number"),
+}
 
 
 def join(path: str, key: object) -> str:
@@ -83,9 +81,7 @@ def _describe(hint: object) -> str:
 
 
 def _is_role(hint: object) -> TypeGuard[type]:
-    """Returns whether ``hint`` says what a component must be: a protocol that objects can be tested for, or a base
-    class.
-    """
+    """Returns whether ``hint`` says what a component must be: a protocol for ``isinstance``, or a base class."""
     if not inspect.isclass(hint) or dataclasses.is_dataclass(hint) or issubclass(hint, Enum):
         return False
     return bool(getattr(hint, "_is_runtime_protocol", False)) or hint.__module__.startswith("attnpo.")
@@ -151,10 +147,9 @@ def _home(target: object) -> str | None:
 
 
 def located(dotted: str, what: str) -> tuple[object, str]:
-    """Returns what an import path names, and an empty text; or None, and why it may not or cannot be imported.
+    """Returns what an import path names, and ""; or None, and why it may not or cannot be imported.
 
-    The rule for every name of code in a configuration: attnpo, and packages that ATTNPO_ALLOW_TARGETS names, for the
-    path and for the module that what it leads to is of. ``what`` is expected there, in a word ("class").
+    Only attnpo and packages that ATTNPO_ALLOW_TARGETS names may be, by path and by home. ``what``: expected ("class").
     """
     dotted = find_present(dotted)
     if not _may_import(dotted):
@@ -166,11 +161,9 @@ def located(dotted: str, what: str) -> tuple[object, str]:
         words = missing_package(error) or (str(error) if known else f"{type(error).__name__}: {error}")
         return None, f"cannot import {dotted}: {words}"
     home = _home(target)
-    return (
-        (target, "")
-        if home is None or _may_import(home)
-        else (None, _refused(what, f"{dotted}, which is of {home}", home))
-    )
+    if home is None or _may_import(home):
+        return target, ""
+    return None, _refused(what, f"{dotted}, which is of {home}", home)
 
 
 def _refused(what: str, got: str, module: str) -> str:
@@ -198,10 +191,7 @@ def hints_of(target: type) -> dict[str, object]:
 
 
 def resolve(node: object, path: str, problems: list[str], origins: dict[str, str] | None = None) -> object:
-    """``node`` as plain containers, ``???`` kept, each interpolation resolved or noted as a problem.
-
-    ``origins`` gets the key that each plain interpolation (``${key}``) reads.
-    """
+    """Returns ``node`` as plain containers, ``???`` kept; interpolations resolved, or noted in ``problems``."""
     if not isinstance(node, DictConfig | ListConfig):
         return node
     values: dict[object, object] = {}
@@ -218,8 +208,10 @@ def resolve(node: object, path: str, problems: list[str], origins: dict[str, str
         except InterpolationToMissingValueError:
             item = MISSING
         except OmegaConfBaseException as error:
-            empty = None if origin is None else _null_parent(node, origin[1])
-            why = str(error).splitlines()[0] if empty is None else _without(empty, join(path, key))
+            why = str(error).splitlines()[0]
+            if origin is not None and (empty := _null_parent(node, origin[1])) is not None:
+                why = f"`{empty}` is null in this setting: leave setting= out (testbed), or choose another option of "
+                why += f"`{join(path, key).partition('.')[0]}`"
             problems.append(f"{join(path, key)}: {why}")
             item = ABSENT
         values[key] = resolve(item, join(path, key), problems, origins)
@@ -231,14 +223,6 @@ def _null_parent(node: DictConfig | ListConfig, key: str) -> str | None:
     root, parents = node._get_root(), key.split(".")[:-1]
     paths = [".".join(parents[:depth]) for depth in range(1, len(parents) + 1)]
     return next((path for path in paths if OmegaConf.select(root, path, default=ABSENT) is None), None)
-
-
-def _without(empty: str, key: str) -> str:
-    """Why the value of ``key``, which reads below the null node ``empty``, is not there, and what to do."""
-    return (
-        f"`{empty}` is null in this setting: leave setting= out (testbed), or choose another option of "
-        f"`{key.partition('.')[0]}`"
-    )
 
 
 def at_their_origin(problems: Sequence[str], origins: dict[str, str]) -> list[str]:
@@ -293,10 +277,8 @@ class Reader:
         if inspect.isclass(hint) and hint in _ACCEPTED:
             if type(value) not in _ACCEPTED[hint]:
                 return self.mismatch(value, _describe(hint), path)
-            if (
-                hint in LARGEST and isinstance(value, int | float) and not abs(value) <= LARGEST[hint]
-            ):  # NaN is not either
-                return self.mismatch(value, BOUNDED[hint], path)
+            if hint in BOUNDED and not abs(value) <= BOUNDED[hint][0]:  # type: ignore[arg-type]  # NaN is not either
+                return self.mismatch(value, BOUNDED[hint][1], path)
             kind: type[Any] = hint
             return kind(value)
         if inspect.isclass(hint) and issubclass(hint, Enum):
@@ -374,9 +356,7 @@ class Reader:
         return self.whole(items if container is list else tuple(items))
 
     def component(self, value: dict[object, object], hint: object, path: str) -> object:
-        """Returns the component that a node with ``_target_`` names; its package and its role are checked before it is
-        made.
-        """
+        """Returns the component that a node with ``_target_`` names, once its package and its role are checked."""
         dotted, key = str(value["_target_"]), join(path, "_target_")
         if dotted == MISSING:
             return self.refuse(required(key))
@@ -413,9 +393,7 @@ class Reader:
             return ABSENT
         try:
             built = target(**values)
-        except Exception as error:
-            if not isinstance(error, ValueError | UserError):
-                raise
+        except (ValueError, UserError) as error:
             return self.refuse(f"{path}: {error}" if path else str(error))
         unread = getattr(built, "unread", None)
         if callable(unread):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from attnpo.config.files import read_template
+from attnpo.config.named_files import read_template
 from attnpo.evaluation.chat import (
     LENGTH,
     STOP,

@@ -24,12 +24,20 @@ from attnpo.evaluation.chat import (
     Reply,
 )
 from attnpo.evaluation.local_chat import describe_model
-from attnpo.models.served import ESCAPED, NO_KEY, Completion, describe, open_client, read_completion, warn_of
+from attnpo.evaluation.served import (
+    ESCAPED,
+    NO_KEY,
+    Completion,
+    describe,
+    in_threads,
+    open_client,
+    read_completion,
+    warn_of,
+)
 from attnpo.models.spec import ModelSpec
 from attnpo.schema import BOOKKEEPING, Sampling, UserError, check_choice, check_least, digest
 from attnpo.system.credentials import redact
 from attnpo.system.packages import install_line
-from attnpo.system.threads import in_threads
 from attnpo.text.chat import ChatFormat, RefusedText
 from attnpo.text.template import tools_of, without_tools
 

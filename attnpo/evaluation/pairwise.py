@@ -15,7 +15,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Float
 
-from attnpo.config.files import find_file
+from attnpo.config.named_files import find_file
 from attnpo.evaluation.base import Benchmark, Graded, ModelAnswer, Question, Replies, first_turn, match_answers
 from attnpo.evaluation.chat import GradingCall, GradingReply
 from attnpo.judge.prompts import JudgeTemplate, question_text

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import torch
 
-from attnpo.config.files import read_template
+from attnpo.config.named_files import read_template
 from attnpo.judge.base import JudgeModel, LoadedJudge, WeightReader
 from attnpo.judge.layers import Depth
 from attnpo.judge.prompts import JudgePrompts

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 
-from attnpo.config.files import find_file
+from attnpo.config.named_files import find_file
 from attnpo.models.spec import AUTO, DTYPES
 from attnpo.objectives.base import LengthFrom
 from attnpo.schema import BOOKKEEPING, Sampling, UserError, check_choice, check_least, check_range

@@ -17,7 +17,7 @@ from attnpo.judge.judge import RunJudge
 from attnpo.judge.layers import attending
 from attnpo.lab.layer_rules import LayerRules
 from attnpo.run.combinations import CHOICE
-from attnpo.run.readers import Readers
+from attnpo.run.resolve import Readers
 from attnpo.schema import PreferencePair, UserError, digest
 from attnpo.system.credentials import identify
 from attnpo.system.files import read_record, write_record

@@ -25,7 +25,7 @@ from attnpo.run.inputs import Inputs
 from attnpo.run.models import load_reference
 from attnpo.run.other_pairs import token_factors, weigh_others
 from attnpo.run.point_cache import Memory
-from attnpo.run.readers import Readers
+from attnpo.run.resolve import Readers
 from attnpo.schema import (
     SIDES,
     EncodedResponse,

@@ -1,7 +1,6 @@
-"""The parts of a Hugging Face causal language model: backbone, vocabulary head, and how logits follow from them.
+"""Parts of a Hugging Face causal language model: backbone, vocabulary head, and how logits follow from them.
 
-Owns how they are located (through the library's generic accessors and the config's fields, never by model name) and
-the check that backbone plus head give the model's own logits.
+They are located through the library's accessors and the config's fields, never by model name, and tried.
 """
 
 import logging
@@ -42,10 +41,9 @@ class Parts:
 
 
 def find_parts(model: PreTrainedModel) -> Parts | None:
-    """Backbone and head of a causal LM, or None when its head is not one plain linear layer (adapters on it, 4-bit).
+    """Returns backbone and head of a causal LM; None when its head is not one plain linear layer (adapters, 4-bit).
 
-    ``final_logit_softcapping`` (cap), ``logits_scaling`` (divides) and ``logit_scale`` (multiplies) are read from
-    the text config.
+    Cap, divisor and factor of the logits are read from the text config (``final_logit_softcapping``, ...).
     """
     backbone = backbone_of(model)
     head: object = model.get_output_embeddings()  # type: ignore[no-untyped-call]
@@ -60,11 +58,7 @@ def find_parts(model: PreTrainedModel) -> Parts | None:
 
 
 def layer_stack(model: nn.Module) -> nn.ModuleList:
-    """Returns the module list with the most parameters: the decoder blocks of a causal LM.
-
-    Raises:
-        ValueError: the model has no module list.
-    """
+    """Returns the module list with the most parameters, the decoder blocks; ValueError without any."""
     stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
     if not stacks:
         raise ValueError(f"{type(model).__name__} has no list of layers")
@@ -95,11 +89,7 @@ def is_materialised(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def parts_agree(model: PreTrainedModel) -> bool:
-    """Returns whether backbone and head reproduce the model's own logits on a probe of four tokens.
-
-    False, with one warning that says by how much, when they do not: such a model has a step between them that its
-    config does not name.
-    """
+    """Returns whether backbone and head give the model's own logits on four tokens; warns once by how much not."""
     parts = find_parts(model)
     if parts is None:
         logger.warning("%s: the vocabulary head is no plain linear layer; whole logits are used", _kind(model))
@@ -114,18 +104,16 @@ def parts_agree(model: PreTrainedModel) -> bool:
         logger.warning(
             "%s: backbone and head differ from its own logits by %.3g (bound %.3g); whole logits are used: slower, "
             "more memory, same numbers",
-            _kind(model),
-            gap,
-            bound,
+            *(_kind(model), gap, bound),
         )
     return gap <= bound
 
 
 @torch.no_grad()
 def first_position(model: PreTrainedModel) -> int:
-    """Returns the position of a text's first token: 0, or the one after the padding id, as RoBERTa's kind has it.
+    """Returns the position of a text's first token, by trying: 0, or the one after the padding id (RoBERTa's kind).
 
-    Found by trying four tokens. Raises ``UserError`` for a model that counts in another way.
+    Raises ``UserError`` for a model that counts in another way.
     """
     backbone, padding = backbone_of(model), getattr(model.config.get_text_config(), "pad_token_id", None)
     start = padding + 1 if isinstance(padding, int) else 0

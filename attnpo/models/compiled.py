@@ -1,9 +1,7 @@
-"""A model's blocks through ``torch.compile``, one by one, with everything else around them.
+"""A model's blocks through ``torch.compile``, one by one, and the trial that shows them to compute the same.
 
-Owns what is compiled, and the trial that shows it to compute the same. Blocks of a kind share their code, so there is
-little to compile; adapters are inside, and recomputation, layouts, the vocabulary head and its chunks stay outside.
-Attention over segments is inside the graphs where it is one call of a kernel; in buckets it is left out of them, whose
-shapes are new in every batch. So are calls with a key cache.
+Blocks of a kind share their code. Adapters are inside; recomputation, layouts, the vocabulary head and its chunks stay
+outside, and so do attention in buckets, whose shapes are new in every batch, and calls with a key cache.
 """
 
 import gc
@@ -45,8 +43,7 @@ GRADIENT = "the gradient of layers."
 def compile_blocks(model: PreTrainedModel, backend: str) -> None:
     """Compiles every decoder block in place, at its first call; parameters keep their names.
 
-    Call it after ``activation_checkpointing_enable``: recomputation is put around the compiled graphs of the blocks.
-    Raises ``UserError`` for a backend that torch does not know.
+    Call it after ``activation_checkpointing_enable``. Raises ``UserError`` for a backend that torch does not know.
     """
     require_backend(backend)
     keep_out_of_graphs()
@@ -77,10 +74,8 @@ def require_same_numbers(
 ) -> None:
     """Raises ``UserError`` unless compiled blocks give the log-probabilities and gradients of plain ones.
 
-    Compilers have computed wrong gradients with right outputs and without an error. The trial runs a few layers of the
-    model's kinds and widths with random weights on ``device`` in the ``layout`` of training: in float32, which decides,
-    and as they are trained, in the model's dtype and under its ``autocast`` to bfloat16, which have to run and whose
-    rounding is logged. The model and the random state are left as they are. Torch reuses the code compiled here.
+    Tries a few layers of the model's kinds and widths with random weights: in float32, which decides, and as they are
+    trained, which has to run and whose rounding is logged. The model and the random state are left as they are.
     """
     what, kind = f"model.compile={backend}", type(model).__name__
     instead = "set model.compile=null, or another backend"
@@ -102,12 +97,9 @@ def require_same_numbers(
                 f"{what} computes {worst} wrong on {device}: blocks like those of {kind} differ from plain ones by "
                 f"{gap:.2g} of its norm, rounding allows {bound:g}; {instead}"
             )
+        low = ", the rounding of low precision" if dtype is None else ""
         log.info(
-            "%s: log-probabilities and gradients of compiled blocks are right to %.1g%s (%s)",
-            what,
-            gap,
-            ", the rounding of low precision" if dtype is None else "",
-            worst,
+            "%s: log-probabilities and gradients of compiled blocks are right to %.1g%s (%s)", what, gap, low, worst
         )
 
 

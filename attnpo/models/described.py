@@ -1,7 +1,6 @@
-"""What a model's config says about its attention before a weight is loaded: kernel, layers that have it, exact length.
+"""Facts of a model's attention by its config, before a weight is loaded: kernel, layers that have it, exact length.
 
-Kernel and layers are read off the module tree, built without memory (a second for 8B, once per config and process):
-no kind of model is known by name here.
+Kernel and layers are read off the module tree, built without memory: no kind of model is known by name here.
 """
 
 import inspect
@@ -15,11 +14,10 @@ from attnpo.schema import UserError
 
 
 class Described(NamedTuple):
-    """The class of a causal LM, its attention ("sdpa", or "eager" where the class has no other), and where it has any.
+    """Class of a causal LM, its attention ("sdpa", or "eager" where the class has no other), and where it has any.
 
-    ``layers``: numbers, from 1 and rising, of the layers whose softmax attention goes through transformers'
-    ``AttentionInterface``, which is where it can be read. Of a class in which none does: those for which eager
-    attention gives a map on request; ``mapped`` then. ``why``: the reason where there are no such layers.
+    ``layers``: numbers, from 1 and rising, of the layers whose attention can be read; ``mapped``: as maps of eager
+    attention, on request. ``why``: the reason where there are none.
     """
 
     name: str
@@ -95,10 +93,9 @@ def _can_give_maps(model: PreTrainedModel) -> bool:
 
 
 def on_meta(config: PretrainedConfig, attention: str | None = None) -> PreTrainedModel:
-    """Returns the module tree of the causal LM that ``config`` describes, without memory.
+    """Returns the module tree of the causal LM that ``config`` describes, without memory; shared, not to be changed.
 
-    Built once per config and process, and shared by all who ask: it is not to be changed. ``attention``: an
-    implementation that must be possible. Raises ``UserError`` when there is no such model.
+    ``attention``: an implementation that must be possible. Raises ``UserError`` when there is no such model.
     """
     try:
         key = (type(config).__name__ + config.to_json_string(use_diff=False), attention)
@@ -139,10 +136,7 @@ def widest(config: PretrainedConfig, name: str) -> int | None:
 
 
 def per_layer(config: PretrainedConfig, name: str) -> list[int]:
-    """Returns the values of a width: one for all layers, or one for each of them; empty where none is stated.
-
-    A config states one, a list of them, or configs of single layers in which it differs.
-    """
+    """Returns the values of a width, one for all layers or one for each; empty where the config states none."""
     try:
         stated = getattr(config, name, None)
     except RuntimeError:  # the library's for a value that has no meaning for all layers at once
@@ -152,10 +146,7 @@ def per_layer(config: PretrainedConfig, name: str) -> list[int]:
 
 
 def exact_length(config: PretrainedConfig) -> tuple[int, str] | None:
-    """Returns the length up to which a row's numbers do not depend on its batch, with the rope type; None without one.
-
-    Beyond it these types (longrope, dynamic) set the frequencies of all rows of a batch by the longest of them.
-    """
+    """Returns the length up to which rows do not depend on their batch, with the rope type; None without one."""
     text = config.get_text_config()
     lengths = []
     for rope in _ropes(text):
@@ -169,11 +160,7 @@ def exact_length(config: PretrainedConfig) -> tuple[int, str] | None:
 
 
 def require_exact(config: PretrainedConfig, path: str, key: str, length: int) -> None:
-    """Refuses sequences of ``length`` tokens, set by ``key``, that are past the exact length of the model at ``path``.
-
-    Raises:
-        UserError: with the length that can be had.
-    """
+    """Refuses rows of ``length`` tokens, set by ``key``, past the exact length of the model at ``path``."""
     exact = exact_length(config)
     if exact is not None and length > exact[0]:
         raise UserError(
@@ -184,11 +171,7 @@ def require_exact(config: PretrainedConfig, path: str, key: str, length: int) ->
 
 
 def stated_positions(config: PretrainedConfig) -> int | None:
-    """Returns the number of positions that a model's config states, or None where it states none.
-
-    Where its rotary positions are stretched by a factor, at least the original number times that: not every such config
-    states the product.
-    """
+    """Returns the number of positions that a config states, stretched ones included; None where it states none."""
     text = config.get_text_config()
     stated = widest(text, "max_position_embeddings")
     if stated is None:
@@ -207,10 +190,7 @@ def _ropes(text: PretrainedConfig) -> list[dict[str, Any]]:
 
 
 def beyond_positions(config: PretrainedConfig, path: str, key: str, length: int) -> str | None:
-    """Returns a warning of ``length`` tokens where the model at ``path`` states fewer positions, else None.
-
-    ``key``: the option that bounds such lengths.
-    """
+    """Returns a warning of ``length`` tokens, bounded by ``key``, where a model states fewer positions; else None."""
     positions = stated_positions(config)
     if positions is None or length <= positions:
         return None

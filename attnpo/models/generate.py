@@ -1,14 +1,8 @@
 """Answers from a causal LM through Hugging Face ``generate``, with decoding settings that are ours alone.
 
-Implements ``attnpo.schema.Generator``. Model folders often carry a generation config with a temperature or a
-repetition penalty; here only their end-of-sequence ids are used, so that the settings asked for are those that run.
-
-Sampling draws one uniform number per prompt and step and inverts the distribution with it. The numbers are keyed by
-the seed and the prompt, so what else is in a batch, the batch size and the order of the prompts decide nothing: they
-move the logits by rounding alone, as they do with greedy decoding.
-
-Presence and frequency penalties, which ``generate`` has not, are taken off the logits first, before the temperature
-divides them, as vLLM and OpenAI's API define them: over the tokens of the answer, with greedy decoding too.
+Of a folder's generation config only the end-of-sequence ids are used. Sampling inverts the distribution with one
+uniform number per prompt and step, keyed by the seed and the prompt, so that what else is in a batch decides nothing.
+Presence and frequency penalties are taken off the logits first, as vLLM and OpenAI's API define them.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -63,12 +57,11 @@ class Answer:
 
 
 class HFGenerator:
-    """Answers chat prompts with a Hugging Face causal LM.
+    """Answerer of chat prompts by a Hugging Face causal LM.
 
-    ``encode_prompt`` maps the turns of a prompt to the ids that end where the answer begins. A batch holds at most
-    ``batch_size`` prompts and, unless it is a single one, at most ``token_budget`` tokens: prompts, padding and room
-    for the answers. ``end_ids``: further ids that end an answer, beside those of the tokenizer, of the model's folder
-    and of ``sampling.stop_ids``.
+    ``encode_prompt`` maps turns to the ids that end where the answer begins. A batch holds at most ``batch_size``
+    prompts and ``token_budget`` tokens with padding and room for answers, or one prompt. ``end_ids``: further ids that
+    end one.
     """
 
     def __init__(
@@ -91,10 +84,9 @@ class HFGenerator:
         self.end_ids = end_ids_of(self.model, tokenizer, end_ids)
 
     def generate(self, prompts: Sequence[Sequence[Message]], sampling: Sampling) -> list[str]:
-        """Returns one answer per prompt, in their order, special tokens removed.
+        """Returns one answer per prompt, in their order, special tokens removed; a repeated prompt is drawn anew.
 
-        ``sampling.max_new_tokens`` counts new tokens only; temperature 0 is greedy. A prompt that stands in the list
-        twice is answered by two draws. Raises ``UserError`` for settings out of range or an empty prompt.
+        Raises ``UserError`` for settings out of range or an empty prompt.
         """
         seen: dict[tuple[int, ...], int] = {}
         requests = []
@@ -108,10 +100,7 @@ class HFGenerator:
         return [answers[index].text for index in range(len(requests))]
 
     def batches(self, requests: Sequence[Request], sampling: Sampling) -> list[list[int]]:
-        """Returns indices of ``requests`` in batches, longest prompts first: a lack of memory shows at once.
-
-        Raises ``UserError`` for settings out of range or an empty prompt.
-        """
+        """Returns indices of ``requests`` in batches, longest prompts first; ``UserError`` for an empty prompt."""
         empty = [index for index, request in enumerate(requests) if not request.ids]
         if empty:
             raise UserError(f"prompt {empty[0]} has no token; check the chat template")
@@ -141,10 +130,9 @@ def new_tokens(
     pad_id: int,
     until: "Until | None" = None,
 ) -> list[list[int]]:
-    """New ids for each of the requests: up to the first that ends an answer, which is the last then; ``most`` at most.
+    """Returns new ids for each request: up to the first that ends an answer, which is the last then; ``most`` at most.
 
-    Answers end with one of ``end_ids`` or of ``sampling.stop_ids``, and where ``until`` says so. In eval mode, without
-    gradient; torch's own random state is neither read nor moved.
+    In eval mode, without gradient; torch's own random state is neither read nor moved. ``until``: ends answers by text.
     """
     ends = {*end_ids, *sampling.stop_ids}
     width = max(len(request.ids) for request in requests)
@@ -174,10 +162,7 @@ def new_tokens(
 
 
 class Until(StoppingCriteria):
-    """Ends each answer of a batch once it has ``text``; of one batch at a time.
-
-    ``found``: by the answer's place in the batch, the number of its tokens then.
-    """
+    """Ends each answer of a batch once it has ``text``; ``found``: by place in the batch, its number of tokens then."""
 
     def __init__(self, text: str, tokenizer: PreTrainedTokenizerBase) -> None:
         self.text, self.tokenizer = text, tokenizer
@@ -208,10 +193,7 @@ def written_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
 
 
 def longest_first(lengths: Sequence[int], size: Callable[[int], int]) -> Iterator[list[int]]:
-    """Indices in batches of similar length, longest first; ``size`` of a length is how many such a batch may hold.
-
-    One of them at least.
-    """
+    """Yields indices in batches of similar length, longest first; ``size``: how many of a length it may hold."""
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     start = 0
     while start < len(order):
@@ -221,10 +203,7 @@ def longest_first(lengths: Sequence[int], size: Callable[[int], int]) -> Iterato
 
 
 def context_length(config: PretrainedConfig) -> int | None:
-    """Returns the number of positions a model's config states, or None where it states none.
-
-    No more than the model's exact length (``described.exact_length``): beyond it an answer would depend on its batch.
-    """
+    """Returns the positions that a model's config states, its exact length at most; None where it states none."""
     exact = exact_length(config)
     if exact is not None:
         return exact[0]
@@ -233,10 +212,7 @@ def context_length(config: PretrainedConfig) -> int | None:
 
 
 def longest_sequence(path: str, revision: str | None, key: str, asked: int | None) -> int | None:
-    """Returns the most tokens of prompt and answer: ``asked``, set by ``key``, or the model's positions if stated.
-
-    UserError for more than the model's exact length.
-    """
+    """Returns the most tokens of prompt and answer: ``asked``, set by ``key``, or the positions; else UserError."""
     config = load_config(path, revision)
     if asked is None:
         return context_length(config)
@@ -247,8 +223,7 @@ def longest_sequence(path: str, revision: str | None, key: str, asked: int | Non
 class Penalties(LogitsProcessor):
     """Lowers the logits of tokens that an answer has already: by ``presence``, and by ``frequency`` per occurrence.
 
-    Counts what follows the first ``width`` tokens. Source: the API reference of OpenAI, parameters presence_penalty and
-    frequency_penalty; vLLM follows it.
+    Counts what follows the first ``width`` tokens. Source: the API reference of OpenAI; vLLM follows it.
     """
 
     def __init__(self, presence: float, frequency: float, width: int) -> None:
@@ -281,10 +256,7 @@ class _Draw(LogitsProcessor):
 def processors(
     requests: Sequence[Request], sampling: Sampling, width: int, device: torch.device
 ) -> LogitsProcessorList:
-    """Returns the processors that turn logits into a draw: penalties, then the library's in its order.
-
-    Greedy decoding has the penalties alone.
-    """
+    """Returns the processors that turn logits into a draw: penalties, then the library's; greedy: penalties alone."""
     steps = LogitsProcessorList()
     if sampling.presence_penalty or sampling.frequency_penalty:
         steps.append(Penalties(sampling.presence_penalty, sampling.frequency_penalty, width))
@@ -324,10 +296,7 @@ def end_ids_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, more:
 
 
 def ends_of_folder(path: str | Path) -> dict[str, list[int]]:
-    """Returns, for a cache key, the EOS ids that generation_config.json adds to those of config.json.
-
-    Empty where there are none, and for a hub name, whose commit says as much.
-    """
+    """Returns, for a cache key, the EOS ids that generation_config.json adds to config.json; {} for a hub name."""
     if not (Path(path).expanduser() / GENERATION_CONFIG_NAME).is_file():
         return {}
     try:

@@ -1,8 +1,7 @@
 """How much each input token moves a model's next token: the gradient of one logit at the input embeddings.
 
-Owns that extra forward and backward of the policy and where prompt and response lie in right-padded rows. The forward
-goes through ``ScoredLM``, so sharding, adapters, autocast and the models it calls whole hold here too; embeddings are
-caught on their way into the backbone, and no parameter gets a gradient.
+The forward goes through ``ScoredLM``, so sharding, adapters and autocast hold here too; embeddings are caught on their
+way into the backbone, and no parameter gets a gradient.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,10 +25,8 @@ Output = TypeVar("Output")
 def input_gradient(policy: ScoredLM, rows: RowGroup) -> InputGradient:
     """Returns the L1 norm of ``d (largest next-token logit of the row's last token) / d (input embedding)``, per token.
 
-    TI-DPO's importance (latent-lm/TIDPO, ``gradient_attribution.py``): the policy in eval mode (its modes are
-    restored), rows summed before the backward, which keeps them apart. Only the last position of a row meets the
-    vocabulary head, unless the model is one that is always called whole. In float32 (float64 for float64 models),
-    detached; nothing is accumulated in any parameter, whether or not the caller records gradients. With sharded weights
+    TI-DPO's importance (latent-lm/TIDPO, ``gradient_attribution.py``): the policy in eval mode, rows summed before the
+    backward. In float32 (float64 for float64 models), detached; no parameter gets a gradient. With sharded weights
     every rank must call it.
 
     Raises:
@@ -46,10 +43,7 @@ def input_gradient(policy: ScoredLM, rows: RowGroup) -> InputGradient:
 
 @contextmanager
 def _without_dropout(policy: ScoredLM) -> Iterator[None]:
-    """Opens a context in eval mode in which layers that recompute their activations still do.
-
-    They do so in training mode only, so that mode is left on for those of them that hold no dropout.
-    """
+    """Opens a context in eval mode in which layers without dropout that recompute their activations still do."""
     with eval_mode(policy):
         layers = [
             layer
@@ -72,11 +66,7 @@ def _drops(layer: nn.Module) -> bool:
 
 
 def prompt_lengths(rows: RowGroup) -> Int[Tensor, " rows"]:
-    """Returns the prompt's tokens of every row, for rows that ``models.layouts.padded`` laid out.
-
-    Raises:
-        UserError: another layout, where row i of the model's input is not prompt and response of row i alone.
-    """
+    """Returns the prompt's tokens of every row that ``models.layouts.padded`` laid out; else UserError."""
     if rows.inputs is None:
         raise ValueError("the rows have no model inputs")
     inputs, mask = rows.inputs, rows.inputs.attention_mask
@@ -140,10 +130,7 @@ def _embedding(policy: ScoredLM) -> nn.Module:
 
 @contextmanager
 def _hooked(module: nn.Module, see: Callable[[Output], Tensor | None]) -> Iterator[None]:
-    """Opens a context in which ``see`` gets each output of ``module`` and may replace it.
-
-    Not in forwards without gradient: these are the scored model's own trials.
-    """
+    """Opens a context in which ``see`` gets each output of ``module`` that has a gradient, and may replace it."""
     handle = module.register_forward_hook(lambda _, __, made: see(made) if torch.is_grad_enabled() else None)
     try:
         yield

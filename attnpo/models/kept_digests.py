@@ -1,8 +1,7 @@
 """Digests of large files, kept beside the store: a start does not read again what an earlier one has hashed.
 
-A kept digest counts only while the file's path, device, inode, size and both times are those that it was hashed with.
-It rests on the time of change (ctime), which the system sets itself at every write, copy over and rename, and which
-cannot be set by hand as that of modification can.
+One counts only while path, device, inode, size and both times are those that it was hashed with; the time of change
+(ctime) cannot be set by hand.
 """
 
 import logging

@@ -1,8 +1,7 @@
 """Layouts: how prompts and responses become model inputs, and where each response token is predicted.
 
-Owns the map from response space (rows x R) to the model's hidden states. Objectives, weights and metrics never see a
-prompt, a pad or a packed row: a layout gives ``ModelInputs`` with a ``predict_index``, and that is all the scored
-model needs. All layouts give the same numbers up to rounding; which of them a model can take, ``trial`` finds out.
+A layout gives ``ModelInputs`` with a ``predict_index``, the map from response space (rows x R) to the model's hidden
+states. All give the same numbers up to rounding; which of them a model can take, ``trial`` finds out.
 """
 
 import logging
@@ -38,13 +37,10 @@ Layout = Callable[[Sequences, int], Laid]
 def padded(sequences: Sequences, pad_id: int) -> Laid:
     """Returns one right-padded model row per (prompt ids, response ids): the layout that any model can take.
 
-    Row i of the batch is row i of response space. ``position_ids`` count on through the padding, so that no library
-    takes the padding for a second packed sequence. ``predict_index[i, t]`` is the flat index (into batch*T) of the
-    position before response token t: a causal model predicts a token from the state before it. Under a false
-    ``response_mask`` it is 0 and ``response_ids`` holds ``pad_id``.
-
-    Raises ``UserError`` when there is no sequence or a prompt is empty (its first response token would have no
-    predicting state).
+    ``position_ids`` count on through the padding, so that no library takes it for a second packed sequence.
+    ``predict_index[i, t]`` is the flat index (into batch*T) of the position before response token t. Under a false
+    ``response_mask`` it is 0 and ``response_ids`` holds ``pad_id``. Raises ``UserError`` without a sequence, and for an
+    empty prompt.
     """
     check_rows(sequences)
     input_ids, mask = padded_right([[*prompt, *response] for prompt, response in sequences], pad_id)
@@ -62,20 +58,15 @@ def padded(sequences: Sequences, pad_id: int) -> Laid:
 
 
 def packed(sequences: Sequences, pad_id: int) -> Laid:
-    """Returns all sequences one after the other in one row, without padding; positions restart with each.
-
-    Raises ``UserError`` as ``padded`` does.
-    """
+    """Returns all sequences one after the other in one row, positions restarting. UserError as ``padded``."""
     return _in_one_row(sequences, pad_id, 0)
 
 
 def shared_prefix(sequences: Sequences, pad_id: int) -> Laid:
     """Returns one row of pairs, each its prompt once, then the chosen and then the rejected response; no padding.
 
-    Rows i and P+i of 2P are a pair. The rejected response sees the prompt and itself; its positions go on after the
-    prompt, and its first token is predicted by the prompt's last state, as that of the chosen one is. A pair whose
-    prompts differ (each branch is truncated by itself) lies in the row as two sequences, which is logged once; so do
-    rows of an odd number. Raises ``UserError`` as ``padded`` does.
+    Rows i and P+i of 2P are a pair. The rejected response sees the prompt and itself, and its positions go on after the
+    prompt. Pairs whose prompts differ lie as two sequences. Raises ``UserError`` as ``padded`` does.
     """
     return _in_one_row(sequences, pad_id, len(sequences) // 2 if len(sequences) % 2 == 0 else 0)
 
@@ -147,10 +138,7 @@ def _say_unshared() -> None:
 
 
 def _predict(sequences: Sequences, before: Sequence[int], starts: Sequence[int]) -> Int[Tensor, "rows R"]:
-    """Flat index of the state that predicts each token: ``before`` for the first, then the token to its left.
-
-    ``starts``: where each row's first response token lies.
-    """
+    """Returns the flat index of the state that predicts each token: ``before`` for the first, then that to its left."""
     index = torch.zeros(len(sequences), max(len(response) for _, response in sequences), dtype=torch.long)
     for row, (_, response) in enumerate(sequences):
         count = len(response)

@@ -5,13 +5,13 @@ which shifts positions by whole radians on long texts.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, TypedDict, cast
+from typing import Any, cast
 
 import torch
 from huggingface_hub import resolve_revision
@@ -29,12 +29,12 @@ from transformers import (
 from transformers.utils import logging as library
 from transformers.utils.peft_utils import ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME, find_adapter_config_file
 
-from attnpo.config.files import read_template
+from attnpo.config.named_files import read_template
 from attnpo.models.described import Described, describe, on_meta, per_layer, token_rows
 from attnpo.models.kept_digests import unchanged_digest
 from attnpo.models.spec import ModelSpec
 from attnpo.models.trial import require_causal
-from attnpo.schema import UserError, digest
+from attnpo.schema import UserError, check_choice, digest
 from attnpo.system.files import SEAL, changed, is_sealed, parse_json
 from attnpo.system.hub_access import hub, out_of_reach
 from attnpo.text.chat import ChatFormat
@@ -55,14 +55,6 @@ TEXT_PATTERNS = ("*.json", "*.jinja", "additional_chat_templates/*", "*.model", 
 CPU_REPACKING = "support_avx512bf16_for_cpu"
 
 
-class _LoadingInfo(TypedDict):
-    """The library's report on parameters; of a mismatched one its name, and its shapes in the files and the model."""
-
-    missing_keys: set[str]
-    unexpected_keys: set[str]
-    mismatched_keys: set[tuple[str, tuple[int, ...], tuple[int, ...]]]
-
-
 def load_model(
     path: str | Path,
     *,
@@ -75,20 +67,14 @@ def load_model(
     fresh_head: bool = False,
     tried: bool = False,
 ) -> PreTrainedModel:
-    """Returns a causal LM in eval mode from a local folder or a hub name, its weights in ``dtype``.
+    """Returns a causal LM in eval mode from a local folder or a hub name, its weights in ``dtype`` (a name in DTYPES).
 
     ``reward``: with a head for sequences instead; ``fresh_head`` draws one with one output where the folder has none.
-    ``dtype``: float32, bfloat16, float16 or float64. ``quantize`` (nf4 or fp4, through bitsandbytes) keeps the blocks'
-    linear layers in 4 bits, on ``device`` from the start, and multiplies in ``dtype``; embeddings and head stay whole.
-    ``attn_implementation`` sdpa is eager where the class has no other, as with soft-caps and attention sinks.
-    ``tried``: it was loaded before with these weights, device and versions, and found causal.
-    Raises ``UserError`` when nothing is there, when a folder lacks its config or weights or brings an adapter, when
-    weights do not fill the model or have other shapes, when the hub cannot be reached, without bitsandbytes where it is
-    needed, for an attention that the class does not have, and for a model whose tokens see later ones. Weights without
-    a place in the model are left out, which is logged.
+    ``quantize`` (nf4 or fp4) keeps the blocks' linear layers in 4 bits, on ``device``. ``attn_implementation`` sdpa is
+    eager where the class has no other. ``tried``: it was found causal before. Raises ``UserError`` for what is missing,
+    incomplete, of another shape or an adapter, for a hub out of reach, and for a model whose tokens see later ones.
     """
-    if dtype not in DTYPES:
-        raise UserError(f"unknown dtype {dtype!r}; one of {', '.join(DTYPES)}")
+    check_choice("dtype", dtype, list(DTYPES))
     source = _locate(path, "model")
     if isinstance(source, Path):
         _check_folder(source)
@@ -163,8 +149,12 @@ def _four_bits(quantize: str, compute: torch.dtype, device: torch.device | str) 
     return {"quantization_config": settings, "device_map": {"": device}}
 
 
-def _check_loaded(path: str | Path, model: PreTrainedModel, info: "_LoadingInfo", fresh_head: bool) -> None:
-    """Raises ``UserError`` unless every parameter came from the files in its own shape, but for a head to be drawn."""
+_Report = Mapping[str, Any]
+"""Names of missing and unexpected parameters; of a mismatched one its name, and its shapes in files and model."""
+
+
+def _check_loaded(path: str | Path, model: PreTrainedModel, info: _Report, fresh_head: bool) -> None:
+    """Raises ``UserError`` unless every parameter came from the files in its shape, but for a head to be drawn."""
     what = type(model).__name__
     other = sorted(info["mismatched_keys"])
     if other:
@@ -185,10 +175,7 @@ def _check_loaded(path: str | Path, model: PreTrainedModel, info: "_LoadingInfo"
         logger.warning(
             "%s: %d tensors of the weight files have no place in %s and are left out (first: %s); expected none if "
             "config.json belongs to these weights",
-            path,
-            len(unused),
-            what,
-            unused[0],
+            *(path, len(unused), what, unused[0]),
         )
 
 
@@ -203,10 +190,7 @@ def check_rotary(model: nn.Module) -> None:
 
 
 def load_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedTokenizerBase:
-    """Returns the tokenizer of a local folder or hub name.
-
-    One without a padding token pads with its end (or unknown) token: no id is added or moved.
-    """
+    """Returns the tokenizer of a folder or hub name; without a padding token it pads with its end or unknown token."""
     source = _locate(path, "tokenizer")
     if isinstance(source, Path):
         _check_sealed(source, TEXT_PATTERNS)
@@ -229,10 +213,7 @@ def model_depth(path: str | Path, revision: str | None = None) -> int:
 
 
 def model_heads(path: str | Path, revision: str | None = None) -> int:
-    """Number of query heads in each layer of a model, read from its config alone.
-
-    Raises ``UserError`` when there is none to read, and when layers differ in it.
-    """
+    """Returns the query heads of each layer, by its config; ``UserError`` where layers differ or none is stated."""
     return heads_of(text_config(path, revision), path)
 
 
@@ -256,19 +237,12 @@ def text_config(path: str | Path, revision: str | None) -> PretrainedConfig:
 
 
 def described(path: str | Path, revision: str | None = None) -> Described:
-    """Returns the class of a model, its attention and the layers that have any, read from its config alone.
-
-    Raises ``UserError`` when there is none to read, or it describes no causal LM.
-    """
+    """Returns the class of a model, its attention and the layers that have any; ``UserError`` for no causal LM."""
     return describe(load_config(path, revision))
 
 
 def load_config(path: str | Path, revision: str | None = None) -> PretrainedConfig:
-    """Returns a model's config with all its parts, its weights untouched.
-
-    Raises ``UserError`` for a folder that holds none, for a model that brings code of its own, and for a hub that is
-    out of reach.
-    """
+    """Returns a model's config with all its parts, its weights untouched; ``UserError`` where it cannot be read."""
     source = _locate(path, "model")
     if isinstance(source, Path):
         _check_config(source)
@@ -280,10 +254,9 @@ def load_config(path: str | Path, revision: str | None = None) -> PretrainedConf
 
 
 def weights_fingerprint(path: str | Path, revision: str | None = None) -> dict[str, str]:
-    """Digests that identify a model's numbers: of config and weight files (local), or the resolved commit (hub).
+    """Returns what identifies a model's numbers: digests of config and weights (local), or the commit (hub).
 
-    The content of a local file is hashed once (``kept_digests``), unless it was replaced or written to since. Raises
-    ``UserError`` as ``load_model`` does for what is not there, is written in part, or brings an adapter.
+    Raises ``UserError`` as ``load_model`` does for what is not there, is written in part, or brings an adapter.
     """
     source = _locate(path, "model")
     if isinstance(source, str):
@@ -319,17 +292,18 @@ def _refuse_adapter(source: Path | str, revision: str | None = None) -> None:
     """Raises ``UserError`` for a folder or a hub name with an adapter, which the library would apply in silence."""
     with _loading("config of the model", source, revision):
         found = find_adapter_config_file(str(source), revision=revision or "main")
-    if found is not None and isinstance(source, Path) and not _weight_files(source):
+    if found is None:
+        return
+    merged = "give a folder with the adapter merged into its base (peft's merge_and_unload)"
+    if isinstance(source, Path) and not _weight_files(source):
         raise UserError(
-            f"{source}: it holds an adapter alone (adapter_config.json); give a folder with the adapter merged into "
-            "its base (peft's merge_and_unload), as best/ and last/ of a run are"
+            f"{source}: it holds an adapter alone (adapter_config.json); {merged}, as best/ and last/ of a run are"
         )
-    if found is not None:
-        raise UserError(
-            f"{source}: it holds an adapter (adapter_config.json), which would be applied to any weights beside it, a "
-            "second time where they hold it already: delete adapter_config.json and adapter_model.* to load those "
-            "weights as they are, or give a folder with the adapter merged into its base (peft's merge_and_unload)"
-        )
+    raise UserError(
+        f"{source}: it holds an adapter (adapter_config.json), which would be applied to any weights beside it, a "
+        "second time where they hold it already: delete adapter_config.json and adapter_model.* to load those weights "
+        f"as they are, or {merged}"
+    )
 
 
 def _check_config(folder: Path) -> None:

@@ -1,11 +1,9 @@
 """Per-token log-probabilities and other statistics of the vocabulary distribution, in chunks of tokens.
 
-Owns the projection of hidden states to the vocabulary. No tensor of size tokens x vocabulary lives longer than one
-chunk: the forward keeps one number per token and model (the log normaliser), the backward projects the chunk again and
-forms the gradient of the logits in place. What a statistic needs beside the logits is made for a part of a chunk at a
-time, and where two models are compared a chunk holds half as many tokens, so that both models' logits take the place
-of one's. Exact: it changes no number beyond rounding. Log-probabilities, normalisers and the head's gradient are held
-in float32 (float64 for float64 models), whatever the model computes in.
+No tensor of size tokens x vocabulary lives longer than one chunk: the forward keeps the log normalisers, the backward
+projects the chunk again and forms the gradient of the logits in place. Beside the logits, statistics work on a part of
+a chunk at a time, and where two models are compared a chunk holds half as many tokens. Exact up to rounding;
+log-probabilities, normalisers and the head's gradient are held in float32 (float64 for float64 models).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -123,12 +121,11 @@ def token_statistics(
     other: tuple[Float[Tensor, "N e"], Head] | None = None,
     chunk: int = 1024,
 ) -> dict[str, Float[Tensor, " N"]]:
-    """Statistics per token under the keys "logps", "vocab:<name>" and "joint:<name>", all from one chunk loop.
+    """Returns statistics per token under the keys "logps", "vocab:<name>" and "joint:<name>", all from one chunk loop.
 
-    Every statistic carries gradient to ``hidden`` and the head; the second model in ``other`` (hidden states before
-    the same tokens, head) never does. ``chunk`` is in tokens (half of it is used for joint statistics) and bounds
-    memory only. Under autocast the projection runs in autocast's dtype, in the backward too. Raises ``UserError`` for
-    joint statistics without ``other``.
+    Each carries gradient to ``hidden`` and the head, never to the second model in ``other`` (its hidden states, its
+    head). ``chunk`` is in tokens (half of it for joint statistics) and bounds memory only. Under autocast the
+    projection runs in its dtype. Raises ``UserError`` for joint statistics without ``other``.
     """
     names = ["logps", *(f"vocab:{name}" for name in vocab), *(f"joint:{name}" for name in joint)]
     statistics = [STATISTICS[name] for name in names[1:]]
@@ -342,10 +339,7 @@ def _differentiate(
     normalisers: Tensor,
     plan: _Plan,
 ) -> None:
-    """Replaces one chunk's final logits by the gradient before cap and scale, part by part.
-
-    It is ``c * (onehot - p)`` plus the statistics' own terms. Overwrites the second model's logits too.
-    """
+    """Replaces one chunk's final logits by the gradient before cap and scale, part by part; overwrites the second's."""
     for part in _slices(len(logits), plan.part):
         mine, softcap = logits[part], plan.model.softcap
         slope = None if softcap is None else mine.div(softcap).square_().neg_().add_(1)  # 1 - (y / cap)^2

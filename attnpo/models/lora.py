@@ -24,7 +24,7 @@ from attnpo.models.logps import Head, gathered
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import LoraSpec
 from attnpo.schema import ModelInputs, TokenStats, UserError
-from attnpo.system.files import share
+from attnpo.system.files import Json, share
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraConfig, LoraLayer
@@ -40,9 +40,8 @@ PEFT_MODEL = "base_model.model."  # where peft's own wrapper keeps the model, in
 def add_lora(model: PreTrainedModel, spec: LoraSpec) -> PreTrainedModel:
     """Adds fresh adapters to the model and returns it, its own weights frozen; its logits stay what they were.
 
-    They go on linear modules and on fused experts (``expert_names``). Adapters of a half-precision base are float32.
-    Raises ``UserError`` without peft, for a target that is neither, for the vocabulary head, and for a model that
-    carries adapters already.
+    Adapters of a half-precision base are float32. Raises ``UserError`` without peft, for targets that are no linear
+    modules or fused experts, for the vocabulary head, and for a model that carries adapters already.
     """
     if find_spec("peft") is None:
         raise UserError("model.lora needs the package peft: pip install 'attnpo[lora]', or set model.lora=null")
@@ -74,18 +73,30 @@ def has_adapters(model: nn.Module) -> bool:
     return bool(getattr(model, "peft_config", None))
 
 
+def format_name(dtype: torch.dtype) -> str:
+    """Returns the name of a number format as a configuration has it."""
+    return str(dtype).removeprefix("torch.")
+
+
 @dataclass
 class Rounding:
     """Part of the adapters' update that was lost when the merged weights were rounded; sums over all adapted weights.
 
-    ``update`` and ``lost`` are squared norms, of the update and of what the merged weights miss of it beside the base
-    in the same number format. ``unchanged`` of the ``weights`` are equal to the base's.
+    ``update``, ``lost``: squared norms; ``unchanged`` of the ``weights`` are equal to the base's in the same format.
     """
 
+    base: str
+    dtype: str
     update: float = 0.0
     lost: float = 0.0
     weights: int = 0
     unchanged: int = 0
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, dtype: torch.dtype) -> "Rounding":
+        """Returns the empty count of one merge of a model's adapters into weights in ``dtype``."""
+        quantized = getattr(model.config, "quantization_config", None) is not None
+        return cls("4 bits" if quantized else format_name(model.dtype), format_name(dtype))
 
     def add(self, base: Tensor, merged: Tensor, written: Tensor) -> None:
         """Counts in a weight, by pieces: ``merged`` is base and update before the rounding, ``written`` after it."""
@@ -108,18 +119,28 @@ class Rounding:
         """Returns the share of the adapted weights that are equal to the base's."""
         return self.unchanged / max(1, self.weights)
 
+    def account(self) -> dict[str, Json]:
+        """Returns what a checkpoint's account and a run's result keep of it."""
+        shares = {"lost_share": self.lost_share, "unchanged_share": self.unchanged_share}
+        return {"base": self.base, "dtype": self.dtype, **shares}
+
+    def text(self) -> str:
+        """Returns what the rounding took, in words."""
+        return (
+            f"rounding the merged weights to {self.dtype} took {100 * self.lost_share:.3g} % of the adapters' update "
+            f"(in norm) and left {100 * self.unchanged_share:.3g} % of the adapted weights equal to the base's"
+        )
+
 
 def merged_state(
     model: nn.Module, *, keep: bool = True, dtype: torch.dtype | None = None, rounding: Rounding | None = None
 ) -> dict[str, Tensor]:
     """Merges the adapters into the state dict of the plain base model, under its own names, on the CPU.
 
-    Each sum is formed in float32 and rounded once, to ``dtype`` (None: the base's own format); tensors without an
-    adapter keep their format. ``rounding`` counts what that took. The model is left as it is; one merged matrix at a
-    time is made beside it. A model without adapters gives its own state. Weights of 4 bits come out in the format they
-    are multiplied in. Sharded tensors are gathered one by one (a collective: every rank must call it); with ``keep``
-    false each is let go as it comes and the dict is empty. Tensors that nothing was merged into may share memory with a
-    model on the CPU.
+    Each sum is formed in float32 and rounded once, to ``dtype`` (None: the base's); ``rounding`` counts what that took.
+    The model is left as it is, and tensors without an adapter may share its memory. Weights of 4 bits come out
+    unpacked. Sharded tensors are gathered one by one (a collective: every rank must call it); with ``keep`` false the
+    dict is empty.
     """
     adapted = _adapted(model)
     packed = {name: value for name, value in model.named_parameters() if hasattr(value, "quant_state")}
@@ -146,9 +167,9 @@ def merged_state(
 
 
 def adapter_state(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
-    """Gathers the adapters' own tensors on the CPU, under the names that peft saves them by.
+    """Gathers the adapters' tensors on the CPU under peft's names (a collective: every rank must call it).
 
-    A collective: every rank must call it; with ``keep`` false the dict is empty.
+    With ``keep`` false the dict is empty.
     """
     if not has_adapters(model):
         return {}
@@ -174,11 +195,9 @@ def write_adapter(
 
 
 class AdapterOff(ScoredLM):
-    """A reference without weights of its own: the policy with its adapters disabled, in eval mode, without gradient.
+    """Reference without weights of its own: the policy with its adapters disabled, in eval mode, without gradient.
 
-    Owns no parameter, so moving, freezing or saving it does nothing; it follows the policy to its device and into its
-    shards. Equal to the model the policy started from, however long the policy was trained. Raises ``UserError`` for a
-    policy without adapters.
+    Owns no parameter; follows the policy to its device and into its shards. UserError for a policy without adapters.
     """
 
     model: PreTrainedModel
@@ -217,10 +236,9 @@ class AdapterOff(ScoredLM):
 
 @contextmanager
 def adapters_disabled(model: nn.Module) -> Iterator[None]:
-    """Opens a context in which the adapters of ``model`` add nothing; restored after errors too.
+    """Opens a context in which the adapters of ``model`` add nothing.
 
-    peft's own switch also sets requires_grad, and ends in adapters that train even where they were frozen. Only the
-    flag that its layers read is turned here.
+    Only the flag that peft's layers read is turned: its own switch would make frozen adapters train.
     """
     layers = [layer for layer in _adapted(model).values() if not layer._disable_adapters]
     for layer in layers:
@@ -241,14 +259,14 @@ def _adapted(model: nn.Module) -> "dict[str, LoraLayer]":
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
-def target_names(model: PreTrainedModel, spec: LoraSpec) -> list[str]:
-    """Full names of the linear modules that get an adapter; the vocabulary head never does.
+def _linear_modules(model: nn.Module) -> dict[str, nn.Linear | Conv1D]:
+    return {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear | Conv1D)}
 
-    Raises ``UserError`` for a target that names none of them.
-    """
+
+def target_names(model: PreTrainedModel, spec: LoraSpec) -> list[str]:
+    """Returns the full names of the linear modules that get an adapter; ``UserError`` for a target that names none."""
     head: object = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
-    refused = refused_names(model)
+    linear, refused = _linear_modules(model), refused_names(model)
     allowed = [name for name, part in linear.items() if part is not head and name.rpartition(".")[2] not in refused]
     experts = expert_names(model, spec)
     if isinstance(spec.target_modules, str):
@@ -272,10 +290,9 @@ def target_names(model: PreTrainedModel, spec: LoraSpec) -> list[str]:
 
 
 def expert_names(model: PreTrainedModel, spec: LoraSpec) -> list[str]:
-    """Full names of the tensors with the weights of several experts [experts _ _] that get an adapter for each expert.
+    """Returns the full names of tensors of several experts [experts _ _] that get an adapter for each expert.
 
-    They are those of modules that transformers runs as experts. None with dropout, which has no place between an
-    adapter and a tensor, and none beside transposed linear layers, which peft refuses.
+    None with dropout, which has no place there, and none beside transposed linear layers, which peft refuses.
     """
     if spec.dropout or any(isinstance(module, Conv1D) for module in model.modules()):
         return []
@@ -290,18 +307,14 @@ def expert_names(model: PreTrainedModel, spec: LoraSpec) -> list[str]:
 
 
 def refused_names(model: PreTrainedModel) -> list[str]:
-    """Last names of the linear modules that can have no adapter in this model.
-
-    State-space kernels take a weight as it is, past any adapter (peft knows which); and a class of its own, such as a
-    router, gives more than the product. Those of 4 bits are of bitsandbytes, which peft knows.
-    """
+    """Returns the last names of linear modules that can have no adapter: their weight is used past any adapter."""
     if find_spec("peft") is None:
         return []
     plain = (nn.Linear.forward, Conv1D.forward)
     from peft import LoraConfig
     from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
 
-    linear = {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear | Conv1D)}
+    linear = _linear_modules(model)
     odd = [name for name, part in linear.items() if type(part).forward not in plain and type(part.weight) is PLAIN]
     refused = list(dict.fromkeys(name.rpartition(".")[2] for name in odd))
     for short in dict.fromkeys(name.rpartition(".")[2] for name in linear):

@@ -1,9 +1,9 @@
 """Size of a model and the memory a run needs on each device, from its config alone, before any weight is loaded.
 
-Parameters are counted on the real module tree, built without memory (a second for 8B).
-Activations are those of a decoder block with rotary attention, two norms and a gated MLP, counted off what autograd
-saves for Llama in torch 2.13, as it is and compiled; other blocks get the same formulas as an approximation. Not in it:
-the CUDA context and fragmentation, for which ``MemoryEstimate.fits`` leaves a share of the device free.
+Parameters are counted on the module tree, built without memory. Activations are those of a decoder block with rotary
+attention, two norms and a gated MLP, counted off what autograd saves for Llama in torch 2.13, as it is and compiled;
+other blocks get the same formulas. CUDA context and fragmentation are left to the share that ``MemoryEstimate.fits``
+keeps free.
 """
 
 from bisect import bisect_left
@@ -41,9 +41,8 @@ STEP = (REFERENCE, HEAD, BLOCK)  # while activations are held
 class Shape:
     """Parameter counts and widths of a model.
 
-    ``blocks`` are the parameters of all decoder blocks, ``block`` those of the largest, ``cast`` those of the blocks'
-    matrices (what autocast copies), ``linear`` those of the blocks' linear layers (what 4 bits can hold), ``largest``
-    those of the largest tensor, ``adapters`` those LoRA would add, of ``rank`` numbers inside (0 without).
+    ``block``: the largest; ``cast``: of the blocks' matrices (what autocast copies); ``linear``: of their linear layers
+    (what 4 bits can hold); ``largest``: of the largest tensor; ``adapters``: those LoRA would add, of ``rank``.
     """
 
     parameters: int
@@ -64,10 +63,7 @@ class Shape:
 
     @classmethod
     def of(cls, config: PretrainedConfig, lora: LoraSpec | None = None) -> "Shape":
-        """Returns the shape of the causal LM that ``config`` describes; layers that differ count as the widest of them.
-
-        Raises UserError when it describes none.
-        """
+        """Returns the shape of the causal LM that ``config`` describes, of its widest layers; UserError for none."""
         model = on_meta(config)
         stack = layer_stack(backbone_of(model))
         text = config.get_text_config()
@@ -160,8 +156,7 @@ class MemoryEstimate:
     def lines(self, capacity: int | None = None, others: "Mapping[str, MemoryEstimate] | None" = None) -> list[str]:
         """Returns the table for the log in GiB (MiB for small models), and whether a device's bytes hold the total.
 
-        ``others`` are estimates of the same run under other options (``hardware=1x80gb``); those that would fit are
-        named when this one does not.
+        ``others``: estimates under other options, of which those that fit are named when this one does not.
         """
         where = "" if self.devices == 1 else f", each of {self.devices} devices"
         width = max(len(row.name) for row in (*self.rows, MemoryRow("total", 0, "")))
@@ -183,9 +178,8 @@ class MemoryEstimate:
 def activation_bytes_per_token(shape: Shape, compute: int, stream: int) -> int:
     """Counts the bytes per token that one block keeps for its backward.
 
-    ``compute`` and ``stream`` are the bytes per number inside the matrix products and on the residual stream. A
-    float32 stream under autocast meets each of the five projections of a norm's output in a copy of its own; frozen
-    weights keep no input.
+    ``compute`` and ``stream``: bytes per number inside the products and on the residual stream, of which autocast
+    copies a float32 one for each projection; frozen weights keep no input.
     """
     measured = {(FP32, FP32): 24, (BF16, FP32): 26, (BF16, BF16): 16}
     if shape.rank:
@@ -196,10 +190,7 @@ def activation_bytes_per_token(shape: Shape, compute: int, stream: int) -> int:
 
 
 def compiled_bytes_per_token(shape: Shape, compute: int, stream: int) -> int:
-    """Counts the bytes per token that one compiled block keeps for its backward, as torch's partitioner leaves them.
-
-    Its input, the two norms' statistics, the inputs of its products that no other number gives, and attention's.
-    """
+    """Counts the bytes per token that one compiled block keeps, as torch's partitioner leaves them."""
     attention = compute * (2 * shape.queries + 2 * shape.keys) + FP32 * shape.heads
     products = compute * 3 * (shape.hidden + shape.inner)
     return stream * shape.hidden + 2 * FP32 + attention + products + adapter_bytes_per_token(shape, compute)
@@ -209,11 +200,6 @@ def adapter_bytes_per_token(shape: Shape, compute: int) -> int:
     """Counts those that a block's adapters keep: what is inside each, and under autocast attention's output anew."""
     copied = shape.queries if compute == BF16 else 0
     return compute * (PROJECTIONS * shape.rank + copied) if shape.rank else 0
-
-
-def forward_bytes_per_token(shape: Shape, compute: int, stream: int) -> int:
-    """Counts the bytes per token in the widest place of one block's forward without gradients: inside its MLP."""
-    return 3 * compute * shape.inner + (2 * stream + compute) * shape.hidden
 
 
 def most_tokens(fits: Callable[[int], bool], least: int, most: int = MOST) -> int:
@@ -239,10 +225,8 @@ def estimate_training(
 ) -> MemoryEstimate:
     """Estimates training on each device with the longest micro-batch: 2 x ``micro`` rows of ``max_length`` tokens.
 
-    ``tokens`` and ``eval_tokens`` are budgets that stand for such rows, in training and in validation.
-    ``reference`` is "live", "first_epoch" (live until all is stored), "cached", "adapter_off" or None (an objective
-    without one); the other values are those of the run's config. Weights in their own format are ``model.dtype``;
-    under bf16-mixed the matrix products are bf16. Raises UserError when ``config`` describes no causal LM.
+    ``tokens`` and ``eval_tokens`` are budgets in place of such rows. ``reference``: its kind, None without one; the
+    other values are those of the run's config. Raises UserError when ``config`` describes no causal LM.
     """
     shape, chunk = Shape.of(config, model.lora), model.chunk
     weight = DTYPES[model.dtype].itemsize
@@ -258,21 +242,45 @@ def estimate_training(
     )
     validated = eval_tokens or 2 * eval_micro * max_length
     rows_of = f"{2 * eval_micro} rows of {max_length} tokens" if eval_tokens is None else f"{eval_tokens:,} tokens"
-    sharded = devices if strategy == "fsdp" else 1
+    whole, several = model.lora is None, devices > 1  # whether all weights are trained, and by several devices
+    fsdp = several and strategy == "fsdp"
+    sharded, over = (devices, f" / {devices} devices") if fsdp else (1, "")
+    copied = reference in ("live", "first_epoch")
+    gathered = weight * (shape.parameters - shape.blocks + 2 * shape.block) if fsdp else 0
+    buckets = (shape.parameters * weight if whole else shape.adapters * FP32) if several and not fsdp else 0
+    # A compiled block's backward gives them all at its end, to be added then; sharded ones are among those gathered.
+    of_block = weight * shape.block if whole else FP32 * shape.adapters // shape.layers
+    logits = _logits(shape, chunk, step.compute)
     rows = [
-        *_states(step, model, moments, sharded),
-        *_traffic(shape, weight, strategy, devices, trained=model.lora is None),
-        *_reference_rows(step, reference, sharded),
-        *_step_rows(step),
-        *(_compiled_rows(step, trained=model.lora is None) if sharded == 1 else []),
-        _head_row(step, chunk, trained=model.lora is None),
-        *_update_rows(shape, moments, sharded),
+        *_states(step, model, moments, sharded, over),
+        MemoryRow("gradient buckets", buckets, "DDP's copy of all gradients"),
         MemoryRow(
-            "validation forward",
-            _forward(step, validated) + _logits(shape, chunk, step.compute),
-            f"{rows_of} without gradients",
-            (FORWARD,),
+            "gathered weights", gathered, f"embeddings and head, two blocks x {weight} B, whole", (*STEP, FORWARD)
         ),
+        MemoryRow("gathered gradients", gathered * whole, "of the same, before they are scattered", (BLOCK,)),
+        MemoryRow("reference", copied * step.held // sharded, f"a frozen copy in the format of the weights{over}"),
+        MemoryRow(
+            "reference forward",
+            _forward(step, step.tokens) * (copied or reference == "adapter_off"),
+            f"{step.tokens:,} tokens without gradients",
+            (REFERENCE,),
+        ),
+        *_step_rows(step),
+        MemoryRow(
+            "compiled block's gradients",
+            of_block * (step.compiled and sharded == 1),
+            "of its weights, all at once at the end of its backward",
+            (BLOCK,),
+        ),
+        _head_row(step, chunk, trained=whole),
+        # None with the fused float32 kernel, one tensor at a time with 8-bit moments.
+        MemoryRow(
+            "moments unpacked",
+            3 * FP32 * shape.largest // sharded * (moments != "float32"),
+            "of the largest tensor, float32",
+            (UPDATE,),
+        ),
+        MemoryRow("validation forward", _forward(step, validated) + logits, f"{rows_of} without gradients", (FORWARD,)),
     ]
     return MemoryEstimate("training", tuple(row for row in rows if row.size), devices)
 
@@ -282,20 +290,16 @@ def estimate_pass(
     *,
     dtype: str,
     tokens: int,
-    precision: str = "32-true",
-    title: str = "the judge pass",
     mapped: int = 0,
 ) -> MemoryEstimate:
-    """Estimates a pass over the data without gradients: weights in ``dtype`` and ``tokens`` tokens per forward.
+    """Estimates the judge pass, which is without gradients: weights in ``dtype`` and ``tokens`` tokens per forward.
 
-    For the judge that is ``judge.token_budget`` (one prompt at least), read at a few positions; each process of
-    several holds all of it. ``mapped``: tokens of the longest prompt whose whole attention maps are kept, if they are.
-    Raises UserError when ``config`` describes no causal LM.
+    ``mapped``: tokens of the longest prompt whose whole attention maps are kept, if they are. Raises UserError when
+    ``config`` describes no causal LM.
     """
     shape = Shape.of(config)
     weight = DTYPES[dtype].itemsize
-    compute = BF16 if precision == "bf16-mixed" else weight
-    step = _Step(shape, weight, compute, tokens, recomputed=0, last_recomputed=False)
+    step = _Step(shape, weight, weight, tokens, recomputed=0, last_recomputed=False)
     how = f"{tokens:,} tokens in the widest place of one block"
     rows = (
         MemoryRow("weights", shape.parameters * weight, f"{shape.parameters:,} parameters x {weight} B ({dtype})"),
@@ -307,7 +311,7 @@ def estimate_pass(
             (FORWARD,),
         ),
     )
-    return MemoryEstimate(title, tuple(row for row in rows if row.size))
+    return MemoryEstimate("the judge pass", tuple(row for row in rows if row.size))
 
 
 # ------------------------------------------------------------------------------------------------ the parts
@@ -315,10 +319,7 @@ def estimate_pass(
 
 @dataclass(frozen=True)
 class _Step:
-    """One micro-batch: the model's shape, bytes per weight and per product, tokens, which blocks are recomputed.
-
-    Embeddings give the residual stream the format of the weights.
-    """
+    """Micro-batch: the model's shape, bytes per weight and per product, tokens, which blocks are recomputed."""
 
     shape: Shape
     weight: int
@@ -361,10 +362,9 @@ def _recomputed(shape: Shape, model: ModelSpec) -> tuple[int, bool]:
     return -(-shape.layers // model.checkpoint_every), (shape.layers - 1) % model.checkpoint_every == 0
 
 
-def _states(step: _Step, model: ModelSpec, moments: str, sharded: int) -> list[MemoryRow]:
+def _states(step: _Step, model: ModelSpec, moments: str, sharded: int, over: str) -> list[MemoryRow]:
     """Weights, gradients and moments; sharded over ``sharded`` devices."""
     shape, weight = step.shape, step.weight
-    over = "" if sharded == 1 else f" / {sharded} devices"
     base = f"{shape.parameters:,} parameters x {weight} B ({model.dtype}){over}"
     if model.quantize is not None:
         base = f"{shape.linear:,} numbers x {FOUR_BITS:.3f} B ({model.quantize}), others x {weight} B ({model.dtype})"
@@ -382,33 +382,6 @@ def _states(step: _Step, model: ModelSpec, moments: str, sharded: int) -> list[M
         MemoryRow("gradients", trained * size // sharded, f"{trained:,} {what} x {size} B{over}"),
         MemoryRow("optimiser moments", int(trained * both) // sharded, said),
     ]
-
-
-def _traffic(shape: Shape, weight: int, strategy: str, devices: int, *, trained: bool) -> list[MemoryRow]:
-    """Returns what several devices exchange: whole blocks under FSDP2, buckets of gradients under DDP."""
-    if devices == 1:
-        return []
-    if strategy != "fsdp":
-        size = shape.parameters * weight if trained else shape.adapters * FP32
-        return [MemoryRow("gradient buckets", size, "DDP's copy of all gradients")]
-    gathered = weight * (shape.parameters - shape.blocks + 2 * shape.block)
-    forward = (*STEP, FORWARD)
-    rows = [MemoryRow("gathered weights", gathered, f"embeddings and head, two blocks x {weight} B, whole", forward)]
-    if trained:
-        rows.append(MemoryRow("gathered gradients", gathered, "of the same, before they are scattered", (BLOCK,)))
-    return rows
-
-
-def _reference_rows(step: _Step, reference: str | None, sharded: int) -> list[MemoryRow]:
-    """Returns the resident copy of a live reference, and the forward of one that reads each batch."""
-    rows = []
-    if reference in ("live", "first_epoch"):
-        over = "" if sharded == 1 else f" / {sharded} devices"
-        rows.append(MemoryRow("reference", step.held // sharded, f"a frozen copy in the format of the weights{over}"))
-    if reference in ("live", "first_epoch", "adapter_off"):
-        how = f"{step.tokens:,} tokens without gradients"
-        rows.append(MemoryRow("reference forward", _forward(step, step.tokens), how, (REFERENCE,)))
-    return rows
 
 
 def _step_rows(step: _Step) -> list[MemoryRow]:
@@ -440,16 +413,6 @@ def _step_rows(step: _Step) -> list[MemoryRow]:
     return rows
 
 
-def _compiled_rows(step: _Step, *, trained: bool) -> list[MemoryRow]:
-    """Returns the gradients of a compiled block's weights: its backward gives them all at its end, to be added then.
-
-    Sharded ones are among those that are gathered.
-    """
-    size = step.weight * step.shape.block if trained else FP32 * step.shape.adapters // step.shape.layers
-    how = "of its weights, all at once at the end of its backward"
-    return [MemoryRow("compiled block's gradients", size, how, (BLOCK,))] if step.compiled else []
-
-
 def _head_row(step: _Step, chunk: int, *, trained: bool) -> MemoryRow:
     """Estimates the vocabulary head's backward: a chunk of logits, the head's gradient, its states and theirs."""
     shape = step.shape
@@ -463,19 +426,11 @@ def _head_row(step: _Step, chunk: int, *, trained: bool) -> MemoryRow:
     return MemoryRow("vocabulary head", size, f"{chunk} tokens x {shape.vocab:,} words, the head's gradient", (HEAD,))
 
 
-def _update_rows(shape: Shape, moments: str, sharded: int) -> list[MemoryRow]:
-    """Temporaries of the update: none with the fused float32 kernel, one tensor at a time with 8-bit moments."""
-    if moments == "float32":
-        return []
-    size = 3 * FP32 * shape.largest // sharded
-    return [MemoryRow("moments unpacked", size, "of the largest tensor, float32", (UPDATE,))]
-
-
 def _forward(step: _Step, tokens: int) -> int:
-    """Returns a forward without gradients: one block in its widest place, with the copies of its widest weight."""
+    """Returns a forward without gradients: one block in its widest place, its MLP, with copies of its widest weight."""
     shape = step.shape
     copy = step.compute * shape.hidden * shape.inner if step.copies and not step.quantized else 0
-    return tokens * forward_bytes_per_token(shape, step.compute, step.weight) + copy
+    return tokens * (3 * step.compute * shape.inner + (2 * step.weight + step.compute) * shape.hidden) + copy
 
 
 def _logits(shape: Shape, chunk: int, compute: int) -> int:

@@ -1,15 +1,13 @@
 """Attention over rows that hold many sequences, without padding and without a mask over the whole row.
 
-Owns an attention function registered with transformers and the plan it follows. A packed row is described by its
-segments: stretches of queries that see, causally, their own keys after a shared prefix that stands elsewhere in the
-row (the prompt of both responses). In half precision on CUDA a layer is one call of torch's kernel for sequences of
-any lengths, where that kernel knows the layer's mask. Elsewhere segments of like size are gathered into one padded
-call of torch's fused kernel. Everything else of the model sees the row's real tokens only. Windows and chunks count
-positions within a branch: they are read from the rule that transformers gives for the layer, so no kind of mask is
-known by name here. Soft-caps and attention sinks take a plain softmax. Equal to a padded batch up to rounding.
+A packed row is described by its segments: stretches of queries that see, causally, their own keys after a shared prefix
+that stands elsewhere in the row (the prompt of both responses). In half precision on CUDA a layer is one call of
+torch's kernel for sequences of any lengths, where that kernel knows the layer's mask; elsewhere segments of like size
+are gathered into one padded call of torch's fused kernel. Windows and chunks are read from the rule that transformers
+gives for the layer. Soft-caps and attention sinks take a plain softmax. Equal to a padded batch up to rounding.
 
 The plan travels in the keyword arguments of the forward and the rule in the mask's place, so a recomputing backward
-finds both; there is no state outside a call. Calls without a plan get what the model had before.
+finds both. Calls without a plan get what the model had before.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -53,9 +51,8 @@ _WITHOUT_PLAN: _Attention = sdpa_attention_forward
 class Bucket:
     """Segments of like size as one padded call of n sequences.
 
-    ``queries``, ``keys``: places in the row; padding repeats a place of the segment. ``query_at``, ``key_at``: their
-    positions in the branch; padding keys stand after every query. ``shared``: the least and the most tokens of a
-    prefix among them.
+    ``queries``, ``keys``: places in the row; ``query_at``, ``key_at``: positions in the branch (padding keys stand
+    after every query); ``shared``: the least and the most tokens of a prefix.
     """
 
     queries: Int[Tensor, "n q"]
@@ -81,9 +78,8 @@ class Bucket:
 class VarlenRow:
     """Segments of a row as sequences of any lengths, in the order of the row, and the kernel that takes them.
 
-    ``keys``: places of each sequence's keys, prefix first; None where they are the row as it is. ``query_ends``,
-    ``key_ends``: where the sequences end among all queries and keys, after a 0. ``longest``: most queries, most keys.
-    ``options``: what the kernel can be told, by name.
+    ``keys``: places of the keys, prefix first (None: the row as it is). ``query_ends``, ``key_ends``: where sequences
+    end, after a 0. ``longest``: most queries, most keys. ``options``: arguments of the kernel.
     """
 
     kernel: Callable[..., object]
@@ -98,8 +94,8 @@ class VarlenRow:
 class Plan:
     """Branches in a row, made on the CPU for a row on ``device``; a kernel's view of them is made when first asked for.
 
-    ``alone``: start and length of the stretch that belongs to one branch only, and the number of tokens before it in
-    that branch. ``branches``: the places of all its tokens in order; padding repeats one of them.
+    ``alone``: start, length and tokens before it of the stretch that is one branch's only. ``branches``: places of all
+    its tokens; padding repeats one.
     """
 
     alone: Int[Tensor, "n 3"]
@@ -108,10 +104,7 @@ class Plan:
 
     @classmethod
     def of(cls, segments: Int[Tensor, "segments 4"], length: int, device: torch.device = HOST) -> "Plan":
-        """Returns the plan of a row of ``length`` tokens; segments as in ``ModelInputs``.
-
-        Raises ``ValueError`` when they do not cover the row once.
-        """
+        """Returns the plan of a row of ``length`` tokens; ValueError when the segments do not cover the row once."""
         lines = segments[segments[:, 1] > 0]
         start, count, prefix, shared = lines.t()[:, :, None]
         seen = shared + count
@@ -177,10 +170,7 @@ class Plan:
         scale: float,
         window: Callable[[int], tuple[int, int] | None],
     ) -> Tensor | None:
-        """Returns attention output [1 N H d] of a row [1 H N d] by one call of the kernel, None where it cannot.
-
-        ``window``: of the longest sequence's length to the mask as a window (``window_of``).
-        """
+        """Returns attention output [1 N H d] of a row [1 H N d] by one call of the kernel, None where it cannot."""
         kind, width, parts = query.device.type, query.shape[-1], [query, key, value]
         if (varlen := self.varlen) is None:
             return None
@@ -240,10 +230,10 @@ def find_kernel(device: torch.device) -> Callable[..., object] | None:
 def window_of(
     function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], local: int | None, longest: int
 ) -> tuple[int, int] | None:
-    """Describes a causal mask by how many keys before and after its own a query sees; -1 for all.
+    """Describes a causal mask by how many keys before and after its own a query sees, -1 for all; None for no window.
 
-    Returns None for a mask that is no plain window, as that of chunks. ``function``: of (batch, head, query, key)
-    positions; ``local``: the most keys that a query sees; ``longest``: tokens of the longest sequence.
+    ``function``: of (batch, head, query, key) positions; ``local``: the most keys that a query sees; ``longest``:
+    tokens.
     """
     if local is None or longest <= local:
         return -1, 0
@@ -259,11 +249,9 @@ def window_of(
 
 
 def boundaries(segments: Int[Tensor, "segments 4"], device: torch.device = HOST) -> dict[str, Tensor]:
-    """Returns where the sequences of a row begin, in the keywords that transformers documents for packed rows.
+    """Returns where the sequences of a row begin, in transformers' keywords for such rows; {} where a prefix is shared.
 
-    Layers with a state that runs along the row (convolutions, linear attention) hand them to a kernel, which keeps the
-    sequences apart; transformers' own torch code for them refuses them. None for a row where a prefix is shared: its
-    segments are no sequences.
+    For layers with a state that runs along the row (convolutions, linear attention).
     """
     lines = segments[segments[:, 1] > 0]
     if bool((lines[:, 3] > 0).any()):
@@ -337,7 +325,7 @@ def whole(rule: AnyRule, index: object) -> AnyRule:
 
 
 class MaskSettings(TypedDict, total=False):
-    """The arguments of transformers' mask functions that are read here; those of ``sdpa_mask`` are passed on to it."""
+    """Arguments of transformers' mask functions that are read here."""
 
     batch_size: Required[int]
     q_length: Required[int]
@@ -349,10 +337,9 @@ class MaskSettings(TypedDict, total=False):
 
 
 class Rule:
-    """A layer's mask as transformers describes it, made into a tensor only where one is needed.
+    """Mask of a layer as transformers describes it, made into a tensor only where one is needed, and kept.
 
-    Stands where transformers expects a mask function and takes its arguments.
-    Built once per forward and kind of layer, and shared by those layers; keeps the masks it made.
+    Stands where transformers expects a mask function. Built once per forward and kind of layer.
     """
 
     def __init__(self, **described: Unpack[MaskSettings]) -> None:
@@ -379,10 +366,7 @@ class Rule:
         return bool(self.described.get("allow_is_causal_skip", True)) and (local is None or longest <= local)
 
     def window(self, longest: int) -> tuple[int, int] | None:
-        """Describes the rule as a window (``window_of``) for its forward's ``longest`` sequence, None if none.
-
-        Once: what a graph asks later was asked before (``prepare_graph``).
-        """
+        """Describes the rule as a window for its forward's ``longest`` sequence, once; None if it is none."""
         if self._window is None:
             told = self.described
             plain = told.get("allow_is_causal_skip", True) and not told.get("use_vmap", False)
@@ -390,11 +374,9 @@ class Rule:
         return self._window[0]
 
     def mask(self, plan: Plan, index: int, dtype: torch.dtype, *, skip: bool) -> Tensor | None:
-        """Returns the mask added to a bucket's scores, [n 1 q k]: 0 or -inf; None for a causal one if ``skip`` allows.
+        """Returns the mask added to a bucket's scores, [n 1 q k] in ``dtype``: 0 or -inf; None if causal and ``skip``.
 
-        In ``dtype``, that of the queries: of a boolean mask every layer would make and keep its own copy. The rule is
-        evaluated at positions within a branch instead of places in the row, as for a row of that branch alone. Raises
-        ``UserError`` for a rule that is no plain function of positions.
+        Evaluated at positions within a branch. Raises ``UserError`` for a rule that is no plain function of positions.
         """
         if self.described.get("use_vmap", False):
             raise UserError("its mask is no plain function of positions")
@@ -417,9 +399,8 @@ class Rule:
 def attend_in_segments(model: PreTrainedModel) -> None:
     """Makes the model's attention follow a plan in every forward that brings one, until ``attend_as_before``.
 
-    Other forwards are as before (for eager attention up to rounding, and none takes a static cache). The attention is
-    set for good and not in a context: a backward that recomputes activations runs after a context would have ended.
-    Raises ``UserError`` for a model whose attention cannot be replaced.
+    Set for good: a backward that recomputes activations runs after a context would have ended. Raises ``UserError`` for
+    a model whose attention cannot be replaced.
     """
     backbone = backbone_of(model)
     before = backbone.config._attn_implementation
@@ -548,10 +529,7 @@ class _Core:
 
 
 def keep_out_of_graphs() -> None:
-    """Makes ``torch.compile`` trace attention that is one call, and call any other as it is, from now on.
-
-    The shapes of buckets and masks are new in every batch.
-    """
+    """Makes ``torch.compile`` trace attention that is one call, and call any other, of new shapes, as it is."""
     import torch.compiler
 
     global _outside

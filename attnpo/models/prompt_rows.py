@@ -1,8 +1,6 @@
-"""Prompts in one row without padding, what several of them begin with only once.
+"""Prompts in one row without padding, what several of them begin with only once (``segments``).
 
-Owns how prompts are ordered, cut into rows and laid out: both rounds of a judged pair share everything up to the first
-answer, and all pairs the instruction before them. Any other common beginning is shared as well, since only token ids
-are compared. The attention over this layout is that of ``segments``.
+Both rounds of a judged pair share everything up to the first answer, all pairs the instruction before them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,10 +20,10 @@ WORTH = 24
 
 @dataclass(frozen=True)
 class PromptRow:
-    """n prompts as one row of N tokens.
+    """Prompts (n) as one row of N tokens.
 
-    ``branches``: the places of each prompt's tokens in the row; padding repeats the last. ``last``: the index of the
-    last token of each prompt in its branch.
+    ``branches``: places of each prompt's tokens (padding repeats the last); ``last``: index of each prompt's last
+    token.
     """
 
     input_ids: Int[Tensor, "1 N"]
@@ -35,10 +33,7 @@ class PromptRow:
     plan: Plan
 
     def inputs(self) -> dict[str, Tensor | Plan]:
-        """Returns the keyword arguments of a backbone whose attention follows plans.
-
-        A mask of ones goes along: without any, transformers would cut the row itself where positions restart.
-        """
+        """Returns the keyword arguments of a backbone; without the mask transformers would cut the row itself."""
         ones = torch.ones_like(self.input_ids)
         return {"input_ids": self.input_ids, "position_ids": self.position_ids, "attention_mask": ones, PLAN: self.plan}
 
@@ -49,12 +44,10 @@ def in_order(prompts: Sequence[Sequence[int]]) -> list[int]:
 
 
 def row_batches(prompts: Sequence[Sequence[int]], budget: int) -> Iterator[list[int]]:
-    """Indices in batches whose rows hold at most ``budget`` tokens (one prompt at least), in the order of ``in_order``.
+    """Yields indices in batches whose rows hold at most ``budget`` tokens (one prompt at least), in order.
 
-    Rows made by ``one_row`` of these batches: a beginning that was seen in the batch before counts again. A prompt that
-    begins more like the next one than like the one before is not cut off from it where both fit into a row: they are
-    the rounds of a pair. What a batch looks up for its prompts, padded and each beginning anew, is held to twice the
-    budget.
+    A prompt that begins more like the next one is not cut off from it where both fit: they are the rounds of a pair.
+    What a batch looks up for its prompts, padded, is held to twice the budget.
     """
     order = in_order(prompts)
     lengths = [len(prompts[index]) for index in order]

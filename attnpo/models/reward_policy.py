@@ -1,8 +1,7 @@
-"""A reward model in training: its reward of a response stands where other policies have log-probabilities.
+"""Reward model in training: its reward of a response stands where other policies have log-probabilities.
 
-Owns the one head for sequences beside a causal backbone, and the place where it reads: the last token of each row. The
-reward is put on that token and every other one gets 0, so that the sum over a response is its reward: CPO's margin of
-sums at beta 1 is then the Bradley-Terry loss.
+It is put on the last token of each row and every other one gets 0, so that the sum over a response is its reward: CPO's
+margin of sums at beta 1 is then the Bradley-Terry loss.
 """
 
 from collections.abc import Collection, Sequence
@@ -21,10 +20,9 @@ from attnpo.schema import ModelInputs, TokenStats, UserError
 
 
 class RewardPolicy(ScoredLM):
-    """A Hugging Face model for sequence classification with one label whose forward gives ``TokenStats``.
+    """Hugging Face model for sequence classification with one label whose forward gives ``TokenStats``.
 
-    Rows are right-padded (``layouts.padded``). UserError for a model whose logit is not that of one linear layer on the
-    last token's final state.
+    Rows are right-padded. UserError for a model whose logit is not one linear layer's on the last token's final state.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -53,12 +51,8 @@ class RewardPolicy(ScoredLM):
         if more or inputs.segments is not None:
             asked = ", ".join(more) or "packed rows"
             raise UserError(f"a reward model gives rewards of padded rows and nothing else, asked for {asked}")
-        states = final_hidden(
-            self.model.base_model,
-            inputs.input_ids,
-            attention_mask=None,
-            position_ids=inputs.position_ids + self._first,
-        ).flatten(0, 1)
+        places = {"attention_mask": None, "position_ids": inputs.position_ids + self._first}
+        states = final_hidden(self.model.base_model, inputs.input_ids, **places).flatten(0, 1)
         rows = torch.arange(len(response_mask), device=response_mask.device)
         last = response_mask.sum(-1) - 1
         # The state that predicts a token is that of the token before it.
@@ -70,10 +64,7 @@ class RewardPolicy(ScoredLM):
 def rewards_of(
     model: PreTrainedModel, conversations: Sequence[Sequence[int]], token_budget: int
 ) -> Float[Tensor, " conversations"]:
-    """Returns each conversation's reward, float64 on the CPU, from right-padded batches of similar lengths.
-
-    A batch has at most ``token_budget`` tokens, padding included, or one conversation. UserError as ``RewardPolicy``.
-    """
+    """Returns each conversation's reward, float64 on the CPU, in batches of ``token_budget`` tokens or one row."""
     head = _head(model)
     _require_plain(model, head)
     found = torch.zeros(len(conversations), dtype=torch.float64)

@@ -41,25 +41,16 @@ def require_router(model: PreTrainedModel) -> None:
 def say_unused(model: PreTrainedModel) -> None:
     """Logs that the coefficient in a model's config is not used, if it has one and experts that it speaks of."""
     config = model.config.get_text_config()
-    own = getattr(config, COEFFICIENT, None)
-    if own and getattr(config, CHOSEN, None):
-        log.info(
-            "model.%s=0: the loss is the objective's alone; the config of %s has %g, which weighs its experts' load",
-            COEFFICIENT,
-            type(model).__name__,
-            own,
-        )
+    if (own := getattr(config, COEFFICIENT, None)) and getattr(config, CHOSEN, None):
+        told = "model.%s=0: the loss is the objective's alone; the config of %s has %g, which weighs its experts' load"
+        log.info(told, COEFFICIENT, type(model).__name__, own)
 
 
 def loads(logits: Sequence[Float[Tensor, "..."]], inputs: ModelInputs, chosen: int) -> Float[Tensor, "rows 2 experts"]:
     """Returns how often each sequence's tokens chose each expert in all layers, and their summed probabilities of it.
 
-    Padding counts in neither; a prompt that two responses share counts in both, as it does in every other layout.
-
-    Args:
-        logits: of each layer's router, [tokens experts] or [batch T experts].
-        inputs: what the model was called with.
-        chosen: experts per token.
+    ``logits``: of each layer's router, [tokens experts] or [batch T experts]; ``chosen``: experts per token. Padding
+    counts in neither, a shared prompt for both responses.
     """
     counts: list[Tensor] = []
     sums: list[Tensor] = []
@@ -89,9 +80,9 @@ def sequence_tokens(inputs: ModelInputs) -> Bool[Tensor, "rows tokens"]:
 def load_balancing(routing: Float[Tensor, "rows 2 experts"]) -> Float[Tensor, " pairs"]:
     """Returns the load-balancing loss of each pair's two sequences: chosen experts per token when the load is even.
 
-    Equations 4 to 6 of Switch Transformer (https://huggingface.co/papers/2101.03961) as transformers has them
-    (``load_balancing_loss_func``), over the tokens of a pair and all layers: experts x sum over experts of (share of
-    tokens that chose it) x (mean probability of it). Taken per pair, it depends on no micro-batch and no layout.
+    Equations 4 to 6 of Switch Transformer (https://huggingface.co/papers/2101.03961) as in
+    ``load_balancing_loss_func``: experts x sum of (share of tokens that chose it) x (mean probability of it), over a
+    pair's tokens and all layers.
     """
     pairs = len(routing) // 2
     counts, sums = (routing[:pairs] + routing[pairs:]).unbind(1)

@@ -18,9 +18,8 @@ COMPILER = "inductor"  # the backend of torch.compile that ``auto`` takes
 class LoraSpec:
     """Low-rank adapters that are trained in place of the weights.
 
-    A linear layer W gets W + (alpha / rank) B A, where B starts at zero, and so does each of the experts that a model
-    keeps in one tensor, without dropout. ``target_modules`` is "all-linear" (every linear layer but the vocabulary
-    head) or a list of module names, each the end of a full name: [q_proj, v_proj].
+    A linear layer W gets W + (alpha / rank) B A, where B starts at zero, and so does each fused expert, without
+    dropout. ``target_modules``: "all-linear" or a list of ends of module names.
     """
 
     rank: int = 16
@@ -44,22 +43,15 @@ class LoraSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A causal LM: a local folder or a hub name.
+    """Causal LM: a local folder or a hub name.
 
-    ``chat_template`` is a Jinja text or a path to one, in place of the tokenizer's own; ``fallback_template`` is used
-    where the tokenizer of the model, or of another model that judges or scores for it, brings none.
-    ``chat_template_kwargs`` are values of variables that the template reads ({enable_thinking: false});
-    ``fold_system`` puts a system turn's text in front of the first user turn. ``dtype`` is that of the
-    weights: float32 masters for training (``trainer.precision`` sets autocast); bfloat16 for a frozen base
-    under ``lora``, whose adapters are float32 then too, or with ``optimizer.stochastic_rounding``. With
-    ``gradient_checkpointing`` every ``checkpoint_every``-th block keeps its input alone and is computed again in the
-    backward pass; the others keep all their activations. ``logps_chunk`` tokens meet the vocabulary head at once.
-    Either may be "auto": the quickest of ``choices`` that the memory estimate finds room for; until that is decided,
-    the one of least memory. ``quantize`` (nf4 or fp4) keeps the blocks' linear layers in 4 bits beside ``lora``
-    (QLoRA); ``dtype`` is then what they are multiplied in. ``compile`` names a backend of ``torch.compile`` for the
-    blocks of the policy, such as inductor, or is "auto" (``backend``). ``reward`` gives the policy a head for sequences
-    in place of the vocabulary's, fresh unless the folder has one: what is trained is a reward model.
-    ``router_aux_loss_coef`` times the load-balancing loss of a mixture's routers is added to each pair's loss.
+    ``chat_template`` (Jinja text or path) replaces the tokenizer's; ``fallback_template`` serves where a tokenizer
+    brings none; ``chat_template_kwargs`` are values that it reads; ``fold_system`` puts a system turn in front of the
+    first user turn. ``dtype`` is that of the weights. With ``gradient_checkpointing`` every ``checkpoint_every``-th
+    block is computed again in the backward pass; ``logps_chunk`` tokens meet the vocabulary head at once; either may be
+    "auto": the quickest of ``choices`` that has room. ``quantize`` (nf4, fp4) keeps the blocks' linear layers in 4 bits
+    beside ``lora``. ``compile`` names a backend of ``torch.compile``, or "auto". ``reward`` trains a head for
+    sequences. ``router_aux_loss_coef`` times the load-balancing loss is added to each pair's loss.
     """
 
     path: str

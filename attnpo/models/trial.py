@@ -1,9 +1,8 @@
 """Trials of a model on a few dozen tokens: does it keep its numbers in packed rows, beside padding, in a judge's rows.
 
-Whether sequences of a row reach each other is asked by bits: the row is run again with other tokens in every other
-sequence, and no number of the sequence itself may change. Whether positions and windows are right is asked in float32,
-of the model itself or of a few layers like its own with seeded random weights. What rounding to a lower precision does
-is logged and decides nothing: the largest difference of many numbers grows with the depth of a model.
+Whether sequences of a row reach each other is asked by bits: other tokens in other sequences may change none. Whether
+positions and windows are right is asked in float32, of the model or of a few layers like its own with seeded random
+weights. Rounding to a lower precision is logged and decides nothing.
 """
 
 import itertools
@@ -97,29 +96,17 @@ def right_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tupl
 
 @torch.no_grad()
 def require_causal(model: PreTrainedModel, path: str) -> None:
-    """Refuses a model in which a token's numbers change with a later token, found by trying six tokens.
+    """Raises UserError for a model in which a later token changes numbers, or that cannot run on ids; tries six tokens.
 
     In low precision any change of a bit is looked at again in a few layers like the model's in float32.
-
-    Raises:
-        UserError: for such a model, and for one that cannot be run on token ids alone.
     """
     ids = torch.arange(3, 9, device=model.device).repeat(4, 1)
     ids[1:, -1] += torch.arange(1, 4, device=model.device)
-    try:
+    change = bound = 0.0
+    with _running(model, path, "cannot be run on token ids alone", "take a causal language model of text"):
         change, bound = _moved_by_last(model, ids)
         if change > 0 and model.dtype not in EXACT:
             change, bound = _moved_by_last(first_layers(model, model.device, torch.float32), ids)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # of any model
-        if model.device.type == "cpu" and torch.cuda.is_available():
-            return  # it may need kernels that only a GPU has, and is moved there before use
-        words = " ".join(str(error).split())[:200]
-        raise UserError(
-            f"{path}: {type(model).__name__} cannot be run on token ids alone ({type(error).__name__}: {words}); take "
-            "a causal language model of text"
-        ) from error
     if change > bound:
         raise UserError(
             f"{path}: {type(model).__name__} is not causal: another last token moves the logits of the tokens before "
@@ -130,33 +117,32 @@ def require_causal(model: PreTrainedModel, path: str) -> None:
 
 @torch.no_grad()
 def require_trainable(model: PreTrainedModel, path: str) -> None:
-    """Refuses a model whose forward in training mode fails, found by trying six tokens; random state and mode stay.
-
-    Raises:
-        UserError: with the library's own words, which name the field of the config or the operation.
-    """
+    """Raises UserError for a model whose forward in training mode fails on six tokens; random state and mode stay."""
     if model.device.type == "cpu" and torch.cuda.is_available():
         return  # it may need kernels that only a GPU has, and is moved there before use
     ids = torch.arange(3, 9, device=model.device)[None] % vocabulary(model)
+    mend = "change what that names in its config.json, or take another model"
+    what = f"cannot run in training mode, tried on {ids.shape[1]} tokens"
+    with _running(model, path, what, mend), training_mode(model):
+        model(input_ids=ids, use_cache=False)
+
+
+@contextmanager
+def _running(model: PreTrainedModel, path: str, what: str, mend: str) -> Iterator[None]:
+    """Opens a context in which what a model's code raises becomes a ``UserError``."""
     try:
-        with training_mode(model):
-            model(input_ids=ids, use_cache=False)
+        yield
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # of any model
-        words = " ".join(str(error).split())[:300]
-        raise UserError(
-            f"{path}: {type(model).__name__} cannot run in training mode, tried on {ids.shape[1]} tokens "
-            f"({type(error).__name__}: {words}); change what that names in its config.json, or take another model"
-        ) from error
+        if model.device.type == "cpu" and torch.cuda.is_available():
+            return  # it may need kernels that only a GPU has, and is moved there before use
+        words = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise UserError(f"{path}: {type(model).__name__} {what} ({words}); {mend}") from error
 
 
 def _moved_by_last(model: PreTrainedModel, ids: Tensor) -> tuple[float, float]:
-    """Returns how far other last tokens move the numbers before them, and how far rounding may.
-
-    ``ids``: rows that differ in their last token. The smallest change counts: where tokens are grouped by expert,
-    rounding may now and then flip a choice.
-    """
+    """Returns how far other last tokens move the numbers before them, at least, and how far rounding may."""
     output = model(input_ids=ids % vocabulary(model), use_cache=False)
     # A backbone alone gives hidden states.
     numbers = (output.logits if "logits" in output else output.last_hidden_state)[:, :-1]
@@ -186,19 +172,10 @@ def choose(
 ) -> Layout:
     """Returns the layout ``name`` if every model gives the same numbers with it as with ``padded``; else another.
 
-    The log says which was not taken and why. ``auto`` is the first of ``shared_prefix`` and ``packed`` that can be
-    taken. Each model is run on a probe of a few dozen tokens where it is; in low precision and for training on a GPU,
-    whose kernels are others, so are a few layers like its own with seeded random weights. No gradient, random state or
-    mode is touched.
-
-    Args:
-        name: auto, padded, packed or shared_prefix.
-        models: the policy, and the reference if it is a model.
-        requests: what objective and source ask for, under the names of ``objective.requires``.
-        device: where the models are trained.
-
-    Raises:
-        UserError: a name that is not known, or a model whose numbers change with what is padded beside a row.
+    ``auto`` is the first of ``shared_prefix`` and ``packed`` that can be taken. Each model is run on a few dozen
+    tokens; in low precision and for training on a GPU, so are a few layers like its own. ``models``: policy, and the
+    reference if it is a model; ``requests``: as in ``objective.requires``; ``device``: of training. Raises UserError
+    for an unknown name, and for a model whose numbers change with what is padded beside a row.
     """
     if name not in NAMES:
         raise UserError(f"layout={name!r} is not known; one of {', '.join(NAMES)}")
@@ -229,17 +206,13 @@ def _require_padding_without_effect(model: ScoredLM) -> None:
     if not gap > bound:  # numbers that are not finite are refused elsewhere
         return
     if (dtype := model.model.dtype) not in EXACT:
-        rounded, (gap, bound) = (
-            gap,
-            _gap_beside_rows(ScoredLM(first_layers(model.model, model.model.device, torch.float32))),
-        )
+        rounded, small = gap, ScoredLM(first_layers(model.model, model.model.device, torch.float32))
+        gap, bound = _gap_beside_rows(small)
         if not gap > bound:
             log.info(
                 "log-probabilities of %s change by %.2g with the longer rows beside them: rounding of %s, as those of "
                 "a few layers like its own in float32 do not change",
-                what,
-                rounded,
-                str(dtype).removeprefix("torch."),
+                *(what, rounded, str(dtype).removeprefix("torch.")),
             )
             return
     raise UserError(
@@ -285,10 +258,7 @@ def asks_for_rows(request: str) -> bool:
 
 
 def _tried(wanted: str, model: ScoredLM, dtype: torch.dtype | None = None) -> str | None:
-    """Returns why the model, where it is, cannot take a layout, or None; ``dtype``: that of products under autocast.
-
-    Training mode is tried as well, whose kernels may be others, unless the model draws there or cannot run so here.
-    """
+    """Returns why the model cannot take a layout in eval or training mode, or None; ``dtype``: under autocast."""
     for mode, where in ((eval_mode, ""), (training_mode, "in training mode ")):
         if mode is training_mode and not _repeats(model):
             return None
@@ -338,10 +308,7 @@ def _repeats(model: ScoredLM) -> bool:
 
 
 def _reached_rows(model: ScoredLM, layout: Layout, mode: Mode) -> list[int]:
-    """Returns the rows whose numbers change in any bit when tokens of other rows do; none where bits cannot tell.
-
-    They cannot where the same row gives other bits when it is run again.
-    """
+    """Returns the rows that change in any bit with tokens of other rows; none where a rerun changes them too."""
     base = _probed(model, layout, mode=mode)
     found = set()
     for kept in KEPT:
@@ -355,10 +322,7 @@ def _reached_rows(model: ScoredLM, layout: Layout, mode: Mode) -> list[int]:
 
 
 def _blind_rows(model: ScoredLM, layout: Layout, mode: Mode) -> list[int]:
-    """Returns the rows whose first response token has the same numbers after another last token of the prompt.
-
-    A kernel that aligns a response's queries with the wrong keys would give them.
-    """
+    """Returns the rows whose first response token does not change with the last token of the prompt."""
     base, other = (_probed(model, layout, mode=mode, kept=kept, last=True) for kept in (None, RESPONSES))
     assert base.hidden is not None and other.hidden is not None
     second = zip(base.hidden[:, 1], other.hidden[:, 1], strict=True)  # the state of each row's first response token
@@ -371,10 +335,7 @@ def _same_bits(one: TokenStats, other: TokenStats, row: int, count: int | None) 
 
 
 def _tried_in_small(wanted: str, model: ScoredLM, device: torch.device) -> str | None:
-    """Returns why a few layers like the model's cannot take a layout on ``device``, or None.
-
-    In float32; for training on a GPU also in the model's dtype there, or under autocast to bfloat16.
-    """
+    """Returns why a few layers like the model's cannot take a layout on ``device``, or None."""
     dtype = model.model.dtype
     if device.type == "cpu" and dtype in EXACT:
         return None
@@ -394,7 +355,7 @@ def _tried_in_small(wanted: str, model: ScoredLM, device: torch.device) -> str |
 def first_layers(model: PreTrainedModel, device: torch.device, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """Makes a model of the same class and widths, of as few layers as hold one of every kind, on ``device``.
 
-    Its random weights are the same each time, its vocabulary is cut to ``WORDS``. ``dtype``: None takes the model's.
+    Its random weights are the same each time; its vocabulary is cut to ``WORDS``. ``dtype``: None takes the model's.
     """
     config = deepcopy(model.config)
     text = config.get_text_config()
@@ -438,10 +399,7 @@ def _probed(
     kept: Collection[tuple[int, int]] | None = None,
     last: bool = False,
 ) -> TokenStats:
-    """Returns statistics of the probe's rows, or of one of them alone, in a mode of the model.
-
-    ``kept``: the parts that keep their tokens while the others get new ones, or a new ``last`` one; None keeps all.
-    """
+    """Returns statistics of the probe's rows, or of one alone; ``kept``: parts that keep their tokens (None: all)."""
     device = next(model.model.parameters()).device
     words = vocabulary(model.model)
     starts = [0, *accumulate(itertools.chain.from_iterable(PROBE))]

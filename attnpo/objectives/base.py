@@ -43,9 +43,7 @@ def reduce(
     mask: Bool[Tensor, "rows R"],
     how: Reduction,
 ) -> Float[Tensor, " rows"]:
-    """Returns one number per row; positions with a false mask never matter, whatever they hold
-    (infinities included).
-    """
+    """Returns one number per row; positions with a false mask never matter, infinities included."""
     zero = torch.zeros((), dtype=values.dtype, device=values.device)
     kept = torch.where(mask, values, zero)
     if weights is None:
@@ -114,9 +112,7 @@ class LengthScaled(Keys):
 
 
 def mean_factors(rows: RowGroup) -> Float[Tensor, "rows R"]:
-    """Returns what multiplies each token's term in a mean over the response: a distribution as it is,
-    factors over n.
-    """
+    """Returns what multiplies each token's term in a mean over the response: a distribution, or factors over n."""
     weights = rows.token_weights["reward"]
     if not rows.factors:
         return weights

@@ -22,9 +22,7 @@ def example_losses(
     desirable_weight: float,
     undesirable_weight: float,
 ) -> tuple[Float[Tensor, " pairs"], Float[Tensor, " pairs"]]:
-    """Returns the losses of the desirable and of the undesirable examples, from their rewards ``b S(d)``, chosen rows
-    first.
-    """
+    """Returns the losses of the desirable and of the undesirable examples, from their rewards ``b S(d)``."""
     desirable, undesirable = split_pairs(rewards - beta * z)
     # The exponential of a log-sigmoid is the sigmoid, with a gradient that does not vanish where it rounds to 1.
     return desirable_weight * F.logsigmoid(-desirable).exp(), undesirable_weight * F.logsigmoid(undesirable).exp()

@@ -161,9 +161,7 @@ class TIDPO:
         )
 
     def _triplet(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> Triplet:
-        """Returns the term of each pair. Its mean over the step's pairs is the batch mean that the code adds to every
-        one.
-        """
+        """Returns the term of each pair, whose mean over the step is the batch mean that the code adds to every one."""
         rows, mask = batch.groups["anchor"], batch.main.response_mask
         other = None if reference is None else reference.groups["anchor"]
         ratios = log_ratios(policy.logps, logps_of(reference), mask)

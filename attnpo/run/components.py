@@ -60,17 +60,5 @@ class DriftMeasure(Protocol):
     def pairs(self) -> int:
         """Validation pairs that it reads; 0: nothing is measured."""
 
-    def measure(
-        self,
-        policy: Any,
-        inputs: Any,
-        readers: Any,
-        objective: Any,
-        reference: str,
-        truth: "Truth | None",
-        sampled: Sequence[PreferencePair],
-    ) -> dict[str, Json]:
-        """Returns ``RunResult.drift``; ``sampled`` are the policy's answers as chosen, the base's as rejected.
-
-        ``readers``: what the run's weights are read with, and its base; ``reference``: the kind of its reference.
-        """
+    def measure(self, *arguments: Any, **named: Any) -> dict[str, Json]:
+        """Returns ``RunResult.drift`` of a policy, its inputs and the answers that were sampled of it."""

@@ -30,12 +30,9 @@ def store_root(store: str | None) -> Path:
 
 
 def run_folder(cfg: RunConfig) -> Path:
-    """Returns the folder of a run or study: ``name`` if given; else study and setting; for what starts anew, a time
-    stamp.
+    """Returns the folder of a run or study: ``name`` if given; else study and setting, or for what starts anew a stamp.
 
-    Raises:
-        UserError: a study under several processes; ``resume=auto`` or a job of several processes without a name, which
-            would not meet in one folder; a path that cannot be.
+    Raises UserError for ``resume=auto`` or a job of several processes without a name, and for a path that cannot be.
     """
     output, kept = Path(cfg.output), cfg.kept_folder()
     if cfg.name is not None:
@@ -52,12 +49,7 @@ def run_folder(cfg: RunConfig) -> Path:
 
 
 def saved_config(folder: Path, said: str) -> RunConfig:
-    """Returns the typed configuration of the run in ``folder``, which the user named by ``said``, such as
-    "run=outputs/RUN".
-
-    Raises:
-        UserError: there is no run, or its configuration cannot be read.
-    """
+    """Returns the typed configuration of the run in ``folder``, which the user named by ``said``; else UserError."""
     path = folder.expanduser() / CONFIG
     if not path.is_file():
         raise UserError(f"{said}: no run lies there ({CONFIG} is missing); give the folder of a run")
@@ -100,7 +92,7 @@ def _unusable(folder: Path, problem: OSError) -> UserError:
 
 
 def stamped(output: Path, prefix: str) -> Path:
-    """``prefix`` with a time stamp that no other folder has; processes launched by this one inherit it."""
+    """Returns ``prefix`` with a time stamp that no other folder has; processes launched by this one inherit it."""
     if world_size() > 1:
         if STAMP not in os.environ:
             raise UserError(f"this job has {world_size()} processes, which need name=NAME to share one run folder")

@@ -36,8 +36,7 @@ class ForPage:
 def keep_for_page(folder: Path, heat: Sequence[WeighedPair], sampled: Sequence[PreferencePair]) -> None:
     """Writes the first pairs, and answers to prompts that are spread over all.
 
-    ``sampled``: prompts with the policy's answer in the place of the chosen and the base's in that of the rejected one.
-    Where it is empty, the answers in ``generations.jsonl``, if the run has written any, are read instead.
+    ``sampled``: the policy's answers as chosen, the base's as rejected; where empty, ``generations.jsonl`` is read.
     """
     some = sampled[:: max(1, len(sampled) // ANSWERS)][:ANSWERS]
     answers = [{"prompt": pair.prompt[-1]["content"], "policy": pair.chosen, "base": pair.rejected} for pair in some]

@@ -52,13 +52,11 @@ COMPILED = "model.compile"
 
 @dataclass(frozen=True)
 class Identity:
-    """What of a configuration makes a run the run it is, by key; every mapping is flat but ``inputs``.
+    """Keys of a configuration that make a run the run it is; every mapping is flat but ``inputs``.
 
-    ``numbers``: keys that can move a number of the training. ``result``: those of a whole result, for which what is
-    scored, validated and kept beside the training counts as well. ``settings``: the same whatever the weights are, for
-    what reads a judge or other parts that its weights do not need. ``paths``: those that stand for their contents, as
-    far as the weights need them. ``inputs``: nodes that can touch the pairs or their weights. ``moveless``: keys that
-    move no number.
+    ``numbers``: can move a number of the training; ``result``: of a whole result, with what is scored and kept;
+    ``settings``: the same whatever the weights are; ``paths``: stand for their contents; ``inputs``: nodes that can
+    touch pairs or weights; ``moveless``: keys that move no number.
     """
 
     numbers: dict[str, object]
@@ -84,10 +82,7 @@ def identity_of(cfg: RunConfig) -> Identity:
 
 
 def saved_numbers(path: Path, moveless: Sequence[str]) -> dict[str, object]:
-    """Reads ``Identity.numbers`` of the config that a run has saved at ``path``, for comparison with another's.
-
-    ``moveless`` are the other's. What it had from the environment, which may be another by now, is the digest of that.
-    """
+    """Reads ``Identity.numbers`` of the config saved at ``path``; ``moveless``: those of the one to compare with."""
     with readable(path):
         values = plain(DictConfig(OmegaConf.load(path)))
     source = build(values["weights"])
@@ -126,11 +121,7 @@ def _unread(values: Mapping[str, Json], source: WeightSource) -> list[str]:
 
 
 def _values(values: Mapping[str, Json]) -> dict[str, object]:
-    """Returns every key with its value, but paths in a mixture; a mode that follows from the metric as what it stands
-    for.
-
-    Components of the package are their classes, so that a class may move to another module.
-    """
+    """Returns every key with its value, components as their classes; a mode that follows from the metric as it is."""
     every = {key: value for key, value in by_class(values).items() if not OF_SETS.fullmatch(key)}
     if every.get(MODE, "") is None:
         every[MODE] = direction(str(every.get(MONITOR, CallbackSettings.monitor)))

@@ -1,8 +1,8 @@
 """What became of a run's inputs: read, cut, dropped and weighed, as log lines and as numbers for its result."""
 
 import logging
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any, cast
 
 import torch
@@ -12,20 +12,37 @@ from attnpo.cli.progress import phase
 from attnpo.data.arrow_rows import pair_weights_of
 from attnpo.data.collate import TrainingExample
 from attnpo.data.micro_batches import COSTS, SHARED_PREFIX
-from attnpo.data.prepare import DROPPED_FOR_COVERAGE, ExampleSet
-from attnpo.data.rules import BatchPlan
+from attnpo.data.prepare import (
+    CUT,
+    CUT_IN_FRONT,
+    DROPPED_FOR_COVERAGE,
+    EncodedSet,
+    ExampleSet,
+    Tally,
+    calibration_pairs,
+    prepare_examples,
+    sample_of,
+)
+from attnpo.data.rules import AlignRules, BatchPlan
 from attnpo.data.sampler import steps_in
 from attnpo.data.token_budget import require_room
 from attnpo.data.weighing import SPLITS, Weighed
+from attnpo.judge.base import WeightReader
+from attnpo.judge.judge import RunJudge
+from attnpo.judge.layers import HeadRow, Row
+from attnpo.judge.settings import Assembly
 from attnpo.judge.verdicts import judge_lines, judge_warning
 from attnpo.run.combinations import CHOICE
 from attnpo.run.inputs import Inputs
-from attnpo.run.lost_weights import describe_loss
+from attnpo.run.resolve import Readers
 from attnpo.run.result import OVERLAP
 from attnpo.schema import SIDES, Json, UserError
+from attnpo.text.alignment import AlignMethod
 from attnpo.training.processes import planned_processes
 from attnpo.training.settings import CallbackSettings, TrainerSettings, total_steps
 from attnpo.weights.arrival import COLUMNS, Arrival
+from attnpo.weights.base import WeightSource
+from attnpo.weights.capture import WEIGHTS, load_captured
 from attnpo.weights.verbalizer import AnswerStatistics
 
 log = logging.getLogger(__name__)
@@ -45,8 +62,7 @@ def example_statistics(inputs: Inputs) -> dict[str, Any]:
             "unmatched_share": round(made.unmatched_share, 5),
             **inputs.measured[split].numbers,
         }
-        warning = describe_split_loss(inputs, split)
-        if warning is not None:
+        if (warning := describe_split_loss(inputs, split)) is not None:
             out[split]["warning"] = warning
     if inputs.overlap is not None:
         out["val"][OVERLAP] = asdict(inputs.overlap)
@@ -67,8 +83,7 @@ def example_statistics(inputs: Inputs) -> dict[str, Any]:
         out["judge_traces"] = weighed.traces.numbers()
     if weighed.verdicts is not None:
         out["judge"] = {name: round(value, 5) for name, value in vars(weighed.verdicts).items()}
-        warning = judge_warning(weighed.verdicts)
-        if warning is not None:
+        if (warning := judge_warning(weighed.verdicts)) is not None:
             out["judge"]["warning"] = warning
     return out
 
@@ -93,9 +108,7 @@ def split_lines(inputs: Inputs, split: str, statistics: dict[str, Any]) -> Itera
     for event, count in sorted(made.tally.counts.items()):
         first = ", ".join(made.tally.first[event])
         yield f"{split}: {event}: {count} of {made.read} ({count / made.read:.1%}; first: {first})"
-    lengths = [
-        f"{name} {'/'.join(str(value) for value in found.values())}" for name, found in statistics["tokens"].items()
-    ]
+    lengths = [f"{name} {'/'.join(map(str, found.values()))}" for name, found in statistics["tokens"].items()]
     yield f"{split}: tokens at p50/p90/p99/max: {', '.join(lengths)}"
     effective = statistics.get("effective_share")
     if effective is None:
@@ -163,26 +176,21 @@ def _cut_prompts(weighed: Weighed) -> dict[str, dict[str, int]]:
 
 
 def log_captured(weighed: Weighed) -> None:
-    """Logs the judge's passport in two lines, with a warning where it tells nothing of preference, and the answers.
-
-    Before these how many prompts were cut, and how long its traces are, with a warning where some were cut.
-    """
+    """Logs what was cut, the judge's passport in two lines, its traces, how well answers were read, with warnings."""
     cut_prompts = _cut_prompts(weighed)
-    if cut_prompts.get("judge_prompts", {}).get("cut"):
-        log.warning("judge prompts cut at judge.max_length: %(cut)d of %(read)d", cut_prompts["judge_prompts"])
-    if cut_prompts.get("scorers", {}).get("cut"):
-        log.warning("prompts with a scorer's instruction cut at lengths: %(cut)d of %(pairs)d", cut_prompts["scorers"])
+    if (cut := cut_prompts.get("judge_prompts", {})).get("cut"):
+        log.warning("judge prompts cut at judge.max_length: %(cut)d of %(read)d", cut)
+    if (cut := cut_prompts.get("scorers", {})).get("cut"):
+        log.warning("prompts with a scorer's instruction cut at lengths: %(cut)d of %(pairs)d", cut)
     if weighed.traces is not None:
         log.info("%s", weighed.traces.text())
-        cut = weighed.traces.problem()
-        if cut is not None:
-            log.warning("%s", cut)
+        if (problem := weighed.traces.problem()) is not None:
+            log.warning("%s", problem)
     verdicts = weighed.verdicts
     if verdicts is not None and verdicts.pairs:
         for line in judge_lines(verdicts):
             log.info("%s", line)
-        warning = judge_warning(verdicts)
-        if warning is not None:
+        if (warning := judge_warning(verdicts)) is not None:
             log.warning("warning: %s", warning)
     if weighed.answers is not None:
         for line in answer_lines(weighed.answers):
@@ -197,13 +205,13 @@ def require_examples(split: str, made: ExampleSet, processes: int) -> None:
             f"{split}: none of {made.read} pairs is left to train on ({events}): change what dropped them (weights, "
             "align.min_coverage, lengths) or the data"
         )
-    if made.examples and not pair_weights_of(made.examples).any():
+    pairs = len(made.examples)
+    if pairs and not pair_weights_of(made.examples).any():
         nothing = "trained" if split == "train" else "measured, so that best/ would be chosen by a loss of 0"
         raise UserError(
-            f"{split}: all {len(made.examples)} pairs have the weight 0 (their pair weight, or all token weights of "
+            f"{split}: all {pairs} pairs have the weight 0 (their pair weight, or all token weights of "
             f"both responses), so nothing would be {nothing}: choose other weights or data"
         )
-    pairs = len(made.examples)
     if 0 < pairs < processes:
         raise UserError(
             f"{split}: {pairs} {'pair' if pairs == 1 else 'pairs'} for {processes} processes, and each needs one: give "
@@ -230,12 +238,13 @@ def answer_lines(answers: AnswerStatistics) -> Iterator[str]:
         yield f"verbalizer: {answers.lost} answers are no longer in the store; their scores are"
 
 
-def row_lines(example: TrainingExample, tokenizer: PreTrainedTokenizerBase, width: int = 24) -> list[str]:
-    """Returns an example as it is trained: prompt tail, then the first ``width`` tokens of each side as text|relative
-    weight.
+ROW_WIDTH = 24  # tokens
 
-    Relative to uniform: a distribution times |y|, a factor as it is. Prompt tokens are outside the loss; those without
-    weight (no partner on the judge's side, or 0) show a dot.
+
+def row_lines(example: TrainingExample, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Returns an example as it is trained: prompt tail, the first ``ROW_WIDTH`` tokens of each side as text|weight.
+
+    Relative to uniform: a distribution times |y|, a factor as it is; tokens without weight show a dot.
     """
     lines = [
         f"row 0, pair {example.pair_id[:8]}, prompt (masked): ...{tokenizer.decode(example.chosen.prompt_ids[-40:])!r}"
@@ -245,11 +254,76 @@ def row_lines(example: TrainingExample, tokenizer: PreTrainedTokenizerBase, widt
         scaled = (row * scale).tolist()
         parts = [
             f"{tokenizer.decode([token])!r}|{'.' if weight == 0 else f'{weight:.2f}'}"
-            for token, weight in zip(side.response_ids[:width], scaled, strict=False)
+            for token, weight in zip(side.response_ids[:ROW_WIDTH], scaled, strict=False)
         ]
-        more = f" ... {len(scaled) - width} more" if len(scaled) > width else ""
+        more = f" ... {len(scaled) - ROW_WIDTH} more" if len(scaled) > ROW_WIDTH else ""
         lines.append(
             f"row 0, {name}, {len(scaled)} tokens, weights w sum to {float(torch.sum(row)):.3f}, |y| is {length:g}; "
             f"each token with {'its factor' if example.factors else '|y| w'}, 1 if uniform: {' '.join(parts)}{more}"
         )
     return lines
+
+
+log = logging.getLogger(__name__)
+
+SAMPLE = 200
+"""Pairs that stored layers are measured on, so that 32 layers take seconds whatever the store holds."""
+
+
+def describe_loss(
+    source: WeightSource,
+    reader: WeightReader | None,
+    align: AlignMethod,
+    rows: Sequence[Row],
+    arrived: Arrival,
+    tally: Tally,
+) -> str | None:
+    """Returns what is lost of the weights of ``rows``, in which layer and side, and what helps; None where little is.
+
+    Weights that are made on the training tokens lose nothing but what is cut, which is logged by itself.
+    """
+    if source.tokens == "train" or not arrived.is_low:
+        return None
+    helps = []
+    if isinstance(reader, RunJudge):
+        same = reader.settings.assembly is Assembly.TEXT
+        helps += ["judge.assembly=ids (for a judge with the model's tokenizer)"] * same
+        helps.append("another wording (judge.template_file)")
+    if align is AlignMethod.LEVENSHTEIN:
+        helps.append("align.method=characters")
+    cut = sum(tally.total(words.format(side)) for words in (CUT, CUT_IN_FRONT) for side in SIDES)
+    cuts = f", with those on the {cut} pieces that lengths.max_length cut from responses" if cut else ""
+    what = f". What can help: {', '.join(helps)}" if helps else ""
+    return (
+        f"weights of {name_rows(source, rows)}: {arrived.text()}: the weights of tokens that match no "
+        f"training token are lost{cuts}{what}"
+    )
+
+
+def name_rows(source: WeightSource, rows: Sequence[Row]) -> str:
+    """Returns where weights come from in words: the source, with its layers if it has any."""
+    layers = sorted({row.layer if isinstance(row, HeadRow) else row for row in rows} - {0})
+    name = type(source).__name__
+    return f"{name}, layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}" if layers else name
+
+
+def log_arrivals(readers: Readers, weighed: Weighed, encoded: EncodedSet, align: AlignRules) -> None:
+    """Logs coverage and kept mass of each stored layer, measured on a sample of this process's pairs, untransformed."""
+    pairs = calibration_pairs([pair for pair in encoded.pairs if pair.pair_id in weighed.captured], SAMPLE)
+    sample = sample_of(encoded, pairs)["train"]
+    source, rows, captured = weighed.source, weighed.layers, weighed.captured
+    reader = readers.make(source)
+    stored = source.capture_layers(weighed.depth)
+    sources = [source]
+    if rows == (getattr(source, "layer", None),) and len(stored) > 1:
+        sources = [replace(source, layer=layer) for layer in stored]  # type: ignore[type-var]
+        table = readers.base.store.table(WEIGHTS, weighed.key)
+        rows, captured = stored, load_captured(table, [pair.pair_id for pair in pairs], stored)
+    for one in sources if pairs else ():
+        made = prepare_examples(sample, one, captured, align, rows)
+        if not made.examples:
+            continue  # what dropped them all is counted with the data
+        arrived, read = Arrival.of(made.examples), one.rows_read()
+        log.info("weights of %s: %s (%d pairs)", name_rows(one, read), arrived.text(), len(made.examples))
+        if (lost := describe_loss(one, reader, align.method, read, arrived, made.tally)) is not None:
+            log.warning("%s", lost)

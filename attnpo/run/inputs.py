@@ -1,11 +1,13 @@
 """From a composed config to training examples: the data module of a run, its pairs read, encoded and weighed."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerBase
+
 from attnpo.data import reading
-from attnpo.data.arrow_rows import ExampleRows, sizes_of
+from attnpo.data.arrow_rows import ExampleRows, pairs_of, sizes_of
 from attnpo.data.base import PairSet
 from attnpo.data.example_numbers import Measured
 from attnpo.data.overlap import Overlap, key_of_prompt, write_prompts
@@ -14,25 +16,26 @@ from attnpo.data.prepared import Examples, Recipe, facts_of_ids
 from attnpo.data.reading import Texts
 from attnpo.data.rules import LengthRules
 from attnpo.data.weighing import Weighed
+from attnpo.display.weighed_pair import WeighedPair, pair_with_weights
 from attnpo.models.described import beyond_positions
 from attnpo.models.loading import text_config
 from attnpo.models.spec import ModelSpec
-from attnpo.run.base import BaseModel
-from attnpo.run.combinations import require_reader
 from attnpo.run.identity import identity_of
 from attnpo.run.point_cache import Memory
-from attnpo.run.readers import Readers
+from attnpo.run.resolve import BaseModel, Readers
 from attnpo.run.run_config import RunConfig
 from attnpo.schema import UserError
 from attnpo.training.processes import planned_processes
+from attnpo.weights.base import OnlineSource
+from attnpo.weights.capture import LogpPair
 
 
 @dataclass(frozen=True)
 class Inputs:
     """Pairs, weights and training examples of both splits.
 
-    ``overlap``: what validation shares with training. ``measured``: what the examples are like, by split. ``recipe``:
-    how the weights were made. ``layer_choice``: the record of the layer that was found for ``weights.layer=auto``.
+    ``recipe``: how the weights were made; ``overlap``: what validation shares with training; ``measured``: what
+    examples are like; ``layer_choice``: the record of the layer found.
     """
 
     pairs: dict[str, PairSet]
@@ -68,7 +71,6 @@ def read_inputs(cfg: RunConfig, base: BaseModel, readers: Readers) -> Inputs:
     ``base`` and ``readers``: of the resolved configuration (``resolve``).
     """
     cfg.batch.accumulation(planned_processes(cfg.trainer))  # refuses what cannot be split evenly
-    require_reader(cfg.weights, cfg.objective)
     identity = identity_of(cfg)
     by_texts: dict[str, object] = {"what": "pairs", **{name: cfg.values[name] for name in ("data", "model", "lengths")}}
 
@@ -118,3 +120,29 @@ def _pairs_in(made: Texts) -> int:
 
 def _examples_in(made: tuple[Recipe, Examples]) -> int:
     return sum(part.read for part in made[1].sets.values())
+
+
+def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], str]:
+    """Returns a function from a token's id to its text."""
+    return lambda token: str(tokenizer.decode([token]))
+
+
+def heat_rows(
+    inputs: Inputs, tokenizer: PreTrainedTokenizerBase, count: int, policy: Mapping[str, LogpPair] | None = None
+) -> list[WeighedPair]:
+    """Returns the first ``count`` training pairs with their weights, and the judge's verdicts where it was asked.
+
+    None where training computes the weights. ``policy``: log-probabilities of pairs' tokens after training, by id.
+    """
+    if isinstance(inputs.weighed.source, OnlineSource):
+        return []
+    examples = inputs.examples["train"].examples[:count]
+    pairs = pairs_of(inputs.pairs["train"].pairs, [example.pair_id for example in examples])
+    rows = []
+    for example in examples:
+        known = {"logp": (policy or {}).get(example.pair_id), "reference_logp": example.reference_logps}
+        scores = [{name: both[side] for name, both in known.items() if both is not None} for side in range(2)]
+        captured = inputs.weighed.captured.get(example.pair_id)
+        pair = pairs[example.pair_id]
+        rows.append(pair_with_weights(pair, example, decoder(tokenizer), captured, scores))
+    return rows

@@ -85,11 +85,7 @@ class Footprint:
         )
 
     def capacity(self) -> int | None:
-        """Returns bytes of the device this process will use, in a job of several processes those of the node's smallest
-        GPU; None without a GPU.
-
-        So all processes of a node decide alike; those of several nodes are compared when training begins.
-        """
+        """Returns bytes of this process's device, of several those of the node's smallest GPU; None without."""
         own = memory_of(device_of(self.trainer.accelerator))
         if own is None or planned_processes(self.trainer) == 1:
             return own
@@ -119,10 +115,7 @@ def require_device(accelerator: str) -> None:
 def log_training(
     plan: Footprint, model: ModelSpec, batch: BatchPlan, overrides: Sequence[str], config_dir: Path | None
 ) -> None:
-    """Logs what training needs with these choices, and whether the device holds it if there is one.
-
-    Where it does not, also the ``alternatives`` to the command's ``overrides``.
-    """
+    """Logs what training needs, whether the device holds it, and else the ``alternatives`` to ``overrides``."""
     config, capacity = load_config(model.path, model.revision), memory_of(device_of(plan.trainer.accelerator))
     with estimating(model.path):
         found = plan.estimate(config, model, batch)
@@ -144,9 +137,7 @@ def log_judge(judge: RunJudge, device: torch.device) -> None:
 
 @contextmanager
 def estimating(path: str) -> Iterator[None]:
-    """Opens a context in which an estimate that fails is a warning: configs of some kinds say less, or say it
-    otherwise.
-    """
+    """Opens a context in which an estimate that fails is a warning: configs of some kinds say less than it needs."""
     try:
         yield
     except UserError:
@@ -176,11 +167,9 @@ def alternatives(
 def fit_memory(plan: Footprint) -> tuple[ModelSpec, BatchPlan]:
     """Decides every ``auto`` of model and batch by the memory estimate, and logs the reason once.
 
-    The first of ``ModelSpec.choices`` that the device holds with the least budgets: blocks that keep their activations
-    are quicker with few tokens than others with many. Then the budgets, as large as they have room. The last choice,
-    which needs least, where none fits, where the device's memory cannot be read (a CPU), and where the model's config
-    allows no estimate. The saved configuration keeps ``auto``, so that a run may go on with another choice on another
-    device.
+    The first of ``ModelSpec.choices`` that the device holds with the least budgets, then budgets as large as they have
+    room; the choice of least memory where none fits and where there is no estimate. The saved configuration keeps
+    ``auto``.
     """
     asked, batch = plan.model, plan.least
     if asked.compile == AUTO:
@@ -204,10 +193,7 @@ def fit_memory(plan: Footprint) -> tuple[ModelSpec, BatchPlan]:
 
 
 def fill_card(plan: Footprint, config: PretrainedConfig, model: ModelSpec, capacity: int) -> BatchPlan:
-    """Makes every ``auto`` of a batch as large as a device of so many bytes holds beside ``model``.
-
-    No larger than a process's share of a step, in training.
-    """
+    """Makes every ``auto`` of a batch as large as a device of so many bytes holds, at most a share of a step."""
     least = plan.least
     share = min(MOST, 2 * plan.max_length * -(-least.pairs // planned_processes(plan.trainer)))
 

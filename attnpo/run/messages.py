@@ -23,11 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def announce(command: str, cfg: RunConfig, folder: Path | None, budget: str | None = None) -> None:
-    """Logs six lines on what ``command`` (fit, weigh) is about to do; it writes into ``folder`` if there is one.
-
-    ``budget`` stands in place of the configuration's: a study's, which knows its points. The whole configuration is in
-    the folder's config.yaml.
-    """
+    """Logs six lines on what ``command`` is about to do, and where it writes; ``budget``: a study's own."""
     choices, later, objective = cfg.composed.choices, cfg.chosen_later(), cfg.objective
     built = None
     if cfg.prepare is not None:
@@ -140,11 +136,7 @@ def outcome_text(result: RunResult) -> str:
 
 
 def next_commands(composed: Composition, seed: int, folder: Path) -> list[str]:
-    """Returns commands for the run as a table, another seed of it, and its like with other weights to compare it with.
-
-    An objective that cannot have those weights gives way to DPO or TwDPO. Leaves out what ``fit`` would refuse, as the
-    weights of a reward model, which can only be uniform.
-    """
+    """Returns commands for the run's table, another seed, and its like with other weights, if ``fit`` takes it."""
     uniform = composed.choices.get("weights") == "uniform"
     other, objective = ("attention", "twdpo") if uniform else ("uniform", "dpo")
     twins = [(f"weights={other}",), (f"weights={other}", f"objective={objective}")]

@@ -9,6 +9,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +22,6 @@ from attnpo.data.collate import TrainingExample
 from attnpo.data.prepare import ExampleSet
 from attnpo.data.prepared import prepare_logps
 from attnpo.data.rules import BatchPlan, LengthRules
-from attnpo.data.scoring import score_examples
 from attnpo.data.weighing import log_store
 from attnpo.models.backbone import frozen, is_materialised
 from attnpo.models.compiled import compile_blocks, require_same_numbers
@@ -33,12 +33,12 @@ from attnpo.models.router import require_router, say_unused
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import AUTO, ModelSpec
 from attnpo.models.trial import VERSION, asks_for_rows, choose, require_trainable
-from attnpo.run.base import BaseModel
 from attnpo.run.memory import Footprint, fit_memory
+from attnpo.run.resolve import BaseModel
 from attnpo.schema import SIDES, UserError, digest
 from attnpo.system.files import Json, read_record, write_record
 from attnpo.system.processes import world_size
-from attnpo.system.store import Store, Table
+from attnpo.system.store import Table
 from attnpo.weights.capture import REFERENCE, LogpPair, load_logps, reference_key, store_logps
 
 log = logging.getLogger(__name__)
@@ -64,9 +64,8 @@ def fill_reference(
 ) -> None:
     """Computes what the examples lack in a table of reference log-probabilities, and adds it.
 
-    ``model`` is the reference (the policy before its first step). ``shard`` (rank, ranks) computes only every ranks-th
-    example; without it a job of several processes is refused, since each would compute everything: ``refill`` is the
-    command that fills the store.
+    ``model`` is the reference. ``shard`` (rank, ranks) computes only every ranks-th example; without it a job of
+    several processes is refused: ``refill`` is the command that fills the store.
     """
     places: dict[str, tuple[Sequence[TrainingExample], int, int]] = {}
     for made in sets.values():
@@ -89,8 +88,7 @@ def fill_reference(
     began = time.perf_counter()
     for start in range(0, len(lacking), PAIRS_PER_SHARD):
         chunk = [examples[place] for examples, place, _ in lacking[start : start + PAIRS_PER_SHARD]]
-        with base.autocast():
-            store_logps(table, dict(score_examples(model, chunk, base.chat.rows.pad_id, taken)))
+        store_logps(table, base.score(model, chunk, taken))
         done = start + len(chunk)
         pace = done / (time.perf_counter() - began)
         log.info("reference log-probs: %d of %d pairs, %.1f pairs/s", done, len(lacking), pace)
@@ -101,15 +99,7 @@ def choose_layout(
 ) -> Layout:
     """Takes the layout that the store keeps for this model, device and versions; else tries which one, and keeps it.
 
-    Args:
-        base: the model and the store.
-        layout: what is asked for, such as "auto".
-        reference: the kind of reference.
-        models: the policy, and the reference if it is a model.
-        requests: as for ``trial.choose``.
-
-    Raises:
-        UserError: as ``trial.choose``.
+    ``reference``: its kind; ``models`` and ``requests``: as for ``trial.choose``, which also says what is refused.
     """
     if layout == "padded" or not all(is_materialised(model.model) for model in models):
         return choose(layout, models, requests, base.device)
@@ -118,15 +108,14 @@ def choose_layout(
         "lora": None if base.spec.lora is None else asdict(base.spec.lora),
         "reference": reference,
         "requests": [name for name in sorted(requests) if asks_for_rows(name)],
-        **_trial_facts(base),
     }
-    path = _kept(base.store, LAYOUT_TRIALS, facts)
-    kept = (read_record(path) or {}).get("taken")
+    trial = _Trial.of(base, LAYOUT_TRIALS, facts)
+    kept = (read_record(trial.path) or {}).get("taken")
     if kept in LAYOUTS:
         log.info("layout %s: tried before with this model, device and versions, as the store says", kept)
         return LAYOUTS[kept]
     taken = choose(layout, models, requests, base.device)
-    _keep(path, facts, taken=_name(taken))
+    trial.keep(taken=_name(taken))
     return taken
 
 
@@ -134,29 +123,26 @@ def _name(layout: Layout) -> str:
     return next(name for name, other in LAYOUTS.items() if other is layout)
 
 
-def _kept(store: Store, folder: str, facts: dict[str, object]) -> Path:
-    """Returns the store's file of a trial."""
-    return Path(store.root) / folder / f"{digest(facts)[:20]}.json"
+class _Trial(NamedTuple):
+    """Record that the store keeps of a trial of the run's model: known by weights, formats, device, versions."""
 
+    path: Path
+    facts: Mapping[str, object]
 
-def _keep(path: Path, facts: dict[str, object], **found: Json) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_record(path, {"of": facts, **found})
+    @classmethod
+    def of(cls, base: BaseModel, folder: str, more: Mapping[str, object]) -> "_Trial":
+        device = base.device
+        facts = {
+            **more,
+            "model": base.fingerprint(),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "trial": VERSION},
+        }
+        return cls(Path(base.store.root) / folder / f"{digest(facts)[:20]}.json", facts)
 
-
-def _trial_facts(base: BaseModel) -> dict[str, object]:
-    """Returns what identifies a trial of the run's model: weights, formats, device, versions."""
-    device = base.device
-    return {
-        "model": base.fingerprint(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "trial": VERSION},
-    }
-
-
-def _load_trial(base: BaseModel) -> Path:
-    """Returns the file that the store has once the run's model was found causal and ran in training mode."""
-    return _kept(base.store, LOAD_TRIALS, _trial_facts(base))
+    def keep(self, **found: Json) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_record(self.path, {"of": self.facts, **found})
 
 
 def reference_table(base: BaseModel, rules: LengthRules) -> Table:
@@ -167,9 +153,7 @@ def reference_table(base: BaseModel, rules: LengthRules) -> Table:
 
 
 def with_reference(store: Path, table: Table, made: ExampleSet) -> Sequence[TrainingExample]:
-    """Returns the examples of a split with the stored log-probabilities; UserError when one is missing or of another
-    length.
-    """
+    """Returns a split's examples with the stored log-probs; UserError when one is missing or of another length."""
     examples, ids = made.examples, pair_ids_of(made.examples)
     chosen, rejected = (counts.tolist() for counts in sizes_of(examples).responses)
 
@@ -195,36 +179,39 @@ def load_start(base: BaseModel) -> PreTrainedModel:
         revision=model.revision,
         quantize=model.quantize,
         device=base.device,
-        tried=read_record(_load_trial(base)) is not None,
+        tried=read_record(_Trial.of(base, LOAD_TRIALS, {}).path) is not None,
     )
 
 
 def load_policy(base: BaseModel) -> ScoredLM:
-    """Returns the model to train; under ``model.lora`` with fresh adapters, which change no number before the first
-    step.
+    """Returns the model to train; under ``model.lora`` with fresh adapters, which change no number at first.
 
     Under ``model.reward`` a reward model on the same base.
     """
     spec = base.spec
     if spec.reward:
         return _load_reward(base)
-    model, trial = load_start(base), _load_trial(base)
-    if read_record(trial) is None:
+    model, trial = load_start(base), _Trial.of(base, LOAD_TRIALS, {})  # kept once it is causal and runs in training
+    if read_record(trial.path) is None:
         require_trainable(model, spec.path)
-        _keep(trial, _trial_facts(base))
+        trial.keep()
     if spec.lora is not None:
         add_lora(model, spec.lora)
     if spec.router_aux_loss_coef:
         require_router(model)
     else:
         say_unused(model)
-    policy = ScoredLM(model, chunk=spec.chunk)
+    return _recomputed(ScoredLM(model, chunk=spec.chunk), spec)
+
+
+def _recomputed(policy: ScoredLM, spec: ModelSpec) -> ScoredLM:
+    """Makes a policy compute its activations again in the backward pass where ``spec`` says so; returns it."""
     if spec.recomputes:
         policy.model.activation_checkpointing_enable(every_n_layers=spec.checkpoint_every)
     return policy
 
 
-def _load_reward(base: BaseModel) -> RewardPolicy:
+def _load_reward(base: BaseModel) -> ScoredLM:
     spec = base.spec
     model = load_model(
         spec.path,
@@ -236,20 +223,14 @@ def _load_reward(base: BaseModel) -> RewardPolicy:
     )
     model.config.pad_token_id = base.chat.rows.pad_id  # the library's classes look for a row's end by it
     model.to(base.device)  # type: ignore[arg-type]
-    policy = RewardPolicy(model)
-    if spec.recomputes:
-        policy.model.activation_checkpointing_enable(every_n_layers=spec.checkpoint_every)
-    return policy
+    return _recomputed(RewardPolicy(model), spec)
 
 
 def compile_policy(base: BaseModel, policy: ScoredLM, layout: Layout, *, required: bool) -> bool:
     """Compiles the blocks of a policy that is to be trained in ``layout``, if ``model.compile`` says so.
 
-    Returns False where blocks that are not ``required`` (``auto``) do not run or give other numbers than plain ones. A
-    trial that came to numbers is kept in the store, and what torch compiles beside it.
-
-    Raises:
-        UserError: a backend that was named and does not run, or gives other numbers.
+    Returns False where blocks that are not ``required`` (``auto``) do not run or give other numbers; UserError for
+    those that are. A trial that came to numbers is kept in the store, and what torch compiles beside it.
     """
     backend, _ = base.spec.backend(base.device.type)
     if backend is None:
@@ -273,13 +254,9 @@ def compile_policy(base: BaseModel, policy: ScoredLM, layout: Layout, *, require
 
 
 def _require_right(base: BaseModel, policy: ScoredLM, backend: str, layout: Layout) -> None:
-    """Raises ``UserError`` where compiled blocks do not run, or give other numbers, by the store's word if it has it.
-
-    Blocks that do not run are tried again at the next start: a compiler may be there by then.
-    """
-    facts = {"backend": backend, "layout": _name(layout), **_trial_facts(base)}
-    path = _kept(base.store, COMPILE_TRIALS, facts)
-    kept = read_record(path)
+    """Raises ``UserError`` where compiled blocks do not run, or give other numbers, by the store's word if any."""
+    trial = _Trial.of(base, COMPILE_TRIALS, {"backend": backend, "layout": _name(layout)})
+    kept = read_record(trial.path)
     against = None if kept is None else kept.get("against")
     if kept is None:
         try:
@@ -288,7 +265,7 @@ def _require_right(base: BaseModel, policy: ScoredLM, backend: str, layout: Layo
             if error.__cause__ is not None:
                 raise
             against = str(error)
-        _keep(path, facts, against=against)
+        trial.keep(against=against)
     else:
         log.info("model.compile=%s: compared before with this model, device and versions, as the store says", backend)
     if against is not None:
@@ -296,10 +273,7 @@ def _require_right(base: BaseModel, policy: ScoredLM, backend: str, layout: Layo
 
 
 def uncompiled(plan: Footprint, spec: ModelSpec, policy: ScoredLM) -> tuple[ModelSpec, BatchPlan]:
-    """Returns model and batch with memory fitted to plain blocks, and sets ``policy`` as they say.
-
-    ``spec``: the model with what ``auto`` became for compiled ones.
-    """
+    """Returns model and batch with memory fitted to plain blocks in place of ``spec``; sets ``policy`` as they say."""
     asked = plan.model
     plain = replace(
         spec,
@@ -310,8 +284,7 @@ def uncompiled(plan: Footprint, spec: ModelSpec, policy: ScoredLM) -> tuple[Mode
     )
     spec, batch = fit_memory(replace(plan, model=plain))
     policy.chunk = spec.chunk
-    if spec.recomputes:
-        policy.model.activation_checkpointing_enable(every_n_layers=spec.checkpoint_every)
+    _recomputed(policy, spec)
     return spec, batch
 
 

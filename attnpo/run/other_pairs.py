@@ -17,7 +17,7 @@ from attnpo.data.weighing import Weighed
 from attnpo.judge.base import LoadedJudge
 from attnpo.models.layouts import padded
 from attnpo.objectives.base import LengthScaled, PreferenceObjective, mean_factors
-from attnpo.run.readers import Readers
+from attnpo.run.resolve import Readers
 from attnpo.schema import SIDES, Kind, PairWeights, PreferencePair, RowGroup
 from attnpo.system.store import Store
 from attnpo.weights.base import WeightSource
@@ -36,8 +36,7 @@ def weigh_others(
 ) -> list[TrainingExample]:
     """Returns pairs as examples with weights; with weights of 0 where a pair gets none.
 
-    Without weights where the source asks a generator, which takes long, unless ``ask`` says that it may, and where it
-    reads columns that a pair has not (one of sampled answers).
+    Without weights where the source asks a generator, unless ``ask``, and where it reads columns that a pair lacks.
     """
     encoded = encode_pairs(pairs, readers.base.chat, readers.lengths, keep_same=True)
     known: dict[str, TrainingExample] = {}
@@ -48,12 +47,10 @@ def weigh_others(
         told = _with_columns(encoded, source)
         made = prepare_examples(told, source, captured, recipe.align, weighed.layers, weighed.transforms)
         known = {example.pair_id: example for example in made.examples}
-    examples = []
+    examples, none = [], (0.0, 0.0)
     for pair, sides in zip(encoded.pairs, encoded.encoded, strict=True):
         chosen, rejected = (torch.zeros(0 if silent else len(sides[side].response_ids)) for side in SIDES)
-        bare = TrainingExample(
-            pair.pair_id, sides["chosen"], sides["rejected"], (chosen, rejected), (0.0, 0.0), (0.0, 0.0)
-        )
+        bare = TrainingExample(pair.pair_id, sides["chosen"], sides["rejected"], (chosen, rejected), none, none)
         examples.append(known.get(pair.pair_id, bare))
     return examples
 
@@ -68,22 +65,18 @@ def _with_columns(encoded: EncodedSet, source: WeightSource) -> EncodedSet:
 
 
 def _captured(readers: Readers, source: WeightSource, pairs: Sequence[PreferencePair]) -> dict[str, PairWeights]:
-    """Returns what the run's source captures for other pairs, through a store that is thrown away; empty if it asks
-    nobody.
-    """
-    reader, device = readers.make(source), readers.base.device
+    """Returns what the run's source captures for other pairs, through a store that is thrown away."""
+    reader = readers.make(source)
     if reader is None:
         return {}
+
+    def load() -> object:
+        loaded = reader.load(readers.base.device)
+        return replace(loaded, verdict=False) if isinstance(loaded, LoadedJudge) else loaded
+
     with tempfile.TemporaryDirectory() as folder:
-        store = Store(Path(folder))
-        captured, _ = ensure_captured(
-            pairs, source, source.rows_read(), store, {}, lambda: _without_verdicts(reader.load(device))
-        )
+        captured, _ = ensure_captured(pairs, source, source.rows_read(), Store(Path(folder)), {}, load)
         return dict(captured)
-
-
-def _without_verdicts(reader: object) -> object:
-    return replace(reader, verdict=False) if isinstance(reader, LoadedJudge) else reader
 
 
 def token_factors(objective: PreferenceObjective, rows: RowGroup) -> Float[Tensor, "rows R"]:
@@ -103,9 +96,7 @@ def reward_factors(
     readers: Readers,
     pairs: Sequence[PreferencePair],
 ) -> Mapping[str, RewardFactors]:
-    """Returns what the run's objective multiplies the log-ratios of other pairs by; pairs without any weight are left
-    out.
-    """
+    """Returns what the objective multiplies the log-ratios of other pairs by; pairs without any weight are left out."""
     found = {}
     factors = weighed.source.kind is Kind.FACTOR
     for example in weigh_others(recipe, weighed, readers, pairs, ask=True):

@@ -33,19 +33,17 @@ from attnpo.display.page import (
 )
 from attnpo.display.tables import Cell
 from attnpo.models.loading import text_config, weights_fingerprint
-from attnpo.models.older_readers import warning_for
 from attnpo.models.spec import ModelSpec
 from attnpo.run.folders import store_root
-from attnpo.run.heat_rows import heat_rows
 from attnpo.run.input_summary import row_lines
-from attnpo.run.inputs import Inputs
+from attnpo.run.inputs import Inputs, heat_rows
 from attnpo.run.result import RunResult, Scores
 from attnpo.run.run_config import RunConfig
 from attnpo.system.credentials import mask
 from attnpo.system.files import Json, flat, parse_json, write_whole
 from attnpo.system.machine import versions
 from attnpo.text.chat import ChatFormat
-from attnpo.training.export import Exporter
+from attnpo.training.export import Exporter, warning_for
 from attnpo.training.loggers import trackers
 from attnpo.training.metrics_file import METRICS, read_metrics
 from attnpo.training.settings import CallbackSettings
@@ -70,8 +68,7 @@ def write_run_report(
 ) -> None:
     """Writes ``curves.png`` and ``report.html`` of one run.
 
-    ``chat``: of the training; ``configuration``: all settings as YAML. ``policy``: log-probabilities of the first
-    training pairs' tokens after training, as ``heat_rows`` takes them.
+    ``configuration``: all settings as YAML; ``policy``: the first pairs' log-probabilities after training, by id.
     """
     training_curves(read_metrics(folder / METRICS), folder / CURVES, folder.name)
     found = (*result.warnings, chat.chosen.warning)
@@ -135,9 +132,7 @@ def truth_table(truth: Mapping[str, Scores]) -> TableBlock:
 
 
 def inputs_section(result: RunResult) -> Section:
-    """Returns what became of the inputs: a column per split, lengths with theirs in a table of its own, and what is of
-    none.
-    """
+    """Returns what became of the inputs: a column per split, lengths in a table of their own, and what is of none."""
     every = {
         part: {name: value for name, value in flat(result.split(part), " ") if value != {}} for part in result.inputs
     }
@@ -186,9 +181,7 @@ KL = {"tokens": "share of tokens", "kl": "share of KL", "kl_per_token": "KL per 
 
 
 def drift_section(result: RunResult, folder: Path) -> Section:
-    """Returns where the policy moved: KL by class of token, the figure ``drift.png``, which is drawn here, and the
-    rest.
-    """
+    """Returns where the policy moved: KL by class of token, the figure ``drift.png``, drawn here, and the rest."""
     every = dict(numbers(result.drift))
     parts = {part: words for part, words in PARTS.items() if part in result.drift}
     paths = [name.split("/") for name in every]
@@ -223,8 +216,6 @@ def _below(every: Mapping[str, float | int], opening: str) -> Iterator[tuple[str
     return ((name.removeprefix(opening), value) for name, value in every.items() if name.startswith(opening))
 
 
-Table = tuple[list[str], list[list[Any]]]
-
 TRAINER_KEYS = ("max_epochs", "max_steps", "gradient_clip_val", "precision", "strategy")
 WEIGHT_NUMBERS = ("coverage", *ARRIVED, "effective_share", "unmatched_share")
 # Overrides that change no number; they hold folders and names of the machine the run was made on.
@@ -247,17 +238,15 @@ def publish_run(
     settings: CallbackSettings,
     folder: Path,
 ) -> None:
-    """Sends a finished run's result, account, samples, curves and heat maps to its W&B run, if it has one.
-
-    The numbers of ``result.json`` become the summary under ``result/`` and their path in that file.
-    """
+    """Sends a run's numbers (``result/PATH``), account, samples, curves and heat maps to its W&B run, if it has one."""
     for tracker in trackers(loggers):
         import wandb
 
         tracker.experiment.summary.update({f"result/{name}": value for name, value in numbers(result.to_json())})
-        media: dict[str, Any] = {"account": _table(account_table(result.inputs))}
+        tables = {"account": account_table(result.inputs)}
         if settings.samples and (samples := read_samples(folder)):
-            media["samples"] = _table((list(samples[0]), [list(row.values()) for row in samples]))
+            tables["samples"] = list(samples[0]), [list(row.values()) for row in samples]
+        media: dict[str, Any] = {name: wandb_table(*table) for name, table in tables.items()}
         if settings.report and (folder / CURVES).is_file():
             media["curves"] = wandb.Image(str(folder / CURVES))
         if settings.heat_maps and (shown := heat_rows(inputs, tokenizer, settings.heat_maps)):
@@ -266,13 +255,19 @@ def publish_run(
         tracker.log_metrics(media, step=result.steps)
 
 
-def account_table(inputs: Mapping[str, Json]) -> Table:
+def account_table(inputs: Mapping[str, Json]) -> tuple[list[str], list[list[object]]]:
     """Columns and rows of a run's account: every number of its inputs, one column per split."""
     every = dict(numbers(inputs))
-    per_split = {split: {name.removeprefix(f"{split}/"): every[name] for name in every if name.startswith(f"{split}/")}
-                 for split in SPLITS}  # fmt: skip
+    per_split = {split: dict(_below(every, f"{split}/")) for split in SPLITS}
     names = list(dict.fromkeys(name for values in per_split.values() for name in values))
     return ["entry", *SPLITS], [[name, *(per_split[split].get(name) for split in SPLITS)] for name in names]
+
+
+def wandb_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Any:
+    """Returns a W&B table; columns that mix numbers and texts are allowed."""
+    import wandb
+
+    return wandb.Table(columns=list(columns), data=[*rows], allow_mixed_types=True)
 
 
 def numbers(node: Mapping[str, object]) -> Iterator[tuple[str, float | int]]:
@@ -282,24 +277,15 @@ def numbers(node: Mapping[str, object]) -> Iterator[tuple[str, float | int]]:
             yield path, value
 
 
-def _table(table: Table) -> Any:
-    """Returns a W&B table; columns that mix numbers and texts are allowed."""
-    import wandb
-
-    return wandb.Table(columns=list(table[0]), data=table[1], allow_mixed_types=True)
-
-
 # ------------------------------------------------------------------------------------------------ card
 
 
 def make_exporter(
     model: ModelSpec, chat: ChatFormat, dtype: str | None, facts: Mapping[str, object] | None
 ) -> Exporter:
-    """Returns the exporter of a run: its tokenizer and template, every id that ends a turn, and the facts of its model
-    card.
+    """Returns the exporter of a run: its tokenizer and template, every id that ends a turn, and its card's facts.
 
-    Logs what users of the folder must know, which the card tells too. Without ``facts`` there is no card and no log:
-    for runs that keep no checkpoint and for processes that write nothing.
+    Logs what users of the folder must know. Without ``facts`` there is no card and no log.
     """
     ends, template = tuple(sorted(chat.end_ids)), chat.inference_template()
     if facts is None:
@@ -323,13 +309,11 @@ def make_exporter(
 
 
 def card_facts(cfg: RunConfig, model: ModelSpec, inputs: Inputs, statistics: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what a run's model card tells apart from its metrics, as plain data (keys:
-    ``attnpo/training/model_card.py``).
-
-    ``statistics``: of ``example_statistics``. The digest of a large base's weights takes a while.
-    """
-    prepared = store_root(cfg.store) / "prepared"
+    """Returns what a run's model card tells apart from its metrics (``model_card.Facts``); hashes the base."""
+    prepared, source = store_root(cfg.store) / "prepared", inputs.weighed.source
     data, mix, judge = cfg.below("data"), getattr(cfg.data, "mix", None), cfg.below("judge")
+    path = judge.pop("path")
+    read = "the base model itself" if path is None else _place(str(path), prepared)["name"]
     return {
         "reward": model.reward,
         "base": {
@@ -345,26 +329,15 @@ def card_facts(cfg: RunConfig, model: ModelSpec, inputs: Inputs, statistics: Map
         },
         "method": {
             "objective": {"name": type(cfg.objective).__name__, "settings": settings_of(cfg.below("objective"))},
-            "weights": {
-                "name": type(inputs.weighed.source).__name__,
-                "settings": settings_of(as_values(inputs.weighed.source)),
-            },
-            "judge": _judge_facts(judge, prepared) if "judge" in inputs.weighed.source.requires else None,
+            "weights": {"name": type(source).__name__, "settings": settings_of(as_values(source))},
+            "judge": {"name": read, "settings": settings_of(judge)} if "judge" in source.requires else None,
             "verdicts": statistics.get("judge"),
         },
         "statistics": {split: {name: statistics[split].get(name) for name in WEIGHT_NUMBERS} for split in SPLITS},
         "hyperparameters": {
-            **{
-                f"{node}.{name}": value
-                for node in ("optimizer", "batch", "lengths", "align")
-                for name, value in settings_of(cfg.below(node)).items()
-            },
+            **settings_of({node: cfg.below(node) for node in ("optimizer", "batch", "lengths", "align")}),
             **{f"trainer.{name}": getattr(cfg.trainer, name) for name in TRAINER_KEYS},
-            **{
-                f"model.{name}": value
-                for name, value in settings_of(cfg.below("model")).items()
-                if name not in OWN_WORDS
-            },
+            **settings_of({"model": {k: v for k, v in cfg.below("model").items() if k not in OWN_WORDS}}),
             "reference": cfg.reference,
             "seed": cfg.seed,
         },
@@ -400,17 +373,8 @@ def _split_facts(inputs: Inputs, split: str, statistics: Mapping[str, object]) -
     }
 
 
-def _judge_facts(node: Mapping[str, Any], prepared: Path) -> dict[str, Any]:
-    path = node["path"]
-    name = "the base model itself" if path is None else _place(str(path), prepared)["name"]
-    return {"name": name, "settings": {key: value for key, value in settings_of(node).items() if key != "path"}}
-
-
 def _place(path: str, prepared: Path) -> dict[str, Any]:
-    """Returns what a card says of a model's or data set's path: as the user gave it, never where the store lies.
-
-    ``prepared``: the store's folder of what was built.
-    """
+    """Returns what a card says of a model's or data set's path as the user gave it, never of what was built."""
     if Path(path).is_relative_to(prepared):
         return {"name": "a testbed base", "path": "built from nothing by `prepare`", "hub": None}
     local = Path(path).expanduser().exists()

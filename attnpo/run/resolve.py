@@ -1,36 +1,207 @@
-"""Model, data and judge of a run: built or found, described, and checked before any data is read."""
+"""Model, data and judge of a run, and what its weights are read with: found, described and checked, not loaded."""
 
 import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
+import torch
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as quiet
 
 from attnpo.cli.progress import phase
 from attnpo.cli.terminal import command_text
 from attnpo.config.compose import MISSING
+from attnpo.data import weighing
 from attnpo.data.base import PairReader
 from attnpo.data.built import PreparedJudge
+from attnpo.data.collate import TrainingExample
+from attnpo.data.prepare import EncodedSet
+from attnpo.data.rules import LengthRules
+from attnpo.data.scorers import RunScorers
+from attnpo.data.scoring import score_examples
+from attnpo.data.weighing import Weighed
+from attnpo.judge.base import WeightReader
 from attnpo.judge.judge import RunJudge
 from attnpo.judge.settings import Judge
 from attnpo.models.compiled import require_backend
 from attnpo.models.described import on_meta, require_exact
 from attnpo.models.kept_digests import keep_digests
-from attnpo.models.loading import attention_of, load_chat, load_config, model_depth, text_config
+from attnpo.models.layouts import Layout, padded
+from attnpo.models.loading import attention_of, load_chat, load_config, model_depth, text_config, weights_fingerprint
 from attnpo.models.lora import reach
 from attnpo.models.memory import Shape, count_parameters
+from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import AUTO, ModelSpec
-from attnpo.run.base import BaseModel
+from attnpo.objectives.base import LengthFrom
 from attnpo.run.combinations import require_reader, wants_auto
 from attnpo.run.components import JudgePreparer, Preparer
 from attnpo.run.folders import store_root
 from attnpo.run.messages import log_once
-from attnpo.run.readers import Readers
 from attnpo.run.run_config import RunConfig
 from attnpo.schema import UserError
 from attnpo.system.machine import device_of
 from attnpo.system.store import Store
-from attnpo.weights.base import WeightSource
+from attnpo.text.alignment import AlignMethod
+from attnpo.text.chat import ChatFormat
+from attnpo.weights.base import ScoredSource, WeightSource
+from attnpo.weights.capture import LogpPair
+from attnpo.weights.reward_model import RunReward
+from attnpo.weights.sources.reward_attention import RewardAttention
+from attnpo.weights.verbalizer import RunVerbalizer
+from attnpo.weights.verbalizer_settings import Verbalizer
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """Model that training starts from: its folder and formats, its chat format, where and how precisely it is run.
+
+    ``precision``: that of the trainer, such as "bf16-mixed".
+    """
+
+    spec: ModelSpec
+    chat: ChatFormat
+    device: torch.device
+    precision: str
+    store: Store
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Returns the tokenizer of the training tokens."""
+        return self.chat.tokenizer
+
+    @property
+    def is_mixed(self) -> bool:
+        """Returns whether forward passes are computed in bf16."""
+        return self.precision == "bf16-mixed"
+
+    def autocast(self) -> torch.autocast:
+        """Returns the number formats that the policy runs in, for stored and live log-probabilities alike."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.is_mixed)
+
+    def score(
+        self, model: ScoredLM, examples: Sequence[TrainingExample], layout: Layout = padded
+    ) -> dict[str, LogpPair]:
+        """Returns the log-probabilities of the examples' response tokens, chosen and rejected, by pair id."""
+        model.to(self.device)
+        with self.autocast():
+            return dict(score_examples(model, examples, self.chat.rows.pad_id, layout))
+
+    def fingerprint(self) -> dict[str, object]:
+        """Returns what identifies the reference's numbers: weights, number formats, attention kernel family."""
+        return {
+            "weights": weights_fingerprint(self.spec.path, self.spec.revision),
+            "dtype": self.spec.dtype,
+            "kernel": attention_of(self.spec.path, self.spec.revision, self.spec.attn_implementation),
+            "precision": self.precision,
+            **({} if self.spec.quantize is None else {"quantize": self.spec.quantize}),
+        }
+
+
+@dataclass(frozen=True)
+class Readers:
+    """Readers of token weights in a run, each described cheaply and loaded when it is asked.
+
+    ``length_from``: whose tokens |y| counts, if any. ``command``: fills the store before a job of several processes.
+    """
+
+    base: BaseModel
+    judge: Judge
+    verbalizer: Verbalizer
+    lengths: LengthRules
+    align: AlignMethod
+    length_from: LengthFrom | None
+    command: str
+
+    @property
+    def refill(self) -> str:
+        """Returns how the store is filled before a job of several processes."""
+        return f"in one process or several: {self.command}"
+
+    def make(self, source: WeightSource) -> WeightReader | None:
+        """Returns what ``source`` is read with; None when it captures nothing. UserError for what is absent."""
+        kinds: Mapping[str, Callable[[], WeightReader]] = {
+            "judge": self.make_judge,
+            "generator": lambda: RunVerbalizer(self.verbalizer, self.base.spec, self.base.chat, self.base.store),
+            "scorers": lambda: self._make_scorers(source),
+            "reward": lambda: self._make_reward(source),
+        }
+        wanted = sorted(source.requires)
+        if not wanted:
+            return None
+        if len(wanted) > 1 or wanted[0] not in kinds:
+            raise UserError(
+                f"weights {type(source).__name__} need {' and '.join(wanted)}; a run has one of {', '.join(kinds)}: "
+                "choose other weights"
+            )
+        return kinds[wanted[0]]()
+
+    def make_judge(self) -> RunJudge:
+        """Returns the run's judge, not loaded. UserError when its tokens cannot be matched with those of training."""
+        judge = RunJudge(self.judge, self.base.spec, self.base.chat, self.base.store)
+        key, length = "judge.max_length", judge.settings.max_length
+        require_exact(text_config(judge.path, judge.revision), judge.path, key, length)
+        if (most := judge.prompts.rules.max_length) < length:
+            log_once([f"{key}={length}: prompts are cut to the {most} positions that the judge has"])
+        if judge.settings.path is not None:
+            self._check_vocabulary(judge.tokenizer, judge.path, "judge.path")
+        return judge
+
+    def weigh(
+        self,
+        source: WeightSource,
+        encoded: Mapping[str, EncodedSet],
+        *,
+        shard: tuple[int, int] | None = None,
+        every_row: bool = False,
+    ) -> Weighed:
+        """Returns the weights of ``source`` for the pairs of ``encoded`` (``data.weighing``); a layer must be known."""
+        return weighing.weigh(
+            source,
+            self.make(source),
+            self.base.store,
+            encoded,
+            self.base.device,
+            shard=shard,
+            every_row=every_row,
+            refill=self.refill,
+        )
+
+    def _make_scorers(self, source: WeightSource) -> RunScorers:
+        if not isinstance(source, ScoredSource):
+            raise UserError(
+                f"weights {type(source).__name__} require scorers and name none; give it a property `scorers`"
+            )
+        return RunScorers(source, self.base.spec, self.base.chat, self.lengths)
+
+    def _make_reward(self, source: WeightSource) -> RunReward:
+        if not isinstance(source, RewardAttention):
+            raise UserError(
+                f"weights {type(source).__name__} need a reward model and name none: set weights=reward_attention"
+            )
+        reward = RunReward(source, self.base.spec.fallback_template)
+        require_exact(text_config(reward.path, reward.revision), reward.path, "weights.max_length", source.max_length)
+        self._check_vocabulary(reward.tokenizer, reward.path, "weights.path")
+        return reward
+
+    def _check_vocabulary(self, tokenizer: PreTrainedTokenizerBase, path: str, key: str) -> None:
+        """Refuses to match tokens of two vocabularies by their ids, warns where their count is the scale."""
+        own = self.base.spec.path
+        if tokenizer.get_vocab() == self.base.tokenizer.get_vocab():
+            return
+        if self.align is AlignMethod.LEVENSHTEIN:
+            raise UserError(
+                f"{key}={path} has another vocabulary than {own}: token ids cannot be matched; set "
+                "align.method=characters (and objective.length_from=train)"
+            )
+        if self.length_from is LengthFrom.SOURCE:
+            warning = (
+                f"objective.length_from=source: |y| counts the tokens of {path}, another vocabulary than that of {own}"
+                ", so the scale differs from training tokens; objective.length_from=train counts those"
+            )
+            log_once([warning], logging.WARNING)
+
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +222,7 @@ class Resolved(NamedTuple, Generic[Config]):
 
 @phase("building or finding model and data")
 def settle(cfg: Config) -> tuple[Config, dict[str, object]]:
-    """Returns the config with the paths of model, data and judge known, and what ``prepare`` reports (empty without
-    one).
+    """Returns the config with the paths of model, data and judge known, and what ``prepare`` reports (empty without).
 
     A path given by hand is kept. UserError when a path is still missing.
     """
@@ -84,8 +254,7 @@ def open_paths(model: ModelSpec, data: PairReader) -> list[str]:
 def make_judge(judge: Judge, source: WeightSource, prepare: Preparer | None, root: Path) -> PreparedJudge | None:
     """Returns the other model that judges, built below ``root`` if it is missing; None where none is to be built.
 
-    That is for weights without a judge, for the own model and for a path that is given. UserError when another model is
-    meant, none is named and ``prepare`` has none.
+    UserError when another model is meant, none is named and ``prepare`` has none.
     """
     if not judge.other or judge.path is not None or "judge" not in source.requires:
         return None
@@ -108,8 +277,7 @@ def report_of(judge: PreparedJudge) -> dict[str, object]:
 def resolve(cfg: Config) -> Resolved[Config]:
     """Returns the settled config with the described model and what its weights are read with.
 
-    Logs what the model is. Raises UserError for a judge, a layer, a verbalizer or a scorer that could not be read, and
-    for weights that nothing would read, before any data is.
+    Raises UserError for what could not be read or would not be, before any data is.
     """
     # Model folders load and save in moments; their bars bury the log.
     quiet.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -133,10 +301,7 @@ def resolve(cfg: Config) -> Resolved[Config]:
 
 
 def check_readers(readers: Readers, source: WeightSource) -> str:
-    """Returns how a judge's prompt is framed, "" without a judge.
-
-    UserError for a reader or a layer that is not there.
-    """
+    """Returns how a judge's prompt is framed, "" without a judge; UserError for a reader or layer that is not there."""
     judge = readers.make(source)
     if "reward" in source.requires and judge is not None:
         source.resolve(judge.num_layers)

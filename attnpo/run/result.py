@@ -19,8 +19,8 @@ OVERLAP = "trained_on"  # of the account of validation pairs
 class Scores:
     """Scores of a policy on the held-out prompts of one split.
 
-    ``numbers`` are scalars by name (reward, win_rate, kl, ...); ``rewards`` the true reward of every prompt, the mean
-    of its answers; ``base_rewards`` the same of the base, None in results of versions that did not keep them.
+    ``numbers``: scalars by name. ``rewards``: the true reward of every prompt, mean of its answers; ``base_rewards``:
+    the base's.
     """
 
     numbers: dict[str, float]
@@ -30,13 +30,11 @@ class Scores:
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a finished run says of itself.
+    """Account of a finished run.
 
-    ``seconds``: of the training ("train") and of the whole run ("all"). ``metrics``: the last logged values.
-    ``inputs``: what became of the inputs, by split and part (``run.input_summary``). ``truth``: scores by split, None
-    in settings without a known truth. ``drift``: where the policy moved from its base (``lab.drift``); empty where
-    that was not measured. ``merged``: what merging adapters into the exported folders took, by folder, and that the
-    numbers are of the policy before it; empty where none were merged.
+    ``seconds``: of the training and of all. ``metrics``: the last logged values. ``inputs``: what became of them.
+    ``truth``: scores by split, None without one. ``drift``: where the policy moved. ``merged``: what merging adapters
+    took, by folder.
     """
 
     seed: int

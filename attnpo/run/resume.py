@@ -10,11 +10,11 @@ from omegaconf import OmegaConf
 from attnpo.config.compose import readable
 from attnpo.data.overlap import FILE as PROMPTS
 from attnpo.models.loading import weights_fingerprint
-from attnpo.run.base import BaseModel
 from attnpo.run.combinations import CHOICE, LAYER, is_auto
 from attnpo.run.folders import CONFIG, POLICIES
 from attnpo.run.identity import RECOMPUTED, Identity, saved_numbers
 from attnpo.run.inputs import Inputs
+from attnpo.run.resolve import BaseModel
 from attnpo.run.result import RunResult
 from attnpo.schema import UserError, digest
 from attnpo.system.credentials import is_same_identity, redact
@@ -44,10 +44,7 @@ UNNAMED = ("log.txt", "error.txt", f"{CONFIG}.part")
 
 
 def contents_of(inputs: Inputs, base: BaseModel, modules: Mapping[str, str]) -> dict[str, str]:
-    """Digests of what the paths of a config hold: policy weights, tokenizer, chat template, pairs, captured weights.
-
-    ``modules``: code of components of one's own, by key (``named_files.code_of``).
-    """
+    """Digests what the paths of a config hold; ``modules``: code of components of one's own (``code_of``)."""
     found = {
         "tokenizer and chat template": base.chat.fingerprint(),
         "model.path": weights_fingerprint(base.spec.path, base.spec.revision),
@@ -80,12 +77,9 @@ def check_same(stored: Mapping[str, object], asked: Mapping[str, object], place:
 def find_resume(resume: str | None, folder: Path, numbers: Mapping[str, object], point: bool = False) -> Path | None:
     """Returns the checkpoint to continue from: ``resume`` auto (``last/`` if there), a path, or None.
 
-    What is read of it is compared with the digests taken when it was written, and its settings with ``numbers`` (those
-    of ``Identity``). ``point``: the run is one of a study's, whose folder is named by all that moves a number; what is
-    damaged there is said and made anew.
-
-    Raises:
-        UserError: a path without a checkpoint, one of a run with other settings, or one that is damaged.
+    What is read of it is compared with its digests, its settings with ``numbers``. ``point``: of a study's, what is
+    damaged is made anew. Raises UserError for a path without a checkpoint, one of a run with other settings, or a
+    damaged one.
     """
     if resume is None:
         return None
@@ -128,9 +122,7 @@ def _chosen(path: Path) -> Path:
 
 
 def _problem(numbers: Mapping[str, object], place: Path) -> str | None:
-    """Returns what is damaged in a checkpoint folder of what a run goes on with, or None; UserError when it is another
-    run's.
-    """
+    """Returns what is damaged of what a run goes on with, or None; UserError for a checkpoint of another run."""
     if (found := changed(place, only=(ACCOUNT, "*.csv"))) is not None:
         return found
     check_same(read_account(place).get("config", {}), numbers, place)
@@ -138,9 +130,7 @@ def _problem(numbers: Mapping[str, object], place: Path) -> str | None:
 
 
 def _problem_of_best(folder: Path, resume: Path) -> str | None:
-    """Returns what is wrong with the account of the run's own ``best/``, which tells what a better
-    policy is; or None.
-    """
+    """Returns what is wrong with the account of the run's own ``best/``, which has the best value; or None."""
     best = whole(folder / "best")
     if not best.is_dir() or best == resume.parent or forked(folder, resume):
         return None
@@ -159,20 +149,14 @@ def _damaged(resume: str, path: Path, problem: str) -> UserError:
 
 
 def check_contents(numbers: Mapping[str, object], contents: Mapping[str, str], resume: Path) -> None:
-    """Raises UserError when model, tokenizer, pairs or captured weights are not those of the run to be resumed.
-
-    ``numbers``: as in ``Identity``; ``contents``: of ``contents_of``.
-    """
+    """Raises UserError when model, tokenizer, pairs or captured weights are not those of the run to be resumed."""
     stored = read_account(resume.parent)
     check_same(stored["config"], numbers, resume.parent)
     check_same(stored["contents"], contents, resume.parent)
 
 
 def read_result(folder: Path) -> tuple[RunResult | None, str | None]:
-    """Returns the result of the run in ``folder``, or None and why there is none although its file is there.
-
-    Result and config are compared with the digests that the run wrote as its last act.
-    """
+    """Returns the result of the run in ``folder``, or None and why its file, compared with its digest, is none."""
     if not (folder / RESULT).is_file():
         return None, None
     problem = changed(folder, only=MADE)
@@ -184,10 +168,7 @@ def read_result(folder: Path) -> tuple[RunResult | None, str | None]:
 def finished(folder: Path, identity: Identity, point: bool = False) -> RunResult | None:
     """Returns the result of a run that ``resume=auto`` asks to go on with and that is over already, or None.
 
-    One that is damaged, or whose config is, does not count, which is said (for a study's ``point`` the study has).
-
-    Raises:
-        UserError: that run had other settings; or it is damaged, and no checkpoint is there to make it again from.
+    A damaged one does not count. Raises UserError where it had other settings, or is damaged without a checkpoint.
     """
     result, problem = read_result(folder)
     if problem is not None and not point:
@@ -230,10 +211,7 @@ def forked(folder: Path, resume: Path | None) -> bool:
 
 
 def check_folder(folder: Path, resume: Path | None) -> None:
-    """Raises UserError when what lies in ``folder`` would be mixed with, or lost to, a run that begins there.
-
-    That is another run, where one goes on from elsewhere; and anything that no run of attnpo wrote.
-    """
+    """Raises UserError when what lies in ``folder`` would be mixed with, or lost to, a run that begins there."""
     if forked(folder, resume) and (taken := _held(folder)) is not None:
         raise UserError(
             f"resume={resume} is a checkpoint of another folder, and {folder} holds {taken}: give a new name= to go on "
@@ -246,8 +224,7 @@ def check_folder(folder: Path, resume: Path | None) -> None:
 def _check_own(folder: Path) -> None:
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     foreign = [name for name in names if name not in UNNAMED and not name.startswith(".")]
-    of_study = (folder / "points").is_dir()
-    if of_study or (foreign and CONFIG not in sealed(folder) and not _is_config(folder / CONFIG)):
+    if (folder / "points").is_dir() or (foreign and CONFIG not in sealed(folder) and not _is_config(folder / CONFIG)):
         raise UserError(
             f"{folder} must be empty or the folder of a run (with its {CONFIG}), and holds {', '.join(foreign[:3])}"
             f"{' and more' if len(foreign) > 3 else ''}: give name= a name that is new under output="
@@ -263,10 +240,7 @@ def _is_config(path: Path) -> bool:
 
 
 def write_config(folder: Path, text: str, machine: str) -> None:
-    """Writes ``config.yaml``, which makes ``folder`` that of a run, as a whole or not at all, and its digest.
-
-    ``text``: the configuration as YAML; ``machine``: what it is run on, in a line.
-    """
+    """Writes ``config.yaml``, which makes ``folder`` that of a run, and its digest; ``machine``: what it runs on."""
     write_whole(folder / CONFIG, f"# {version_line()}\n# {machine}\n{text}")
     seal(folder, only=(CONFIG,))
 
@@ -281,10 +255,7 @@ def write_result(part: Path) -> None:
 
 
 def prepare_folder(folder: Path, resume: Path | None) -> None:
-    """Leaves of earlier sessions what this one goes on with, and no result: the run is not finished now.
-
-    A run that goes on from another one's checkpoint begins with the rows of its metrics.
-    """
+    """Leaves of earlier sessions what this one goes on with, and no result: the run is not finished now."""
     for place in (folder, folder / LOGS):
         remove_unfinished(place)
     if resume is None or forked(folder, resume):

@@ -16,27 +16,22 @@ from attnpo.cli.progress import importing, phase
 from attnpo.config.compose import as_yaml
 from attnpo.config.named_files import code_of
 from attnpo.data.arrow_rows import pair_ids_of
-from attnpo.data.collate import TrainingExample
 from attnpo.data.prompts import Prompt, encode_prompts
-from attnpo.data.scoring import score_examples
 from attnpo.models.backbone import frozen
 from attnpo.models.generate import chat_generator, context_length
 from attnpo.models.packed_attention import attend_as_before
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import ModelSpec
-from attnpo.run.base import BaseModel
 from attnpo.run.components import Truth
 from attnpo.run.folders import POLICIES, make_folder
 from attnpo.run.for_page import PAIRS, keep_for_page
-from attnpo.run.heat_rows import heat_rows
 from attnpo.run.identity import identity_of
 from attnpo.run.input_summary import example_statistics, log_inputs, log_plan, require_budgets, require_examples
-from attnpo.run.inputs import Inputs, read_inputs, write_training_prompts
+from attnpo.run.inputs import Inputs, heat_rows, read_inputs, write_training_prompts
 from attnpo.run.memory import fit_memory, footprint, log_judge, log_training, require_device
 from attnpo.run.messages import warn_low_rate
 from attnpo.run.models import load_start
-from attnpo.run.readers import Readers
-from attnpo.run.resolve import resolve
+from attnpo.run.resolve import BaseModel, Readers, resolve
 from attnpo.run.result import RunResult, Scores
 from attnpo.run.resume import (
     FAILURES,
@@ -62,7 +57,6 @@ from attnpo.training.checkpoint_folders import read_account
 from attnpo.training.metrics_file import merge_metrics
 from attnpo.training.processes import as_launched, machine_line, planned_processes
 from attnpo.training.settings import CallbackSettings, check_tracker
-from attnpo.weights.capture import LogpPair
 
 if TYPE_CHECKING:
     from lightning.pytorch.loggers import Logger
@@ -75,14 +69,9 @@ log = logging.getLogger(__name__)
 def run(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | None:
     """Returns the result of one run, also written to ``result.json`` in its folder.
 
-    Config, metrics, curves, report, checkpoints and samples lie beside it. In a job of several processes the first one
-    writes and scores; the others get None. ``resume`` auto in the folder of a finished run gives its result;
-    a run that was killed after its last step is scored and reported then. ``point``: a study's, which mends by itself
-    what is damaged in its folder.
-
-    Raises:
-        Interrupted: a signal ended the training; what there is is saved.
-        UserError: settings, inputs or the state to resume from are not as they must be.
+    Of several processes the first one writes and scores; the others get None. ``resume`` auto gives the result of a
+    finished run, and scores one that was killed after its last step. ``point``: a study's, which mends what is damaged.
+    Raises Interrupted where a signal ended the training, and UserError for settings, inputs or a state that cannot be.
     """
     began = time.perf_counter()
     as_launched(cfg.trainer)  # refuses before anything is loaded
@@ -159,10 +148,7 @@ def _finish(
     resume: Path | None,
     point: bool,
 ) -> RunResult:
-    """Scores, samples and reports a trained policy: what fails is named and left out of the result.
-
-    A study's ``point`` fails without its scores and its drift, so that it is run again: points are compared by them.
-    """
+    """Scores, samples and reports a trained policy; what fails is named and left out, but of a ``point`` its scores."""
     from attnpo.run.report import publish_run, write_run_report
 
     callbacks, policy, chat = cfg.callbacks, trained.policy, base.chat
@@ -203,24 +189,13 @@ def _finish(
             keep_for_page(folder, heat_rows(inputs, chat.tokenizer, PAIRS), sampled)
     if callbacks.report:
         with spare(folder, "the report"):
-            first = score_first(base, policy, inputs.examples["train"].examples[: callbacks.heat_maps])
+            shown = inputs.examples["train"].examples[: 0 if base.spec.reward else callbacks.heat_maps]
+            with phase("log-probabilities of the first pairs"):
+                first = base.score(policy, shown)
             write_run_report(inputs, result, chat, callbacks, as_yaml(cfg.values), folder, first)
     with spare(folder, "handing the run to its loggers"):
         publish_run(loggers, inputs, result, chat.tokenizer, callbacks, folder)
     return result
-
-
-@phase("log-probabilities of the first pairs")
-def score_first(base: BaseModel, policy: ScoredLM, examples: Sequence[TrainingExample]) -> dict[str, LogpPair]:
-    """Returns the log-probabilities of the examples' response tokens, chosen and rejected, by pair id.
-
-    None of a reward model, whose numbers on tokens are rewards.
-    """
-    if base.spec.reward:
-        return {}
-    policy.to(base.device)
-    with base.autocast():
-        return dict(score_examples(policy, examples, base.chat.rows.pad_id))
 
 
 def merges_of(folder: Path) -> dict[str, Json]:
@@ -253,8 +228,7 @@ def score_truth(
 ) -> tuple[dict[str, Scores] | None, list[PreferencePair]]:
     """Returns scores against a known truth on validation and test prompts, and the answers to the test prompts.
 
-    Of each prompt the policy's answer, as if chosen, and that of the model that training started from. None and no
-    answers in settings without a truth.
+    Answers: the policy's as chosen, the start's as rejected. None and no answers in settings without a truth.
     """
     if scorer is None:
         return None, []
@@ -302,10 +276,7 @@ def write_samples(
     max_length: int,
     seed: int,
 ) -> None:
-    """Answers the prompts of the first ``settings.samples`` pairs with both models, a JSON line per prompt.
-
-    Only prompts that leave room for ``settings.sample_tokens`` within ``max_length`` tokens and the model's positions.
-    """
+    """Answers prompts of the first ``settings.samples`` pairs that leave room with both models, a JSON line each."""
     limit = min(max_length, context_length(policy.config) or max_length)
     encoded = encode_prompts(
         [Prompt(pair.pair_id, pair.prompt) for pair in pairs], base.chat, settings.sample_tokens, limit

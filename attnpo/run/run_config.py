@@ -124,9 +124,7 @@ class RunConfig(Root):
         return ""
 
     def kept_folder(self) -> str | None:
-        """Returns the folder below ``output`` that a repeated command finds again without a name; None for
-        a fresh one.
-        """
+        """Returns the folder below ``output`` that a repeated command finds without a name; None for a fresh one."""
         return None
 
     def check_combination(self) -> None:
@@ -164,19 +162,20 @@ class RunConfig(Root):
         source = type(self.weights).__name__
         found: dict[str, str] = {}
         chosen = self.chosen_later()
-        if "weights" not in chosen and "judge" not in self.weights.requires:
-            found["judge"] = f"weights are {source}, which needs no judge"
-        if "weights" not in chosen and not is_auto(getattr(self.weights, "layer", None)):
-            found["auto_layer"] = "weights.layer is not auto"
-        if "weights" not in chosen and self.weights.tokens == "train":
-            found["align"] = f"weights are {source}, which lie on the training tokens already"
-        if "weights" not in chosen and "generator" not in self.weights.requires:
-            found["verbalizer"] = f"weights are {source}, which ask no verbalizer"
+        if "weights" not in chosen:
+            if "judge" not in self.weights.requires:
+                found["judge"] = f"weights are {source}, which needs no judge"
+            if not is_auto(getattr(self.weights, "layer", None)):
+                found["auto_layer"] = "weights.layer is not auto"
+            if self.weights.tokens == "train":
+                found["align"] = f"weights are {source}, which lie on the training tokens already"
+            if "generator" not in self.weights.requires:
+                found["verbalizer"] = f"weights are {source}, which ask no verbalizer"
         if "judge" not in chosen and not self.judge.other:
             found["other_judge"] = "the judge is not the setting's other judge (judge=other)"
-        if "judge" not in chosen and self.judge.path is None and not self.judge.other:
-            own = "the judge is the model itself (judge.path=null)"
-            found |= {"judge.revision": own, "judge.chat_template": own}
+            if self.judge.path is None:
+                own = "the judge is the model itself (judge.path=null)"
+                found |= {"judge.revision": own, "judge.chat_template": own}
         if "model" not in chosen and (Path(self.model.path).expanduser().is_dir() or self.model.path == MISSING):
             found["model.revision"] = "the model is a folder on this machine"
         if self.drift is not None and self.drift.pairs and self.truth is None:

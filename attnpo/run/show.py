@@ -3,39 +3,54 @@
 import json
 import logging
 import math
+import pickle
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
+from jaxtyping import Float
 from rich.console import Console
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
+from attnpo.config.compose import MISSING
 from attnpo.data.base import PairSet, row_range
-from attnpo.data.collate import TrainingExample
+from attnpo.data.collate import TrainingExample, collate
 from attnpo.data.prepare import EncodedSet, Tally, encode_pairs, make_example
 from attnpo.data.rules import AlignRules
-from attnpo.data.scoring import score_examples
 from attnpo.data.weighing import Weighed
 from attnpo.display.heatmap import heatmap_html
+from attnpo.display.pair_record import WeighedResponse
 from attnpo.display.token_table import print_pairs
 from attnpo.display.weighed_pair import WeighedPair, frame_of, pair_with_weights
 from attnpo.judge.layers import attending, distinct_layers
 from attnpo.judge.settings import WARN
-from attnpo.models.loading import load_model
+from attnpo.models.layouts import padded
+from attnpo.models.loading import load_model, load_tokenizer
 from attnpo.models.scored import ScoredLM
-from attnpo.run.bad_batch import bad_pairs
-from attnpo.run.base import BaseModel
+from attnpo.models.spec import ModelSpec
+from attnpo.objectives.base import PreferenceObjective
 from attnpo.run.combinations import wants_auto
-from attnpo.run.folders import POLICIES, saved_config
-from attnpo.run.inputs import read_inputs
+from attnpo.run.folders import CONFIG, POLICIES, saved_config
+from attnpo.run.inputs import decoder, read_inputs
 from attnpo.run.models import load_start
-from attnpo.run.resolve import open_paths, resolve
+from attnpo.run.resolve import BaseModel, open_paths, resolve
 from attnpo.run.run_config import RunConfig
 from attnpo.run.show_config import ALL, MEAN, ROUNDS, ShowConfig, TypedPair
-from attnpo.run.token_numbers import Scores
-from attnpo.schema import EncodedResponse, PairWeights, PreferencePair, UserError, check_choice
+from attnpo.schema import (
+    SIDES,
+    EncodedResponse,
+    PairWeights,
+    PreferencePair,
+    TokenStats,
+    UserError,
+    check_choice,
+    ids_of,
+)
 from attnpo.system.files import require_marked, write_marked
 from attnpo.weights.base import OnlineSource, WeightSource
 from attnpo.weights.capture import LogpPair, Unreadable
@@ -47,13 +62,11 @@ log = logging.getLogger(__name__)
 
 MAKER = "attnpo.show"
 CAPTURED, SOURCE = "captured", "source"
+AT_ONCE = 64  # copies of a pair per call of the objective
 
 
 class View(NamedTuple):
-    """Choice of the weights to show; ``layer`` None for sources without layers.
-
-    ``round``: mean, 1 or 2. ``stage``: captured (raw), source (post-processed), or the transform that came last.
-    """
+    """Choice of the weights to show: layer, round (mean, 1, 2) and stage (captured, source, or the last transform)."""
 
     layer: int | None
     round: str
@@ -64,6 +77,22 @@ class View(NamedTuple):
         layer = [] if self.layer is None else [f"layer {self.layer}"]
         rounds = "mean of the rounds" if self.round == MEAN else f"round {self.round}"
         return ", ".join([*layer, rounds, f"stage {self.stage}"])
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Log-probabilities of a pair's tokens under policy and reference, (chosen, rejected) each, in nats."""
+
+    policy: LogpPair
+    reference: LogpPair
+
+    def columns(self, objective: PreferenceObjective, example: TrainingExample) -> list[dict[str, Float[Tensor, " _"]]]:
+        """Returns the columns of either side: log-probabilities, log-ratio, contribution to the margin."""
+        parts = contributions(objective, example, self)
+        return [
+            {"logp": policy, "reference_logp": reference, "log_ratio": policy - reference, "contribution": part}
+            for policy, reference, part in zip(self.policy, self.reference, parts, strict=True)
+        ]
 
 
 def show(cfg: ShowConfig) -> None:
@@ -81,7 +110,7 @@ def show(cfg: ShowConfig) -> None:
         print_pairs(pairs, cfg.column, Console())
     else:
         _write(pairs, file)
-        log.info("%d %s, %d tokens: %s", len(pairs), "views", sum(len(pair.rows()) for pair in pairs), file)
+        log.info("%d views, %d tokens: %s", len(pairs), sum(len(pair.rows()) for pair in pairs), file)
 
 
 def _json_lines(pairs: Sequence[WeighedPair]) -> Iterator[str]:
@@ -175,11 +204,7 @@ def weighed_pairs(cfg: ShowConfig) -> list[WeighedPair]:
         after += [] if judge.settings.prefill is None else [repr(judge.settings.prefill)]
         note += f" after {' and '.join(after)}" if after else ""
         traces = {pair.pair_id: judge.stored_traces(pair) for pair, *_ in viewed}
-
-    def decode(token: int) -> str:
-        return str(base.tokenizer.decode([token]))
-
-    found = []
+    decode, found = decoder(base.tokenizer), []
     for pair, view, example, rounds in viewed:
         known = scores.get(pair.pair_id)
         columns = [{}, {}] if known is None else known.columns(run.objective, example)
@@ -196,9 +221,7 @@ def _views(
     weighed: Weighed,
     transforms: Mapping[str, WeightTransform],
 ) -> list[tuple[View, WeightSource]]:
-    """Returns the views that are asked for, each with the source at its layer. UserError for a layer, round or stage
-    that these weights have not.
-    """
+    """Returns the views that are asked for, each with the source at its layer. UserError for what there is not."""
     source, name = weighed.source, type(weighed.source).__name__
     known = [*([CAPTURED] if source.requires else []), SOURCE, *transforms]
     chosen = known if list(stages) == [ALL] else list(stages) or known[-1:]
@@ -252,26 +275,27 @@ def _chosen(found: PairSet, split: str, rows: str, ids: Sequence[str]) -> Sequen
     """Returns the pairs that ``ids`` or ``rows`` name."""
     if not ids:
         return [found.pairs[row] for row in row_range(rows, len(found), "rows")]
-    chosen = [pair for pair in found.pairs if any(pair.pair_id.startswith(start) for start in ids)]
-    if not chosen:
-        first = ", ".join(pair.pair_id[:8] for pair in found.pairs[:3])
-        raise UserError(
-            f"ids={list(ids)}: none of the {len(found)} pairs of split={split} begins so; the first are {first}"
-        )
-    return chosen
+    return [found.pairs[place] for place in _places(ids_of(found.pairs), ids, f"split={split}")]
+
+
+def _places(known: Sequence[str], ids: Sequence[str], where: str) -> list[int]:
+    """Returns the places of the ids that begin as one of ``ids`` does. UserError where there is none."""
+    places = [place for place, pair_id in enumerate(known) if pair_id.startswith(tuple(ids))]
+    if not places:
+        first = ", ".join(pair_id[:8] for pair_id in known[:3])
+        raise UserError(f"ids={list(ids)}: none of the {len(known)} pairs of {where} begins so; the first are {first}")
+    return places
 
 
 def _scores(base: BaseModel, folder: str | None, examples: Sequence[TrainingExample]) -> dict[str, Scores]:
-    """Returns log-probabilities by pair id under the policy in ``folder`` and under the model that training starts
-    from.
-    """
-    reference = _log_probs(base, ScoredLM(load_start(base)), examples)
+    """Returns log-probabilities by pair id under the policy in ``folder`` and under the run's base."""
+    reference = base.score(ScoredLM(load_start(base)), examples)
     if folder is None:
         log.warning("no policy is named (policy=FOLDER, run=FOLDER): it is the reference itself, so log-ratios are 0")
         return {name: Scores(one, one) for name, one in reference.items()}
     log.info("policy: %s", folder)
     model = load_model(folder, dtype=base.spec.dtype, attn_implementation=base.spec.attn_implementation)
-    policy = _log_probs(base, ScoredLM(model), examples)
+    policy = base.score(ScoredLM(model), examples)
     return {name: Scores(policy[name], reference[name]) for name in policy}
 
 
@@ -289,7 +313,114 @@ def _policy(policy: str | None, run: str | None, column: str) -> str | None:
     )
 
 
-def _log_probs(base: BaseModel, model: ScoredLM, examples: Sequence[TrainingExample]) -> dict[str, LogpPair]:
-    model.to(base.device)
-    with base.autocast():
-        return dict(score_examples(model, examples, base.chat.rows.pad_id))
+# ------------------------------------------------------------------------------------------------ a saved step
+
+
+def bad_pairs(path: Path, ids: Sequence[str], column: str, model: ModelSpec) -> list[WeighedPair]:
+    """Returns the pairs of the saved step ``path`` that ``ids`` names; without ids those with a loss that is no number.
+
+    All where there is none such. ``model``: has the tokenizer, else the run's. UserError for another file, a column it
+    lacks, and no tokenizer.
+    """
+    contents = _contents(path)
+    if column == "contribution":
+        raise UserError(
+            "column=contribution: a saved step has no rewards by token; take log_ratio, logp, reference_logp, relative "
+            "or weight"
+        )
+    decode = decoder(_saved_tokenizer(model, path))
+    found = [pair for batches in contents["processes"] for batch in batches for pair in _saved_pairs(batch, decode)]
+    known = [pair.pair.pair_id for pair in found]
+    chosen = [found[place] for place in _places(known, ids or contents["pairs"] or [""], str(path))]
+    if column not in (has := chosen[0].chosen.columns):
+        raise UserError(f"column={column}: this step was scored without a reference; it has {', '.join(has)}")
+    return chosen
+
+
+def _contents(path: Path) -> dict[str, Any]:
+    wanted = "expected a file nonfinite-step-N.pt, which a run leaves when a step is not finite"
+    try:
+        contents = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as problem:
+        words = str(problem).partition("\n")[0]
+        raise UserError(f"bad_batch={path}: cannot be read ({words}); {wanted}") from problem
+    if not isinstance(contents, dict) or not {"processes", "pairs"} <= contents.keys():
+        raise UserError(f"bad_batch={path}: {wanted}, got something else")
+    return contents
+
+
+def _saved_tokenizer(model: ModelSpec, path: Path) -> PreTrainedTokenizerBase:
+    if model.path == MISSING:
+        if not (path.parent / CONFIG).is_file():
+            raise UserError(
+                f"bad_batch={path}: no run lies beside it ({CONFIG} is missing), so its tokens have no words: give "
+                "model.path=FOLDER_OR_HUB_NAME"
+            )
+        model = saved_config(path.parent, f"bad_batch={path}").model
+    return load_tokenizer(model.path, model.revision)
+
+
+def _saved_pairs(saved: Mapping[str, Any], decode: Callable[[int], str]) -> Iterator[WeighedPair]:
+    rows = saved["batch"]["groups"]["main"]
+    count = len(saved["pair_ids"])
+    for place, pair_id in enumerate(saved["pair_ids"]):
+        sides = []
+        for number in range(len(SIDES)):
+            row = number * count + place
+            kept = rows["response_mask"][row].bool()
+            ids = tuple(rows["response_ids"][row][kept].tolist())
+            scores = {"logp": saved["policy"]["logps"][row][kept].float()}
+            if saved["reference"] is not None:
+                scores["reference_logp"] = saved["reference"]["logps"][row][kept].float()
+                scores["log_ratio"] = scores["logp"] - scores["reference_logp"]
+            weights = rows["token_weights"]["reward"][row][kept].float()
+            scale = 1.0 if rows["factors"] else float(rows["source_lengths"][row])
+            sides.append(WeighedResponse("", tuple(map(decode, ids)), ids, (), weights, scale, scores=scores))
+        note = f"loss {float(saved['losses'][place]):g} in the saved step"
+        yield WeighedPair(PreferencePair(pair_id, (), "", ""), sides[0], sides[1], note=note)
+
+
+# ------------------------------------------------------------------------------------------------ numbers of tokens
+
+
+def contributions(objective: PreferenceObjective, example: TrainingExample, scores: Scores) -> LogpPair:
+    """Returns how much smaller the margin is where the policy has the reference's log-probability of a token.
+
+    In the objective's own rewards; where those are linear in the log-ratios, contributions add up to the margin.
+    UserError for an objective that reads more than log-probabilities and weights.
+    """
+    more = sorted(objective.requires - {"reference", "token_weights"})
+    if more:
+        raise UserError(
+            f"column=contribution: objective {type(objective).__name__} also reads {', '.join(more)}, so a token has "
+            "no part of its own in the margin; take another column, or objective=twdpo"
+        )
+    counts = [len(side.response_ids) for side in example.sides]
+    places = [(side, place) for side, count in enumerate(counts) for place in range(count)]
+    whole = float(_margins(objective, example, scores, [None])[0])
+    chunks = [places[start : start + AT_ONCE] for start in range(0, len(places), AT_ONCE)]
+    parts = (whole - torch.cat([_margins(objective, example, scores, chunk) for chunk in chunks])).float()
+    return parts[: counts[0]], parts[counts[0] :]
+
+
+def _margins(
+    objective: PreferenceObjective,
+    example: TrainingExample,
+    scores: Scores,
+    left_out: Sequence[tuple[int, int] | None],
+) -> Float[Tensor, " _"]:
+    """Returns the margin with each token (side, place) as the reference has it; with None as the policy has all."""
+    copies = len(left_out)
+    batch = collate([example] * copies, padded, 0, copies)
+    shape = batch.main.response_mask.shape
+    policy, reference = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
+    for side in range(2):
+        rows, count = slice(side * copies, (side + 1) * copies), len(scores.policy[side])
+        policy[rows, :count], reference[rows, :count] = scores.policy[side].double(), scores.reference[side].double()
+    for copy, token in enumerate(left_out):
+        if token is not None:
+            side, place = token
+            policy[side * copies + copy, place] = reference[side * copies + copy, place]
+    read = TokenStats(logps=reference) if "reference" in objective.requires else None
+    output = objective(TokenStats(logps=policy), read, batch)
+    return (output.chosen_rewards - output.rejected_rewards).double()

@@ -27,8 +27,6 @@ from attnpo.data.weighing import log_store
 from attnpo.models.layouts import padded
 from attnpo.models.scored import ScoredLM
 from attnpo.objectives.base import PreferenceObjective
-from attnpo.run.base import BaseModel
-from attnpo.run.combinations import require_parts
 from attnpo.run.inputs import Inputs
 from attnpo.run.memory import decision, footprint
 from attnpo.run.models import (
@@ -43,6 +41,7 @@ from attnpo.run.models import (
     with_reference,
 )
 from attnpo.run.report import make_exporter
+from attnpo.run.resolve import BaseModel
 from attnpo.run.run_config import RunConfig
 from attnpo.schema import SIDES
 from attnpo.system.processes import leads
@@ -95,18 +94,16 @@ def train(
 ) -> Trained:
     """Returns the trained policy of a run; writes logs and checkpoint folders under ``folder``.
 
-    ``base`` and ``batch`` are what memory allows; ``account``: what checkpoints say of the run they are of; ``facts``:
-    what their cards do (``card_facts``).
+    ``base`` and ``batch``: what memory allows; ``account``: of the checkpoints; ``facts``: of their cards.
     """
     settings = as_launched(cfg.trainer)
     callbacks, objective, source = cfg.callbacks, cfg.objective, cfg.weights
-    require_parts(cfg.reference, base.spec, cfg.optimizer)
     L.seed_everything(cfg.seed, verbose=False)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     leading = leads()  # before training: Lightning takes its variables back afterwards
     policy = load_policy(base)
-    examples = {split: inputs.examples[split].examples for split in inputs.examples}
+    examples = {split: made.examples for split, made in inputs.examples.items()}
     reference, kept = None, None
     reads = objective.requires | online_reads(source)
     if "reference" in reads:
@@ -117,9 +114,7 @@ def train(
             command = command_text("weigh", *cfg.composed.arguments())
             fill_reference(base, table, inputs.examples, policy, cfg.layout, command)
         if cfg.reference == "cached" or (cfg.reference == "first_epoch" and kept is None):
-            examples = {
-                split: with_reference(Path(base.store.root), table, made) for split, made in inputs.examples.items()
-            }
+            examples = with_references(base.store, table, inputs.examples)
         else:
             reference = load_reference(base, cfg.reference, policy)
     online = source if isinstance(source, OnlineSource) else None
@@ -184,10 +179,13 @@ def train(
     return replace(trained, policy=policy, reference=None)
 
 
+def with_references(store: Store, table: Table, sets: Mapping[str, ExampleSet]) -> dict[str, Sequence[TrainingExample]]:
+    """Returns the examples of every split with the stored log-probabilities, as ``with_reference`` does."""
+    return {split: with_reference(Path(store.root), table, made) for split, made in sets.items()}
+
+
 def keeper(store: Store, table: Table, sets: Mapping[str, ExampleSet]) -> KeptReference | None:
-    """Returns what stores the reference log-probabilities of a run while it computes them; None if all are stored
-    already.
-    """
+    """Returns what stores a run's reference log-probabilities while it computes them; None if all are stored."""
     pair_ids = list(dict.fromkeys(pair_id for made in sets.values() for pair_id in pair_ids_of(made.examples)))
     lacking = table.missing(pair_ids, SIDES)
     tokens = sum(int(np.sum(sizes_of(made.examples).responses)) for made in sets.values())
@@ -197,9 +195,7 @@ def keeper(store: Store, table: Table, sets: Mapping[str, ExampleSet]) -> KeptRe
         return None
 
     def complete() -> Mapping[str, Sequence[TrainingExample]] | None:
-        if table.missing(pair_ids, SIDES):
-            return None
-        return {split: with_reference(Path(store.root), table, made) for split, made in sets.items()}
+        return None if table.missing(pair_ids, SIDES) else with_references(store, table, sets)
 
     return KeptReference(partial(store_logps, table), complete, set(pair_ids) - set(lacking))
 
@@ -260,10 +256,7 @@ def _fit(
 
 
 def _has_room(trainer: L.Trainer, module: PreferenceModule, data: PreferenceDataModule, resume: Path | None) -> bool:
-    """Trains; False where memory ran out in the first step of a single process whose budget could be halved.
-
-    Nothing is trained then, and no gradient is left.
-    """
+    """Trains; False where memory ran out in the first step of a single process whose budget could be halved."""
     budgets = data.budgets
     try:
         trainer.fit(module, data, ckpt_path=resume, weights_only=True)

@@ -61,19 +61,18 @@ def export_weights(
 ) -> Path:
     """Writes the token weights of a configuration, or of a finished run, to ``path`` (.parquet or .jsonl); returns it.
 
-    Weights come from the store; what it lacks is computed first, as by ``attnpo.weigh``. An earlier export that is
-    there is replaced once the new one is whole; any other file is refused.
+    Weights come from the store; what it lacks is computed first. An earlier export there is replaced, any other file
+    refused.
 
     Args:
         path: the file; its folder is made.
         overrides: as on the command line of ``attnpo.weigh``: ``["setting=real_smoke", "model.path=MODEL", ...]``.
-        run: the folder of a run whose configuration is taken instead; with ``overrides`` it is refused.
+        run: the folder of a run whose configuration is taken instead of ``overrides``.
         split: "train" or "val".
 
     Raises:
-        UserError: another suffix; a file that is no export, was changed since, or is read here; weights that are
-            computed in training alone; a pair whose responses keep different parts of the prompt
-            (``lengths.keep=end``); and whatever stops ``attnpo.weigh``.
+        UserError: another suffix or file, weights that are computed in training alone, a pair whose responses keep
+            different parts of the prompt (``lengths.keep=end``), and whatever stops ``attnpo.weigh``.
     """
     if run is not None and overrides:
         raise UserError("export_weights: expected overrides or run=FOLDER, got both; leave one out")
@@ -121,9 +120,7 @@ def check_export(source: WeightSource, path: Path) -> None:
 
 
 def rows_of(inputs: Inputs, split: str) -> Iterator[dict[str, object]]:
-    """Yields the row of every pair that is trained on, in the order of the data. UserError for a pair
-    with two prompts.
-    """
+    """Yields the row of every pair that is trained on, in order. UserError for a pair with two prompts."""
     pairs = {pair.pair_id: pair for pair in inputs.pairs[split].pairs}
     source, layers = type(inputs.weighed.source).__name__, inputs.weighed.layers
     layer = layers[0] if len(layers) == 1 and isinstance(layers[0], int) and layers[0] > 0 else None

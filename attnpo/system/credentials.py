@@ -1,8 +1,7 @@
 """Keeps secrets out of what is written: values of ``${oc.env:NAME}``, and credentials in addresses and ``extra_body``.
 
-A saved configuration has the interpolation, which resolves again. Credentials that were typed become ``***``, which is
-refused when it is read. What tells graders and runs apart counts a value of the environment by its digest, and a
-credential not at all: the same server answers the same under another key.
+A saved configuration has the interpolation. Credentials that were typed become ``***``, which is refused when it is
+read. What tells runs apart counts a value of the environment by its digest, and a credential not at all.
 """
 
 import hashlib

@@ -86,8 +86,7 @@ def file_digest(path: Path) -> str:
 def seal(folder: Path, known: Mapping[str, str] | None = None, only: Sequence[str] | None = None) -> None:
     """Writes the digests of all files below ``folder`` to its ``digests.json``; ``changed`` compares with them.
 
-    ``known`` gives digests that were taken while a file was written, by its path relative to ``folder``: such a file is
-    not read again. ``only`` names the files that are sealed, where others may come and go.
+    ``known``: digests taken before, by relative path. ``only``: the files that are sealed.
     """
     known = known or {}
     names = _files(folder) if only is None else sorted(only)
@@ -110,9 +109,8 @@ def sealed(folder: Path) -> dict[str, str]:
 def changed(folder: Path, only: Sequence[str] | None = None, digest: Callable[[Path], str] | None = None) -> str | None:
     """Describes what changed in a folder since it was sealed, in words that follow its name; None when nothing did.
 
-    Reads every file. A folder without a readable seal counts as changed. ``only`` gives the files that matter, by name
-    or pattern (``*.json``, which names no file of a folder inside): others are not read, and such as were not sealed do
-    not count. ``digest`` is for callers that keep the digests they take.
+    A folder without a readable seal counts as changed. ``only``: names or patterns of the files that matter.
+    ``digest``: replaces ``file_digest``.
     """
     files = _read_seal(folder)
     if isinstance(files, str):
@@ -217,10 +215,9 @@ def require_marked(said: str, path: Path, maker: str) -> None:
 def write_marked(
     said: str, path: Path, content: bytes | str, maker: str, facts: Mapping[str, object] | None = None
 ) -> None:
-    """Writes a file that the user named, and before it FILE.meta.json: ``facts``, and by what its maker knows it again.
+    """Writes a file that the user named, and before it FILE.meta.json: ``facts``, and what its maker knows it by.
 
-    Raises:
-        UserError: another file is in its place.
+    UserError where another file is in its place.
     """
     require_marked(said, path, maker)
     content = content.encode() if isinstance(content, str) else content

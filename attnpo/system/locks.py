@@ -1,9 +1,8 @@
 """One job at a time in a folder: a lock that the leading process of a job holds for all of the job's processes.
 
-The lock is the hidden folder ``.lock`` with one file, which names its holder and is touched while that lives: its
-heartbeat. It is made under another name and renamed, which succeeds, on network file systems too, only where there is
-no lock with a file in it: of several starters one wins. To replace a holder that is gone only that holder's file is
-removed, never one of a later holder. Light: imports no package.
+The lock is the hidden folder ``.lock`` with one file, which names its holder and is touched while that lives. It is
+made under another name and renamed, which succeeds only where there is no lock with a file in it: of several starters
+one wins. To replace a holder that is gone only that holder's file is removed. Light: imports no package.
 """
 
 import errno
@@ -40,10 +39,10 @@ HELD = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT)
 
 @dataclass(frozen=True)
 class Holder:
-    """Who works in a folder, according to its lock; the defaults stand for a lock that cannot be read.
+    """Process that works in a folder, according to its lock; the defaults stand for a lock that cannot be read.
 
-    ``machine`` and ``began`` (when the process did) tell it from a later process of its number; ``job`` is the same in
-    all processes of its job; ``attempts`` are the scheduler's jobs it is part of, with how often they were restarted.
+    ``machine`` and ``began`` tell it from later processes of its number; ``job``: the same in all processes of a job;
+    ``attempts``: the scheduler's jobs, with how often they were restarted.
     """
 
     pid: int = 0
@@ -92,12 +91,10 @@ def locked(
 ) -> Iterator[None]:
     """Opens a context in which no other job works in ``folder``, or on its file ``file``.
 
-    The leading process of a job holds the lock; its others (``leading`` false) wait until it has it or it is free. A
-    holder that is gone is replaced: at once on this machine, on another when its heartbeat is ``timeout`` seconds old.
-    A job that SLURM requeued or torchrun restarted waits up to ``timeout`` seconds for the end of its earlier attempt.
-
-    Raises:
-        UserError: another job works there (``instead`` is the key that names another place), or nothing can be written.
+    The leading process of a job holds the lock; its others wait until it has it or it is free. A holder that is gone is
+    replaced: at once on this machine, elsewhere when its heartbeat is ``timeout`` seconds old. A job that was restarted
+    waits so long for its earlier attempt. Raises UserError where another job works (``instead``: the key that names
+    another place), and where nothing can be written.
     """
     lock = folder / (f".{file}.lock" if file else ".lock")
     mark, stop, this = lock / uuid.uuid4().hex, threading.Event(), Holder.this(timeout)
@@ -198,11 +195,10 @@ def _read(lock: Path) -> tuple[Path, float, Holder] | None:
 
 
 def _silent(age: float, unchanged: float, moves: bool, patience: float, silence: float) -> bool | None:
-    """Returns whether a heartbeat has stopped; None when it is too early to tell.
+    """Returns whether a heartbeat has stopped; None when it is too early to tell, as clocks of machines may disagree.
 
     ``age``: seconds since the last one by the file system's clock; ``unchanged``: seconds in which no new one was seen;
-    ``moves``: whether one was ever seen. Clocks of machines may disagree, so an old one counts as stopped only after
-    ``silence`` seconds without a new one.
+    ``moves``: whether one ever was.
     """
     if moves or age < patience:
         return unchanged >= patience
@@ -247,9 +243,7 @@ def _keep(mark: Path, beat: float, stop: threading.Event) -> None:
 
 
 def _machine() -> str:
-    """Returns an identity of this machine since its start, and of this container: process numbers are
-    unique within it.
-    """
+    """Returns an identity of this machine since its start, or of this container, for its process numbers."""
     names = [socket.gethostname()]
     with suppress(OSError):
         names.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())

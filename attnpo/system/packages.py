@@ -8,9 +8,7 @@ from pathlib import Path
 
 
 def missing_package(error: BaseException) -> str | None:
-    """Returns what to install when ``error`` says that a package attnpo can use is not there; None for
-    any other error.
-    """
+    """Returns what to install when ``error`` says that a package attnpo can use is missing; None for others."""
     if not isinstance(error, ImportError):  # PackageNotFoundError is one too
         return None
     named = [str(error.name).partition(".")[0]] if error.name else re.findall(r"[A-Za-z][\w-]*", str(error))
@@ -25,9 +23,7 @@ def missing_package(error: BaseException) -> str | None:
 
 
 def install_line(extra: str) -> str:
-    """Returns the command that installs what an extra brings, from the checkout or into an installation
-    from a wheel.
-    """
+    """Returns the command that installs what an extra brings, in a checkout or beside a wheel."""
     checkout = Path(__file__).resolve().parents[2]
     if not (checkout / "setup.cfg").is_file():
         return f"pip install 'attnpo[{extra}]'"

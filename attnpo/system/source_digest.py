@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 SHOWING = (
     *("__init__.py", "__main__.py", "fit.py", "weigh.py", "show.py", "generate.py", "report.py", "pair.py"),
     *("evaluate.py", "theory.py", "verify.py", "losses.py", "weigher.py", "display", "evaluation", "lab/reports"),
-    *("run/bad_batch.py", "run/show.py", "run/show_config.py", "run/token_numbers.py"),
+    *("run/show.py", "run/show_config.py"),
     *("lab/figures.py", "lab/results.py", "lab/testbed/benchmark.py", "lab/testbed/truth_grader.py"),
     *(
         f"lab/studies/{name}.py"

@@ -1,12 +1,10 @@
-"""The content-addressed store of per-pair arrays: raw weight rows, reference log-probabilities.
+"""Content-addressed store of per-pair arrays: raw weight rows, reference log-probabilities.
 
-On disk: ``<root>/<kind>/<digest of the key>/`` holds ``key.json`` and, per append, one Parquet shard
-``<content digest>.parquet`` beside its entry ``<content digest>.json`` (key, checksum, pairs, columns). Every file is
-written under a temporary name in the same folder and renamed, a shard before its entry, so that a reader sees
-whole shards only; there is no shared manifest, so many processes may append, and folders of the same name merge by
-copying files. The key's digest stands in shard and entry: a shard that was copied to another key's table is no part of
-it. What is damaged, of another key or without one (as an older version wrote it) counts as missing, with a warning.
-Different shards may hold different columns of a pair; reads merge them. A missing row is an error, never a default.
+On disk: ``<root>/<kind>/<digest of the key>/`` holds ``key.json`` and, per append, one Parquet shard ``<content
+digest>.parquet`` beside its entry ``<content digest>.json`` (key, checksum, pairs, columns). Files are renamed into
+place, a shard before its entry, so that a reader sees whole shards only; many processes may append, and folders of the
+same name merge by copying files. What is damaged, of another key or without one (as an older version wrote it) counts
+as missing, with a warning. Shards may hold different columns of a pair; reads merge them.
 """
 
 import hashlib
@@ -16,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NotRequired, TypedDict, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -48,9 +46,7 @@ class Store:
     _tables: dict[Path, "Table"] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def table(self, kind: str, key: Mapping[str, object]) -> "Table":
-        """Returns the table of ``kind`` whose numbers depend on exactly ``key`` (JSON-serialisable); one object per
-        key.
-        """
+        """Returns the one table of ``kind`` whose numbers depend on exactly ``key`` (JSON-serialisable)."""
         folder = Path(self.root) / kind / _name(key)
         return self._tables.setdefault(folder, Table(folder, dict(key)))
 
@@ -64,17 +60,6 @@ class _Shard:
     rows: dict[str, int]
     columns: frozenset[str]
     seconds: float | None
-
-
-class _Entry(TypedDict):
-    """What ``<content digest>.json`` says of its shard; entries of older versions have neither key nor seconds."""
-
-    key: NotRequired[str]
-    seconds: NotRequired[float]
-    sha256: str
-    bytes: int
-    pairs: list[str]
-    columns: list[str]
 
 
 class _Stranger(Exception):
@@ -111,38 +96,30 @@ class Table:
     def seconds_per_pair(self, pair_ids: Iterable[str]) -> float | None:
         """Returns what computing one of these pairs took, by what was noted beside them; None where nothing was."""
         wanted = set(pair_ids)
-        timed = [
-            (shard.seconds, len(shard.rows))
-            for shard in self._index()
-            if shard.seconds is not None and wanted & shard.rows.keys()
-        ]
-        pairs = sum(count for _, count in timed)
-        return sum(seconds for seconds, _ in timed) / pairs if pairs else None
+        timed = [one for one in self._index() if one.seconds is not None and wanted & one.rows.keys()]
+        pairs = sum(len(one.rows) for one in timed)
+        return sum(one.seconds or 0.0 for one in timed) / pairs if pairs else None
 
     def nearest_difference(self) -> str | None:
         """Returns the first part of the key in which the most similar other table of this kind differs, or None.
 
         Reads like "judge.dtype: stored float32, asked bfloat16".
         """
-        best: tuple[int, str] | None = None
-        for path in sorted(self.folder.parent.glob(f"*/{KEY_FILE}")):
-            key = _read_json(path)
-            if key is None or _name(key) != path.parent.name:
-                continue
-            parts = differences(key, self.key)
-            if parts and (best is None or len(parts) < best[0]):
-                best = (len(parts), "{}: stored {}, asked {}".format(*parts[0]))
-        return None if best is None else best[1]
+        paths = sorted(self.folder.parent.glob(f"*/{KEY_FILE}"))
+        keys = ((path, key) for path in paths if (key := _read_json(path)) is not None)
+        others = [differences(key, self.key) for path, key in keys if _name(key) == path.parent.name]
+        nearest = min(filter(None, others), key=len, default=None)
+        return None if nearest is None else "{}: stored {}, asked {}".format(*nearest[0])
 
     # ------------------------------------------------------------------------------------------- reading
 
     def read(
         self, pair_ids: Sequence[str], columns: Sequence[str], where_stored: Sequence[str] = ()
     ) -> dict[str, dict[str, Cell]]:
-        """``columns`` of each pair id: list columns as one-dimensional numpy arrays, numbers as Python numbers.
+        """Returns ``columns`` of each pair id: lists as one-dimensional numpy arrays, numbers as Python numbers.
 
-        Only these columns are read from disk, and of ``"column.field"`` only that field of a dict. UserError when a
-        pair lacks one of them; those ``where_stored`` are read of the pairs that have them.
+        Of ``"column.field"`` only that field. UserError when a pair lacks one; those ``where_stored`` are read where
+        there.
         """
         if not pair_ids:
             return {}
@@ -187,10 +164,8 @@ class Table:
     def append(self, rows: Rows, seconds: float | None = None) -> None:
         """Stores ``rows``: pair id -> column -> number, string, one-dimensional array, or dict of these.
 
-        ``seconds``: what computing them took, noted beside them. UserError when the disk refuses.
-
-        Float32 keeps its bits. A column must have the same type in all rows of the call; rows with different
-        columns go to shards of their own.
+        Float32 keeps its bits. A column has one type in a call. ``seconds``: what they took. UserError when the disk
+        refuses.
         """
         groups: dict[tuple[str, ...], list[str]] = {}
         for pair_id, row in rows.items():
@@ -209,14 +184,8 @@ class Table:
         pq.write_table(data, buffer, compression="zstd", use_dictionary=False, row_group_size=max(1, len(pair_ids)))
         content = buffer.getvalue().to_pybytes()
         checksum = hashlib.sha256(content).hexdigest()
-        name = checksum[:20]
-        entry: _Entry = {
-            "key": self._digest,
-            "sha256": checksum,
-            "bytes": len(content),
-            "pairs": list(pair_ids),
-            "columns": list(columns),
-        }
+        name, size, (pairs, names) = checksum[:20], len(content), (list(pair_ids), list(columns))
+        entry = {"key": self._digest, "sha256": checksum, "bytes": size, "pairs": pairs, "columns": names}
         if seconds is not None:
             entry["seconds"] = round(seconds, 4)
         try:
@@ -248,17 +217,11 @@ class Table:
             except _Stranger as stranger:
                 strangers.setdefault(str(stranger), []).append(name)
             except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
-                logger.warning(
-                    "store %s: shard %s.parquet is ignored, its rows count as missing: %s", self.folder, name, error
-                )
+                told = "store %s: shard %s.parquet is ignored, its rows count as missing: %s"
+                logger.warning(told, self.folder, name, error)
         for reason, shards in strangers.items():
-            logger.warning(
-                "store %s: %d shards are ignored, their rows count as missing (first: %s.parquet): %s",
-                self.folder,
-                len(shards),
-                shards[0],
-                reason,
-            )
+            told = "store %s: %d shards are ignored, their rows count as missing (first: %s.parquet): %s"
+            logger.warning(told, self.folder, len(shards), shards[0], reason)
         if names and not self._key_checked:
             self._check_key()
         return [self._shards[name] for name in sorted(self._shards)]
@@ -277,16 +240,11 @@ class Table:
         write_whole(self.folder / KEY_FILE, json.dumps(identify(self.key), indent=1, sort_keys=True))
 
     def _check(self, name: str) -> _Shard:
-        """Returns the shard of an entry.
-
-        ``_Stranger`` when it is of another key; else an error of some kind when either of its two files is not what was
-        written.
-        """
+        """Returns the shard of an entry; ``_Stranger`` when it is of another key, else an error when it is damaged."""
         path = self.folder / f"{name}.parquet"
-        content = _read_json(self.folder / f"{name}.json")
-        if content is None:
+        entry: Any = _read_json(self.folder / f"{name}.json")  # what it lacks is found by reading it
+        if entry is None:
             raise ValueError("its entry is not readable JSON")
-        entry = cast(_Entry, content)  # what it lacks is found by reading it
         rows = {pair_id: place for place, pair_id in enumerate(entry["pairs"])}
         shard = _Shard(name, entry["sha256"], rows, frozenset(entry["columns"]), entry.get("seconds"))
         if file_digest(path) != shard.sha256:

@@ -21,10 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class Progress(L.Callback):
-    """Shows the step, the loss and the time left: a row on a terminal, log lines elsewhere, a note in a study's point.
-
-    ``label`` names the row. At least eight log lines over the run, and one for every ``EVERY`` seconds.
-    """
+    """Shows the step, the loss and the time left: a row on a terminal, else log lines, in a study a note."""
 
     EVERY = 8.0  # below that of a heartbeat
 
@@ -82,11 +79,11 @@ class Progress(L.Callback):
         self._drawing.close()
 
 
-class StepValidation(L.Callback):
-    """Validates after every ``every``-th optimiser step, or after the last one of every epoch.
+class Validation(L.Callback):
+    """Validates after every ``every``-th optimiser step or epoch, and after the last step, where it ends training.
 
-    Lightning's own interval counts micro-batches, of which the short last step of an epoch has fewer: it would drift
-    and validate (and save) within a step. Later callbacks read the decision from ``trainer.val_check_batch``.
+    Lightning's own interval counts micro-batches. Later callbacks read the decision from ``trainer.val_check_batch``.
+    Weights and validation must be finite before anything of the last step is saved, and validation before the first.
     """
 
     def __init__(self, every: int | str) -> None:
@@ -95,38 +92,20 @@ class StepValidation(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Marks no validation as due, so that Lightning does not look for one when it resumes."""
-        self._interval = self.every if isinstance(self.every, int) else _steps_per_epoch(trainer)
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        self._interval = self.every if isinstance(self.every, int) else data.steps_per_epoch(trainer.world_size)
         trainer.val_check_batch = sys.maxsize
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
-        """Makes this micro-batch one after which Lightning validates, or not."""
+        """Makes Lightning validate after this micro-batch or not; ``UserError`` for weights that are not finite."""
         due = step_ended(trainer, batch_idx) and trainer.global_step % self._interval == 0
         trainer.val_check_batch = 1 if due else sys.maxsize
-
-
-def _steps_per_epoch(trainer: L.Trainer) -> int:
-    """Returns the optimiser steps of an epoch on as many processes as there are, as the data module counts them."""
-    data: Any = trainer.datamodule  # type: ignore[attr-defined]
-    return int(data.steps_per_epoch(trainer.world_size))
-
-
-class FinalValidation(L.Callback):
-    """Validates after the last optimiser step, wherever the validation interval falls, and ends training there.
-
-    Weights and validation are checked to be finite before anything of the last step is saved. A validation before
-    training that is not finite ends the run at once.
-    """
-
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
-    ) -> None:
-        """Asks Lightning to stop, which makes it validate first; ``UserError`` for weights that are not finite."""
         epochs_over = trainer.is_last_batch and trainer.current_epoch + 1 == trainer.max_epochs
         if epochs_over or 0 <= trainer.max_steps <= trainer.global_step:
             check_weights(trainer)
-            trainer.should_stop = True
+            trainer.should_stop = True  # Lightning validates first
             log.info("the last step is done: validating")
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -138,8 +117,8 @@ class FinalValidation(L.Callback):
 class Movement(L.Callback):
     """Measures what training did to the trained weights; a resumed run goes on from what the state noted.
 
-    ``metrics`` after the last step: ``moved/weights`` is 1 where their sum is another than before and 0 where it is the
-    same, ``moved/growth`` the largest magnitude over that before, ``moved/grad_norm`` the largest gradient norm.
+    ``metrics`` after the last step: ``moved/weights`` 1 where their sum changed, else 0, ``moved/growth`` the largest
+    magnitude over that before, ``moved/grad_norm`` the largest gradient norm.
     """
 
     def __init__(self) -> None:
@@ -186,10 +165,7 @@ class Movement(L.Callback):
             self.on_train_end(trainer, pl_module)
 
     def _read(self, trainer: L.Trainer, pl_module: L.LightningModule) -> tuple[float, float]:
-        """Returns the sum of the trained weights, a mean over ranks, and their largest magnitude; makes no copy.
-
-        A weight of 0 that a vanishing step leaves at 1e-30 does not change the sum, in float64.
-        """
+        """Returns the sum of the trained weights, a mean over ranks, and their largest magnitude; makes no copy."""
         trained = [value.detach() for value in pl_module.parameters() if value.requires_grad]
         shards = [value.to_local() if isinstance(value, DTensor) else value for value in trained]
         held = [value for value in shards if value.numel()]  # a process may have no part of a short one

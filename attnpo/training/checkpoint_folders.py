@@ -16,7 +16,7 @@ ACCOUNT = "checkpoint.json"
 class Account(TypedDict, total=False):
     """Contents of ``checkpoint.json``: the step, the run's settings and contents, and the value of the monitor.
 
-    ``merge``: what merging adapters into the exported weights took (``export.Merge``).
+    ``merge``: what merging adapters into the exported weights took (``lora.Rounding.account``).
     """
 
     step: int
@@ -30,11 +30,9 @@ def _beside(folder: Path, mark: str) -> Path:
 
 
 def whole(folder: Path) -> Path:
-    """Returns the folder that holds the newest complete contents of ``folder``: itself unless a replacement was cut
-    short.
+    """Returns the folder with the newest complete contents of ``folder``: itself unless a replacement was cut short.
 
-    The old folder is moved aside only when the new one is complete, so a missing folder beside an old one means that
-    the new one is whole.
+    The old folder is moved aside only when the new one is complete.
     """
     if not folder.exists() and _beside(folder, "old").exists() and _beside(folder, "new").exists():
         return _beside(folder, "new")
@@ -45,8 +43,7 @@ def whole(folder: Path) -> Path:
 def replaced(folder: Path) -> Iterator[Path]:
     """Opens an empty folder beside ``folder`` to write into; it takes the place of ``folder`` when the block ends well.
 
-    What was written is on the disk, not only in its cache, before it takes the place. When the block or the disk fails,
-    ``folder`` is as it was and the new one is gone.
+    Its files are on the disk before. When the block or the disk fails, ``folder`` is as it was.
     """
     tidy(folder)
     new, old = _beside(folder, "new"), _beside(folder, "old")

@@ -7,7 +7,6 @@ import operator
 import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,13 +17,14 @@ from lightning.pytorch.loggers import CSVLogger
 from safetensors import SafetensorError
 from torch import Tensor
 
+from attnpo.models.lora import Rounding
 from attnpo.schema import UserError
 from attnpo.system.files import seal
 from attnpo.training.checkpoint_folders import STATE, newest, read_account, replaced, whole, write_account
-from attnpo.training.export import ADAPTER, Exporter, Merge
+from attnpo.training.export import ADAPTER, Exporter
 from attnpo.training.metrics_file import METRICS, merge_metrics
 from attnpo.training.nonfinite import check_weights
-from attnpo.training.resume_state import KEY, typed
+from attnpo.training.resume_state import KEY, Checkpoint
 from attnpo.training.signals import step_ended, validation_follows
 
 log = logging.getLogger(__name__)
@@ -35,11 +35,7 @@ DISK_ERRORS = (OSError, RuntimeError, SafetensorError)
 
 
 class StraightIO(TorchCheckpointIO):
-    """Writes a state straight into its file, and takes its digest on the way.
-
-    Lightning would hold two more copies of it in memory and write it atomically, which the folders do here. ``digest``
-    is that of the file written last.
-    """
+    """Writer of a state straight into its file, with its ``digest``; Lightning would hold two more copies in memory."""
 
     digest: str | None = None
 
@@ -52,10 +48,7 @@ class StraightIO(TorchCheckpointIO):
 
 
 class HashedStream:
-    """A file that is written from its beginning to its end, with the sha256 of what went into it.
-
-    It has the methods ``torch.save`` calls and no ``seek``: a writer that goes back fails rather than spoil the digest.
-    """
+    """File written from beginning to end, with the sha256 of what went into it; a writer that seeks fails."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file, self.digest = file, hashlib.sha256()
@@ -71,10 +64,9 @@ class HashedStream:
 
 
 class CheckpointFolder(L.Callback):
-    """A folder with ``state.ckpt`` to resume from, ``checkpoint.json`` and, on request, the policy for Hugging Face.
+    """Folder with ``state.ckpt`` to resume from, ``checkpoint.json`` and, on request, the policy for Hugging Face.
 
-    All files of a folder are of the same optimiser step, the run's metrics so far among them, and sealed with their
-    digests. ``account`` (plain data) is kept in ``checkpoint.json`` beside the step.
+    Its files are of one optimiser step and sealed. ``account`` (plain data) is kept in ``checkpoint.json``.
     """
 
     def __init__(self, folder: Path, exporter: Exporter, account: Mapping[str, object] | None = None) -> None:
@@ -95,15 +87,11 @@ class CheckpointFolder(L.Callback):
         state: Path | None = None,
         **facts: float,
     ) -> None:
-        """Replaces the folder (a collective: every rank must call it).
+        """Replaces the folder (a collective: every rank must call it; the first one writes).
 
-        ``metrics`` (by default what is logged) go into the export's model card; ``state`` is a file that holds the
-        state already, to be copied; ``facts`` go into ``checkpoint.json``. Only the first rank writes; where it fails,
-        the others wait for it in a collective until the launcher ends them or the connection to it is lost.
-
-        Raises:
-            UserError: the weights are not finite, or (first rank) the folder cannot be written; it holds what it held
-                before.
+        ``metrics`` (by default what is logged) go into the model card; ``state`` is a file to be copied as the state;
+        ``facts`` go into ``checkpoint.json``. Raises UserError for weights that are not finite, and (first rank) where
+        the folder cannot be written; it holds what it held before.
         """
         check_weights(trainer)
         try:
@@ -134,7 +122,7 @@ class CheckpointFolder(L.Callback):
         metrics: Mapping[str, Tensor | float],
         state: Path | None,
         facts: Mapping[str, float],
-    ) -> tuple[bool, Merge | None]:
+    ) -> tuple[bool, Rounding | None]:
         """Returns whether there is an export, which may fail after the last step, and what merging adapters took."""
         module: Any = trainer.lightning_module
         merge = None
@@ -161,7 +149,7 @@ class CheckpointFolder(L.Callback):
                     export = False
                     self._keep_state_alone(new, writes, problem)
             if trainer.is_global_zero:
-                merged = {} if merge is None else {"merge": asdict(merge)}
+                merged = {} if merge is None else {"merge": merge.account()}
                 write_account(new, {"step": trainer.global_step, **facts, **merged, **self.account})
                 rows, writer = self.folder.parent / METRICS, trainer.strategy.checkpoint_io
                 if rows.is_file():
@@ -187,8 +175,7 @@ class CheckpointFolder(L.Callback):
 class BestCheckpoint(CheckpointFolder):
     """Keeps the policy with the lowest (or highest) value of ``monitor``, exported with each improvement.
 
-    A resumed run goes on from the value in the folder, so a worse policy never takes its place. A run that ended after
-    a validation, with the state to go on from saved and this folder not, saves it when resumed.
+    A resumed run goes on from the value in the folder, and saves a validated state that was not compared yet.
     """
 
     def __init__(
@@ -205,28 +192,19 @@ class BestCheckpoint(CheckpointFolder):
         self._validated = -1  # the step that was validated last
         self._resumed: dict[str, float] = {}  # metrics of a resumed state's validation, until they are compared
 
-    def on_save_checkpoint(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, object]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: Checkpoint) -> None:
         """Notes in the state whether it has been validated."""
-        typed(checkpoint)["attnpo_validated"] = self._validated == trainer.global_step
+        checkpoint["attnpo_validated"] = self._validated == trainer.global_step
 
-    def on_load_checkpoint(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, object]
-    ) -> None:
-        """Takes up the folder's value and the metrics of the state.
-
-        Raises:
-            UserError: the state's run never logged the monitor.
-        """
-        contents = typed(checkpoint)
-        saved = contents.get(KEY, {})
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: Checkpoint) -> None:
+        """Takes up the folder's value and the metrics of the state; UserError where the monitor was never logged."""
+        saved = checkpoint.get(KEY, {})
         metrics = saved.get("metrics", {})
         self._check({*metrics, *saved.get("first", {})})
         best = read_account(self.folder).get(self.monitor)
         self.best = best if isinstance(best, int | float) else None
-        if contents.get("attnpo_validated", False):
-            self._validated, self._resumed = contents["global_step"], dict(metrics)
+        if checkpoint.get("attnpo_validated", False):
+            self._validated, self._resumed = checkpoint["global_step"], dict(metrics)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Saves a resumed state that is the best so far and was not saved as such."""
@@ -236,10 +214,7 @@ class BestCheckpoint(CheckpointFolder):
             self._compare(trainer, metrics, Path(trainer.ckpt_path))
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Saves it where no step was left, so that training never started.
-
-        Shards cannot be gathered any more at this moment; a warning says so.
-        """
+        """Saves it where no step was left, unless shards, which cannot be gathered any more, are all there is."""
         if self._resumed and getattr(pl_module, "sharded", False):
             log.warning("no step is left to train: %s is not compared with the last step's policy", self.folder)
             self._resumed = {}
@@ -251,11 +226,7 @@ class BestCheckpoint(CheckpointFolder):
             self._validated = trainer.global_step
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Saves the policy where the monitored value is the best so far.
-
-        Raises:
-            UserError: the monitor was never logged; known from the validation before training on.
-        """
+        """Saves the policy where the value is the best so far; UserError where the monitor is not logged."""
         self._check(trainer.callback_metrics)
         if trainer.state.fn == "fit":
             self._compare(trainer, trainer.callback_metrics)
@@ -281,10 +252,9 @@ class BestCheckpoint(CheckpointFolder):
 
 
 class LastCheckpoint(CheckpointFolder):
-    """The state a run is resumed from: saved with every validation, every ``every`` optimiser steps, and at the end.
+    """State that a run is resumed from: saved with every validation, every ``every`` optimiser steps, and at the end.
 
-    The Hugging Face export is written only at the end of training, or when it is interrupted: for a large model it
-    takes as long as the state, and a checkpoint to go on from does not need it.
+    The export, which takes as long for a large model, is written only at the end of training or when interrupted.
     """
 
     def __init__(
@@ -322,10 +292,7 @@ class LastCheckpoint(CheckpointFolder):
             self._exported = trainer.global_step
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Exports the policy of a run without a step left whose own state is there and its export is not.
-
-        Shards cannot be gathered any more at this moment.
-        """
+        """Exports the policy of a run without a step left whose own state has no export yet, unless it is sharded."""
         state = Path(trainer.ckpt_path or "")
         lacking = self._exported < 0 and not (state.parent / "config.json").is_file()
         if lacking and state == whole(self.folder) / STATE:
@@ -350,11 +317,7 @@ def unsaved(folder: Path, step: int, problem: Exception) -> str:
 
 
 def log_row(trainer: L.Trainer) -> None:
-    """Puts the row of the step that just ended into the CSV file.
-
-    Lightning does so only after the hook that saves, so a run killed in between would lack the row. What the module
-    measures at a step's very end (its speed) is that of the step before until Lightning's own row replaces it.
-    """
+    """Puts the row of the step that just ended into the CSV file, which Lightning does after the hook that saves."""
     step = trainer.global_step
     if step % trainer.log_every_n_steps:  # type: ignore[attr-defined]
         return
@@ -373,11 +336,7 @@ def flush_metrics(trainer: L.Trainer, folder: Path) -> None:
 
 
 def check_space(folder: Path, module: L.LightningModule) -> None:
-    """Raises UserError when the disk has no room for ``best/`` and ``last/``, one of them twice.
-
-    Both hold the trained weights, two moments for each, and an export; a folder is complete before the old one is
-    removed.
-    """
+    """Raises UserError when the disk has no room for ``best/`` and ``last/`` (weights, moments, export) and a third."""
     sizes = [(value.numel() * value.element_size(), value.requires_grad) for value in module.parameters()]
     one = 3 * sum(size for size, trained in sizes if trained) + sum(size for size, _ in sizes)
     place = next(path for path in (folder, *folder.parents) if path.is_dir())

@@ -1,23 +1,24 @@
 """Trained policies as plain Hugging Face folders, which ``from_pretrained`` and vLLM load.
 
-A ``state.ckpt`` beside the weights does not disturb them: both look for ``*.safetensors`` (vLLM also for ``*.bin`` and
-``*.pt`` where there are none).
+transformers 4.x, with which many versions of vLLM come, lacks a tokenizer class of transformers 5 and ignores
+``rope_parameters``: it would silently use the default base for positions.
 """
 
 import copy
+import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from attnpo.models.loading import DTYPES
-from attnpo.models.lora import Rounding, adapter_state, merged_state, write_adapter
-from attnpo.models.older_readers import open_to_readers
+from attnpo.models.lora import Rounding, adapter_state, format_name, merged_state, write_adapter
+from attnpo.system.files import share, write_whole
 from attnpo.text.template import with_default
 from attnpo.training.model_card import Facts, model_card
 
@@ -28,9 +29,7 @@ ADAPTER = "adapter"
 
 
 def shell(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """Returns a model of the same class and config without adapters, shards or values: its ``save_pretrained`` is
-    called.
-    """
+    """Returns an empty model of the same class and config without adapters, whose ``save_pretrained`` is called."""
     config = copy.deepcopy(model.config)
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config  # what is saved are the dequantised, merged weights
@@ -48,9 +47,8 @@ def generation_config(
 ) -> GenerationConfig:
     """Returns the base's generation settings, each id that ends a turn as EOS, and the tokenizer's BOS and padding.
 
-    Ids of the base's own generation_config.json stay. Of others, which may be defaults of a config's class and so any
-    token, EOS stays if it is special and not BOS, and BOS and padding if they are special and the tokenizer has none.
-    Base settings that transformers refuses to save (a temperature without sampling) are left out with a warning.
+    Ids of the base's own generation_config.json stay, others if they are special and the tokenizer has none. Settings
+    that transformers refuses to save are left out with a warning.
     """
     base: Any = model.generation_config or GenerationConfig()  # type: ignore[no-untyped-call]
     given = base.eos_token_id if isinstance(base.eos_token_id, list) else [base.eos_token_id]
@@ -74,69 +72,19 @@ def generation_config(
     return config
 
 
-def format_name(dtype: torch.dtype) -> str:
-    """Returns the name of a number format as a configuration has it."""
-    return str(dtype).removeprefix("torch.")
-
-
-@dataclass(frozen=True)
-class Merge:
-    """Adapters merged into exported weights: the number formats of base and export, and what the rounding took.
-
-    ``lost_share`` is the norm of what the rounded weights miss of the update over the norm of the update;
-    ``unchanged_share`` the share of the adapted weights that came out equal to the base's.
-    """
-
-    base: str
-    dtype: str
-    lost_share: float
-    unchanged_share: float
-
-    @classmethod
-    def of(cls, model: PreTrainedModel, dtype: torch.dtype, rounding: Rounding) -> "Merge":
-        """Returns the account of one export in ``dtype``."""
-        quantized = getattr(model.config, "quantization_config", None) is not None
-        base = "4 bits" if quantized else format_name(model.dtype)
-        return cls(base, format_name(dtype), rounding.lost_share, rounding.unchanged_share)
-
-    def text(self) -> str:
-        """Returns what the rounding took, in words."""
-        return (
-            f"rounding the merged weights to {self.dtype} took {100 * self.lost_share:.3g} % of the adapters' update "
-            f"(in norm) and left {100 * self.unchanged_share:.3g} % of the adapted weights equal to the base's"
-        )
-
-    def notes(self) -> tuple[str, ...]:
-        """Returns what the model card tells of it."""
-        return (
-            f"the weights are the base's with the trained adapters merged in float32 and written in {self.dtype}; "
-            f"`{ADAPTER}/` holds the adapters alone, for peft beside the base in {self.base}: "
-            f'`PeftModel.from_pretrained(base, "FOLDER/{ADAPTER}")`',
-            f"the numbers of this card are of the policy as it was trained, adapters beside the base in {self.base}",
-            *([f"the merged weights differ from that policy: {self.text()}"] if self.lost_share else ()),
-        )
-
-
 @dataclass(frozen=True)
 class Exporter:
-    """Writes a policy as a Hugging Face folder.
+    """Writer of a policy as a Hugging Face folder.
 
-    Args:
-        tokenizer: with the chat template in use.
-        chat_template: written in place of the tokenizer's, which stays; None writes that. Templates that the tokenizer
-            has by name are written as they are.
-        notes: what the model card tells about using the folder.
-        end_ids: ids that end an assistant turn (``ChatFormat.end_ids``), beside the tokenizer's EOS.
-        dtype: number format of the exported weights, a name in DTYPES; None takes the model's own (under adapters that
-            of their base).
-        facts: what the model card tells (``card.Facts``); None writes no card.
-        max_shard_size: size from which the weights are cut into several files.
+    ``tokenizer`` and ``chat_template`` (None: its own) are written; ``end_ids`` end an assistant turn; ``dtype``: of
+    the weights, a name in DTYPES (None: the model's own). ``facts`` (None: no card) and ``notes`` go into the model
+    card.
     """
 
     tokenizer: PreTrainedTokenizerBase
     end_ids: tuple[int, ...] = ()
     dtype: str | None = None
-    facts: Mapping[str, object] | None = None
+    facts: Facts | None = None
     max_shard_size: str = "5GB"
     chat_template: str | None = None
     notes: tuple[str, ...] = ()
@@ -149,15 +97,14 @@ class Exporter:
         write: bool = True,
         metrics: Mapping[str, float] | None = None,
         step: int | None = None,
-    ) -> Merge | None:
+    ) -> Rounding | None:
         """Writes weights, configs, tokenizer, chat template and model card that from_pretrained loads.
 
-        Adapters are merged into the weights, and lie in ``adapter/`` unmerged; returns what the merging rounded off,
-        None without adapters. ``write`` is false on ranks that only take part in gathering shards. ``metrics`` and
-        ``step`` (optimiser steps so far) go into the card.
+        Returns what merging adapters, which lie in ``adapter/`` too, rounded off. ``write`` is false on ranks that only
+        gather shards. ``metrics`` and ``step`` go into the card.
         """
         dtype = model.dtype if self.dtype is None else DTYPES[self.dtype]
-        rounding = Rounding()
+        rounding = Rounding.of(model, dtype)
         state = merged_state(model, keep=write, dtype=dtype, rounding=rounding if write else None)
         adapters = adapter_state(model, keep=write)
         if not write:
@@ -169,19 +116,25 @@ class Exporter:
         empty.save_pretrained(folder, state_dict=in_dtype(state, empty, dtype), max_shard_size=self.max_shard_size)
         self._save_tokenizer(folder)
         open_to_readers(folder)
-        merge = Merge.of(model, dtype, rounding) if adapters else None
-        facts = cast(Facts, self.facts or {})  # plain data of a run's inputs
+        facts, notes = self.facts or {}, list(self.notes)
         if adapters:
             base = facts.get("base", {})
             found = Path(base.get("path", "?")).expanduser().is_dir()  # no folder is named where a setting built it
             name = base["path"] if found else base.get("hub")
             write_adapter(model, adapters, folder / ADAPTER, name, base.get("revision"))
+            notes += [
+                f"the weights are the base's with the trained adapters merged in float32 and written in "
+                f"{rounding.dtype}; `{ADAPTER}/` holds the adapters alone, for peft beside the base in "
+                f'{rounding.base}: `PeftModel.from_pretrained(base, "FOLDER/{ADAPTER}")`',
+                f"the numbers of this card are of the policy as it was trained, adapters beside the base in "
+                f"{rounding.base}",
+                *([f"the merged weights differ from that policy: {rounding.text()}"] if rounding.lost_share else ()),
+            ]
         if self.facts is not None:
-            notes = (*self.notes, *(merge.notes() if merge else ()))
             card = model_card(facts, metrics or {}, step=step, dtype=format_name(dtype), notes=notes)
             (folder / "README.md").write_text(card, encoding="utf-8")
         log.debug("exported the policy to %s", folder)
-        return merge
+        return rounding if adapters else None
 
     def _save_tokenizer(self, folder: Path) -> None:
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
@@ -195,10 +148,7 @@ class Exporter:
 
 
 def in_dtype(state: Mapping[str, Tensor], empty: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
-    """``state`` with the parameters of ``empty`` in ``dtype``; buffers (rotary frequencies) keep theirs.
-
-    Weights that are tied there become one tensor, of which ``save_pretrained`` writes one copy.
-    """
+    """Returns ``state`` with the parameters of ``empty`` in ``dtype``, tied ones as one tensor; buffers keep theirs."""
     parameters = dict(empty.named_parameters(remove_duplicate=False))
     first: dict[int, str] = {}
     converted: dict[str, Tensor] = {}
@@ -210,3 +160,54 @@ def in_dtype(state: Mapping[str, Tensor], empty: PreTrainedModel, dtype: torch.d
         tied = twin != name and torch.equal(state[twin], value)
         converted[name] = converted[twin] if tied else value.to(dtype)
     return converted
+
+
+# ------------------------------------------------------------------------------------------------ other readers
+
+
+UNKNOWN_ROTARY = (
+    "this model's rotary settings have other names in transformers 4.x, or differ from layer to layer: compare its "
+    "logits there before you use the folder with such a version, or take transformers 5"
+)
+
+
+def open_to_readers(folder: Path) -> None:
+    """Adds the keys of transformers 4.x to a folder that ``save_pretrained`` wrote, and opens its files to others."""
+    for name, older in (("config.json", older_config), ("tokenizer_config.json", older_tokenizer)):
+        path = folder / name
+        content = json.loads(path.read_text(encoding="utf-8"))
+        write_whole(path, json.dumps(older(content), indent=2, ensure_ascii=False) + "\n")
+    for path in folder.glob("*.safetensors"):
+        share(path)
+
+
+def older_config(config: dict[str, object]) -> dict[str, object]:
+    """Returns a configuration, nested ones too, with ``torch_dtype``, ``rope_theta`` and ``rope_scaling``."""
+    made = {k: older_config(v) if isinstance(v, dict) and "model_type" in v else v for k, v in config.items()}
+    if "dtype" in made:
+        made["torch_dtype"] = made["dtype"]
+    rotary = made.get("rope_parameters")
+    if isinstance(rotary, dict) and not any(isinstance(value, dict) for value in rotary.values()):
+        apart = ("rope_theta", "partial_rotary_factor")
+        made |= {key: rotary[key] for key in apart if key in rotary}
+        scaling = {key: value for key, value in rotary.items() if key not in apart}
+        made["rope_scaling"] = None if scaling in ({}, {"rope_type": "default"}) else scaling
+    return made
+
+
+def older_tokenizer(config: dict[str, object]) -> dict[str, object]:
+    """Returns a tokenizer's configuration with a class and special tokens that both versions know."""
+    made = dict(config)
+    if made.get("tokenizer_class") == "TokenizersBackend":
+        made["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(made.get("extra_special_tokens"), list):
+        made["additional_special_tokens"] = made.pop("extra_special_tokens")
+    return made
+
+
+def warning_for(config: PretrainedConfig) -> str | None:
+    """Returns a warning when 4.x may not find a model's rotary settings under the keys that are written; else None."""
+    rotary = getattr(config, "rope_parameters", None) or {}
+    renamed = type(config).convert_rope_params_to_dict is not PretrainedConfig.convert_rope_params_to_dict
+    layered = any(isinstance(value, dict) for value in rotary.values())
+    return UNKNOWN_ROTARY if rotary and (renamed or layered) else None

@@ -23,10 +23,7 @@ def from_all_ranks(value: Value, processes: int) -> list[Value]:
 
 
 class SameEverywhere(L.Callback):
-    """Refuses to train where the processes of a job have decided ``what`` otherwise: ``value`` is this one's decision.
-
-    Blocks that are computed again gather their shards again, so such processes would wait for each other for ever.
-    """
+    """Refuses to train where the processes of a job have decided ``what`` otherwise: they would wait for each other."""
 
     def __init__(self, what: str, value: str, instead: str) -> None:
         self.what, self.value, self.instead = what, value, instead
@@ -41,10 +38,7 @@ class SameEverywhere(L.Callback):
 
 
 class LeastBudgets(L.Callback):
-    """Gives every process of a job the least budgets of tokens that any of them has chosen for ``data``.
-
-    So that all of them cut a step into as many micro-batches.
-    """
+    """Gives every process of a job the least budgets of tokens that any of them has chosen for ``data``."""
 
     def __init__(self, data: PreferenceDataModule) -> None:
         self.data = data
@@ -60,9 +54,8 @@ class LeastBudgets(L.Callback):
 class WholePolicy(L.Callback):
     """Gathers a sharded policy at the end of training, before Lightning moves the shards to the CPU.
 
-    There a collective breaks: the processes of a job on GPUs talk over NCCL, which knows no CPU tensor. Afterwards
-    ``state`` holds the whole weights (adapters beside their base, as trained) on the first process and is empty on the
-    others; it is None where the policy is not sharded, so whole anyway, or where training did not end.
+    ``state`` then holds the whole weights on the first process and is empty on the others; None where nothing is
+    sharded.
     """
 
     def __init__(self) -> None:

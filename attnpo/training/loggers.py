@@ -1,7 +1,6 @@
 """Opens and closes the loggers of a run: the CSV file that is always there, Weights & Biases on request.
 
-W&B runs are kept apart from anything else in the process, silent (the log names them), and count optimiser steps: the
-step of a row is the number of updates the policy has seen, for training and validation alike.
+W&B runs are silent and count optimiser steps, for training and validation alike.
 """
 
 import json
@@ -31,10 +30,9 @@ EXIT_CODES = {"success": 0, "failed": 1, "interrupted": 130}
 
 
 class TrackedRun(WandbLogger):
-    """A W&B run that starts with its first row and keeps its id in ``logs/wandb.json``, to be continued from there.
+    """W&B run that starts with its first row and keeps its id in ``logs/wandb.json``, to be continued from there.
 
-    The id lives as long as the CSV logs: a run that starts anew in the same folder removes both. In W&B's online mode
-    the environment (``WANDB_MODE``, ``WANDB_ENTITY``, ``WANDB_RUN_ID`` of a sweep's agent) takes precedence.
+    In online mode ``WANDB_MODE``, ``WANDB_ENTITY`` and ``WANDB_RUN_ID`` of the environment take precedence.
     """
 
     def __init__(self, settings: WandbSettings, folder: Path, config: Mapping[str, Json], job: str = "train") -> None:
@@ -104,11 +102,7 @@ def kept_id(folder: Path) -> str:
 
 
 def make_loggers(settings: LoggerSettings, folder: Path, config: Mapping[str, Json]) -> list[Logger]:
-    """Returns the CSV logger (``logs/version_N/metrics.csv``, a version per session) and, if asked for, Weights &
-    Biases.
-
-    ``config`` is plain data (dicts, lists, numbers), as the run's folder keeps it.
-    """
+    """Returns the CSV logger (``logs/version_N/metrics.csv``) and W&B if asked for; ``config`` is plain data."""
     loggers: list[Logger] = [CSVLogger(save_dir=folder, name=LOGS)]
     if settings.wandb is not None:
         loggers.append(TrackedRun(settings.wandb, folder, config))
@@ -132,10 +126,7 @@ def close_loggers(loggers: Sequence[Logger], status: str) -> None:
 
 @contextmanager
 def open_loggers(settings: LoggerSettings, folder: Path, config: Mapping[str, Json]) -> Iterator[list[Logger]]:
-    """``make_loggers`` for the length of a block; closed with the status it ended with, also when interrupted.
-
-    Lightning turns Ctrl-C within training into SystemExit, so both count as interrupted.
-    """
+    """Opens the loggers for the length of a block; closes them with the status it ended with (Ctrl-C: interrupted)."""
     loggers = make_loggers(settings, folder, config)
     status = "failed"
     try:

@@ -19,9 +19,7 @@ Row = dict[str, float]
 
 
 def read_metrics(path: Path) -> list[Row]:
-    """Returns the rows of a metrics file, empty cells left out; a last line that was not written to its end does not
-    count.
-    """
+    """Returns the rows of a metrics file without empty cells, and without a last line that has no end yet."""
     if not path.is_file():
         return []
     text = path.read_bytes().decode(errors="replace")
@@ -30,12 +28,23 @@ def read_metrics(path: Path) -> list[Row]:
 
 
 def merge_metrics(folder: Path) -> list[Row]:
-    """Returns a row per optimiser step from ``metrics.csv`` and all sessions since (``logs/version_N``), written to it
-    again.
+    """Returns a row per step of ``metrics.csv`` and all sessions since (``logs/version_N``), written there again.
 
     Where a resumed session repeats a step, its values win.
     """
-    return _write(folder, _merged(folder))
+    by_step: dict[int, Row] = {}
+    for path in (folder, *_sessions(folder)):
+        for row in read_metrics(path / METRICS):
+            if "step" in row:
+                by_step.setdefault(int(row["step"]), {}).update(row)
+    rows = [by_step[step] for step in sorted(by_step)]
+    names = sorted({name for row in rows for name in row} - {"step", "epoch"})
+    table = io.StringIO(newline="")
+    writer = csv.DictWriter(table, ["step", "epoch", *names])
+    writer.writeheader()
+    writer.writerows({**row, "step": int(row["step"]), "epoch": int(row["epoch"])} for row in rows)
+    write_whole(folder / METRICS, table.getvalue())
+    return rows
 
 
 def take_metrics(folder: Path, rows: Path) -> None:
@@ -47,22 +56,3 @@ def take_metrics(folder: Path, rows: Path) -> None:
 
 def _sessions(folder: Path) -> list[Path]:
     return sorted((folder / LOGS).glob("version_*"), key=lambda path: int(path.name.split("_")[-1]))
-
-
-def _merged(folder: Path) -> list[Row]:
-    by_step: dict[int, Row] = {}
-    for path in (folder, *_sessions(folder)):
-        for row in read_metrics(path / METRICS):
-            if "step" in row:
-                by_step.setdefault(int(row["step"]), {}).update(row)
-    return [by_step[step] for step in sorted(by_step)]
-
-
-def _write(folder: Path, rows: list[Row]) -> list[Row]:
-    names = sorted({name for row in rows for name in row} - {"step", "epoch"})
-    table = io.StringIO(newline="")
-    writer = csv.DictWriter(table, ["step", "epoch", *names])
-    writer.writeheader()
-    writer.writerows({**row, "step": int(row["step"]), "epoch": int(row["epoch"])} for row in rows)
-    write_whole(folder / METRICS, table.getvalue())
-    return rows

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import lightning as L
 import torch
+import torchmetrics
+from jaxtyping import Float
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
@@ -19,18 +21,18 @@ from transformers import PreTrainedModel
 
 from attnpo.models.backbone import frozen, layer_stack
 from attnpo.models.input_gradient import input_gradient
+from attnpo.models.loading import check_rotary
 from attnpo.models.logps import gathered
+from attnpo.models.lora import parents
 from attnpo.models.router import ROUTER, load_balancing
 from attnpo.models.scored import ScoredLM
 from attnpo.objectives.base import PreferenceObjective, StepObjective
 from attnpo.schema import Kind, ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats, UserError, join_names
-from attnpo.training.checks import check_ready, check_saved, frozen_names, keep_trained, require_full_precision
 from attnpo.training.gather import from_all_ranks
-from attnpo.training.metrics import PairMeans
-from attnpo.training.nonfinite import SHOWN, Scored, detach, message, nonfinite_pairs, save_step
+from attnpo.training.nonfinite import SHOWN, Scored, advice, detach, nonfinite_pairs, save_step
 from attnpo.training.optimizer import Optimizer, norms_and_biases
 from attnpo.training.pair_values import pair_values, read_tokens
-from attnpo.training.resume_state import typed
+from attnpo.training.resume_state import Checkpoint
 from attnpo.weights.base import OnlineSource
 from attnpo.weights.pipeline import transformed_batch
 from attnpo.weights.transforms import WeightTransform
@@ -38,22 +40,50 @@ from attnpo.weights.transforms import WeightTransform
 log = logging.getLogger(__name__)
 
 
+class PairMeans(torchmetrics.Metric):
+    """Means over pairs of named per-pair values, summed over micro-batches and ranks before dividing."""
+
+    full_state_update = False
+    pairs: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.add_state("pairs", default=torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, values: Mapping[str, Float[Tensor, " pairs"]]) -> None:
+        """Adds one micro-batch. The first call fixes the names."""
+        for name, value in values.items():
+            state = self._state(name)
+            if name not in self.names:
+                self.names.append(name)
+                self.add_state(state, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+                setattr(self, state, getattr(self, state).to(self.device))
+            setattr(self, state, getattr(self, state) + value.detach().double().sum())
+        self.pairs = self.pairs + len(next(iter(values.values())))
+
+    def compute(self) -> dict[str, Tensor]:
+        """Returns the mean of every name seen so far."""
+        return {name: getattr(self, self._state(name)) / self.pairs.clamp(min=1) for name in self.names}
+
+    @staticmethod
+    def _state(name: str) -> str:
+        return "sum_" + name.replace("/", "_")
+
+
 RowMaker = Callable[[ScoredLM, PreferenceBatch, int], RowGroup]
 """A row group for a batch, from the policy as it stands and the number of optimiser steps taken."""
 
 
 class PreferenceModule(L.LightningModule):
-    """Trains ``policy`` on preference batches against a frozen ``reference``.
-
-    The reference is no submodule: it stays out of the state dict, the optimiser and any wrapper of the strategy.
-    Without one, batches must carry the reference's log-probabilities if the objective asks for them.
+    """Trains ``policy`` on preference batches against a frozen ``reference``, which is no submodule.
 
     A step whose loss or gradient norm is not finite is never taken: training ends with a ``UserError`` that names its
     pairs, and the step is saved as ``nonfinite-step-N.pt`` in the run's folder (steps counted from 1).
 
     Args:
         policy: the model to train, of transformers or wrapped already.
-        reference: a copy of it, which is frozen (live), or None (cached, or an objective that needs none).
+        reference: a copy of it, which is frozen, or None (stored log-probabilities, or an objective that needs none).
         objective: asked for ``requires``; exactly that is computed.
         optimizer: optimiser and schedule; None takes ``Optimizer()``.
         total_steps: optimiser steps of the whole run, for the schedule; None asks the Trainer.
@@ -170,20 +200,17 @@ class PreferenceModule(L.LightningModule):
             self._began = time.perf_counter()
 
     # ------------------------------------------------------------------------------------------------ checkpoints
-    def on_save_checkpoint(self, checkpoint: dict[str, object]) -> None:
+    def on_save_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Keeps of the weights those that are trained."""
-        keep_trained(self, typed(checkpoint))
+        keep_trained(self, checkpoint)
 
-    def on_load_checkpoint(self, checkpoint: dict[str, object]) -> None:
+    def on_load_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Refuses a checkpoint whose weights are not those trained here."""
-        check_saved(self, typed(checkpoint))
+        check_saved(self, checkpoint)
 
     # ------------------------------------------------------------------------------------------------ the step
     def score(self, batch: PreferenceBatch) -> tuple[PreferenceBatch, TokenStats, TokenStats | None, ObjectiveOutput]:
-        """Returns the batch as the objective read it, statistics of policy and reference (if required), the output.
-
-        The returned batch has the weights of an online source.
-        """
+        """Returns the batch with the weights that were read, statistics of policy and reference, and the output."""
         if batch.ahead:
             self._state = self._look_ahead(batch)
         batch = replace(batch, ahead={}, state=self._state, step=self.global_step if self.training else None)
@@ -253,8 +280,7 @@ class PreferenceModule(L.LightningModule):
     def training_step(self, batch: PreferenceBatch, batch_idx: int) -> Tensor:
         """Returns the micro-batch's share of the optimiser step's mean loss.
 
-        Lightning divides by the accumulation and averages gradients over ranks; both are undone here, so the gradient
-        of a step is exactly that of the mean over its ``step_pairs`` pairs, also in a short last step.
+        Lightning's division by the accumulation and its average over ranks are undone here, also in a short last step.
         """
         batch, policy, reference, output = self.score(batch)
         with torch.no_grad():
@@ -264,11 +290,7 @@ class PreferenceModule(L.LightningModule):
         return (output.losses * batch.pair_weight).sum() * scale
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Logs the window's means, the gradient norm before clipping and the learning rate.
-
-        Raises:
-            UserError: the loss or the gradient norm is not finite. Both are those of all ranks, so all of them stop.
-        """
+        """Logs the window's means, gradient norm before clipping and rate; UserError, on all ranks, if not finite."""
         self.updated = True
         lr = float(optimizer.param_groups[0]["lr"])  # some optimisers keep it as a tensor
         values = {f"train/{name}": value for name, value in self.window.compute().items()}
@@ -295,8 +317,9 @@ class PreferenceModule(L.LightningModule):
         }
         path = Path(self.trainer.default_root_dir) / f"nonfinite-step-{step}.pt"
         world, leads = self.trainer.world_size, self.trainer.is_global_zero
-        bad = save_step(self._scored, gradients, path, step, world, leads=leads)
-        raise UserError(message(bad, step, norm, lr, str(self.trainer.precision)))
+        wrong = save_step(self._scored, gradients, path, step, world, leads=leads, norm=norm)
+        instead = advice(lr, "another objective.beta", str(self.trainer.precision))
+        raise UserError(f"{wrong}. Look at these pairs, or try {instead}")
 
     def optimizer_step(
         self,
@@ -305,10 +328,7 @@ class PreferenceModule(L.LightningModule):
         optimizer: torch.optim.Optimizer | LightningOptimizer,
         optimizer_closure: Callable[[], object] | None = None,
     ) -> None:
-        """Steps, then logs the step's speed over all ranks, from its first micro-batch to its end.
-
-        Does not wait for a GPU: work of this step that is still under way counts for the next.
-        """
+        """Steps, then logs the step's speed over all ranks, without waiting for a GPU."""
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         seconds = time.perf_counter() - self._began
         self.log_dict({f"train/{name}_per_s": amount.float() / seconds for name, amount in self._amounts.items()})
@@ -327,11 +347,7 @@ class PreferenceModule(L.LightningModule):
         self._losses.append((batch.pair_ids, output.losses * batch.pair_weight))
 
     def on_validation_epoch_end(self) -> None:
-        """Logs ``val/*`` over all ranks.
-
-        A pair whose loss is not finite makes ``val/loss`` not finite too, so no such step is ever the best; it is
-        counted as ``val/nonfinite_pairs``, and the first such validation is warned of.
-        """
+        """Logs ``val/*`` over all ranks, with the number of pairs whose loss is not finite, warned of once."""
         if self.validation.names:
             values = {f"val/{name}": value.float() for name, value in self.validation.compute().items()}
             if not bool(values["val/loss"].isfinite()):
@@ -343,9 +359,7 @@ class PreferenceModule(L.LightningModule):
         self._losses.clear()
 
     def _warn_nonfinite(self) -> int:
-        """Returns the validation pairs with a non-finite loss, counted over all ranks; the first time a warning names
-        them.
-        """
+        """Counts the validation pairs with a non-finite loss over all ranks; the first time a warning names them."""
         of_ranks = from_all_ranks(nonfinite_pairs(self._losses), self.trainer.world_size)
         pairs = [pair_id for pair_ids in of_ranks for pair_id in pair_ids]
         if not self._warned and self.trainer.is_global_zero:
@@ -367,10 +381,7 @@ class PreferenceModule(L.LightningModule):
 
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Shards ``model`` in place (FSDP2): every block of its largest layer stack, then the root.
-
-    Its forward, not a submodule's, must be called afterwards.
-    """
+    """Shards ``model`` in place (FSDP2): every block, then the root, whose forward must be called afterwards."""
     for block in layer_stack(model):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -383,11 +394,9 @@ def weigh_online(
     reference: TokenStats | None,
     transforms: Sequence[WeightTransform] = (),
 ) -> PreferenceBatch:
-    """Returns the batch with the weights that an online source gives its main rows, and its pairs if it weighs these
-    too.
+    """Returns the batch with the weights that an online source gives its main rows, and its pairs if it weighs them.
 
-    ``transforms`` change the weights of the rows. Pair weights are logged as ``weights/pair``, and the share of pairs
-    that it made void as ``weights/void``.
+    Pair weights are logged as ``weights/pair``, the share of pairs that it made void as ``weights/void``.
     """
     with torch.no_grad():
         given = source.weights(detach(policy), None if reference is None else detach(reference), batch)
@@ -402,3 +411,86 @@ def weigh_online(
         batch.main, token_weights={**batch.main.token_weights, "reward": weights}, factors=source.kind is Kind.FACTOR
     )
     return replace(batch, groups={**batch.groups, "main": rows})
+
+
+def check_ready(policy: nn.Module, reference: nn.Module | None, *, rounding: bool) -> None:
+    """Raises ``UserError`` unless modes, gradients and number formats of policy and reference are what training needs.
+
+    Called once the strategy has moved them. ``rounding``: the optimiser rounds stochastically, so trained weights may
+    be shorter.
+    """
+    # Classes of the library may share an activation among all their models, which has one mode and needs none.
+    others = set() if reference is None else set(policy.modules()) & set(reference.modules())
+    common = {part for part in others if not list(part.parameters())}
+    still = [name or "the whole" for name, part in policy.named_modules() if not part.training and part not in common]
+    if still:
+        raise UserError(
+            f"{len(still)} modules of the policy stay in eval mode (first: {still[0]}), where dropout and gradient "
+            "checkpointing are off; let that module's train() pass the mode on"
+        )
+    check_rotary(policy)
+    require_full_precision(policy, rounding=rounding)
+    if reference is None:
+        return
+    check_rotary(reference)
+    if any(part.training for part in reference.modules() if part not in common) or any(
+        p.requires_grad for p in reference.parameters()
+    ):
+        raise UserError(
+            "the reference must be in eval mode and without gradients; give it as models.backbone.frozen(reference)"
+        )
+
+
+def require_full_precision(policy: nn.Module, *, rounding: bool) -> None:
+    """Raises ``UserError`` where nothing is trained, or weights that lose small updates, as ``check_ready`` says."""
+    trained = [(name, value) for name, value in policy.named_parameters() if value.requires_grad]
+    if not trained:
+        raise UserError("the policy has no parameter with requires_grad: nothing would be trained; unfreeze some")
+    short = [(name, value.dtype) for name, value in trained if value.dtype not in (torch.float32, torch.float64)]
+    if short and not rounding:
+        raise UserError(
+            f"{len(short)} of {len(trained)} trained parameters are not float32 (first: {short[0][0]}, {short[0][1]}), "
+            "which loses the small updates of a usual lr; set model.dtype=float32, or load the policy by "
+            'from_pretrained(MODEL, dtype="float32") (precision bf16-mixed computes in bf16 all the same), or take an '
+            "optimizer with stochastic_rounding"
+        )
+
+
+def frozen_names(module: nn.Module) -> set[str]:
+    """Returns the names of all parameters that are not trained, tied ones under each of their names."""
+    return {name for name, value in module.named_parameters(remove_duplicate=False) if not value.requires_grad}
+
+
+def keep_trained(module: nn.Module, checkpoint: Checkpoint) -> None:
+    """Removes what is not trained from ``checkpoint["state_dict"]``, and notes names and shapes of what is left."""
+    state = checkpoint["state_dict"]
+    frozen = frozen_names(module)
+    for name in [name for name in state if not frozen.isdisjoint({name, *parents(name)})]:
+        del state[name]
+    checkpoint["trained"] = {name: list(value.shape) for name, value in state.items()}
+
+
+def check_saved(module: nn.Module, checkpoint: Checkpoint) -> None:
+    """Raises ``UserError`` unless the checkpoint has every trained weight of ``module`` and none that it lacks."""
+    if "trained" not in checkpoint:
+        raise UserError("resume: the file does not name the weights it holds, so it is no state.ckpt of this program")
+    saved = checkpoint["trained"]
+    shapes = {name: list(value.shape) for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    needed = [name for name, value in module.named_parameters(remove_duplicate=False) if value.requires_grad]
+    missing = [name for name in needed if name not in saved]
+    unexpected = [name for name in saved if name not in shapes]
+    other = [
+        f"{name} {list(saved[name])}, here {shape}"
+        for name, shape in shapes.items()
+        if list(saved.get(name, shape)) != shape
+    ]
+    problems = [
+        f"{len(names)} {what} (first: {names[0]})"
+        for names, what in ((missing, "missing"), (unexpected, "unexpected"), (other, "of another shape"))
+        if names
+    ]
+    if problems:
+        raise UserError(
+            f"resume: the checkpoint's weights do not fit the {len(needed)} trained ones of this model: "
+            f"{', '.join(problems)}. Resume with the model and adapter settings of the saved run"
+        )

@@ -3,16 +3,17 @@
 A function reads a tensor's values only when it is called for that: on a GPU every read waits for the device.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 import torch
 from jaxtyping import Bool, Float
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from attnpo.schema import (
@@ -46,21 +47,8 @@ class Scored:
     ) -> "Scored":
         """Returns the micro-batch with its pairs' losses as they enter the step; hidden states are not kept."""
         losses = output.losses.detach() * batch.pair_weight
-        return cls(batch, _kept(policy), None if reference is None else _kept(reference), losses)
-
-
-@dataclass(frozen=True)
-class NonfiniteStep:
-    """What of a step is not finite, over all processes.
-
-    ``pairs``: ids of the pairs whose loss is not finite; ``inputs``: what else is not finite in them; ``step_pairs``:
-    all pairs of the step, in its order; ``file``: where the step is kept, None where it could not be written.
-    """
-
-    pairs: list[str]
-    inputs: list[str]
-    step_pairs: list[str]
-    file: Path | None
+        kept = [None if stats is None else detach(stats, hidden=False) for stats in (policy, reference)]
+        return cls(batch, cast(TokenStats, kept[0]), kept[1], losses)
 
 
 def nonfinite_pairs(scored: Iterable[tuple[Sequence[str], Float[Tensor, " pairs"]]]) -> list[str]:
@@ -74,10 +62,7 @@ def nonfinite_pairs(scored: Iterable[tuple[Sequence[str], Float[Tensor, " pairs"
 
 
 def nonfinite_inputs(scored: Sequence[Scored]) -> list[str]:
-    """Names of what the objective read and is not finite in the pairs with a non-finite loss.
-
-    Positions under a false response mask do not count.
-    """
+    """Names what the objective read and is not finite in the pairs with a non-finite loss, off the mask nothing."""
     names = [
         name
         for item in scored
@@ -88,16 +73,20 @@ def nonfinite_inputs(scored: Sequence[Scored]) -> list[str]:
 
 
 def save_step(
-    scored: Sequence[Scored], gradients: Mapping[str, Tensor], path: Path, step: int, processes: int, *, leads: bool
-) -> NonfiniteStep:
-    """Returns what of the step is not finite; also written to ``path`` by the process that ``leads``.
+    scored: Sequence[Scored],
+    gradients: Mapping[str, Tensor],
+    path: Path,
+    step: int,
+    processes: int,
+    *,
+    leads: bool,
+    norm: float = math.nan,
+) -> str:
+    """Writes a step that is not finite to ``path`` in the process that ``leads``; returns what is wrong, in words.
 
-    A collective: every rank must call it.
-
-    The file has ``step``, the ids ``pairs`` and ``inputs`` that are not finite, ``gradients`` (the parameters whose
-    gradient is not finite, per process) and ``processes``: per process a list of micro-batches, each with the pairs'
-    ids and losses, the batch, and the per-token statistics of policy and reference. Plain containers and tensors, so
-    that it loads with ``weights_only=True``.
+    A collective: every rank must call it. ``norm``: that of its gradient. The file, which loads with
+    ``weights_only=True``, has ``step``, the ``pairs`` and ``inputs`` that are not finite, ``gradients`` (names of such,
+    per process) and ``processes``: lists of micro-batches with ids, losses, batch and statistics.
     """
     bad_gradients = [name for name, gradient in gradients.items() if not bool(gradient.isfinite().all())]
     bad_pairs = from_all_ranks(nonfinite_pairs((item.batch.pair_ids, item.losses) for item in scored), processes)
@@ -111,47 +100,23 @@ def save_step(
         "gradients": from_all_ranks(bad_gradients, processes),
         "processes": from_all_ranks([_plain(item) for item in scored], processes),
     }
-    written = from_all_ranks(_write(contents, path) if leads else True, processes)
-    return NonfiniteStep(pairs, inputs, list(chain(*pair_ids)), path if all(written) else None)
-
-
-def message(bad: NonfiniteStep, step: int, norm: float, lr: float, precision: str) -> str:
-    """Returns one line for the user: which step and pairs are not finite, where the step is kept, what to try."""
-    if bad.pairs:
-        what = f"the loss of optimiser step {step} is not finite for {len(bad.pairs)} of {len(bad.step_pairs)} pairs"
-        also = ", ".join(bad.inputs) or "nothing that it is computed from"
-        what += f": {join_names(bad.pairs, SHOWN)} (not finite there: {also})"
+    written = all(from_all_ranks(_write(contents, path) if leads else True, processes))
+    whole = list(chain(*pair_ids))
+    if pairs:
+        what = f"the loss of optimiser step {step} is not finite for {len(pairs)} of {len(whole)} pairs"
+        also = ", ".join(inputs) or "nothing that it is computed from"
+        what += f": {join_names(pairs, SHOWN)} (not finite there: {also})"
     else:
         what = f"the gradient norm of optimiser step {step} is {norm}, though its loss is finite; the step's pairs: "
-        what += join_names(bad.step_pairs, SHOWN)
-    where = f"batches and per-token statistics are in {bad.file}" if bad.file else "its batches could not be saved"
-    return (
-        f"{what}. Training stopped before this step, the weights are those of step {step - 1}; {where}. "
-        f"Look at these pairs, or try {_advice(lr, 'another objective.beta', precision)}"
-    )
+        what += join_names(whole, SHOWN)
+    where = f"batches and per-token statistics are in {path}" if written else "its batches could not be saved"
+    return f"{what}. Training stopped before this step, the weights are those of step {step - 1}; {where}"
 
 
-def _advice(lr: float, other: str, precision: str) -> str:
+def advice(lr: float, other: str, precision: str) -> str:
+    """Returns what may help against numbers that are not finite."""
     exact = "" if precision.startswith("32") else f", trainer.precision=32-true (now {precision})"
     return f"a smaller optimizer.lr (now {lr:g}), {other}{exact}"
-
-
-def nonfinite_weights(model: nn.Module, processes: int) -> tuple[list[str], int]:
-    """Names of the trained parameters that hold a value which is not finite, in the model's order, and how many train.
-
-    Reads every trained weight once and makes no copy; each process reads its shards (a collective: every rank must
-    call it).
-    """
-    trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
-    shards = {
-        name: value.to_local() if isinstance(value, DTensor) else value.detach() for name, value in trained.items()
-    }
-    held = [name for name, value in shards.items() if value.numel()]  # a process may have no part of a short one
-    peaks = [peak(shards[name]) for name in held]  # the device is read once for all parameters
-    finite = torch.stack(peaks).isfinite().tolist() if peaks else []
-    bad_here = [name for name, good in zip(held, finite, strict=True) if not good]
-    bad = {name for names in from_all_ranks(bad_here, processes) for name in names}
-    return [name for name in trained if name in bad], len(trained)
 
 
 def peak(value: Tensor) -> Tensor:
@@ -162,14 +127,22 @@ def peak(value: Tensor) -> Tensor:
 def check_weights(trainer: L.Trainer) -> None:
     """Raises ``UserError`` on every rank unless all trained weights are finite (a collective: every rank must call it).
 
-    Called where weights are about to leave the run: after the last optimiser step and before each checkpoint.
+    Reads every trained weight once and makes no copy.
     """
     policy = trainer.lightning_module.get_submodule("policy.model")
-    bad, trained = nonfinite_weights(policy, trainer.world_size)
-    if bad:
+    trained = {name: value for name, value in policy.named_parameters() if value.requires_grad}
+    shards = {
+        name: value.to_local() if isinstance(value, DTensor) else value.detach() for name, value in trained.items()
+    }
+    held = [name for name, value in shards.items() if value.numel()]  # a process may have no part of a short one
+    peaks = [peak(shards[name]) for name in held]  # the device is read once for all parameters
+    finite = torch.stack(peaks).isfinite().tolist() if peaks else []
+    bad_here = [name for name, good in zip(held, finite, strict=True) if not good]
+    of_ranks = {name for names in from_all_ranks(bad_here, trainer.world_size) for name in names}
+    if bad := [name for name in trained if name in of_ranks]:
         raise UserError(
-            f"the weights are not finite after optimiser step {trainer.global_step}: {len(bad)} of {trained} trained "
-            f"parameters (first: {bad[0]}); {_what_stands(trainer)}"
+            f"the weights are not finite after optimiser step {trainer.global_step}: {len(bad)} of {len(trained)} "
+            f"trained parameters (first: {bad[0]}); {_what_stands(trainer)}"
         )
 
 
@@ -199,7 +172,7 @@ def _what_stands(trainer: L.Trainer) -> str:
     module: Any = trainer.lightning_module
     saved = newest(Path(trainer.default_root_dir))
     stands = "no checkpoint is saved" if saved is None else f"saved last is step {saved[0]}, in {saved[1]}"
-    return f"{stands}. Try {_advice(module.recipe.lr, 'a smaller trainer.gradient_clip_val', str(trainer.precision))}"
+    return f"{stands}. Try {advice(module.recipe.lr, 'a smaller trainer.gradient_clip_val', str(trainer.precision))}"
 
 
 def _finite_inputs(item: Scored) -> dict[str, Bool[Tensor, " pairs"]]:
@@ -222,21 +195,16 @@ def _finite_pairs(finite: Bool[Tensor, "rows R"]) -> Bool[Tensor, " pairs"]:
     return chosen & rejected
 
 
-def detach(stats: TokenStats) -> TokenStats:
-    """Returns the same statistics without their graph."""
+def detach(stats: TokenStats, *, hidden: bool = True) -> TokenStats:
+    """Returns the same statistics without their graph, and without hidden states unless ``hidden``."""
     return replace(
         stats,
         logps=stats.logps.detach(),
-        hidden=None if stats.hidden is None else stats.hidden.detach(),
+        hidden=stats.hidden.detach() if hidden and stats.hidden is not None else None,
         vocab={name: value.detach() for name, value in stats.vocab.items()},
         joint={name: value.detach() for name, value in stats.joint.items()},
-        groups={name: detach(value) for name, value in stats.groups.items()},
+        groups={name: detach(value, hidden=hidden) for name, value in stats.groups.items()},
     )
-
-
-def _kept(stats: TokenStats) -> TokenStats:
-    """Returns the statistics as they are kept until the optimiser steps: without their graph and hidden states."""
-    return replace(detach(stats), hidden=None, groups={name: _kept(value) for name, value in stats.groups.items()})
 
 
 def _plain(value: object) -> object:

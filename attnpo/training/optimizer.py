@@ -22,13 +22,10 @@ SCHEDULES = ("cosine", "constant")
 class Optimizer:
     """AdamW with linear warm-up and cosine decay (paper appendix: lr 1e-6, warm-up ratio 0.1, cosine).
 
-    ``warmup`` below 1 is a share of all optimiser steps, from 1 on a number of steps. The first update has lr / warm-up
-    steps with ``warmup_from`` "first", and 0 with "zero" (Hugging Face's schedules, so the authors' run), which stays
-    one step late until the warm-up is over. ``schedule`` is "cosine" or "constant"; ``final_share`` is what remains
-    of lr at the end of a cosine. ``moments`` "8bit" keeps both of Adam's moments in 8 bits with a scale per block (2
-    bytes per parameter, not 8). ``stochastic_rounding`` is for weights in bfloat16, whose small updates rounding to
-    nearest would lose. ``weight_decay`` leaves norms and biases out, as Hugging Face's trainer does, unless
-    ``decay_all``.
+    ``warmup`` below 1 is a share of all optimiser steps, from 1 on a number of steps; the first update has lr / warm-up
+    steps with ``warmup_from`` "first", 0 with "zero" (Hugging Face's schedules). ``final_share`` of lr remains at a
+    cosine's end. ``moments`` "8bit": 2 bytes per parameter, not 8. ``stochastic_rounding``: for weights in bfloat16.
+    ``weight_decay`` leaves norms and biases out unless ``decay_all``.
     """
 
     lr: float = 1e-6
@@ -93,12 +90,10 @@ class Optimizer:
     def make(
         self, parameters: "Iterable[torch.nn.Parameter]", undecayed: "Collection[torch.nn.Parameter]" = ()
     ) -> "torch.optim.Optimizer":
-        """Returns the optimiser over ``parameters``; ``factor`` gives its schedule.
+        """Returns the optimiser over ``parameters``, without weight decay on ``undecayed`` unless ``decay_all``.
 
-        Those among ``undecayed`` form a group without weight decay, unless ``decay_all`` or there is none.
-
-        Raises ``UserError`` when 8-bit moments are asked for without torchao, and stochastic rounding for weights that
-        are not bfloat16.
+        Raises ``UserError`` for 8-bit moments without torchao, and for stochastic rounding of weights other than
+        bfloat16.
         """
         import torch
 
@@ -158,10 +153,7 @@ NORMS_AND_BIASES = ["bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_
 
 
 def norms_and_biases(model: "torch.nn.Module") -> "list[torch.nn.Parameter]":
-    """Finds the parameters that Hugging Face's trainer does not decay: by name, and those of every LayerNorm.
-
-    A norm of another class whose name says nothing is decayed there too.
-    """
+    """Finds the parameters that Hugging Face's trainer does not decay: by name, and those of every LayerNorm."""
     from torch.nn import LayerNorm
     from transformers.trainer_pt_utils import get_parameter_names
 
@@ -170,9 +162,7 @@ def norms_and_biases(model: "torch.nn.Module") -> "list[torch.nn.Parameter]":
 
 
 def fusible(parameters: "list[torch.nn.Parameter]") -> bool:
-    """Returns whether one kernel can update every parameter: all lie on a GPU, or all on the CPU and
-    none is sharded.
-    """
+    """Returns whether one kernel can update every parameter: all on a GPU, or all on the CPU and none sharded."""
     from torch.distributed.tensor import DTensor
 
     kinds = {parameter.device.type for parameter in parameters}

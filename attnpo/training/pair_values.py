@@ -13,10 +13,8 @@ def pair_values(
 ) -> dict[str, Float[Tensor, " pairs"]]:
     """Returns everything logged per pair: loss, rewards, margins, accuracies, log-probabilities, weight statistics.
 
-    ``rewards/*`` are the objective's own rewards (weighted where it weighs tokens); equal rewards count as half an
-    accuracy, so that it starts at 0.5 where policy and reference are the same. ``weights/effective_share`` is the
+    ``rewards/*`` are the objective's own; equal rewards count as half an accuracy. ``weights/effective_share`` is the
     effective number of weighted tokens over |y| as the source counts it, mean of both sides; 1 for uniform weights.
-    Of a source that weighs pairs, ``weights/pair`` and ``weights/void`` are the mean pair weight and the share of 0.
     """
     rows = batch.main
     margins = output.chosen_rewards - output.rejected_rewards
@@ -45,10 +43,7 @@ def pair_values(
 
 
 def read_tokens(batch: PreferenceBatch) -> Float[Tensor, " pairs"]:
-    """Returns tokens of the batch's rows, prompts included and padding not, as equal shares of its pairs.
-
-    A prompt that two rows share counts twice, as it does in every other layout.
-    """
+    """Returns tokens of the batch's rows, prompts included and padding not, as equal shares of its pairs."""
     counts = [_tokens(rows.inputs) for rows in batch.groups.values() if rows.inputs is not None]
     return torch.stack(counts).sum().double().expand(batch.pairs) / batch.pairs
 

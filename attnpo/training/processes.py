@@ -17,17 +17,13 @@ PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK")  # by wh
 
 
 def planned_processes(settings: TrainerSettings) -> int:
-    """Returns how many processes will train: those that were started, else what trainer.devices and
-    num_nodes ask for.
-    """
+    """Returns how many processes will train: those that were started, else those that the trainer asks for."""
     started = launched_processes()
     return wanted_processes(settings) if started is None else started[0]
 
 
 def wanted_processes(settings: TrainerSettings) -> int:
-    """Returns how many processes ``settings`` ask for; ``auto`` is one for each GPU that may be used,
-    and one on a CPU.
-    """
+    """Returns how many processes ``settings`` ask for; ``auto`` is one for each usable GPU, and one on a CPU."""
     return _on_a_node(settings) * settings.num_nodes
 
 
@@ -46,14 +42,10 @@ def visible_gpus(settings: TrainerSettings) -> int:
 
 
 def as_launched(settings: TrainerSettings) -> TrainerSettings:
-    """Returns the settings with the launcher's number of devices on each node and of nodes; as they are without a
-    launcher.
+    """Returns the settings with the launcher's number of nodes and of devices on each; unchanged without a launcher.
 
-    Raises:
-        UserError: trainer.devices or trainer.num_nodes, where they are given, contradict the launcher; SLURM's
-            variables say that there are several processes and srun has not started them; there are too few GPUs, or
-            (without a launcher) none, or other nodes that nothing was started on; variables make this process a rank
-            and no launcher stands behind them.
+    Raises UserError where the trainer's settings, SLURM's variables, the GPUs or the variables of a rank contradict
+    what started this process.
     """
     started = launched_processes()
     total, nodes = started or (wanted_processes(settings), None)
@@ -126,10 +118,7 @@ def _require_possible(settings: TrainerSettings) -> None:
 
 
 def environment() -> "ClusterEnvironment | None":
-    """Returns what tells Lightning its place in the job; None where Lightning finds the launcher by itself.
-
-    In a SLURM job of one task, Lightning starts the processes of ``trainer.devices`` as it does anywhere else.
-    """
+    """Returns what tells Lightning its place in the job; None where Lightning finds the launcher by itself."""
     from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
     from attnpo.training.trainer import SlurmTasks
@@ -141,10 +130,7 @@ def environment() -> "ClusterEnvironment | None":
 
 
 def require_world(trainer: int, settings: TrainerSettings) -> None:
-    """Raises UserError unless the trainer that was built from ``settings`` is one of as many processes as they say.
-
-    Every process finds the same, so none waits for another.
-    """
+    """Raises UserError unless the trainer built from ``settings`` is one of as many processes as they say."""
     wanted = wanted_processes(settings)
     if trainer != wanted:
         raise UserError(

@@ -15,6 +15,7 @@ from attnpo.data.collate import TrainingExample
 from attnpo.data.datamodule import PreferenceDataModule
 from attnpo.schema import PreferenceBatch, UserError
 from attnpo.training.module import PreferenceModule
+from attnpo.training.resume_state import Checkpoint
 from attnpo.weights.capture import LogpPair
 
 log = logging.getLogger(__name__)
@@ -28,11 +29,8 @@ Examples = Mapping[str, Sequence[TrainingExample]]
 class KeptReference(L.Callback):
     """Keeps the log-probabilities that a run's reference gives, and drops the reference once it has them all.
 
-    Args:
-        store: puts log-probabilities (chosen, rejected) of pairs into the store.
-        complete: the examples of both splits, by "train" and "val", with stored log-probabilities; None while any of
-            them is missing.
-        known: ids of pairs that are stored already.
+    ``store`` stores those of pairs; ``complete`` gives the examples of both splits with them, None while any is
+    missing; ``known``: ids of pairs that are stored already.
     """
 
     def __init__(
@@ -96,9 +94,7 @@ class KeptReference(L.Callback):
         torch.cuda.empty_cache()  # without effect where there is no GPU
         log.info("reference log-probs: all pairs are stored; the reference is let go")
 
-    def on_save_checkpoint(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, object]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: Checkpoint) -> None:
         """Stores what a run resumed from this checkpoint will read."""
         self.flush()
 

@@ -2,15 +2,13 @@
 
 import logging
 import random
-from typing import Any, Final, NotRequired, TypedDict, cast
+from typing import Any, Final
 
 import lightning as L
 import numpy as np
 import torch
-from torch import Tensor
 
 from attnpo.data.datamodule import PreferenceDataModule
-from attnpo.data.sampler import SamplerState
 from attnpo.training.gather import from_all_ranks
 
 log = logging.getLogger(__name__)
@@ -18,50 +16,18 @@ log = logging.getLogger(__name__)
 KEY: Final = "attnpo"
 
 
-class RandomState(TypedDict):
-    """The states of Python's, NumPy's and torch's generators as plain data; ``cuda`` where there is a GPU."""
-
-    python: tuple[int, tuple[int, ...], float | None]
-    numpy: tuple[str, list[int], int, int, float]
-    torch: Tensor
-    cuda: NotRequired[Tensor]
-
-
-class RunSoFar(TypedDict, total=False):
-    """The last values of all metrics, those from before the first step, and the random states of all ranks."""
-
-    metrics: dict[str, float]
-    first: dict[str, float]
-    random: list[RandomState]
-
-
-class Checkpoint(TypedDict, total=False):
-    """What is read of a ``state.ckpt``, or put into it; Lightning keeps more there.
-
-    ``trained``: shapes of the weights by their names; ``attnpo_validated``: whether it was saved after the validation
-    of its step.
-    """
-
-    state_dict: dict[str, Tensor]
-    global_step: int
-    loops: dict[str, dict[str, object]]
-    trained: dict[str, list[int]]
-    attnpo: RunSoFar
-    attnpo_validated: bool
-
-
-def typed(checkpoint: dict[str, object]) -> Checkpoint:
-    """Returns the same dictionary, as Lightning gives it to its hooks, with the types of what it holds."""
-    return cast(Checkpoint, checkpoint)
+RandomState = dict[str, Any]
+"""States of Python's, NumPy's and torch's generators as plain data; ``cuda`` where there is a GPU."""
+Checkpoint = dict[str, Any]
+"""Contents of a ``state.ckpt``. Beside Lightning's own: ``attnpo`` (metrics, the first ones, random states of all
+ranks), ``trained`` (shapes of the weights by their names), ``attnpo_validated`` (saved after its step's validation)."""
 
 
 class Continuation(L.Callback):
     """Makes a resumed run go on exactly where it was saved, also with another number of processes or micro-batch.
 
-    Lightning keeps counters of micro-batches, which depend on how a step was split and on the hook that saved. They
-    are set anew from the sampler's place in the epoch.
-
-    ``metrics`` are the last values of all metrics, ``first`` those from before the first step.
+    Lightning's counters of micro-batches are set anew from the sampler's place. ``metrics``: the last values of all,
+    ``first`` those from before the first step.
     """
 
     def __init__(self) -> None:
@@ -69,31 +35,25 @@ class Continuation(L.Callback):
         self.first: dict[str, float] = {}
         self._random: list[RandomState] = []
 
-    def on_save_checkpoint(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, object]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: Checkpoint) -> None:
         """Adds random states of all ranks and the metrics (a collective)."""
         now = {name: float(value) for name, value in trainer.callback_metrics.items() if name not in ("step", "epoch")}
-        typed(checkpoint)[KEY] = {
+        checkpoint[KEY] = {
             "metrics": {**self.metrics, **now},
             "first": self.first,
             "random": from_all_ranks(random_state(), trainer.world_size),
         }
 
-    def on_load_checkpoint(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, object]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: Checkpoint) -> None:
         """Takes over what was saved and sets Lightning's counters."""
-        contents = typed(checkpoint)
-        saved = contents.get(KEY, {})
+        saved = checkpoint.get(KEY, {})
         self.metrics, self.first = dict(saved.get("metrics", {})), dict(saved.get("first", {}))
         self._random = list(saved.get("random", []))
-        data: Any = getattr(trainer, "datamodule", None)
-        state = cast(SamplerState | None, checkpoint.get(PreferenceDataModule.__name__))
-        if isinstance(data, PreferenceDataModule) and state and "loops" in contents:
+        data, state = getattr(trainer, "datamodule", None), checkpoint.get(PreferenceDataModule.__name__)
+        if isinstance(data, PreferenceDataModule) and state and "loops" in checkpoint:
             epoch, batches, length = data.place(state)
             trainer.accumulate_grad_batches = data.accumulation(trainer.world_size)
-            set_counters(contents["loops"]["fit_loop"], contents["global_step"], epoch, batches, length)
+            set_counters(checkpoint["loops"]["fit_loop"], checkpoint["global_step"], epoch, batches, length)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Sets the random states; from here on only the training itself draws from them."""
@@ -110,27 +70,20 @@ class Continuation(L.Callback):
         self._random = []
 
 
-def set_counters(fit_loop: dict[str, object], steps: int, epoch: int, batches: int, length: int) -> None:
-    """Writes into a saved fit loop that it has taken ``steps`` optimiser steps, and where in the data it is.
+COUNTERS = ("ready", "started", "processed", "completed")
 
-    That is after ``batches`` of the ``length`` micro-batches of ``epoch`` (0-based), all hooks of the last one done.
-    """
+
+def set_counters(fit_loop: dict[str, object], steps: int, epoch: int, batches: int, length: int) -> None:
+    """Writes into a saved fit loop that it took ``steps`` steps and is at ``batches`` of ``epoch`` (0-based)."""
     epoch_over = batches >= length
     done, inside = (epoch + 1, 0) if epoch_over else (epoch, batches)
     begun = done + (not epoch_over)
-    epochs = {"ready": begun, "started": begun, "processed": done, "completed": done}
+    epochs = dict(zip(COUNTERS, (begun, begun, done, done), strict=True))
     fit_loop["epoch_progress"] = {"total": dict(epochs), "current": dict(epochs)}
-    fit_loop["epoch_loop.batch_progress"] = {
-        "total": _all(epoch * length + batches),
-        "current": _all(inside),
-        "is_last_batch": False,
-    }
+    total, current = (dict.fromkeys(COUNTERS, count) for count in (epoch * length + batches, inside))
+    fit_loop["epoch_loop.batch_progress"] = {"total": total, "current": current, "is_last_batch": False}
     fit_loop["epoch_loop.state_dict"] = {"_batches_that_stepped": steps}
     fit_loop.pop("epoch_loop.val_loop.batch_progress", None)
-
-
-def _all(count: int) -> dict[str, int]:
-    return {"ready": count, "started": count, "processed": count, "completed": count}
 
 
 def random_state() -> RandomState:

@@ -30,9 +30,8 @@ class AnchoredObjective(Protocol):
 class Anchors:
     """Makes the anchor rows of a batch: one per pair, in the order of the pairs, in the padded layout.
 
-    ``end_ids``: what ends a response; the end token is part of it, as it is of chosen and rejected ones. ``limit``: no
-    row gets longer than so many tokens (None: the model's positions alone); a prompt that leaves no room has an anchor
-    without tokens.
+    ``end_ids``: what ends a response, as its last token. ``limit``: tokens of the longest row (None: the model's
+    positions); a prompt that leaves no room has an anchor without tokens.
     """
 
     sampling: Sampling
@@ -41,11 +40,7 @@ class Anchors:
     limit: int | None = None
 
     def __call__(self, policy: ScoredLM, batch: PreferenceBatch, step: int) -> RowGroup:
-        """Returns the rows, sampled in eval mode, without gradient, with the policy's adapters; modes are restored.
-
-        Raises:
-            UserError: sharded weights, or a main group in another layout than the padded one.
-        """
+        """Returns the rows, sampled in eval mode without gradient; UserError for shards and rows not padded."""
         if not is_materialised(policy.model):
             raise UserError(
                 "the triplet's anchors are sampled by each process for itself, and the policy's weights are sharded: "
@@ -65,10 +60,7 @@ class Anchors:
         return replace(batch, groups={"anchor": rows}).to(batch.main.response_mask.device).groups["anchor"]
 
     def _by_room(self, policy: ScoredLM, prompts: Sequence[Sequence[int]]) -> dict[int, list[int]]:
-        """Indices of the prompts by the new tokens that each may get; those without room are left out.
-
-        Rows of one batch all run as far as the longest, so what has less room is sampled apart.
-        """
+        """Returns indices of the prompts by the new tokens that each may get; those without room are left out."""
         limits = [limit for limit in (self.limit, context_length(policy.model.config)) if limit is not None]
         by_room: dict[int, list[int]] = {}
         for index, prompt in enumerate(prompts):
@@ -79,9 +71,7 @@ class Anchors:
 
 
 def prompts_of(batch: PreferenceBatch) -> list[list[int]]:
-    """Returns the prompt ids of each pair, read off its chosen row; UserError for another layout than
-    the padded one.
-    """
+    """Returns the prompt ids of each pair, off its chosen row; UserError for another layout than the padded one."""
     lengths = prompt_lengths(batch.main).tolist()
     assert batch.main.inputs is not None
     ids = batch.main.inputs.input_ids[: batch.pairs].tolist()

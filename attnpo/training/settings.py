@@ -39,12 +39,10 @@ def direction(monitor: str) -> str | None:
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """What Lightning's Trainer is given, under its own names.
+    """Settings of Lightning's Trainer, under its own names.
 
-    ``validate_every`` counts optimiser steps (paper: 500), or is "epoch" for the end of every epoch; validation also
-    runs before the first step and at the end.
-    Under a launcher ``devices`` and ``num_nodes`` are the launcher's (``training.processes``).
-    ``strategy`` "auto" is one process or DDP; "fsdp" is FSDP2 through ModelParallelStrategy.
+    ``validate_every`` counts optimiser steps (paper: 500), or is "epoch". Under a launcher ``devices`` and
+    ``num_nodes`` are the launcher's. ``strategy`` "auto" is one process or DDP; "fsdp" is FSDP2.
     """
 
     max_epochs: int = 1
@@ -119,16 +117,12 @@ class LoggerSettings:
 
 @dataclass(frozen=True)
 class CallbackSettings:
-    """What is kept of a run.
+    """Parts that are kept of a run.
 
-    ``checkpoints`` writes ``best/`` (by ``monitor``) and ``last/``, each resumable and a Hugging Face folder; ``last/``
-    becomes one at the end of training or when it is interrupted. ``mode`` (min, max) is None where it follows from the
-    metric. ``last/`` is saved with every validation and, with
-    ``save_every``, every so many optimiser steps.
-    ``export_dtype`` (bfloat16, ...) is the number format of exported weights; null leaves them as they are trained, and
-    merged adapters in that of their base.
-    ``extra`` names Lightning callbacks of one's own, each by ``_target_`` with the arguments of its class.
-    ``samples`` validation prompts are answered by policy and reference after training (``generations.jsonl``).
+    ``checkpoints``: ``best/`` (by ``monitor``; ``mode`` min or max, None where it follows) and ``last/``, resumable
+    Hugging Face folders; ``last/`` also every ``save_every`` steps. ``export_dtype``: number format of exported
+    weights; null leaves them. ``extra``: Lightning callbacks by ``_target_`` with arguments. ``samples`` validation
+    prompts are answered by policy and reference.
     """
 
     checkpoints: bool = True

@@ -22,9 +22,8 @@ log = logging.getLogger(__name__)
 class Interruption(L.Callback):
     """Ends training after the optimiser step in which SIGINT, SIGTERM or SIGUSR1 came, on all ranks alike.
 
-    A validation that is due after that step, or running, is finished first: a resumed run will not repeat it. The
-    same signal again, ``REPEAT`` seconds later or more, does what it did before training (by default: ends the process
-    at once). ``signum`` is the signal that ended training, None while there is none.
+    A validation that is due or running is finished first. The same signal ``REPEAT`` seconds later does what it did
+    before training. ``signum``: the signal that ended training.
     """
 
     def __init__(self) -> None:
@@ -111,9 +110,8 @@ class Interruption(L.Callback):
     def reported(self, trainer: L.Trainer, total: int, saved: Path | None) -> Iterator[None]:
         """Opens a context for validating and fitting, in which signals are noted from beginning to end.
 
-        Raises:
-            Interrupted: a signal ended them; ``saved`` is the folder that holds the state then.
-            KeyboardInterrupt: what the handlers from before raised, the second time.
+        Raises ``Interrupted`` where one ended them (``saved``: the folder with the state), and KeyboardInterrupt of the
+        handlers from before.
         """
         self._listen(trainer)
         try:
@@ -137,5 +135,5 @@ def step_ended(trainer: L.Trainer, batch_idx: int) -> bool:
 
 
 def validation_follows(trainer: L.Trainer) -> bool:
-    """Returns whether Lightning validates after the micro-batch that just ended (``StepValidation`` has decided)."""
+    """Returns whether Lightning validates after the micro-batch that just ended (``Validation`` has decided)."""
     return trainer.enable_validation and (trainer.should_stop or trainer.val_check_batch == 1)

@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 
 from attnpo.config.reader import located
 from attnpo.schema import UserError
-from attnpo.training.callbacks import FinalValidation, Movement, Progress, StepValidation
+from attnpo.training.callbacks import Movement, Progress, Validation
 from attnpo.training.checkpoints import BestCheckpoint, LastCheckpoint, StraightIO
 from attnpo.training.export import Exporter
 from attnpo.training.resume_state import Continuation
@@ -42,11 +42,8 @@ def make_callbacks(
     exporter: Exporter,
     account: Mapping[str, object] | None = None,
 ) -> list[Callback]:
-    """Callbacks for the validation at the end, signals, exact resume, moved weights, checkpoint folders and progress.
-
-    ``account`` is kept in the checkpoint folders: what a later session must agree with.
-    """
-    callbacks: list[Callback] = [FinalValidation(), Continuation(), Interruption(), Movement()]
+    """Returns callbacks for validation, signals, resume, moved weights, checkpoints, progress, and the extra ones."""
+    callbacks: list[Callback] = [Continuation(), Interruption(), Movement()]
     if settings.checkpoints:
         # last/ first: a best/ that could not be saved after it is saved on resume.
         callbacks.append(LastCheckpoint(folder / "last", exporter, settings.save_every, account))
@@ -57,11 +54,7 @@ def make_callbacks(
 
 
 def make_extra(extra: Mapping[str, Mapping[str, object]]) -> list[Callback]:
-    """Makes the callbacks of ``callbacks.extra`` by name.
-
-    UserError for a class that may not or cannot be imported, for one that is no Lightning callback, and for arguments
-    that it refuses.
-    """
+    """Makes the callbacks of ``callbacks.extra`` by name; UserError for a class or arguments that cannot be."""
     made = []
     for name, node in extra.items():
         key, given = f"callbacks.extra.{name}", {word: value for word, value in node.items() if word != "_target_"}
@@ -99,10 +92,7 @@ class VisibleGPU(CUDAAccelerator):
 
 
 def make_accelerator(settings: TrainerSettings) -> str | CUDAAccelerator:
-    """Lightning's accelerator; ``VisibleGPU`` where several devices are wanted and one is seen.
-
-    ``auto`` is a CUDA device or the CPU: nothing here has been tried on others, which Lightning would take.
-    """
+    """Returns Lightning's accelerator; ``auto`` is a CUDA device or the CPU, as others have not been tried."""
     several = settings.devices.isdigit() and int(settings.devices) > 1
     gpus = torch.cuda.device_count() if settings.accelerator in ("auto", "gpu", "cuda") else 0
     if several and gpus == 1:
@@ -111,10 +101,7 @@ def make_accelerator(settings: TrainerSettings) -> str | CUDAAccelerator:
 
 
 class SlurmTasks(SLURMEnvironment):
-    """The tasks of an srun, whichever of its options asked for them.
-
-    Lightning's own insists on --ntasks-per-node and resubmits a job itself, which is the user's decision here.
-    """
+    """Tasks of an srun, whichever of its options asked for them; no job is resubmitted."""
 
     def __init__(self) -> None:
         super().__init__(auto_requeue=False)
@@ -138,8 +125,7 @@ def make_trainer(
 ) -> L.Trainer:
     """Returns the Trainer of a run.
 
-    ``accumulation`` is micro-batches per optimiser step on one process; ``environment`` gives this process its place in
-    the job, where Lightning would not find it.
+    ``accumulation``: micro-batches per optimiser step on one process; ``environment``: its place in the job.
     """
     return L.Trainer(
         accelerator=make_accelerator(settings),
@@ -151,7 +137,7 @@ def make_trainer(
         max_steps=settings.max_steps,
         accumulate_grad_batches=accumulation,
         gradient_clip_val=settings.gradient_clip_val,
-        val_check_interval=1,  # StepValidation decides
+        val_check_interval=1,  # Validation decides
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
         log_every_n_steps=settings.log_every_n_steps,
@@ -161,7 +147,7 @@ def make_trainer(
         enable_model_summary=False,
         default_root_dir=folder,
         logger=loggers,
-        callbacks=[StepValidation(settings.validate_every), *callbacks],
+        callbacks=[Validation(settings.validate_every), *callbacks],
         plugins=[StraightIO(), *([] if environment is None else [environment])],
     )
 

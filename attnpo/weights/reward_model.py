@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from attnpo.config.files import read_template
+from attnpo.config.named_files import read_template
 from attnpo.judge.judge import AttentionReader
 from attnpo.judge.layers import Depth
 from attnpo.judge.reader import RewardModel

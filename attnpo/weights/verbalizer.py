@@ -9,7 +9,7 @@ from itertools import islice
 
 import torch
 
-from attnpo.config.files import read_template
+from attnpo.config.named_files import read_template
 from attnpo.judge.base import WeightReader
 from attnpo.models.described import token_rows
 from attnpo.models.generate import chat_generator, ends_of_folder, longest_sequence

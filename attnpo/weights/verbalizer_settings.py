@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from attnpo.config.files import find_file
+from attnpo.config.named_files import find_file
 from attnpo.judge.prompts import file_text, question_text
 from attnpo.models.spec import DTYPES
 from attnpo.schema import (

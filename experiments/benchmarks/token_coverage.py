@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from attnpo.config.compose import build, compose, groups
-from attnpo.config.files import read_template
+from attnpo.config.named_files import read_template
 from attnpo.data.base import PairSource
 from attnpo.judge.base import JudgePrompt
 from attnpo.judge.prompts import JudgePrompts

@@ -2,10 +2,8 @@
 
 from dataclasses import dataclass
 
-from attnpo.run.base import BaseModel
 from attnpo.run.inputs import Inputs, read_inputs
-from attnpo.run.readers import Readers
-from attnpo.run.resolve import resolve
+from attnpo.run.resolve import BaseModel, Readers, resolve
 from attnpo.run.run_config import RunConfig
 
 

@@ -8,7 +8,7 @@ from attnpo.data.prepare import EncodedSet
 from attnpo.display.page import Paragraph, Section, TableBlock
 from attnpo.lab.studies.study import MeasuredBy, Outcome
 from attnpo.run.components import Truth
-from attnpo.run.readers import Readers
+from attnpo.run.resolve import Readers
 from attnpo.weights.base import WeightSource
 
 asked: list[str] = []

@@ -17,8 +17,7 @@ from attnpo.lab.auto_layer import LayerChoice, best_layer, standard_error
 from attnpo.lab.measures import AutoLayer
 from attnpo.run.combinations import CHOICE, wants_auto
 from attnpo.run.inputs import encode
-from attnpo.run.readers import Readers
-from attnpo.run.resolve import Resolved, resolve
+from attnpo.run.resolve import Readers, Resolved, resolve
 from attnpo.run.run import run
 from attnpo.schema import UserError
 from attnpo.weights.sources.attention import Attention

@@ -15,7 +15,7 @@ from attnpo import fit
 from attnpo.cli import progress as live
 from attnpo.cli.entry import run_entry
 from attnpo.data import weighing
-from attnpo.run import models, report, run
+from attnpo.run import models, report, resolve, run
 from attnpo.training.module import PreferenceModule
 from tests.run.worlds import World
 
@@ -23,7 +23,7 @@ from tests.run.worlds import World
 SLOW = (
     (weighing, "ensure_captured", "judge pass"),
     (models, "load_model", "loading the model"),
-    (models, "score_examples", "reference pass"),
+    (resolve, "score_examples", "reference pass"),
     (L.Trainer, "validate", "validation before the first step"),
     (PreferenceModule, "training_step", "training"),
     (run, "chat_generator", "sample answers"),

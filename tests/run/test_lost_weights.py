@@ -16,13 +16,13 @@ from attnpo.judge.base import JudgeReading, LoadedJudge
 from attnpo.judge.judge import RunJudge
 from attnpo.lab.reports.passport import write_passport
 from attnpo.lab.reports.passport_config import PassportConfig
-from attnpo.run.fill_store import fill_store
 from attnpo.run.input_summary import example_statistics, log_inputs
 from attnpo.run.run import run
 from attnpo.run.run_config import RunConfig
 from attnpo.run.weight_export import write_weights
 from attnpo.schema import SIDES
 from attnpo.system.files import read_record
+from attnpo.weigh import fill_store
 from tests.run.made import make_inputs
 from tests.run.worlds import World
 

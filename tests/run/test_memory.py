@@ -23,7 +23,6 @@ from attnpo.models.memory import FREE_SHARE, MOST, ROUND, MemoryEstimate
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import ModelSpec
 from attnpo.run import memory, messages, training
-from attnpo.run.base import BaseModel
 from attnpo.run.identity import identity_of
 from attnpo.run.memory import (
     KEYS,
@@ -36,7 +35,7 @@ from attnpo.run.memory import (
     log_training,
 )
 from attnpo.run.models import load_policy
-from attnpo.run.resolve import resolve
+from attnpo.run.resolve import BaseModel, resolve
 from attnpo.run.run import run
 from attnpo.run.run_config import RunConfig
 from attnpo.schema import PreferenceBatch, UserError

@@ -22,12 +22,10 @@ from attnpo.models.lora import AdapterOff, has_adapters
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import LoraSpec, ModelSpec
 from attnpo.run import memory
-from attnpo.run.base import BaseModel
-from attnpo.run.fill_store import fill_store
 from attnpo.run.identity import identity_of, saved_numbers
 from attnpo.run.memory import Footprint, fit_memory, footprint
 from attnpo.run.models import load_policy, load_reference, load_start
-from attnpo.run.resolve import Resolved, resolve
+from attnpo.run.resolve import BaseModel, Resolved, resolve
 from attnpo.run.result import RunResult
 from attnpo.run.run import run
 from attnpo.run.run_config import RunConfig
@@ -35,6 +33,7 @@ from attnpo.run.training import Trained, train
 from attnpo.schema import UserError
 from attnpo.system.files import changed, sealed
 from attnpo.training.metrics_file import read_metrics
+from attnpo.weigh import fill_store
 from tests.run.worlds import World
 
 training_room = importlib.import_module("attnpo.run.training")

@@ -17,12 +17,12 @@ from attnpo.evaluation.implicit_reward import ImplicitReward, UnseenPairs
 from attnpo.evaluation.result import read_result as read_evaluation
 from attnpo.lab.results import run_warnings
 from attnpo.models.spec import ModelSpec
-from attnpo.run.fill_store import fill_store
 from attnpo.run.input_summary import example_statistics
 from attnpo.run.messages import outcome_text
 from attnpo.run.result import RunResult
 from attnpo.run.run import run
 from attnpo.schema import UserError
+from attnpo.weigh import fill_store
 from tests.evaluation.test_evaluating import Marks, config, mark
 from tests.evaluation.test_implicit_reward import subject_of
 from tests.run.made import make_inputs

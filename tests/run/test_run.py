@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM
 
 from attnpo.config.compose import load
 from attnpo.lab.studies.config import FitConfig
-from attnpo.run.fill_store import fill_store
 from attnpo.run.point_cache import forget, remembering
 from attnpo.run.result import RunResult
 from attnpo.run.run import run
 from attnpo.schema import UserError
 from attnpo.training.metrics_file import read_metrics
+from attnpo.weigh import fill_store
 from tests.run.made import make_inputs
 from tests.run.worlds import TRAIN, VAL, World, judge_loads
 from tests.training.processes import in_two_processes

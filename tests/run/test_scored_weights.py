@@ -14,10 +14,10 @@ from attnpo.data.scorers import RunScorers, RunTexts
 from attnpo.lab.testbed.pretrain import new_model
 from attnpo.lab.testbed.tokenizer import build_tokenizer
 from attnpo.models.layouts import padded
-from attnpo.run.fill_store import fill_store
 from attnpo.run.resolve import resolve
 from attnpo.run.run import run
 from attnpo.schema import SIDES, UserError
+from attnpo.weigh import fill_store
 from tests.run.made import make, make_inputs
 from tests.run.worlds import GRAMMAR, RECIPE, TRAIN, VAL, World
 

@@ -12,12 +12,12 @@ import pytest
 
 from attnpo.data.prepare import SILENT, UNASKED
 from attnpo.lab.testbed.forced_scores import ForcedScores
-from attnpo.run.fill_store import fill_store
 from attnpo.run.input_summary import example_statistics
 from attnpo.run.resolve import resolve
 from attnpo.run.run import run
 from attnpo.schema import Message, Sampling, UserError
 from attnpo.system.store import Store
+from attnpo.weigh import fill_store
 from attnpo.weights.score_parser import NO_PARTS
 from attnpo.weights.verbalizer import ANSWERS, RunVerbalizer, StoredAnswers
 from tests.run.made import make_inputs

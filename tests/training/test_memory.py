@@ -423,5 +423,5 @@ def test_other_families_are_laid_out_too() -> None:
     shape = Shape.of(config, LoraSpec(rank=2))
     assert (shape.layers, shape.hidden, shape.inner, shape.keys) == (2, 32, 128, 32)
     assert shape.adapters == 2 * 2 * ((32 + 96) + (32 + 32) + 2 * (32 + 128))
-    lines = estimate_pass(config, dtype="float32", tokens=64, title="a small pass").lines()
-    assert lines[0] == "memory of a small pass (estimate, MiB)"
+    lines = estimate_pass(config, dtype="float32", tokens=64).lines()
+    assert lines[0] == "memory of the judge pass (estimate, MiB)"

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from attnpo.data.rules import BatchPlan
 from attnpo.models.backbone import frozen
 from attnpo.schema import UserError
-from attnpo.training.checks import check_ready
-from attnpo.training.module import PreferenceModule
+from attnpo.training.module import PreferenceModule, check_ready
 from attnpo.training.trainer import quiet_lightning
 from tests.training.stored import epoch_order
 from tests.training.tiny import Copies, Fit, column, make_data, make_examples, make_module

@@ -18,7 +18,7 @@ from attnpo.objectives.dpo import DPO
 from attnpo.objectives.twdpo import TwDPO
 from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats, UserError, join_names
 from attnpo.training.metrics_file import merge_metrics
-from attnpo.training.nonfinite import SHOWN, Scored, message, save_step
+from attnpo.training.nonfinite import SHOWN, Scored, advice, save_step
 from attnpo.training.pair_values import pair_values, read_tokens
 from tests.training.stored import epoch_order, spoil, stored_data, stored_reference
 from tests.training.tiny import Fit, make_data, make_examples, make_module
@@ -176,18 +176,17 @@ def scored(count: int, bad: tuple[int, ...], spoil_with: str = "policy") -> Scor
 
 
 def test_eight_pairs_are_named_and_the_others_counted(tmp_path: Path) -> None:
-    trouble = save_step([scored(12, tuple(range(10)), "weights")], {}, tmp_path / "step.pt", 5, 1, leads=True)
-    text = message(trouble, 5, NAN, 1e-6, "bf16-mixed")
+    text = save_step([scored(12, tuple(range(10)), "weights")], {}, tmp_path / "step.pt", 5, 1, leads=True)
     assert "10 of 12 pairs: pair0, pair1, pair2, pair3, pair4, pair5, pair6, pair7 and 2 more (" in text
-    assert "(not finite there: token weights)" in text and "trainer.precision=32-true (now bf16-mixed)" in text
+    assert "(not finite there: token weights)" in text
+    assert "trainer.precision=32-true (now bf16-mixed)" in advice(1e-6, "another objective.beta", "bf16-mixed")
     assert torch.load(tmp_path / "step.pt", weights_only=True)["pairs"] == [f"pair{i}" for i in range(10)]
     assert join_names(["a", "b"], SHOWN) == "a, b"
 
 
 def test_a_step_that_cannot_be_saved_is_told_all_the_same(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    trouble = save_step([scored(3, (1,))], {}, tmp_path / "file" / "step.pt", 2, 1, leads=True)
-    text = message(trouble, 2, NAN, 1e-6, "32-true")
+    text = save_step([scored(3, (1,))], {}, tmp_path / "file" / "step.pt", 2, 1, leads=True)
     assert "1 of 3 pairs: pair1 (not finite there: policy log-probs)" in text and "could not be saved" in text
 
 

@@ -19,7 +19,6 @@ from attnpo.data.rules import BatchPlan
 from attnpo.lab.testbed.grammar import Grammar
 from attnpo.lab.testbed.tokenizer import build_tokenizer
 from attnpo.training import signals as interruption
-from attnpo.training.callbacks import FinalValidation
 from attnpo.training.checkpoint_folders import STATE, read_account
 from attnpo.training.checkpoints import LastCheckpoint
 from attnpo.training.export import Exporter
@@ -63,7 +62,7 @@ def train(place: Path, *, devices: int, blow: L.Callback | None = None, resume: 
     settings = TrainerSettings(max_epochs=2, accelerator="cpu", devices=str(devices), validate_every=4)
     signals = Interruption()
     last = LastCheckpoint(place / "last", Exporter(build_tokenizer(Grammar())))
-    callbacks = [FinalValidation(), Continuation(), signals, last, *([blow] if blow else [])]
+    callbacks = [Continuation(), signals, last, *([blow] if blow else [])]
     with quiet_lightning():
         trainer = make_trainer(settings, make_loggers(LoggerSettings(), place, {}), callbacks, place, 1)
         trainer.accumulate_grad_batches = plan.accumulation(trainer.world_size)

@@ -16,7 +16,6 @@ from attnpo.models.scored import ScoredLM
 from attnpo.objectives.base import PreferenceObjective
 from attnpo.objectives.twdpo import TwDPO
 from attnpo.schema import EncodedResponse
-from attnpo.training.callbacks import FinalValidation
 from attnpo.training.loggers import make_loggers
 from attnpo.training.metrics_file import merge_metrics
 from attnpo.training.module import PreferenceModule
@@ -102,7 +101,7 @@ def train(
     made = TrainerSettings(**{"accelerator": "cpu", "devices": "1", **settings})  # type: ignore[arg-type]
     with quiet_lightning():
         loggers = make_loggers(LoggerSettings(), place, {})
-        trainer = make_trainer(made, loggers, [FinalValidation(), *callbacks], place, 1)
+        trainer = make_trainer(made, loggers, [*callbacks], place, 1)
         trainer.accumulate_grad_batches = data.accumulation(trainer.world_size)
         if resume is None:
             trainer.validate(module, data, verbose=False)

@@ -56,8 +56,8 @@ from attnpo.lab.studies.faithfulness import by_layer, equal_weights, true_mass
 from attnpo.lab.testbed.grammar import Grammar
 from attnpo.lab.testbed.importance import is_flipped
 from attnpo.run.folders import make_folder
+from attnpo.run.input_summary import describe_loss
 from attnpo.run.inputs import encode
-from attnpo.run.lost_weights import describe_loss
 from attnpo.run.resolve import resolve
 from attnpo.schema import SIDES, PairWeights, PreferencePair, UserError, digest
 from attnpo.system.files import folder_size, in_bytes, write_record, write_whole

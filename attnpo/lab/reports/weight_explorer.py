@@ -19,8 +19,7 @@ from attnpo.display.explorer import ExplorerPair, View, write_explorer
 from attnpo.display.output import terminal
 from attnpo.lab.reports.report_config import ReportConfig
 from attnpo.lab.reports.weight_report import asked_layers, each_weights, model_label, weights_label
-from attnpo.run.heat_rows import heat_rows
-from attnpo.run.inputs import Inputs, encode
+from attnpo.run.inputs import Inputs, encode, heat_rows
 from attnpo.run.models import reference_table
 from attnpo.run.resolve import resolve
 from attnpo.schema import SIDES, PairWeights, UserError

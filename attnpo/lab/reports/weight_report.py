@@ -39,11 +39,9 @@ from attnpo.lab.reports.output import publish
 from attnpo.lab.reports.report_config import ReportConfig, files
 from attnpo.models.spec import ModelSpec
 from attnpo.run.components import LayerFinder
-from attnpo.run.heat_rows import heat_rows
 from attnpo.run.input_summary import describe_split_loss
-from attnpo.run.inputs import Inputs, encode
-from attnpo.run.readers import Readers
-from attnpo.run.resolve import resolve
+from attnpo.run.inputs import Inputs, encode, heat_rows
+from attnpo.run.resolve import Readers, resolve
 from attnpo.schema import SIDES, UserError
 from attnpo.system.files import clean
 from attnpo.system.machine import versions

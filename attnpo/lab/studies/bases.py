@@ -20,11 +20,9 @@ from attnpo.lab.studies.scorers import Scorers, train_scorers
 from attnpo.lab.studies.study import ONLY, ROWS, Arm, Cost, Reads, Study, error_text, last_line, scorers_of
 from attnpo.models.loading import weights_fingerprint
 from attnpo.models.spec import ModelSpec
-from attnpo.run.base import BaseModel
 from attnpo.run.identity import APART, identity_of
 from attnpo.run.inputs import encode
-from attnpo.run.readers import Readers
-from attnpo.run.resolve import Resolved, make_judge, report_of, resolve, settle
+from attnpo.run.resolve import BaseModel, Readers, Resolved, make_judge, report_of, resolve, settle
 from attnpo.schema import digest
 from attnpo.system.files import clean, file_digest, read_record, write_record
 from attnpo.system.machine import versions

@@ -28,7 +28,7 @@ from attnpo.lab.studies.study import MeasuredBy, Outcome
 from attnpo.lab.testbed.grammar import Grammar
 from attnpo.lab.testbed.importance import decisive
 from attnpo.run.components import Truth
-from attnpo.run.readers import Readers
+from attnpo.run.resolve import Readers
 from attnpo.schema import SIDES, PreferencePair, UserError, check_least
 from attnpo.system.files import clean
 from attnpo.weights.base import WeightSource

@@ -44,7 +44,7 @@ from attnpo.lab.studies.tables import (
 )
 from attnpo.run.folders import STUDY_FILES, TABLES
 from attnpo.run.for_page import ForPage, read_for_page
-from attnpo.run.report import REPORT, _table, numbers
+from attnpo.run.report import REPORT, numbers, wandb_table
 from attnpo.run.result import RunResult
 from attnpo.system.credentials import redact
 from attnpo.system.files import Json, changed, is_sealed, parse_json, seal, write_whole
@@ -74,12 +74,10 @@ def publish_study(settings: WandbSettings | None, values: Mapping[str, Json], ou
     every = [dict(numbers(result.to_json())) for _, result in outcome.points]
     names = list(dict.fromkeys(name for one in every for name in one))
     media: dict[str, Any] = {
-        "study/table": _table((columns, [[row.get(name) for name in columns] for row in rows])),
-        "study/points": _table(
-            (
-                [*worlds, "arm", "seed", "values", *names],
-                [[*point, *(one.get(name) for name in names)] for point, one in zip(points, every, strict=True)],
-            )
+        "study/table": wandb_table(columns, [[row.get(name) for name in columns] for row in rows]),
+        "study/points": wandb_table(
+            [*worlds, "arm", "seed", "values", *names],
+            [[*point, *(one.get(name) for name in names)] for point, one in zip(points, every, strict=True)],
         ),
     }
     for image in sorted(outcome.folder.glob("*.png")):

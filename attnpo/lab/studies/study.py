@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from attnpo.data.prepare import EncodedSet
     from attnpo.display.page import Section
     from attnpo.run.components import Truth
-    from attnpo.run.readers import Readers
+    from attnpo.run.resolve import Readers
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from attnpo.lab.testbed.recipes import BaseRecipe
 from attnpo.lab.testbed.sampling import batches_by_length, evaluating, sample_answers
 from attnpo.lab.testbed.tasks import ANSWER, JUDGE, SCORE, Rows, TaskSampler, pad_rows
 from attnpo.lab.testbed.tokenizer import VERDICTS, build_tokenizer, judge_prompts, token_ids
-from attnpo.models.older_readers import open_to_readers
+from attnpo.training.export import open_to_readers
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,7 @@ from attnpo.lab.studies.study import Arm, Outcome, Point, Study, StudyAnalysis
 from attnpo.lab.testbed.importance import decisive
 from attnpo.lab.testbed.scoring import TruthScorer
 from attnpo.run.inputs import encode
-from attnpo.run.readers import Readers
-from attnpo.run.resolve import resolve
+from attnpo.run.resolve import Readers, resolve
 from attnpo.run.result import RunResult, Scores
 from attnpo.schema import PreferencePair, UserError
 from attnpo.weights.base import WeightSource

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from attnpo.system.threads import in_threads
+from attnpo.evaluation.served import in_threads
 
 
 def test_results_come_with_their_items_and_no_more_run_than_asked_for() -> None:

@@ -3,7 +3,7 @@
 import pytest
 from transformers import AutoConfig
 
-from attnpo.models.older_readers import UNKNOWN_ROTARY, older_config, older_tokenizer, warning_for
+from attnpo.training.export import UNKNOWN_ROTARY, older_config, older_tokenizer, warning_for
 
 PLAIN = {"rope_type": "default", "rope_theta": 1e6}
 LAYERED = {"full_attention": dict(PLAIN), "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}

@@ -6,12 +6,14 @@ page, half a text) is made an error of the connection, so that the client repeat
 
 import json
 import logging
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from queue import SimpleQueue
 from threading import Thread
-from typing import TYPE_CHECKING, ParamSpec
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from attnpo.system.credentials import mask, redact
 from attnpo.system.files import Json, shortened
@@ -176,3 +178,46 @@ def warn_of(address: str, notes: Iterable[str]) -> None:
     """Counts what was noted of single replies in the log."""
     for note, count in Counter(notes).items():
         log.warning("%s: %d replies: %s", redact(address), count, note)
+
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+
+def in_threads(
+    function: Callable[[_Item], _Result], items: Iterable[_Item], workers: int
+) -> Iterator[tuple[_Item, _Result]]:
+    """Yields each item with ``function(item)``, in the order in which they are done; pulls one when a thread is free.
+
+    The threads do not keep the process alive: an executor's would, so that Ctrl-C waited for answers.
+    """
+    todo: SimpleQueue[_Item | None] = SimpleQueue()
+    done: SimpleQueue[tuple[_Item, Future[_Result]]] = SimpleQueue()
+
+    def work() -> None:
+        while (item := todo.get()) is not None:
+            future: Future[_Result] = Future()
+            try:
+                future.set_result(function(item))
+            except BaseException as problem:  # noqa: BLE001  raised where the results are taken
+                future.set_exception(problem)
+            done.put((item, future))
+
+    pulled = iter(items)
+    started = flying = 0
+    try:
+        while True:
+            while flying < workers and (item := next(pulled, None)) is not None:
+                flying += 1
+                if flying > started:
+                    started += 1
+                    threading.Thread(target=work, name=f"call {started}", daemon=True).start()
+                todo.put(item)
+            if not flying:
+                return
+            item, future = done.get()
+            flying -= 1
+            yield item, future.result()
+    finally:
+        for _ in range(started):
+            todo.put(None)
