@@ -17,8 +17,9 @@ REASONS = {
     "evaluation/jsonl_store.py::read_lines": "rows as they were written, each of its own kind of file",
     **{
         f"lab/reports/passport.py::{name}": PASSPORT
-        for name in ("_calibration", "_layer_cells", "calibration", "compare_with_truth", "look_at", "measure_removal")
+        for name in ("_calibration", "_layer_cells", "calibration", "look_at", "measure_removal")
     },
+    "lab/studies/study.py::sections": "an Outcome, whose file reads this one",
     "lab/reports/passport.py::read": "the keywords of a judge's read, passed on as they come",
     "weights/faithfulness.py::score_of": "plain data of the analysis, read back from its file",
     "config/compose.py::_changed": "a copy of any dataclass or mapping",

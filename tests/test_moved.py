@@ -41,6 +41,7 @@ BEFORE = {
     "attnpo.lab.studies.fit_config.FitConfig": "FitConfig",
     "attnpo.lab.studies.show_config.ShowRoot": "ShowRoot",
     "attnpo.lab.studies.weigh_config.WeighConfig": "WeighConfig",
+    "attnpo.lab.testbed.truth_grader.TruthGrader": "TruthGrader",
     "attnpo.pairing.answer_sets.AnswerSource": "AnswerSource",
     "attnpo.pairing.pair_config.PairConfig": "PairConfig",
     "attnpo.pairing.rankers.JudgeRanker": "JudgeRanker",

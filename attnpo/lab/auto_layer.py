@@ -15,7 +15,7 @@ from attnpo.data.prepare import EncodedSet, calibration_pairs, sample_of
 from attnpo.judge.base import CAPTURE_VERSION
 from attnpo.judge.judge import RunJudge
 from attnpo.judge.layers import attending
-from attnpo.lab.layer_rules import LayerRules
+from attnpo.lab.light import LayerRules
 from attnpo.run.combinations import CHOICE
 from attnpo.run.resolve import Readers
 from attnpo.schema import PreferencePair, UserError, digest
@@ -220,9 +220,7 @@ def at_layers(source: WeightSource, layer: int, layers: Sequence[int] = ()) -> W
 
 
 def _read(path: Path, key: Mapping[str, object]) -> LayerChoice | None:
-    """Returns the choice in a file, or None when there is none; with a warning also when it is damaged or of another
-    key.
-    """
+    """Returns the choice in a file; None, with a warning where the file is damaged or of another key, for none."""
     if not path.exists():
         return None
     stored = read_record(path)

@@ -1,22 +1,25 @@
 """Where a run's policy moved from its base, measured after training (config node ``drift``).
 
 On validation pairs, on training pairs (ranking alone) and, where a truth samples answers, on those: the policy's answer
-to a prompt beside the base's, as a pair that is weighed as the training pairs are. Nothing goes into the store.
+to a prompt beside the base's, as a pair that is weighed as the training pairs are. Nothing goes into the store. Classes
+by weight mean something else in every arm; to compare arms, look at the decisive tokens, which are the same for all.
 """
 
 import logging
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from attnpo.cli.progress import phase
 from attnpo.data.arrow_rows import pair_ids_of, pairs_of
 from attnpo.data.collate import TrainingExample, bare_rows, collate
-from attnpo.lab.analysis.drift import Moved, Row, by_token, mean_gain, quantiles, ranking_accuracy
+from attnpo.lab.light import BELOW, DECISIVE, END, NO_WEIGHT, OTHER, WEIGHTED
 from attnpo.models.layouts import Sequences, padded
 from attnpo.models.scored import ScoredLM
 from attnpo.objectives.base import PreferenceObjective
@@ -41,6 +44,12 @@ from attnpo.weights.base import OnlineSource, WeightSource
 
 log = logging.getLogger(__name__)
 
+Row = Float[np.ndarray, "_"]  # the tokens of one response
+Flags = Bool[np.ndarray, "_"]
+
+DECILES = 10
+ROUNDING = 1e-6  # |y| w of uniform weights is 1 up to rounding
+QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 TOKENS_PER_FORWARD = 2048  # padded; on a CPU larger batches are slower
 EXAMPLES_AT_ONCE = 256
 
@@ -49,76 +58,95 @@ _of_base = Memory(entries=64, room=1 << 22)  # bytes
 
 
 @dataclass(frozen=True)
+class Moved:
+    """One response: how far the policy moved at each of its tokens.
+
+    ``kl``: KL(policy || base) over the whole vocabulary, in nats. ``gain``: log-probability of the response under the
+    policy minus that under the base, in nats. ``ends``: the tokens of the end of the turn. ``weights``: relative to
+    uniform (|y| w), None where they are not known. ``decisive``: the tokens that decide the true reward, None where it
+    is not known.
+    """
+
+    kl: Row
+    gain: float
+    ends: Flags
+    weights: Row | None = None
+    decisive: Flags | None = None
+
+
+@dataclass(frozen=True)
 class TrainedRun:
-    """A trained policy with what it was trained on; ``reference``: the kind of its reference."""
+    """Trained policy with what it was trained on, and the base it started from.
+
+    ``of_base``: digest of what makes the base's numbers.
+    """
 
     policy: ScoredLM
     inputs: Inputs
     readers: Readers
-    objective: PreferenceObjective
-    reference: str
     truth: Truth | None
+    base: ScoredLM
+    of_base: str
 
 
 @phase("measuring where the policy moved")
 def measure_drift(
-    run: TrainedRun, sampled: Sequence[PreferencePair], val_pairs: int, train_pairs: int
+    policy: ScoredLM,
+    inputs: Inputs,
+    readers: Readers,
+    objective: PreferenceObjective,
+    reference: str,
+    truth: Truth | None,
+    sampled: Sequence[PreferencePair],
+    counts: Mapping[str, int],
 ) -> dict[str, Json]:
     """Measures where the policy moved, on so many pairs of each split, as ``RunResult.drift`` holds it.
 
     ``sampled``: prompts with the policy's answer in the place of the chosen and the base's in that of the rejected one.
-    UserError for a model without a plain head.
+    ``reference``: the kind of the run's reference. UserError for a model without a plain head.
     """
     began = time.perf_counter()
-    measured = _measured(run, sampled, {"val": val_pairs, "train": train_pairs})
-    seconds = time.perf_counter() - began
-    log.info("where the policy moved: measured in %.1f s", seconds)
-    return {**measured, "seconds": round(seconds, 2)}
-
-
-def _measured(run: TrainedRun, sampled: Sequence[PreferencePair], counts: Mapping[str, int]) -> dict[str, Json]:
-    inputs, truth, base = run.inputs, run.truth, run.readers.base
-    models = _Models(run, load_reference(base, run.reference, run.policy), digest(base.fingerprint()))
+    base = readers.base
+    run = TrainedRun(
+        policy, inputs, readers, truth, load_reference(base, reference, policy), digest(base.fingerprint())
+    )
     first = {split: _first(inputs.examples[split].examples, count) for split, count in counts.items()}
     pairs = {
         split: pairs_of(inputs.pairs[split].pairs, [example.pair_id for example in examples])
         for split, examples in first.items()
     }
-    val = _both_sides(models, first["val"], pairs["val"])
-    train = _both_sides(models, first["train"], None)
-    out: dict[str, Json] = {"pairs": by_token([*val.chosen, *val.rejected])}
+    val, train = _moved(run, first["val"], pairs["val"]), _moved(run, first["train"], None)
+    out: dict[str, Json] = {"pairs": by_token([*val["chosen"], *val["rejected"]])}
     displacement: dict[str, Json] = {
-        f"{split}_{side}": mean_gain(moved)
+        f"{split}_{side}": mean_gain(sides[side])
         for split, sides in (("train", train), ("validation", val))
-        for side, moved in zip(SIDES, (sides.chosen, sides.rejected), strict=True)
+        for side in SIDES
     }
-    accuracy: dict[str, Json] = {
-        "train": ranking_accuracy(train.chosen, train.rejected),
-        "validation": ranking_accuracy(val.chosen, val.rejected),
-    }
+    accuracy: dict[str, Json] = {"train": ranking_accuracy(**train), "validation": ranking_accuracy(**val)}
     if truth is not None:
-        flipped = [truth.is_flipped(pairs["train"][pair_id]) for pair_id in train.pair_ids]
+        flipped = [truth.is_flipped(pairs["train"][example.pair_id]) for example in first["train"]]
         for name, wanted in (("train_clean", False), ("train_flipped", True)):
-            kept = [place for place, one in enumerate(flipped) if one is wanted]
-            accuracy[name] = ranking_accuracy([train.chosen[i] for i in kept], [train.rejected[i] for i in kept])
+            kept = {
+                side: [one for one, of in zip(moved, flipped, strict=True) if of is wanted]
+                for side, moved in train.items()
+            }
+            accuracy[name] = ranking_accuracy(**kept)
     if sampled:
-        answers = _both_sides(
-            models,
-            weigh_others(inputs.recipe, inputs.weighed, run.readers, sampled),
-            {pair.pair_id: pair for pair in sampled},
-        )
-        out["answers"] = by_token(answers.chosen)
-        displacement["base_answers"] = mean_gain(answers.rejected)
+        others = weigh_others(inputs.recipe, inputs.weighed, readers, sampled)
+        answers = _moved(run, others, {pair.pair_id: pair for pair in sampled})
+        out["answers"] = by_token(answers["chosen"])
+        displacement["base_answers"] = mean_gain(answers["rejected"])
     out |= {"ranking_accuracy": accuracy, "displacement": displacement}
-    beta = getattr(run.objective, "beta", None)
+    beta = getattr(objective, "beta", None)
     if beta is not None and not isinstance(inputs.weighed.source, OnlineSource):
-        factors = np.concatenate(list(_factors(run, inputs.examples["train"].examples)) or [np.zeros(0)])
+        factors = np.concatenate(list(_factors(objective, inputs)) or [np.zeros(0)])
         out["effective_beta"] = quantiles(float(beta) * factors)
-    return out
+    seconds = time.perf_counter() - began
+    log.info("where the policy moved: measured in %.1f s", seconds)
+    return {**out, "seconds": round(seconds, 2)}
 
 
 def _first(examples: Sequence[TrainingExample], count: int) -> list[TrainingExample]:
-    """Returns the first examples in the order of their pairs' ids."""
     ids = pair_ids_of(examples)
     return [examples[place] for place in sorted(range(len(ids)), key=ids.__getitem__)[:count]]
 
@@ -126,56 +154,27 @@ def _first(examples: Sequence[TrainingExample], count: int) -> list[TrainingExam
 # ------------------------------------------------------------------------------------------------ the models' numbers
 
 
-@dataclass(frozen=True)
-class _Models:
-    """The run and the model it started from; ``of_base``: digest of what makes that one's numbers."""
-
-    run: TrainedRun
-    base: ScoredLM
-    of_base: str
-
-
-@dataclass(frozen=True)
-class _Sides:
-    """What happened to the responses of pairs, in their order."""
-
-    pair_ids: list[str]
-    chosen: list[Moved]
-    rejected: list[Moved]
-
-
-def _both_sides(
-    models: _Models, examples: Sequence[TrainingExample], pairs: Mapping[str, PreferencePair] | None
-) -> _Sides:
-    """Returns how far the policy moved at each token of the examples' responses. UserError for a model without a plain
-    head.
-
-    ``pairs``: theirs, where it is of interest which tokens are decisive.
-    """
-    truth, source = models.run.truth, models.run.inputs.weighed.source
-    scored = _scored(models, [side for example in examples for side in example.sides])
+def _moved(
+    run: TrainedRun, examples: Sequence[TrainingExample], pairs: Mapping[str, PreferencePair] | None
+) -> dict[str, list[Moved]]:
+    """Returns by side how far the policy moved on the responses; ``pairs``: theirs, for their decisive tokens."""
+    scored = _scored(run, [side for example in examples for side in example.sides])
     moved: dict[str, list[Moved]] = {side: [] for side in SIDES}
     for number, example in enumerate(examples):
         for place, side in enumerate(SIDES):
             kl, gain = scored[2 * number + place]
-            offsets = example.sides[place].offsets
-            known = None if truth is None or pairs is None else truth.decisive(pairs[example.pair_id], side, offsets)
-            moved[side].append(
-                Moved(
-                    kl,
-                    gain,
-                    np.array([start >= end for start, end in offsets], dtype=bool),
-                    _relative(source, example, place),
-                    None if known is None else np.array(known, dtype=bool),
-                )
-            )
-    return _Sides([example.pair_id for example in examples], moved["chosen"], moved["rejected"])
+            offsets, known = example.sides[place].offsets, None
+            if run.truth is not None and pairs is not None:
+                known = np.array(run.truth.decisive(pairs[example.pair_id], side, offsets), dtype=bool)
+            ends = np.array([start >= end for start, end in offsets], dtype=bool)
+            moved[side].append(Moved(kl, gain, ends, _relative(run.inputs.weighed.source, example, place), known))
+    return moved
 
 
-def _scored(models: _Models, sides: Sequence[EncodedResponse]) -> list[tuple[Row, float]]:
+def _scored(run: TrainedRun, sides: Sequence[EncodedResponse]) -> list[tuple[Row, float]]:
     """Of each response the KL at its tokens and the gain in log-probability, in the order given."""
-    base = models.run.readers.base
-    for model in (models.run.policy, models.base):
+    base = run.readers.base
+    for model in (run.policy, run.base):
         model.eval().to(base.device)
     lengths = [len(side.prompt_ids) + len(side.response_ids) for side in sides]
     order = sorted(range(len(sides)), key=lambda place: lengths[place])
@@ -185,9 +184,9 @@ def _scored(models: _Models, sides: Sequence[EncodedResponse]) -> list[tuple[Row
         while size > 1 and size * lengths[order[size - 1]] > TOKENS_PER_FORWARD:
             size -= 1
         chunk, order = order[:size], order[size:]
-        group, stats = _on_base(models, [(sides[i].prompt_ids, sides[i].response_ids) for i in chunk])
+        group, stats = _on_base(run, [(sides[i].prompt_ids, sides[i].response_ids) for i in chunk])
         with base.autocast():
-            policy = score_policy(models.run.policy, models.base, stats, group)
+            policy = score_policy(run.policy, run.base, stats, group)
         gains = (policy.logps.double() - stats.logps.double()).sum(-1).tolist()  # exactly 0 off the response
         kl, mask = policy.joint["kl_policy_ref"].double().cpu(), group.response_mask.cpu()
         for row, i in enumerate(chunk):
@@ -195,19 +194,19 @@ def _scored(models: _Models, sides: Sequence[EncodedResponse]) -> list[tuple[Row
     return [numbers[i] for i in range(len(sides))]
 
 
-def _on_base(models: _Models, sequences: Sequences) -> tuple[RowGroup, TokenStats]:
+def _on_base(run: TrainedRun, sequences: Sequences) -> tuple[RowGroup, TokenStats]:
     """Returns the rows of one forward with the base's statistics, which most points of a study ask for again."""
-    base = models.run.readers.base
+    base = run.readers.base
     group = bare_rows(sequences, padded, base.chat.rows.pad_id).to(base.device)
 
     def make() -> TokenStats:
         with base.autocast():
-            return score_base(models.base, group)
+            return score_base(run.base, group)
 
     def key() -> dict[str, object]:
-        return {"model": models.of_base, "device": str(base.device), "rows": sequences}
+        return {"model": run.of_base, "device": str(base.device), "rows": sequences}
 
-    return group, _of_base.recall(key, make, _bytes_of)
+    return group, _of_base.recall(key, make, lambda stats: 0 if stats.hidden is None else stats.hidden.nbytes)
 
 
 def score_base(base: ScoredLM, group: RowGroup) -> TokenStats:
@@ -236,27 +235,116 @@ def _read(group: RowGroup) -> tuple[ModelInputs, Tensor, Tensor]:
     return group.inputs, group.response_ids, group.response_mask
 
 
-def _bytes_of(stats: TokenStats) -> int:
-    return 0 if stats.hidden is None else stats.hidden.nbytes
-
-
 # ------------------------------------------------------------------------------------------------ weights
 
 
 def _relative(source: WeightSource, example: TrainingExample, place: int) -> Row | None:
-    """Returns a response's weights relative to uniform (|y| w; factors as they are); None where
-    training computes them.
-    """
+    """Returns a response's weights relative to uniform (|y| w, or factors); None where training computes them."""
     if isinstance(source, OnlineSource) or not example.weights[place].numel():
         return None
     weights = example.weights[place].double().numpy()
     return weights * example.scales[place]
 
 
-def _factors(run: TrainedRun, examples: Sequence[TrainingExample]) -> Iterator[Row]:
-    """Yields what multiplies beta at each response token of the examples, as the objective has it."""
+def _factors(objective: PreferenceObjective, inputs: Inputs) -> Iterator[Row]:
+    examples = inputs.examples["train"].examples
     for start in range(0, len(examples), EXAMPLES_AT_ONCE):
         chunk = examples[start : start + EXAMPLES_AT_ONCE]
         rows = collate(chunk, padded, 0, len(chunk)).main
-        rows = replace(rows, factors=run.inputs.weighed.source.kind is Kind.FACTOR)
-        yield token_factors(run.objective, rows)[rows.response_mask].double().numpy()
+        rows = replace(rows, factors=inputs.weighed.source.kind is Kind.FACTOR)
+        yield token_factors(objective, rows)[rows.response_mask].double().numpy()
+
+
+# ------------------------------------------------------------------------------------------------ arithmetic
+
+
+def by_token(responses: Sequence[Moved]) -> dict[str, Json]:
+    """Returns the KL of the responses by class of token, by decile of weight and by tenth of the response.
+
+    Deciles are left out where all weights are equal, classes by weight where a response has none.
+    """
+    kl, ends = (np.concatenate([getattr(one, name) for one in responses]) for name in ("kl", "ends"))
+    rows = [one.weights for one in responses if one.weights is not None]
+    flags = [one.decisive for one in responses if one.decisive is not None]
+    places = [(np.arange(len(one.kl)) + 0.5) / max(1, len(one.kl)) for one in responses]
+    out: dict[str, Json] = {
+        "responses": len(responses),
+        "tokens": int(kl.size),
+        "kl": _over(float(kl.sum()), float(len(responses))),
+    }
+    weights = np.concatenate(rows) if len(rows) == len(responses) else None
+    out["classes"] = shares(kl, {END: ends, OTHER: ~ends} if weights is None else weight_classes(weights, ends))
+    if len(flags) == len(responses):
+        decisive = np.concatenate(flags)
+        out["truth"] = shares(kl, {DECISIVE: decisive, OTHER: ~decisive})
+    if kl.size < DECILES:
+        return out
+    if weights is not None and np.ptp(weights) > ROUNDING:
+        out["deciles"] = dict(decile_means(weights, {"weight": weights, "kl": kl}))
+    out["position"] = dict(decile_means(np.concatenate(places), {"kl": kl}))
+    return out
+
+
+def decile_means(order: Row, values: Mapping[str, Row]) -> dict[str, dict[str, Json]]:
+    """Returns the means of ``values`` over tenths of the tokens by rising ``order``, by the tenth's number.
+
+    Tokens of equal ``order`` are split between tenths by chance.
+    """
+    tokens = np.lexsort((np.random.default_rng(0).random(order.size), order))
+    groups = np.split(tokens, [-(-number * order.size // DECILES) for number in range(1, DECILES)])
+    return {
+        name: {str(number): _rounded(float(row[group].mean())) for number, group in enumerate(groups, start=1)}
+        for name, row in values.items()
+    }
+
+
+def weight_classes(weights: Row, ends: Flags) -> dict[str, Flags]:
+    """Returns which tokens belong to which class; every token to one.
+
+    The end of the turn; of all others those without a weight (no partner on the judge's side, or nothing was said), of
+    less than a uniform weight, and of as much or more.
+    """
+    low = weights < 1 - ROUNDING
+    none = np.abs(weights) <= ROUNDING
+    return {END: ends, NO_WEIGHT: ~ends & none, BELOW: ~ends & low & ~none, WEIGHTED: ~ends & ~low & ~none}
+
+
+def shares(kl: Row, classes: Mapping[str, Flags]) -> dict[str, Json]:
+    """Of each class its share of the tokens and of the KL, and its KL per token; None where that is not defined."""
+    every, total = float(kl.size), float(kl.sum())
+    counts = {name: (float(flags.sum()), float(kl[flags].sum())) for name, flags in classes.items()}
+    return {
+        name: {"tokens": _over(tokens, every), "kl": _over(moved, total), "kl_per_token": _over(moved, tokens)}
+        for name, (tokens, moved) in counts.items()
+    }
+
+
+def ranking_accuracy(chosen: Sequence[Moved], rejected: Sequence[Moved]) -> float | None:
+    """Returns the share of pairs whose chosen response gained more, ties one half; None for no pair.
+
+    Sums of log-ratios without weights: what DPO calls the accuracy of its rewards.
+    """
+    if not chosen:
+        return None
+    ahead = [one.gain - other.gain for one, other in zip(chosen, rejected, strict=True)]
+    return _rounded(float(np.mean([0.5 + 0.5 * np.sign(gap) for gap in ahead])))
+
+
+def mean_gain(responses: Sequence[Moved]) -> float | None:
+    """Returns the mean change of log-probability per response, in nats; None for no response."""
+    return _rounded(float(np.mean([one.gain for one in responses]))) if responses else None
+
+
+def quantiles(values: Row) -> dict[str, Json]:
+    """Returns the median, the 90th and the 99th percentile and the largest of ``values``; empty for none."""
+    if not values.size:
+        return {}
+    return {name: _rounded(float(np.quantile(values, level))) for name, level in QUANTILES.items()}
+
+
+def _over(top: float, under: float) -> float | None:
+    return _rounded(top / under) if under > 0 else None
+
+
+def _rounded(value: float) -> float | None:
+    return round(value, 6) if math.isfinite(value) else None

@@ -57,11 +57,6 @@ class FrontierPoint:
         """Its place on the axis; KL below 0 is an estimate's noise."""
         return math.sqrt(max(0.0, self.kl))
 
-    @property
-    def is_finite(self) -> bool:
-        """Returns whether it can be drawn."""
-        return math.isfinite(self.kl) and math.isfinite(self.reward)
-
 
 @styled
 def frontier(
@@ -83,7 +78,7 @@ def frontier(
     others together. Points that are not finite are left out and counted below. ``looks``: those of the study's arms.
     """
     every = list(points)
-    drawn = [point for point in every if point.is_finite]
+    drawn = [point for point in every if math.isfinite(point.kl) and math.isfinite(point.reward)]
     base = None if base_reward is None or not math.isfinite(level_of(base_reward).score) else level_of(base_reward)
     edge = FAR * max(limits) if limits else math.inf
     near = [point for point in drawn if point.kl <= edge] or drawn
@@ -331,23 +326,17 @@ def layer_panels(panels: Sequence[LayerPanel], path: Path | str) -> Path:
         layers = sorted({layer for rows in shown.lines.values() for row in rows for layer in row})
         for number, (name, rows) in enumerate(shown.lines.items()):
             colour = COLOURS[number % len(COLOURS)]
-            for row in rows if len(rows) > 1 else ():
-                axes.plot(
-                    layers, [row.get(layer, math.nan) for layer in layers], color=colour, linewidth=0.8, alpha=0.35
-                )
-            means = [_mean([row.get(layer, math.nan) for row in rows]) for layer in layers]
+            values = [[row.get(layer, math.nan) for layer in layers] for row in rows]
+            for line in values if len(rows) > 1 else ():
+                axes.plot(layers, line, color=colour, linewidth=0.8, alpha=0.35)
+            finite = [[value for value in at if math.isfinite(value)] for at in zip(*values, strict=True)]
+            means = [sum(at) / len(at) if at else math.nan for at in finite]
             axes.plot(layers, means, color=colour, marker=MARKERS[number % len(MARKERS)], linewidth=1.8, label=name)
         axes.axhline(0, color=SOFT, linewidth=0.8)
         axes.set_xticks(layers if len(layers) <= 8 else layers[:: -(-len(layers) // 8)])
         if len(shown.lines) > 1:
             legend(axes)
     return save(figure, path)
-
-
-def _mean(values: Sequence[Number]) -> float:
-    """Returns the mean of what is finite; NaN when nothing is."""
-    finite = [value for value in values if math.isfinite(value)]
-    return sum(finite) / len(finite) if finite else math.nan
 
 
 # ------------------------------------------------------------------------------------------------ gains

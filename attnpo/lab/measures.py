@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from attnpo.lab.layer_rules import LayerRules
+from attnpo.lab.light import LayerRules
 from attnpo.run.combinations import wants_auto
 from attnpo.run.components import Truth
 from attnpo.schema import Json, PreferencePair, check_least
@@ -64,7 +64,7 @@ class DriftSettings:
         """
         if not self.pairs:
             return {}
-        from attnpo.lab.drift import TrainedRun, measure_drift
+        from attnpo.lab.drift import measure_drift
 
-        run = TrainedRun(policy, inputs, readers, objective, reference, truth)
-        return measure_drift(run, sampled[: self.answers], self.pairs, self.train_pairs)
+        counts = {"val": self.pairs, "train": self.train_pairs}
+        return measure_drift(policy, inputs, readers, objective, reference, truth, sampled[: self.answers], counts)

@@ -19,8 +19,7 @@ from attnpo.config.compose import plain, readable
 from attnpo.display.output import read_tables
 from attnpo.display.page import Paragraph, TableBlock
 from attnpo.display.tables import Cell, ordered_cells
-from attnpo.lab.studies.frontier import at_kl
-from attnpo.lab.studies.outcome import PointResults, best_point, gather, has_truth
+from attnpo.lab.studies.outcome import PointResults, at_kl, best_point, gather, has_truth
 from attnpo.lab.studies.predictions import HEADS, TITLE
 from attnpo.lab.studies.study import BETA, LR, Arm, Point, short
 from attnpo.run.folders import CONFIG, FIXED, STUDY_FILES, TABLES
@@ -188,19 +187,15 @@ class StudyResults:
     @cached_property
     def samples(self) -> pandas.DataFrame:
         """Returns the sample answers of all points, each with what tells its run apart."""
-        if self.is_finished:
-            named = [
-                (
-                    {
-                        **_name_arm(point.arm.world, point.arm.name),
-                        "seed": point.seed,
-                        **dict(value.split("=", 1) for value in point.values),
-                    },
-                    folder,
-                )
-                for point, _, folder in self.finished_points()
-            ]
-        else:
+        named: list[tuple[dict[str, object], Path]] = [
+            (
+                {**_name_arm(point.arm.world, point.arm.name), "seed": point.seed}
+                | dict(value.split("=", 1) for value in point.values),
+                folder,
+            )
+            for point, _, folder in self.finished_points()
+        ]
+        if not self.is_finished:
             named = [({"run": folder.name}, folder) for folder in self._sound_folders()]
         return _frame([{**run, **row} for run, folder in named for row in sample_rows(folder)], ANSWERS)
 
@@ -216,7 +211,13 @@ class StudyResults:
 
     def finished_points(self, label: str | None = None) -> list[FinishedPoint]:
         """Returns the points that its tables stand on, or those of one arm, by ``Arm.label``, without damaged ones."""
-        return [one for one in self._finished_points if label in (None, one.point.arm.label)]
+        found = []
+        for one in self.record.get("runs", []):
+            folder, arm = self.path / one["folder"], Arm(one["arm"], (), one["layer"], one["world"])
+            if label in (None, arm.label) and (folder / RESULT).is_file() and damage_of(folder) is None:
+                point = Point(arm, tuple(one["values"]), one["seed"])
+                found.append(FinishedPoint(point, read_result(folder), folder))
+        return found
 
     @cached_property
     def frontier(self) -> pandas.DataFrame:
@@ -225,10 +226,8 @@ class StudyResults:
         ``low`` and ``high``: the reward's 95 % interval over seeds and prompts. ``chosen``: the point that stands for
         its arm, chosen on validation prompts. UserError for a study without a known truth, or not finished.
         """
-        rows: list[dict[str, object]] = []
-        for (world, arm), points in self._by_arm().items():
-            best = best_point(points, float(self.record["kl_limit"]))
-            rows += [
+        return _frame(
+            [
                 {
                     **_name_arm(world, arm),
                     "point": point.label,
@@ -239,9 +238,11 @@ class StudyResults:
                     "high": point.interval.high,
                     "chosen": point is best,
                 }
+                for (world, arm), points in self._by_arm().items()
+                for best in [best_point(points, float(self.record["kl_limit"]))]
                 for point in points
             ]
-        return _frame(rows)
+        )
 
     def at_kl(self, level: float) -> pandas.DataFrame:
         """Returns the reward of every arm at one KL to the base, in nats, read off its own path over the grid.
@@ -251,23 +252,12 @@ class StudyResults:
         """
         if not level > 0:
             raise UserError(f"at_kl: expected a KL above 0 in nats, got {level}")
-        rows: list[dict[str, object]] = []
-        for (world, arm), points in self._by_arm().items():
-            place = at_kl(points, level)
-            if place is not None:
-                numbers = {"reward": place.reward, "kl": place.kl, "mark": place.mark, "seeds": len(place.seeds)}
-                rows.append({**_name_arm(world, arm), **numbers})
+        rows = [
+            {**_name_arm(*of), "reward": at.reward, "kl": at.kl, "mark": at.mark, "seeds": len(at.seeds)}
+            for of, points in self._by_arm().items()
+            if (at := at_kl(points, level)) is not None
+        ]
         return _frame(rows, ["arm", "reward", "kl", "mark", "seeds"])
-
-    @cached_property
-    def _finished_points(self) -> list[FinishedPoint]:
-        found = []
-        for one in self.record.get("runs", []):
-            folder = self.path / one["folder"]
-            if (folder / RESULT).is_file() and damage_of(folder) is None:
-                point = Point(Arm(one["arm"], (), one["layer"], one["world"]), tuple(one["values"]), one["seed"])
-                found.append(FinishedPoint(point, read_result(folder), folder))
-        return found
 
     def _sound_folders(self) -> list[Path]:
         return [folder for folder, damage in point_folders(self.path).items() if damage is None]
@@ -289,7 +279,7 @@ class StudyResults:
 
 
 def load_study(folder: str | Path) -> StudyResults:
-    """Returns the study in ``folder``; one that is not finished, or of an older version, has the points that are.
+    """Returns the study in ``folder``; one that is not finished has the points that are.
 
     Raises:
         UserError: there is no study, or a single run; no point has a result; its files are damaged.
@@ -314,7 +304,11 @@ def read_study(folder: Path) -> StudyResults:
         raise UserError(f"{folder}: {problem}; run the study's command again, which reuses its finished points")
     points = point_folders(folder)
     sound = [place for place, damage in points.items() if damage is None]
-    record = _record_in(folder)
+    try:
+        record = dict(parse_json((folder / RECORD).read_text(encoding="utf-8"))) if (folder / RECORD).is_file() else {}
+    except (ValueError, TypeError) as error:
+        said = f"expected the record of a study, but it cannot be read ({error})"
+        raise UserError(f"{folder / RECORD}: {said}") from error
     state = ""
     printed: list[tuple[str, TableBlock]] = []
     rows: list[dict[str, Cell]] = []
@@ -325,11 +319,9 @@ def read_study(folder: Path) -> StudyResults:
         rows = read_rows(folder / "results.csv")
     elif sound:
         begun = sum(path.is_dir() for path in (folder / "points").iterdir())
-        older = (folder / "table.md").is_file()  # finished by a version that did not list its runs
-        how = "of an older version" if older else "not finished"
-        state = f"{how}, {len(sound)} of {begun} begun points have a result"
+        state = f"not finished, {len(sound)} of {begun} begun points have a result"
         lacking = f"{RECORD} lists no runs" if (folder / TABLES).is_file() else f"there is no {TABLES}"
-        notes = [f"{state}, and {lacking}: run the study's command again to {'write it' if older else 'finish it'}"]
+        notes = [f"{state}, and {lacking}: run the study's command again to finish it"]
         rows = [run_row(place) for place in sound]
     else:
         raise nothing(folder, f"a finished study ({', '.join(STUDY_FILES)}, points/*/{RESULT})")
@@ -339,15 +331,6 @@ def read_study(folder: Path) -> StudyResults:
         notes.append(f"{len(rows) - len(sound)} of {len(rows)} runs in results.csv have no {RESULT} under points/")
     setting = next(filter(None, map(setting_in, sound)), None)
     return StudyResults(folder, state, tuple(notes), tuple(printed), tuple(rows), record, setting)
-
-
-def _record_in(folder: Path) -> dict[str, Json]:
-    """Returns what a study's study.json holds; nothing without that file."""
-    path = folder / RECORD
-    try:
-        return dict(parse_json(path.read_text(encoding="utf-8"))) if path.is_file() else {}
-    except (ValueError, TypeError) as problem:
-        raise UserError(f"{path}: expected the record of a study, but it cannot be read ({problem})") from problem
 
 
 def point_folders(folder: Path) -> dict[Path, str | None]:
@@ -377,7 +360,6 @@ def read_rows(path: Path) -> list[dict[str, Cell]]:
 
 
 def _cell(text: str) -> Cell:
-    """Returns the number that a text is; None for an empty one."""
     for number in (int, float):
         with suppress(ValueError):
             return number(text)
@@ -410,9 +392,7 @@ def nothing(folder: Path, expected: str) -> UserError:
 
 
 def damage_of(folder: Path) -> str | None:
-    """Returns what is damaged in a finished run's result or config; None where nothing is, and where
-    nothing can tell.
-    """
+    """Returns what is damaged in a finished run's result or config; None for nothing, or nothing to tell by."""
     return changed(folder, only=(CONFIG, RESULT)) if is_sealed(folder) else None
 
 
@@ -447,18 +427,15 @@ def run_row(folder: Path) -> dict[str, Cell]:
         "val loss": result.metrics.get("val/loss"),
         "val accuracy": result.metrics.get("val/rewards/accuracies"),
         "val margin": result.metrics.get("val/rewards/margins"),
-        "eff. weights/n": _or_none(result.input("train", "effective_share")),
-        "coverage": _or_none(result.input("train", "coverage")),
-        **{head: value for name, head in ARRIVED.items() if not math.isnan(value := result.input("train", name))},
+        "eff. weights/n": None,
+        "coverage": None,
     }
+    inputs = {"effective_share": "eff. weights/n", "coverage": "coverage", **ARRIVED}
+    row |= {head: value for name, head in inputs.items() if not math.isnan(value := result.input("train", name))}
     scores = {} if result.truth is None else result.truth["test"].numbers
     names = {"reward": "reward", "win rate": "win_rate", "KL": "kl", "length": "length"}
     row |= {name: scores[key] for name, key in names.items() if key in scores}
     return {**row, "s/run": result.seconds["all"]}
-
-
-def _or_none(value: float) -> float | None:
-    return None if math.isnan(value) else value
 
 
 def run_warnings(folder: Path) -> list[str]:
@@ -473,13 +450,18 @@ def settings_in(path: Path) -> dict[str, Cell]:
     if cfg is None:
         return {}
     choices = OmegaConf.select(cfg, "composed.choices") or {}
-    weights = " ".join([str(choices.get("weights", "")), *rows_in(cfg)])
+    layers, heads = (list(OmegaConf.select(cfg, f"weights.{name}") or []) for name in ("layers", "heads"))
+    layers = layers or [layer for layer in [OmegaConf.select(cfg, "weights.layer")] if layer is not None]
+    read = [mark + "+".join(map(str, rows)) for mark, rows in (("L", layers), ("H", heads)) if rows]
+    weights = " ".join([str(choices.get("weights", "")), *read])
+    given = (str(item).partition("=")[0].lstrip("+~") for item in OmegaConf.select(cfg, "composed.overrides") or [])
     settings = {
         "weights": " + ".join([weights, *map(str, OmegaConf.select(cfg, "transforms") or {})]),
         "objective": choices.get("objective"),
         "beta": OmegaConf.select(cfg, BETA),
         "lr": OmegaConf.select(cfg, LR),
-        **{short(key): OmegaConf.select(cfg, key) for key in objective_keys(cfg)},
+        # Beside beta those that the objective was given, as a study's grid gives them.
+        **{short(key): OmegaConf.select(cfg, key) for key in given if key.startswith("objective.") and key != BETA},
     }
     return {name: value for name, value in settings.items() if value is not None}
 
@@ -498,24 +480,6 @@ def config_in(path: Path) -> DictConfig | None:
         raise UserError(f"{path}: expected the configuration of a run, but it holds none")
     saved = cast(dict[str, Json], OmegaConf.to_container(cfg))
     return OmegaConf.create(to_savable(saved))  # nothing of it is read from the environment
-
-
-def objective_keys(cfg: DictConfig) -> list[str]:
-    """Returns the keys of its objective that a saved configuration was given beside beta, such as a study's grid gives
-    them.
-    """
-    given = OmegaConf.select(cfg, "composed.overrides") or []
-    keys = dict.fromkeys(str(override).partition("=")[0].lstrip("+~") for override in given)
-    return [key for key in keys if key.startswith("objective.") and key != BETA]
-
-
-def rows_in(cfg: DictConfig) -> list[str]:
-    """Returns which layers and heads of the judge a saved configuration weighs by, in words; none for weights without
-    any.
-    """
-    layers, heads = (list(OmegaConf.select(cfg, f"weights.{name}") or []) for name in ("layers", "heads"))
-    layers = layers or [layer for layer in [OmegaConf.select(cfg, "weights.layer")] if layer is not None]
-    return [mark + "+".join(map(str, rows)) for mark, rows in (("L", layers), ("H", heads)) if rows]
 
 
 def setting_in(folder: Path) -> str | None:

@@ -14,11 +14,11 @@ SHOWING = (
     *("__init__.py", "__main__.py", "fit.py", "weigh.py", "show.py", "generate.py", "report.py", "pair.py"),
     *("evaluate.py", "theory.py", "verify.py", "losses.py", "weigher.py", "display", "evaluation", "lab/reports"),
     *("run/show.py", "run/show_config.py"),
-    *("lab/figures.py", "lab/results.py", "lab/testbed/benchmark.py", "lab/testbed/truth_grader.py"),
+    *("lab/figures.py", "lab/results.py", "lab/testbed/benchmark.py"),
     *(
         f"lab/studies/{name}.py"
         for name in (
-            *("benchmark_settings", "benchmarks", "exports", "faithfulness", "figures", "frontier", "notes"),
+            *("benchmark_settings", "benchmarks", "faithfulness", "figures", "notes"),
             *("outcome", "page", "predictions", "tables"),
         )
     ),

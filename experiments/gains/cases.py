@@ -18,8 +18,7 @@ import pandas
 from attnpo.lab.results import ANALYSES, RECORD, StudyResults
 from attnpo.lab.studies.arms import LATER
 from attnpo.lab.studies.faithfulness import ROLLOUT
-from attnpo.lab.studies.frontier import at_kl
-from attnpo.lab.studies.outcome import gather, has_truth
+from attnpo.lab.studies.outcome import at_kl, gather, has_truth
 from attnpo.lab.studies.study import BETA, LR, Point
 from attnpo.objectives.twdpo import TwDPO
 from attnpo.run.identity import by_class, component

@@ -19,8 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from attnpo.display.look import COLOURS, MARKERS, SOFT, legend, new_figure, panel, save, styled
-from attnpo.lab.analysis.drift import DECILES
-from attnpo.lab.drift import score_base, score_policy
+from attnpo.lab.drift import DECILES, score_base, score_policy
 from attnpo.models.scored import ScoredLM
 from attnpo.schema import RowGroup, TokenStats, UserError
 

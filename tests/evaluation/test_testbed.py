@@ -16,10 +16,9 @@ from attnpo.evaluation.chat import Grader, GradingCall, GradingFailure, GradingR
 from attnpo.evaluation.evaluating import RoundGrades, scores_of
 from attnpo.evaluation.local_chat import LocalGrader
 from attnpo.evaluation.pairwise import Contest, PairwiseRules
-from attnpo.lab.testbed.benchmark import TestbedBenchmark
+from attnpo.lab.testbed.benchmark import TestbedBenchmark, TruthGrader
 from attnpo.lab.testbed.grammar import Grammar
 from attnpo.lab.testbed.scoring import win_rate
-from attnpo.lab.testbed.truth_grader import TruthGrader
 from attnpo.models.generate import chat_generator
 from attnpo.models.loading import load_model, load_tokenizer
 from attnpo.schema import Message, Sampling, UserError

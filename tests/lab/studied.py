@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from attnpo.lab.studies.config import FitConfig
+from attnpo.lab.studies.outcome import Outcome
 from attnpo.lab.studies.page import finish_study
 from attnpo.lab.studies.runner import run_study
-from attnpo.lab.studies.study import Outcome
 from tests.run.worlds import World, build_world, judge_loads
 
 STUDY = """

@@ -12,7 +12,7 @@ from attnpo.lab.results import read_study
 from attnpo.lab.studies.tables import main_table
 from attnpo.run.result import RunResult
 from attnpo.schema import UserError
-from attnpo.system.files import clean, seal
+from attnpo.system.files import clean
 from experiments.gains.cases import LENGTH, Harvest, collect
 from tests.docs.test_own_data import write_model
 from tests.gains.test_gains import Ran, a_study, record
@@ -129,17 +129,6 @@ def test_what_is_not_finished_says_so(tmp_path: Path) -> None:
     (tmp_path / "r" / "config.yaml").write_text("a: 1\n")
     with pytest.raises(UserError, match=r"the run is not finished, it has config\.yaml and no result\.json.*name=r"):
         attnpo.load_run(tmp_path / "r")
-
-
-def test_an_older_study_has_its_points_and_says_why(tmp_path: Path) -> None:
-    folder = older_study(tmp_path / "a", {"uniform": 0.5})
-    (folder / "tables.json").unlink()
-    (folder / "table.md").write_text("| arm |\n")
-    seal(folder, only=("study.json", "results.csv", "table.md"))
-    study = attnpo.load_study(folder)
-    assert list(study.points["reward"]) == [0.5]
-    with pytest.raises(UserError, match="of an older version"):
-        study.arms  # noqa: B018
 
 
 def test_other_folders_are_refused(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ from typing import Any
 
 from attnpo.data.prepare import EncodedSet
 from attnpo.display.page import Paragraph, Section, TableBlock
-from attnpo.lab.studies.study import MeasuredBy, Outcome
+from attnpo.lab.studies.outcome import Outcome
+from attnpo.lab.studies.study import MeasuredBy
 from attnpo.run.components import Truth
 from attnpo.run.resolve import Readers
 from attnpo.weights.base import WeightSource

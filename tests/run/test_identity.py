@@ -86,12 +86,12 @@ def test_what_counts_asks_what_shows_results_for_pages_alone() -> None:
         ("lab/studies/plan.py", "lab/studies/benchmark_settings.py"),  # refuses what could not be measured
         ("lab/studies/runner.py", "lab/studies/benchmark_settings.py"),  # the same, once the base is there
         ("lab/studies/runner.py", "lab/studies/benchmarks.py"),  # measures what the points have left
-        ("lab/studies/runner.py", "lab/studies/exports.py"),  # sets callbacks, which count as any key does
         ("lab/studies/runner.py", "lab/studies/predictions.py"),  # keeps what was predicted, before any point runs
         ("lab/studies/config.py", "run/show_config.py"),  # keys of another command
         ("lab/studies/runner.py", "lab/studies/outcome.py"),  # gathers what the points came to
         ("lab/studies/study.py", "display/page.py"),
-        ("lab/studies/study.py", "evaluation/intervals.py"),  # of a benchmark's score over seeds
+        ("lab/studies/bases.py", "lab/studies/outcome.py"),  # counts what weights ask of models
+        ("lab/studies/scorers.py", "lab/studies/outcome.py"),  # the same of scorers
     }
 
 

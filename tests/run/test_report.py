@@ -20,8 +20,9 @@ from attnpo.display.column_notes import column_notes
 from attnpo.display.figures import training_curves
 from attnpo.display.page import KeyValues, TableBlock
 from attnpo.lab.studies.arms import composer_of
+from attnpo.lab.studies.outcome import Outcome
 from attnpo.lab.studies.page import publish_study
-from attnpo.lab.studies.study import Arm, Outcome, Point, Study
+from attnpo.lab.studies.study import Arm, Point, Study
 from attnpo.lab.testbed.scoring import Score
 from attnpo.run.input_summary import example_statistics
 from attnpo.run.report import card_facts, in_words, inputs_section, make_exporter, numbers, publish_run, truth_table

@@ -39,7 +39,13 @@ def folder_report(folders: Sequence[Path], kind: str, printed: Sequence[Path], o
     runs = [folder for folder, one in zip(folders, kinds, strict=True) if one == RUN]
     notes = [f"{study.title}: {line}" if len(studies) > 1 else line for study in studies for line in study.notes]
     names = column_names([study.path for study in studies])
-    told = [name_tables(study, name) for study, name in zip(studies, names, strict=True)]
+    told = [
+        [
+            replace(table, name=name, title=f"{name}: {table.title}" if table.title else name)
+            for table in keyed_tables(study)
+        ]
+        for study, name in zip(studies, names, strict=True)
+    ]
     if runs:
         rows = [{**run_row(folder), "run": name} for folder, name in zip(runs, column_names(runs), strict=True)]
         told.append([runs_table(rows)])
@@ -54,15 +60,10 @@ def folder_report(folders: Sequence[Path], kind: str, printed: Sequence[Path], o
             tables[1:1] = [] if table is None else [table]
     finished = [study for study in studies if study.is_finished]
     together = [side_by_side(finished)] if len(finished) > 1 else []
-    sections = [section for study in studies for section in pictures(study)]
+    sections = [section for study in finished for section in pictures(study)]
     every = [*together, *(table for tables in told for table in tables)]
-    publish(title_of(studies, runs), every, notes, output, STUDY if studies else "runs", mark, sections, why=GRADED)
-
-
-def name_tables(study: StudyResults, name: str) -> list[KeyedTable]:
-    """Returns the tables of a study under its name."""
-    tables = keyed_tables(study)
-    return [replace(table, name=name, title=f"{name}: {table.title}" if table.title else name) for table in tables]
+    title = ", ".join([*(study.title for study in studies), *(path.resolve().name for path in runs)])[:120]
+    publish(title, every, notes, output, STUDY if studies else "runs", mark, sections, why=GRADED)
 
 
 def keyed_tables(study: StudyResults) -> list[KeyedTable]:
@@ -103,9 +104,7 @@ def headline(table: KeyedTable) -> tuple[str, dict[tuple[Cell, ...], str]]:
 
 
 def side_by_side(studies: Sequence[StudyResults]) -> KeyedTable:
-    """Returns one table of several studies: a row per arm of any of them, a column per study with its
-    headline number.
-    """
+    """Returns several studies in one table: a row per arm, a column per study with its headline number."""
     names = column_names([study.path for study in studies])
     keys = tuple(key for key in KEYS if any(key in study.printed[0][1].columns for study in studies)) or ("arm",)
     by_key: dict[tuple[Cell, ...], dict[str, Cell]] = {}
@@ -151,18 +150,20 @@ def put_beside(ours: Sequence[Ours], path: Path) -> tuple[list[KeyedTable | None
     that names our rows.
     """
     files = [read_rows(path, one.table) for one in ours]
-    mine = [
-        [place for place, row in enumerate(file.rows) if is_of(row, one)] for file, one in zip(files, ours, strict=True)
-    ]
-    met = [
-        [place for place in places if met_in(one.table, file, file.rows[place])]
-        for file, one, places in zip(files, ours, mine, strict=True)
-    ]
-    left = {place for places in mine for place in places} - {place for places in met for place in places}
-    notes = about_rows(path, files[0], ours, sorted(left), {place for places in mine for place in places})
+    mine: list[list[int]] = []
+    met: set[tuple[int, int]] = set()
+    for number, (file, one) in enumerate(zip(files, ours, strict=True)):
+        keys = shared_keys(one.table, file)
+        mine.append([place for place, row in enumerate(file.rows) if is_of(row, one)])
+        for place in mine[-1]:
+            if any(meets(row, file.rows[place], keys, fold=True) for row in one.table.rows):
+                met.add((number, place))
+    every = {place for places in mine for place in places}
+    left = every - {place for _, place in met}
+    notes = about_rows(path, files[0], ours, sorted(left), every)
     tables: list[KeyedTable | None] = []
-    for file, one, places, found in zip(files, ours, mine, met, strict=True):
-        shown = [place for place in places if place in found or place in left]
+    for number, (file, one) in enumerate(zip(files, ours, strict=True)):
+        shown = [place for place in mine[number] if (number, place) in met or place in left]
         left -= set(shown)
         if not shown:
             tables.append(None)
@@ -175,8 +176,7 @@ def put_beside(ours: Sequence[Ours], path: Path) -> tuple[list[KeyedTable | None
 
 
 def read_rows(path: Path, table: KeyedTable) -> PrintedTable:
-    """Returns a file with its rows named as ours are: its column of methods stands for one of arms (or runs) where it
-    has none.
+    """Returns a file with its rows named as ours are; its methods stand for arms (or runs) where it has none.
 
     UserError when it has neither.
     """
@@ -207,12 +207,6 @@ def letters(name: str) -> str:
     return "".join(sign for sign in name.casefold() if sign.isalnum())
 
 
-def met_in(table: KeyedTable, printed: PrintedTable, row: Mapping[str, Cell]) -> bool:
-    """Returns whether a printed row has a row of ours."""
-    keys = shared_keys(table, printed)
-    return any(meets(ours, row, keys, fold=True) for ours in table.rows)
-
-
 def about_rows(
     path: Path, printed: PrintedTable, ours: Sequence[Ours], left: Sequence[int], mine: set[int]
 ) -> list[str]:
@@ -235,8 +229,6 @@ def about_rows(
 
 def pictures(study: StudyResults) -> list[Section]:
     """Returns a finished study's own figures, as its study.json names them, and every one of its runs."""
-    if not study.is_finished:
-        return []
     images = [Image(path, path.stem) for path in figures(study)]
     sections = [Section(f"{study.title}: figures", images)] if images else []
     if study.rows:
@@ -248,8 +240,3 @@ def figures(study: StudyResults) -> list[Path]:
     """Lists the figures that a study drew where they are still there."""
     drawn = [study.path / name for name in study.record.get("figures", []) if name.endswith(".png")]
     return [path for path in drawn if path.is_file()]
-
-
-def title_of(studies: Sequence[StudyResults], runs: Sequence[Path]) -> str:
-    """Returns a heading for the page."""
-    return ", ".join([*(study.title for study in studies), *(path.resolve().name for path in runs)])[:120]

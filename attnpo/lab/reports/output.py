@@ -43,10 +43,11 @@ def publish(
     console = terminal()
     print_sections(console, [*(section for table in read for section in on_terminal(table, by)), *below])
     told = [Section(table.title, [TableBlock(table.columns, table.rows, digits=table.digits)]) for table in read]
+    columns = ["table", *dict.fromkeys(name for table in tables for name in table.columns)]
     texts = {
         f"{stem}.md": markdown([*told, *below], title),
         f"{stem}.tex": latex([*told, *below], title),
-        f"{stem}.csv": joined_csv(tables),
+        f"{stem}.csv": table_csv(columns, [{"table": table.name, **row} for table in tables for row in table.rows]),
         "report.html": report_page(title, [*told, *below, *sections]),
     }
     make_folder(folder)
@@ -58,30 +59,30 @@ def publish(
 def on_terminal(table: KeyedTable, by: str | None) -> list[Section]:
     """Returns what is printed of a table: heads break between words, and its parts stand beside each other."""
     table = narrowed(table)
-    heads = {name: name.replace("_", " ") for name in table.columns}
-    digits = {heads.get(name, name): count for name, count in table.digits.items()}
+    digits = {name.replace("_", " "): count for name, count in table.digits.items()}
+
+    def block(part: str, columns: Sequence[str], rows: Rows) -> TableBlock:
+        naming = len(list(takewhile(lambda name: name in table.keys, columns))) or 1
+        cells = [[row.get(name) for name in columns] for row in rows]
+        return TableBlock([name.replace("_", " ") for name in columns], cells, part, digits, naming=naming)
+
+    # A table whose last key is not ``by`` and that has a column ``by`` is cut by its group and by ``by``.
+    if by is None or by not in table.columns or table.keys[-1] == by or table.group is None:
+        return [Section(table.title, [block("", table.columns, table.rows)])]
+    outer = [name for name in table.keys if name not in (by, table.keys[-1])]
+    parts: dict[str, dict[str, list[Mapping[str, Cell]]]] = {}
+    for row in table.rows:
+        heading = ", ".join(str(row[name]) for name in [table.group, *outer])
+        parts.setdefault(heading, {}).setdefault(str(row[by]), []).append(row)
+    left = [name for name in table.columns if name not in (table.group, by, *outer)]
     return [
-        Section(
-            heading,
-            [
-                TableBlock(
-                    [heads[name] for name in columns],
-                    [[row.get(name) for name in columns] for row in rows],
-                    name,
-                    digits,
-                    naming=len(list(takewhile(lambda name: name in table.keys, columns))) or 1,
-                )
-                for name, columns, rows in parts
-            ],
-        )
-        for heading, parts in pieces(table, by)
+        Section(f"{table.title}: {heading}", [block(part, left, rows) for part, rows in found.items()])
+        for heading, found in parts.items()
     ]
 
 
 def narrowed(table: KeyedTable) -> KeyedTable:
-    """Returns a listing of runs with the columns alone that tell them apart, the others in its title; any other as it
-    is.
-    """
+    """Returns a listing of runs with the columns that tell them apart, the others in its title."""
     if table.keys != RUNS or len(table.rows) < 2:
         return table
     first = table.rows[0]
@@ -95,41 +96,10 @@ def narrowed(table: KeyedTable) -> KeyedTable:
 
 
 def absent(tables: Sequence[KeyedTable], why: str) -> list[str]:
-    """Returns a line on printed columns that have none of ours beside them, if there are such, with
-    ``why`` after it.
-    """
+    """Returns a line on printed columns that have none of ours beside them, if there are any, with ``why`` after it."""
     lacking = dict.fromkeys(name for table in tables for name in unmet(table))
     reason = f": {why}" if why else ""
     return [f"printed alone, with none of ours: {', '.join(lacking)}{reason}"] if lacking else []
-
-
-def joined_csv(tables: Sequence[KeyedTable]) -> str:
-    """Returns all tables in one CSV with the union of their columns after one that names the table; numbers in full."""
-    columns = ["table", *dict.fromkeys(name for table in tables for name in table.columns)]
-    return table_csv(columns, [{"table": table.name, **row} for table in tables for row in table.rows])
-
-
-def pieces(table: KeyedTable, by: str | None) -> list[tuple[str, list[tuple[str, list[str], Rows]]]]:
-    """Returns what is printed of a table: headings, and below each the parts that stand side by side.
-
-    A table whose last key is not ``by`` and that has a column ``by`` is cut by its group and by ``by``; the columns
-    that say so are left out of the parts.
-    """
-    if by is None or by not in table.columns or table.keys[-1] == by or table.group is None:
-        return [(table.title, [("", list(table.columns), table.rows)])]
-    by_heading: dict[str, dict[str, list[Mapping[str, Cell]]]] = {}
-    outer = [name for name in table.keys if name not in (by, table.keys[-1])]
-    for row in table.rows:
-        heading = ", ".join(str(row[name]) for name in [table.group, *outer])
-        by_heading.setdefault(heading, {}).setdefault(str(row[by]), []).append(row)
-    left = [name for name in table.columns if name not in (table.group, by, *outer)]
-    return [
-        (
-            f"{table.title}: {heading}",
-            [(name, left, [{key: row.get(key) for key in left} for row in part]) for name, part in parts.items()],
-        )
-        for heading, parts in by_heading.items()
-    ]
 
 
 def check_free(folder: Path, mark: str, *, instead: str = "name= another folder below `output`") -> None:

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -167,7 +167,7 @@ class Judged:
     heard: RecordingJudge
     cost: dict[str, Any]
 
-    @property
+    @cached_property
     def read(self) -> dict[str, PairWeights]:
         """Returns what was captured of the pairs shown, by id."""
         return {pair.pair_id: self.captured[pair.pair_id] for pair in self.shown}
@@ -256,6 +256,7 @@ def measure_judge(
     the labels and the verdicts by the truth, and equal weights on what decides.
     """
     judge, read, pool = judged.judge, list(judged.read.values()), pooled(encoded)
+    rounds = [item for pair in read for item in pair.rounds]
     asked = distinct_layers(settings.layers, judge.num_layers, "passport.layers")
     numbers = list(asked) or list(attending(judge.num_layers))
     ranked = {layer: rankings(judged.source(layer), judged.read, judged.rows) for layer in numbers}
@@ -267,8 +268,8 @@ def measure_judge(
         looks.append(look_at(judged, layer, ranked[layer], grammar, made) | falls.get(layer, {}))
     statistics, found = judge_statistics(read, labels), margins(read)
     masses = np.array(judged.heard.masses).reshape(-1, 2).mean(axis=1)  # a pair's two prompts follow each other
-    answers = sum(item.side(side).token_ids.numel() for pair in read for item in pair.rounds for side in SIDES)
-    texts = written((item.verdict_token for pair in read for item in pair.rounds), judge.written)
+    answers = sum(item.side(side).token_ids.numel() for item in rounds for side in SIDES)
+    texts = written((item.verdict_token for item in rounds), judge.written)
     low = LabelMass(float(masses.mean()), 2 * len(read), texts).problem(judge.settings.min_label_mass)
     left = judged.cost["pairs"] - len(judged.sample)
     silent = [np.mean([item.verdict_token not in labels for item in pair.rounds]) for pair in read]
@@ -276,6 +277,19 @@ def measure_judge(
     for split, kept in encoded.items():
         dropped.update(pairs[split].counts)
         dropped.update(kept.tally.counts)
+    # What was cut, left out or noticed on the sample, by reason.
+    traces = None if judge.settings.trace is None else trace_statistics(read, judge.settings.trace)
+    cut = {"judge prompts cut at judge.max_length": sum(item.cut for item in rounds)}
+    cut[TRACE_CUT] = 0 if traces is None else traces.cut
+    truth = None
+    if grammar is not None:  # a pair is right where the averaged verdict picks the answer that is truly better
+        flipped = np.array([is_flipped(pair, grammar) for pair in judged.shown])
+        right = wins(found.mean(axis=1))
+        truth = {
+            "wrong_labels": share(flipped.astype(np.float64)),
+            "accuracy": share(np.where(flipped, 1 - right, right)),
+            "equal": true_mass(judged.shown, equal_weights(ranked[numbers[0]]), grammar),
+        }
     return {
         "judgement": assess_judge(statistics, {layer: row["gain"] for layer, row in falls.items()}, left, low),
         "statistics": statistics,
@@ -293,8 +307,8 @@ def measure_judge(
         "cost": {**judged.cost, "removals": removals},
         "rows": sum(one.read for one in pairs.values()),
         "data": dropped,
-        "counts": count_events(judged, made),
-        "truth": None if grammar is None else compare_with_truth(judged, found, ranked[numbers[0]], grammar),
+        "counts": {**made.tally.counts, **{reason: count for reason, count in cut.items() if count}},
+        "truth": truth,
     }
 
 
@@ -308,8 +322,13 @@ def look_at(judged: Judged, layer: int, ranked: Rankings, grammar: Grammar | Non
     that truly decide, where that is known. ``fall``, ``random`` and ``gain`` are left to ``measure_removal``.
     """
     source, arrived = judged.source(layer), Arrival.of(made.examples)
-    selected = [source.select(pair, judged.rows) for pair in judged.read.values()]
-    mass = np.array([[_on_answer(pair, first=first) for first in (True, False)] for pair in selected])
+    mass = np.zeros((len(judged.read), 2))  # on the answer shown first and second, mean over rounds
+    for row, pair in zip(mass, judged.read.values(), strict=True):
+        rounds = source.select(pair, judged.rows).rounds  # with one row
+        for item in rounds:
+            sums = [float(item.side(side).weights[0].sum()) for side in SIDES]
+            row += sums if item.chosen_is_a else sums[::-1]
+        row /= len(rounds)
     weights = [torch.tensor(side.weights) for sides in ranked.values() for side in sides.values() if side.weights]
     effective = [effective_number(row) for row in weights]
     shares = [number / row.numel() for number, row in zip(effective, weights, strict=True)]
@@ -326,13 +345,6 @@ def look_at(judged: Judged, layer: int, ranked: Rankings, grammar: Grammar | Non
         **dict.fromkeys(("fall", "random", "gain")),
         "truth": None if grammar is None else true_mass(judged.shown, ranked, grammar),
     }
-
-
-def _on_answer(pair: PairWeights, *, first: bool) -> float:
-    """Returns the attention on the answer shown first, or second, mean over rounds; ``pair`` has one row."""
-    sides = ["chosen" if item.chosen_is_a is first else "rejected" for item in pair.rounds]
-    sums = [float(item.side(side).weights[0].sum()) for item, side in zip(pair.rounds, sides, strict=True)]
-    return sum(sums) / len(sums)
 
 
 def measure_removal(
@@ -355,33 +367,6 @@ def measure_removal(
         gain = mean(found.scores(str(layer)), layer_level(len(ranked)))
         falls[layer] = {"fall": fall, "random": fall - gain.value, "gain": gain}
     return falls, float(found.full.mean()), found.prompts
-
-
-def count_events(judged: Judged, made: ExampleSet) -> dict[str, int]:
-    """Counts what was cut, left out or noticed on the sample, by reason."""
-    counts = dict(made.tally.counts)
-    cut = sum(item.cut for pair in judged.read.values() for item in pair.rounds)
-    if cut:
-        counts["judge prompts cut at judge.max_length"] = cut
-    rules = judged.judge.settings.trace
-    traces = None if rules is None else trace_statistics(list(judged.read.values()), rules)
-    if traces is not None and traces.cut:
-        counts[TRACE_CUT] = traces.cut
-    return counts
-
-
-def compare_with_truth(judged: Judged, found: Margins, ranked: Rankings, grammar: Grammar) -> dict[str, Any]:
-    """Compares the sample with the grammar; ``found`` holds the margins of the pairs shown, in their order.
-
-    A pair is right where the averaged verdict picks the answer that is truly better.
-    """
-    flipped = np.array([is_flipped(pair, grammar) for pair in judged.shown])
-    right = wins(found.mean(axis=1))
-    return {
-        "wrong_labels": share(flipped.astype(np.float64)),
-        "accuracy": share(np.where(flipped, 1 - right, right)),
-        "equal": true_mass(judged.shown, equal_weights(ranked), grammar),
-    }
 
 
 # ------------------------------------------------------------------------------------------------ verdicts
@@ -417,18 +402,16 @@ def margins(captured: Sequence[PairWeights]) -> Margins:
 
 def share(values: Float[np.ndarray, " cases"]) -> Estimate:
     """Returns the mean of values from 0 to 1 with Wilson's 95 % interval."""
-    if not values.size:
-        return Estimate(math.nan, math.nan, math.nan, 0)
-    value = float(values.mean())
-    return Estimate(value, *wilson(value, values.size), values.size)
+    value = float(values.mean()) if values.size else math.nan
+    return Estimate(value, *(wilson(value, values.size) if values.size else (math.nan, math.nan)), values.size)
 
 
 def mean(values: Float[np.ndarray, " cases"], level: float = LEVEL) -> Estimate:
     """Returns the mean of any values with Student's t interval; without one for fewer than two values."""
-    if values.size < 2:
-        return Estimate(float(values.mean()) if values.size else math.nan, math.nan, math.nan, values.size)
-    value, error = float(values.mean()), float(values.std(ddof=1)) / math.sqrt(values.size)
-    reach = t_quantile((1 + level) / 2, values.size - 1) * error
+    value, reach = float(values.mean()) if values.size else math.nan, math.nan
+    if values.size > 1:
+        error = float(values.std(ddof=1)) / math.sqrt(values.size)
+        reach = t_quantile((1 + level) / 2, values.size - 1) * error
     return Estimate(value, value - reach, value + reach, values.size)
 
 
@@ -515,7 +498,7 @@ class Judgement:
 
 def layer_level(layers: int) -> float:
     """Returns the level of each layer's interval at which all of them together hold at 95 % (Bonferroni)."""
-    return 1 - (1 - LEVEL) / max(1, layers)
+    return 1 - (1 - LEVEL) / layers
 
 
 def assess_judge(
@@ -523,9 +506,9 @@ def assess_judge(
 ) -> Judgement:
     """Returns the verdict by ``RULE``.
 
-    ``gains``: by layer how much more the verdict falls without top-weighted than without random tokens, at
-    ``layer_level``; empty where that was not measured, which is said and does not count against the judge. ``left``:
-    labelled pairs that are not in the sample. ``problem``: one more reason for doubt.
+    ``gains``: by layer how much more the verdict falls without top-weighted than without random tokens; empty where
+    that was not measured, which is said and does not count against the judge. ``left``: labelled pairs that are not in
+    the sample. ``problem``: one more reason for doubt.
     """
     standing, silent = judge_standing(verdicts), is_silent(verdicts)
     tied = [layer for layer, gain in gains.items() if gain.low > 0]
@@ -593,11 +576,11 @@ def _counts(counts: Mapping[str, int]) -> KeyValues | Paragraph:
 
 
 def _verdict(told: Judgement, short: bool) -> Section:
-    why, then = ("why", "next") if short else ("Why", "Next")
-    lines = [*(f"{why}: {reason}" for reason in told.reasons), *(f"{then}: {advice}" for advice in told.advice)]
-    lines += [] if short else [f"The rule. {RULE[0].upper()}{RULE[1:]}."]
+    lines = [("why", reason) for reason in told.reasons] + [("next", advice) for advice in told.advice]
+    texts = [f"{word if short else word.capitalize()}: {text}" for word, text in lines]
+    texts += [] if short else [f"The rule. {RULE[0].upper()}{RULE[1:]}."]
     banner = Banner(told.worth.capitalize(), told.worth == READING)
-    return Section("Is the judge worth reading?", [banner, *map(Paragraph, lines)])
+    return Section("Is the judge worth reading?", [banner, *map(Paragraph, texts)])
 
 
 def _verdicts(found: Passport) -> Section:

@@ -61,9 +61,7 @@ class ReportConfig(FitConfig):
 
 
 def kind_of(what: Sequence[str]) -> str:
-    """Returns the kind of report its words ask for; empty when they are folders alone. UserError when nothing is asked
-    for.
-    """
+    """Returns the kind of report its words ask for, empty for folders alone. UserError when nothing is asked for."""
     first = what[0] if what else None
     if first is None or (first in KINDS and first != WEIGHTS and len(what) == 1):
         raise UserError(

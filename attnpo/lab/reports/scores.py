@@ -60,25 +60,17 @@ Cells = dict[str, Cell]
 
 
 def column_of(result: EvaluationResult, score: str) -> str:
-    """Returns the name of a score's column: the paper's where it has one, else the benchmark's, and the score's after
-    it.
-    """
+    """Returns the name of a score's column: the paper's, else the benchmark's with the score's after it."""
     main = score == result.main
     named = PAPER.get((result.benchmark, score)) or (PAPER.get((result.benchmark, MAIN)) if main else None)
     return named or (result.benchmark if main else f"{result.benchmark} {score}")
-
-
-def counts(result: EvaluationResult, score: str) -> bool:
-    """Returns whether a score has a column of the main table: it counts in its benchmark, or the paper shows it."""
-    return score == result.main or (result.benchmark, score) in PAPER
 
 
 # ------------------------------------------------------------------------------------------------ reading
 
 
 def read_evaluations(folders: Sequence[Path]) -> tuple[dict[Path, EvaluationResult], list[str]]:
-    """Returns the finished evaluations in folders, or one level below them, by folder; and lines on those that are not
-    finished.
+    """Returns the finished evaluations in folders or one level below them; and lines on unfinished ones.
 
     UserError for a folder without any, for a damaged result, for two results of one label on one benchmark.
     """
@@ -143,23 +135,17 @@ class Mixed:
     def line(self) -> str:
         """Returns the warning in words."""
         shown = ", ".join(f"{name} {odd} against {usual}" for name, usual, odd in self.how[:4])
-        more = f", and {len(self.how) - 4} more" if len(self.how) > 4 else ""
-        verdict = (
-            "means may be compared, spreads are not alike"
-            if self.comparable
-            else "not comparable, so this benchmark is not ranked"
-        )
+        shown += f", and {len(self.how) - 4} more" if len(self.how) > 4 else ""
+        verdict = "not comparable, so this benchmark is not ranked"
         return (
             f"WARNING: {self.benchmark}: {join_names(self.odd)} graded or answered otherwise than "
-            f"{join_names(self.usual)} "
-            f"({shown}{more}): {verdict}"
+            f"{join_names(self.usual)} ({shown}): "
+            f"{'means may be compared, spreads are not alike' if self.comparable else verdict}"
         )
 
 
 def find_mixed(results: Sequence[EvaluationResult]) -> list[Mixed]:
-    """Returns what differs within a benchmark, a line per way of differing from how most of its evaluations were
-    made.
-    """
+    """Returns what differs within a benchmark from how most of its evaluations were made."""
     out = []
     for benchmark in dict.fromkeys(result.benchmark for result in results):
         made = {result.label: conditions(result) for result in results if result.benchmark == benchmark}
@@ -212,10 +198,10 @@ class Figure:
         said = {score.higher_is_better for score in self.scores.values()}
         return said.pop() if len(said) == 1 else None
 
-    def rounded_mean(self, label: str) -> float | None:
-        """Returns a label's mean as it is printed."""
-        score = self.scores.get(label)
-        return None if score is None else half_up(score.mean, self.digits)
+    @property
+    def printed(self) -> dict[str, float]:
+        """Returns the means as they are printed, by label."""
+        return {label: half_up(score.mean, self.digits) for label, score in self.scores.items()}
 
 
 @dataclass(frozen=True)
@@ -232,9 +218,7 @@ class Board:
         return [figure for figure in self.figures if figure.shown]
 
     def rankable_figures(self) -> list[Figure]:
-        """Returns the figures that labels are ranked by: of two labels at least, in one way of grading, with a
-        direction.
-        """
+        """Returns the figures that rank: of two labels or more, graded in one way, with a direction."""
         unfit = {one.benchmark for one in self.mixed if not one.comparable}
         return [
             figure
@@ -254,12 +238,12 @@ class Board:
         counts twice.
         """
         figures = self.rankable_figures()
-        rows = {label: [figure.rounded_mean(label) for figure in figures] for label in self.labels}
-        whole = {label: [v for v in row if v is not None] for label, row in rows.items() if None not in row}
+        means = [figure.printed for figure in figures]
+        whole = {label: [row[label] for row in means] for label in self.labels if all(label in row for row in means)}
         if not figures or len(whole) < 2:
             return {}
-        means = average_ranks(np.array(list(whole.values())), [bool(figure.higher_is_better) for figure in figures])
-        return dict(zip(whole, means.tolist(), strict=True))
+        ranks = average_ranks(np.array(list(whole.values())), [bool(figure.higher_is_better) for figure in figures])
+        return dict(zip(whole, ranks.tolist(), strict=True))
 
 
 def board_of(results: Sequence[EvaluationResult], ways: Sequence[Mixed]) -> Board:
@@ -275,7 +259,7 @@ def board_of(results: Sequence[EvaluationResult], ways: Sequence[Mixed]) -> Boar
         Figure(
             name,
             found[name][0][0].benchmark,
-            any(counts(result, score.name) for result, score in found[name]),
+            any(one.name == of.main or (of.benchmark, one.name) in PAPER for of, one in found[name]),
             {result.label: score for result, score in found[name]},
             any(result.grader is not None for result, _ in found[name]),
         )
@@ -325,9 +309,7 @@ def scores_report(folders: Sequence[Path], printed: Sequence[Path], model: str |
 
 
 def about(board: Board) -> list[str]:
-    """Returns how the ranks came about, what is not ranked and why, which spreads are not known, and figures whose
-    scores stand on different numbers of questions.
-    """
+    """Returns notes: how ranks came about, what is not ranked, unknown spreads, different numbers of questions."""
     figures, ranks, labels = board.rankable_figures(), board.ranks(), board.labels
     shown = [(figure, label, score) for figure in board.main_figures for label, score in figure.scores.items()]
     over, lower = list_names(figures), list_names(figure for figure in figures if not figure.higher_is_better)
@@ -380,35 +362,32 @@ def list_names(figures: Iterable[Figure]) -> str:
 
 
 def main_tables(board: Board) -> list[KeyedTable]:
-    """Returns the paper's main table (a row per label, a column per figure, means over rounds, the average rank), and
-    its table of three runs: the means with both intervals over rounds, the second by Student's t.
+    """Returns the paper's main table (means, average rank) and its table of three runs, with both intervals.
 
     People read the means as they are printed, with an asterisk where they were graded otherwise than most, and
     ``21.90 ± 1.57 (t 3.45)``; the CSV has the numbers in full.
     """
     ranks, odd = board.ranks(), {(label, one.benchmark) for one in board.mixed for label in one.odd}
-    scores, scores_read, rounds, rounds_read = (list[Cells]() for _ in range(4))
+    tables = [list[Cells]() for _ in range(4)]
     digits = {AVG_RANK: DECIMALS}
     for label in board.labels:
         full, told, wide, words = (Cells({METHOD: label}) for _ in range(4))
         for figure in board.main_figures:
-            name, score, mean = figure.name, figure.scores.get(label), figure.rounded_mean(label)
+            name, score = figure.name, figure.scores.get(label)
             parts = [name + MEAN, name + CI, name + T]
             digits |= dict.fromkeys((name, *parts), figure.digits)
-            full[name] = None if score is None else score.mean
+            full[name] = told[name] = words[name] = None if score is None else score.mean
             wide |= zip(parts, (full[name], *half_widths(() if score is None else score.rounds)), strict=True)
-            if score is None or mean is None:
-                told[name] = words[name] = None
-                continue
-            text = f"{mean:.{figure.digits}f}"
-            told[name] = f"{text}*" if (label, figure.benchmark) in odd else mean
-            words[name] = f"{text} {rounds_text(score, figure.digits)}".rstrip()
+            if score is not None:
+                mean = figure.printed[label]
+                text = f"{mean:.{figure.digits}f}"
+                told[name] = f"{text}*" if (label, figure.benchmark) in odd else mean
+                words[name] = f"{text} {rounds_text(score, figure.digits)}".rstrip()
         rank = ranks.get(label)
         near = None if rank is None else half_up(rank, DECIMALS)
-        scores.append({**full, AVG_RANK: rank})
-        scores_read.append({**told, AVG_RANK: near})
-        rounds.append({**wide, AVG_RANK: rank})
-        rounds_read.append({**words, AVG_RANK: near})
+        for rows, cells, last in zip(tables, (full, told, wide, words), (rank, near, rank, near), strict=True):
+            rows.append({**cells, AVG_RANK: last})
+    scores, scores_read, rounds, rounds_read = tables
     title = "Means over rounds ± 1.96 s/sqrt(n) (t: the half width by Student's t)"
     return [
         *_table("scores", "Scores, means over rounds", scores, (METHOD,), scores_read, digits),
@@ -424,7 +403,6 @@ def _table(
     read: Sequence[Cells] = (),
     digits: Mapping[str, int] | None = None,
 ) -> list[KeyedTable]:
-    """Returns the table of some rows, ``read`` as people read them; none without rows."""
     if not rows:
         return []
     table = KeyedTable(name, title, tuple(rows[0]), tuple(rows), keys, None, digits or {})
@@ -433,8 +411,7 @@ def _table(
 
 
 def spreads_table(board: Board) -> list[KeyedTable]:
-    """Returns every figure with its three spreads apart: 95 % over questions, standard deviations over rounds and of
-    grading.
+    """Returns every figure's spreads: 95 % over questions, standard deviations over rounds and of grading.
 
     Empty where a spread is not known.
     """
@@ -442,24 +419,20 @@ def spreads_table(board: Board) -> list[KeyedTable]:
     read: list[Cells] = []
     for figure in board.figures:
         for label, score in figure.scores.items():
-            bounds = [fixed(end, figure.digits) for end in score.interval or ()]
             spread = stdev(score.rounds) if len(score.rounds) > 1 else None
             low, high = score.interval or (None, None)
             names: Cells = {FIGURE: figure.name, METHOD: label}
             of_questions: Cells = {"questions": score.questions, "questions_low": low, "questions_high": high}
             of_rounds: Cells = {"rounds": len(score.rounds), "rounds_sd": spread, "grading_sd": score.grading}
             rows.append(names | {"mean": score.mean} | of_questions | of_rounds)
-            read.append(
-                {
-                    **names,
-                    "mean": fixed(score.mean, figure.digits),
-                    "95 % over questions (n)": f"{' to '.join(bounds)} ({score.questions})".strip(),
-                    "sd of rounds (n)": ""
-                    if spread is None
-                    else f"{fixed(spread, figure.digits)} ({len(score.rounds)})",
-                    "sd of grading": "" if score.grading is None else fixed(score.grading, figure.digits),
-                }
+            mean, first, last, of, grading = (
+                "" if one is None else fixed(one, figure.digits)
+                for one in (score.mean, low, high, spread, score.grading)
             )
+            within = f"{first} to {last} ({score.questions})" if first else f"({score.questions})"
+            told: Cells = {"mean": mean, "95 % over questions (n)": within}
+            told["sd of rounds (n)"] = of and f"{of} ({len(score.rounds)})"
+            read.append({**names, **told, "sd of grading": grading})
     return _table("spreads", "Spreads of each figure", rows, (FIGURE, METHOD), read)
 
 
@@ -470,11 +443,15 @@ def close_table(board: Board) -> list[KeyedTable]:
     """
     rows: list[Cells] = []
     for figure in board.main_figures:
-        known = [(label, score.mean, score.grading) for label, score in figure.scores.items()]
-        graded = [(label, mean, spread) for label, mean, spread in known if spread is not None]
-        for (one, higher, a), (other, lower, b) in combinations(sorted(graded, key=lambda item: -item[1]), 2):
-            noise, alike = grading_noise(a, b), board.way(one, figure.benchmark) == board.way(other, figure.benchmark)
-            if alike and higher - lower < noise:
+        graded = [
+            (label, score.mean, score.grading, board.way(label, figure.benchmark))
+            for label, score in figure.scores.items()
+            if score.grading is not None
+        ]
+        for (one, higher, a, way), (other, lower, b, same) in combinations(
+            sorted(graded, key=lambda item: -item[1]), 2
+        ):
+            if way == same and higher - lower < (noise := grading_noise(a, b)):
                 names: Cells = {FIGURE: figure.name, METHOD: one, "not told from": other}
                 rows.append(names | {"difference": higher - lower, "grading_noise": noise})
     return _table("close", "Differences below the grading noise", rows, (FIGURE, METHOD))
@@ -514,8 +491,7 @@ def missing_table(results: Sequence[EvaluationResult]) -> list[KeyedTable]:
 
 
 def put_beside(tables: Sequence[KeyedTable], path: Path, model: str | None) -> tuple[list[KeyedTable], list[str]]:
-    """Returns the printed rows of a model beside ours, once for each of our tables that has columns of theirs; and
-    notes.
+    """Returns the printed rows of a model beside each of our tables that has columns of theirs; and notes.
 
     UserError for a file without the column ``method`` or without any column of ours.
     """
@@ -556,9 +532,7 @@ def put_beside(tables: Sequence[KeyedTable], path: Path, model: str | None) -> t
 
 
 def round_like_printed(table: KeyedTable, names: Sequence[str]) -> KeyedTable:
-    """Returns a joined table as people read it: our numbers rounded as the printed ones are, differences those of the
-    two.
-    """
+    """Returns a joined table with our numbers rounded as the printed ones are, and the differences of these."""
     rows = []
     for row in table.rows:
         told = dict(row)

@@ -92,9 +92,7 @@ def explored(
 def first_pairs(
     made: Inputs, encoded: EncodedSet, tokenizer: PreTrainedTokenizerBase, label: str, count: int
 ) -> dict[str, ExplorerPair]:
-    """Returns the first ``count`` training pairs with the views of one source and layer: combined, and each of the
-    judge's rounds alone.
-    """
+    """Returns the first ``count`` training pairs with their views: combined, and each of the judge's rounds."""
     sides = {pair.pair_id: both for pair, both in zip(encoded.pairs, encoded.encoded, strict=True)}
     option, *transforms = label.split(" + ")
     option, _, layer = option.partition(" ")

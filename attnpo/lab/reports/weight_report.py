@@ -11,6 +11,7 @@ for factors and signed rows; ``mass``, ``max`` and ``std`` are of the row as it 
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from attnpo.config.compose import as_yaml
-from attnpo.data.prepare import EncodedSet, ExampleSet, fit_transforms, prepare_examples
+from attnpo.data.prepare import EncodedSet, fit_transforms, prepare_examples
 from attnpo.data.prepared import Recipe
 from attnpo.data.reading import Texts, read_pairs
 from attnpo.data.weighing import Weighed
@@ -111,28 +112,25 @@ def weight_report(cfg: ReportConfig, folder: Path, mark: str) -> None:
     model = model_label(run.judge, base.spec, setting) if run.label is None else run.label
     tables = weight_tables(measured, model, lambda token: str(piece(token)), min_count=cfg.min_count, top=cfg.top)
     notes = notes_on(measured, run.seed, run.min_count)
-    below: list[list[KeyedTable]] = [[] for _ in tables]
+    shown = [[table] for table in tables]
     for path in files(cfg.printed):
         printed = read_printed(path, KEYS)
         place = counterpart(tables, printed)
-        mine = rows_on(printed, model)
-        below[place] += [beside(tables[place], mine)] if mine.rows else []
-        notes += left_out(printed, mine, model)
-    tables[1] = shortened(tables[1], cfg.top)
-    shown = [one for table, joined in zip(tables, below, strict=True) for one in (table, *joined)]
+        mine, lines = rows_on(printed, model)
+        shown[place] += [beside(tables[place], mine)] if mine.rows else []
+        notes += lines
+    ranked = (row for row in tables[1].rows if isinstance(row["rank"], int) and row["rank"] <= cfg.top)
+    shown[1][0] = replace(tables[1], rows=tuple(ranked))
     sections = [
-        Section(f"Token weights of the first pairs: {one.label}", [Fragment(heatmap_html(one.heat, page=False))])
-        for one in measured
-        if one.heat
-    ]
-    about = [
-        *(Section(f"Account: {one.label}", [KeyValues(one.account)]) for one in measured),
-        Section(
-            "Versions and configuration",
-            [KeyValues(versions()), Preformatted(as_yaml(run.values))],
+        *(
+            Section(f"Token weights of the first pairs: {one.label}", [Fragment(heatmap_html(one.heat, page=False))])
+            for one in measured
+            if one.heat
         ),
+        *(Section(f"Account: {one.label}", [KeyValues(one.account)]) for one in measured),
+        Section("Versions and configuration", [KeyValues(versions()), Preformatted(as_yaml(run.values))]),
     ]
-    publish(f"Token weights: {model}", shown, notes, folder, "weights", mark, [*sections, *about], by="side")
+    publish(f"Token weights: {model}", [*chain(*shown)], notes, folder, "weights", mark, sections, by="side")
     for one in measured:
         if one.heat:
             path = write_svg(one.heat[:1], folder / f"heat-{clean(one.label)}.svg")
@@ -161,9 +159,7 @@ def asked_layers(
 def each_weights(
     recipe: Recipe, readers: Readers, finder: LayerFinder, texts: Texts, layers: Sequence[int | None]
 ) -> Iterator[Inputs]:
-    """Yields the weights of each layer on the training examples, one after the other; the judge is
-    asked at most once.
-    """
+    """Yields the weights of each layer on the training examples; the judge is asked at most once."""
     source, encoded = recipe.source, texts.encoded
     chosen = [layer for layer in layers if layer is not None]
     if len(chosen) > 1 and not set(chosen) <= set(source.capture_layers(readers.make_judge().num_layers)):
@@ -171,14 +167,10 @@ def each_weights(
     for layer in layers:
         here = at_layers(source, layer) if layer is not None else finder.settle(source, readers, encoded["train"])[0]
         weighed, made = readers.weigh(here, encoded), replace(recipe, source=here, reader=readers.make(here))
-        yield Inputs(texts.pairs, weighed, {"train": examples_of(made, encoded["train"], weighed)}, made)
-
-
-def examples_of(recipe: Recipe, encoded: EncodedSet, weighed: Weighed) -> ExampleSet:
-    """Returns the training examples of a run with these weights."""
-    source, captured, layers, align = weighed.source, weighed.captured, weighed.layers, recipe.align
-    fitted = fit_transforms(recipe.transforms, encoded, source, captured, layers, align)
-    return prepare_examples(encoded, source, captured, align, layers, fitted)
+        train, read, captured, rows = encoded["train"], weighed.source, weighed.captured, weighed.layers
+        fitted = fit_transforms(recipe.transforms, train, read, captured, rows, recipe.align)
+        examples = prepare_examples(train, read, captured, recipe.align, rows, fitted)
+        yield Inputs(texts.pairs, weighed, {"train": examples}, made)
 
 
 # ------------------------------------------------------------------------------------------------ statistics
@@ -219,12 +211,11 @@ def measure(
         **{head: getattr(arrived, name) for name, head in ARRIVED.items()},
         **dict(examples.tally.counts),
     }
-    warning = None if made.weighed.verdicts is None else judge_warning(made.weighed.verdicts)
-    if warning is not None:
-        account["warning"] = warning
-    lost = describe_split_loss(made, "train")
-    if lost is not None:
-        account["weights lost"] = lost
+    said = {
+        "warning": None if made.weighed.verdicts is None else judge_warning(made.weighed.verdicts),
+        "weights lost": describe_split_loss(made, "train"),
+    }
+    account |= {name: text for name, text in said.items() if text is not None}
     sink = summarize(shares_before_sink(made.weighed, encoded, kept))
     heat = heat_rows(made, tokenizer, heat_maps) if heat_maps else []
     return Measured(label, sides, sink, tokens, most, account, heat)
@@ -252,43 +243,29 @@ def weight_tables(
 ) -> list[KeyedTable]:
     """Returns the three tables, a row per weights (and side, and token): concentration, tokens, sink share.
 
-    The table of tokens holds every token met ``min_count`` times, so that a printed one finds ours; ``shortened`` cuts
-    it to the first ``top``. ``piece`` gives a token's text as the vocabulary has it.
+    The table of tokens holds every token met ``min_count`` times, so that a printed one finds ours, whatever ``top``.
+    ``piece`` gives a token's text as the vocabulary has it.
     """
-    spread: list[dict[str, Cell]] = [
-        {"weights": one.label, **statistics_row(model, side, summary)}
-        for one in measured
-        for side, summary in one.sides.items()
-    ]
-    tokens: list[dict[str, Cell]] = [
-        {"weights": one.label, "model": model, "side": side, **row}
-        for one in measured
-        for side in SIDES
-        for row in token_rows(one.tokens[side], piece)
-    ]
-    sinks: list[dict[str, Cell]] = [{"weights": one.label, **sink_row(model, one.sink)} for one in measured]
+    rows: dict[str, list[dict[str, Cell]]] = {"statistics": [], "tokens": [], "sink": []}
+    for one in measured:
+        weights: dict[str, Cell] = {"weights": one.label}
+        for side in SIDES:
+            rows["statistics"].append({**weights, **statistics_row(model, side, one.sides[side])})
+            named: dict[str, Cell] = {**weights, "model": model, "side": side}
+            rows["tokens"] += [{**named, **row} for row in token_rows(one.tokens[side], piece)]
+        rows["sink"].append({**weights, **sink_row(model, one.sink)})
+    titles = {
+        "statistics": "Concentration of the weights on training tokens, means over responses",
+        "tokens": f"Most-weighted training tokens that occur at least {min_count} times, top {top} of each side",
+        "sink": "Percent of the mass on the first tokens, before the sink rule",
+    }
+    heads = {name: tuple(found[0]) for name, found in rows.items() if name != "tokens"}
+    heads["tokens"] = ("weights", "model", "side", "rank", "token", "weight", "relative", "count")
+    keys = {"statistics": KEYS[:2], "tokens": KEYS, "sink": KEYS[:1]}
     return [
-        _table("statistics", "Concentration of the weights on training tokens, means over responses", spread, KEYS[:2]),
-        KeyedTable(
-            "tokens",
-            f"Most-weighted training tokens that occur at least {min_count} times, top {top} of each side",
-            ("weights", "model", "side", "rank", "token", "weight", "relative", "count"),
-            tuple(tokens),
-            KEYS,
-            "weights",
-            DIGITS,
-        ),
-        _table("sink", "Percent of the mass on the first tokens, before the sink rule", sinks, KEYS[:1]),
+        KeyedTable(name, titles[name], heads[name], tuple(found), keys[name], "weights", DIGITS)
+        for name, found in rows.items()
     ]
-
-
-def shortened(table: KeyedTable, top: int) -> KeyedTable:
-    """Returns the table of tokens with ranks up to ``top``."""
-    return replace(table, rows=tuple(row for row in table.rows if isinstance(row["rank"], int) and row["rank"] <= top))
-
-
-def _table(name: str, title: str, rows: list[dict[str, Cell]], keys: tuple[str, ...]) -> KeyedTable:
-    return KeyedTable(name, title, tuple(rows[0]), tuple(rows), keys, "weights", DIGITS)
 
 
 # ------------------------------------------------------------------------------------------------ words
@@ -313,25 +290,20 @@ def model_label(judge: Judge, model: ModelSpec, setting: str | None) -> str:
     return Path(judge.path or model.path).name
 
 
-def rows_on(printed: PrintedTable, model: str) -> PrintedTable:
-    """Returns the printed rows about a model; all of a file that names none."""
-    if KEYS[0] not in printed.columns:
-        return printed
-    return replace(printed, rows=tuple(row for row in printed.rows if row[KEYS[0]] == model))
-
-
-def left_out(printed: PrintedTable, mine: PrintedTable, model: str) -> list[str]:
-    """Returns a line on printed rows about other models, if there are such."""
-    names = list(dict.fromkeys(str(row[KEYS[0]]) for row in printed.rows if row not in mine.rows))
-    if not names:
-        return []
-    if mine.rows:
-        return [f"{label_of(printed.path)}: rows of other models left out ({', '.join(names)})"]
-    said = f"say label={names[0]}" + (f" (or {', '.join(names[1:])})" if names[1:] else "")
-    return [
-        f"{label_of(printed.path)}: left out, its numbers belong to other models than {model}; where {model} is one of "
-        f"them under another name, {said}"
-    ]
+def rows_on(printed: PrintedTable, model: str) -> tuple[PrintedTable, list[str]]:
+    """Returns the printed rows about a model, all of a file that names none, and a line on those about others."""
+    mine = tuple(row for row in printed.rows if row.get(KEYS[0], model) == model)
+    names = list(dict.fromkeys(str(row[KEYS[0]]) for row in printed.rows if row not in mine))
+    lines = []
+    if names and mine:
+        lines.append(f"{label_of(printed.path)}: rows of other models left out ({', '.join(names)})")
+    elif names:
+        said = f"say label={names[0]}" + (f" (or {', '.join(names[1:])})" if names[1:] else "")
+        lines.append(
+            f"{label_of(printed.path)}: left out, its numbers belong to other models than {model}; where {model} is "
+            f"one of them under another name, {said}"
+        )
+    return replace(printed, rows=mine), lines
 
 
 def notes_on(measured: Sequence[Measured], seed: int, min_count: int) -> list[str]:
@@ -422,8 +394,7 @@ def sink_row(model: str, summary: Mapping[str, float]) -> dict[str, str | float 
 def token_means(
     ids: Sequence[Sequence[int]], weights: Sequence[Float[Tensor, " _"]], lengths: Sequence[float | int]
 ) -> "pandas.DataFrame":
-    """Returns every token id over all responses by its mean weight, the largest first, as in the paper's table of top
-    tokens.
+    """Returns every token id by its mean weight over all responses, the largest first, as the paper has it.
 
     A token of short answers ranks high there for that reason alone: ``relative`` is the mean of the weight times
     ``lengths``, |y| of a distribution and 1 of factors. Each occurrence counts once, and ties go to the smaller id.

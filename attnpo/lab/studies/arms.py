@@ -1,6 +1,5 @@
 """The config of every arm and point of a study, composed from overrides; what a user may override in one."""
 
-import json
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from attnpo.config.compose import compose, load, plain, typed
 from attnpo.config.named_files import below, files_of
 from attnpo.judge.layers import resolve_layer
 from attnpo.lab.studies.config import FitConfig
-from attnpo.lab.studies.study import BETA, LR, ONLY, Arm, Grid, Point, Study, scorers_of, short
+from attnpo.lab.studies.study import BETA, LR, ONLY, Arm, Grid, Point, Study, quoted, scorers_of, short
 from attnpo.run.combinations import LAYER, is_auto
 from attnpo.run.identity import LAYERS, identity_of
 from attnpo.run.resolve import open_paths
@@ -114,22 +113,20 @@ class Composer:
         The user's overrides come first, then the world's, the arm's win. A user's ``weights.layer=2`` goes to the arms
         that have such a key and is left out, with a log line, where an arm's own choice of the group has none.
         """
-        shared, user = self.study.shared, self.of_points()
-        single = [SINGLE, "seeds=null", f"seed={self.seed}", *self.tracked]
+        user, single = self.of_points(), [SINGLE, "seeds=null", f"seed={self.seed}", *self.tracked]
         chosen = [*self.study.worlds.get(world, []), *overrides]
+        groups = {key_of(override) for override in chosen if "." not in key_of(override)}
+        parts = [(override, key_of(override).partition(".")) for override in user]
+        foreign = [override for override, (group, dot, _) in parts if dot and group in groups]
+        merged = layered(self.study.shared, user, chosen, single)
         try:
-            merged = layered(shared, user, chosen, single)
             return Composed(compose("fit", merged, self.config_dir), merged)
         except UserError:
-            groups = {key_of(override) for override in chosen if "." not in key_of(override)}
-            foreign = [
-                override for override in user if key_of(override).split(".")[0] in groups and "." in key_of(override)
-            ]
             if not foreign:
                 raise
-            log.info("arm %s: %s does not apply and is left out", " ".join(overrides), " ".join(foreign))
-            merged = layered(shared, [override for override in user if override not in foreign], chosen, single)
-            return Composed(compose("fit", merged, self.config_dir), merged)
+        log.info("arm %s: %s does not apply and is left out", " ".join(overrides), " ".join(foreign))
+        merged = layered(self.study.shared, [item for item in user if item not in foreign], chosen, single)
+        return Composed(compose("fit", merged, self.config_dir), merged)
 
     def every_arm(self) -> dict[tuple[str, str], Composed]:
         """Returns the configs of the study's arms by world and name, layers not yet told apart."""
@@ -242,9 +239,7 @@ def _grids(composer: Composer) -> Iterator[tuple[str, Grid]]:
 
 
 def _touches(key: str, others: set[str]) -> bool:
-    """Returns whether an override of ``key`` changes one of ``others``, or is changed by it; a group's choice is
-    neither.
-    """
+    """Returns whether overrides of ``key`` and of one of ``others`` meet; a group's choice meets none."""
     return key in others or ("." in key and any(below(key, [other]) or below(other, [key]) for other in others))
 
 
@@ -279,7 +274,6 @@ def check_distinct(
 
 
 def _trained(made: Composed, grid: Grid, depth: int) -> dict[str, object]:
-    """Returns all that an arm's points are made of, but the seed."""
     values = {key: value for key, value in counted(identity_of(made.config).result).items() if key not in grid.axes}
     layer = values.get(LAYER)
     if depth and isinstance(layer, int | str) and not is_auto(layer):
@@ -288,9 +282,7 @@ def _trained(made: Composed, grid: Grid, depth: int) -> dict[str, object]:
 
 
 def point_config(arm: Composed, point: Point, scorers: Mapping[str, str] | None = None) -> Composed:
-    """Returns a point's own config and overrides, from those of its arm; ``scorers`` are the folders of those that it
-    names.
-    """
+    """Returns a point's config, from that of its arm; ``scorers``: the folders of those it names."""
     named = scorers_of(arm.overrides).items() if scorers else ()
     paths = [f"{key}={quoted(scorers[name])}" for key, name in named if scorers]
     own = [*point.values, f"seed={point.seed}", *paths]
@@ -303,8 +295,7 @@ def yaml_value(text: str) -> Json:
 
 
 def point_folder(folder: Path, point: Point, result: Mapping[str, object], facts: Mapping[str, object]) -> Path:
-    """Returns where a point's results lie: named by world, arm, grid values, seed, and the digest of all that moves a
-    number.
+    """Returns where a point's results lie, named by what it varies and the digest of all that moves a number.
 
     That is ``result`` (``Identity.result`` of the config), what the files it names hold, and ``facts``: contents of its
     paths, and the code.
@@ -345,14 +336,3 @@ def counted(result: Mapping[str, object]) -> dict[str, object]:
         for key, value in result.items()
         if key not in ("seed", "prepare.seed") and not (key in LATER and LATER[key] == value)
     }
-
-
-def word(value: object) -> str:
-    """Returns a value as an override says it."""
-    return quoted(value) if isinstance(value, str) else json.dumps(value)
-
-
-def quoted(text: str) -> str:
-    """Returns a text as an override says it."""
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"

@@ -10,19 +10,19 @@ from pathlib import Path
 
 from attnpo.cli.terminal import command_text
 from attnpo.config.named_files import below, files_of
-from attnpo.data.base import PairSet
 from attnpo.data.prepare import EncodedSet
 from attnpo.data.reading import read_pairs
 from attnpo.data.weighing import Weighed
 from attnpo.lab.studies.config import FitConfig
+from attnpo.lab.studies.outcome import Reads
 from attnpo.lab.studies.plan import Plan
 from attnpo.lab.studies.scorers import Scorers, train_scorers
-from attnpo.lab.studies.study import ONLY, ROWS, Arm, Cost, Reads, Study, error_text, last_line, scorers_of
+from attnpo.lab.studies.study import ONLY, ROWS, Arm, Study, error_text, last_line, scorers_of
 from attnpo.models.loading import weights_fingerprint
 from attnpo.models.spec import ModelSpec
 from attnpo.run.identity import APART, identity_of
 from attnpo.run.inputs import encode
-from attnpo.run.resolve import BaseModel, Readers, Resolved, make_judge, report_of, resolve, settle
+from attnpo.run.resolve import Readers, Resolved, make_judge, report_of, resolve, settle
 from attnpo.schema import digest
 from attnpo.system.files import clean, file_digest, read_record, write_record
 from attnpo.system.machine import versions
@@ -56,7 +56,7 @@ class Basis:
     lost: dict[str, str] = field(default_factory=dict)
     measured: dict[str, dict[str, object]] = field(default_factory=dict)
     unmeasured: dict[str, str] = field(default_factory=dict)
-    cost: Cost = field(default_factory=Cost)
+    cost: dict[str, float] = field(default_factory=dict)
     depths: dict[str, int] = field(default_factory=dict)
     gates: dict[str, bool] = field(default_factory=dict)
     model: ModelSpec | None = None
@@ -111,7 +111,14 @@ def make_basis(plan: Plan, seed: int, world: str = ONLY, folder: Path | None = N
     assert ground is not None, "a study has an arm"
     cfg, base, readers, report = ground
     pairs = read_pairs(cfg.data, cfg.weights, base.store)
-    _note_facts(basis, base, report.get("digest"), pairs)
+    basis.model = base.spec
+    basis.facts = {
+        "code": {**versions(), "source": source_digest()},
+        "world": report.get("digest"),
+        "model": weights_fingerprint(base.spec.path, base.spec.revision),
+        "chat": base.chat.fingerprint(),
+        "pairs": {split: found.fingerprint for split, found in pairs.items()},
+    }
     encoded = encode(pairs, base, cfg.lengths).encoded
     _note_gate(basis, "this base", report.get("base"))
     basis.scorers = train_scorers(study.name, runs, seed, basis.facts, plan.store, plan.workers)
@@ -141,17 +148,19 @@ def make_basis(plan: Plan, seed: int, world: str = ONLY, folder: Path | None = N
             basis.depth = max(basis.depth, done[same].depth)
     for name, lost in basis.lost.items():
         log.error("%s: arm %s cannot be weighed and is left out: %s", basis.label, name, last_line(lost))
-    basis.cost = replace(_cost(report.get("base"), list(done.values())), scorers=basis.scorers.seconds)
+    built = report.get("base")
+    seconds = built.get("seconds") if isinstance(built, Mapping) else None
+    passes = [one.report.seconds for one in done.values() if one.report is not None and one.report.computed]
+    basis.cost = {} if seconds is None else {"base": round(float(seconds), 1)}
+    basis.cost |= {"judge": round(sum(passes), 1)} if passes else {}
+    basis.cost |= {} if basis.scorers.seconds is None else {"scorers": basis.scorers.seconds}
     if folder is not None and study.analyses:
         measure(plan, basis, readers, encoded, folder, data=getattr(cfg.data, "path", None))
     return basis
 
 
 def _readers(readers: Readers, cfg: FitConfig, store: Path) -> tuple[Readers, dict[str, object]]:
-    """Returns what an arm's weights are read with on the same base, and what was reported of its judge's base.
-
-    ``store``: below it another base that judges is built.
-    """
+    """Returns what an arm's weights are read with on the same base, and the report of its judge's base."""
     made = make_judge(cfg.judge, cfg.weights, cfg.prepare, store / "prepared")
     own = replace(
         readers,
@@ -180,21 +189,8 @@ def _reads(source: WeightSource, step_pairs: int, weighed: Weighed, encoded: Enc
 
 
 def _note_gate(basis: Basis, name: str, report: object) -> None:
-    """Puts into ``basis`` whether a judge passed its gate, where its base was built with one."""
     if isinstance(report, Mapping) and isinstance(report.get("gate_passed"), bool):
         basis.gates[name] = report["gate_passed"]
-
-
-def _note_facts(basis: Basis, base: BaseModel, world: object, pairs: Mapping[str, PairSet]) -> None:
-    """Puts what identifies base, chat format and pairs into ``basis``."""
-    basis.model = base.spec
-    basis.facts = {
-        "code": {**versions(), "source": source_digest()},
-        "world": world,
-        "model": weights_fingerprint(base.spec.path, base.spec.revision),
-        "chat": base.chat.fingerprint(),
-        "pairs": {split: found.fingerprint for split, found in pairs.items()},
-    }
 
 
 # ------------------------------------------------------------------------------------------------ analyses
@@ -245,12 +241,6 @@ def measure(
 # ------------------------------------------------------------------------------------------------ costs
 
 
-def _cost(base: object, weighed: list[Weighed]) -> Cost:
-    seconds = base.get("seconds") if isinstance(base, Mapping) else None
-    passes = [found.report.seconds for found in weighed if found.report is not None and found.report.computed]
-    return Cost(None if seconds is None else round(float(seconds), 1), round(sum(passes), 1) if passes else None)
-
-
 def keep_costs(folder: Path, bases: Mapping[tuple[str, int], Basis]) -> None:
     """Adds the seconds of this command's passes to those in ``folder``, and gives every basis the sum."""
     path = folder / COSTS
@@ -260,7 +250,7 @@ def keep_costs(folder: Path, bases: Mapping[tuple[str, int], Basis]) -> None:
     known = {str(name): float(seconds) for name, seconds in (stored or {}).items()}
     for (world, seed), basis in bases.items():
         name = f"{world}/{seed}"
-        if basis.cost.judge is not None:
-            known[name] = round(known.get(name, 0.0) + basis.cost.judge, 1)
-        basis.cost = replace(basis.cost, judge=known.get(name))
+        if "judge" in basis.cost:
+            known[name] = round(known.get(name, 0.0) + basis.cost["judge"], 1)
+        basis.cost |= {"judge": known[name]} if name in known else {}
     write_record(path, known)

@@ -12,8 +12,7 @@ from attnpo.config.reader import did_you_mean
 from attnpo.evaluation.base import Benchmark
 from attnpo.evaluation.evaluate_config import EvaluateConfig
 from attnpo.evaluation.implicit_reward import ImplicitReward
-from attnpo.lab.studies.arms import word
-from attnpo.lab.studies.study import ALL, Study
+from attnpo.lab.studies.study import ALL, Study, word
 from attnpo.models.loading import weights_fingerprint
 from attnpo.models.spec import ModelSpec
 from attnpo.schema import UserError
@@ -64,17 +63,12 @@ class Evaluations:
         except UserError as problem:
             raise UserError(_told(self.study, benchmark, problem)) from problem
         kwargs = {**(made.model.chat_template_kwargs or {}), **(model.chat_template_kwargs or {})}
-        return (
-            made.with_value("model.revision", model.revision or made.model.revision)
-            .with_value("model.chat_template", model.chat_template or made.model.chat_template)
-            .with_value("model.fallback_template", model.fallback_template or made.model.fallback_template)
-            .with_value("model.chat_template_kwargs", cast(dict[str, Json], kwargs) or None)
-            .with_value("model.fold_system", model.fold_system or made.model.fold_system)
-        )
+        for name in ("revision", "chat_template", "fallback_template", "fold_system"):
+            made = made.with_value(f"model.{name}", getattr(model, name) or getattr(made.model, name))
+        return made.with_value("model.chat_template_kwargs", cast(dict[str, Json], kwargs) or None)
 
 
 def _given(study: Study, benchmark: str) -> dict[str, object]:
-    """Returns what the study sets of an evaluation's config, by key."""
     return {**(study.evaluate.get(ALL) or {}), **(study.evaluate.get(benchmark) or {})}
 
 

@@ -1,15 +1,18 @@
-"""Benchmarks as outcomes of a study: checked before anything is trained, then measured row by row.
+"""Benchmarks as outcomes of a study: their costs told before anything is trained, then measured row by row.
 
 The rows are the base, the chosen point of every arm, and published models. What is measured lies in
-``benchmarks/BENCHMARK/ROW`` of the study's folder; a repeated command goes on with it.
+``benchmarks/BENCHMARK/ROW`` of the study's folder; a repeated command goes on with it. Points leave no checkpoint, so
+that a chosen one is run once more; one that is sure to be chosen, since its arm has no other, leaves its model at once.
 """
 
 import logging
 import math
+import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from attnpo.evaluation.base import Benchmark
 from attnpo.evaluation.chat import Grader
@@ -17,14 +20,18 @@ from attnpo.evaluation.evaluating import Grading, estimated, run_evaluation
 from attnpo.evaluation.jsonl_store import GRADES, ReplyStore
 from attnpo.evaluation.result import EvaluationResult
 from attnpo.evaluation.session import GradingLimits
-from attnpo.lab.studies.arms import Composed
+from attnpo.lab.studies.arms import Composed, point_config, point_folder
 from attnpo.lab.studies.bases import Basis
 from attnpo.lab.studies.benchmark_settings import OF_BASE, Evaluations, grammar_of
-from attnpo.lab.studies.exports import export_chosen
-from attnpo.lab.studies.study import BASE_ROW, Arm, Outcome, RowScore, WorldSeed, error_text, last_line
-from attnpo.lab.studies.workers import Workers
+from attnpo.lab.studies.outcome import Outcome, RowScore
+from attnpo.lab.studies.scorers import MODEL, is_whole, keep_model, with_model
+from attnpo.lab.studies.study import BASE_ROW, Arm, Point, WorldSeed, error_text, last_line
+from attnpo.lab.studies.workers import Workers, execute, on_gpu
 from attnpo.models.loading import weights_fingerprint
 from attnpo.models.spec import ModelSpec
+from attnpo.run.identity import identity_of
+from attnpo.run.result import RunResult
+from attnpo.run.resume import read_result
 from attnpo.schema import UserError, digest
 from attnpo.system.files import Json, clean
 from attnpo.system.locks import locked
@@ -32,6 +39,8 @@ from attnpo.system.locks import locked
 log = logging.getLogger(__name__)
 
 BENCHMARKS = "benchmarks"
+EXPORTS = "exports"
+CLOSE = 1e-6  # relative: kernels of a GPU may sum in another order
 
 
 @dataclass(frozen=True)
@@ -59,20 +68,17 @@ def tell_costs(evaluations: Evaluations, arms: Sequence[Arm], bases: Mapping[Wor
     study = evaluations.study
     model = next(basis.model for basis in bases.values() if basis.model is not None)
     points = sum(arm.world == world for arm in arms for world, _ in bases)
-    rows = points + len(dict.fromkeys(_base_folder(basis) for basis in bases.values())) + len(study.published)
+    rows = points + len({_base_folder(basis) for basis in bases.values()}) + len(study.published)
     for name in study.benchmarks:
         made = evaluations.config(name, model, model.path, evaluations.grammar)
         if not isinstance(made.benchmark, Benchmark):
             log.info("study %s, benchmark %s: %d models, measured without a grader", study.name, name, rows)
             continue
         one = estimated(made.benchmark, Grading(made.grader, made.grading, made.limits), folder / BENCHMARKS / name)
-        every = replace(
-            one,
-            calls=rows * one.calls,
-            input_tokens=rows * one.input_tokens,
-            most_output_tokens=rows * one.most_output_tokens,
-            dollars=None if one.dollars is None else rows * one.dollars,
-        )
+        counted = ("calls", "input_tokens", "most_output_tokens", "dollars")
+        numbers: dict[str, Any] = {field: getattr(one, field) for field in counted}
+        numbers = {field: None if of is None else rows * of for field, of in numbers.items()}
+        every = replace(one, **numbers)
         log.info(
             "study %s, benchmark %s: %d models with %d grading calls each, %d calls in all: %s; answers are counted at "
             "their longest, and what is stored already is not asked again",
@@ -98,15 +104,11 @@ def measure_benchmarks(
     several = len({seed for _, seed in bases}) > 1
     wanted = [*_of_bases(bases)]
     for export in exports:
-        point = export.point
-        base = _path(bases[point.arm.world, point.seed])
-        label = f"{point.arm.label}, seed {point.seed}" if several else point.arm.label
-        model = ModelSpec(str(export.model))
-        wanted.append(Measurement(point.arm.world, point.arm.name, label, export.run.name, model, base))
-    wanted += [
-        Measurement(point.arm.world, point.arm.name, point.label, "", ModelSpec(""), "", why)
-        for point, why in lost.items()
-    ]
+        arm, seed = export.point.arm, export.point.seed
+        label, model = f"{arm.label}, seed {seed}" if several else arm.label, ModelSpec(str(export.model))
+        wanted.append(Measurement(arm.world, arm.name, label, export.run.name, model, _path(bases[arm.world, seed])))
+    for point, why in lost.items():
+        wanted.append(Measurement(point.arm.world, point.arm.name, point.label, "", ModelSpec(""), "", why))
     wanted += _of_published(outcome, bases)
     grammars = {world: grammar_of(found.config.values.get("prepare")) for (world, _), found in own.items()}
     done: dict[tuple[str, str], EvaluationResult | str] = {}
@@ -155,12 +157,12 @@ def _of_published(outcome: Outcome, bases: Mapping[WorldSeed, Basis]) -> Iterato
     for world in outcome.worlds:
         base = next((_path(basis) for (of, _), basis in bases.items() if of == world), OF_BASE)
         for path in outcome.study.published:
+            folder = lost = ""
             try:
-                weights = digest(weights_fingerprint(path))[:8]
+                folder = f"{clean(path)}-{digest(weights_fingerprint(path))[:8]}"
             except UserError as problem:
-                yield Measurement(world, path, path, "", ModelSpec(path), base, str(problem))
-                continue
-            yield Measurement(world, path, path, f"{clean(path)}-{weights}", ModelSpec(path), base)
+                lost = str(problem)
+            yield Measurement(world, path, path, folder, ModelSpec(path), base, lost)
 
 
 def _measure(
@@ -210,9 +212,6 @@ def row_score(found: Sequence[EvaluationResult | str]) -> RowScore:
     if not scores:
         return RowScore(seeds=len(found))
     spreads = [score.grading for score in scores if score.grading is not None]
-    counts: Counter[str] = Counter()
-    for result in results:
-        counts.update(result.counts)
     return RowScore(
         name=scores[0].name,
         values=tuple(score.mean for score in scores),
@@ -222,6 +221,91 @@ def row_score(found: Sequence[EvaluationResult | str]) -> RowScore:
         grading=math.sqrt(sum(spread**2 for spread in spreads)) / len(spreads) if spreads else None,
         rounds=max(len(score.rounds) for score in scores),
         questions=scores[0].questions,
-        counts=dict(counts),
+        counts=sum((Counter(result.counts) for result in results), Counter[str]()),
         higher_is_better=scores[0].higher_is_better,
     )
+
+
+# ------------------------------------------------------------------------------------------------ model folders
+
+
+@dataclass(frozen=True)
+class Export:
+    """A chosen point and the run that left its model; ``wanted``: the user asked for checkpoints of every point."""
+
+    point: Point
+    result: RunResult
+    made: Composed
+    run: Path
+    wanted: bool
+
+    @property
+    def model(self) -> Path:
+        """Returns the model folder."""
+        return self.run / MODEL
+
+
+def export_chosen(
+    outcome: Outcome, own: Mapping[tuple[str, str], Composed], bases: Mapping[WorldSeed, Basis], workers: Workers
+) -> tuple[list[Export], dict[Point, str], list[str]]:
+    """Returns the chosen points with their models, errors of those that could not be had, and warnings.
+
+    A model is reused while nothing has changed of what made it: its folder's name holds the digest of that.
+    """
+    study, folder = outcome.study, outcome.folder
+    chosen: list[Export] = []
+    for world in outcome.worlds:
+        for best in outcome.best_points(world).values():
+            for seed, result in zip(best.seeds, best.results, strict=True):
+                point, basis = Point(best.arm, best.values, seed), bases[world, seed]
+                plain = point_config(own[world, best.arm.name], point, basis.scorers.paths)
+                made = with_model(plain)
+                at = point_folder(folder, point, identity_of(made.config).result, basis.facts_of(study, best.arm))
+                run = at if is_whole(at) else folder / EXPORTS / at.name
+                chosen.append(Export(point, result, made, run, bool(plain.raw.callbacks.checkpoints)))
+    lost = _run_again(study.name, [export for export in chosen if not is_whole(export.run)], workers)
+    there = [export for export in chosen if export.point not in lost]
+    for export in there:
+        if not export.wanted or export.run.parent.name == EXPORTS:
+            keep_model(export.run)
+    return there, lost, [line for export in there if (line := _differs(export)) is not None]
+
+
+def _run_again(study: str, exports: list[Export], workers: Workers) -> dict[Point, str]:
+    lost: dict[Point, str] = {}
+    if exports:
+        log.info("study %s: %d chosen points are run once more, to leave their models", study, len(exports))
+    for export in exports:
+        if read_result(export.run)[0] is not None:
+            log.warning("%s: its model is missing or damaged; it is made anew", export.run)
+            shutil.rmtree(export.run)
+    jobs = [(export.made.overrides, export.run) for export in exports]
+    alone = on_gpu(export.made.config.trainer.accelerator for export in exports)
+    for place, result, error in execute(jobs, workers, alone):
+        if result is None:
+            point = exports[place].point
+            lost[point] = f"the model of its chosen point could not be made: {last_line(error or '')}"
+            log.error("%s: %s", point.label, lost[point])
+    return lost
+
+
+def _differs(export: Export) -> str | None:
+    """Returns a warning where the run that left the model had other scores than the point that was chosen."""
+    again = read_result(export.run)[0]
+    pairs = {} if again is None else {name: (_number(export.result, name), _number(again, name)) for name in COMPARED}
+    for name, (was, now) in pairs.items():
+        if not (math.isclose(was, now, rel_tol=CLOSE, abs_tol=CLOSE) or (math.isnan(was) and math.isnan(now))):
+            return (
+                f"WARNING {export.point.label}: run once more for its model, its {name} is {now:.6g} instead of "
+                f"{was:.6g}: benchmarks measure that model, the other columns the first run"
+            )
+    return None
+
+
+COMPARED = ("validation reward", "val/loss")
+
+
+def _number(result: RunResult, name: str) -> float:
+    if name in result.metrics or result.truth is None:
+        return result.metrics.get(name, math.nan)
+    return result.truth["validation"].numbers["reward"] if name == COMPARED[0] else math.nan

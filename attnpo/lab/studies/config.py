@@ -104,15 +104,14 @@ class FitConfig(RunConfig):
 
     def unread(self) -> dict[str, str]:
         """Keys without effect as the others stand, with the reason."""
-        return {**super().unread(), **self._unread_grids()}
-
-    def _unread_grids(self) -> dict[str, str]:
-        """Grids that no arm gets. A study reads them by value, so that one equal to a grid in use counts as used."""
         if self.study is None:
-            return dict.fromkeys(("grid", "grids", "seeds"), "there is no study (experiment=none)")
+            idle = dict.fromkeys(("grid", "grids", "seeds"), "there is no study (experiment=none)")
+            return {**super().unread(), **idle}
+        # Grids that no arm gets. A study reads them by value, so that one equal to a grid in use counts as used.
         used = [self.study.grid, *self.study.grids.values()]
         named = {"grid": self.grid, **{f"grids.{name}": grid for name, grid in self.grids.items()}}
-        return {name: f"study {self.study.name} does not use it" for name, grid in named.items() if grid not in used}
+        idle = {name: f"study {self.study.name} does not use it" for name, grid in named.items() if grid not in used}
+        return {**super().unread(), **idle}
 
 
 @dataclass(frozen=True)

@@ -22,14 +22,13 @@ from attnpo.display.page import Block, Image, Paragraph, Section, TableBlock
 from attnpo.display.tables import Cell
 from attnpo.evaluation.intervals import Prompts, hierarchical_bootstrap
 from attnpo.lab.auto_layer import layer_rankings, pooled
-from attnpo.lab.studies.frontier import at_kl
-from attnpo.lab.studies.outcome import gather, has_truth
-from attnpo.lab.studies.study import MeasuredBy, Outcome
+from attnpo.lab.studies.outcome import Outcome, PointResults, at_kl, gather, has_truth
+from attnpo.lab.studies.study import MeasuredBy
 from attnpo.lab.testbed.grammar import Grammar
 from attnpo.lab.testbed.importance import decisive
 from attnpo.run.components import Truth
 from attnpo.run.resolve import Readers
-from attnpo.schema import SIDES, PreferencePair, UserError, check_least
+from attnpo.schema import PreferencePair, UserError, check_least
 from attnpo.system.files import clean
 from attnpo.weights.base import WeightSource
 from attnpo.weights.faithfulness import Mode, Rankings, Removal, measure, rankings, score_of
@@ -84,11 +83,22 @@ class Faithfulness:
         Plain data: ``weights`` maps a name to ``layer``, ``mass``, ``remove`` and ``keep`` (by share a number per pair)
         and ``fall``; beside it what the whole responses give, what was read and what it cost.
         """
-        began = time.perf_counter()
-        pool, sample = self._sample(encoded)
-        known = getattr(truth, "grammar", None)
-        grammar = known if isinstance(known, Grammar) else None
-        ranked = self._rankings(source, readers, pool, sample, grammar)
+        began, pool = time.perf_counter(), pooled(encoded)
+        first = calibration_pairs(encoded["train"].pairs, self.pairs)
+        known = {pair.pair_id for pair in first}
+        rest = [pair for pair in pool.pairs if pair.pair_id not in known] if len(first) < self.pairs else []
+        sample = [*first, *calibration_pairs(rest, self.pairs - len(first))]
+        own = getattr(truth, "grammar", None)
+        grammar = own if isinstance(own, Grammar) else None
+        layers = layer_rankings(by_layer(source), readers, pool, sample, self.layers)
+        tokens = next(iter(layers.values()))
+        ranked: dict[str, tuple[int | None, Rankings]] = {
+            f"layer {layer}": (layer, rows) for layer, rows in layers.items()
+        }
+        ranked[ROLLOUT] = None, rollout_rankings(source, readers, pool, sample)
+        ranked[EQUAL] = None, equal_weights(tokens)
+        if grammar is not None:
+            ranked[TRUTH] = None, true_rankings(sample, tokens, grammar)
         loaded = readers.make_judge().load(readers.base.device)
         removal = Removal(self.shares, self.draws, self.seed)
         log.info("faithfulness: %d weights on %d pairs", len(ranked), len(sample))
@@ -118,34 +128,6 @@ class Faithfulness:
             },
         }
 
-    def _sample(self, encoded: dict[str, EncodedSet]) -> tuple[EncodedSet, list[PreferencePair]]:
-        """Returns all pairs as one set, and those measured."""
-        pool = pooled(encoded)
-        first = calibration_pairs(encoded["train"].pairs, self.pairs)
-        known = {pair.pair_id for pair in first}
-        rest = [pair for pair in pool.pairs if pair.pair_id not in known] if len(first) < self.pairs else []
-        return pool, [*first, *calibration_pairs(rest, self.pairs - len(first))]
-
-    def _rankings(
-        self,
-        source: WeightSource,
-        readers: Readers,
-        pool: EncodedSet,
-        sample: list[PreferencePair],
-        grammar: Grammar | None,
-    ) -> dict[str, tuple[int | None, Rankings]]:
-        """Returns what is measured, by name: its layer if it is one, and its weights."""
-        layers = layer_rankings(by_layer(source), readers, pool, sample, self.layers)
-        found: dict[str, tuple[int | None, Rankings]] = {
-            f"layer {layer}": (layer, rows) for layer, rows in layers.items()
-        }
-        found[ROLLOUT] = None, rollout_rankings(source, readers, pool, sample)
-        tokens = next(iter(layers.values()))
-        found[EQUAL] = None, equal_weights(tokens)
-        if grammar is not None:
-            found[TRUTH] = None, true_rankings(sample, tokens, grammar)
-        return found
-
     def sections(self, outcome: Outcome, measured: MeasuredBy) -> list[Section]:
         """Tables over layers, per seed and over seeds, the rank correlations, and a figure; one set per world."""
         found = []
@@ -166,9 +148,7 @@ def by_layer(source: WeightSource) -> WeightSource:
 def rollout_rankings(
     source: WeightSource, readers: Readers, pool: EncodedSet, sample: list[PreferencePair]
 ) -> Rankings:
-    """Returns the rollout's weights of ``sample``, post-processed as the study's are; what the store
-    lacks is judged.
-    """
+    """Returns the rollout's weights of ``sample``, post-processed as the study's; what is lacking is judged."""
     own = getattr(by_layer(source), "postprocess", None)
     rollout = Rollout() if own is None else Rollout(postprocess=own)
     weighed = readers.weigh(rollout, sample_of(pool, sample))
@@ -199,10 +179,8 @@ def true_mass(sample: Sequence[PreferencePair], rows: Rankings, grammar: Grammar
     """Returns the share of the weights on decisive tokens, mean over the responses that have any; NaN when none has."""
     shares = []
     for pair in sample:
-        for side in SIDES:
-            row = rows[pair.pair_id][side]
-            marks = decisive(pair, side, row.offsets, grammar)
-            total = sum(row.weights)
+        for side, row in rows[pair.pair_id].items():
+            marks, total = decisive(pair, side, row.offsets, grammar), sum(row.weights)
             if any(marks) and total > 0:
                 shares.append(sum(w for w, mark in zip(row.weights, marks, strict=True) if mark) / total)
     return round(sum(shares) / len(shares), 4) if shares else math.nan
@@ -226,19 +204,18 @@ class _World:
         layers = self.rows.dropna(subset="layer")
         count = int(layers.groupby("seed").size().max())
         over = [self._over_seeds(name, mine) for name, mine in self.rows.groupby("weights", sort=False)]
-        columns = list(dict.fromkeys(column for row in over for column in row))
-        blocks: list[Block] = [TableBlock(columns, over), *map(Paragraph, self._notes())]
-        found = [Section(f"Faithfulness of token weights{suffix}", blocks)]
+        table = TableBlock(list(dict.fromkeys(column for row in over for column in row)), over)
         cells = self.rows.drop(columns="layer").astype(object).fillna("")
-        seeds = TableBlock(list(cells.columns), cells.to_dict("records"), digits=2)
-        if count == 1:
-            return [*found, Section(f"Faithfulness by seed{suffix}", [seeds])]
-        ranks: list[Block] = [self._correlations(layers), *map(Paragraph, self._correlation_notes(count))]
-        return [
-            *found,
-            Section(f"Faithfulness by seed{suffix}", [seeds, self._draw(layers)]),
-            Section(f"Rank correlation over layers{suffix}", ranks),
+        seeds: list[Block] = [TableBlock(list(cells.columns), cells.to_dict("records"), digits=2)]
+        found = [
+            Section(f"Faithfulness of token weights{suffix}", [table, *map(Paragraph, self._notes())]),
+            Section(f"Faithfulness by seed{suffix}", seeds),
         ]
+        if count > 1:
+            seeds.append(self._draw(layers))
+            ranks: list[Block] = [self._correlations(layers), *map(Paragraph, self._correlation_notes(count))]
+            found.append(Section(f"Rank correlation over layers{suffix}", ranks))
+        return found
 
     @property
     def reward(self) -> str:
@@ -274,16 +251,17 @@ class _World:
         found: dict[int, dict[int, float]] = {seed: {} for seed in self.by_seed}
         for seed, rewards in found.items():
             mine = [one for one in self.outcome.points if (one[0].seed, one[0].arm.world) == (seed, self.world)]
-            points = gather(mine)
-            for layer in sorted({point.arm.layer for point in points if point.arm.layer is not None}):
-                arm = [point for point in points if point.arm.layer == layer]
+            arms: dict[int, list[PointResults]] = {}
+            for point in gather(mine):
+                if point.arm.layer is not None:
+                    arms.setdefault(point.arm.layer, []).append(point)
+            for layer, arm in sorted(arms.items()):
                 place = at_kl(arm, self.rules.kl_limit) if has_truth(arm) else None
                 if place is not None and not place.mark:
                     rewards[layer] = place.reward
         return found
 
     def _removals(self) -> list[tuple[str, str, str]]:
-        """Returns column, mode and share of all that was removed or kept."""
         return [
             (f"{word} {100 * share:g} %", mode, str(share))
             for mode, word in {"remove": "without", "keep": "only"}.items()
@@ -307,7 +285,6 @@ class _World:
         return row
 
     def _notes(self) -> list[str]:
-        """Returns what the numbers of the table are."""
         values = self.by_seed.values()
         shares = ", ".join(f"{100 * share:g}" for share in self.rules.shares)
         full = ", ".join(f"{one['full']:.2f}" for one in values)
@@ -355,7 +332,6 @@ class _World:
         return TableBlock(list(rows[0]), [{name: row.get(name, "") for name in rows[0]} for row in rows], digits=2)
 
     def _correlation_notes(self, layers: int) -> list[str]:
-        """Returns how little a correlation over a few layers says."""
         return [
             f"Spearman over {layers} layers of one seed: with so few, an exchange of two neighbours moves it by "
             f"{12 / (layers * (layers * layers - 1)):.2g} and more, and chance alone gives 1 once in "
@@ -366,7 +342,6 @@ class _World:
         ]
 
     def _draw(self, layers: "pandas.DataFrame") -> Image:
-        """Draws the figure over layers into the study's folder."""
         from attnpo.lab.figures import LayerPanel, layer_panels
 
         def by_seed(column: str) -> list[dict[int, float]]:

@@ -11,16 +11,8 @@ from attnpo.display.look import SOFT, Level, Look, Looks, looks_of
 from attnpo.display.page import Block, Image, Paragraph, Section, TableBlock
 from attnpo.evaluation.intervals import Interval, hierarchical_bootstrap, paired_difference
 from attnpo.lab.figures import ArmPanel, FrontierPoint, GainPoint, LayerPoint, arm_figure, frontier, gains, layer_curve
-from attnpo.lab.studies.outcome import (
-    PointResults,
-    best_by_arm,
-    by_arm,
-    difference_text,
-    gather,
-    has_truth,
-    interval_text,
-)
-from attnpo.lab.studies.study import BASE_ROW, Outcome, WorldAxis
+from attnpo.lab.studies.outcome import Outcome, PointResults, difference_text, interval_text
+from attnpo.lab.studies.study import BASE_ROW, WorldAxis
 from attnpo.lab.studies.tables import Row, at_levels, by_world, columns_of
 from attnpo.run.result import RunResult
 from attnpo.schema import SIDES
@@ -54,11 +46,6 @@ def base_level(point: PointResults) -> Level:
     return Level(mean, found.low, found.high)
 
 
-def chosen_level(point: PointResults) -> Level:
-    """Returns an arm's mean reward on test prompts at its chosen point, with its interval."""
-    return level_of(point.interval)
-
-
 def level_of(found: Interval | None) -> Level:
     """Returns a mean with its interval as figures take it; NaN where there is none."""
     return Level(math.nan) if found is None else Level(found.mean, found.low, found.high)
@@ -74,6 +61,10 @@ def _of(world: str) -> str:
     return f", world {world}" if world else ""
 
 
+def _title(outcome: Outcome, world: str) -> str:
+    return ", ".join(filter(None, [outcome.study.name, world]))
+
+
 def _file(outcome: Outcome, stem: str, world: str, number: str = "") -> Path:
     return outcome.folder / f"{stem}{f'-{clean(world)}' if world else ''}{number}.png"
 
@@ -81,10 +72,9 @@ def _file(outcome: Outcome, stem: str, world: str, number: str = "") -> Path:
 def _others(
     outcome: Outcome, world: str, best: Mapping[str, PointResults], value: Callable[[PointResults], float]
 ) -> dict[str, Sequence[float]]:
-    """Returns a number of each arm at the points of its grid that were not chosen."""
     return {
         arm: [value(point) for point in points if point.values != best[arm].values]
-        for arm, points in by_arm(outcome, world).items()
+        for arm, points in outcome.by_arm(world).items()
         if arm in best
     }
 
@@ -111,19 +101,16 @@ def study_figures(outcome: Outcome) -> list[Image]:
 
     Of each world its own; of rewards none without a known truth.
     """
-    looks = study_looks(outcome)
+    looks, axis = study_looks(outcome), outcome.study.world_axis
     over_layers = [image for world in outcome.worlds for image in layer_figures(outcome, world, looks)]
-    if not has_truth(gather(outcome.points)):
+    if not outcome.has_truth:
         return over_layers
-    over_worlds = [] if outcome.study.world_axis is None else [_gain_figure(outcome, outcome.study.world_axis, looks)]
     of_worlds = (image for world in outcome.worlds for image in _world_figures(outcome, world, looks))
-    return [*over_worlds, *of_worlds, *over_layers]
+    return [*([] if axis is None else [_gain_figure(outcome, axis, looks)]), *of_worlds, *over_layers]
 
 
 def _gain_figure(outcome: Outcome, axis: WorldAxis, looks: Looks) -> Image:
-    """Returns every arm's difference to the control of the same world over the scale of the worlds, a panel per KL
-    level.
-    """
+    """Draws the differences to the control over the scale of the worlds, a panel per KL level."""
     found = {world: at_levels(outcome, world) for world in axis.at}
     scale = sorted(axis.at.items(), key=lambda item: item[1])
     panels = {
@@ -153,12 +140,29 @@ def _gain_figure(outcome: Outcome, axis: WorldAxis, looks: Looks) -> Image:
 
 
 def _world_figures(outcome: Outcome, world: str, looks: Looks) -> Iterator[Image]:
-    best = best_by_arm(outcome, world)
+    best = outcome.best_points(world)
     if not best:
         return
-    name = f"{outcome.study.name}, {world}" if world else outcome.study.name
-    base = base_level(next(iter(best.values())))
-    yield _arms_figure(outcome, world, best, base, looks)
+    title, base = _title(outcome, world), base_level(next(iter(best.values())))
+    levels = {arm: level_of(point.interval) for arm, point in best.items()}
+    kls = {arm: level_of(interval_of(point, _test_kl)) for arm, point in best.items()}
+    rewards, moved = (
+        _others(outcome, world, best, partial(PointResults.truth, split="test", name=name)) for name in ("reward", "kl")
+    )
+    path = arm_figure(
+        [
+            ArmPanel("true reward", "test prompts", levels, rewards, ("base", base)),
+            ArmPanel("KL to the base", "nats", kls, moved),
+        ],
+        _file(outcome, "arms", world),
+        title=f"{title}: each arm at the point chosen on validation",
+        note="bars: 95 % intervals; small marks: other grid points",
+        control=outcome.study.control,
+        looks=looks,
+    )
+    band = "" if outcome.study.control is None else f"; the band is the interval of {outcome.study.control}"
+    of = f", {world}" if world else ""
+    yield Image(path, f"true reward on test prompts, and what it cost in KL to the base{of}{band}")
     points = [
         FrontierPoint(
             point.arm.name,
@@ -169,7 +173,7 @@ def _world_figures(outcome: Outcome, world: str, looks: Looks) -> Iterator[Image
             point.interval.high,
             best[point.arm.name].values == point.values,
         )
-        for points in by_arm(outcome, world).values()
+        for points in outcome.by_arm(world).values()
         for point in points
     ]
     for place, group in enumerate(drawn_together(list(best), outcome.study.control)):
@@ -179,47 +183,16 @@ def _world_figures(outcome: Outcome, world: str, looks: Looks) -> Iterator[Image
             limits=sorted({*outcome.study.kl_levels, outcome.study.kl_limit}),
             base_reward=base,
             ylabel="true reward, test prompts",
-            title=f"{name}: reward against KL",
+            title=f"{title}: reward against KL",
             looks=looks,
         )
         told = "ringed: chosen on validation; bars: 95 % intervals over seeds and prompts; dotted: the base, its band"
         yield Image(path, f"true reward on test prompts against KL to the base{_of(world)}; {told}")
-    levels = {**{name: chosen_level(point) for name, point in best.items()}, BASE_ROW: base}
-    path, title = _file(outcome, "layers", world), f"{name}: each arm at its best point"
+    path, title = _file(outcome, "layers", world), f"{title}: each arm at its best point"
+    levels = {**levels, BASE_ROW: base}
     if _over_layers(outcome, world, levels, path, looks, ylabel="true reward, test prompts", title=title):
         told = "each at its best grid point, and of the arms that are no layers"
         yield Image(path, f"true reward by layer{_of(world)}, {told}")
-
-
-def _arms_figure(outcome: Outcome, world: str, best: Mapping[str, PointResults], base: Level, looks: Looks) -> Image:
-    """Reward and KL of every arm, at its chosen point and at the others of its grid."""
-    panels = [
-        ArmPanel(
-            "true reward",
-            "test prompts",
-            {arm: chosen_level(point) for arm, point in best.items()},
-            _others(outcome, world, best, lambda point: point.truth("test", "reward")),
-            ("base", base),
-        ),
-        ArmPanel(
-            "KL to the base",
-            "nats",
-            {arm: level_of(interval_of(point, _test_kl)) for arm, point in best.items()},
-            _others(outcome, world, best, lambda point: point.truth("test", "kl")),
-        ),
-    ]
-    path = arm_figure(
-        panels,
-        _file(outcome, "arms", world),
-        title=f"{outcome.study.name}{f', {world}' if world else ''}: each arm at the point chosen on validation",
-        note="bars: 95 % intervals; small marks: other grid points",
-        control=outcome.study.control,
-        looks=looks,
-    )
-    band = "" if outcome.study.control is None else f"; the band is the interval of {outcome.study.control}"
-    return Image(
-        path, f"true reward on test prompts, and what it cost in KL to the base{f', {world}' if world else ''}{band}"
-    )
 
 
 def _test_kl(result: RunResult) -> float:
@@ -242,7 +215,7 @@ def layer_figures(outcome: Outcome, world: str, looks: Looks) -> Iterator[Image]
         scored = {row: score for (at, row), score in rows.items() if at == world and not score.failure}
         levels = {row: Level(score.mean, *score.bounds) for row, score in scored.items()}
         path = _file(outcome, f"layers-{clean(name)}", world)
-        title = f"{outcome.study.name}{f', {world}' if world else ''}: {name}, each arm at its chosen point"
+        title = f"{_title(outcome, world)}: {name}, each arm at its chosen point"
         ylabel = f"{name} ({scored[next(iter(scored))].name})" if scored else name
         if _over_layers(outcome, world, levels, path, looks, ylabel=ylabel, title=title):
             bars = "seeds" if any(score.half_width is not None for score in scored.values()) else "questions"
@@ -274,9 +247,7 @@ def accuracy_of(result: RunResult) -> float:
 
 
 def margin_of(result: RunResult) -> float:
-    """Returns the unweighted margin in nats on validation pairs: of what was measured after training, else of
-    validation.
-    """
+    """Returns the unweighted margin in nats on validation pairs: measured after training, else logged."""
     measured = [result.moved(f"displacement/validation_{side}") for side in SIDES]
     if not all(map(math.isfinite, measured)):
         logged = result.metrics
@@ -287,31 +258,26 @@ def margin_of(result: RunResult) -> float:
     return measured[0] - measured[1]
 
 
-def kl_of(result: RunResult) -> float:
-    """KL to the base per response of validation pairs."""
-    return result.moved("pairs/kl")
-
-
-NUMBERS: dict[str, Number] = {"accuracy": accuracy_of, "margin": margin_of, "KL": kl_of}
+NUMBERS: dict[str, Number] = {
+    "accuracy": accuracy_of,
+    "margin": margin_of,
+    "KL": lambda result: result.moved("pairs/kl"),
+}
 AXES = {
     "accuracy": ("unweighted accuracy", "share of validation pairs ranked as labelled"),
     "margin": ("unweighted margin", "nats, chosen less rejected"),
     "KL": ("KL to the base", "nats per response"),
 }
-
-
-def _intervals_by_arm(best: Mapping[str, PointResults]) -> dict[str, dict[str, Interval]]:
-    """Of the numbers that any chosen point has, their intervals by arm."""
-    every = {name: {arm: interval_of(point, of) for arm, point in best.items()} for name, of in NUMBERS.items()}
-    found = {name: {arm: value for arm, value in values.items() if value is not None} for name, values in every.items()}
-    return {name: values for name, values in found.items() if values}
+Known = Mapping[str, Mapping[str, Interval | None]]  # of the numbers that any chosen point has, their intervals by arm
 
 
 def unweighted_section(outcome: Outcome, looks: Looks) -> list[Section]:
     """Returns why losses cannot be compared, with tables and figures of what can; nothing where no run measured it."""
-    found = {
-        world: (best, _intervals_by_arm(best)) for world in outcome.worlds for best in [best_by_arm(outcome, world)]
-    }
+    found: dict[str, tuple[Mapping[str, PointResults], Known]] = {}
+    for world in outcome.worlds:
+        best = outcome.best_points(world)
+        every = {name: {arm: interval_of(point, of) for arm, point in best.items()} for name, of in NUMBERS.items()}
+        found[world] = best, {name: values for name, values in every.items() if any(values.values())}
     rows = by_world(
         outcome, lambda world: (_row(outcome, arm, *found[world]) for arm in found[world][0] if found[world][1])
     )
@@ -320,8 +286,7 @@ def unweighted_section(outcome: Outcome, looks: Looks) -> list[Section]:
     images = [
         image
         for world, (best, known) in found.items()
-        if known
-        for image in _images(outcome, world, best, known, looks)
+        for image in (_images(outcome, world, best, known, looks) if known else ())
     ]
     paired = f"the difference to {outcome.study.control}, paired by seed, with its 95 % interval"
     told = {"95 %": "interval of the accuracy over seeds", "95 % ": "interval of the margin over seeds"}
@@ -331,27 +296,19 @@ def unweighted_section(outcome: Outcome, looks: Looks) -> list[Section]:
     return [Section("What arms can be compared by", blocks)]
 
 
-def _row(
-    outcome: Outcome,
-    arm: str,
-    best: Mapping[str, PointResults],
-    known: Mapping[str, Mapping[str, Interval]],
-) -> Row:
+def _row(outcome: Outcome, arm: str, best: Mapping[str, PointResults], known: Known) -> Row:
     row: Row = {"arm": arm, "point": best[arm].label}
-    for name, head in (("accuracy", "95 %"), ("margin", "95 % ")):
-        found = known.get(name, {}).get(arm)
-        if name in known:
-            row |= {name: None if found is None else found.mean, head: "" if found is None else interval_text(found)}
+    for name, values in known.items():
+        found = values[arm]
+        row[name] = None if found is None else found.mean
+        if name != "KL":
+            row["95 %" if name == "accuracy" else "95 % "] = "" if found is None else interval_text(found)
             if outcome.study.control is not None:
                 row[f"{name} minus {outcome.study.control}"] = _difference(outcome, arm, best, NUMBERS[name])
-    if "KL" in known:
-        value = known["KL"].get(arm)
-        row["KL"] = None if value is None else value.mean
     return row
 
 
 def _difference(outcome: Outcome, arm: str, best: Mapping[str, PointResults], number: Number) -> str:
-    """Returns the difference to the control over the seeds that both have."""
     control = best.get(outcome.study.control or "")
     if control is None or arm == outcome.study.control:
         return ""
@@ -364,18 +321,13 @@ def _difference(outcome: Outcome, arm: str, best: Mapping[str, PointResults], nu
 
 
 def _images(
-    outcome: Outcome,
-    world: str,
-    best: Mapping[str, PointResults],
-    known: Mapping[str, Mapping[str, Interval]],
-    looks: Looks,
-) -> list[Image]:
-    """Returns every arm's numbers; and over layers, where arms are layers."""
+    outcome: Outcome, world: str, best: Mapping[str, PointResults], known: Known, looks: Looks
+) -> Iterator[Image]:
     named = f"{outcome.study.name}{_of(world)}"
     panels = [
         ArmPanel(
             *AXES[name],
-            {arm: level_of(values.get(arm)) for arm in best},
+            {arm: level_of(found) for arm, found in values.items()},
             _others(outcome, world, best, partial(_mean, NUMBERS[name])),
             ("a coin", Level(0.5)) if name == "accuracy" else None,
         )
@@ -390,15 +342,13 @@ def _images(
         looks=looks,
     )
     caption = "unweighted accuracy, margin and KL on validation pairs, each arm at its chosen point"
-    images = [Image(path, f"{caption}{_of(world)}; the band is the control's interval")]
+    yield Image(path, f"{caption}{_of(world)}; the band is the control's interval")
     first = next(iter(known))
-    layers = {arm for arm, point in best.items() if point.arm.layer is not None}
-    levels = {arm: level_of(known[first].get(arm)) for arm in best if arm in known[first] or arm not in layers}
+    shown = {arm: found for arm, found in known[first].items() if found is not None or best[arm].arm.layer is None}
+    levels = {arm: level_of(found) for arm, found in shown.items()}
     path, title = _file(outcome, "yardstick-layers", world), f"{named}: each arm at its chosen point"
     if _over_layers(outcome, world, levels, path, looks, ylabel=AXES[first][0], title=title):
-        told = f"on validation pairs by layer{_of(world)}, with 95 % intervals over seeds"
-        images.append(Image(path, f"{AXES[first][0]} {told}"))
-    return images
+        yield Image(path, f"{AXES[first][0]} on validation pairs by layer{_of(world)}, with 95 % intervals over seeds")
 
 
 def _mean(number: Number, point: PointResults) -> float:

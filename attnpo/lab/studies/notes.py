@@ -1,32 +1,18 @@
 """Words beside a study's numbers: warnings above the table, footnotes below it, the result and the next commands."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import TypeGuard
 
 from attnpo.cli.terminal import command_text
 from attnpo.config.compose import Composition, load
 from attnpo.lab.studies.arms import key_of
 from attnpo.lab.studies.config import FitConfig
-from attnpo.lab.studies.frontier import difference
-from attnpo.lab.studies.outcome import (
-    PointResults,
-    all_seeds,
-    best_by_arm,
-    by_arm,
-    difference_text,
-    gather,
-    has_truth,
-    label_of,
-    lacking_seeds,
-    training_warnings,
-    verdict,
-)
+from attnpo.lab.studies.outcome import Outcome, PointResults, difference, difference_text, label_of, verdict
 from attnpo.lab.studies.plan import plan_study
 from attnpo.lab.studies.predictions import unregistered
-from attnpo.lab.studies.study import Arm, Grid, Outcome, Point, last_line, short
+from attnpo.lab.studies.study import Arm, Grid, Point, last_line, of_world, short
 from attnpo.lab.studies.tables import benchmark_notes
 from attnpo.run.result import RunResult
 from attnpo.schema import UserError
@@ -39,8 +25,7 @@ NO_CONTROL = (
 
 
 def warnings(outcome: Outcome) -> list[str]:
-    """Returns what keeps a study's table from being believed: no control, a single arm, a control that is lost, ill
-    settings.
+    """Returns what keeps a table from being believed: no control, a lone arm, a lost control, ill settings.
 
     Behind them what the study's own checks found.
     """
@@ -50,16 +35,20 @@ def warnings(outcome: Outcome) -> list[str]:
         out.append("WARNING: a single arm: there is nothing to compare it with")
     elif study.control is None:
         out.append("WARNING: no control arm (study.control=null): no difference is shown")
-    for world in outcome.worlds if study.control is not None else []:
-        has = any((point.arm.name, point.arm.world) == (study.control, world) for point, _ in outcome.points)
-        if not has:
+    best = {world: outcome.best_points(world) for world in outcome.worlds}
+    for world, found in best.items():
+        if study.control is not None and study.control not in found:
             where = f" in world {world}" if world else ""
             out.append(f"WARNING: the control {study.control} has no results{where}: no arm is compared{where}")
     if len(names) > 1 and not any(_controls(outcome, point.arm) for point, _ in outcome.points):
         out.append(NO_CONTROL)
     out += [f"WARNING: {line}" for line in unregistered(outcome)]
-    out += [line for world in outcome.worlds for line in training_warnings(best_by_arm(outcome, world))]
-    return [*out, *outcome.warnings, *_overlaps(outcome), *_poor_judges(outcome), *_lost_weights(outcome)]
+    out += [line for found in best.values() for line in training_warnings(found)]
+    overlaps = dict.fromkeys((point.arm.world, result.overlap_warning) for point, result in outcome.points)
+    shared = [(f"world {world}" if world else "", warning) for world, warning in overlaps]
+    judges = [(where, result.judge_warning) for where, result in _judged(outcome)]
+    told = [f"WARNING: {f'{of}: ' if of else ''}{warning}" for of, warning in (*shared, *judges) if warning is not None]
+    return [*out, *outcome.warnings, *told, *_lost_weights(outcome)]
 
 
 def _controls(outcome: Outcome, arm: Arm) -> bool:
@@ -68,12 +57,17 @@ def _controls(outcome: Outcome, arm: Arm) -> bool:
     return arm.name in outcome.study.truth_arms or (changed and arm.name != outcome.study.control)
 
 
+def training_warnings(best: Mapping[str, PointResults]) -> Iterator[str]:
+    """Warns of arms whose chosen point moved no weight or destroyed the model in a seed."""
+    for name, point in best.items():
+        for text in dict.fromkeys(result.training_warning for result in point.results if result.training_warning):
+            yield f"WARNING: {name}: {text}"
+
+
 def footnotes(outcome: Outcome) -> list[str]:
-    """Returns what stands under the table: seeds, choice of points, what was fixed before, what it
-    cost, what failed.
-    """
+    """Returns what stands under the table: seeds, choice of points, what was fixed, costs, failures."""
     seeds = sorted({point.seed for point, _ in outcome.points})
-    lost = [str(seed) for seed in all_seeds(outcome) if seed not in seeds]
+    lost = [str(seed) for seed in outcome.seeds if seed not in seeds]
     without = f" (none of seed {', '.join(lost)})" if lost else ""
     lines = [
         f"seeds {', '.join(map(str, seeds))}; {len(outcome.points)} runs{without}, each scored after its last step",
@@ -85,7 +79,7 @@ def footnotes(outcome: Outcome) -> list[str]:
         f"the runs: {outcome.digest}",
     ]
     if len(seeds) == 1:
-        known = has_truth(gather(outcome.points))
+        known = outcome.has_truth
         shown = "the intervals hold for the choice of prompts only, not for" if known else "nothing here tells of"
         lines.append(f"one seed: {shown} the noise of training")
     return [
@@ -101,17 +95,14 @@ def footnotes(outcome: Outcome) -> list[str]:
 def how_chosen(outcome: Outcome) -> str:
     """Returns how the shown point of an arm was chosen and on what its numbers stand."""
     one = all(len((arm.grid or outcome.study.grid).overrides()) == 1 for arm in outcome.arms)
-    if not has_truth(gather(outcome.points)):
-        chosen = "one point per arm" if one else "points chosen by validation accuracy"
-        return (
-            f"{chosen}; the numbers are of the same validation pairs, so slightly optimistic; chosen and rejected "
-            "tokens are the medians of the training responses"
-        )
-    if one:
-        return "one point per arm, nothing tuned; reward and intervals on held-out test prompts"
+    if outcome.has_truth:
+        tuned = f"points chosen on validation prompts with KL up to {outcome.study.kl_limit:g}"
+        shown = f"reward and intervals on {'' if one else 'other, '}held-out test prompts"
+        return f"{'one point per arm, nothing tuned' if one else tuned}; {shown}"
+    chosen = "one point per arm" if one else "points chosen by validation accuracy"
     return (
-        f"points chosen on validation prompts with KL up to {outcome.study.kl_limit:g}; reward and intervals on other, "
-        "held-out test prompts"
+        f"{chosen}; the numbers are of the same validation pairs, so slightly optimistic; chosen and rejected "
+        "tokens are the medians of the training responses"
     )
 
 
@@ -132,13 +123,17 @@ def _grids(outcome: Outcome) -> Iterator[str]:
 
 def _no_candidates(outcome: Outcome) -> Iterator[str]:
     """Yields the grid points that no arm can stand on, since they lack seeds that others of the arm have."""
-    every = len(all_seeds(outcome))
-    parts = [
-        f"{f'{world}: ' if world else ''}{name} {label_of(values)} ({have} of {every} seeds)"
-        for world in outcome.worlds
-        for name, lacking in lacking_seeds(outcome, world).items()
-        for values, have in lacking.items()
-    ]
+    ran = dict.fromkeys((point.arm.label, point.values) for point, _ in (*outcome.points, *outcome.failed))
+    parts = []
+    for world in outcome.worlds:
+        for name, points in outcome.by_arm(world).items():
+            have = {point.values: len(point.results) for point in points}
+            label = of_world(world, name)
+            parts += [
+                f"{label} {label_of(values)}{outcome.seeds_mark(have.get(values, 0))}"
+                for of, values in ran
+                if of == label and points and have.get(values, 0) < max(have.values())
+            ]
     if parts:
         yield f"of the grid, but no candidates, since they lack seeds: {', '.join(parts)}"
 
@@ -146,9 +141,9 @@ def _no_candidates(outcome: Outcome) -> Iterator[str]:
 def _at_edges(outcome: Outcome) -> Iterator[str]:
     """Yields the chosen points that lie on the edge of their grid: a longer one might have a better point."""
     parts = [
-        f"{f'{world}: ' if world else ''}{name} ({', '.join(edges)})"
+        f"{of_world(world, name)} ({', '.join(edges)})"
         for world in outcome.worlds
-        for name, point in best_by_arm(outcome, world).items()
+        for name, point in outcome.best_points(world).items()
         if (edges := on_edge(point, (point.arm.grid or outcome.study.grid)))
     ]
     if parts:
@@ -157,17 +152,13 @@ def _at_edges(outcome: Outcome) -> Iterator[str]:
 
 def on_edge(point: PointResults, grid: Grid) -> list[str]:
     """Returns the axes, of at least three values, on which a point has the first or the last one, as "beta 0.03"."""
-    ordered = {key: sorted(map(float, values)) for key, values in grid.axes.items() if _numbers(values)}
     given = dict(value.split("=", 1) for value in point.values)
-    return [
-        f"{short(key)} {given[key]}"
-        for key, values in ordered.items()
-        if len(values) > 2 and float(given[key]) in (values[0], values[-1])
-    ]
-
-
-def _numbers(values: Sequence[object]) -> TypeGuard[Sequence[float]]:
-    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+    found = []
+    for key, values in grid.axes.items():
+        numbers = [float(one) for one in values if isinstance(one, int | float) and not isinstance(one, bool)]
+        if 2 < len(numbers) == len(values) and float(given[key]) in (min(numbers), max(numbers)):
+            found.append(f"{short(key)} {given[key]}")
+    return found
 
 
 def _judges(outcome: Outcome) -> Iterator[str]:
@@ -181,28 +172,12 @@ def _judges(outcome: Outcome) -> Iterator[str]:
         )
 
 
-def _poor_judges(outcome: Outcome) -> Iterator[str]:
-    """Yields a line per judge whose verdicts tell nothing of preference."""
-    for where, result in _judged(outcome):
-        if result.judge_warning is not None:
-            yield f"WARNING: {where}: {result.judge_warning}"
-
-
-def _overlaps(outcome: Outcome) -> Iterator[str]:
-    """Warns of each world whose validation pairs or prompts are trained on as well."""
-    found = dict.fromkeys((point.arm.world, result.overlap_warning) for point, result in outcome.points)
-    for world, warning in found:
-        if warning is not None:
-            yield f"WARNING: {f'world {world}: ' if world else ''}{warning}"
-
-
 def _lost_weights(outcome: Outcome) -> Iterator[str]:
     """Warns of arms whose runs warn of it: much of their weights is lost on the way to the training tokens."""
     arms: dict[str, list[RunResult]] = {}
     for point, result in outcome.points:
         if "warning" in result.split("train"):
-            world = f"{point.arm.world}: " if point.arm.world else ""
-            arms.setdefault(world + point.arm.name, []).append(result)
+            arms.setdefault(point.arm.label, []).append(result)
     parts = [
         f"{arm} " + " and ".join(f"{fmean(one.input('train', name) for one in results):.3f}" for name in KEPT_MASS)
         for arm, results in arms.items()
@@ -234,21 +209,14 @@ def _judged(outcome: Outcome) -> Iterator[tuple[str, RunResult]]:
 
 
 def _costs(outcome: Outcome) -> Iterator[str]:
-    """Yields what was spent once for all arms, on average over worlds and seeds."""
-    spent = {
-        "base": [cost.base for cost in outcome.costs.values() if cost.base is not None],
-        "judge and verbalizer passes": [cost.judge for cost in outcome.costs.values() if cost.judge is not None],
-        "training of scorers": [cost.scorers for cost in outcome.costs.values() if cost.scorers is not None],
-    }
-    parts = [
-        f"{name} {sum(values) / len(values):.1f} s (mean of {len(values)})" for name, values in spent.items() if values
-    ]
+    names = {"base": "base", "judge": "judge and verbalizer passes", "scorers": "training of scorers"}
+    spent = {words: [cost[name] for cost in outcome.costs.values() if name in cost] for name, words in names.items()}
+    parts = [f"{words} {fmean(values):.1f} s (mean of {len(values)})" for words, values in spent.items() if values]
     if parts:
         yield f"not in s/run, once for all arms: {', '.join(parts)}"
 
 
 def _failures(outcome: Outcome) -> Iterator[str]:
-    """Yields what failed: point by point, or in one line where many points of a world failed alike."""
     groups: dict[tuple[str, str], list[Point]] = {}
     for point, error in outcome.failed:
         groups.setdefault((point.arm.world, last_line(error)), []).append(point)
@@ -270,22 +238,20 @@ def ending(composed: Composition, outcome: Outcome) -> Iterator[str]:
     yield "came out:"
     for world in outcome.worlds:
         for text in came_out(outcome, world):
-            yield f"  {f'{world}: ' if world else ''}{text}"
+            yield f"  {of_world(world, text)}"
     yield "next, each as it can be pasted:"
     for text in next_commands(composed, outcome):
         yield f"  {text}"
 
 
 def came_out(outcome: Outcome, world: str) -> Iterator[str]:
-    """Yields a world's arms against the control, in words: by intervals where a truth is known, else
-    without a claim.
-    """
-    best, control = best_by_arm(outcome, world), outcome.study.control
+    """Yields a world's arms against the control, in words; without a known truth no claim."""
+    best, control = outcome.best_points(world), outcome.study.control
     if not best:
         yield "no arm has results"
         return
     yield from training_warnings(best)
-    if not has_truth(gather(outcome.points)):
+    if not outcome.has_truth:
         shares = {name: point.metric("val/rewards/accuracies") for name, point in best.items()}
         said = ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares.items() if not math.isnan(share))
         yield f"chosen above rejected in the validation pairs: {said or 'not measured'}; no interval, so no claim"
@@ -307,7 +273,7 @@ def came_out(outcome: Outcome, world: str) -> Iterator[str]:
             yield f"{words} {control} (difference of reward, 95 %): {'; '.join(found[name])}"
     if not any(found.values()):
         yield f"no arm stands beside {control}: nothing is compared"
-    elif all(len(points) == 1 for points in by_arm(outcome, world).values()):
+    elif all(len(points) == 1 for points in outcome.by_arm(world).values()):
         apart = ", ".join(f"{name} {point.truth('test', 'kl'):.2f}" for name, point in best.items())
         yield f"one point each, nothing tuned, each at a KL to the base of its own ({apart}): no comparison at equal KL"
     elif sum(map(len, found.values())) > 1:
@@ -316,13 +282,13 @@ def came_out(outcome: Outcome, world: str) -> Iterator[str]:
             f"each arm at its best point, at a KL to the base of its own ({min(moved):.2f} to {max(moved):.2f}); for "
             "equal KL see the tables of that name; not corrected for the number of arms"
         )
-    if len(all_seeds(outcome)) == 1:
+    if len(outcome.seeds) == 1:
         yield "one seed: the intervals hold for the prompts, not for the noise of training"
 
 
 def next_commands(composed: Composition, outcome: Outcome) -> list[str]:
     """Returns commands for the study as a table, more seeds of it, and another study on its setting, if ``fit`` can."""
-    seeds = len(all_seeds(outcome))
+    seeds = len(outcome.seeds)
     more = 5 if seeds < 5 else seeds + 5
     other = "controls" if outcome.study.name != "controls" else "layer_sweep"
     places = ("experiment", "name", "seeds", "study", "grid", "grids")
@@ -333,7 +299,6 @@ def next_commands(composed: Composition, outcome: Outcome) -> list[str]:
 
 
 def _plan(words: Sequence[str], config_dir: Path | None) -> list[str] | None:
-    """Returns what ``fit`` is given for the study of ``words``; None where it refuses to plan that."""
     try:
         cfg: FitConfig = load("fit", words, config_dir)
         plan_study(cfg)

@@ -23,13 +23,13 @@ from attnpo.display.page import (
     svg_beside,
 )
 from attnpo.display.tables import Cell, table_csv
-from attnpo.lab.studies.exports import EXPORTS
+from attnpo.lab.studies.benchmarks import EXPORTS
 from attnpo.lab.studies.figures import study_figures, study_looks, unweighted_section
-from attnpo.lab.studies.left_models import MODEL
 from attnpo.lab.studies.notes import footnotes, warnings
-from attnpo.lab.studies.outcome import PointResults, best_by_arm, gather, has_truth
+from attnpo.lab.studies.outcome import Outcome, PointResults
 from attnpo.lab.studies.predictions import predictions_section
-from attnpo.lab.studies.study import Outcome, Point
+from attnpo.lab.studies.scorers import MODEL
+from attnpo.lab.studies.study import Point
 from attnpo.lab.studies.tables import (
     DIGITS,
     Row,
@@ -65,23 +65,20 @@ def publish_study(settings: WandbSettings | None, values: Mapping[str, Json], ou
         return
     import wandb
 
-    columns, rows = main_table(outcome)
-    worlds = ["world"] if outcome.study.worlds else []
-    points = [
-        [*([point.arm.world] if worlds else []), point.arm.name, point.seed, " ".join(point.values)]
-        for point, _ in outcome.points
+    every = [
+        {**({"world": point.arm.world} if outcome.study.worlds else {}), "arm": point.arm.name, "seed": point.seed}
+        | {"values": " ".join(point.values), **dict(numbers(result.to_json()))}
+        for point, result in outcome.points
     ]
-    every = [dict(numbers(result.to_json())) for _, result in outcome.points]
-    names = list(dict.fromkeys(name for one in every for name in one))
-    media: dict[str, Any] = {
-        "study/table": wandb_table(columns, [[row.get(name) for name in columns] for row in rows]),
-        "study/points": wandb_table(
-            [*worlds, "arm", "seed", "values", *names],
-            [[*point, *(one.get(name) for name in names)] for point, one in zip(points, every, strict=True)],
-        ),
+    tables: dict[str, tuple[list[str], Sequence[Mapping[str, object]]]] = {
+        "table": main_table(outcome),
+        "points": (list(dict.fromkeys(name for one in every for name in one)), every),
     }
-    for image in sorted(outcome.folder.glob("*.png")):
-        media[f"study/{image.stem}"] = wandb.Image(str(image))
+    media: dict[str, Any] = {
+        f"study/{name}": wandb_table(columns, [[row.get(column) for column in columns] for row in rows])
+        for name, (columns, rows) in tables.items()
+    }
+    media |= {f"study/{image.stem}": wandb.Image(str(image)) for image in sorted(outcome.folder.glob("*.png"))}
     settings = replace(settings, group=settings.group or outcome.study.name)
     tracker = TrackedRun(settings, outcome.folder, values, job="study")
     status = "failed"
@@ -106,9 +103,7 @@ def arms_section(outcome: Outcome) -> Section:
 
 
 def analysis_sections(outcome: Outcome) -> list[Section]:
-    """Returns what the study's analyses show of what they have measured; one that cannot says so and
-    keeps the tables.
-    """
+    """Returns what the study's analyses show; one that fails says so and keeps the tables."""
     sections: list[Section] = []
     for name, analysis in outcome.study.analyses.items():
         if not outcome.measured.get(name):
@@ -149,22 +144,16 @@ def finish_study(outcome: Outcome) -> None:
     print_sections(console, [Section(title, shown), *sections[1:]])
     write_whole(folder / "table.md", markdown(sections))
     write_whole(folder / TABLES, tables_json(sections))
-    write_whole(folder / "results.csv", all_points(gather(outcome.points)))
-    _write_scores(outcome)
+    write_whole(folder / "results.csv", all_points(outcome.results))
+    if outcome.benchmarks:
+        write_whole(folder / SCORES, table_csv(*scores_table(outcome)))
+    else:
+        (folder / SCORES).unlink(missing_ok=True)
     keep_record(outcome, write_study_report(outcome, sections))
     seal(folder, only=STUDY_FILES)
     console.print(f"  {folder}/report.html, table.md, {TABLES}, results.csv; {outcome.seconds:.0f} s", highlight=False)
     for place in sorted([*folder.glob("points/*/best"), *folder.glob(f"{EXPORTS}/*/{MODEL}")]):
         console.print(f"  Hugging Face folder: {place}", highlight=False, markup=False)
-
-
-def _write_scores(outcome: Outcome) -> None:
-    """Writes the scores of benchmarks with their ranks to benchmarks.csv, where there are any."""
-    path = outcome.folder / SCORES
-    if outcome.benchmarks:
-        write_whole(path, table_csv(*scores_table(outcome)))
-    else:
-        path.unlink(missing_ok=True)
 
 
 def keep_record(outcome: Outcome, figures: Sequence[str]) -> None:
@@ -186,7 +175,7 @@ def keep_record(outcome: Outcome, figures: Sequence[str]) -> None:
             **{"world": point.arm.world, "arm": point.arm.name, "layer": point.arm.layer, "values": [*point.values]},
             **{"seed": seed, "folder": place.relative_to(outcome.folder).as_posix()},
         }
-        for point in gather(outcome.points)
+        for point in outcome.results
         for seed in point.seeds
         if (place := outcome.folders.get(Point(point.arm, point.values, seed))) is not None
     ]
@@ -238,19 +227,11 @@ def write_study_report(outcome: Outcome, tables: Sequence[Section]) -> list[str]
     The page begins with ``tables``; its figures come after the first of them.
     """
     images = study_figures(outcome)
-    known = has_truth(gather(outcome.points))
+    known = outcome.has_truth
     compared = [] if known else unweighted_section(outcome, study_looks(outcome))
-    sections = with_notes(
-        outcome,
-        [
-            *tables[:1],
-            *compared,
-            *([Section("Figures", images)] if images else []),
-            *tables[1:],
-            *answers_sections(outcome),
-            runs_section(outcome),
-        ],
-    )
+    figures = [Section("Figures", images)] if images else []
+    below = [*tables[1:], *answers_sections(outcome), runs_section(outcome)]
+    sections = with_notes(outcome, [*tables[:1], *compared, *figures, *below])
     title = outcome.study.title or outcome.study.name
     write_whole(outcome.folder / REPORT, report_page(title, sections))
     drawn = [block.source for section in sections for block in section.blocks if isinstance(block, Image)]
@@ -260,29 +241,23 @@ def write_study_report(outcome: Outcome, tables: Sequence[Section]) -> list[str]
 
 def runs_section(outcome: Outcome) -> Section:
     """Returns the chosen points, and links to the files of all runs."""
+    best = [point for world in outcome.worlds for point in outcome.best_points(world).values()]
     rows: list[list[Cell]] = [
-        [*([world] if world else []), name, point.label, ", ".join(map(str, point.seeds))]
-        for world in outcome.worlds
-        for name, point in best_by_arm(outcome, world).items()
+        [*filter(None, [point.arm.world]), point.arm.name, point.label, ", ".join(map(str, point.seeds))]
+        for point in best
     ]
     heads = [*(["world"] if outcome.study.worlds else []), "arm", "point", "seeds"]
-    best = {
-        (world, name, point.values) for world in outcome.worlds for name, point in best_by_arm(outcome, world).items()
-    }
-    chosen = {
-        point.label: links
-        for point, _ in outcome.points
-        if (point.arm.world, point.arm.name, point.values) in best and (links := _files(outcome, point))
-    }
-    every = {point.label: links for point, _ in outcome.points if (links := _files(outcome, point))}
+    every = {point: links for point, _ in outcome.points if (links := _files(outcome, point))}
+    places = {(point.arm.label, point.values) for point in best}
+    chosen = {point.label: links for point, links in every.items() if (point.arm.label, point.values) in places}
     blocks: list[Block] = [TableBlock(heads, rows)]
     blocks += [Links(f"files of the {len(chosen)} runs at chosen points", chosen)] if chosen else []
-    blocks += [Links(f"files of all {len(every)} runs", every)] if len(every) > len(chosen) else []
+    if len(every) > len(chosen):
+        blocks.append(Links(f"files of all {len(every)} runs", {point.label: one for point, one in every.items()}))
     return Section("Runs", blocks)
 
 
 def _files(outcome: Outcome, point: Point) -> dict[str, str]:
-    """Returns the files that a run has, by the words for them."""
     folder = outcome.folders.get(point)
     if folder is None or not folder.is_relative_to(outcome.folder):
         return {}
@@ -293,7 +268,12 @@ def _files(outcome: Outcome, point: Point) -> dict[str, str]:
 def answers_sections(outcome: Outcome) -> Iterator[Section]:
     """Weights of one pair and answers to a few prompts, arm beside arm, of the first seed, where runs kept them."""
     for world in outcome.worlds:
-        kept = dict(_read_kept(outcome, best_by_arm(outcome, world)))
+        best = outcome.best_points(world)
+        kept: dict[str, ForPage] = {}  # of the first seed at the chosen points, the control's first
+        for name in sorted(best, key=lambda name: name != outcome.study.control)[:SHOWN]:
+            folder = outcome.folders.get(Point(best[name].arm, best[name].values, best[name].seeds[0]))
+            if folder is not None and (found := read_for_page(folder)) is not None:
+                kept[name] = found
         of = f", {world}" if world else ""
         heat = [replace(row, note=name) for name, one in kept.items() for row in one.heat]
         if heat:
@@ -301,7 +281,11 @@ def answers_sections(outcome: Outcome) -> Iterator[Section]:
             same = [row for row in heat if row.pair.pair_id == first]
             told = Paragraph("The same training pair as each arm weighs it.")
             yield Section(f"One pair, arm by arm{of}", [told, Fragment(heatmap_html(same, page=False))])
-        beside = list(_beside(kept))
+        beside = []
+        for prompt in dict.fromkeys(answer.prompt for one in kept.values() for answer in one.answers):
+            mine = {name: [one for one in page.answers if one.prompt == prompt] for name, page in kept.items()}
+            base = next(found[0].base for found in mine.values() if found)
+            beside.append(Beside(prompt, {"base": base} | {name: of[0].policy for name, of in mine.items() if of}))
         if beside:
             told = Paragraph(
                 "Answers sampled after training, of the first seed, at each arm's chosen point; the base's come first. "
@@ -310,43 +294,17 @@ def answers_sections(outcome: Outcome) -> Iterator[Section]:
             yield Section(f"Answers side by side{of}", [told, *beside])
 
 
-def _read_kept(outcome: Outcome, best: dict[str, PointResults]) -> Iterator[tuple[str, ForPage]]:
-    """Yields what the runs of the first seed have kept at the chosen points: the control's first, then the others in
-    order.
-    """
-    order = sorted(best, key=lambda name: name != outcome.study.control)
-    for name in order[:SHOWN]:
-        point = best[name]
-        folder = outcome.folders.get(Point(point.arm, point.values, point.seeds[0]))
-        found = None if folder is None else read_for_page(folder)
-        if found is not None:
-            yield name, found
-
-
-def _beside(kept: dict[str, ForPage]) -> Iterator[Beside]:
-    """Yields the answers to each prompt that any arm has answered."""
-    prompts = dict.fromkeys(answer.prompt for one in kept.values() for answer in one.answers)
-    for prompt in prompts:
-        mine = {name: [one for one in page.answers if one.prompt == prompt] for name, page in kept.items()}
-        base = next(answers[0].base for answers in mine.values() if answers)
-        yield Beside(prompt, {"base": base, **{name: found[0].policy for name, found in mine.items() if found}})
-
-
 def with_notes(outcome: Outcome, sections: Sequence[Section]) -> list[Section]:
     """Returns the sections with notes on the columns of their tables; those that a table has of its own stay.
 
     Columns of worlds are named as such.
     """
     worlds = {world: f"difference to the control in world {world}" for world in outcome.worlds if world}
-    return [
-        Section(
-            section.title,
-            [_add_notes(block, worlds) if isinstance(block, TableBlock) else block for block in section.blocks],
-        )
-        for section in sections
-    ]
 
+    def noted(block: Block) -> Block:
+        if not isinstance(block, TableBlock):
+            return block
+        known = {name: note for name, note in worlds.items() if name in block.columns}
+        return replace(block, notes={**column_notes(block.columns), **known, **block.notes})
 
-def _add_notes(table: TableBlock, worlds: dict[str, str]) -> TableBlock:
-    known = {name: worlds[name] for name in table.columns if name in worlds}
-    return replace(table, notes={**column_notes(table.columns), **known, **table.notes})
+    return [Section(section.title, [*map(noted, section.blocks)]) for section in sections]

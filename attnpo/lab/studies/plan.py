@@ -12,7 +12,7 @@ from attnpo.lab.studies.arms import Composed, Composer, check_distinct, check_us
 from attnpo.lab.studies.benchmark_settings import Evaluations, check_benchmarks, grammar_of
 from attnpo.lab.studies.config import FitConfig, require_one_process
 from attnpo.lab.studies.scorers import compose_scorers
-from attnpo.lab.studies.study import Arm, Study
+from attnpo.lab.studies.study import Arm, Study, of_world
 from attnpo.lab.studies.workers import Workers
 from attnpo.run.folders import store_root
 from attnpo.run.identity import by_class, identity_of
@@ -164,7 +164,10 @@ def plan_study(cfg: FitConfig) -> Plan:
     check_benchmarks(evaluations, None if "model.path" in open_paths(cfg.model, cfg.data) else cfg.model)
     composed = composer.every_arm()
     for place, arm in composed.items():
-        require_built(study, place, arm)
+        try:
+            _ = arm.config
+        except UserError as error:
+            raise UserError(f"study {study.name}, arm {of_world(*place)}: {error}") from error
     whole = [place for place in composed if not study.layers or place[1] != study.layer_arm]
     named = [Arm(name, (), None, world, study.grid_of(name)) for world, name in whole]
     check_distinct(study, named, composed)
@@ -180,11 +183,3 @@ def plan_study(cfg: FitConfig) -> Plan:
         store_root(cfg.store),
         f"{cfg.composed.choices.get('setting', 'none')}/{study.name}/{cfg.trainer.max_epochs}/{cfg.trainer.max_steps}",
     )
-
-
-def require_built(study: Study, arm: tuple[str, str], made: Composed) -> None:
-    """Raises UserError naming the arm whose config cannot be built."""
-    try:
-        _ = made.config
-    except UserError as error:
-        raise UserError(f"study {study.name}, arm {': '.join(filter(None, arm))}: {error}") from error

@@ -8,9 +8,8 @@ import numpy as np
 
 from attnpo.display.page import Paragraph, Section, TableBlock
 from attnpo.evaluation.intervals import Interval, paired_difference
-from attnpo.lab.studies.frontier import AtKL, at_kl
-from attnpo.lab.studies.outcome import by_arm, difference_text, gather, has_truth
-from attnpo.lab.studies.study import Arm, Claim, Outcome, Study, settings_digest
+from attnpo.lab.studies.outcome import Outcome, at_kl, difference_text
+from attnpo.lab.studies.study import Arm, Claim, Study, settings_digest
 from attnpo.lab.studies.tables import NOT_EQUAL, Row
 from attnpo.run.folders import FIXED
 from attnpo.schema import UserError, digest
@@ -32,15 +31,11 @@ def check_predicted(study: Study, arms: Sequence[Arm]) -> None:
         for world, arm in (*claim.above, *claim.below):
             if (world, arm) not in known:
                 there = ", ".join(arm for place, arm in known if place == world)
+                where = f" in world {world}" if world else ""
                 raise UserError(
-                    f"study.predictions.claims.{name}: expected arms of the study, got {arm}{of_world(world)}; there "
-                    f"are {there} (study.predictions=null leaves the predictions out)"
+                    f"study.predictions.claims.{name}: expected arms of the study, got {arm}{where}; there are {there} "
+                    "(study.predictions=null leaves the predictions out)"
                 )
-
-
-def of_world(world: str) -> str:
-    """Returns a world in a message, empty where there is only one."""
-    return f" in world {world}" if world else ""
 
 
 def fix(study: Study, folder: Path) -> list[str]:
@@ -51,12 +46,9 @@ def fix(study: Study, folder: Path) -> list[str]:
     if study.predictions is None:
         return []
     path, now = folder / FIXED, _digest(study.predictions.record())
-    before = str((read_record(path) or {"fixed": "changed since"})["fixed"]) if path.exists() else now
-    from attnpo.run.resume import RESULT
-
-    if not any(folder.glob(f"points/*/{RESULT}")):
-        before = now
+    if not any(folder.glob("points/*/result.json")):
         path.unlink(missing_ok=True)
+    before = str((read_record(path) or {"fixed": "changed since"})["fixed"]) if path.exists() else now
     if not path.exists():
         write_record(path, {"fixed": now, **study.predictions.record()})
     if before == now:
@@ -75,13 +67,10 @@ def _digest(record: Mapping[str, object]) -> str:
 
 
 def unregistered(outcome: Outcome) -> list[str]:
-    """Returns what is to be said where the predictions were fixed for other seeds or other settings than those that
-    ran.
-    """
-    predictions = outcome.study.predictions
+    """Returns what to say of seeds or settings that the predictions were not fixed for."""
+    predictions, out = outcome.study.predictions, list[str]()
     if predictions is None:
-        return []
-    out = []
+        return out
     other = sorted({point.seed for point, _ in outcome.points} - set(predictions.seeds))
     if other:
         out.append(
@@ -109,63 +98,52 @@ def predictions_section(outcome: Outcome) -> list[Section]:
     None for a study without predictions, without a truth, with none of these seeds, and with other settings.
     """
     predictions = outcome.study.predictions
-    if predictions is None or not has_truth(gather(outcome.points)):
+    if predictions is None or not outcome.has_truth:
         return []
     outcome = replace(outcome, points=[made for made in outcome.points if made[0].seed in predictions.seeds])
     ran = {point.seed for point, _ in outcome.points}
     if not ran or other_settings(outcome):
         return []
     rows: list[Row] = []
-    counts = dict.fromkeys((HIT, MISS, OPEN), 0)
     for claim in predictions.claims.values():
         found, equal = measure_claim(outcome, claim)
         decided = NO_RESULT if found is None else decide(found) if equal else NOT_EQUAL
         if found is not None and equal and found.seeds < len(ran):
             decided = f"{OPEN}: {found.seeds} of {len(ran)} seeds have this KL"
-        counts[decided if decided in counts else OPEN] += 1
         stands_on = f"{0 if found is None else found.seeds} of {len(predictions.seeds)}"
         cells = (claim.about, claim.says, difference_text(found), decided, stands_on)
         rows.append(dict(zip(HEADS, cells, strict=True)))
+    hits, misses = (sum(row["outcome"] == word for row in rows) for word in (HIT, MISS))
     lacking = [str(seed) for seed in predictions.seeds if seed not in ran]
+    so_far = f"So far, with seeds {', '.join(lacking)} still to be run, of" if lacking else "Of"
     of = ", ".join(map(str, predictions.seeds))
-    note = f"fixed before the runs for seeds {of}: digest {_digest(predictions.record())}. {predictions.rule} "
-    counted = f"{counts[HIT]} hit, {counts[MISS]} missed, {counts[OPEN]} open"
-    if lacking:
-        note += f"So far, with seeds {', '.join(lacking)} still to be run, of {len(rows)} predictions {counted}"
-    else:
-        note += f"Of {len(rows)} predictions {counted}"
-    note += ", without correction for their number"
+    note = (
+        f"fixed before the runs for seeds {of}: digest {_digest(predictions.record())}. {predictions.rule} {so_far} "
+        f"{len(rows)} predictions {hits} hit, {misses} missed, {len(rows) - hits - misses} open, without correction "
+        "for their number"
+    )
     return [Section(TITLE, [TableBlock(HEADS, rows), Paragraph(note)])]
 
 
 def decide(found: Interval | None) -> str:
-    """Returns whether an interval bears a prediction out (all of it above 0), contradicts it (below 0) or leaves it
-    open.
-    """
+    """Returns whether an interval lies above 0 (hit), below it (miss), or neither (open)."""
     if found is None or not found.excludes_zero:
         return OPEN
     return HIT if found.low > 0 else MISS
 
 
 def measure_claim(outcome: Outcome, claim: Claim) -> tuple[Interval | None, bool]:
-    """Returns the sum of the rewards of ``above`` less that of ``below``, paired by seed and prompt, and whether at
-    equal KL.
+    """Returns the reward of ``above`` less that of ``below``, paired by seed and prompt; and if at equal KL.
 
     None where an arm has no place at the level or the arms share no seed.
     """
-    sides: list[list[AtKL]] = []
-    for cells in (claim.above, claim.below):
-        points = [by_arm(outcome, world).get(arm) for world, arm in cells]
-        places = [None if not every else at_kl(every, claim.level) for every in points]
-        sides.append([place for place in places if place is not None])
-        if len(sides[-1]) < len(cells):
-            return None, False
-    every = [place for side in sides for place in side]
-    shared = [seed for seed in every[0].seeds if all(seed in place.seeds for place in every)]
-    if not shared:
+    cells = [*claim.above, *claim.below]
+    every = [at_kl(outcome.by_arm(world).get(arm, []), claim.level) for world, arm in cells]
+    places = [place for place in every if place is not None]
+    shared = [seed for seed in places[0].seeds if all(seed in place.seeds for place in places)] if places else []
+    if len(places) < len(cells) or not shared:
         return None, False
-    above, below = (
-        np.sum([place.rewards[[place.seeds.index(seed) for seed in shared]] for place in side], axis=0)
-        for side in sides
-    )
-    return paired_difference(above, below), not any(place.mark for place in every)
+    rewards = [place.rewards[[place.seeds.index(seed) for seed in shared]] for place in places]
+    half = len(claim.above)
+    found = paired_difference(np.sum(rewards[:half], axis=0), np.sum(rewards[half:], axis=0))
+    return found, not any(place.mark for place in places)

@@ -16,22 +16,21 @@ from attnpo.lab.studies.bases import Basis, keep_costs, make_basis
 from attnpo.lab.studies.benchmark_settings import check_benchmarks
 from attnpo.lab.studies.benchmarks import measure_benchmarks, tell_costs
 from attnpo.lab.studies.config import FitConfig
-from attnpo.lab.studies.exports import exporting
-from attnpo.lab.studies.outcome import label_of
+from attnpo.lab.studies.outcome import Outcome, label_of
 from attnpo.lab.studies.plan import Pace, Plan, plan_study, watching
 from attnpo.lab.studies.predictions import check_predicted, fix
+from attnpo.lab.studies.scorers import with_model
 from attnpo.lab.studies.study import (
     ONLY,
     Arm,
-    Outcome,
     Point,
-    Study,
     WorldSeed,
     error_text,
     expand_arms,
     grid_record,
     last_line,
     make_points,
+    of_world,
     scorers_of,
 )
 from attnpo.lab.studies.workers import execute, on_gpu
@@ -90,22 +89,25 @@ class Progress:
 
     def arms(self) -> Arms:
         """Returns the arms as deep as their judges are found to be. UserError for two that would be the same runs."""
-        study = self.plan.study
-        arms = [arm for world in self.worlds for arm in self._arms_of(world)]
-        own = {(arm.world, arm.name): _config_of(study, arm, self.plan.composed) for arm in arms}
+        study, truth = self.plan.study, self.plan.composer.truth
+        arms: list[Arm] = []
+        for world in self.worlds:  # one without any base is taken to be as deep as the others
+            found = [basis.depth for basis in self.bases.values() if basis.world == world]
+            depth = max(found or [basis.depth for basis in self.bases.values()])
+            arms += expand_arms(study, depth, truth=truth, world=world)
         known = {
             (world, name): depth for (world, _), basis in self.bases.items() for name, depth in basis.depths.items()
         }
-        source = {(arm.world, arm.name): arm.name if arm.layer is None else study.layer_arm for arm in arms}
-        depths = {at: known[at[0], name] for at, name in source.items() if (at[0], name) in known}
+        own: dict[tuple[str, str], Composed] = {}
+        depths: dict[tuple[str, str], int] = {}
+        for arm in arms:
+            at, source = (arm.world, arm.name), (arm.world, arm.name if arm.layer is None else study.layer_arm)
+            layer = {} if arm.layer is None else {LAYER: arm.layer}
+            made = self.plan.composed[source]
+            own[at] = made.changed(layer, [f"{LAYER}={arm.layer}"]) if layer else made
+            depths |= {at: known[source]} if source in known else {}
         check_distinct(study, arms, own, depths)
         return arms, own
-
-    def _arms_of(self, world: str) -> list[Arm]:
-        """Returns the arms of a world; one without any base is taken to be as deep as the others."""
-        found = [basis.depth for basis in self.bases.values() if basis.world == world]
-        depth = max(found or [basis.depth for basis in self.bases.values()])
-        return expand_arms(self.plan.study, depth, truth=self.plan.composer.truth, world=world)
 
     def record(self, own: Mapping[tuple[str, str], Composed]) -> dict[str, Any]:
         """Returns what is fixed before the points run."""
@@ -116,7 +118,7 @@ class Progress:
         record = grid_record(study, _settings(own), worlds if study.worlds else worlds[ONLY])
         if not self.plan.scorers:
             return record
-        scored = {_label(*at): keys for at, made in own.items() if (keys := scorers_of(made.overrides))}
+        scored = {of_world(*at): keys for at, made in own.items() if (keys := scorers_of(made.overrides))}
         return {**record, "scorers": _settings(self.plan.scorers), "scored": scored}
 
     def outcome(self) -> Outcome:
@@ -162,13 +164,18 @@ class Progress:
         jobs: dict[int, tuple[list[str], Path]] = {}
         accelerators: list[str] = []
         for i, point in enumerate(points):
-            lost = self._find_loss(point)
+            where, name = (point.arm.world, point.seed), point.arm.name
+            if where in self.missing:
+                errors[i] = f"not run: {error_text(self.missing[where])}"
+                continue
+            basis = self.bases[where]
+            lost = basis.lost.get(name if point.arm.layer is None else study.layer_arm)
             if lost is not None:
                 errors[i] = f"not run: {lost}"
                 continue
-            basis = self.bases[point.arm.world, point.seed]
             made = point_config(own[point.arm.world, point.arm.name], point, basis.scorers.paths)
-            made = exporting(study, point, made)
+            if study.benchmarks and len((point.arm.grid or study.grid).overrides()) == 1:
+                made = with_model(made)  # sure to be chosen: its arm has no other point
             at = point_folder(self.folder, point, identity_of(made.config).result, basis.facts_of(study, point.arm))
             self.folders[point] = at
             before, problem = read_result(at)
@@ -202,27 +209,9 @@ class Progress:
             self.done += [(points[i], done[i]) for i in sorted(done)]
             self.failed += [(points[i], errors[i]) for i in sorted(errors)]
 
-    def _find_loss(self, point: Point) -> str | None:
-        """Returns why a point cannot be run, if it cannot."""
-        at = (point.arm.world, point.seed)
-        if at in self.missing:
-            return error_text(self.missing[at])
-        return self.bases[at].lost.get(point.arm.name if point.arm.layer is None else self.plan.study.layer_arm)
-
-
-def _config_of(study: Study, arm: Arm, composed: Mapping[tuple[str, str], Composed]) -> Composed:
-    """Returns the config of an arm, which only a layer makes another than that of the study's arm."""
-    if arm.layer is None:
-        return composed[arm.world, arm.name]
-    return composed[arm.world, study.layer_arm].changed({LAYER: arm.layer}, [f"{LAYER}={arm.layer}"])
-
-
-def _label(world: str, name: str) -> str:
-    return f"{world}: {name}" if world else name
-
 
 def _settings(composed: Mapping[tuple[str, str], Composed]) -> dict[str, dict[str, object]]:
-    return {_label(*at): counted(identity_of(made.config).result) for at, made in composed.items()}
+    return {of_world(*at): counted(identity_of(made.config).result) for at, made in composed.items()}
 
 
 def run_study(cfg: FitConfig, folder: Path, show: Show = lambda outcome: None, plan: Plan | None = None) -> Outcome:

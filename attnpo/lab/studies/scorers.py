@@ -14,21 +14,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from attnpo.lab.studies.arms import Composed, Composer, run_digest
-from attnpo.lab.studies.left_models import MODEL, is_whole, keep_model, with_model
-from attnpo.lab.studies.study import ONLY, ScorerRun, Study, last_line, scorers_of
+from attnpo.lab.studies.outcome import ScorerRun, times_trained
+from attnpo.lab.studies.study import ONLY, ROWS, Study, last_line, scorers_of
 from attnpo.lab.studies.workers import Workers, execute, on_gpu
 from attnpo.models.loading import weights_fingerprint
 from attnpo.run.folders import make_folder
 from attnpo.run.identity import identity_of
 from attnpo.run.resolve import open_paths
+from attnpo.run.result import RunResult
 from attnpo.run.resume import read_result
 from attnpo.schema import UserError
-from attnpo.system.files import clean
+from attnpo.system.files import clean, seal, sealed
 from attnpo.system.locks import locked
+from attnpo.training.checkpoint_folders import STATE, remove
+from attnpo.weights.base import online_reads
 
 log = logging.getLogger(__name__)
 
 SCORERS = "scorers"  # in the store
+MODEL = "last"  # of a run's checkpoints that of its last step, which is what a study scores
 
 
 @dataclass(frozen=True)
@@ -85,8 +89,7 @@ def compose_scorers(composer: Composer) -> dict[tuple[str, str], Composed]:
 def train_scorers(
     study: str, runs: Mapping[str, Composed], seed: int, facts: Mapping[str, object], store: Path, workers: Workers
 ) -> Scorers:
-    """Returns the scorers ``runs`` of one world and seed, those that lie in ``store`` as they are there, the others
-    trained.
+    """Returns the scorers ``runs`` of one world and seed: those in ``store`` as they are, the others trained.
 
     ``facts``: contents of the paths of the pairs and of the base, and the code. A scorer that fails is lost alone.
     """
@@ -119,12 +122,19 @@ def train_scorers(
         result = None if name in found.lost else read_result(place)[0]
         if result is not None:
             run = made[name].config
-            found.runs[name] = ScorerRun.of(
-                *(place / MODEL, result, run.batch.pairs), *(run.objective, run.weights, run.reference)
-            )
+            asked = run.objective.requires | online_reads(run.weights)
+            found.runs[name] = scorer_of(place / MODEL, result, run.batch.pairs, asked, run.reference)
             took = f"trained in {result.seconds['all']:.0f} s" if name in lacking else "is there already and reused"
             log.info("scorer %s %s: %s", name, took, place)
     return found
+
+
+def scorer_of(model: Path, result: RunResult, step_pairs: int, asked: frozenset[str], reference: str) -> ScorerRun:
+    """Returns the scorer of a finished run; ``asked`` of the models in a step, ``reference``: when it is read."""
+    times, more = times_trained(result, step_pairs), 0.0
+    if "reference" in asked:
+        more = ROWS * (1.0 if reference in ("cached", "first_epoch") else times)
+    return ScorerRun(model, result, ROWS * times + more, ROWS * times)
 
 
 def _name(name: str, seed: int, made: Composed, facts: Mapping[str, object]) -> str:
@@ -135,3 +145,34 @@ def _name(name: str, seed: int, made: Composed, facts: Mapping[str, object]) -> 
     if "model.path" not in open_paths(run.model, run.data):
         facts["model"] = weights_fingerprint(run.model.path, run.model.revision)
     return f"{clean(name)}-seed{seed}-{run_digest(identity_of(run).result, facts)[:16]}"
+
+
+# ------------------------------------------------------------------------------------------------ model folders
+
+
+def with_model(made: Composed) -> Composed:
+    """Returns the config of a run that leaves its model."""
+    return made.changed({"callbacks.checkpoints": True}, ["callbacks.checkpoints=true"])
+
+
+def is_whole(run: Path) -> bool:
+    """Returns whether a run is finished and its model as it was written."""
+    if read_result(run)[0] is None or not (run / MODEL).is_dir():
+        return False
+    try:
+        weights_fingerprint(run / MODEL)
+    except UserError as problem:
+        log.warning("%s", problem)
+        return False
+    return True
+
+
+def keep_model(run: Path) -> None:
+    """Removes what a finished run has beside its model to resume from: several times the model's size."""
+    model = run / MODEL
+    files = sealed(model)
+    if STATE in files:
+        kept = {name: found for name, found in files.items() if name != STATE}
+        seal(model, kept, only=list(kept))
+    (model / STATE).unlink(missing_ok=True)
+    remove(run / "best")

@@ -2,23 +2,19 @@
 
 import itertools
 import json
-import math
 import re
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import mean, stdev
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from attnpo.cli.terminal import ending_of
 from attnpo.config.reader import did_you_mean
 from attnpo.judge.layers import distinct_layers
-from attnpo.objectives.base import PreferenceObjective
-from attnpo.run.result import RunResult
 from attnpo.schema import UserError, digest
-from attnpo.weights.base import WeightSource, online_reads
+from attnpo.weights.base import WeightSource
 
 if TYPE_CHECKING:
     from attnpo.data.prepare import EncodedSet
@@ -65,11 +61,7 @@ class Predictions:
 
     def record(self) -> dict[str, object]:
         """Returns the predictions as they are kept beside a study's results, and digested."""
-        claims = {
-            name: {**vars(claim), "above": [*map(list, claim.above)], "below": [*map(list, claim.below)]}
-            for name, claim in self.claims.items()
-        }
-        return {"seeds": list(self.seeds), "rule": self.rule, "claims": claims}
+        return {name: value for name, value in asdict(self).items() if name != "settings"}
 
 
 PREFIX = "SCORER."
@@ -177,10 +169,8 @@ class StudyAnalysis(Protocol):
         again by a repeated command whose settings, world and judge are the same.
         """
 
-    def sections(self, outcome: "Outcome", measured: MeasuredBy) -> "list[Section]":
-        """Returns what is shown of it beside the study's tables; ``measured`` is by (world, seed), the only world being
-        "".
-        """
+    def sections(self, outcome: Any, measured: MeasuredBy) -> "list[Section]":
+        """Returns what is shown beside the tables of an ``Outcome``; ``measured`` is by (world, seed)."""
 
 
 @dataclass(frozen=True)
@@ -213,7 +203,7 @@ class Grid:
 
     def overrides(self) -> list[tuple[str, ...]]:
         """Returns one tuple of overrides per grid point; a single empty one when nothing is varied."""
-        return list(itertools.product(*([f"{key}={_word(v)}" for v in values] for key, values in self.axes.items())))
+        return list(itertools.product(*([f"{key}={word(v)}" for v in values] for key, values in self.axes.items())))
 
     def record(self) -> dict[str, object]:
         """Returns the values as they are kept beside a study's results."""
@@ -221,10 +211,10 @@ class Grid:
         return {"lr": list(self.lr), "beta": list(self.beta), **({"keys": keys} if keys else {})}
 
     def __str__(self) -> str:
-        parts = [f"lr {list(self.lr) or 'as set'}"]
-        if self.beta or not self.keys:
-            parts.append(f"beta {list(self.beta) or 'as set'}")
-        return ", ".join([*parts, *(f"{short(key)} {list(values)}" for key, values in self.keys.items() if values)])
+        beta = {} if self.keys and not self.beta else {"beta": list(self.beta) or "as set"}
+        keys = {short(key): list(values) for key, values in self.keys.items() if values}
+        parts = [("lr", list(self.lr) or "as set"), *beta.items(), *keys.items()]
+        return ", ".join(f"{name} {values}" for name, values in parts)
 
 
 def short(key: str) -> str:
@@ -232,9 +222,15 @@ def short(key: str) -> str:
     return key.rpartition(".")[2]
 
 
-def _word(value: object) -> str:
+def word(value: object) -> str:
     """Returns a value as an override says it."""
-    return json.dumps(value) if value is None or isinstance(value, bool | list | dict) else repr(value)
+    return quoted(value) if isinstance(value, str) else json.dumps(value)
+
+
+def quoted(text: str) -> str:
+    """Returns a text as an override says it."""
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
 
 
 @dataclass(frozen=True)
@@ -386,6 +382,11 @@ class Study:
         return self.grids.get(arm, self.grid)
 
 
+def of_world(world: str, name: object) -> str:
+    """Returns a name with its world before it, where there are several."""
+    return f"{world}: {name}" if world else str(name)
+
+
 @dataclass(frozen=True)
 class Arm:
     """One arm in one world: its name, the overrides that make it, its layer when it stands for one, its grid."""
@@ -399,7 +400,7 @@ class Arm:
     @property
     def label(self) -> str:
         """Returns the name for logs, with the world where there are several."""
-        return f"{self.world}: {self.name}" if self.world else self.name
+        return of_world(self.world, self.name)
 
 
 @dataclass(frozen=True)
@@ -450,8 +451,7 @@ def make_points(study: Study, arms: Sequence[Arm], seeds: Sequence[int]) -> list
 
 
 def grid_record(study: Study, arms: Mapping[str, Mapping[str, object]], world: object) -> dict[str, object]:
-    """Returns what is fixed before an arm is run, the same for any number of seeds; its digest stands under every
-    table.
+    """Returns what is fixed before an arm is run, for any number of seeds; every table shows its digest.
 
     ``arms``: the config of every arm without seeds, paths and grid values. ``world``: digest of a testbed's grammar and
     true reward (by world where there are several), None elsewhere.
@@ -486,157 +486,3 @@ def last_line(text: str) -> str:
 
 WorldSeed = tuple[str, int]  # a world and a seed
 ROWS = 2  # sequences of a pair: the prompt with each response
-
-
-def times_trained(result: RunResult, step_pairs: int) -> float:
-    """Returns how often a run trained on each of its pairs, by its steps of ``step_pairs``; NaN without a count of
-    pairs.
-    """
-    return result.steps * step_pairs / result.input("train", "pairs")
-
-
-@dataclass(frozen=True)
-class RowScore:
-    """A row's score on a benchmark, the one called ``name`` that counts there: a mean over rounds per seed.
-
-    ``seeds``: how many evaluations were to be made; those that failed are lacking in ``values``. ``interval``: 95 %
-    over questions where there is one evaluation. ``grading``: standard deviation of the mean from grading the same
-    answers again. ``rounds`` of generation; ``questions`` it stands on; ``counts``: what was missing or replaced, by
-    reason, over all seeds. ``higher_is_better``: the score's direction, None where it is not known.
-    """
-
-    name: str = ""
-    values: tuple[float, ...] = ()
-    seeds: int = 1
-    interval: tuple[float, float] | None = None
-    grading: float | None = None
-    rounds: int = 1
-    questions: int = 0
-    counts: Mapping[str, int] = field(default_factory=dict)
-    higher_is_better: bool | None = True
-
-    @property
-    def failure(self) -> str:
-        """Returns what stands in the table where an evaluation failed; empty where none did."""
-        lacking = self.seeds - len(self.values)
-        if not lacking:
-            return ""
-        return "FAILED" if not self.values else f"FAILED ({lacking} of {self.seeds} seeds)"
-
-    @property
-    def mean(self) -> float:
-        """Returns the mean over seeds; NaN where an evaluation failed."""
-        return math.nan if self.failure else mean(self.values)
-
-    @property
-    def half_width(self) -> float | None:
-        """Half of the 95 % interval of the mean over seeds (Student's t); None for fewer than two."""
-        from attnpo.evaluation.intervals import t_quantile
-
-        count = len(self.values)
-        if self.failure or count < 2:
-            return None
-        return t_quantile(0.975, count - 1) * stdev(self.values) / math.sqrt(count)
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        """Returns the interval over seeds, else that over questions; NaN where there is neither."""
-        width = self.half_width
-        if width is not None:
-            return self.mean - width, self.mean + width
-        return (math.nan, math.nan) if self.failure or self.interval is None else self.interval
-
-
-@dataclass(frozen=True)
-class Reads:
-    """Forward passes that an arm's weights ask of models, beyond what training does with any weights.
-
-    ``once``: sequences read of each pair before training, in ``seconds`` (None: not known). ``again``: sequences read
-    forward and backward once more whenever a pair is trained on. ``step_pairs``: pairs of an optimiser step.
-    """
-
-    once: int = 0
-    seconds: float | None = None
-    again: int = 0
-    step_pairs: int = 1
-
-
-@dataclass(frozen=True)
-class ScorerRun:
-    """A trained scorer: its model folder, the run's result, and the sequences that training read of each pair.
-
-    ``forwards`` has those of the reference too; validation is not counted.
-    """
-
-    model: Path
-    result: RunResult
-    forwards: float
-    backwards: float
-
-    @classmethod
-    def of(
-        cls,
-        model: Path,
-        result: RunResult,
-        step_pairs: int,
-        objective: PreferenceObjective,
-        weights: WeightSource,
-        reference: str,
-    ) -> "ScorerRun":
-        """Returns the scorer of a finished run; ``reference``: when its reference is read, if it is at all."""
-        times, more = times_trained(result, step_pairs), 0.0
-        if "reference" in objective.requires | online_reads(weights):
-            more = ROWS * (1.0 if reference in ("cached", "first_epoch") else times)
-        return cls(model, result, ROWS * times + more, ROWS * times)
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Seconds that were spent once for all arms; None where nothing is known of it.
-
-    ``judge``: the passes of judge, verbalizer and scorers over the pairs, those of all commands together. ``scorers``:
-    the training of the study's scorers, by whichever command.
-    """
-
-    base: float | None = None
-    judge: float | None = None
-    scorers: float | None = None
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """A finished study: its points with their results, those that failed with their errors, the grid's digest.
-
-    ``measured``: results of the study's analyses by their names, world and seed; ``unmeasured``: what failed of them.
-    ``costs``: what was spent once per world and seed. ``warnings``: what is wrong with what the points stand on.
-    ``benchmarks``: scores of the table's rows by benchmark, then by world and name of the row. ``reads``: what an arm's
-    weights ask of models, by world, seed and arm; ``scorers``: those that were trained, by their names. ``folders``:
-    where each run lies.
-    """
-
-    study: Study
-    arms: list[Arm]
-    points: list[tuple[Point, RunResult]]
-    failed: list[tuple[Point, str]]
-    record: dict[str, object]
-    folder: Path
-    seconds: float
-    measured: dict[str, MeasuredBy] = field(default_factory=dict)
-    unmeasured: list[str] = field(default_factory=list)
-    costs: dict[WorldSeed, Cost] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)
-    benchmarks: dict[str, dict[tuple[str, str], RowScore]] = field(default_factory=dict)
-    reads: dict[tuple[str, int, str], Reads] = field(default_factory=dict)
-    scorers: dict[WorldSeed, dict[str, ScorerRun]] = field(default_factory=dict)
-    lost_scorers: list[str] = field(default_factory=list)
-    folders: dict[Point, Path] = field(default_factory=dict)
-
-    @property
-    def digest(self) -> str:
-        """Digest of world, grid and arms, fixed before the points ran."""
-        return digest(self.record)[:16]
-
-    @property
-    def worlds(self) -> list[str]:
-        """Returns the study's worlds in its order; the only one of a study without worlds is ""."""
-        return list(dict.fromkeys(arm.world for arm in self.arms))

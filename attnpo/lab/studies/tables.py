@@ -13,24 +13,25 @@ from attnpo.display.page import Block, Paragraph, Section, TableBlock
 from attnpo.display.tables import Cell, half_up
 from attnpo.evaluation.intervals import Interval, average_ranks
 from attnpo.evaluation.spreads import grading_noise
-from attnpo.lab.analysis.drift import BELOW, DECISIVE, END, NO_WEIGHT, OTHER
-from attnpo.lab.studies.frontier import CHORD, ENDS, FAR, AtKL, at_kl, difference
+from attnpo.lab.light import BELOW, DECISIVE, END, NO_WEIGHT, OTHER
 from attnpo.lab.studies.outcome import (
+    CHORD,
+    ENDS,
+    FAR,
+    AtKL,
+    Outcome,
     PointResults,
-    best_by_arm,
-    by_arm,
+    at_kl,
+    difference,
     difference_text,
-    direction,
-    gather,
-    has_truth,
     interval_text,
-    seeds_mark,
+    times_trained,
     verdict,
 )
-from attnpo.lab.studies.study import BASE_ROW, Outcome, Reads, RowScore, ScorerRun, scorers_of, times_trained
-from attnpo.run.result import RunResult
+from attnpo.lab.studies.study import BASE_ROW, scorers_of
 from attnpo.weights.arrival import COLUMNS as ARRIVED
 
+METRICS = {"val loss": "loss", "val accuracy": "rewards/accuracies", "val margin": "rewards/margins"}
 TOKENS = {"chosen tokens": "tokens.chosen.p50", "rejected tokens": "tokens.rejected.p50"}
 DIGITS = {
     **dict.fromkeys(("sum", "eff. weights/n"), 3),
@@ -46,7 +47,7 @@ def main_table(outcome: Outcome) -> tuple[list[str], list[Row]]:
 
     Against the truth, on test prompts and with the base above; of validation metrics in settings without a truth.
     """
-    known, uneven = has_truth(gather(outcome.points)), uneven_training(outcome)
+    known, uneven = outcome.has_truth, uneven_training(outcome)
     rows = by_world(outcome, lambda world: _world_rows(outcome, world, uneven, known))
     return columns_of(rows), rows
 
@@ -55,8 +56,7 @@ SHORT = ("world", "arm", "reward", "win rate", "KL", "val loss", "val accuracy",
 
 
 def short_table(outcome: Outcome) -> TableBlock:
-    """Returns the main table as it fits a terminal of 80 columns; benchmarks stay, the rest is on the page and in the
-    CSV.
+    """Returns the main table as it fits a terminal of 80 columns; all is on the page and in the CSV.
 
     What marks a point (above the KL limit, fewer seeds, failed) has a column of its own where it is needed.
     """
@@ -89,7 +89,7 @@ def columns_of(rows: Sequence[Row]) -> list[str]:
 
 def uneven_training(outcome: Outcome) -> list[str]:
     """Of "pairs" and "steps" those in which the arms of any world differ."""
-    every = [[trained_on(point) for point in best_by_arm(outcome, world).values()] for world in outcome.worlds]
+    every = [[trained_on(point) for point in outcome.best_points(world).values()] for world in outcome.worlds]
     return [
         name
         for name in ("pairs", "steps")
@@ -99,47 +99,47 @@ def uneven_training(outcome: Outcome) -> list[str]:
 
 def trained_on(point: PointResults) -> dict[str, int | float]:
     """Returns how many pairs and optimiser steps an arm's runs had, means over seeds, whole where they are."""
-    means = {"pairs": point.input("pairs"), "steps": point.steps}
+    means = {"pairs": point.input("pairs"), "steps": fmean(result.steps for result in point.results)}
     return {name: int(value) if value.is_integer() else value for name, value in means.items()}
 
 
 def _inputs_of(point: PointResults, uneven: Sequence[str]) -> Row:
     """Returns the last columns of every table: what an arm's runs stood on and took."""
-    mass = point.input("mass")
+    mass, share = point.input("mass"), point.input("effective_share")
     return {
         **{name: value for name, value in trained_on(point).items() if name in uneven},
         **({} if math.isnan(mass) else {"sum": mass}),
-        "eff. weights/n": _effective(point),
+        "eff. weights/n": point.metric("val/weights/effective_share") if math.isnan(share) else share,
         "coverage": point.input("coverage"),
         **{head: value for name, head in ARRIVED.items() if not math.isnan(value := point.input(name))},
-        "s/run": point.seconds,
+        "s/run": float(np.mean([result.seconds["all"] for result in point.results])),
     }
 
 
-def _effective(point: PointResults) -> float:
-    """Returns the effective share of the training weights; of validation's last ones where training computes them."""
-    share = point.input("effective_share")
-    return point.metric("val/weights/effective_share") if math.isnan(share) else share
-
-
 def _world_rows(outcome: Outcome, world: str, uneven: Sequence[str], known: bool) -> Iterator[Row]:
-    best = best_by_arm(outcome, world)
+    best = outcome.best_points(world)
     said = origins(outcome)
-    if best and known:
-        yield {**base_row(next(iter(best.values()))), **benchmark_cells(outcome, world, BASE_ROW)}
-    elif outcome.benchmarks:
-        yield {"arm": BASE_ROW, "point": "", **benchmark_cells(outcome, world, BASE_ROW)}
-    for arm in (arm for arm in outcome.arms if arm.world == world):
+    base: Row = {}
+    for first in [*best.values()][:1] if known else []:
+        base = {"reward": first.truth("test", "base_reward"), "win rate": 0.5, "KL": 0.0}
+        base |= {name: first.truth("test", f"base_{name}") for name in ("length", "broken")}
+    if base or outcome.benchmarks:
+        yield {"arm": BASE_ROW, "point": "", **base, **benchmark_cells(outcome, world, BASE_ROW)}
+    for arm in outcome.arms_in(world):
         point = best.get(arm.name)
         if point is None:
-            yield lost_row(outcome, arm.name, world)
+            yield {"arm": arm.name, "point": describe_loss(outcome, arm.name, world)}
             continue
-        beyond = over_limit(point, outcome) if known else ""
+        chosen = known and len((arm.grid or outcome.study.grid).overrides()) > 1
+        far = chosen and point.truth("validation", "kl") > outcome.study.kl_limit
+        beyond = " (above the KL limit)" if far else ""
+        metrics: Row = {head: point.metric(f"val/{name}") for head, name in METRICS.items()}
+        metrics |= {head: point.input(median) for head, median in TOKENS.items()}
         yield {
             "arm": arm.name,
-            "point": point.label + beyond + seeds_mark(len(point.seeds), outcome),
+            "point": point.label + beyond + outcome.seeds_mark(len(point.seeds)),
             **({"values": said[arm.name]} if said else {}),
-            **(_truth_of(point, best, outcome.study.control) if known else _metrics_of(point)),
+            **(_truth_of(point, best, outcome.study.control) if known else metrics),
             **benchmark_cells(outcome, world, arm.name),
             **_inputs_of(point, uneven),
         }
@@ -148,27 +148,14 @@ def _world_rows(outcome: Outcome, world: str, uneven: Sequence[str], known: bool
 
 
 def _truth_of(point: PointResults, best: Mapping[str, PointResults], control: str | None) -> Row:
-    """Scores on test prompts, and the difference to the control of the same world."""
     other = best.get(control or "")
     versus = None if other is None or point is other else difference(point, other)
+    shown = {"win rate": "win_rate", "KL": "kl", "length": "length", "broken": "broken"}
     return {
         "reward": point.truth("test", "reward"),
         "95 %": interval_text(point.interval),
         **({} if control is None else {f"minus {control}": difference_text(versus)}),
-        "win rate": point.truth("test", "win_rate"),
-        "KL": point.truth("test", "kl"),
-        "length": point.truth("test", "length"),
-        "broken": point.truth("test", "broken"),
-    }
-
-
-def _metrics_of(point: PointResults) -> Row:
-    """Validation metrics."""
-    return {
-        "val loss": point.metric("val/loss"),
-        "val accuracy": point.metric("val/rewards/accuracies"),
-        "val margin": point.metric("val/rewards/margins"),
-        **{name: point.input(median) for name, median in TOKENS.items()},
+        **{head: point.truth("test", name) for head, name in shown.items()},
     }
 
 
@@ -178,30 +165,11 @@ def origins(outcome: Outcome) -> dict[str, str]:
     return by_arm if any(by_arm.values()) else {}
 
 
-def lost_row(outcome: Outcome, arm: str, world: str) -> Row:
-    """Returns the row of an arm without results: it has failed, or was not run."""
+def describe_loss(outcome: Outcome, arm: str, world: str) -> str:
+    """Returns what stands in place of an arm without results: it has failed, or was not run."""
     errors = [error for point, error in outcome.failed if (point.arm.name, point.arm.world) == (arm, world)]
-    ran = [error for error in errors if not error.startswith("not run")]
-    return {"arm": arm, "point": f"FAILED, all {len(errors)} points" if ran else "NOT RUN"}
-
-
-def over_limit(point: PointResults, outcome: Outcome) -> str:
-    """Returns a mark on an arm none of whose points kept the KL limit; empty where there was nothing to choose."""
-    chosen = len((point.arm.grid or outcome.study.grid).overrides()) > 1
-    return " (above the KL limit)" if chosen and point.truth("validation", "kl") > outcome.study.kl_limit else ""
-
-
-def base_row(point: PointResults) -> Row:
-    """Returns the row of the base model: its samples on the same test prompts."""
-    return {
-        "arm": "base",
-        "point": "",
-        "reward": point.truth("test", "base_reward"),
-        "win rate": 0.5,
-        "KL": 0.0,
-        "length": point.truth("test", "base_length"),
-        "broken": point.truth("test", "base_broken"),
-    }
+    ran = any(not error.startswith("not run") for error in errors)
+    return f"FAILED, all {len(errors)} points" if ran else "NOT RUN"
 
 
 NONE = "-"
@@ -212,7 +180,7 @@ def level_tables(outcome: Outcome) -> list[Section]:
     """Rewards at equal KL, and over worlds; none without a truth, without levels or where no arm has a choice."""
     study = outcome.study
     tuned = any(len((arm.grid or study.grid).overrides()) > 1 for arm in outcome.arms)
-    if not study.kl_levels or not tuned or not has_truth(gather(outcome.points)):
+    if not study.kl_levels or not tuned or not outcome.has_truth:
         return []
     chosen = {world: at_levels(outcome, world) for world in outcome.worlds}
     note = (
@@ -225,10 +193,19 @@ def level_tables(outcome: Outcome) -> list[Section]:
     if study.control is not None:
         note += f"; differences to {study.control} at the same level, paired by seed and prompt"
     rows = by_world(outcome, lambda world: _level_rows(outcome, world, chosen[world]))
-    tables = [Section("Reward at equal KL", [TableBlock(columns_of(rows), rows), Paragraph(note)])]
-    if study.worlds and study.control is not None:
-        tables.append(_worlds_table(outcome, chosen))
-    return tables
+    sections = [Section("Reward at equal KL", [TableBlock(columns_of(rows), rows), Paragraph(note)])]
+    if not study.worlds or study.control is None:
+        return sections
+    tables = [
+        TableBlock(["arm", *outcome.worlds], _worlds_rows(outcome, chosen, level), f"at KL {level:g}")
+        for level in study.kl_levels
+    ]
+    note = (
+        f"difference to {study.control} of the same world at one KL; helps or harms: its 95 % interval excludes "
+        "0, not corrected for the number of cells. Where not all seeds have both arms at this KL, their number stands "
+        "instead of a verdict"
+    )
+    return [*sections, Section(f"Worlds: difference to {study.control} at equal KL", [*tables, Paragraph(note)])]
 
 
 @dataclass(frozen=True)
@@ -255,10 +232,9 @@ class AtLevel:
 
 def at_levels(outcome: Outcome, world: str) -> dict[tuple[str, float], AtLevel]:
     """Returns a world's arms at every KL level, with their differences to the control."""
-    points = by_arm(outcome, world)
     out = {}
     for level in outcome.study.kl_levels:
-        places = {name: at_kl(mine, level) for name, mine in points.items()}
+        places = {name: at_kl(mine, level) for name, mine in outcome.by_arm(world).items()}
         control = places.get(outcome.study.control or "")
         for name, place in places.items():
             if place is None or control is None or name == outcome.study.control:
@@ -270,40 +246,27 @@ def at_levels(outcome: Outcome, world: str) -> dict[tuple[str, float], AtLevel]:
 
 def _level_rows(outcome: Outcome, world: str, chosen: dict[tuple[str, float], AtLevel]) -> Iterator[Row]:
     study = outcome.study
-    for name, points in by_arm(outcome, world).items():
+    for name, points in outcome.by_arm(world).items():
         row: Row = {"arm": name}
         for level in study.kl_levels:
             at = chosen[name, level]
-            lost = str(lost_row(outcome, name, world)["point"]) if not points else NONE
-            row[f"KL {level:g}"] = lost if at.place is None else _reward(at.place, level, outcome)
+            row[f"KL {level:g}"] = NONE if points else describe_loss(outcome, name, world)
+            if at.place is not None:
+                kl = "" if at.place.kl == level else f" ({at.place.kl:.2f})"
+                row[f"KL {level:g}"] = f"{reward_text(at.place)}{kl}{outcome.seeds_mark(len(at.place.seeds))}"
             if study.control is not None:
-                few = "" if at.versus is None else seeds_mark(at.versus.seeds, outcome)
+                few = "" if at.versus is None else outcome.seeds_mark(at.versus.seeds)
                 row[f"minus {study.control}, KL {level:g}"] = "" if name == study.control else at.difference + few
         yield row
 
 
-def _reward(place: AtKL, level: float, outcome: Outcome) -> str:
-    at = "" if place.kl == level else f" ({place.kl:.2f})"
-    return f"{place.reward:.3f}{place.mark}{at}{seeds_mark(len(place.seeds), outcome)}"
-
-
-def _worlds_table(outcome: Outcome, chosen: dict[str, dict[tuple[str, float], AtLevel]]) -> Section:
-    """Arms by worlds, a table per KL level: the difference to the control, with what its interval says."""
-    control = outcome.study.control
-    tables = [
-        TableBlock(["arm", *outcome.worlds], _worlds_rows(outcome, chosen, level), f"at KL {level:g}")
-        for level in outcome.study.kl_levels
-    ]
-    note = (
-        f"difference to {control} of the same world at one KL; helps or harms: its 95 % interval excludes "
-        "0, not corrected for the number of cells. Where not all seeds have both arms at this KL, their number stands "
-        "instead of a verdict"
-    )
-    return Section(f"Worlds: difference to {control} at equal KL", [*tables, Paragraph(note)])
+def reward_text(place: AtKL | None) -> str:
+    """Returns a reward at a KL with its mark."""
+    return NONE if place is None else f"{place.reward:.3f}{place.mark}"
 
 
 def _worlds_rows(outcome: Outcome, chosen: dict[str, dict[tuple[str, float], AtLevel]], level: float) -> list[Row]:
-    results = {world: by_arm(outcome, world) for world in outcome.worlds}
+    results = {world: outcome.by_arm(world) for world in outcome.worlds}
     rows: list[Row] = []
     for name in dict.fromkeys(arm.name for arm in outcome.arms if arm.name != outcome.study.control):
         row: Row = {"arm": name}
@@ -312,9 +275,9 @@ def _worlds_rows(outcome: Outcome, chosen: dict[str, dict[tuple[str, float], AtL
             if name not in results[world]:
                 row[world] = ""
             elif at is None or at.versus is None:
-                row[world] = NONE if results[world].get(name) else str(lost_row(outcome, name, world)["point"])
+                row[world] = NONE if results[world].get(name) else describe_loss(outcome, name, world)
             else:
-                few = seeds_mark(at.versus.seeds, outcome)
+                few = outcome.seeds_mark(at.versus.seeds)
                 row[world] = f"{at.difference}{few or f' {verdict(at.versus) if at.equal else NOT_EQUAL}'}"
         rows.append(row)
     return rows
@@ -325,9 +288,7 @@ SHARE_DIGITS, SCORE_DIGITS = 4, 2  # of figures between -1 and 1, and of others
 
 
 def benchmark_cells(outcome: Outcome, world: str, row: str) -> dict[str, Cell]:
-    """Returns the cells of a row: the mean over seeds, its half width where there are several, the
-    spread of grading.
-    """
+    """Returns a row's cells: mean over seeds, its half width for several, spread of grading."""
     cells: dict[str, Cell] = {}
     for name, rows in outcome.benchmarks.items():
         score = rows.get((world, row))
@@ -365,37 +326,28 @@ def benchmark_notes(outcome: Outcome) -> Iterator[str]:
         if any(score.grading is not None for score in known):
             parts.append("grading: standard deviation from grading the same answers again")
         yield "; ".join(parts)
-        yield from _within_noise(outcome, name)
-        counts: Counter[str] = Counter()
-        for score in rows.values():
-            counts.update(score.counts)
-        if +counts:
-            yield f"{name}, counted over all rows: {', '.join(f'{why} {count}' for why, count in (+counts).items())}"
-
-
-def _within_noise(outcome: Outcome, benchmark: str) -> Iterator[str]:
-    """Names the rows of each world whose difference to the control, else to the base, is below the grading noise."""
-    rows = outcome.benchmarks[benchmark]
-    against = outcome.study.control or BASE_ROW
-    for world in outcome.worlds:
-        control = rows.get((world, against))
-        if control is None:
-            continue
-        names = [
-            name for (of, name), score in rows.items() if of == world and name != against and _within(score, control)
-        ]
-        if names:
-            where = f"{world}: " if world else ""
-            yield (
-                f"{benchmark}: {where}differs from {against} by less than the grading noise of a difference, "
-                f"1.96 sqrt(a^2 + b^2), which is no difference: {', '.join(names)}"
-            )
-
-
-def _within(one: RowScore, other: RowScore) -> bool:
-    if one.failure or other.failure or one.grading is None or other.grading is None:
-        return False
-    return abs(one.mean - other.mean) < grading_noise(one.grading, other.grading)
+        against = outcome.study.control or BASE_ROW
+        for world in outcome.worlds:
+            control = rows.get((world, against))
+            if control is None or control.failure or control.grading is None:
+                continue
+            names = [
+                row
+                for (of, row), score in rows.items()
+                if of == world
+                and row != against
+                and not score.failure
+                and score.grading is not None
+                and abs(score.mean - control.mean) < grading_noise(score.grading, control.grading)
+            ]
+            if names:
+                yield (
+                    f"{name}: {f'{world}: ' if world else ''}differs from {against} by less than the grading noise of "
+                    f"a difference, 1.96 sqrt(a^2 + b^2), which is no difference: {', '.join(names)}"
+                )
+        counts = +sum((Counter(score.counts) for score in rows.values()), Counter[str]())
+        if counts:
+            yield f"{name}, counted over all rows: {', '.join(f'{why} {count}' for why, count in counts.items())}"
 
 
 RANK = "average rank"
@@ -409,45 +361,31 @@ def ranking_table(outcome: Outcome) -> list[Section]:
     """
     if not outcome.study.ranking:
         return []
-    return [*_by_truth(outcome), *_by_benchmarks(outcome)]
-
-
-def _by_truth(outcome: Outcome) -> list[Section]:
-    if not has_truth(gather(outcome.points)):
-        return []
-    rows = by_world(outcome, lambda world: _ranked_rows(outcome, world))
-    levels = ", ".join(f"{level:g}" for level in outcome.study.kl_levels)
-    at = (
-        f" and the rewards at KL {levels} (as in the table at equal KL; {ENDS} and {CHORD}: not there)"
-        if levels
-        else ""
-    )
-    note = (
-        f"average rank, 1 the best: over reward, win rate{at}, among the rows that have all of them, the base and the "
-        "controls included; KL and length are shown and not ranked. All scores are of test prompts"
-    )
-    return [
-        Section(
-            "Methods and their average rank", [TableBlock(columns_of(rows), rows, digits=RANK_DIGITS), Paragraph(note)]
+    sections = []
+    if outcome.has_truth:
+        rows = by_world(outcome, partial(_ranked_rows, outcome))
+        levels = ", ".join(f"{level:g}" for level in outcome.study.kl_levels)
+        at = f" and the rewards at KL {levels} (as in the table at equal KL; {ENDS} and {CHORD}: not there)"
+        note = (
+            f"average rank, 1 the best: over reward, win rate{at if levels else ''}, among the rows that have all of "
+            "them, the base and the controls included; KL and length are shown and not ranked. All scores are of test "
+            "prompts"
         )
-    ]
-
-
-def _by_benchmarks(outcome: Outcome) -> list[Section]:
-    if not outcome.benchmarks:
-        return []
-    columns, rows = scores_table(outcome)
-    directions = _directions(outcome)
-    lower = [name for name, higher in directions.items() if not higher]
-    better = "a higher score being the better one" + (f" (of {', '.join(lower)} the lower)" if lower else "")
-    aimless = [name for name in outcome.benchmarks if name not in directions]
-    left = f"; not over {', '.join(aimless)}, of which it is not known whether higher is better" if aimless else ""
-    note = (
-        f"average rank, 1 the best: over {', '.join(directions) or 'none'} as printed, {better}, among the rows that "
-        f"have all of them{left}"
-    )
-    digits = {**benchmark_digits(outcome), RANK: 2}
-    return [Section("Benchmarks and the average rank", [TableBlock(columns, rows, digits=digits), Paragraph(note)])]
+        table = TableBlock(columns_of(rows), rows, digits=RANK_DIGITS)
+        sections.append(Section("Methods and their average rank", [table, Paragraph(note)]))
+    if outcome.benchmarks:
+        directions = _directions(outcome)
+        lower = [name for name, higher in directions.items() if not higher]
+        better = "a higher score being the better one" + (f" (of {', '.join(lower)} the lower)" if lower else "")
+        aimless = [name for name in outcome.benchmarks if name not in directions]
+        left = f"; not over {', '.join(aimless)}, of which it is not known whether higher is better" if aimless else ""
+        note = (
+            f"average rank, 1 the best: over {', '.join(directions) or 'none'} as printed, {better}, among the rows "
+            f"that have all of them{left}"
+        )
+        table = TableBlock(*scores_table(outcome), digits={**benchmark_digits(outcome), RANK: 2})
+        sections.append(Section("Benchmarks and the average rank", [table, Paragraph(note)]))
+    return sections
 
 
 def scores_table(outcome: Outcome) -> tuple[list[str], list[Row]]:
@@ -458,21 +396,24 @@ def scores_table(outcome: Outcome) -> tuple[list[str], list[Row]]:
     said, digits, directions = origins(outcome), benchmark_digits(outcome), _directions(outcome)
 
     def rows_of(world: str) -> Iterator[Row]:
-        names = [BASE_ROW, *(arm.name for arm in outcome.arms if arm.world == world), *outcome.study.published]
+        names = [BASE_ROW, *(arm.name for arm in outcome.arms_in(world)), *outcome.study.published]
+        found = {name: {of: scores.get((world, name)) for of, scores in outcome.benchmarks.items()} for name in names}
+        # As the table shows them, which is what the paper ranks; NaN where there is none.
         means = {
-            name: [_as_printed(outcome.benchmarks[of].get((world, name)), digits[of]) for of in directions]
-            for name in names
-            if any((world, name) in scores for scores in outcome.benchmarks.values())
+            name: [
+                math.nan if (score := mine[of]) is None or score.failure else half_up(score.mean, digits[of])
+                for of in directions
+            ]
+            for name, mine in found.items()
         }
         ranks = mean_ranks(means, list(directions.values()))
-        for name in names:
+        for name, mine in found.items():
+            lost = describe_loss(outcome, name, world)
+            cells = {of: lost if score is None else score.failure or score.mean for of, score in mine.items()}
             yield {
                 "arm": name,
                 **({"values": said.get(name, "")} if said else {}),
-                **{
-                    benchmark: _score_cell(outcome, world, name, scores.get((world, name)))
-                    for benchmark, scores in outcome.benchmarks.items()
-                },
+                **cells,
                 RANK: ranks.get(name, NONE),
             }
 
@@ -481,63 +422,40 @@ def scores_table(outcome: Outcome) -> tuple[list[str], list[Row]]:
 
 
 def _directions(outcome: Outcome) -> dict[str, bool]:
-    """Of each benchmark whether its higher score is the better one, as far as that is known."""
-    said = {name: direction(rows.values()) for name, rows in outcome.benchmarks.items()}
-    return {name: higher for name, higher in said.items() if higher is not None}
-
-
-def _as_printed(score: RowScore | None, digits: int) -> float:
-    """Returns a mean as the table shows it, which is what the paper ranks; NaN where there is none."""
-    return math.nan if score is None or score.failure else half_up(score.mean, digits)
-
-
-def _score_cell(outcome: Outcome, world: str, arm: str, score: RowScore | None) -> Cell:
-    return str(lost_row(outcome, arm, world)["point"]) if score is None else score.failure or score.mean
+    said = {
+        name: {score.higher_is_better for score in rows.values() if not score.failure}
+        for name, rows in outcome.benchmarks.items()
+    }
+    alike = {name: next(iter(found)) for name, found in said.items() if len(found) == 1}
+    return {name: higher for name, higher in alike.items() if higher is not None}
 
 
 def _ranked_rows(outcome: Outcome, world: str) -> Iterator[Row]:
     """Yields the base, then every arm in the study's order; one without results says so and is not ranked."""
-    best, every, said = best_by_arm(outcome, world), by_arm(outcome, world), origins(outcome)
-    at = {name: {level: at_kl(every[name], level) for level in outcome.study.kl_levels} for name in best}
-    base = next(iter(best.values()), None)
-    reward = math.nan if base is None else base.truth("test", "base_reward")
-    scores = {BASE_ROW: [reward, 0.5, *(reward for _ in outcome.study.kl_levels)]}
-    ranks = mean_ranks({**scores, **{name: _scores_of(point, at[name]) for name, point in best.items()}})
-
-    def row(name: str, reward: float, win_rate: float, levels: Iterable[str], kl: float, length: float) -> Row:
-        return {
-            "arm": name,
-            **({"values": said.get(name, "")} if said else {}),
-            "reward": reward,
-            "win rate": win_rate,
-            **{f"reward at KL {level:g}": cell for level, cell in zip(outcome.study.kl_levels, levels, strict=True)},
-            "KL": kl,
-            "length": length,
-            RANK: ranks.get(name, NONE),
-        }
-
-    if base is not None:
-        shown = [f"{reward:.3f}" for _ in outcome.study.kl_levels]
-        yield row(BASE_ROW, reward, 0.5, shown, 0.0, base.truth("test", "base_length"))
-    for arm in (arm for arm in outcome.arms if arm.world == world):
+    best, every, said = outcome.best_points(world), outcome.by_arm(world), origins(outcome)
+    levels = outcome.study.kl_levels
+    heads = [f"reward at KL {level:g}" for level in levels]
+    rows: dict[str, Row] = {}
+    scores: dict[str, list[float]] = {}
+    for first in [*best.values()][:1]:
+        reward, length = (first.truth("test", f"base_{name}") for name in ("reward", "length"))
+        scores[BASE_ROW] = [reward, 0.5, *(reward for _ in levels)]
+        rows[BASE_ROW] = {"reward": reward, "win rate": 0.5, **dict.fromkeys(heads, f"{reward:.3f}"), "KL": 0.0}
+        rows[BASE_ROW]["length"] = length
+    for arm in outcome.arms_in(world):
         point = best.get(arm.name)
         if point is None:
-            origin: Row = {"values": said.get(arm.name, "")} if said else {}
-            yield {"arm": arm.name, **origin, RANK: str(lost_row(outcome, arm.name, world)["point"])}
-        else:
-            numbers = (point.truth("test", name) for name in ("reward", "win_rate", "kl", "length"))
-            reward, win_rate, kl, length = numbers
-            yield row(arm.name, reward, win_rate, map(_reward_shown, at[arm.name].values()), kl, length)
-
-
-def _scores_of(point: PointResults, levels: Mapping[float, AtKL | None]) -> list[float]:
-    """Returns the scores an arm is ranked by; NaN for one it lacks."""
-    at = [math.nan if place is None else place.reward for place in levels.values()]
-    return [point.truth("test", "reward"), point.truth("test", "win_rate"), *at]
-
-
-def _reward_shown(place: AtKL | None) -> str:
-    return NONE if place is None else f"{place.reward:.3f}{place.mark}"
+            rows[arm.name] = {RANK: describe_loss(outcome, arm.name, world)}
+            continue
+        at = [at_kl(every[arm.name], level) for level in levels]
+        reward, win_rate, kl, length = (point.truth("test", name) for name in ("reward", "win_rate", "kl", "length"))
+        scores[arm.name] = [reward, win_rate, *(math.nan if place is None else place.reward for place in at)]
+        rows[arm.name] = {"reward": reward, "win rate": win_rate, **dict(zip(heads, map(reward_text, at), strict=True))}
+        rows[arm.name] |= {"KL": kl, "length": length}
+    ranks = mean_ranks(scores)
+    for name, row in rows.items():
+        origin: Row = {"values": said.get(name, "")} if said else {}
+        yield {"arm": name, **origin, **row, RANK: row.get(RANK, ranks.get(name, NONE))}
 
 
 def mean_ranks(scores: Mapping[str, list[float]], higher: Sequence[bool] | None = None) -> dict[str, float]:
@@ -570,6 +488,13 @@ COSTS_NOTE = (
 )
 
 
+SCORERS_NOTE = (
+    "runs that the study trains for its arms on the pairs of the same world and seed, once for all grid points and "
+    "not in s/run; val accuracy: share of validation pairs that the scorer's own reward orders as it was taught to "
+    "(with exchanged responses the other way round)"
+)
+
+
 def cost_tables(outcome: Outcome) -> list[Section]:
     """Returns what weights cost, where the study asks for it, and the scorers, where it has any; means over seeds."""
     sections: list[Section] = []
@@ -581,70 +506,50 @@ def cost_tables(outcome: Outcome) -> list[Section]:
         rows = by_world(outcome, lambda world: _scorer_rows(outcome, world))
         lost = [Paragraph(line, warning=True) for line in outcome.lost_scorers]
         tables = [TableBlock(columns_of(rows), rows, digits=COST_DIGITS)] if rows else []
-        sections.append(Section("Scorers", [*lost, *tables, Paragraph(_scorers_note(outcome))]))
+        truth = any(run.result.truth is not None for made in outcome.scorers.values() for run in made.values())
+        note = Paragraph(SCORERS_NOTE + ("; reward, KL: of its own answers to test prompts" if truth else ""))
+        sections.append(Section("Scorers", [*lost, *tables, note]))
     return sections
 
 
 def _cost_rows(outcome: Outcome, world: str) -> Iterator[Row]:
-    best = best_by_arm(outcome, world)
-    for arm in (arm for arm in outcome.arms if arm.world == world):
+    best = outcome.best_points(world)
+    for arm in outcome.arms_in(world):
         source = arm.name if arm.layer is None else outcome.study.layer_arm
         known = [reads for (of, _, name), reads in outcome.reads.items() if (of, name) == (world, source)]
         row: Row = {"arm": arm.name}
         if not known:
             yield row
             continue
-        point = best.get(arm.name)
-        again = _again(known[0], point)
-        seconds = [reads.seconds for reads in known if reads.seconds is not None]
-        weighing = 1000 * fmean(seconds) if seconds else None
-        row |= {FORWARDS: known[0].once + again, BACKWARDS: again, WEIGHING: weighing}
-        named = list(dict.fromkeys(scorers_of(arm.overrides).values()))
-        runs = [[made[name] for name in named if name in made] for made in _made(outcome, world)] if named else []
-        row |= dict(zip(OF_SCORERS, [", ".join(named), *_sums(runs)], strict=True)) if outcome.study.scorers else {}
-        yield {**row, TRAINING: None if point is None else _training(point, known[0])}
-
-
-def _again(reads: Reads, point: PointResults | None) -> float:
-    """Sequences of a pair that were read forward and backward once more, over the whole training."""
-    if not reads.again:
-        return 0.0
-    results: Sequence[RunResult] = () if point is None else point.results
-    return reads.again * fmean([times_trained(result, reads.step_pairs) for result in results] or [math.nan])
-
-
-def _training(point: PointResults, reads: Reads) -> float:
-    """Milliseconds of training per pair and pass, the mean over seeds."""
-    return fmean(1000 * r.seconds.get("train", math.nan) / (r.steps * reads.step_pairs) for r in point.results)
-
-
-def _made(outcome: Outcome, world: str) -> list[dict[str, ScorerRun]]:
-    """Returns the trained scorers of each seed."""
-    return [made for (of, _), made in outcome.scorers.items() if of == world]
-
-
-def _sums(runs: list[list[ScorerRun]]) -> tuple[Cell, Cell, Cell]:
-    """Forwards, backwards and seconds of an arm's scorers together, means over seeds; nothing where it has none."""
-    whole = [made for made in runs if made]
-    if not whole:
-        return None, None, None
-    return (
-        fmean(sum(run.forwards for run in made) for made in whole),
-        fmean(sum(run.backwards for run in made) for made in whole),
-        fmean(sum(run.result.seconds["all"] for run in made) for made in whole),
-    )
+        reads, results = known[0], best[arm.name].results if arm.name in best else ()
+        again = 0.0
+        if reads.again:  # over the whole training
+            again = reads.again * fmean([times_trained(one, reads.step_pairs) for one in results] or [math.nan])
+        seconds = [one.seconds for one in known if one.seconds is not None]
+        row |= {FORWARDS: reads.once + again, BACKWARDS: again, WEIGHING: 1000 * fmean(seconds) if seconds else None}
+        if outcome.study.scorers:
+            named = list(dict.fromkeys(scorers_of(arm.overrides).values()))
+            made = [[found[name] for name in named if name in found] for found in outcome.scorers_in(world)]
+            spent = [
+                [(run.forwards, run.backwards, run.result.seconds["all"]) for run in runs] for runs in made if runs
+            ]
+            means: list[Cell] = [None, None, None]
+            if spent:
+                means = [fmean(sum(run[place] for run in runs) for runs in spent) for place in range(3)]
+            row |= dict(zip(OF_SCORERS, [", ".join(named), *means], strict=True))
+        train = [1000 * one.seconds.get("train", math.nan) / (one.steps * reads.step_pairs) for one in results]
+        yield {**row, TRAINING: fmean(train) if train else None}
 
 
 def _scorer_rows(outcome: Outcome, world: str) -> Iterator[Row]:
-    arms = [arm for arm in outcome.arms if arm.world == world]
     for name in outcome.study.scorers:
-        runs = [made[name] for made in _made(outcome, world) if name in made]
-        if not runs:
+        results = [made[name].result for made in outcome.scorers_in(world) if name in made]
+        if not results:
             continue
-        results = [run.result for run in runs]
+        arms = [arm.name for arm in outcome.arms_in(world) if name in scorers_of(arm.overrides).values()]
         row: Row = {
             "scorer": name,
-            "of arms": ", ".join(arm.name for arm in arms if name in scorers_of(arm.overrides).values()),
+            "of arms": ", ".join(arms),
             "pairs": fmean(result.input("train", "pairs") for result in results),
             "steps": fmean(result.steps for result in results),
             "s": fmean(result.seconds["all"] for result in results),
@@ -658,16 +563,6 @@ def _scorer_rows(outcome: Outcome, world: str) -> Iterator[Row]:
                 "KL": fmean(numbers["kl"] for numbers in truths),
             }
         yield row
-
-
-def _scorers_note(outcome: Outcome) -> str:
-    note = (
-        "runs that the study trains for its arms on the pairs of the same world and seed, once for all grid points and "
-        "not in s/run; val accuracy: share of validation pairs that the scorer's own reward orders as it was taught to "
-        "(with exchanged responses the other way round)"
-    )
-    truth = any(run.result.truth is not None for made in outcome.scorers.values() for run in made.values())
-    return note + ("; reward, KL: of its own answers to test prompts" if truth else "")
 
 
 PER_TOKEN = "KL per token; answers"
@@ -711,7 +606,7 @@ DRIFT_NOTES = (
 
 def drift_table(outcome: Outcome) -> list[Section]:
     """Returns the section "Where the policy moved"; none for a study whose runs did not measure it."""
-    points = gather(outcome.points)
+    points = outcome.results
     measured = [result.drift for point in points for result in point.results if result.drift]
     if not measured:
         return []
@@ -726,15 +621,13 @@ def drift_table(outcome: Outcome) -> list[Section]:
 
 
 def _drift_rows(outcome: Outcome, world: str, caption: str, part: str) -> Iterator[Row]:
-    known = caption == PER_TOKEN and has_truth(gather(outcome.points))
-    for name, point in best_by_arm(outcome, world).items():
+    known = caption == PER_TOKEN and outcome.has_truth
+    for name, point in outcome.best_points(world).items():
+        numbers = {
+            head: sum(point.drift(path.format(part)) for path in paths) for head, paths in DRIFT_TABLES[caption].items()
+        }
         yield {
             "arm": name,
-            **{head: _describe_movement(point, paths, part) for head, paths in DRIFT_TABLES[caption].items()},
+            **{head: NONE if math.isnan(number) else number for head, number in numbers.items()},
             **({name: point.truth("test", name) for name in ("polarity", "broken")} if known else {}),
         }
-
-
-def _describe_movement(point: PointResults, paths: tuple[str, ...], part: str) -> float | str:
-    value = sum(point.drift(path.format(part)) for path in paths)
-    return NONE if math.isnan(value) else value

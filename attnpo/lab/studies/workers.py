@@ -125,10 +125,7 @@ def _until_broken(calls: Sequence[Call], left: deque[int], workers: int) -> Gene
 
 
 def _begin(source: str) -> None:
-    """Readies a worker: it ends with its parent, and runs points with that one's ``source`` alone.
-
-    A point's folder is named by the source of the process that began the study; a worker imports what is there now.
-    """
+    """Readies a worker, which ends with its parent and runs points with that one's ``source`` alone."""
     end_with_parent()
     end_quickly()
     _source.append(source)

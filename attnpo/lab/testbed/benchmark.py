@@ -1,18 +1,21 @@
-"""Benchmark of the testbed: held-out prompts of the review grammar, their true reward, and a judge's verdict."""
+"""Benchmark of the testbed: held-out prompts of the review grammar, their true reward, and the verdicts of a grader."""
 
-from collections.abc import Mapping, Sequence
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 
 from attnpo.evaluation.base import Graded, ModelAnswer, Question, Replies, match_answers, select_answered
-from attnpo.evaluation.chat import GradingCall
+from attnpo.evaluation.chat import GradingCall, GradingFailure, GradingReply, Price
 from attnpo.evaluation.pairwise import Contest, PairwiseRules
 from attnpo.lab.testbed.grammar import Grammar
 from attnpo.schema import SEEDS, Message, Sampling, UserError, check_choice, check_least
 
 SPLITS = ("test", "validation")
+TIE = "tie"
 BASELINE_STREAM = 7_919
 """Added to the seed for the baseline: with the model's own numbers an unchanged model would give its very reviews."""
 
@@ -56,9 +59,7 @@ class TestbedBenchmark:
         return ("reward",) if self.baseline is None else ("win_rate", "reward")
 
     def questions(self) -> Sequence[Question]:
-        """Returns the prompts of the split in the grammar's order, named by their text, with their topic as
-        category.
-        """
+        """Returns the split's prompts in the grammar's order, named by their text, with their topic."""
         found = self.grammar.prompts(self.split)[: self.prompts]
         if not found:
             raise UserError(
@@ -72,23 +73,21 @@ class TestbedBenchmark:
         from attnpo.models.loading import weights_fingerprint
 
         asked: dict[str, object] = {"grammar": self.grammar.digest(), "split": self.split, "prompts": self.prompts}
-        if self.baseline is None:
-            return asked
-        rival = {"weights": weights_fingerprint(self.baseline), "seed": self._rival.seed, "code": BASELINE_VERSION}
-        return {**asked, "baseline": rival, "pairwise": self.pairwise.versions()}
+        if self.baseline is not None:
+            rival = {"weights": weights_fingerprint(self.baseline), "seed": self._rival.seed, "code": BASELINE_VERSION}
+            asked |= {"baseline": rival, "pairwise": self.pairwise.versions()}
+        return asked
 
     @property
     def _rival(self) -> Sampling:
         return replace(self.sampling, seed=(self.sampling.seed + BASELINE_STREAM) % SEEDS)
 
     def baseline_answers(self) -> Mapping[str, str]:
-        """Returns the baseline's review for each prompt, computed on the CPU in float32 and kept while this object
-        lives.
-        """
-        return self._baseline_answers
+        """Returns the baseline's review for each prompt, computed once on the CPU in float32."""
+        return self._answers
 
     @cached_property
-    def _baseline_answers(self) -> Mapping[str, str]:
+    def _answers(self) -> Mapping[str, str]:
         from attnpo.models.described import token_rows
         from attnpo.models.generate import chat_generator
         from attnpo.models.loading import load_model, load_tokenizer, text_config
@@ -136,3 +135,48 @@ class TestbedBenchmark:
             weights={name: weights[name] for name in self.scores},
             counts=found.counts,
         )
+
+
+@dataclass(frozen=True)
+class TruthGrader:
+    """Compares two reviews of the testbed by the grammar's true reward; ``grammar`` must be that of the benchmark.
+
+    The log-probabilities of a reply hold the better review's label alone, with 0, or both labels with log 1/2.
+    """
+
+    grammar: Grammar = field(default_factory=Grammar)
+
+    @property
+    def price(self) -> Price:
+        """Prices every token at 0: no service is asked."""
+        return Price()
+
+    def check_ready(self) -> None:
+        """Returns at once: the truth is always ready."""
+
+    def identity(self) -> dict[str, object]:
+        """Returns the world's digest."""
+        return {"grader": "truth", "grammar": self.grammar.digest()}
+
+    def count_tokens(self, call: GradingCall) -> int | None:
+        """None are read."""
+        return 0
+
+    def ask(self, calls: Iterable[GradingCall]) -> Iterator[tuple[GradingCall, GradingReply | GradingFailure]]:
+        """Yields each call with its reply in their order; what compares no two reviews of the world is a failure."""
+        for call in calls:
+            yield call, self._answer(call)
+
+    def _answer(self, call: GradingCall) -> GradingReply | GradingFailure:
+        began = time.perf_counter()
+        if call.compared is None or len(call.labels) != 2:
+            return GradingFailure("the truth compares two reviews of the testbed, and this call does not: name another")
+        question, *reviews = call.compared
+        try:
+            topic = self.grammar.parse_prompt(question).topic
+        except ValueError as problem:
+            return GradingFailure(f"the truth knows no such prompt: {problem}")
+        first, second = (self.grammar.true_reward(review, topic).reward for review in reviews)
+        better = call.labels[0] if first > second else call.labels[1]
+        logprobs = {better: 0.0} if first != second else dict.fromkeys(call.labels, math.log(0.5))
+        return GradingReply(better if first != second else TIE, logprobs=logprobs, seconds=time.perf_counter() - began)

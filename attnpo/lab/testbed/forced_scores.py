@@ -51,7 +51,6 @@ class ForcedScores:
         ]
 
     def _parts(self, content: str) -> list[str]:
-        """Returns the clauses of the review that a scoring prompt shows."""
         opening = SCORE_TEMPLATE.partition("{question}")[0]
         question, line, review = content.removeprefix(opening).partition("\n")
         if not content.startswith(opening) or not line:
@@ -90,7 +89,6 @@ class ForcedScores:
         return [[digit + 1 for digit in row] for row in scores]
 
     def _rows(self, heads: Sequence[list[int]], parts: Sequence[list[str]]) -> tuple[list[list[int]], list[list[int]]]:
-        """Returns ids of the rows with guesses for the digits, and the places of the digits."""
         encoded = iter(encode_all(self.tokenizer, [part for clauses in parts for part in clauses]))
         rows, places = [], []
         for head, clauses in zip(heads, parts, strict=True):
@@ -104,7 +102,6 @@ class ForcedScores:
         return rows, places
 
     def _digits(self, rows: Sequence[list[int]], places: Sequence[list[int]]) -> list[list[int]]:
-        """Returns the likeliest digit (0 to 4) at each of the places of each row."""
         width = max(map(len, rows))
         # Right padding without a mask: causal attention never looks at it.
         ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=self.model.device)

@@ -83,15 +83,8 @@ class Grammar:
     test_share: float = 0.3
 
     def __post_init__(self) -> None:
-        shares = {
-            "p_sentiment": self.p_sentiment,
-            "p_neutral": self.p_neutral,
-            "negation": self.negation,
-            "p_echo": self.p_echo,
-            "validation_share": self.validation_share,
-            "test_share": self.test_share,
-        }
-        for name, value in shares.items():
+        for name in ("p_sentiment", "p_neutral", "negation", "p_echo", "validation_share", "test_share"):
+            value = getattr(self, name)
             if not 0.0 <= value <= 1.0:
                 raise ValueError(f"grammar.{name} is a share and must lie in [0, 1], got {value}")
         if self.p_sentiment + self.p_neutral > 1.0 + 1e-9:

@@ -30,9 +30,7 @@ class TrueImportance(TextSource):
         return {"source": self.name, "grammar": self.grammar.digest()}
 
     def weigh(self, pair: PreferencePair, side: str, encoded: EncodedResponse) -> Float[Tensor, " m"]:
-        """Returns a weight per training token, float32. UserError naming the pair whose prompt is not of
-        the grammar.
-        """
+        """Returns a weight per training token, float32. UserError for a prompt that is not of the grammar."""
         places = encoded.offsets
         marks = decisive(pair, side, places, self.grammar)
         chosen = marks if any(marks) else [start < end for start, end in places]
@@ -43,8 +41,7 @@ class TrueImportance(TextSource):
 
 
 def decisive(pair: PreferencePair, side: str, places: Sequence[tuple[int, int]], grammar: Grammar) -> list[bool]:
-    """Returns whether each token, given by its characters of the response, holds a character that decides the true
-    reward.
+    """Returns whether each token, given by its characters, holds one that decides the true reward.
 
     UserError naming the pair whose prompt is not one question of the grammar.
     """

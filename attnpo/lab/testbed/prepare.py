@@ -58,9 +58,7 @@ class Testbed:
         return _key({"base": self.base_key(), "pairs": asdict(self.pairs)})
 
     def prepare(self, root: Path) -> Prepared:
-        """Returns the model and data folders under `root`, built if missing, built anew if they are not as they were
-        built.
-        """
+        """Returns the model and data folders under `root`, built where missing or changed since."""
         model_path, data_path = root / f"base-{self.base_key()}", root / f"data-{self.data_key()}"
         old_base = _ensure(model_path, "base", lambda folder: _build_base(self.grammar, self.base, self.seed, folder))
         old_data = _ensure(data_path, "pairs", lambda folder: self._build_pairs(model_path, folder), model_path)
@@ -74,9 +72,7 @@ class Testbed:
         return Prepared(model_path, data_path, report, reused=old_base and old_data)
 
     def prepare_judge(self, root: Path) -> PreparedJudge:
-        """Returns the second base's folder under `root`, as ``prepare`` gives the first. UserError when `second` is
-        None.
-        """
+        """Returns the second base's folder, as ``prepare`` the first. UserError when `second` is None."""
         if self.second is None:
             from attnpo.schema import UserError  # brings torch
 
@@ -110,7 +106,7 @@ def _base_key(grammar: Grammar, recipe: BaseRecipe, seed: int) -> str:
 def _build_base(grammar: Grammar, recipe: BaseRecipe, seed: int, folder: Path) -> Mapping[str, object]:
     from attnpo.lab.testbed.pretrain import build_base  # transformers takes seconds to import
 
-    return asdict(build_base(grammar, recipe, folder, seed=seed))
+    return build_base(grammar, recipe, folder, seed=seed)
 
 
 def _read_base(folder: Path) -> dict[str, object]:
@@ -131,10 +127,7 @@ def _read(folder: Path) -> dict[str, object]:
 
 
 def _ensure(target: Path, what: str, build: Callable[[Path], Mapping[str, object]], base: Path | None = None) -> bool:
-    """True if `target` was there as it was built; else builds it beside its place and renames it in, and returns False.
-
-    ``base`` is the folder that it is built from.
-    """
+    """Builds ``target`` (from ``base``) beside its place and renames it in; True where it was there as built."""
     aside = None
     while target.exists():
         problem = _problem(target, base)
@@ -200,7 +193,6 @@ def _out_of_the_way(target: Path, what: str, problem: str, base: Path | None) ->
 
 
 def _compare(aside: Path, target: Path, what: str) -> None:
-    """Warns when what was built anew is not what was there before, as far as that is known."""
     new = sealed(target)
     before = sealed(aside) or {name: file_digest(aside / name) for name in new if (aside / name).is_file()}
     other = sorted(name for name in new.keys() & before.keys() - {REPORT} if new[name] != before[name])

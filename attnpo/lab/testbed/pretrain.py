@@ -9,7 +9,6 @@ import math
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,40 +24,6 @@ from attnpo.lab.testbed.tokenizer import VERDICTS, build_tokenizer, judge_prompt
 from attnpo.training.export import open_to_readers
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class JudgeAccuracy:
-    """Share of right verdicts over both orders, and of pairs given one answer in both, for one assembly."""
-
-    accuracy: float
-    consistency: float
-    pairs: int
-
-
-@dataclass(frozen=True)
-class BaseReport:
-    """What was built and how good it is; measured on samples for held-out (validation) prompts."""
-
-    seed: int
-    steps: int
-    seconds: float
-    parameters: int
-    judge_text: float
-    judge_ids: float
-    consistency_text: float
-    consistency_ids: float
-    gate_passed: bool
-    reward: float
-    reward_sd: float
-    polarity: float
-    broken_rate: float
-    mean_length: float
-    ended_rate: float
-    full_stop_share: float
-    answer_loss: float
-    judge_loss: float
-    score_loss: float
 
 
 def new_model(recipe: BaseRecipe, tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
@@ -82,8 +47,11 @@ def new_model(recipe: BaseRecipe, tokenizer: PreTrainedTokenizerFast, seed: int)
         return LlamaForCausalLM(config)
 
 
-def build_base(grammar: Grammar, recipe: BaseRecipe, folder: Path, *, seed: int = 0) -> BaseReport:
-    """Trains a base and writes it to `folder` (weights, config, tokenizer, chat template, generation config)."""
+def build_base(grammar: Grammar, recipe: BaseRecipe, folder: Path, *, seed: int = 0) -> dict[str, float | int]:
+    """Trains a base, writes it to `folder` as Hugging Face does, and returns what was built and how good it is.
+
+    Quality is that of `measure_base`; `gate_passed`: whether the judge reached its gate in the worse assembly.
+    """
     started = time.monotonic()
     tokenizer = build_tokenizer(grammar, recipe.merges, recipe.max_positions)
     model = new_model(recipe, tokenizer, seed)
@@ -116,17 +84,15 @@ def build_base(grammar: Grammar, recipe: BaseRecipe, folder: Path, *, seed: int 
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     open_to_readers(folder)
-    return BaseReport(
-        seed=seed,
-        steps=done,
-        seconds=time.monotonic() - started,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        gate_passed=passed,
-        answer_loss=losses[0],
-        judge_loss=losses[1],
-        score_loss=losses[2],
+    return {
+        "seed": seed,
+        "steps": done,
+        "seconds": time.monotonic() - started,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
         **measured,
-    )
+        "gate_passed": passed,
+        **dict(zip(("answer_loss", "judge_loss", "score_loss"), losses, strict=True)),
+    }
 
 
 class _Trainer:
@@ -223,16 +189,16 @@ def measure_base(
         if answers.ended[i] and answers.ended[i + 1]
     ]
     clear = [pair for pair in pairs if abs(pair[3]) >= recipe.judge_margin][: recipe.judge_pairs]
-    text = judge_accuracy(model, tokenizer, clear, spliced=False)
-    ids = judge_accuracy(model, tokenizer, clear, spliced=True)
+    judge_text, consistency_text = judge_accuracy(model, tokenizer, clear, spliced=False)
+    judge_ids, consistency_ids = judge_accuracy(model, tokenizer, clear, spliced=True)
     clauses = sum(score.clauses for score in scored)
     tokens = sum(answers.lengths)
     finals = sum(text.endswith(".") for text in answers.texts)
     return {
-        "judge_text": text.accuracy,
-        "judge_ids": ids.accuracy,
-        "consistency_text": text.consistency,
-        "consistency_ids": ids.consistency,
+        "judge_text": judge_text,
+        "judge_ids": judge_ids,
+        "consistency_text": consistency_text,
+        "consistency_ids": consistency_ids,
         "reward": rewards.mean().item(),
         "reward_sd": rewards.std().item(),
         "polarity": sum(score.polarity for score in scored) / len(scored),
@@ -249,17 +215,20 @@ def judge_accuracy(
     pairs: Sequence[tuple[Prompt, str, str, float]],
     *,
     spliced: bool,
-) -> JudgeAccuracy:
-    """Returns how often the better of two answers gets the larger verdict logit; `pairs` end in the true reward gap."""
+) -> tuple[float, float]:
+    """Returns the share of right verdicts over both orders, and of pairs given one answer in both; 0 for no pair.
+
+    A verdict is right where the better answer gets the larger logit; `pairs` end in the true reward gap.
+    """
     if not pairs:
-        return JudgeAccuracy(0.0, 0.0, 0)
+        return 0.0, 0.0
     rows = [(prompt.text, first, second) for prompt, first, second, _ in pairs]
     rows += [(prompt.text, second, first) for prompt, first, second, _ in pairs]
     prefers_first = _prefers_first(model, tokenizer, judge_prompts(tokenizer, rows, [spliced] * len(rows)))
     truth = torch.tensor([gap > 0 for *_, gap in pairs])
     forward, backward = prefers_first[: len(pairs)], ~prefers_first[len(pairs) :]
     right = torch.cat([forward == truth, backward == truth]).double().mean().item()
-    return JudgeAccuracy(right, (forward == backward).double().mean().item(), len(pairs))
+    return right, (forward == backward).double().mean().item()
 
 
 def _prefers_first(

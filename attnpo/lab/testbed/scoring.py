@@ -25,21 +25,12 @@ _BASE_STREAM = 7_919  # seed offset: the base draws its own random numbers, so w
 class Score:
     """What a policy's samples are worth.
 
-    The scalar fields are means over prompts and samples (`length` in tokens without the end token, `kl` in nats
-    per sequence, `broken` the share of clauses that are broken, `ended` the share of answers that ended). The
-    arrays keep prompt by sample values for paired statistics; equal prompts and seed give equal rows.
+    `numbers` are means over prompts and samples (`length` in tokens without the end token, `kl` in nats per sequence,
+    `broken` the share of clauses that are broken, `ended` the share of answers that ended). The arrays keep prompt by
+    sample values for paired statistics; equal prompts and seed give equal rows.
     """
 
-    reward: float
-    win_rate: float
-    kl: float
-    length: float
-    polarity: float
-    broken: float
-    ended: float
-    base_reward: float
-    base_length: float
-    base_broken: float
+    numbers: dict[str, float]
     rewards: Float[np.ndarray, "prompts samples"]
     base_rewards: Float[np.ndarray, "prompts samples"]
     kls: Float[np.ndarray, "prompts samples"]
@@ -47,9 +38,8 @@ class Score:
     answers: tuple[str, ...]
 
     def scalars(self) -> dict[str, float]:
-        """Returns the scalar fields by name, for tables and loggers."""
-        trained = ("reward", "win_rate", "kl", "length", "polarity", "broken", "ended")
-        return {name: float(getattr(self, name)) for name in (*trained, "base_reward", "base_length", "base_broken")}
+        """Returns the numbers by name, for tables and loggers."""
+        return self.numbers
 
 
 @dataclass(frozen=True)
@@ -68,15 +58,10 @@ class TruthScorer:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.prompts < 1 or self.samples_per_prompt < 1:
+        if min(self.prompts, self.samples_per_prompt, self.max_new_tokens) < 1 or self.temperature < 0:
             raise ValueError(
-                f"scorer.prompts and scorer.samples_per_prompt must be >= 1, "
-                f"got {self.prompts} and {self.samples_per_prompt}"
-            )
-        if self.max_new_tokens < 1 or self.temperature < 0:
-            raise ValueError(
-                f"scorer.max_new_tokens must be >= 1 and scorer.temperature >= 0, got {self.max_new_tokens} and "
-                f"{self.temperature}"
+                "scorer.prompts, samples_per_prompt and max_new_tokens must be >= 1 and temperature >= 0, got "
+                f"{self.prompts}, {self.samples_per_prompt}, {self.max_new_tokens} and {self.temperature}"
             )
 
     def prompt_set(self, split: str = "test") -> tuple[Prompt, ...]:
@@ -114,23 +99,27 @@ class TruthScorer:
                 "take them from this scorer's base_answers() for the same split"
             )
         answers = self._sample(policy, tokenizer, prompts, self.seed)
-        scored = [self.grammar.true_reward(text, p.topic) for text, p in zip(answers.texts, prompts, strict=True)]
-        rewards = np.array([score.reward for score in scored])
-        rivals_scored = [self.grammar.true_reward(text, p.topic) for text, p in zip(rivals.texts, prompts, strict=True)]
-        rival_rewards = np.array([score.reward for score in rivals_scored])
+        scored, rivals_scored = (
+            [self.grammar.true_reward(text, prompt.topic) for text, prompt in zip(of.texts, prompts, strict=True)]
+            for of in (answers, rivals)
+        )
+        rewards, rival_rewards = (np.array([score.reward for score in of]) for of in (scored, rivals_scored))
         kls = sequence_kl(policy, base, tokenizer, [prompt.text for prompt in prompts], answers.texts).numpy()
         shape = (-1, self.samples_per_prompt)
+        numbers = {
+            "reward": float(rewards.mean()),
+            "win_rate": win_rate(rewards, rival_rewards),
+            "kl": float(kls.mean()),
+            "length": float(np.mean(answers.lengths)),
+            "polarity": float(np.mean([score.polarity for score in scored])),
+            "broken": broken_rate(scored),
+            "ended": float(np.mean(answers.ended)),
+            "base_reward": float(rival_rewards.mean()),
+            "base_length": float(np.mean(rivals.lengths)),
+            "base_broken": broken_rate(rivals_scored),
+        }
         return Score(
-            reward=float(rewards.mean()),
-            win_rate=win_rate(rewards, rival_rewards),
-            kl=float(kls.mean()),
-            length=float(np.mean(answers.lengths)),
-            polarity=float(np.mean([score.polarity for score in scored])),
-            broken=broken_rate(scored),
-            ended=float(np.mean(answers.ended)),
-            base_reward=float(rival_rewards.mean()),
-            base_length=float(np.mean(rivals.lengths)),
-            base_broken=broken_rate(rivals_scored),
+            numbers,
             rewards=rewards.reshape(shape),
             base_rewards=rival_rewards.reshape(shape),
             kls=kls.reshape(shape),

@@ -78,9 +78,7 @@ class TaskSampler:
         return prompt, self.drawn.sample_review(self.rng, prompt)
 
     def _with_slips(self, prompt: Prompt, review: str) -> str:
-        """Returns the review with some clauses damaged: a word lost or exchanged, two clauses run together, a wrong
-        topic.
-        """
+        """Returns the review with clauses damaged: a word lost or exchanged, two run together, a wrong topic."""
         clauses = [clause.split() for clause in review.removesuffix(" .").split(" . ")]
         for index, clause in enumerate(clauses):
             if self.rng.random() >= self.damage:

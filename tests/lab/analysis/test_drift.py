@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from attnpo.lab.analysis.drift import Moved, by_token, mean_gain, quantiles, ranking_accuracy, weight_classes
+from attnpo.lab.drift import Moved, by_token, mean_gain, quantiles, ranking_accuracy, weight_classes
 from experiments.theory.kl_by_weight import freedom
 
 # no partner, below uniform, uniform up to rounding, above, end of the turn (with a weight of its own)

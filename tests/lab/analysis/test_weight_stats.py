@@ -77,31 +77,6 @@ def test_refuses_what_has_no_statistics() -> None:
         summarize([])
 
 
-def test_summary_is_mean_over_responses() -> None:
-    rows = [torch.tensor([0.5, 0.5]), torch.tensor([1.0, 0.0, 0.0, 0.0])]
-    summary = summarize([response_statistics(row) for row in rows])
-    assert summary["responses"] == 2
-    assert (summary["effective"], summary["mean_length"], summary["max"]) == (1.5, 3.0, 0.75)
-    assert [summary[place] for place in SINK] == [0.75, 0.25, 0.0]
-
-
-def test_paper_tables() -> None:
-    summary = summarize([response_statistics(torch.tensor([0.5, 0.25, 0.25]), length=4)])
-    row = statistics_row("m", "chosen", summary)
-    assert list(row)[:5] == ["side", "model", "std", "max", "mean_length"]  # as in the paper's table
-    assert (row["side"], row["max"], row["mean_length"], row["responses"]) == ("chosen", 0.5, 4.0, 1)
-    assert row["effective"] == pytest.approx(1 / 0.375) and row["mass"] == 1.0
-    sinks = sink_row("m", summary)
-    assert list(sinks.values()) == ["m", 50.0, 25.0, 25.0, pytest.approx(100 / 3)]
-    assert list(sinks)[:4] == ["model", "first_token_percent", "second_token_percent", "third_token_percent"]
-
-
-def test_what_uniform_weights_would_give_is_a_mean_over_responses() -> None:
-    """Responses of 2 and 4 tokens: the mean of 1/2 and 1/4, not 1/3."""
-    summary = summarize([response_statistics(torch.tensor([1.0, 0.0])), response_statistics(torch.ones(4))])
-    assert sink_row("m", summary)["uniform_percent"] == pytest.approx(37.5)
-
-
 def test_the_printed_columns_are_those_of_the_paper(paper_tables: Path) -> None:
     """The heads of the paper's files, so that they can stand beside ours."""
     summary = summarize([response_statistics(torch.ones(4))])

@@ -16,10 +16,9 @@ from attnpo.display.output import print_sections
 from attnpo.display.page import Section, TableBlock
 from attnpo.evaluation.base import Score
 from attnpo.evaluation.result import RESULT, EvaluationResult, Lengths
-from attnpo.evaluation.spreads import half_widths
 from attnpo.lab.reports.report import report
 from attnpo.lab.reports.report_config import ReportConfig
-from attnpo.lab.reports.scores import Board, Figure, board_of, column_of, find_mixed, read_evaluations
+from attnpo.lab.reports.scores import Board, Figure, column_of, read_evaluations
 from attnpo.schema import UserError
 from attnpo.system.files import write_record
 
@@ -131,7 +130,7 @@ def test_ranks_are_of_printed_values_and_print_halves_upwards() -> None:
     assert board.ranks() == {"0": 1.5, "1": 1.5, "2": 3.0}
     shares = Board(("0", "1"), (figure("a", 0.5012, 0.5009),), ())
     assert shares.ranks() == {"0": 1.0, "1": 2.0}  # four decimals for what lies between -1 and 1
-    assert figure("a", 10.125).rounded_mean("0") == 10.13
+    assert figure("a", 10.125).printed["0"] == 10.13
 
 
 def test_of_a_perplexity_the_lowest_ranks_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,14 +144,6 @@ def test_of_a_perplexity_the_lowest_ranks_first(tmp_path: Path, capsys: pytest.C
     out = " ".join(capsys.readouterr().out.split())
     assert "best 1, the highest score, of ifeval the lowest" in out
     assert "not over odd, of which it is not known whether higher is better" in out
-
-
-def test_half_widths_by_hand() -> None:
-    """s of 20, 22, 21 with n - 1 is 1: 1.96 / sqrt(3) = 1.1316, and 4.3027 / sqrt(3) = 2.4841 by Student's t."""
-    normal, student = half_widths((20.0, 22.0, 21.0))
-    assert normal == pytest.approx(1.131607, abs=1e-6)
-    assert student == pytest.approx(4.302652730 / math.sqrt(3), abs=1e-6)
-    assert half_widths((20.0,)) == half_widths(()) == (None, None)
 
 
 def test_rounds_have_both_intervals_and_the_three_spreads_stand_apart(tmp_path: Path) -> None:
@@ -254,13 +245,6 @@ def test_what_is_mixed_in_a_column_is_named(
     assert {name: float(rank) for name, rank in rows.items()} == expected
     assert ("mean of the ranks over mt_bench, arena_hard_wr" in out) == ranked
     assert markdown_table(folder, "Scores, means over rounds")["Odd"][0].endswith("*")
-
-
-def test_models_alone_do_not_differ(tmp_path: Path) -> None:
-    found, _ = read_evaluations([a_paper(tmp_path)])
-    results = list(found.values())
-    assert find_mixed(results) == []
-    assert board_of(results, []).labels == ("AttentionPO", "Base", "DPO")
 
 
 def test_pairs_of_different_graders_are_not_held_against_noise(tmp_path: Path) -> None:

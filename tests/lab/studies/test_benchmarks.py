@@ -19,15 +19,15 @@ from attnpo.evaluation.evaluate_config import EvaluateConfig
 from attnpo.evaluation.jsonl_store import ReplyStore
 from attnpo.evaluation.result import EvaluationResult, read_result
 from attnpo.evaluation.session import GradingLimits
-from attnpo.lab.studies import benchmarks, exports
+from attnpo.lab.studies import benchmarks
 from attnpo.lab.studies.arms import Composed
 from attnpo.lab.studies.benchmark_settings import Evaluations, check_benchmarks, grammar_of
 from attnpo.lab.studies.benchmarks import bounds_left
 from attnpo.lab.studies.config import FitConfig
-from attnpo.lab.studies.outcome import PointResults, best_by_arm
+from attnpo.lab.studies.outcome import Outcome, PointResults, RowScore
 from attnpo.lab.studies.page import finish_study
 from attnpo.lab.studies.runner import run_study
-from attnpo.lab.studies.study import Arm, Outcome, RowScore, Study, asked_problems
+from attnpo.lab.studies.study import Arm, Study, asked_problems
 from attnpo.lab.studies.tables import RANK, benchmark_cells, benchmark_notes, main_table, scores_table
 from attnpo.lab.testbed.benchmark import TestbedBenchmark
 from attnpo.models.loading import load_model
@@ -142,7 +142,7 @@ def test_models_are_those_of_the_chosen_points_after_their_last_step(finished: F
 
 
 def _best(outcome: Outcome, world: str) -> list[PointResults]:
-    return [*best_by_arm(outcome, world).values()]
+    return [*outcome.best_points(world).values()]
 
 
 def test_the_table_has_the_columns_and_all_rows(finished: Finished) -> None:
@@ -224,9 +224,9 @@ def test_another_run_than_the_chosen_point_is_warned_of(finished: Finished, monk
     moved = replace(result, metrics={**result.metrics, "val/loss": result.metrics["val/loss"] + 0.01})
     point = next(point for point, found in outcome.points if found == result)
     made = Composed(DictConfig({}), [])
-    line = exports._differs(exports.Export(point, moved, made, run, False))
+    line = benchmarks._differs(benchmarks.Export(point, moved, made, run, False))
     assert line is not None and "its val/loss is" in line and point.label in line
-    assert exports._differs(exports.Export(point, result, made, run, False)) is None
+    assert benchmarks._differs(benchmarks.Export(point, result, made, run, False)) is None
 
 
 @pytest.mark.slow

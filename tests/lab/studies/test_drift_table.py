@@ -11,9 +11,9 @@ from rich.console import Console
 
 from attnpo.display.output import print_sections
 from attnpo.display.page import TableBlock
-from attnpo.lab.studies.outcome import gather
+from attnpo.lab.studies.outcome import Outcome, gather
 from attnpo.lab.studies.page import all_points
-from attnpo.lab.studies.study import Arm, Outcome, Point, Study
+from attnpo.lab.studies.study import Arm, Point, Study
 from attnpo.lab.studies.tables import drift_table
 from attnpo.run.result import RunResult
 

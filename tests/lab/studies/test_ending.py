@@ -17,8 +17,9 @@ from attnpo.display.output import print_sections
 from attnpo.display.page import Section
 from attnpo.lab.studies import notes
 from attnpo.lab.studies.notes import warnings
+from attnpo.lab.studies.outcome import Outcome
 from attnpo.lab.studies.plan import plan_study
-from attnpo.lab.studies.study import Arm, Outcome, Point
+from attnpo.lab.studies.study import Arm, Point
 from attnpo.lab.studies.tables import short_table
 from attnpo.run.messages import again, next_commands
 from attnpo.schema import UserError

@@ -11,7 +11,8 @@ from attnpo.data.prepare import EncodedSet, calibration_pairs
 from attnpo.data.reading import read_pairs
 from attnpo.display.page import Image, TableBlock, report_page
 from attnpo.lab.studies.faithfulness import EQUAL, ROLLOUT, TRUTH, Faithfulness, true_mass
-from attnpo.lab.studies.study import Arm, Outcome, Point, Study, StudyAnalysis
+from attnpo.lab.studies.outcome import Outcome
+from attnpo.lab.studies.study import Arm, Point, Study, StudyAnalysis
 from attnpo.lab.testbed.importance import decisive
 from attnpo.lab.testbed.scoring import TruthScorer
 from attnpo.run.inputs import encode

@@ -5,8 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from attnpo.lab.studies.frontier import CHORD, ENDS, at_kl, difference, path_of
-from attnpo.lab.studies.outcome import PointResults
+from attnpo.lab.studies.outcome import CHORD, ENDS, PointResults, at_kl, difference, path_of
 from attnpo.lab.studies.study import Arm
 from attnpo.run.result import RunResult, Scores
 

@@ -12,9 +12,10 @@ from attnpo.config.compose import load
 from attnpo.lab.results import run_row
 from attnpo.lab.studies.arms import Composed, check_distinct, check_user, composer_of, point_config
 from attnpo.lab.studies.config import FitConfig
+from attnpo.lab.studies.outcome import Outcome
 from attnpo.lab.studies.page import finish_study
 from attnpo.lab.studies.runner import run_study
-from attnpo.lab.studies.study import Arm, Grid, Outcome, Point, Study, expand_arms, make_points
+from attnpo.lab.studies.study import Arm, Grid, Point, Study, expand_arms, make_points
 from attnpo.lab.studies.tables import RANK, main_table, mean_ranks, ranking_table
 from attnpo.run.combinations import require_reference
 from attnpo.run.identity import identity_of

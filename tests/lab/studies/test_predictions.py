@@ -11,14 +11,13 @@ from attnpo.display.page import Paragraph, TableBlock
 from attnpo.evaluation.intervals import Interval
 from attnpo.lab.figures import GainPoint, gains
 from attnpo.lab.studies.notes import footnotes, on_edge, warnings
-from attnpo.lab.studies.outcome import gather
+from attnpo.lab.studies.outcome import Outcome, gather
 from attnpo.lab.studies.page import write_study_report
 from attnpo.lab.studies.predictions import check_predicted, decide, fix, predictions_section
 from attnpo.lab.studies.study import (
     Arm,
     Claim,
     Grid,
-    Outcome,
     Point,
     Predictions,
     Study,

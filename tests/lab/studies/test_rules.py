@@ -12,7 +12,6 @@ from attnpo.lab.studies import bases
 from attnpo.lab.studies.arms import check_user, composer_of
 from attnpo.lab.studies.bases import COSTS, Basis, keep_costs, make_basis
 from attnpo.lab.studies.plan import plan_study
-from attnpo.lab.studies.study import Cost
 from attnpo.run.identity import identity_of
 from attnpo.run.resolve import resolve
 from attnpo.schema import UserError
@@ -109,10 +108,10 @@ def test_facts_follow_the_content_of_the_judges_file(world: World, tmp_path: Pat
 
 def spend(folder: Path, judge: float | None) -> float | None:
     """The cost of the judge as it is told after a command that spent ``judge``."""
-    basis = Basis("", 0, cost=Cost(100.0, judge))
+    basis = Basis("", 0, cost={"base": 100.0} | ({} if judge is None else {"judge": judge}))
     keep_costs(folder, {("", 0): basis})
-    assert basis.cost.base == 100.0
-    return basis.cost.judge
+    assert basis.cost["base"] == 100.0
+    return basis.cost.get("judge")
 
 
 def test_the_seconds_of_all_commands_are_added_up(tmp_path: Path) -> None:

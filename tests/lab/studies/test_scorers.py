@@ -12,11 +12,12 @@ from transformers import AutoModelForSequenceClassification
 
 from attnpo.lab.studies.bases import make_basis
 from attnpo.lab.studies.config import FitConfig
+from attnpo.lab.studies.outcome import Outcome, Reads
 from attnpo.lab.studies.page import finish_study
 from attnpo.lab.studies.plan import plan_study
 from attnpo.lab.studies.runner import run_study
-from attnpo.lab.studies.scorers import Scorers, needed, train_scorers
-from attnpo.lab.studies.study import Arm, Outcome, Point, Reads, ScorerRun, Study
+from attnpo.lab.studies.scorers import Scorers, needed, scorer_of, train_scorers
+from attnpo.lab.studies.study import Arm, Point, Study
 from attnpo.lab.studies.tables import FORWARDS, TRAINING, WEIGHING, cost_tables
 from attnpo.lab.testbed.pretrain import new_model
 from attnpo.lab.testbed.tokenizer import build_tokenizer
@@ -259,8 +260,6 @@ def test_a_live_reference_is_read_as_often_as_pairs_are_trained_on(study: tuple[
     _, world, _ = study
     made = result(6, 12, 1.0)  # of four pairs: twice each
     cfgs = (world.config(word) for word in ("reference=live", "reference=cached", "objective=simpo"))
-    counts = [
-        ScorerRun.of(Path(), made, cfg.batch.pairs, cfg.objective, cfg.weights, cfg.reference).forwards for cfg in cfgs
-    ]
+    counts = [scorer_of(Path(), made, cfg.batch.pairs, cfg.objective.requires, cfg.reference).forwards for cfg in cfgs]
     assert counts == [8.0, 6.0, 4.0]
     assert Scorers().seconds is None

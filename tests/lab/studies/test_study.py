@@ -14,10 +14,11 @@ from attnpo.lab.studies import bases
 from attnpo.lab.studies.arms import composer_of, layered, point_config, point_folder
 from attnpo.lab.studies.bases import make_basis
 from attnpo.lab.studies.config import FitConfig
+from attnpo.lab.studies.outcome import Outcome
 from attnpo.lab.studies.page import finish_study
 from attnpo.lab.studies.plan import plan_study
 from attnpo.lab.studies.runner import run_study
-from attnpo.lab.studies.study import Arm, Grid, Outcome, Point, Study, expand_arms, grid_record, make_points
+from attnpo.lab.studies.study import Arm, Grid, Point, Study, expand_arms, grid_record, make_points
 from attnpo.run import run as runs
 from attnpo.run.folders import run_folder
 from attnpo.run.identity import identity_of
@@ -64,12 +65,6 @@ def test_layers_that_coincide_are_one_arm_and_are_logged(caplog: pytest.LogCaptu
     assert caplog.messages == ["study.layers: 1, 1/4 are one and the same here: layer 1 of 4"]
 
 
-def test_a_layer_that_is_not_there_is_refused() -> None:
-    study = Study("deep", {"uniform": [], "attention": []}, layers=(5,))
-    with pytest.raises(UserError, match=r"study\.layers: expected a whole number from 1 to 4.* got 5"):
-        expand_arms(study, 4)
-
-
 def test_the_grid_is_a_product_with_nothing_for_an_empty_axis() -> None:
     assert Grid(lr=(1e-4, 5e-5), beta=(0.1, 1.0)).overrides() == [
         ("optimizer.lr=0.0001", "objective.beta=0.1"),
@@ -110,11 +105,6 @@ def test_every_arm_gets_every_point_of_the_grid_and_every_seed() -> None:
     assert all(found == by_arm["uniform"] and len(found) == 8 for found in by_arm.values())
     assert [point.arm.name for point in points[:6]] == [arm.name for arm in arms]
     assert [point.seed for point in points] == [3] * 24 + [4] * 24
-
-
-def test_a_point_is_called_by_what_it_varies() -> None:
-    point = Point(Arm("attention L2", ("weights.layer=2",), 2), ("optimizer.lr=5e-05",), 7)
-    assert point.label == "attention L2 optimizer.lr=5e-05 seed=7"
 
 
 def test_arms_of_the_truth_are_there_where_the_truth_is_known() -> None:
@@ -282,16 +272,6 @@ def test_changed_code_or_another_setting_runs_every_point_again(
     assert "out of luck" in (folder / "points" / tried[0] / "error.txt").read_text()
 
 
-def test_a_finished_study_writes_its_table(plain_study: Finished, capsys: pytest.CaptureFixture[str]) -> None:
-    found = plain_study.outcome
-    finish_study(found)
-    for text in (capsys.readouterr().out, (found.folder / "table.md").read_text()):
-        assert found.digest in text and "FAILED broken" in text and "attention" in text
-    assert json.loads((found.folder / "study.json").read_text())["digest"] == found.digest
-    assert len((found.folder / "results.csv").read_text().splitlines()) == 3
-    assert found.digest in (found.folder / "report.html").read_text()
-
-
 @pytest.mark.parametrize(
     ("variables", "name", "instead"),
     [
@@ -430,13 +410,6 @@ def test_what_is_lost_and_what_is_measured_stand_in_every_table(
         assert "FAILED short: elsewhere objective.beta=0.2 seed=0: not run" in text
         assert "grid of attention, whose beta has another unit: lr as set, beta [0.1, 0.4]" in text
         assert "pairs that were counted" in text and "FAILED analysis broken" in text
-
-
-def test_what_a_world_sets_cannot_be_overridden(wide: tuple[World, Path, Outcome]) -> None:
-    world, folder, _ = wide
-    cfg = world.config("experiment=wide", "lengths.max_length=500", config_dir=folder / "configs")
-    with pytest.raises(UserError, match=r"for each of its worlds, so lengths\.max_length=500 would be lost"):
-        run_study(cfg, folder / "other")
 
 
 def test_a_study_whose_every_base_is_lost_says_why(wide: tuple[World, Path, Outcome]) -> None:

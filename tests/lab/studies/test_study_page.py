@@ -12,8 +12,9 @@ from attnpo.display.look import COLOURS, INK, svg_beside
 from attnpo.display.pair_record import Verdict
 from attnpo.display.weighed_pair import WeighedPair
 from attnpo.lab.studies.figures import accuracy_of, margin_of, study_figures, study_looks
+from attnpo.lab.studies.outcome import Outcome
 from attnpo.lab.studies.page import arms_section, write_study_report
-from attnpo.lab.studies.study import Arm, Grid, Outcome, Point, Study
+from attnpo.lab.studies.study import Arm, Grid, Point, Study
 from attnpo.run.for_page import FILE, keep_for_page, read_for_page
 from attnpo.run.result import RunResult
 from attnpo.schema import Message, PreferencePair

@@ -14,9 +14,9 @@ from attnpo.evaluation.intervals import Interval
 from attnpo.lab.studies import notes
 from attnpo.lab.studies.figures import drawn_together
 from attnpo.lab.studies.notes import NO_CONTROL, footnotes, warnings
-from attnpo.lab.studies.outcome import PointResults, best_by_arm, best_point, gather, interval_text, verdict
+from attnpo.lab.studies.outcome import Outcome, PointResults, best_point, gather, interval_text, verdict
 from attnpo.lab.studies.page import all_points, analysis_sections, keep_record, write_study_report
-from attnpo.lab.studies.study import Arm, Cost, Grid, Outcome, Point, Study
+from attnpo.lab.studies.study import Arm, Grid, Point, Study
 from attnpo.lab.studies.tables import level_tables, main_table
 from attnpo.run.result import RunResult
 from tests.run.probe import Probe
@@ -131,7 +131,7 @@ def test_results_are_gathered_by_arm_and_point_in_rising_seeds() -> None:
     assert [row.truth["validation"].numbers["reward"] for row in by_point[0].results] == [0.75, 0.25]
     assert by_point[0].truth("validation", "reward") == 0.5
     assert by_point[0].label == "lr 5e-05 beta 0.1"
-    assert list(best_by_arm(make_outcome(points), "")) == ["uniform", "attention"]
+    assert list(make_outcome(points).best_points("")) == ["uniform", "attention"]
 
 
 # ------------------------------------------------------------------------------------------------ the table
@@ -490,7 +490,7 @@ def test_a_studys_figures_are_those_of_its_page(tmp_path: Path) -> None:
 
 
 def test_what_was_spent_once_for_all_arms_is_told() -> None:
-    outcome = replace(make_outcome(POINTS), costs={("", 0): Cost(90.0, 4.0), ("", 1): Cost(100.0, None)})
+    outcome = replace(make_outcome(POINTS), costs={("", 0): {"base": 90.0, "judge": 4.0}, ("", 1): {"base": 100.0}})
     assert (
         "not in s/run, once for all arms: base 95.0 s (mean of 2), judge and verbalizer passes 4.0 s (mean of 1)"
         in footnotes(outcome)

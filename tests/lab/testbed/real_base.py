@@ -18,7 +18,9 @@ from attnpo.lab.testbed.recipes import BaseRecipe
 def test_the_real_base_passes_its_gate_in_both_assemblies(seed: int, tmp_path: Path) -> None:
     recipe = BaseRecipe()
     report = build_base(Grammar(), recipe, tmp_path, seed=seed)
-    said = f"seed {seed}: {report.steps} steps, judge {report.judge_text:.3f} (text) {report.judge_ids:.3f} (ids)"
+    said = (
+        f"seed {seed}: {report['steps']} steps, judge {report['judge_text']:.3f} (text) {report['judge_ids']:.3f} (ids)"
+    )
     sys.stdout.write(said + "\n")
-    assert report.gate_passed and min(report.judge_text, report.judge_ids) >= recipe.judge_gate
-    assert report.broken_rate < 0.1 and report.ended_rate > 0.95
+    assert report["gate_passed"] and min(report["judge_text"], report["judge_ids"]) >= recipe.judge_gate
+    assert report["broken_rate"] < 0.1 and report["ended_rate"] > 0.95

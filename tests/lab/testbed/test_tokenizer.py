@@ -82,15 +82,6 @@ def test_judge_prompt_equals_the_rendered_template_and_assemblies_differ_by_the_
     assert TOKENIZER.decode(text) == TOKENIZER.decode(spliced)
 
 
-def test_saved_tokenizer_behaves_the_same(scratch: Path) -> None:
-    TOKENIZER.save_pretrained(scratch)
-    again = AutoTokenizer.from_pretrained(scratch)
-    text = JUDGE_TEMPLATE.format(question="review the soup .", answer_a="the broth was fine .", answer_b="it .")
-    assert again(text)["input_ids"] == TOKENIZER(text)["input_ids"]
-    assert again.chat_template == TOKENIZER.chat_template
-    assert (again.eos_token, again.pad_token, again.bos_token) == ("<end>", "<pad>", "<bos>")
-
-
 # ---- byte-level BPE ----------------------------------------------------------------------------------------
 
 BPE = build_tokenizer(GRAMMAR, 400)
@@ -163,13 +154,17 @@ def test_bpe_full_stop_and_newline_merge_only_when_adjacent() -> None:
     assert len(spliced) == len(text) + 2
 
 
-def test_a_saved_bpe_behaves_the_same(scratch: Path) -> None:
-    BPE.save_pretrained(scratch)
+@pytest.mark.parametrize("tokenizer", [TOKENIZER, BPE], ids=["words", "bytes"])
+def test_a_saved_tokenizer_behaves_the_same(tokenizer: PreTrainedTokenizerFast, scratch: Path) -> None:
+    tokenizer.save_pretrained(scratch)
     again = AutoTokenizer.from_pretrained(scratch)
-    text = BPE.apply_chat_template([{"role": "user", "content": "the wooden broth ."}], tokenize=False)
-    one, two = (item(text, return_offsets_mapping=True) for item in (again, BPE))
+    rendered = JUDGE_TEMPLATE.format(question="review the soup .", answer_a="the wooden broth .", answer_b="it .")
+    text = tokenizer.apply_chat_template([{"role": "user", "content": rendered}], tokenize=False)
+    one, two = (item(text, return_offsets_mapping=True) for item in (again, tokenizer))
     assert one["input_ids"] == two["input_ids"] and one["offset_mapping"] == two["offset_mapping"]
-    assert again.backend_tokenizer.to_str() == BPE.backend_tokenizer.to_str()
+    assert again.chat_template == tokenizer.chat_template
+    assert again.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
+    assert (again.eos_token, again.pad_token, again.bos_token) == ("<end>", "<pad>", "<bos>")
 
 
 def test_weights_on_bytes_reach_the_words_by_characters(rng: random.Random) -> None:

@@ -1,8 +1,12 @@
-"""How weights.layer=auto is found, as plain numbers. Light: read before anything heavy is loaded."""
+"""Plain data of what the lab measures beside runs. Light: read before anything heavy is loaded."""
 
 from dataclasses import dataclass
 
 from attnpo.schema import UserError, check_least
+
+# Classes of tokens by weight, and by the truth, in what a run says of where its policy moved.
+END, NO_WEIGHT, BELOW, WEIGHTED, OTHER = "end_of_turn", "no_weight", "below_uniform", "weighted", "other"
+DECISIVE = "decisive"
 
 
 @dataclass(frozen=True)

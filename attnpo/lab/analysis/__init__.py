@@ -1,1 +1,0 @@
-"""Measurements: statistics of weights, where a policy moved, how a judge is calibrated."""
