@@ -3,7 +3,7 @@
 import logging
 
 from attnpo.data.prepare import prepare_examples
-from attnpo.data.reading import read_pairs
+from attnpo.data.prepared import read_pairs
 from attnpo.models.scored import ScoredLM
 from attnpo.run.input_summary import log_captured
 from attnpo.run.inputs import encode

@@ -11,11 +11,10 @@ from transformers import PreTrainedTokenizerBase
 from attnpo.cli.progress import phase
 from attnpo.data.arrow_rows import pair_weights_of
 from attnpo.data.collate import TrainingExample
-from attnpo.data.micro_batches import COSTS, SHARED_PREFIX
+from attnpo.data.micro_batches import COSTS, SHARED_PREFIX, require_room
 from attnpo.data.prepare import DROPPED_FOR_COVERAGE, ExampleSet
 from attnpo.data.rules import BatchPlan
 from attnpo.data.sampler import steps_in
-from attnpo.data.token_budget import require_room
 from attnpo.data.weighing import SPLITS, Weighed
 from attnpo.judge.verdicts import judge_lines, judge_warning
 from attnpo.run.combinations import CHOICE
@@ -26,7 +25,7 @@ from attnpo.schema import SIDES, Json, UserError
 from attnpo.training.processes import planned_processes
 from attnpo.training.settings import CallbackSettings, TrainerSettings, total_steps
 from attnpo.weights.arrival import COLUMNS, Arrival
-from attnpo.weights.verbalizer import AnswerStatistics
+from attnpo.weights.readers import AnswerStatistics
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from attnpo.data import weighing
 from attnpo.data.prepare import EncodedSet
 from attnpo.data.rules import LengthRules
-from attnpo.data.scorers import RunScorers
+from attnpo.data.scoring import RunScorers
 from attnpo.data.weighing import Weighed
 from attnpo.judge.base import WeightReader
 from attnpo.judge.judge import RunJudge
@@ -22,9 +22,8 @@ from attnpo.run.messages import log_once
 from attnpo.schema import UserError
 from attnpo.text.alignment import AlignMethod
 from attnpo.weights.base import ScoredSource, WeightSource
-from attnpo.weights.reward_model import RunReward
+from attnpo.weights.readers import RunReward, RunVerbalizer
 from attnpo.weights.sources.reward_attention import RewardAttention
-from attnpo.weights.verbalizer import RunVerbalizer
 from attnpo.weights.verbalizer_settings import Verbalizer
 
 

@@ -10,7 +10,6 @@ from attnpo.cli.progress import phase
 from attnpo.cli.terminal import command_text
 from attnpo.config.compose import MISSING
 from attnpo.data.base import PairReader
-from attnpo.data.built import PreparedJudge
 from attnpo.judge.judge import RunJudge
 from attnpo.judge.settings import Judge
 from attnpo.models.compiled import require_backend
@@ -22,7 +21,7 @@ from attnpo.models.memory import Shape, count_parameters
 from attnpo.models.spec import AUTO, ModelSpec
 from attnpo.run.base import BaseModel
 from attnpo.run.combinations import require_reader, wants_auto
-from attnpo.run.components import JudgePreparer, Preparer
+from attnpo.run.components import JudgePreparer, PreparedJudge, Preparer
 from attnpo.run.folders import store_root
 from attnpo.run.messages import log_once
 from attnpo.run.readers import Readers

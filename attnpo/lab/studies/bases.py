@@ -12,7 +12,7 @@ from attnpo.cli.terminal import command_text
 from attnpo.config.named_files import below, files_of
 from attnpo.data.base import PairSet
 from attnpo.data.prepare import EncodedSet
-from attnpo.data.reading import read_pairs
+from attnpo.data.prepared import read_pairs
 from attnpo.data.weighing import Weighed
 from attnpo.lab.studies.config import FitConfig
 from attnpo.lab.studies.plan import Plan
