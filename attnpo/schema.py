@@ -98,9 +98,7 @@ def copied(turn: Message) -> Message:
 
 
 def asked_by(prompt: Sequence[Message]) -> list[list[str]]:
-    """Returns what tells one prompt from another, for digests: role and content of each turn, its calls and tools if
-    any.
-    """
+    """Returns what tells one prompt from another, for digests: each turn's role and content, its calls and tools."""
     more = [[turn[name] for name in ("tool_calls", "tools") if turn.get(name)] for turn in prompt]
     return [[turn["role"], turn["content"], *rest] for turn, rest in zip(prompt, more, strict=True)]
 
@@ -260,9 +258,7 @@ class Sampling:
             raise UserError(f"stop_ids must be token ids, none of them negative, got {list(self.stop_ids)}")
 
     def fingerprint(self) -> dict[str, object]:
-        """Returns what identifies the settings in a store. Those that came later are left out where they change
-        nothing.
-        """
+        """Returns what identifies the settings in a store; those that came later only where they change something."""
         first = ("max_new_tokens", "temperature", "top_p", "top_k", "seed")
         later = {
             "presence_penalty": self.presence_penalty,

@@ -48,7 +48,7 @@ def main(cfg: "WeighConfig") -> int:
 def fill_store(cfg: "RunConfig") -> None:
     """Puts this process's share of captured weights and reference log-probabilities into the store."""
     from attnpo.data.prepare import prepare_examples
-    from attnpo.data.reading import read_pairs
+    from attnpo.data.prepared import read_pairs
     from attnpo.models.scored import ScoredLM
     from attnpo.run.input_summary import log_arrivals, log_captured
     from attnpo.run.inputs import encode

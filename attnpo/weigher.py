@@ -19,13 +19,13 @@ from attnpo.data.prepare import EncodedSet, Tally, encode_pair, prepare_examples
 from attnpo.data.rules import AlignRules, LengthRules
 from attnpo.display.weighed_pair import WeighedPair, WeighedPairs, pair_with_weights
 from attnpo.judge.base import LoadedJudge
-from attnpo.judge.judge import thinking
-from attnpo.judge.label_check import PAIRS, measure_labels
+from attnpo.judge.judge import PAIRS, thinking
 from attnpo.judge.layers import Depth
 from attnpo.judge.prompts import PLACEHOLDERS, JudgePrompts, JudgeTemplate
 from attnpo.judge.reader import CausalJudge, kernel_for
 from attnpo.judge.settings import Assembly, Judge, TraceRules
 from attnpo.judge.traces import KeptTraces
+from attnpo.judge.verdicts import measure_labels
 from attnpo.models.backbone import require_causal_lm
 from attnpo.models.described import describe, require_exact, stated_positions, token_rows
 from attnpo.models.loading import described, heads_of, load_model, load_tokenizer, text_config
@@ -34,7 +34,6 @@ from attnpo.system.machine import device_of
 from attnpo.text.chat import ChatFormat
 from attnpo.weights.arrival import Arrival
 from attnpo.weights.base import OnlineSource, WeightSource
-from attnpo.weights.capture import capture_now
 from attnpo.weights.postprocess import Postprocess
 from attnpo.weights.sources.attention import Attention
 from attnpo.weights.sources.rollout import Rollout
@@ -251,7 +250,7 @@ class Weigher:
         unique = list({pair.pair_id: pair for pair in pairs}.values())
         raw: dict[str, PairWeights] = {}
         if self._rows and unique:
-            raw = {item.pair_id: item for item in capture_now(unique, self.source, self._rows, self._judge)}
+            raw = {item.pair_id: item for item in self.source.capture(unique, self._judge, self._rows)}
             self._check_labels([pair for pair in unique if raw[pair.pair_id].rounds][:PAIRS])
         both = zip(pairs, encoded, strict=True)
         return [(EncodedSet([pair], [sides], Tally(), 1), raw.get(pair.pair_id)) for pair, sides in both]

@@ -180,7 +180,8 @@ def adapt(row: Mapping[str, object], columns: Columns) -> AdaptedRow:
     noticed += [(_repeats(turns), Note.REPEATS), (_is_misscored(row, columns), Note.SCORES)]
     noticed += [(_calls_functions(row, columns), Note.LEGACY)]
     apart = noted is Note.APART
-    pair = PreferencePair.make(turns.history, turns.chosen, turns.rejected, _extra(row, columns), apart)
+    extra = {key: row[key] for key in columns.unused(row) if not _is_messages(row[key], columns)}
+    pair = PreferencePair.make(turns.history, turns.chosen, turns.rejected, extra, apart)
     return AdaptedRow(pair, (*(note for holds, note in noticed if holds), *([] if noted is None else [noted])))
 
 
@@ -233,9 +234,7 @@ _ROLES = {"human": "user", "gpt": "assistant"}
 
 
 def _joined(content: object) -> object:
-    """Returns the text of a content that is a list of text parts, as multimodal chats write it;
-    anything else as it is.
-    """
+    """Returns the text of a list of text parts, as multimodal chats write a content; anything else as it is."""
     parts = content if isinstance(content, Sequence) and not isinstance(content, str | bytes) else ()
     if not parts or not all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts):
         return content
@@ -285,10 +284,6 @@ def _functions(value: object, reason: Reason) -> str | None:
 def _cell(value: object, columns: Columns) -> str | list[Message]:
     """Returns what a cell of the table holds: a text, or messages."""
     return _text(value) if isinstance(value, str) else _messages(value, columns)
-
-
-def _extra(row: Mapping[str, object], columns: Columns) -> dict[str, object]:
-    return {key: row[key] for key in columns.unused(row) if not _is_messages(row[key], columns)}
 
 
 def _is_messages(value: object, columns: Columns) -> bool:
@@ -349,10 +344,7 @@ _FOLLOWS = {"assistant": ("user",), "user": ("assistant",), "call": (TOOL,), TOO
 
 
 def _check_history(history: Sequence[Message]) -> None:
-    """Raises RowProblem unless user and assistant take turns, after an optional system message.
-
-    The user is last, or the result of a tool: such turns follow a call and stand in front of the assistant.
-    """
+    """Raises RowProblem unless turns alternate behind a system turn and end with the user's or a tool's result."""
     turns = history[1:] if history and history[0]["role"] == "system" else history
     if not turns:
         raise RowProblem(Reason.NO_PROMPT)

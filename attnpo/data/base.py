@@ -174,9 +174,7 @@ def pairs_from_rows(
 
 
 def merged(sources: "Mapping[str, PairSource]", found: Mapping[str, PairSet], taken: Taken) -> PairSet:
-    """Returns one set of pairs: those ``taken``, in their order, each with the name of its set; says what each set
-    gave.
-    """
+    """Returns one set of pairs, those ``taken`` in their order with the name of their set; says what each gave."""
     counts: Counter[str] = Counter()
     notes: Counter[str] = Counter()
     examples: dict[str, list[int]] = {}
@@ -233,7 +231,9 @@ def row_range(selection: str | None, length: int, option: str = "data.train_rows
             f'{option}="{selection}" is no choice of rows; expected a number ("500"), a range ("100:300"), '
             'or a share of at most 100% ("10%", "10%:20%")'
         )
-    places = [None if bound is None else _place(bound[1], bool(bound[2]), length) for bound in bounds]
+    places = [
+        None if bound is None else length * int(bound[1]) // 100 if bound[2] else int(bound[1]) for bound in bounds
+    ]
     start, stop = (None, places[0]) if len(places) == 1 else places
     chosen = range(length)[start or 0 : stop]
     if not chosen:
@@ -244,28 +244,14 @@ def row_range(selection: str | None, length: int, option: str = "data.train_rows
     return chosen
 
 
-def _place(number: str, percent: bool, length: int) -> int:
-    return length * int(number) // 100 if percent else int(number)
-
-
 # ------------------------------------------------------------------------------------------------ shares
 
 
-@dataclass(frozen=True)
-class Shares:
-    """Numbers of the rows on either side, in their order, and the count of different prompts of each side."""
+def share_out(prompts: Sequence[str | None], share: float, where: str) -> tuple[set[str], int]:
+    """Returns ``share`` of the different prompts, rounded, for validation, and how many different ones there are.
 
-    train: list[int]
-    val: list[int]
-    train_prompts: int
-    val_prompts: int
-
-
-def share_out(prompts: Sequence[str | None], share: float, where: str) -> Shares:
-    """Puts ``share`` of the different prompts aside for validation, rounded, one at least on either side.
-
-    ``prompts`` are those of the rows (``prompts_of``). Those with the smallest digests are taken, so the order of the
-    rows moves none. Rows that are no pair stay with training, where they are counted.
+    ``prompts`` are those of the rows, None for what is no pair. Those with the smallest digests are taken, so the order
+    of the rows moves none; one at least is on either side.
 
     Raises:
         UserError: fewer than two different prompts; ``where`` names the data.
@@ -277,18 +263,11 @@ def share_out(prompts: Sequence[str | None], share: float, where: str) -> Shares
             f"{len(different)} usable: give data of more prompts, or a file of its own for validation"
         )
     count = min(max(round(share * len(different)), 1), len(different) - 1)
-    aside = set(different[:count])
-    val = [number for number, prompt in enumerate(prompts) if prompt in aside]
-    train = [number for number, prompt in enumerate(prompts) if prompt not in aside]
-    return Shares(train, val, len(different) - count, count)
+    return set(different[:count]), len(different)
 
 
-def prompts_of(rows: Iterable[Mapping[str, object]], columns: Columns) -> list[str | None]:
-    """Returns the digest of all messages of each row's prompt; None for a row that is no pair."""
-    return [_prompt(row, columns) for row in rows]
-
-
-def _prompt(row: Mapping[str, object], columns: Columns) -> str | None:
+def _prompt_of(row: Mapping[str, object], columns: Columns) -> str | None:
+    """Returns the digest of all messages of a row's prompt; None for a row that is no pair."""
     try:
         return digest([[turn["role"], turn["content"]] for turn in adapt(row, columns).pair.prompt])
     except RowProblem:
@@ -377,9 +356,7 @@ def amounts(kept: Mapping[str, int], sets: Mapping[str, MixedSet]) -> dict[str, 
 
 
 def draws(name: str, kept: int, seed: int) -> list[tuple[str, str, int]]:
-    """Returns a number drawn for each pair of a set, with the set and the pair's place, in order: the first ones are
-    taken.
-    """
+    """Returns a number drawn for each pair of a set, with set and place, in order: the first ones are taken."""
     return sorted((digest([seed, name, place]), name, place) for place in range(kept))
 
 
@@ -474,11 +451,10 @@ class PairSource:
         if self.mix:
             return _written(self._mixed(self.mix, split), write)
         table = self._table(split)
-        if self.val_share is None:
-            return self._pairs(table, split, range(len(table)), write)
-        found = share_out(self._prompts(table), self.val_share, self._where(split))
-        self._say_share(split, found, len(table))
-        return self._pairs(table, split, found.train if split == "train" else found.val, write)
+        there: Sequence[int] = range(len(table))
+        if self.val_share is not None:
+            (there,) = self._shared(split, {"": self}, {"": table}, self._where(split)).values()
+        return self._pairs(table, split, there, write)
 
     def places(self) -> list[tuple[str, str, str, str | None, str | None]]:
         """Returns what ``read_table`` is given for both splits, of every set of a mixture. UserError as ``load``."""
@@ -497,7 +473,7 @@ class PairSource:
 
     def _table(self, split: str) -> Table:
         """Returns all rows of a split, with the columns that are asked for."""
-        table = self._read(split)
+        table = read_table(self.path, *self._split(split), self.subset, self.revision)
         first_line = "the first line of " if isinstance(table, Lines) and table.headed else ""
         self.columns.check(table.column_names, first_line + self._where(split))
         return table
@@ -523,26 +499,10 @@ class PairSource:
         _LOG.log(logging.WARNING if pairs.dropped else logging.INFO, "%s: %s", where, pairs.summary())
         return replace(pairs, unused=tuple(self.columns.unused(table.column_names)))
 
-    def _prompts(self, table: Table) -> list[str | None]:
-        return prompts_of(table.select(range(len(table))), self.columns)
-
-    def _say_share(self, split: str, found: Shares, rows: int) -> None:
-        if split == "train":
-            _LOG.info(
-                "data.val_share=%g: %d of %d prompts (%d of %d rows) are kept for validation, by digest of the prompt",
-                self.val_share,
-                found.val_prompts,
-                found.val_prompts + found.train_prompts,
-                len(found.val),
-                rows,
-            )
-
     # -------------------------------------------------------------------------------------------- mixtures
 
     def _mixed(self, mix: Mapping[str, MixedSet], split: str) -> PairSet:
-        """Returns the pairs of all sets: of training those that are taken, in an order drawn by the seed; else all in
-        turn.
-        """
+        """Returns the pairs of all sets: of training those that are taken, in an order drawn by the seed."""
         sources = {name: self._of_set(one) for name, one in mix.items()}
         tables = {}
         for name, source in sources.items():
@@ -550,7 +510,7 @@ class PairSource:
                 tables[name] = source._table(split)
         there: dict[str, Sequence[int]] = {name: range(len(table)) for name, table in tables.items()}
         if self.val_share is not None:
-            there = self._shared(split, sources, tables)
+            there = self._shared(split, sources, tables, "data.mix")
         found = {}
         for name, source in sources.items():
             with of_set(name):
@@ -565,19 +525,28 @@ class PairSource:
         return merged(sources, found, [(name, place) for _, name, place in sorted(drawn)])
 
     def _shared(
-        self, split: str, sources: Mapping[str, "PairSource"], tables: Mapping[str, Table]
+        self, split: str, sources: Mapping[str, "PairSource"], tables: Mapping[str, Table], where: str
     ) -> dict[str, Sequence[int]]:
         """Returns the numbers of each set's rows in a split, prompts being shared out over all sets at once."""
-        prompts = [prompt for name, source in sources.items() for prompt in source._prompts(tables[name])]
-        found = share_out(prompts, self.val_share or 0.0, "data.mix")
-        self._say_share(split, found, len(prompts))
-        chosen, start = (found.train if split == "train" else found.val), 0
-        there: dict[str, Sequence[int]] = {}
-        for name, table in tables.items():
-            end = start + len(table)
-            there[name] = [number - start for number in chosen if start <= number < end]
-            start = end
-        return there
+        prompts = {
+            name: [_prompt_of(row, sources[name].columns) for row in table.select(range(len(table)))]
+            for name, table in tables.items()
+        }
+        every = [prompt for rows in prompts.values() for prompt in rows]
+        aside, different = share_out(every, self.val_share or 0.0, where)
+        if split == "train":
+            _LOG.info(
+                "data.val_share=%g: %d of %d prompts (%d of %d rows) are kept for validation, by digest of the prompt",
+                self.val_share,
+                len(aside),
+                different,
+                sum(prompt in aside for prompt in every),
+                len(every),
+            )
+        return {
+            name: [number for number, prompt in enumerate(rows) if (prompt in aside) == (split == "val")]
+            for name, rows in prompts.items()
+        }
 
     def _check_apart(self, where: str, length: int, rows: range) -> None:
         """Warns of validation rows that are training rows too. UserError where both are the same rows of one split."""
@@ -592,10 +561,6 @@ class PairSource:
             )
         if max(train.start, rows.start) < min(train.stop, rows.stop):
             _LOG.warning("%s: data.val_rows and data.train_rows name some of the same rows", where)
-
-    def _read(self, split: str) -> Table:
-        """Returns all rows of a split."""
-        return read_table(self.path, *self._split(split), self.subset, self.revision)
 
     def _split(self, split: str) -> tuple[str, str]:
         """Returns the name under which a split lies there, and the key that gives it."""

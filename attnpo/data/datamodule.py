@@ -1,7 +1,7 @@
 """Lightning's data module: pairs with token weights, in planned optimiser steps, resumable in mid-epoch."""
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
@@ -13,18 +13,14 @@ from torch.utils.data import DataLoader, Dataset
 
 from attnpo.data.arrow_rows import pair_weights_of, sizes_of
 from attnpo.data.base import SPLITS, PairReader
-from attnpo.data.collate import Layout, TrainingExample, collate
-from attnpo.data.micro_batches import COSTS, PADDED, ByCount, ByTokens, Cutting, RowCost
-from attnpo.data.mismatched_rows import MAKERS, StepRows, cut
-from attnpo.data.prepared import Examples, Recipe, facts_of_ids
-from attnpo.data.reading import Texts, encode, make_examples, read_pairs
+from attnpo.data.collate import Layout, TrainingExample, bare_rows, collate
+from attnpo.data.micro_batches import COSTS, PADDED, ByCount, ByTokens, Cutting, RowCost, costs_of, require_room
+from attnpo.data.prepared import Examples, Recipe, Texts, encode, make_examples, read_pairs
 from attnpo.data.rules import AlignRules, BatchPlan, LengthRules
 from attnpo.data.sampler import PlannedBatch, SamplerState, StepBatches, steps_in
-from attnpo.data.token_budget import costs_of, require_room
-from attnpo.data.weighing import REFILL
 from attnpo.judge.base import WeightReader
 from attnpo.models.layouts import LAYOUTS, padded
-from attnpo.schema import PreferenceBatch, UserError
+from attnpo.schema import PreferenceBatch, RowGroup, UserError
 from attnpo.system.machine import device_of
 from attnpo.system.processes import world_size
 from attnpo.system.store import Store
@@ -33,6 +29,116 @@ from attnpo.weights.base import WeightSource
 from attnpo.weights.transforms import WeightTransform
 
 log = logging.getLogger(__name__)
+
+
+# ------------------------------------------------------------------------------------ rows ahead of a step
+
+Ids = tuple[Sequence[int], Sequence[int]]
+"""Prompt ids and response ids of one row."""
+
+
+def partners(examples: Sequence[TrainingExample], step: Sequence[int]) -> dict[int, int]:
+    """Returns by the position of each pair of ``step`` the pair whose responses are put after its prompt.
+
+    That is the nearest earlier pair of the step (the step taken as a ring) with another prompt, and the pair before
+    where all of them share one. A step of a single pair takes its place in the ring of all examples instead.
+
+    Raises:
+        ValueError: there is a single example, so no other pair.
+    """
+    if len(examples) < 2:
+        raise ValueError("mismatched rows need at least two pairs")
+    if len(step) == 1:
+        return {step[0]: partners(examples, range(len(examples)))[step[0]]}
+    prompts = [examples[position].chosen.prompt_ids for position in step]
+    starts = [place for place in range(len(step)) if prompts[place] != prompts[place - 1]]
+    if not starts:
+        return {position: step[place - 1] for place, position in enumerate(step)}
+    partner: dict[int, int] = {}
+    before = step[starts[0] - 1]
+    for place in range(starts[0], starts[0] + len(step)):
+        here = place % len(step)
+        if prompts[here] != prompts[here - 1]:
+            before = step[here - 1]
+        partner[step[here]] = before
+    return partner
+
+
+def make_mismatched(examples: Sequence[TrainingExample], planned: PlannedBatch) -> list[list[Ids]]:
+    """Returns each pair's prompt with both responses of its partner: of a micro-batch the chosen ones first.
+
+    The mismatched sequences of KTO's reference point (Ethayarajh et al. 2024, section 4).
+    """
+    other = partners(examples, planned.whole)
+    made: list[list[Ids]] = []
+    for micro in planned.of_rank:
+        chosen = [(examples[i].chosen.prompt_ids, examples[other[i]].chosen.response_ids) for i in micro]
+        rejected = [(examples[i].rejected.prompt_ids, examples[other[i]].rejected.response_ids) for i in micro]
+        made.append([*chosen, *rejected])
+    return made
+
+
+MAKERS: Mapping[str, Callable[[Sequence[TrainingExample], PlannedBatch], list[list[Ids]]]] = {
+    "mismatched": make_mismatched
+}
+"""The rows of a rank's step by name, a list for each of its micro-batches; given any micro-batch of that step."""
+
+
+def cut(row: Ids, max_length: int) -> Ids:
+    """Returns the row with its response cut to what the prompt leaves of ``max_length``, one token at least."""
+    prompt, response = row
+    return prompt, response[: max(1, max_length - len(prompt))]
+
+
+@dataclass
+class StepRows:
+    """Makes the rows that an objective named with "ahead:NAME", for a whole step of this rank at once.
+
+    Rows longer than ``max_length`` (None: as long as they come) lose the end of their response; the first step that
+    has such rows tells their number in the log.
+
+    Raises:
+        ValueError: nobody here makes rows of such a name.
+    """
+
+    names: Collection[str]
+    max_length: int | None = None
+    _told: bool = field(default=False, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.names) - set(MAKERS))
+        if unknown:
+            raise ValueError(f"no rows ahead of a step are called {', '.join(unknown)}; there are {', '.join(MAKERS)}")
+
+    def make(
+        self, examples: Sequence[TrainingExample], planned: PlannedBatch, layout: Layout, pad_id: int
+    ) -> dict[str, tuple[RowGroup, ...]]:
+        """Returns by name a row group for each micro-batch of the rank's step."""
+        groups = {}
+        for name in sorted(self.names):
+            micros = MAKERS[name](examples, planned)
+            if self.max_length is not None:
+                micros = self._fit(name, micros, self.max_length)
+            groups[name] = tuple(bare_rows(rows, layout, pad_id) for rows in micros)
+        return groups
+
+    def _fit(self, name: str, micros: list[list[Ids]], max_length: int) -> list[list[Ids]]:
+        rows = [row for micro in micros for row in micro]
+        long = sum(len(prompt) + len(response) > max_length for prompt, response in rows)
+        if long and not self._told:
+            log.info(
+                "%s rows: %d of the %d of this step are longer than lengths.max_length %d; their responses are cut "
+                "there, and those of later steps too",
+                name,
+                long,
+                len(rows),
+                max_length,
+            )
+            self._told = True
+        return [[cut(row, max_length) for row in micro] for micro in micros] if long else micros
+
+
+# ------------------------------------------------------------------------------------ batches of whole steps
 
 
 @dataclass
@@ -109,7 +215,6 @@ class PreferenceDataModule(L.LightningDataModule):
         max_steps: optimiser steps of the run, if they and not the epochs end it.
         auto: whether the plan's budget of training tokens is a choice, so that another may take its place.
         device: where the reader's model runs; None is a GPU if there is one.
-        refill: how the store is filled beforehand, for the refusal in a job of several processes.
 
     Raises:
         UserError: in ``setup``, for data that cannot be read or trained on, and for missing weights in a job of
@@ -135,7 +240,6 @@ class PreferenceDataModule(L.LightningDataModule):
         max_steps: int = -1,
         auto: bool = False,
         device: torch.device | None = None,
-        refill: str = REFILL,
     ) -> None:
         super().__init__()
         if source.requires and (reader is None or store is None):
@@ -147,11 +251,12 @@ class PreferenceDataModule(L.LightningDataModule):
         self._from, self._reader, self._store, self._device = pairs, reader, store, device or device_of("auto")
         self._lengths = LengthRules() if lengths is None else lengths
         self._align = AlignRules() if align is None else align
-        self._transforms, self._refill = tuple(transforms), refill
+        self._transforms = tuple(transforms)
         self.texts: Texts | None = None
         self.made: Examples | None = None
-        self._begin(layout, chat.rows.pad_id, plan or BatchPlan(), seed, ahead, self._lengths.max_length, auto=auto)
+        self.layout, self.pad_id, self.plan, self.seed = layout, chat.rows.pad_id, plan or BatchPlan(), seed
         self.epochs, self.max_steps = epochs, max_steps
+        self._begin(ahead, self._lengths.max_length, auto)
 
     @classmethod
     def from_examples(
@@ -174,25 +279,16 @@ class PreferenceDataModule(L.LightningDataModule):
         """
         data = cls.__new__(cls)
         L.LightningDataModule.__init__(data)
-        data.texts, data.made, data.epochs, data.max_steps = None, None, epochs, max_steps
-        data._begin(layout, pad_id, plan or BatchPlan(), seed, ahead, max_length, auto=auto)
+        data.texts = data.made = None
+        data.layout, data.pad_id, data.plan, data.seed = layout, pad_id, plan or BatchPlan(), seed
+        data.epochs, data.max_steps = epochs, max_steps
+        data._begin(ahead, max_length, auto)
         data.put(train, val)
         return data
 
-    def _begin(
-        self,
-        layout: Layout,
-        pad_id: int,
-        plan: BatchPlan,
-        seed: int,
-        ahead: Collection[str],
-        longest: int | None,
-        *,
-        auto: bool,
-    ) -> None:
-        self.layout, self.pad_id, self.plan, self.seed = layout, pad_id, plan, seed
+    def _begin(self, ahead: Collection[str], longest: int | None, auto: bool) -> None:
         self._ahead = StepRows(ahead, longest) if ahead else None
-        self.chosen = plan.budget if auto else None
+        self.chosen = self.plan.budget if auto else None
         self._batches: tuple[Batches, Batches] | None = None
         self.sampler: StepBatches | None = None
         self._resume: SamplerState | None = None
@@ -234,9 +330,8 @@ class PreferenceDataModule(L.LightningDataModule):
         """Returns weights and examples of both splits, made once; ``source`` has its layer settled by now."""
         if self.made is None:
             texts = self.read()
-            ids = None if self._store is None else facts_of_ids(self.chat, self._lengths, texts.pairs)
             recipe = Recipe(self.source, self._reader, self._transforms, self._align, self._from)
-            self.made = make_examples(recipe, texts.pairs, texts.encoded, ids, self._store, self._device, self._refill)
+            self.made = make_examples(recipe, texts, self._store, self._device)
         return self.made
 
     # ------------------------------------------------------------------------------------------------ the batches
@@ -420,7 +515,5 @@ def _say(sampler: StepBatches, cutting: ByTokens) -> None:
 
 
 def loader(batches: Batches, sampler: StepBatches) -> DataLoader[PreferenceBatch]:
-    """Returns the loader of planned batches. It draws from its own generator, so training's random
-    numbers stay apart.
-    """
+    """Returns the loader of planned batches, which draws from a generator of its own and not from training's."""
     return DataLoader(batches, sampler=sampler, batch_size=None, generator=torch.Generator())

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from math import ceil
 
-from attnpo.schema import UserError
+from attnpo.data.arrow_rows import sizes_of
+from attnpo.data.collate import TrainingExample
+from attnpo.schema import SIDES, UserError
 
 log = logging.getLogger(__name__)
 
@@ -162,9 +164,7 @@ class ByCount:
         return micros
 
     def hands(self, step: Sequence[int], micros: int, ranks: int) -> Hands:
-        """Returns the step in as many micro-batches on each rank: consecutive shares, each in consecutive
-        micro-batches.
-        """
+        """Returns the step in as many micro-batches on each rank: consecutive shares, in consecutive parts."""
         return [
             [tuple(step[share.start + i] for i in part) for part in shares(len(share), micros)]
             for share in shares(len(step), ranks)
@@ -249,3 +249,27 @@ class ByTokens:
 
 Cutting = ByCount | ByTokens
 """What cuts the steps of a run into micro-batches."""
+
+
+# ------------------------------------------------------------------------------------------------ a budget of tokens
+
+
+def costs_of(examples: Sequence[TrainingExample], cost: RowCost) -> list[int]:
+    """Returns the tokens of each pair taken alone."""
+    sizes = sizes_of(examples)
+    once = sizes.prompts[0] * sizes.shared if cost.shared else 0
+    counts = len(SIDES) * sizes.longest if cost.padded else sizes.branches.sum(axis=0) - once
+    return [int(count) for count in counts]
+
+
+def require_room(examples: Sequence[TrainingExample], cost: RowCost, budget: int | None, key: str) -> None:
+    """Raises UserError for a budget of tokens, given as ``key``, that is below the longest pair."""
+    if budget is None or not examples:
+        return
+    costs = costs_of(examples, cost)
+    if (needed := max(costs)) > budget:
+        raise UserError(
+            f"{key} must hold the longest pair: expected at least {needed}, the tokens of pair "
+            f"{examples[costs.index(needed)].pair_id} as {cost.name} rows, got {budget}; raise {key}, or lower "
+            "lengths.max_length"
+        )

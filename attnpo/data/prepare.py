@@ -253,9 +253,7 @@ def warn_of_rendered(count: int, prompts: int, first: Sequence[str]) -> None:
 
 
 def unknown_share(encoded: EncodedSet, tokenizer: PreTrainedTokenizerBase) -> float:
-    """Returns the share of response tokens that stand for text the tokenizer does not know; 0 where it marks none as
-    such.
-    """
+    """Returns the share of response tokens that stand for unknown text; 0 where the tokenizer marks none as such."""
     unknown = tokenizer.unk_token_id
     if unknown is None or unknown == tokenizer.eos_token_id:
         return 0.0

@@ -1,14 +1,17 @@
-"""Pairs, training ids and weighed examples of large data as prepared rows of the store, and back.
+"""Steps before training: pairs read, their training ids, and the weighed examples that are made of these.
 
-Owns what decides each of them (its facts), the account that is kept beside it, and from which size on rows are prepared
-at all: smaller sets are made anew in moments, and held in memory.
+Those of large data are prepared once as rows of the store, and mapped from there. Owns what decides each of them (its
+facts), the account that is kept beside it, and from which size on rows are prepared at all: smaller sets are made anew
+in moments, and held in memory.
 """
 
 import datetime
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from attnpo.cli.progress import phase
 from attnpo.config.fields import as_values
 from attnpo.config.named_files import files_of as named_files
 from attnpo.data.arrow_rows import (
@@ -26,6 +30,7 @@ from attnpo.data.arrow_rows import (
     PAIRS,
     EncodedRows,
     ExampleRows,
+    NoJson,
     PairRows,
     Rows,
     RowsOnDemand,
@@ -35,21 +40,28 @@ from attnpo.data.arrow_rows import (
     sizes_of,
     weighed_row,
 )
-from attnpo.data.base import SPLITS, PairSet, PairSource, SetAccount
+from attnpo.data.base import SPLITS, PairReader, PairSet, PairSource, SetAccount, name_unused
 from attnpo.data.collate import TrainingExample
-from attnpo.data.example_numbers import Measured
-from attnpo.data.overlap import Overlap, Overlaps, key_of_prompt
-from attnpo.data.prepare import EncodedSet, ExampleSet, Tally, fit_transforms
+from attnpo.data.example_numbers import ExampleNumbers, Measured
+from attnpo.data.overlap import Overlap, Overlaps, count_overlap, key_of_prompt
+from attnpo.data.prepare import (
+    EncodedSet,
+    ExampleSet,
+    Tally,
+    encode_pairs,
+    fit_transforms,
+    prepare_examples,
+    unknown_share,
+)
 from attnpo.data.prepared_rows import Account, prepared_rows, record_lines, repeat_lines
 from attnpo.data.rules import AlignRules, LengthRules
 from attnpo.data.tables import files_of, read_table
-from attnpo.data.weighing import Weighed
+from attnpo.data.weighing import REFILL, Weighed, weigh
 from attnpo.judge.base import WeightReader
-from attnpo.judge.judge import RunJudge
-from attnpo.judge.label_check import LabelCheck, LabelMass
-from attnpo.judge.verdicts import JudgeStatistics, TraceStatistics
+from attnpo.judge.judge import LabelCheck, RunJudge
+from attnpo.judge.verdicts import JudgeStatistics, LabelMass, TraceStatistics
 from attnpo.models.kept_digests import unchanged_digest
-from attnpo.schema import SIDES, EncodedResponse, PreferencePair, digest, ids_of
+from attnpo.schema import SIDES, EncodedResponse, PreferencePair, UserError, digest, ids_of
 from attnpo.system.files import flat
 from attnpo.system.source_digest import PACKAGE, source_digest
 from attnpo.system.store import Store, Table
@@ -57,8 +69,10 @@ from attnpo.text.chat import ChatFormat
 from attnpo.weights.arrival import Arrival
 from attnpo.weights.base import WeightSource
 from attnpo.weights.capture import WEIGHTS, CapturedRows, CaptureReport, LogpPair, weights_key
+from attnpo.weights.readers import AnswerStatistics
 from attnpo.weights.transforms import WeightTransform
-from attnpo.weights.verbalizer import AnswerStatistics
+
+log = logging.getLogger(__name__)
 
 Logps = Sequence[LogpPair]
 
@@ -69,6 +83,7 @@ PER_TEXT = 3
 BYTES_OF_WEIGHT = 4
 PAIRS_HELD = 4096
 """Pairs that are held in memory with all that is made of them, if they are no more."""
+UNKNOWN = 0.05  # of the response tokens; above it, a warning
 
 
 # ------------------------------------------------------------------------------------------------ pairs
@@ -386,3 +401,104 @@ def prepare_logps(store: Path, table: Table, rows: ExampleRows, load: Callable[[
     size = BYTES_OF_WEIGHT * int(np.sum(rows.sizes().responses))
     made = prepared_rows(store, "reference", {"examples": rows.name, "reference": table.key}, size, make)
     return replace(rows, logps=made.table)
+
+
+# ------------------------------------------------------------------------------------------------ the steps
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Pairs of both splits, their training ids, and what validation shares with training.
+
+    ``facts``: what decides the training ids, where they are prepared in the store.
+    """
+
+    pairs: dict[str, PairSet]
+    encoded: dict[str, EncodedSet]
+    overlap: Overlap
+    facts: Mapping[str, object] | None = None
+
+
+@phase("reading the pairs")
+def read_pairs(source: PairReader, weights: WeightSource, store: Store | None) -> dict[str, PairSet]:
+    """Returns the pairs of both splits; logs which columns of the training data neither pairs nor ``weights`` read."""
+    found, pairs = None if store is None else facts_of_data(source), None
+    if found is not None and store is not None and isinstance(source, PairSource):
+        with suppress(NoJson):  # such pairs are held in memory
+            pairs = prepare_pairs(Path(store.root), *found, source.load)
+    if pairs is None:
+        pairs = {split: source.load(split) for split in SPLITS}
+    name_unused(pairs["train"], weights.columns)
+    return pairs
+
+
+@phase("tokenising the pairs")
+def encode(pairs: Mapping[str, PairSet], chat: ChatFormat, rules: LengthRules, store: Store | None) -> Texts:
+    """Returns both splits with their training ids under the length rules, and what they share.
+
+    Warns of text that the tokenizer does not know. UserError naming the split when nothing is left of it.
+    """
+
+    def encode_split(split: str, take: Take | None = None) -> EncodedSet:
+        try:
+            return encode_pairs(pairs[split].pairs, chat, rules, write=take)
+        except UserError as error:
+            raise UserError(f"{split}: {error}") from error
+
+    facts = None if store is None else facts_of_ids(chat, rules, pairs)
+    if facts is None or store is None:
+        encoded = {split: encode_split(split) for split in pairs}
+        overlap = count_overlap(encoded["train"], encoded["val"])
+    else:
+        encoded, overlap = prepare_ids(Path(store.root), facts, pairs, encode_split)
+    for split, found in encoded.items():
+        share = unknown_share(found, chat.tokenizer)
+        if share > UNKNOWN:
+            log.warning(
+                "%s: %.0f %% of the response tokens are %s, text that the tokenizer does not know: neither judge nor "
+                "policy can tell such words apart; take a model whose tokenizer fits the data",
+                split,
+                100 * share,
+                chat.tokenizer.unk_token,
+            )
+    return Texts(dict(pairs), encoded, overlap, facts)
+
+
+@phase("weights of the training tokens")
+def make_examples(
+    recipe: Recipe, texts: Texts, store: Store | None, device: torch.device, refill: str = REFILL
+) -> Examples:
+    """Returns the examples that ``recipe`` makes of both splits; reads with its model what the store lacks."""
+    make = partial(_make_examples, recipe, texts, store, device, refill)
+    facts = recipe.facts(texts.facts)
+    return make() if facts is None or store is None else prepare_examples_of(store, facts, texts.encoded, recipe, make)
+
+
+def _make_examples(
+    recipe: Recipe,
+    texts: Texts,
+    store: Store | None,
+    device: torch.device,
+    refill: str,
+    take: Callable[[str, int, TrainingExample], None] | None = None,
+) -> Examples:
+    """Makes the examples of both splits; those that ``take`` is given are not held."""
+    encoded = texts.encoded
+    weighed = weigh(recipe.source, recipe.reader, store, encoded, device, refill=refill)
+    align, source, captured, layers = recipe.align, weighed.source, weighed.captured, weighed.layers
+    transforms = fit_transforms(recipe.transforms, encoded["train"], source, captured, layers, align)
+    sets, measured = dict[str, ExampleSet](), dict[str, Measured]()
+    for split in SPLITS:
+        numbers, places = ExampleNumbers(texts.pairs[split], source), list[int]()
+        examples: list[TrainingExample] = []
+
+        def keep(place: int, example: TrainingExample) -> None:
+            numbers.add(example)  # noqa: B023  # called in this round alone
+            places.append(place)  # noqa: B023
+            examples.append(example) if take is None else take(split, place, example)  # noqa: B023
+
+        found = prepare_examples(encoded[split], source, captured, align, layers, transforms, keep)
+        sets[split] = replace(found, examples=examples)
+        sizes = sizes_of(encoded[split].encoded).take(np.array(places, dtype=np.int64))
+        measured[split] = numbers.of(sizes)
+    return Examples(replace(weighed, transforms=transforms), sets, measured)

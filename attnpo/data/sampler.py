@@ -56,14 +56,13 @@ class SamplerState(TypedDict):
     """Where in the data a run was saved.
 
     ``batches`` of ``epoch`` were consumed, of the order that ``order`` decides, in steps cut as ``layout`` says.
-    Without these two it is a state of this very plan.
     ``budgets``: of tokens, as chosen by the memory estimate and as used in the end.
     """
 
     epoch: int
     batches: int
-    order: NotRequired[dict[str, int]]
-    layout: NotRequired[dict[str, Any]]
+    order: dict[str, int]
+    layout: dict[str, Any]
     budgets: NotRequired[Sequence[int]]
 
 
@@ -225,26 +224,22 @@ class StepBatches(Sampler[PlannedBatch]):
             UserError: the state belongs to other pairs, another order or step size, lies inside a step that is now
             cut in another way, or comes from processes that left out pairs which these do not, or the reverse.
         """
-        order = self._order_key()
-        saved = state.get("order", order)
+        order, saved = self._order_key(), state["order"]
         differing = [f"{key} was {saved.get(key)}, is {now}" for key, now in order.items() if saved.get(key) != now]
         if differing:
             raise UserError(
                 f"cannot resume with another order of the data: {', '.join(differing)}. "
                 "Use the data and batch settings of the saved run"
             )
-        batches = self._translate(int(state["batches"]), self._split_of(state))
+        batches = self._translate(int(state["batches"]), Split(**state["layout"]))
         if not 0 <= batches <= len(self):
             raise UserError(f"cannot resume after batch {batches}: an epoch has {len(self)} batches")
         self._enter(int(state["epoch"]))
         self.consumed = self._start = batches
 
-    def _split_of(self, state: SamplerState) -> Split:
-        return Split(**state["layout"]) if "layout" in state else self.split
-
     def is_inside(self, state: SamplerState) -> bool:
         """Tells whether ``state`` was saved inside an optimiser step."""
-        return self._divides(int(state["batches"]), self._split_of(state))
+        return self._divides(int(state["batches"]), Split(**state["layout"]))
 
     def _divides(self, batches: int, split: Split) -> bool:
         last = self._full * split.accumulation

@@ -8,12 +8,29 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attnpo.data.collate import TrainingExample
+from attnpo.data.prepare import Tally, encode_pair
+from attnpo.data.rules import LengthRules
+from attnpo.judge.base import WeightReader
+from attnpo.models.described import token_rows
 from attnpo.models.generate import longest_first
 from attnpo.models.layouts import Layout, padded
+from attnpo.models.loading import attention_of, load_model, load_tokenizer, text_config, weights_fingerprint
 from attnpo.models.scored import ScoredLM
-from attnpo.schema import EncodedResponse, TokenStats, UserError
+from attnpo.models.spec import DTYPES, ModelSpec
+from attnpo.schema import (
+    SIDES,
+    EncodedResponse,
+    Message,
+    PreferencePair,
+    TokenStats,
+    UserError,
+    check_choice,
+    copied,
+)
+from attnpo.text.chat import ChatFormat, RefusedText
+from attnpo.weights.base import ScoredSource, ScorerModel
 from attnpo.weights.capture import LogpPair
-from attnpo.weights.sources.scorers import Scorer
+from attnpo.weights.sources.scorers import LoadedScorers, Scorer
 
 TOKENS_PER_FORWARD = 16384  # padded, both branches of each pair
 
@@ -61,30 +78,22 @@ class ModelScorer:
     model: ScoredLM
     pad_id: int
 
-    def scores(self, ids: Sequence[EncodedResponse], names: Collection[str]) -> list[Scores]:
-        """Returns the statistics ``names`` of each response's tokens, in the order of ``ids``; UserError for unknown
-        names.
-        """
-        return self._scores(ids, names, None)
+    def scores(
+        self, ids: Sequence[EncodedResponse], names: Collection[str], other: Scorer | None = None
+    ) -> list[Scores]:
+        """Returns the statistics ``names`` of each response's tokens, in the order of ``ids``.
 
-    def pair_scores(self, ids: Sequence[EncodedResponse], other: Scorer, names: Collection[str]) -> list[Scores]:
-        """Returns the same with joint statistics, in which ``other`` is the second model.
-
-        UserError for models whose vocabularies differ in size, TypeError for a scorer that is no ``ModelScorer``.
+        UserError for unknown names, and for an ``other`` whose vocabulary differs in size; TypeError for one that is no
+        ``ModelScorer``.
         """
-        if not isinstance(other, ModelScorer):
+        if not isinstance(other, ModelScorer | None):
             raise TypeError(f"two models are compared through their heads, and {type(other).__name__} shows none")
-        own, second = (len(scorer.model.head().weight) for scorer in (self, other))
+        own, second = (len((scorer or self).model.head().weight) for scorer in (self, other))
         if own != second:
             raise UserError(
                 f"the distributions of two scorers are compared token by token, and their heads have {own} and "
                 f"{second} rows: take models with one vocabulary"
             )
-        return self._scores(ids, names, other)
-
-    def _scores(
-        self, ids: Sequence[EncodedResponse], names: Collection[str], other: "ModelScorer | None"
-    ) -> list[Scores]:
         found: dict[int, Scores] = {}
         for scorer in (self, *([] if other is None else [other])):
             scorer.model.eval()
@@ -110,3 +119,175 @@ class ModelScorer:
             second = (hidden, other.model.head())
         stats: TokenStats = self.model(*read, names, second)
         return stats
+
+
+# ------------------------------------------------------------------------------------- scorers of a run's weights
+
+
+class RunTexts:
+    """A run's pairs as training ids under its chat format and length rules."""
+
+    def __init__(self, chat: ChatFormat, rules: LengthRules) -> None:
+        self.chat, self.rules = chat, rules
+
+    def encode(self, pair: PreferencePair) -> Mapping[str, EncodedResponse]:
+        """Returns the ids by side that training reads; ``RefusedText`` for a pair that the length rules drop."""
+        tally = Tally()
+        encoded = encode_pair(pair, self.chat, self.rules, tally, keep_same=True)
+        if encoded is None:
+            reason = next(event for event in tally.counts if event.startswith("dropped: ")).removeprefix("dropped: ")
+            raise RefusedText(reason, f"pair {pair.pair_id}: {reason}")
+        return encoded
+
+    def add_instruction(
+        self, pair: PreferencePair, encoded: Mapping[str, EncodedResponse], instruction: str
+    ) -> tuple[Mapping[str, EncodedResponse], bool]:
+        """Returns the same responses under a prompt with ``instruction``, and whether that prompt had to be shortened.
+
+        The instruction ends the last user turn, so that a prompt that keeps its last tokens keeps it. ``RefusedText``
+        for a prompt without a user turn, and for one that the chat template refuses.
+        """
+        prompt = _with_instruction(pair, instruction)
+        found, cut = {}, False
+        for side in SIDES:
+            response = encoded[side].response_ids
+            ids = self.chat.encode(prompt, pair.response(side)).prompt_ids
+            # What the training prompt has is the least: a long response may leave no more.
+            room = min(self.rules.max_prompt_length, self.rules.max_length - len(response))
+            room = max(room, len(encoded[side].prompt_ids))
+            cut = cut or len(ids) > room
+            found[side] = EncodedResponse(ids[-room:], response, encoded[side].offsets)
+        return found, cut
+
+    def fingerprint(self) -> dict[str, object]:
+        """Returns what identifies the ids: chat format and truncation."""
+        rules = self.rules
+        return {
+            "chat": self.chat.fingerprint(),
+            "max_prompt_length": rules.max_prompt_length,
+            "max_length": rules.max_length,
+            "keep": rules.keep.value,
+        }
+
+
+def _with_instruction(pair: PreferencePair, instruction: str) -> list[Message]:
+    places = [place for place, turn in enumerate(pair.prompt) if turn["role"] == "user"]
+    if not places:
+        reason = "a prompt has no user turn for a scorer's instruction"
+        raise RefusedText(reason, f"pair {pair.pair_id}: {reason}")
+    turns = [copied(turn) for turn in pair.prompt]
+    turns[places[-1]]["content"] += f"\n\n{instruction}"
+    return turns
+
+
+class RunScorers(WeightReader):
+    """Models that a source compares, described by their folders alone until ``load`` loads them.
+
+    Args:
+        source: names its models.
+        model: the run's model, which is any scorer without a path.
+        chat: the run's chat format; its tokenizer's vocabulary is the one every scorer must have.
+        rules: the run's length rules.
+
+    Raises:
+        UserError: a scorer that is not there, has another vocabulary, or is the other one under another path.
+    """
+
+    name, done = "scorers", "scored"
+
+    def __init__(self, source: ScoredSource, model: ModelSpec, chat: ChatFormat, rules: LengthRules) -> None:
+        self.models, self.reads = source.scorers, 2 * len(source.scorers)
+        self.model, self.chat = model, chat
+        self.texts = RunTexts(chat, rules)
+        for name, scorer in self.models.items():
+            check_choice(f"weights.{name}.dtype", scorer.dtype, DTYPES)
+            self._check_vocabulary(name, scorer)
+        self._check_sizes(source)
+        self._check_distinct()
+
+    def place(self, scorer: ScorerModel) -> tuple[str, str | None]:
+        """Path and revision of a scorer."""
+        return (self.model.path, self.model.revision) if scorer.path is None else (scorer.path, scorer.revision)
+
+    def _check_vocabulary(self, name: str, scorer: ScorerModel) -> None:
+        if scorer.path is None:
+            return
+        try:
+            vocabulary = load_tokenizer(*self.place(scorer)).get_vocab()
+        except UserError as error:
+            raise UserError(f"weights.{name}.path: {error}") from error
+        own = self.chat.tokenizer.get_vocab()
+        if vocabulary != own:
+            other = sorted(token for token in own.keys() | vocabulary.keys() if own.get(token) != vocabulary.get(token))
+            raise UserError(
+                f"weights.{name}.path={scorer.path} has another vocabulary than {self.model.path} ({len(vocabulary)} "
+                f"and {len(own)} tokens, {len(other)} of them differ, first: {other[0]!r}), and a scorer reads the ids "
+                "of training: take one trained from a model with this tokenizer"
+            )
+
+    def _check_sizes(self, source: ScoredSource) -> None:
+        sizes = {name: token_rows(text_config(*self.place(scorer))) for name, scorer in self.models.items()}
+        longest = max(self.chat.tokenizer.get_vocab().values())
+        if self.chat.rows.count is not None:
+            longest = min(longest, self.chat.rows.count - 1)  # training reads no others
+        for name, size in sizes.items():
+            if size is not None and size <= longest:
+                raise UserError(
+                    f"weights.{name}: the model has {size} token embeddings, and the largest id of training is "
+                    f"{longest}; take a model that belongs to this tokenizer"
+                )
+        if source.compares_whole and len(set(sizes.values())) > 1:
+            stated = " and ".join(f"weights.{name} has {size}" for name, size in sizes.items())
+            raise UserError(
+                f"the two scorers' distributions are compared token by token, and their vocabularies are of two sizes "
+                f"({stated}): take models with heads of one size"
+            )
+
+    def _check_distinct(self) -> None:
+        """Refuses one model under two paths: what the paths hold decides, as their names say too little."""
+        (first, one), (second, other) = self.models.items()
+        if one.instruction == other.instruction and self._weights(one) == self._weights(other):
+            raise UserError(
+                f"weights.{first} and weights.{second} hold the same weights, so that they agree on every token: set "
+                f"weights.{first}.path or weights.{second}.path to another model"
+            )
+
+    def _weights(self, scorer: ScorerModel) -> dict[str, str]:
+        return weights_fingerprint(*self.place(scorer))
+
+    def fingerprint(self) -> dict[str, object]:
+        """Returns what identifies both models' numbers, in their order: weights, number format, kernel family."""
+        described: dict[str, object] = {}
+        for rank, scorer in zip(("first", "second"), self.models.values(), strict=True):
+            described[rank] = {
+                "weights": self._weights(scorer),
+                "dtype": scorer.dtype,
+                "kernel": attention_of(*self.place(scorer), "sdpa"),
+            }
+        return described
+
+    def paths(self) -> str:
+        """Returns both models for the log."""
+        return " and ".join(f"{name} {self.place(scorer)[0]}" for name, scorer in self.models.items())
+
+    def describe_pass(self, rows: str) -> str:
+        """Returns in words what a pass does."""
+        return f"scorer pass: {self.paths()} read the training tokens of both responses"
+
+    def fingerprint_of_prompts(self) -> Mapping[str, object]:
+        """Returns what identifies the ids that they read."""
+        return self.texts.fingerprint()
+
+    def load(self, device: torch.device) -> LoadedScorers:
+        """Scorers and texts for capturing; loads a model that is asked in two ways once."""
+        loaded: dict[tuple[str, str | None, str], Scorer] = {}
+        scorers = {}
+        for name, scorer in self.models.items():
+            path, revision = self.place(scorer)
+            key = (path, revision, scorer.dtype)
+            if key not in loaded:
+                model = load_model(path, dtype=scorer.dtype, revision=revision)
+                model.to(device)  # type: ignore[arg-type]
+                loaded[key] = ModelScorer(ScoredLM(model), self.chat.rows.pad_id)
+            scorers[name] = loaded[key]
+        return LoadedScorers(scorers, self.texts)

@@ -186,9 +186,7 @@ def is_one_table(path: str) -> bool:
 
 
 def has_split(path: str, split: str) -> bool:
-    """Returns whether a split has this name; True on the hub, which only loading would tell. UserError: nothing is
-    there.
-    """
+    """Returns whether a split has this name, True on the hub, which only loading would tell. UserError for no data."""
     place = Path(path).expanduser()
     if not place.exists():
         _require_hub_name(path)
@@ -240,9 +238,7 @@ def _split_files(folder: Path, split: str, option: str) -> list[Path]:
 
 
 def _stems(folder: Path) -> dict[Path, str]:
-    """Returns the files of a folder that can be read, also in a sub-folder ``data``, and the split that each belongs
-    to.
-    """
+    """Returns the readable files of a folder and of its sub-folder ``data``, and the split that each belongs to."""
     files = [file for place in (folder, folder / "data") if place.is_dir() for file in sorted(place.iterdir())]
     readable = [file for file in files if file.is_file() and _suffix(file) is not None]
     return {file: _SHARD.sub("", file.name[: -len(_suffix(file) or "")]) for file in readable}
@@ -399,9 +395,7 @@ def read_lines(files: Iterable[Path], path: str) -> Table:
 
 
 def content_of(file: Path, path: str) -> bytes:
-    """Returns the bytes of a file, unpacked where its name ends in .gz. UserError naming file and
-    ``path`` otherwise.
-    """
+    """Returns the bytes of a file, unpacked where its name ends in .gz. UserError naming file and ``path``."""
     with _reading(file, path):
         return gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
 

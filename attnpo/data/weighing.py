@@ -15,10 +15,9 @@ from attnpo.cli.progress import phase
 from attnpo.data.arrow_rows import Joined, Picked, sizes_of
 from attnpo.data.prepare import EncodedSet, Tally
 from attnpo.judge.base import LoadedJudge, WeightReader
-from attnpo.judge.judge import RunJudge
-from attnpo.judge.label_check import LabelCheck, LabelMass
+from attnpo.judge.judge import LabelCheck, RunJudge
 from attnpo.judge.layers import Row, layer_column, rows_in_words
-from attnpo.judge.verdicts import JudgeStatistics, TraceStatistics, trace_statistics
+from attnpo.judge.verdicts import JudgeStatistics, LabelMass, TraceStatistics, judge_statistics, trace_statistics
 from attnpo.schema import PairWeights, PreferencePair, UserError, ids_of
 from attnpo.system.files import in_bytes
 from attnpo.system.processes import world_size
@@ -35,8 +34,8 @@ from attnpo.weights.capture import (
     unreadable_pairs,
     weights_key,
 )
+from attnpo.weights.readers import AnswerStatistics, RunVerbalizer
 from attnpo.weights.transforms import WeightTransform
-from attnpo.weights.verbalizer import AnswerStatistics
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +119,7 @@ def weigh(
     columns = [TOKENS, *(layer_column(layer) for layer in layers), *([VERDICTS] if reader.verdict else [])]
     table = store.table(WEIGHTS, key)
     lacking = _log_stored(table, set(ids_of(share)), encoded, columns, reader.rounds, len(layers))
-    labels = LabelCheck(reader, store) if isinstance(reader, RunJudge) else None
+    labels = LabelCheck(reader, store, wanted) if isinstance(reader, RunJudge) else None
 
     def refuse_many(lacks: str) -> None:
         if shard is None and world_size() > 1:
@@ -148,7 +147,7 @@ def weigh(
             )
         made = reader.load(device)
         if labels is not None and isinstance(made, LoadedJudge):
-            labels.before(made, wanted)
+            labels.measure(made)
         return made
 
     rows = layers if every_row else source.rows_read()
@@ -167,15 +166,15 @@ def weigh(
     if report.computed:
         log.info("weights: %d pairs computed in %.1f s", report.computed, report.seconds)
     if labels is not None and not report.computed:
-        labels.recall(load_judge, wanted)
+        labels.recall(load_judge)
     _log_unreadable(table, list(dict.fromkeys(ids_of(wanted))), columns, reader)
     told = captured.without_tokens if isinstance(captured, CapturedRows) else captured.values
     prompts = Counter[str]()
     seen = _counting(told(), prompts)
-    verdicts = reader.count_verdicts(seen)
+    verdicts = None
+    if isinstance(reader, RunJudge) and reader.verdict:
+        verdicts = judge_statistics(seen, reader.prompts.label_ids)
     deque(seen, maxlen=0)  # where no verdicts were asked for, none is looked at before
-    answers = reader.count_answers(share, captured)
-    assert answers is None or isinstance(answers, AnswerStatistics)
     return Weighed(
         source,
         captured,
@@ -184,10 +183,10 @@ def weigh(
         rows,
         reader.num_layers,
         key,
-        answers,
+        reader.count_answers(share, captured) if isinstance(reader, RunVerbalizer) else None,
         reads=reader.reads,
         seconds=table.seconds_per_pair(captured),
-        label_mass=None if labels is None else labels.known(wanted),
+        label_mass=None if labels is None else labels.known(),
         traces=None if reader.trace is None else trace_statistics(told(), reader.trace),
         rounds=prompts["read"],
         cut=prompts["cut"],
@@ -203,9 +202,7 @@ def _counting(captured: Iterable[PairWeights], prompts: Counter[str]) -> Iterato
 
 
 def _columns_key(source: WeightSource, encoded: Mapping[str, EncodedSet]) -> dict[str, object]:
-    """Returns what identifies the columns that a source reads, which the pairs' ids do not cover; empty for other
-    sources.
-    """
+    """Returns what identifies the columns that a source reads, which the pairs' ids do not cover."""
     if not source.columns:
         return {}
     found = hashlib.sha256()
@@ -219,10 +216,7 @@ def _columns_key(source: WeightSource, encoded: Mapping[str, EncodedSet]) -> dic
 def _log_stored(
     table: Table, wanted: set[str], encoded: Mapping[str, EncodedSet], columns: list[str], rounds: int, layers: int
 ) -> int:
-    """Logs what the store holds of the wanted pairs and about how much will be written for the others.
-
-    Their size goes by the training tokens, in each round. Returns the number of the others.
-    """
+    """Logs what the store holds of the wanted pairs and about how much will be written; returns how many it lacks."""
     lacking = set(table.missing(sorted(wanted), columns))
     tokens = 0
     for made in encoded.values():
@@ -233,10 +227,7 @@ def _log_stored(
 
 
 def _log_unreadable(table: Table, wanted: list[str], columns: list[str], reader: WeightReader) -> None:
-    """Logs by reason which of the wanted pairs the model cannot be shown, as far as they are stored by now.
-
-    UserError when that is every pair: the last of several processes sees what all of them stored.
-    """
+    """Logs by reason which stored pairs the model cannot be shown; UserError when that is every wanted pair."""
     found = unreadable_pairs(table, wanted)
     if not found:
         return

@@ -19,7 +19,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -177,31 +176,6 @@ def cut(length: int, per_query: int) -> Iterator[slice]:
         yield slice(start, min(start + size, length))
 
 
-@runtime_checkable
-class AttentionMap(Protocol):
-    """One layer's attention map as rollout reads it."""
-
-    def rows(self, last: Int[Tensor, " batch"]) -> Float[Tensor, "batch heads T"]:
-        """Returns the softmax row of each sequence's position ``last``, per query head."""
-
-    def pull(self, weights: Float[Tensor, "batch T"]) -> Float[Tensor, "batch T"]:
-        """``weights @ A`` for the head-mean attention map A."""
-
-
-def rollout_row(layers: Iterable[AttentionMap], last: Int[Tensor, " batch"]) -> Float[Tensor, "batch T"]:
-    """Returns the row of position ``last`` of the product of ``(I + A_l) / 2``; ``layers`` come from the deepest up.
-
-    No layer is needed twice, so a generator that drops each after use keeps memory low.
-    """
-    layers = iter(layers)
-    first = next(layers).rows(last).mean(1)
-    # The deepest layer acts on a unit vector, so one row of it is enough.
-    weights = (torch.zeros_like(first).scatter_(1, last[:, None], 1.0) + first) / 2
-    for layer in layers:
-        weights = (weights + layer.pull(weights)) / 2
-    return weights
-
-
 # transformers reads meaning into names that contain "sdpa", "eager" or "flash"; these must not.
 TAP_FAST = "attnpo_row_tap"
 TAP_BLOCKS = "attnpo_row_tap_blocks"
@@ -247,7 +221,7 @@ class Probe:
         self.depth = depth
         self.final = (depth - 1 if rollout else max(layers, default=-1)) if stop else None
         self.rows: dict[int, Tensor] = {}
-        self.kept: dict[int, AttentionMap] = {}
+        self.kept: dict[int, LayerAttention | GivenMap] = {}
         self.trimming = False
         self._end: tuple[Tensor, Tensor] | None = None
 
@@ -471,6 +445,20 @@ class GivenMap:
         for head in self.maps.unbind(1):
             pulled += (weights[:, None] @ head.to(weights.dtype))[:, 0]
         return pulled / self.maps.shape[1]
+
+
+def rollout_row(layers: Iterable[LayerAttention | GivenMap], last: Int[Tensor, " batch"]) -> Float[Tensor, "batch T"]:
+    """Returns the row of position ``last`` of the product of ``(I + A_l) / 2``; ``layers`` come from the deepest up.
+
+    No layer is needed twice, so a generator that drops each after use keeps memory low.
+    """
+    layers = iter(layers)
+    first = next(layers).rows(last).mean(1)
+    # The deepest layer acts on a unit vector, so one row of it is enough.
+    weights = (torch.zeros_like(first).scatter_(1, last[:, None], 1.0) + first) / 2
+    for layer in layers:
+        weights = (weights + layer.pull(weights)) / 2
+    return weights
 
 
 def take_maps(

@@ -4,7 +4,7 @@ Owns no behaviour. Axes are named as in ``attnpo.schema``.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
@@ -13,8 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attnpo.judge.settings import TraceRules
-from attnpo.judge.verdicts import JudgeStatistics
-from attnpo.schema import PairWeights, PreferencePair, TraceLength
+from attnpo.schema import PreferencePair, TraceLength
 
 
 class WrittenTrace(NamedTuple):
@@ -164,11 +163,3 @@ class WeightReader(ABC):
     @abstractmethod
     def load(self, device: torch.device) -> object:
         """Loads the model onto ``device`` and returns what its sources capture with."""
-
-    def count_verdicts(self, captured: Iterable[PairWeights]) -> JudgeStatistics | None:
-        """Returns the account of verdicts, where such were read."""
-        return None
-
-    def count_answers(self, pairs: Sequence[PreferencePair], captured: Mapping[str, PairWeights]) -> object | None:
-        """Returns the account of answers about parts of responses, where such were written."""
-        return None

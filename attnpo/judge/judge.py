@@ -1,19 +1,22 @@
 """Judge and verbalizer of a run: described cheaply, loaded once, and only when something is missing in the store."""
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 
 import torch
 
 from attnpo.config.named_files import read_template
-from attnpo.judge.base import JudgeModel, LoadedJudge, WeightReader
+from attnpo.judge.base import CAPTURE_VERSION, JudgeModel, JudgePrompt, LoadedJudge, WeightReader
 from attnpo.judge.layers import Depth
 from attnpo.judge.prompts import JudgePrompts
 from attnpo.judge.reader import CausalJudge, kernel_for
-from attnpo.judge.settings import TOKEN_BUDGET, Judge
+from attnpo.judge.settings import STOP, TOKEN_BUDGET, Judge
 from attnpo.judge.traces import TRACES, KeptTraces, ThinkingJudge, TraceWriter, trace_key
-from attnpo.judge.verdicts import JudgeStatistics, judge_statistics
+from attnpo.judge.verdicts import LabelMass, measure_labels
 from attnpo.models.described import describe, stated_positions, token_rows
 from attnpo.models.generate import ends_of_folder
 from attnpo.models.loading import (
@@ -28,7 +31,8 @@ from attnpo.models.loading import (
 )
 from attnpo.models.memory import MemoryEstimate, estimate_pass, most_tokens
 from attnpo.models.spec import ModelSpec
-from attnpo.schema import PairWeights, PreferencePair, UserError
+from attnpo.schema import PreferencePair, UserError, digest
+from attnpo.system.files import read_record, write_record
 from attnpo.system.machine import memory_of
 from attnpo.system.store import Store, Table
 from attnpo.text.chat import ChatFormat
@@ -120,10 +124,6 @@ class RunJudge(AttentionReader):
     def fingerprint_of_prompts(self) -> Mapping[str, object]:
         """Returns every setting of the prompts that changes a number."""
         return self.prompts.fingerprint()
-
-    def count_verdicts(self, captured: Iterable[PairWeights]) -> JudgeStatistics | None:
-        """Returns the account of verdicts, where such were read."""
-        return judge_statistics(captured, self.prompts.label_ids) if self.verdict else None
 
     @property
     def num_layers(self) -> Depth:
@@ -219,3 +219,108 @@ def thinking(judge: CausalJudge, prompts: JudgePrompts, kept: KeptTraces) -> Jud
         end_ids=sorted(prompts.chat.end_ids),
     )
     return ThinkingJudge(judge, writer, kept, after, rules.max_new_tokens)
+
+
+# ------------------------------------------------------------------------------------------------ the labels
+
+LABEL_MASS = "label_mass"
+PAIRS = 16
+"""Pairs whose two prompts are measured. The mean has a standard error of 0.125 at worst: masses of 0 and 1 alone."""
+NOT_MEASURED = "judge: the store has weights of all pairs, but no sound measurement of the judge's labels on these"
+
+
+@dataclass(frozen=True)
+class LabelCheck:
+    """Measurement of a run's judge on the first of ``pairs`` that it can be shown, in the store under all of these."""
+
+    judge: RunJudge
+    store: Store
+    pairs: Sequence[PreferencePair] = ()
+
+    @cached_property
+    def shown(self) -> list[JudgePrompt]:
+        """Returns the prompts, two a pair, of the first ``PAIRS`` pairs that the judge can be shown."""
+        found: list[JudgePrompt] = []
+        for pair in self.pairs:
+            with suppress(UserError):
+                found += self.judge.prompts.build(pair)
+            if len(found) == 2 * PAIRS:
+                break
+        return found
+
+    def known(self) -> LabelMass | None:
+        """Returns what the store has of them; None where they were not measured."""
+        record = read_record(self._path)
+        if record is None:
+            return None
+        texts = tuple((str(text), int(count)) for text, count in record["written"])
+        return LabelMass(float(record["share"]), int(record["prompts"]), texts)
+
+    def recall(self, load: Callable[[], LoadedJudge]) -> None:
+        """Holds weights that are all stored against the measurement of them, which the store may lack.
+
+        It does where the record is damaged or was not copied along, or other pairs were first. With stop ``load`` then
+        gives the judge to measure again; with warn a line says that nothing is known.
+        """
+        mass = self.known()
+        if mass is not None:
+            self.hold(mass)
+        elif self.shown and not self._stops:
+            log.info("%s, and judge.low_label_mass=warn does not measure anew", NOT_MEASURED)
+        elif self.shown:
+            log.info("%s: loading the judge to measure (judge.low_label_mass=warn goes on without)", NOT_MEASURED)
+            self.measure(load())
+
+    def measure(self, judge: LoadedJudge) -> None:
+        """Measures the pairs that can be shown, unless that is stored, and says what came out.
+
+        UserError below ``judge.min_label_mass`` where ``judge.low_label_mass`` is stop, and then also for labels that
+        cannot be read at all; with warn both are warnings.
+        """
+        mass = self.known()
+        if mass is None and self.shown:
+            prompts = [prompt.input_ids for prompt in self.shown]
+            try:
+                mass = measure_labels(judge.model, prompts, self.judge.prompts.label_ids, self.judge.written)
+            except UserError as unread:
+                if self._stops:
+                    raise
+                log.warning("the probability of the judge's labels was not measured: %s", unread)
+            else:
+                self._keep(mass)
+        if mass is not None:
+            self.hold(mass)
+
+    @property
+    def _stops(self) -> bool:
+        return self.judge.settings.low_label_mass == STOP
+
+    def hold(self, mass: LabelMass) -> None:
+        """Logs the measurement, with a warning where it is low; UserError there where low_label_mass is stop."""
+        problem = mass.problem(self.judge.settings.min_label_mass)
+        if problem is not None and self._stops:
+            raise UserError(f"{problem}. judge.low_label_mass=warn goes on all the same")
+        log.info("%s", mass.text())
+        if problem is not None:
+            log.warning("warning: %s", problem)
+
+    def _keep(self, mass: LabelMass) -> None:
+        folder = self._path.parent
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_record(self._path, mass.numbers())
+        except OSError as error:
+            raise UserError(
+                f"store: the measurement of the judge's labels cannot be written to {folder} ({error}): make room "
+                "there, or name another folder with store=FOLDER"
+            ) from error
+
+    @cached_property
+    def _path(self) -> Path:
+        key = {
+            "judge": self.judge.fingerprint(),
+            "prompts": self.judge.prompts.fingerprint(),
+            "pairs": [prompt.pair_id for prompt in self.shown[::2]],
+            "code": CAPTURE_VERSION,
+        }
+        return Path(self.store.root) / LABEL_MASS / f"{digest(key)[:20]}.json"

@@ -12,7 +12,6 @@ for the shorter ones.
 
 import re
 from bisect import bisect_left, bisect_right
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -229,23 +228,16 @@ def _following(chat: ChatFormat, before: str, text: str) -> list[int]:
 
 ANSWERS = ("answer_a", "answer_b")
 _ORDERS = (("chosen", "rejected"), ("rejected", "chosen"))
-QUESTION_CUT = "judge prompt cut"
-RESPONSE_CUT = "response cut for the judge"
-BLANK = "empty response shown as one space"
 
 
 @dataclass(frozen=True)
 class _Shown:
-    """A response as the judge sees it: ``text``, which begins at character ``start`` of the pair's response.
-
-    ``tokens`` are the training-side content tokens under IDS (ranges in the pair's response). A ``blank`` one is the
-    space that stands for an empty response; none of its characters exist in the pair.
-    """
+    """Response as the judge sees it, from character ``start`` on; ``blank``: a space in place of an empty one."""
 
     text: str
     start: int
     blank: bool
-    tokens: tuple[list[int], list[Range]] | None = None
+    tokens: tuple[list[int], list[Range]] | None = None  # under IDS: of training, ranges in the whole response
 
     def first(self, places: list[Range], count: int) -> "_Shown":
         """Returns the response cut after its first ``count`` tokens; ``places``: their characters in its text."""
@@ -284,9 +276,8 @@ class JudgePrompts:
     """Builds both rounds of a pair under fixed rules; ``template`` is the wording in place of the rules' file.
 
     ``chat`` frames the question to the judge; ``training`` (None: the same) gives the ids of training under IDS.
-    A prompt too long in either round is cut the same way in both, so that both rounds see the same text. ``counts`` has
-    "judge prompt cut" (pairs whose question lost its beginning), "response cut for the judge" (responses that lost
-    their end; weights exist for the kept part only) and "empty response shown as one space" (responses).
+    A prompt too long in either round is cut the same way in both, so that both rounds see the same text: the question
+    loses its beginning, a response its end, and weights exist for the kept part only.
 
     With ``rules.trace`` a prompt ends where the trace begins, and ``after_trace`` has the ids that follow the trace.
 
@@ -306,7 +297,6 @@ class JudgePrompts:
         self.rules, self.chat = rules, chat
         self._training = chat if training is None else training
         self.template = JudgeTemplate.from_file(rules.template_file) if template is None else template
-        self.counts: Counter[str] = Counter()
         self._frame = split_frame(self._rendered(SENTINEL)) if rules.chat else ("", "")
         self._parts: dict[str, tuple[list[int], list[Range]]] = {}
         self._gaps = {name: self.template.closing(name, rules.span_closing) for name in ANSWERS}
@@ -340,7 +330,7 @@ class JudgePrompts:
     def fingerprint(self) -> dict[str, object]:
         """Returns everything that changes a prompt, a span or a label: wording, rules, tokenizer and chat template."""
         rules = self.rules
-        reference = rules.span is SpanMode.REFERENCE
+        reference, spliced = rules.span is SpanMode.REFERENCE, rules.assembly is Assembly.IDS
         return {
             "template": digest(self.template.text),
             "assembly": rules.assembly.value,
@@ -354,13 +344,9 @@ class JudgePrompts:
             # Stored prompts from before there was a prefill, or a trace, are those without one.
             **({} if rules.prefill is None else {"prefill": rules.prefill}),
             **({} if rules.trace is None else {"trace": rules.trace.fingerprint()}),
-            **self._of_training(),
+            # The ids of training, where another chat format gives them than the judge's.
+            **({"training": self._training.fingerprint()} if spliced and self._training is not self.chat else {}),
         }
-
-    def _of_training(self) -> dict[str, object]:
-        """Returns what identifies the ids of training where another chat format gives them than the judge's."""
-        other = self.rules.assembly is Assembly.IDS and self._training is not self.chat
-        return {"training": self._training.fingerprint()} if other else {}
 
     @cached_property
     def label_ids(self) -> tuple[int, int]:
@@ -400,7 +386,6 @@ class JudgePrompts:
                 rounds, cut = self._shortened(question, shown), True
         except UserError as problem:
             raise UserError(f"pair {pair.pair_id}: {problem}") from problem
-        self.counts += Counter({BLANK: sum(view.blank for view in shown.values())})
         first, second = (
             JudgePrompt(
                 pair_id=pair.pair_id,
@@ -537,8 +522,6 @@ class JudgePrompts:
             rounds = self._place_both(question[begin:], kept)
             excess = max(len(placed.ids) for placed in rounds) - self._limit + 1
             if excess <= 0:
-                cut_responses = sum(kept[side] != shown[side] for side in SIDES)
-                self.counts += Counter({QUESTION_CUT: int(begin > 0), RESPONSE_CUT: cut_responses})
                 return rounds
             room -= excess  # tokens at the seams: cut that much more
         raise UserError(

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -86,6 +86,8 @@ class CausalJudge:
     they would give other numbers.
     """
 
+    _words: ClassVar[tuple[str, str]] = "judge", "judge prompt"
+
     def __init__(self, model: nn.Module, *, token_budget: int = 16384, kernel: str = KERNEL) -> None:
         if kernel not in KERNELS:
             raise UserError(f"unknown attention kernel {kernel!r} for the judge; one of {', '.join(KERNELS)}")
@@ -127,7 +129,7 @@ class CausalJudge:
         prompt, ``per_head`` of layers that differ in their number of heads, and a model whose attention is more than
         the one that is read.
         """
-        check_asked("judge", "judge prompt", prompts, layers, self.num_layers)
+        check_asked(*self._words, prompts, layers, self.num_layers)
         if prompts:
             self._require_readable()
         readings: dict[int, JudgeReading] = {}
@@ -241,11 +243,7 @@ class CausalJudge:
 
     @torch.inference_mode()
     def _require_readable(self) -> None:
-        """Raises ``UserError`` unless reading the attention leaves the model's numbers as they are.
-
-        Tried once, on a few short prompts. Attention that chooses its keys itself, or adds terms that it does not hand
-        to the attention function, is read from the maps of eager attention where these can be had.
-        """
+        """Raises ``UserError`` unless reading the attention leaves the model's numbers as they are; tried once."""
         if self._readable:
             return
         prompts, at = probe_prompts(vocabulary(self.model)), Blocks(self._backbone)
@@ -312,10 +310,7 @@ class CausalJudge:
         )
 
     def _reason_against_rows(self) -> str | None:
-        """Returns why rows of several prompts do not give the numbers of a padded batch, or None.
-
-        In low precision bits tell whether prompts of a row reach each other, and a few layers in float32 the rest.
-        """
+        """Returns why rows of several prompts do not give the numbers of a padded batch, or None."""
         kind = type(self.model).__name__
         prompts = probe_prompts(vocabulary(self.model))
         expected = self._run(*self._laid(prompts, (), False), verdict=True)
@@ -333,6 +328,7 @@ class CausalJudge:
                     f"{kind} gives other numbers in rows of several prompts (by {gap:.3g}, rounding allows {bound:.3g})"
                 )
             return None
+        # In low precision bits tell whether prompts of a row reach each other, a few layers in float32 the rest.
         if self._reached(prompts, logits, True) and not self._reached(prompts, expected, False):
             return f"{kind} changes the verdict on a prompt with the tokens of others in its row"
         try:
@@ -343,10 +339,7 @@ class CausalJudge:
             return small._reason_against_rows()
 
     def _reached(self, prompts: Sequence[Sequence[int]], logits: Tensor, shared: bool) -> bool:
-        """Returns whether the verdict on a prompt changes in any bit when the tokens of the others do.
-
-        False where bits cannot tell: the same batch gives other bits when it is run again.
-        """
+        """Returns whether other tokens in the other prompts change a bit of a verdict; False where bits cannot tell."""
         row = cast(Tensor, self._laid(prompts, (), shared)[0]["input_ids"])
         for index in range(len(prompts)):
             inputs, probe = self._laid(probe_prompts(vocabulary(self.model), index), (), shared)
@@ -418,8 +411,8 @@ def _require_same_heads(rows: Mapping[int, Tensor]) -> None:
         )
 
 
-class RewardModel:
-    """Reads attention from a Hugging Face model for sequence classification.
+class RewardModel(CausalJudge):
+    """Reads the attention of each conversation's last token from a Hugging Face model for sequence classification.
 
     Args:
         model: with a causal backbone (``load_model(..., reward=True)``).
@@ -427,58 +420,29 @@ class RewardModel:
         kernel: "sdpa" or "blocks", as for a judge.
     """
 
+    _words = "reward model", "conversation"
+
     def __init__(self, model: PreTrainedModel, *, token_budget: int = 16384, kernel: str = KERNEL) -> None:
         self.model, self.token_budget, self.kernel = model, token_budget, kernel
-        self._backbone = cast(PreTrainedModel, model.base_model)
-        self._readable = False
+        self._follows, self._readable = False, False  # conversations are padded, and rows of several not tried
 
     @property
-    def num_layers(self) -> int:
-        """Depth of the model; layers are counted 1..num_layers."""
-        return int(self.model.config.get_text_config().num_hidden_layers)
+    def _backbone(self) -> PreTrainedModel:
+        return cast(PreTrainedModel, self.model.base_model)
 
     @torch.inference_mode()
-    def read(
-        self, conversations: Sequence[Sequence[int]], *, layers: Sequence[int], per_head: bool = False
-    ) -> list[JudgeReading]:
-        """Returns the rows of each conversation's last token, in their order, on the CPU; 1-based ``layers`` as asked.
-
-        UserError for a layer out of range, an empty conversation, and a model whose attention cannot be read.
-        """
-        check_asked("reward model", "conversation", conversations, layers, self.num_layers)
-        if conversations:
-            self._require_readable()
-        lengths, wanted = [len(ids) for ids in conversations], [layer - 1 for layer in layers]
-        found: dict[int, JudgeReading] = {}
-        with eval_mode(self.model), tap_attention(self._backbone, self.kernel):
-            for batch in longest_first(lengths, lambda length: self.token_budget // length):
-                probe = self._run([conversations[index] for index in batch], wanted, per_head, stop=True)[0]
-                found |= zip(batch, readings_of(probe, wanted, None, None, [lengths[i] for i in batch]), strict=True)
-        return [found[index] for index in range(len(conversations))]
-
-    def _run(
-        self, conversations: Sequence[Sequence[int]], wanted: Sequence[int], per_head: bool, *, stop: bool
-    ) -> tuple[Probe, torch.Tensor | None]:
-        """Returns one batch's probe, filled, and the last tokens' hidden states [batch d] of a whole forward."""
-        ids, last = right_padded(conversations, self.model.device)
-        probe = Probe(last, wanted, depth=self.num_layers, per_head=per_head, rollout=False, stop=stop)
-        hidden = None
-        with suppress(Enough):
-            states = final_hidden(self._backbone, ids, **{PROBE: probe})
-            hidden = states[torch.arange(len(last), device=last.device), last]
-        return probe, hidden
-
     def _require_readable(self) -> None:
-        """Raises ``UserError`` unless reading the attention leaves the model's numbers as they are; tried once."""
         if self._readable:
             return
         kind, prompts = type(self.model).__name__, probe_prompts(vocabulary(self._backbone))
         ids, last = right_padded(prompts, self.model.device)
+        rows = torch.arange(len(last), device=last.device)
+        inputs, probe = self._laid(prompts, range(self.num_layers), False)
         with eval_mode(self.model):
-            expected = final_hidden(self._backbone, ids)[torch.arange(len(last), device=last.device), last]
+            expected = final_hidden(self._backbone, ids)[rows, last]
             try:
                 with tap_attention(self._backbone, self.kernel):
-                    probe, hidden = self._run(prompts, range(self.num_layers), False, stop=False)
+                    hidden = self._backbone(**inputs).last_hidden_state[rows, last]
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # of any model
@@ -486,7 +450,7 @@ class RewardModel:
                     f"weights.path: the attention of {kind} cannot be read ({_in_words(error)}); name another reward "
                     "model"
                 ) from error
-        if hidden is None or not probe.rows or differ(hidden, expected):
+        if not probe.rows or differ(hidden, expected):
             raise UserError(
                 f"weights.path: {kind} gives other numbers when its attention is read, so it is more than a softmax "
                 "over the keys in view; name another reward model"

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -138,26 +139,11 @@ class ThinkingJudge:
         """Depth of the model; layers are counted 1..num_layers."""
         return self.judge.num_layers
 
-    def read(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        layers: Sequence[int],
-        per_head: bool = False,
-        rollout: bool = False,
-        verdict: bool = True,
-        label_ids: tuple[int, int] | None = None,
-    ) -> list[JudgeReading]:
+    def read(self, prompts: Sequence[Sequence[int]], **asked: Any) -> list[JudgeReading]:
         """Returns the judge's readings at the position after each prompt's trace, with the trace's length."""
         traces = self.traces(prompts)
-        readings = self.judge.read(
-            [self.whole(prompt, trace) for prompt, trace in zip(prompts, traces, strict=True)],
-            layers=layers,
-            per_head=per_head,
-            rollout=rollout,
-            verdict=verdict,
-            label_ids=label_ids,
-        )
+        whole = [self.whole(prompt, trace) for prompt, trace in zip(prompts, traces, strict=True)]
+        readings = self.judge.read(whole, **asked)
         return [
             replace(
                 reading,

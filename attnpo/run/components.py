@@ -1,11 +1,30 @@
 """Components that a run calls, by what they can do: builders of model and data, truth, measures beside training."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from attnpo.data.built import Prepared, PreparedJudge
 from attnpo.schema import Json, PreferencePair
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Where the artefacts are, what was measured when they were built, and whether both were already there."""
+
+    model_path: Path
+    data_path: Path
+    report: dict[str, object]
+    reused: bool
+
+
+@dataclass(frozen=True)
+class PreparedJudge:
+    """Where the second base is, what was measured when it was built, and whether it was already there."""
+
+    path: Path
+    report: dict[str, object]
+    reused: bool
 
 
 @runtime_checkable

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from attnpo.cli.progress import phase
 from attnpo.data.arrow_rows import pair_weights_of
 from attnpo.data.collate import TrainingExample
-from attnpo.data.micro_batches import COSTS, SHARED_PREFIX
+from attnpo.data.micro_batches import COSTS, SHARED_PREFIX, require_room
 from attnpo.data.prepare import (
     CUT,
     CUT_IN_FRONT,
@@ -25,7 +25,6 @@ from attnpo.data.prepare import (
 )
 from attnpo.data.rules import AlignRules, BatchPlan
 from attnpo.data.sampler import steps_in
-from attnpo.data.token_budget import require_room
 from attnpo.data.weighing import SPLITS, Weighed
 from attnpo.judge.base import WeightReader
 from attnpo.judge.judge import RunJudge
@@ -43,7 +42,7 @@ from attnpo.training.settings import CallbackSettings, TrainerSettings, total_st
 from attnpo.weights.arrival import COLUMNS, Arrival
 from attnpo.weights.base import WeightSource
 from attnpo.weights.capture import WEIGHTS, load_captured
-from attnpo.weights.verbalizer import AnswerStatistics
+from attnpo.weights.readers import AnswerStatistics
 
 log = logging.getLogger(__name__)
 

@@ -6,14 +6,13 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from attnpo.data import reading
+from attnpo.data import prepared
 from attnpo.data.arrow_rows import ExampleRows, pairs_of, sizes_of
 from attnpo.data.base import PairSet
 from attnpo.data.example_numbers import Measured
 from attnpo.data.overlap import Overlap, key_of_prompt, write_prompts
 from attnpo.data.prepare import EncodedSet, ExampleSet
-from attnpo.data.prepared import Examples, Recipe, facts_of_ids
-from attnpo.data.reading import Texts
+from attnpo.data.prepared import Examples, Recipe, Texts
 from attnpo.data.rules import LengthRules
 from attnpo.data.weighing import Weighed
 from attnpo.display.weighed_pair import WeighedPair, pair_with_weights
@@ -49,7 +48,7 @@ class Inputs:
 
 def encode(pairs: Mapping[str, PairSet], base: BaseModel, rules: LengthRules) -> Texts:
     """Returns the training ids of both splits under length rules. UserError beyond the model's positions."""
-    texts = reading.encode(pairs, base.chat, rules, base.store)
+    texts = prepared.encode(pairs, base.chat, rules, base.store)
     check_positions(base.spec, texts.encoded)
     return texts
 
@@ -75,8 +74,8 @@ def read_inputs(cfg: RunConfig, base: BaseModel, readers: Readers) -> Inputs:
     by_texts: dict[str, object] = {"what": "pairs", **{name: cfg.values[name] for name in ("data", "model", "lengths")}}
 
     def read() -> Texts:
-        pairs = reading.read_pairs(cfg.data, cfg.weights, base.store)
-        return reading.encode(pairs, base.chat, cfg.lengths, base.store)
+        pairs = prepared.read_pairs(cfg.data, cfg.weights, base.store)
+        return prepared.encode(pairs, base.chat, cfg.lengths, base.store)
 
     texts = _memory.recall(lambda: by_texts, read, _pairs_in)
     check_positions(base.spec, texts.encoded)
@@ -90,9 +89,7 @@ def read_inputs(cfg: RunConfig, base: BaseModel, readers: Readers) -> Inputs:
 
     def weigh() -> tuple[Recipe, Examples]:
         recipe = Recipe(source, readers.make(source), [*cfg.transforms.values()], cfg.align, cfg.data)
-        ids = facts_of_ids(base.chat, cfg.lengths, texts.pairs)
-        store, device = base.store, base.device
-        return recipe, reading.make_examples(recipe, texts.pairs, texts.encoded, ids, store, device, readers.refill)
+        return recipe, prepared.make_examples(recipe, texts, base.store, base.device, readers.refill)
 
     recipe, made = _memory.recall(lambda: by_weights, weigh, _examples_in)
     return Inputs(texts.pairs, made.weighed, made.sets, recipe, texts.overlap, made.measured, choice)

@@ -15,12 +15,10 @@ from attnpo.cli.terminal import command_text
 from attnpo.config.compose import MISSING
 from attnpo.data import weighing
 from attnpo.data.base import PairReader
-from attnpo.data.built import PreparedJudge
 from attnpo.data.collate import TrainingExample
 from attnpo.data.prepare import EncodedSet
 from attnpo.data.rules import LengthRules
-from attnpo.data.scorers import RunScorers
-from attnpo.data.scoring import score_examples
+from attnpo.data.scoring import RunScorers, score_examples
 from attnpo.data.weighing import Weighed
 from attnpo.judge.base import WeightReader
 from attnpo.judge.judge import RunJudge
@@ -36,7 +34,7 @@ from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import AUTO, ModelSpec
 from attnpo.objectives.base import LengthFrom
 from attnpo.run.combinations import require_reader, wants_auto
-from attnpo.run.components import JudgePreparer, Preparer
+from attnpo.run.components import JudgePreparer, PreparedJudge, Preparer
 from attnpo.run.folders import store_root
 from attnpo.run.messages import log_once
 from attnpo.run.run_config import RunConfig
@@ -47,9 +45,8 @@ from attnpo.text.alignment import AlignMethod
 from attnpo.text.chat import ChatFormat
 from attnpo.weights.base import ScoredSource, WeightSource
 from attnpo.weights.capture import LogpPair
-from attnpo.weights.reward_model import RunReward
+from attnpo.weights.readers import RunReward, RunVerbalizer
 from attnpo.weights.sources.reward_attention import RewardAttention
-from attnpo.weights.verbalizer import RunVerbalizer
 from attnpo.weights.verbalizer_settings import Verbalizer
 
 

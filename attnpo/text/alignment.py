@@ -128,8 +128,7 @@ def range_array(values: Ranges) -> NDArray[np.int64]:
 
 
 class _Moved(NamedTuple):
-    """Weights on the target, the source tokens carried with the shares of their weight on characters, the target tokens
-    reached."""
+    """Weights on the target, source tokens carried, shares of their weight on characters, target tokens reached."""
 
     weights: Tensor
     carried: NDArray[np.bool_]
@@ -185,12 +184,7 @@ def _by_characters(
     target_places: NDArray[np.int64],
     holding: NDArray[np.bool_],
 ) -> _Moved:
-    """Moves weights by equal tokens first, then by characters.
-
-    Equal (id, range) tokens carry their weight as it is. Every other source token spreads its weight evenly over its
-    characters; a character's weight goes in equal parts to the other target tokens that hold it, and to the directly
-    matched ones only where no other does.
-    """
+    """Moves weights between equal (id, range) tokens, others evenly over their characters to the free tokens there."""
     direct = _carry(weights, *_equal_tokens(source, source_places, target, target_places), holding)
     reached = direct.reached
     rest = np.flatnonzero(~direct.carried & (source_places[:, 1] > source_places[:, 0]))
@@ -221,11 +215,7 @@ def _by_characters(
 def _equal_tokens(
     source: list[int], source_places: NDArray[np.int64], target: list[int], target_places: NDArray[np.int64]
 ) -> tuple[int, list[tuple[int, int]]]:
-    """Returns tokens of equal id and range, the first of each with the first: how many both begin with, and index pairs
-    behind.
-
-    A common beginning would be matched with itself in any case.
-    """
+    """Returns tokens of equal id and range: how many both begin with, and index pairs behind, in their order."""
     ours, theirs = np.column_stack([source, source_places]), np.column_stack([target, target_places])
     prefix = _count_prefix(ours, theirs)
     if prefix == len(source) or prefix == len(target):
@@ -240,10 +230,7 @@ def _equal_tokens(
 def _leave_gaps(
     givers: NDArray[np.int64], given: NDArray[np.int64], target_places: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns (source token, character) without characters between target tokens that none of these holds.
-
-    A source token that has no other characters keeps them as the last one in front that a target token holds.
-    """
+    """Returns (source token, character) without gaps of the target; a token with no other character keeps one."""
     places = target_places[target_places[:, 1] > target_places[:, 0]]
     places = places[np.argsort(places[:, 0], kind="stable")]
     reach = np.maximum.accumulate(places[:, 1])

@@ -31,6 +31,7 @@ from attnpo.text.template import (
     TokenWithoutRow,
     ToolUse,
     choose_template,
+    describe_syntax,
     settable,
     tools_of,
     with_options,
@@ -292,10 +293,7 @@ class ChatFormat:
 
     @property
     def _backend(self) -> "Tokenizer":
-        """Returns the tokenizer's backend, or a copy where its file or last caller has it pad, cut or split.
-
-        The tokenizer is the caller's and stays as it is.
-        """
+        """Returns the tokenizer's backend, or a copy where its file or last caller has it pad, cut or split."""
         own: Tokenizer = self.tokenizer.backend_tokenizer
         split = self.tokenizer.split_special_tokens
         if own.padding is None and own.truncation is None and own.encode_special_tokens == split:
@@ -367,10 +365,7 @@ class ChatFormat:
             if len(text) > LONGEST + sum(len(turn["content"]) for turn in turns):
                 raise MemoryError
         except TemplateSyntaxError as problem:
-            raise UserError(
-                f"the chat template is not valid Jinja: {problem.message} (line {problem.lineno}); correct "
-                "model.chat_template or the chat template in the model folder"
-            ) from problem
+            raise UserError(describe_syntax(problem)) from problem
         except OverflowError as problem:  # Jinja's sandbox limits range(), and floats end
             raise RefusedText(
                 "the chat template computes too large a number",

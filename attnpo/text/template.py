@@ -173,10 +173,15 @@ def variables(template: str) -> frozenset[str]:
     try:
         return frozenset(meta.find_undeclared_variables(environment.parse(template)))
     except TemplateSyntaxError as problem:
-        raise UserError(
-            f"the chat template is not valid Jinja: {problem.message} (line {problem.lineno}); correct "
-            "model.chat_template or the chat template in the model folder"
-        ) from problem
+        raise UserError(describe_syntax(problem)) from problem
+
+
+def describe_syntax(problem: TemplateSyntaxError) -> str:
+    """Returns the message of an error for a chat template that is not valid Jinja."""
+    return (
+        f"the chat template is not valid Jinja: {problem.message} (line {problem.lineno}); correct model.chat_template "
+        "or the chat template in the model folder"
+    )
 
 
 def settable(template: str, tokenizer: "PreTrainedTokenizerBase") -> list[str]:

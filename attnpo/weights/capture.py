@@ -8,7 +8,7 @@ own, because there are many of them.
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
 
@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attnpo.judge.base import CAPTURE_VERSION, JudgePrompt, LoadedJudge, PromptBuilder
+from attnpo.judge.base import CAPTURE_VERSION
 from attnpo.judge.layers import Row, layer_column
 from attnpo.schema import SIDES, PairWeights, PreferencePair, Round, TokenWeights, TraceLength, UserError, ids_of
 from attnpo.system.store import Array, Cell, Store, Table, array_in, fields_in
@@ -233,7 +233,7 @@ def ensure_captured(
     if lacking:
         difference = table.nearest_difference() if len(lacking) == len(unique) else None
         missing = {pair_id: unique[pair_id] for pair_id in lacking}
-        _fill(table, pairs, missing, source, layers, load(), chunk_pairs, verdicts, progress)
+        _fill(table, pairs, missing, source, layers, load(), chunk_pairs, progress)
     captured = CapturedRows(table, list(unique), layers if load_layers is None else load_layers)
     report = CaptureReport(len(unique) - len(lacking), len(lacking), time.perf_counter() - begin, difference)
     return captured, report
@@ -247,11 +247,8 @@ def _fill(
     layers: tuple[Row, ...],
     reader: object,
     chunk_pairs: int,
-    verdicts: bool,
     progress: Callable[[int, int], None] | None,
 ) -> None:
-    if verdicts and isinstance(reader, LoadedJudge) and not reader.verdict:
-        raise UserError("judge.verdict: expected true because verdicts were asked for, got false")
     done = 0
     with ThreadPoolExecutor(1) as writer:
         written: Future[None] | None = None
@@ -260,7 +257,7 @@ def _fill(
             for start in range(0, len(group), size):
                 chunk = [pairs[places[pair_id]] for pair_id in group[start : start + size]]
                 began = time.perf_counter()
-                captured = capture_now(chunk, source, absent, reader)
+                captured = source.capture(chunk, reader, absent)
                 seconds = time.perf_counter() - began
                 if written is not None:
                     written.result()
@@ -271,57 +268,6 @@ def _fill(
                     progress(done, len(places))
         if written is not None:
             written.result()
-
-
-def capture_now(
-    pairs: Sequence[PreferencePair], source: WeightSource, rows: tuple[Row, ...], reader: object
-) -> list[PairWeights]:
-    """Raw weights of ``rows`` for each pair, read by the model and stored by no one; the unreadable pairs come last."""
-    readable, built, unreadable = _readable(pairs, reader)
-    return [*(source.capture(readable, built, rows) if readable else []), *unreadable]
-
-
-@dataclass(frozen=True)
-class _Built:
-    """Judge prompts that are built already, in the place of their builder."""
-
-    builder: PromptBuilder
-    rounds: Mapping[str, tuple[JudgePrompt, JudgePrompt]]
-
-    @property
-    def label_ids(self) -> tuple[int, int]:
-        return self.builder.label_ids
-
-    def build(self, pair: PreferencePair) -> tuple[JudgePrompt, JudgePrompt]:
-        return self.rounds[pair.pair_id]
-
-    def fingerprint(self) -> Mapping[str, object]:
-        return self.builder.fingerprint()
-
-
-def _readable(pairs: Sequence[PreferencePair], reader: object) -> tuple[list[PreferencePair], object, list[Unreadable]]:
-    """Returns the pairs a judge can be shown, the judge with their prompts, and the other pairs with the reason."""
-    if not isinstance(reader, LoadedJudge):
-        return list(pairs), reader, []
-    rounds, unreadable = {}, []
-    for pair in pairs:
-        try:
-            built = reader.prompts.build(pair)
-        except UserError as problem:
-            story = str(problem).removeprefix(f"pair {pair.pair_id}: ")
-            cause = problem if isinstance(problem, RefusedText) else problem.__cause__
-            unreadable.append(
-                Unreadable(pair.pair_id, (), cause.reason if isinstance(cause, RefusedText) else story, story)
-            )
-            continue
-        bare = [side for side in SIDES for prompt in built if prompt.spans[side][0] >= prompt.spans[side][1]]
-        if bare:
-            story = f"the {bare[0]} response has no token in the judge's prompt"
-            unreadable.append(Unreadable(pair.pair_id, (), story, story))
-        else:
-            rounds[pair.pair_id] = built
-    readable = [pair for pair in pairs if pair.pair_id in rounds]
-    return readable, replace(reader, prompts=_Built(reader.prompts, rounds)), unreadable
 
 
 def _by_missing_layers(

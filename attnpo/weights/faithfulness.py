@@ -293,10 +293,7 @@ def _in_both_orders(place: int, chosen: str, rejected: str) -> list[Asked]:
 def _without(
     place: int, pair: PreferencePair, rows: Mapping[str, Ranking], removal: Removal, mode: Mode, share: float
 ) -> tuple[list[Asked], list[Asked]]:
-    """Returns a pair's prompts without the top tokens, and those without random ones.
-
-    Each random removal is read in one of the orders, in turn over draws, beginning with either.
-    """
+    """Returns a pair's prompts without the top tokens, and those without random ones, in either order in turn."""
     key = f"{removal.seed}/{pair.pair_id}"
     picked = {side: _top(rows[side], share, f"{key}/{side}/ties") for side in SIDES}
     chosen, rejected = (_shortened(pair.response(side), rows[side], picked[side], mode) for side in SIDES)

@@ -509,11 +509,7 @@ def _finish(source: WeightSource, raw: Sequence[Float[Tensor, " n"]], where: str
 
 
 def _same_tokens(rows: list[TokenWeights]) -> tuple[list[TokenWeights], bool]:
-    """Returns all rounds on the tokens of the first one, and whether any had to be moved there.
-
-    Rounds have the same tokenizer and the same response, but text assembly may cut a border token differently;
-    characters decide then, whatever method is used towards the training tokens.
-    """
+    """Returns all rounds on the tokens of the first, moved there by characters, and whether any had to be."""
     base, same = rows[0], [rows[0]]
     realigned = False
     for row in rows[1:]:

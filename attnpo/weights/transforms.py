@@ -51,11 +51,7 @@ class WeightTransform(Protocol):
 
 
 class _Pure:
-    """A transform without anything to learn.
-
-    ``factors``: it means the same for factors, negative ones too, since it exchanges, averages or scales single weights
-    and never reads them as shares of a whole.
-    """
+    """Transform without anything to learn; ``factors``: it never reads weights as shares, so factors will do too."""
 
     needs_fit: ClassVar[bool] = False
     factors: ClassVar[bool] = False

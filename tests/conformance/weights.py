@@ -1,14 +1,13 @@
 """Records of weight rules: rounds, normalisation, sink rule and alignment on given numbers, in float64."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from attnpo.judge.attention import rollout_row
+from attnpo.judge.attention import GivenMap, rollout_row
 from attnpo.schema import SIDES, EncodedResponse, PairWeights, Round, TokenWeights
 from attnpo.text.alignment import AlignMethod, align
 from attnpo.weights.base import WeightSource
@@ -95,27 +94,12 @@ def recompute_rollout(record: Record, comparison: Comparison) -> None:
     for number in (1, 2):
         maps = record.inputs.tensor(f"round{number}_attention_head_mean_per_layer")
         last = torch.tensor([maps.shape[-1] - 1])
-        row = rollout_row((GivenMap(layer) for layer in maps.flip(0)), last)[0]
+        row = rollout_row((GivenMap(layer[None, None]) for layer in maps.flip(0)), last)[0]
         spans = [record.inputs[f"round{number}_{side}_span"] for side in SIDES]
         chosen, rejected = (_row(range(end - start), row[start:end]) for start, end in spans)
         rounds.append(Round(number == 1, chosen, rejected))
         last_rows[f"round{number}_last_row"] = row
     compare_combined("rollout", None, tuple(rounds), last_rows, record, comparison)
-
-
-@dataclass(frozen=True)
-class GivenMap:
-    """A layer whose head-mean attention is known as a whole."""
-
-    map: Float[Tensor, "T T"]
-
-    def rows(self, last: Int[Tensor, " batch"]) -> Float[Tensor, "batch heads T"]:
-        """The rows of ``last`` as those of a single head."""
-        return self.map[last][:, None]
-
-    def pull(self, weights: Float[Tensor, "batch T"]) -> Float[Tensor, "batch T"]:
-        """``weights`` times the map."""
-        return weights @ self.map
 
 
 def compare_combined(

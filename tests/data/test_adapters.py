@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 
 from attnpo.data.adapters import Columns, Note, Reason, RowProblem, adapt
 from attnpo.data.base import PairSet, PairSource, name_unused, pairs_from_rows, row_range
@@ -181,6 +180,10 @@ def test_columns_that_are_not_used_are_named_once(tmp_path: Path, caplog: pytest
     assert "columns that are not used: score, chosen_Weights, loss_mask" in said_of[0].message
     assert "chosen_Weights, loss_mask may hold weights and are not used" in said_of[1].message
     assert "weights=column" in said_of[1].message
+    caplog.clear()
+    with caplog.at_level(logging.INFO):  # those that the weight source reads
+        name_unused(pairs, ("chosen_Weights", "loss_mask"))
+    assert caplog.messages == ["data: columns that are not used: score"]
 
 
 @pytest.mark.parametrize("name", CONVENTIONS)
@@ -520,16 +523,6 @@ def test_asking_for_more_rows_than_there_are_is_logged(caplog: pytest.LogCapture
     assert not caplog.records
     row_range("41", 40)
     assert "more than the 40 rows" in caplog.text
-
-
-def test_source_is_a_config_component() -> None:
-    node = OmegaConf.structured(PairSource)
-    OmegaConf.set_readonly(node.columns, False)  # frozen dataclasses become read-only nodes; merge lifts the outer one
-    merged = OmegaConf.merge(node, {"path": "x", "val_rows": 500, "columns": {"prompt": None, "chosen": "good"}})
-    source = OmegaConf.to_object(merged)
-    assert source == PairSource("x", val_rows="500", columns=Columns(prompt=None, chosen="good"))
-    with pytest.raises(Exception, match="typo"):
-        OmegaConf.merge(node, {"typo": 1})
 
 
 # ---------------------------------------------------------------------------------------------- reasoning traces

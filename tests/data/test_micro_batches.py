@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnpo.data.micro_batches import COSTS, PACKED, PADDED, ByCount, ByTokens, RowCost, deal, fill, partition, shares
+from attnpo.data.micro_batches import COSTS, PACKED, PADDED, ByCount, ByTokens, RowCost, deal, fill, partition
 from attnpo.data.sampler import StepBatches
 from attnpo.models.layouts import LAYOUTS
 from attnpo.schema import UserError
@@ -69,13 +69,6 @@ def test_no_other_cut_keeps_the_limit_in_fewer_parts(sizes: list[int], cost: Row
     assert largest(sizes, parts, cost) <= limit
     fewer = range(1, len(parts))
     assert all(largest(sizes, cut, cost) > limit for count in fewer for cut in every_cut(len(sizes), count))
-
-
-def test_literal_cuts() -> None:
-    assert partition([9, 5, 4, 2, 1, 1], 3, PADDED) == [range(1), range(1, 3), range(3, 6)]  # 9, 10, 6
-    assert partition([9, 5, 4, 2, 1, 1], 3, PACKED) == [range(1), range(1, 3), range(3, 6)]  # 9, 9, 4
-    assert partition([9, 1, 1, 1], 3, PADDED) == [range(1), range(1, 2), range(2, 4)]  # two would do: 9, 3
-    assert shares(7, 3) == [range(3), range(3, 5), range(5, 7)]
 
 
 @pytest.mark.parametrize("parts", [0, 4])

@@ -37,11 +37,16 @@ def test_other_layers_are_refused_with_the_range(name: int | str) -> None:
         resolve_layer(name, 32)
 
 
-def test_distinct_layers_keep_every_name_and_rise() -> None:
+def test_distinct_layers_keep_every_name_and_rise(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     assert distinct_layers(["last", 1, "1/4"], 32, "study.layers") == {1: ["1"], 8: ["1/4"], 32: ["last"]}
     assert distinct_layers([2, "1/2", "last"], 2, "study.layers") == {1: ["1/2"], 2: ["2", "last"]}
+    assert caplog.messages == ["study.layers: 2, last are one and the same here: layer 2 of 2"]
     with pytest.raises(UserError, match=r"^study\.layers: expected every layer once, got 2 twice in \['2', '2'\]"):
         distinct_layers([2, "2"], 2, "study.layers")
+    for layers, name in (((1, 1), "1"), (("last", 2, " Last"), "last"), (("1/4", "1/4"), "1/4")):
+        with pytest.raises(UserError, match=rf"weights\.layers: expected every layer once, got {name} twice"):
+            Attention(layers=layers).resolve(32)
 
 
 @pytest.mark.parametrize(

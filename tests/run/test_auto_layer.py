@@ -11,7 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from attnpo.data.prepare import EncodedSet, calibration_pairs
-from attnpo.data.reading import read_pairs
+from attnpo.data.prepared import read_pairs
 from attnpo.judge.layers import resolve_layer
 from attnpo.lab.auto_layer import LayerChoice, best_layer, standard_error
 from attnpo.lab.measures import AutoLayer

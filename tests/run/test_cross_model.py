@@ -8,7 +8,6 @@ import torch
 from transformers import CanineTokenizer
 
 from attnpo.config.compose import check, compose, load
-from attnpo.data.built import Prepared
 from attnpo.lab.studies.bases import make_basis
 from attnpo.lab.studies.config import FitConfig
 from attnpo.lab.studies.plan import plan_study
@@ -16,6 +15,7 @@ from attnpo.lab.studies.runner import run_study
 from attnpo.lab.testbed.prepare import Testbed
 from attnpo.lab.testbed.pretrain import new_model
 from attnpo.lab.testbed.tokenizer import build_tokenizer
+from attnpo.run.components import Prepared
 from attnpo.run.resolve import resolve, settle
 from attnpo.schema import UserError
 from tests.run.made import make, make_inputs

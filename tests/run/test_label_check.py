@@ -13,8 +13,7 @@ from transformers import AutoTokenizer
 from attnpo import fit, show, weigh
 from attnpo.cli.entry import run_entry
 from attnpo.judge.base import JudgeReading, LoadedJudge
-from attnpo.judge.judge import RunJudge
-from attnpo.judge.label_check import PAIRS
+from attnpo.judge.judge import PAIRS, RunJudge
 from tests.run.worlds import TRAIN, VAL, World, build_world
 
 PROMPTS = 2 * min(PAIRS, TRAIN + VAL)

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from attnpo.data.collate import collate
 from attnpo.data.prepare import VOID
-from attnpo.data.scorers import RunScorers, RunTexts
+from attnpo.data.scoring import RunScorers, RunTexts
 from attnpo.lab.testbed.pretrain import new_model
 from attnpo.lab.testbed.tokenizer import build_tokenizer
 from attnpo.models.layouts import padded

@@ -18,8 +18,8 @@ from attnpo.run.run import run
 from attnpo.schema import Message, Sampling, UserError
 from attnpo.system.store import Store
 from attnpo.weigh import fill_store
+from attnpo.weights.readers import ANSWERS, RunVerbalizer, StoredAnswers
 from attnpo.weights.score_parser import NO_PARTS
-from attnpo.weights.verbalizer import ANSWERS, RunVerbalizer, StoredAnswers
 from tests.run.made import make_inputs
 from tests.run.worlds import TRAIN, VAL, World
 

@@ -404,9 +404,8 @@ def test_the_judge_reads_prompts_and_answers_of_that_length_whole(length: int) -
     for seen in prompts.build(pair(0)):
         assert length * 1024 - FRAME < len(seen.input_ids) < length * 1024 and not seen.cut
         assert {stop - start for start, stop in seen.spans.values()} == {answers}
-    assert not prompts.counts
     first, _ = prompts.build(pair(FRAME))
-    assert first.cut and prompts.counts == {"judge prompt cut": 1} and len(first.input_ids) < length * 1024
+    assert first.cut and len(first.input_ids) < length * 1024
 
 
 @pytest.mark.parametrize("name", groups()["setting"])

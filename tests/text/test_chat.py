@@ -1,8 +1,10 @@
 """Training ids: the reference's completions, character ranges, exactly one BOS and one end, awkward templates."""
 
+import signal
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from transformers import AutoTokenizer
 
 from attnpo.data.prepare import truncate
 from attnpo.schema import EncodedResponse, UserError
-from attnpo.text.chat import NOT_A_PREFIX, ChatFormat, RefusedText
+from attnpo.text.chat import NOT_A_PREFIX, ChatFormat, Overran, RefusedText, deadline
 from tests.text.formats import EDGE_MERGE, FORMATS, GOLDEN, GPT2, PLAIN, Formats
 
 TURNS = [{"role": "user", "content": "Why is the sky blue?"}]
@@ -179,14 +181,6 @@ def test_a_response_that_merges_with_the_prompt_is_tokenised_alone_and_counted(f
     assert chat.end_ids == {chat.tokenizer.eos_token_id} and chat.counts == {NOT_A_PREFIX: 1}, "no probe is counted"
 
 
-def test_settings_left_in_the_tokenizer_do_not_matter(formats: Formats) -> None:
-    chat = formats("golden")
-    before, print_before = chat.encode(TURNS, "A long answer to this."), chat.fingerprint()
-    chat.tokenizer(["x", "y z w"], padding="max_length", truncation=True, max_length=4)
-    assert formats("golden").encode(TURNS, "A long answer to this.") == before
-    assert formats("golden").fingerprint() == print_before
-
-
 def pad_left(tokenizer: Any) -> None:
     tokenizer.padding_side, tokenizer.pad_token = "left", tokenizer.eos_token
     tokenizer(["a b", "c"], padding="max_length", truncation=True, max_length=16)
@@ -249,13 +243,6 @@ def test_fingerprint_sees_template_and_vocabulary(formats: Formats) -> None:
 def test_a_tokenizer_without_template_names_the_option(formats: Formats) -> None:
     with pytest.raises(UserError, match=r"model\.chat_template"):
         ChatFormat(formats.tokenizer(GPT2))
-
-
-def test_a_slow_tokenizer_is_refused() -> None:
-    slow: Any = SimpleNamespace(is_fast=False, name_or_path="some/model")
-    check = ChatFormat.__init__.__wrapped__ if hasattr(ChatFormat.__init__, "__wrapped__") else ChatFormat.__init__
-    with pytest.raises(UserError, match="no character offsets"):
-        check(ChatFormat.__new__(ChatFormat), slow)
 
 
 def test_a_template_that_changes_the_prompt_is_refused_for_training_only(formats: Formats) -> None:
@@ -380,3 +367,51 @@ def test_truncation_that_keeps_the_end_is_that_of_trl() -> None:
         assert cut == (found.prompt_ids != [1, 2, 3, 4, 5], scored != encoded.response_ids)
         if len(whole) <= max_length:
             assert (found, cut) == truncate(encoded, max_prompt, max_length)
+
+
+# ----------------------------------------------------------------------- a template's time limit
+
+
+def compute(seconds: float) -> None:
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+def test_computing_is_stopped_and_waiting_is_not() -> None:
+    began = time.thread_time()
+    with pytest.raises(Overran), deadline(0.1):
+        compute(60)
+    assert time.thread_time() - began < 5
+    with deadline(0.05):
+        time.sleep(0.2)
+
+
+def test_timers_and_handlers_of_others_are_left_as_they_were() -> None:
+    def ring(number: int, frame: object) -> None:
+        raise AssertionError
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, 300)
+    try:
+        with deadline(10.0):
+            pass
+        assert signal.getsignal(signal.SIGALRM) is ring
+        assert 200 < signal.getitimer(signal.ITIMER_REAL)[0] <= 300
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_other_threads_compute_as_long_as_they_want() -> None:
+    done = []
+
+    def work() -> None:
+        with deadline(0.01):
+            compute(0.1)
+        done.append(True)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert done == [True]

@@ -70,11 +70,8 @@ def test_the_exported_template_sets_them_and_its_caller_may_say_otherwise(format
 def test_what_the_template_does_not_read_is_refused(formats: Formats, name: str, message: str) -> None:
     with pytest.raises(UserError, match=r"^judge\.chat_template_" + message):
         chat(formats, THINKING + "{{ bos_token }}", kwargs={name: True}, part="judge")
-
-
-def test_a_template_that_reads_nothing_says_so(formats: Formats) -> None:
-    with pytest.raises(UserError, match="it reads: none that can be set"):
-        chat(formats, PLAIN, kwargs={"enable_thinking": False})
+    with pytest.raises(UserError, match="none that can be set"):
+        chat(formats, PLAIN, kwargs={name: True})
 
 
 def test_variables_see_through_the_tags_of_transformers() -> None:

@@ -56,7 +56,7 @@ def test_scores_are_those_of_each_row_alone_in_the_order_asked(budget: int, monk
 
 def test_a_contrast_is_the_softmax_of_both_models_logits() -> None:
     first, second = model(1), model(2)
-    found = scorer(first).pair_scores(ROWS, scorer(second), {"joint:contrast"})
+    found = scorer(first).scores(ROWS, {"joint:contrast"}, scorer(second))
     for row, scores in zip(ROWS, found, strict=True):
         expected = torch.log_softmax(2 * logits(first, row) - logits(second, row), -1)
         picked = expected.gather(1, torch.tensor(row.response_ids)[:, None])[:, 0]
@@ -69,16 +69,13 @@ def test_what_cannot_be_scored_is_refused() -> None:
     with pytest.raises(UserError, match="unknown token statistic 'surprise'"):
         one.scores(ROWS, {"surprise"})
     with pytest.raises(UserError, match="their heads have 40 and 44 rows: take models with one vocabulary"):
-        one.pair_scores(ROWS, scorer(model(2, 44)), {"joint:contrast"})
+        one.scores(ROWS, {"joint:contrast"}, scorer(model(2, 44)))
 
     class Other:
-        def scores(self, ids: Sequence[EncodedResponse], names: Collection[str]) -> list[Mapping[str, Tensor]]:
-            return []
-
-        def pair_scores(
-            self, ids: Sequence[EncodedResponse], other: Scorer, names: Collection[str]
+        def scores(
+            self, ids: Sequence[EncodedResponse], names: Collection[str], other: Scorer | None = None
         ) -> list[Mapping[str, Tensor]]:
             return []
 
     with pytest.raises(TypeError, match="Other shows none"):
-        one.pair_scores(ROWS, Other(), {"joint:contrast"})
+        one.scores(ROWS, {"joint:contrast"}, Other())

@@ -1,6 +1,5 @@
 """A judge and prompts small enough to work out by hand, for tests of weights."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,7 +35,6 @@ class FakePrompts:
     """Two instruction tokens, answer A, a separator, answer B, one token that asks."""
 
     label_ids: tuple[int, int] = LABELS
-    counts: Counter[str] = field(default_factory=Counter)
 
     def build(self, pair: PreferencePair) -> tuple[JudgePrompt, JudgePrompt]:
         return self._round(pair, True), self._round(pair, False)
@@ -90,3 +88,34 @@ class FakeJudge:
         if not verdict:
             return JudgeReading(rows)
         return JudgeReading(rows, None, torch.tensor([sum(ids) / 7, 0.1]), LABELS[0])
+
+
+def head_row(layer: int, head: int, places: Sequence[int]) -> list[float]:
+    """The row of one head at 1-based prompt positions."""
+    return [(layer + head / 10 + 1 / place) / 7 for place in places]
+
+
+@dataclass
+class HeadJudge(FakeJudge):
+    """Row of head h in layer L at position t: (L + h/10 + 1/(t+1)) / 7; without ``per_head`` their mean.
+
+    ``per_head_calls`` records what each call asked for.
+    """
+
+    num_heads: int = 3
+
+    def __post_init__(self) -> None:
+        self.per_head_calls: list[bool] = []
+
+    def read(self, prompts: Sequence[Sequence[int]], *, per_head: bool = False, **asked: object) -> list[JudgeReading]:  # type: ignore[override]
+        self.per_head_calls.append(per_head)
+        readings = super().read(prompts, **asked)  # type: ignore[arg-type]
+        return [
+            JudgeReading(self._heads(ids, asked["layers"], per_head), None, item.verdict_logits, item.verdict_token)  # type: ignore[arg-type]
+            for ids, item in zip(prompts, readings, strict=True)
+        ]
+
+    def _heads(self, ids: Sequence[int], layers: Sequence[int], per_head: bool) -> torch.Tensor:
+        places = range(1, len(ids) + 1)
+        rows = torch.tensor([[head_row(layer, h + 1, places) for h in range(self.num_heads)] for layer in layers])
+        return rows if per_head else rows.mean(1)

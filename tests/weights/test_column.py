@@ -1,16 +1,13 @@
 """Weights that the data bring: both forms by hand, cut responses, what is refused, and whole runs on such data."""
 
 import json
-import logging
 import math
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from attnpo.config.named_files import code_of
-from attnpo.data.base import PairSource, name_unused
 from attnpo.data.prepare import make_example
 from attnpo.run.other_pairs import weigh_others
 from attnpo.run.resume import contents_of
@@ -144,20 +141,6 @@ def test_spans_that_are_none_are_refused(cell: object, message: str) -> None:
 # ------------------------------------------------------------------------------------------------ as a source
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"signed": True, "kind": Kind.DISTRIBUTION}, r"weights\.signed=true goes with factors alone"),
-        ({"end_token": None, "form": Form.SPANS}, r"weights\.end_token=null .* weights\.form=spans"),
-        ({"end_token": -1.0}, r"weights\.end_token must be 0 or more and finite, got -1"),
-        ({"elsewhere": math.nan, "signed": True}, r"weights\.elsewhere must be finite, got nan"),
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        Column(**values)
-
-
 def test_what_it_says_of_itself() -> None:
     assert Column("a", "b", kind=Kind.DISTRIBUTION).columns == ("a", "b")
     assert (Column().kind, Column(signed=True).signed) == (Kind.FACTOR, True)
@@ -172,22 +155,6 @@ def test_masks_that_keep_nothing_make_their_pair_void() -> None:
     assert make_example("p", sides, one).pair_weight == 1.0
     shares = training_weights(Column(kind=Kind.DISTRIBUTION), None, sides, pair=pair_with([1, 1, 2], [3]))
     assert not shares.factors and shares.chosen.tolist() == [0.25, 0.25, 0.5, 0] and shares.lengths == (4.0, 2.0)
-
-
-def test_columns_that_the_source_reads_are_not_named_as_unused(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    row = {"prompt": "p", "chosen": "a", "rejected": "b", "chosen_weights": [1], "rejected_weights": [1], "mask": [1]}
-    (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
-    pairs = PairSource(str(tmp_path)).load("train")
-    caplog.clear()
-    with caplog.at_level(logging.INFO):
-        name_unused(pairs, Column().columns)
-    assert caplog.messages[0] == "data: columns that are not used: mask"
-    assert caplog.messages[1].startswith("data: mask may hold weights and is not used: ")
-    caplog.clear()
-    name_unused(pairs, (*Column().columns, "mask"))
-    assert not caplog.messages
 
 
 # ------------------------------------------------------------------------------------------------ whole runs

@@ -1,6 +1,7 @@
 """What every option of `weights` promises: its kind, where its weights stand, and which transforms are its controls."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -19,8 +20,18 @@ from attnpo.training.module import PreferenceModule, weigh_online
 from attnpo.training.optimizer import Optimizer
 from attnpo.weights.base import OnlineSource, TextSource, WeightSource, is_neutral, online_reads
 from attnpo.weights.pipeline import FOR_FACTORS, TrainingWeights, check_transforms, training_weights
+from attnpo.weights.postprocess import Postprocess
+from attnpo.weights.sources.column import Column, Form
+from attnpo.weights.sources.confidence import Entropy, Selective
+from attnpo.weights.sources.contrast import TISDPO
+from attnpo.weights.sources.decay import Decay
+from attnpo.weights.sources.edits import Edits
 from attnpo.weights.sources.formula import ResponseTokens
+from attnpo.weights.sources.gradient import Gradient
 from attnpo.weights.sources.lengths import Lengths
+from attnpo.weights.sources.pair_strength import MWPO
+from attnpo.weights.sources.transport import Transport
+from attnpo.weights.sources.verbalized import Verbalized
 from attnpo.weights.transforms import Shuffled, TailCut, UniformOnSupport
 from tests.conformance.records import built
 from tests.objectives.inputs import Maker
@@ -120,6 +131,50 @@ def test_what_a_source_says_of_itself(option: str) -> None:
         assert source.statistics <= {"reference", "hidden", "input_gradient", "vocab:entropy", "vocab:collision"}
     assert is_neutral(source) == (option in ("uniform", "pair_column", "wpo", "mwpo"))
     assert source.signed == (option == "contrast_tgdpo")
+
+
+OUT_OF_RANGE: list[tuple[Callable[..., object], dict[str, Any], str]] = [
+    (Decay, {"gamma": 0.0}, r"weights\.gamma must be in \(0, 1\], got 0\.0"),
+    (Decay, {"gamma": math.nan}, r"weights\.gamma must be in"),
+    (Decay, {"first_exponent": 2}, r"weights\.first_exponent: expected 1 .* or 0 .*, got 2"),
+    (Edits, {"changed": -1.0}, r"weights\.changed must be at least 0, got -1"),
+    (Edits, {"same": math.inf}, r"weights\.same must be at least 0, got inf"),
+    (Edits, {"changed": 0.0, "same": 0.0}, r"weights\.changed and weights\.same are both 0"),
+    (Edits, {"min_match": 0}, r"weights\.min_match must be at least 1, got 0"),
+    (Lengths, {"alpha": 1.5}, r"weights\.alpha must be in \[0, 1\]"),
+    (Lengths, {"seed": -1}, r"weights\.seed: expected a whole number"),
+    (Selective, {"quantile": 1.5}, r"weights\.quantile must be in \[0, 1\], got 1\.5"),
+    (Entropy, {"share": 0.0}, r"weights\.share must be in \(0, 1\], got 0\.0"),
+    (MWPO, {"beta": 0.0}, r"weights\.beta must be above 0"),
+    (MWPO, {"alpha": -1.0}, r"weights\.alpha must be at least 0"),
+    (MWPO, {"length_scale": math.inf}, r"weights\.length_scale must be at least 0, got inf"),
+    (Gradient, {"lam": 1.5}, r"weights\.lam must be in \[0, 1\], got 1\.5"),
+    (Gradient, {"prior_sigma_div": 0.0}, r"weights\.prior_sigma_div must be above 0, got 0\.0"),
+    (Transport, {"reg": 0.001}, r"weights\.reg must be at least 0\.002, got 0\.001"),
+    (Transport, {"reg": math.inf}, r"weights\.reg must be at least 0\.002, got inf"),
+    (Transport, {"reg_m": 0.0}, r"weights\.reg_m must be in \(0, 1e\+09\], got 0\.0"),
+    (Transport, {"tolerance": 1e-15}, r"weights\.tolerance must be in \[1e-11, 1\), got 1e-15"),
+    (Transport, {"reg": 0.02, "reg_m": 1e9}, r"weights\.max_iterations must be at least \d+ for .* got 1000: raise it"),
+    (Transport, {"max_iterations": 4}, r"weights\.max_iterations must be at least 5 for weights\.reg=1.* got 4: raise"),
+    (TISDPO, {"low": 2.0}, r"weights\.form\.high must be above 2, got 1\.5"),
+    (TISDPO, {"least": 1.4}, r"weights\.form\.most must be at least 1\.4, got 1\.3"),
+    (TISDPO, {"mu": math.inf}, r"weights\.form\.mu must be in \(-1e300, 1e300\), got inf"),
+    (TISDPO, {"top_percent": 0.0}, r"weights\.form\.top_percent must be in \(0, 100\], got 0\.0"),
+    (TISDPO, {"k": 0.0}, r"weights\.form\.k must be above 0, got 0\.0"),
+    (Column, {"signed": True, "kind": Kind.DISTRIBUTION}, r"weights\.signed=true goes with factors alone"),
+    (Column, {"end_token": None, "form": Form.SPANS}, r"weights\.end_token=null .* weights\.form=spans"),
+    (Column, {"end_token": -1.0}, r"weights\.end_token must be 0 or more and finite, got -1"),
+    (Column, {"elsewhere": math.nan, "signed": True}, r"weights\.elsewhere must be finite, got nan"),
+    (Verbalized, {"min_coverage": 1.5}, r"^weights\.min_coverage must be in \[0, 1\], got 1\.5$"),
+    (Postprocess, {"sink_tokens": -1}, r"weights\.postprocess\.sink_tokens must be at least 0, got -1"),
+    (Postprocess, {"sink_min_length": 0}, r"weights\.postprocess\.sink_min_length must be at least 1, got 0"),
+]
+
+
+@pytest.mark.parametrize(("kind", "values", "said"), OUT_OF_RANGE)
+def test_settings_out_of_range_are_refused_with_their_key(kind: Any, values: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        kind(**values)
 
 
 def test_what_a_config_builds_has_its_defaults_and_reads_no_judge() -> None:

@@ -126,12 +126,6 @@ def test_a_module_that_cannot_be_imported_is_told(module: Path, code: str, said:
         Formula("my_formulas.by_place")
 
 
-def test_its_package_must_be_allowed(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ATTNPO_ALLOW_TARGETS", "tests")
-    with pytest.raises(UserError, match="ATTNPO_ALLOW_TARGETS=my_formulas only if you trust that package"):
-        Formula("my_formulas.by_place")
-
-
 def test_the_digest_of_its_source_is_in_keys_and_identities(module: Path) -> None:
     source = Formula("my_formulas.by_place")
     before = weights_key(source, None, None)

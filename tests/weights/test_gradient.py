@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnpo.schema import InputGradient, PreferenceBatch, RowGroup, TokenStats, UserError
+from attnpo.schema import InputGradient, TokenStats
 from attnpo.weights.sources.gradient import Gradient, Scope, importance_weights, position_prior
+from tests.objectives.inputs import make_batch, make_rows
 
 
 def long(*values: int) -> Tensor:
@@ -79,35 +80,16 @@ def test_values_under_the_mask_never_matter_and_bad_scores_show() -> None:
     assert bool(bad[0, :2].isnan().all()), "a gradient that is no number must not become a weight"
 
 
-def batch_of(mask: Tensor) -> PreferenceBatch:
-    rows = RowGroup(
-        torch.zeros(mask.shape, dtype=torch.long), mask, {"reward": mask.float()}, mask.sum(-1).float(), None
-    )
-    return PreferenceBatch({"main": rows}, torch.ones(1), ("a",), step_pairs=1)
-
-
 def test_the_scope_decides_whether_the_prompt_counts() -> None:
-    mask = torch.tensor([[True, True], [True, False]])
     found = InputGradient(torch.tensor([[3.0, 1.0], [2.0, 0.0]]), torch.tensor([4.0, 6.0]), long(2, 2))
     policy = TokenStats(torch.zeros(2, 2), input_gradient=found)
-    by_scope = {scope: Gradient(1.0, 8.0, scope).weights(policy, None, batch_of(mask)) for scope in Scope}
+    by_scope = {
+        scope: Gradient(1.0, 8.0, scope).weights(policy, None, make_batch(make_rows((2, 1)))) for scope in Scope
+    }
     torch.testing.assert_close(by_scope[Scope.RESPONSE], torch.tensor([[1.5, 0.5], [0.0, 0.0]]))
     torch.testing.assert_close(by_scope[Scope.SEQUENCE], torch.tensor([[1.5, 0.5], [0.75, 0.0]]))
 
 
 def test_without_gradients_there_are_no_weights() -> None:
     with pytest.raises(ValueError, match="reads the statistic input_gradient"):
-        Gradient().weights(TokenStats(torch.zeros(2, 1)), None, batch_of(torch.ones(2, 1, dtype=torch.bool)))
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"lam": 1.5}, r"weights\.lam must be in \[0, 1\], got 1\.5"),
-        ({"lam": float("nan")}, r"weights\.lam must be in"),
-        ({"prior_sigma_div": 0.0}, r"weights\.prior_sigma_div must be above 0, got 0\.0"),
-    ],
-)
-def test_settings_out_of_range_are_refused(wrong: dict[str, float], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        Gradient(**wrong)
+        Gradient().weights(TokenStats(torch.zeros(2, 1)), None, make_batch(make_rows((1, 1))))

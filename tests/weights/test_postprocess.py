@@ -1,4 +1,4 @@
-"""Rounds, normalisation and sink rule against golden numbers and by property."""
+"""Rounds, normalisation and sink rule against golden numbers and by property; shares of weights that arrive."""
 
 import json
 import math
@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnpo.schema import Kind, UserError
+from attnpo.weights.arrival import Arrival, shares_that_arrived
 from attnpo.weights.postprocess import (
     Postprocess,
     RoundOrder,
-    average_rounds,
     combine,
     fix_sink,
     flat_rounds,
@@ -56,14 +56,6 @@ def test_sink_cases_of_the_reference(vectors: Path) -> None:
         else:
             expected = double(case["fixed"])
         torch.testing.assert_close(fixed, expected, rtol=1e-12, atol=1e-15)
-
-
-def test_the_two_orders_by_hand() -> None:
-    # Round 1 puts mass 4 on the response, round 2 only 1.
-    rounds = [double([3.0, 1.0]), double([0.0, 1.0])]
-    torch.testing.assert_close(average_rounds(rounds), double([1.5, 1.0]))
-    torch.testing.assert_close(combine(rounds, RoundOrder.MEAN_THEN_NORMALIZE), double([0.6, 0.4]))
-    torch.testing.assert_close(combine(rounds, RoundOrder.NORMALIZE_THEN_MEAN), double([0.375, 0.625]))
 
 
 def test_a_round_without_mass_is_uniform_when_normalised_first() -> None:
@@ -114,12 +106,6 @@ def test_the_result_sums_to_one_and_ignores_scale(pairs: list[tuple[float, float
     torch.testing.assert_close(process([one * 7 for one in rounds]), row, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -0.25])
-def test_broken_weights_are_refused_with_the_pair(bad: float) -> None:
-    with pytest.raises(UserError, match=r"pair 3f2a, chosen: expected .* got (nan|inf|-0\.25)"):
-        Postprocess()([double([0.5, bad])], "pair 3f2a, chosen")
-
-
 def test_no_row_and_no_token_are_refused() -> None:
     for rows in ([], [double([])]):
         with pytest.raises(UserError, match="pair 3f2a: expected at least one round"):
@@ -133,7 +119,20 @@ def test_only_distributions_may_be_postprocessed() -> None:
             require_distribution(kind, signed)
 
 
-@pytest.mark.parametrize(("field", "value"), [("sink_tokens", -1), ("sink_min_length", 0)])
-def test_settings_out_of_range_name_their_key(field: str, value: int) -> None:
-    with pytest.raises(UserError, match=rf"weights\.postprocess\.{field} must be at least [01], got {value}"):
-        Postprocess(**{field: value})
+# --------------------------------------------------------------------------------------- arrival
+
+
+ARRIVED = torch.tensor([1.0, 0.0, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("weights", "kept"), [([0.5, 0.3, 0.2], 0.6), ([0.5, -0.3, -0.2], 0.6), ([0.0, 0.0, 0.0], 1.0)]
+)
+def test_tokens_and_weights_are_counted_apart(weights: list[float], kept: float) -> None:
+    """Two of three tokens arrive at all; of the weight 0.5 whole and half of 0.2, whatever its sign."""
+    assert shares_that_arrived(torch.tensor(weights), ARRIVED) == pytest.approx((2 / 3, kept))
+
+
+def test_nothing_measured_is_no_number_and_no_warning() -> None:
+    none = Arrival.of([])
+    assert all(math.isnan(value) for value in vars(none).values()) and not none.is_low

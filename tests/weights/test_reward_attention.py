@@ -13,7 +13,7 @@ from attnpo.judge.layers import HeadRow
 from attnpo.judge.reader import RewardModel
 from attnpo.models.loading import load_model, load_tokenizer
 from attnpo.schema import SIDES, EncodedResponse, Message, PreferencePair, UserError
-from attnpo.text.chat import RefusedText
+from attnpo.text.chat import ChatFormat, RefusedText
 from attnpo.weights.capture import Unreadable
 from attnpo.weights.pipeline import training_weights
 from attnpo.weights.sources.reward_attention import LoadedReward, RewardAttention, credit
@@ -22,8 +22,11 @@ from tests.run.worlds import TRAIN, VAL, World, build_world
 from tests.weights.fakes import words
 
 
-class Letters:
+class Letters(ChatFormat):
     """A prompt of two tokens, a token per word, the end of turn (9)."""
+
+    def __init__(self) -> None:
+        pass
 
     def encode(self, prompt: Sequence[Message], response: str) -> EncodedResponse:
         if response == "never":
@@ -39,7 +42,12 @@ class Squares:
     num_layers = 3
 
     def read(
-        self, conversations: Sequence[Sequence[int]], *, layers: Sequence[int], per_head: bool = False
+        self,
+        conversations: Sequence[Sequence[int]],
+        *,
+        layers: Sequence[int],
+        per_head: bool = False,
+        verdict: bool = True,
     ) -> list[JudgeReading]:
         found = []
         for ids in conversations:
@@ -106,8 +114,8 @@ def test_rows_are_the_library_s_own_attention(tmp_path: Path) -> None:
     folder = reward_folder(tmp_path)
     model = load_model(folder, reward=True)
     conversations = [list(range(3, 3 + count)) for count in (7, 2, 11)]
-    found = RewardModel(model, token_budget=22).read(conversations, layers=(2, 1))
-    heads = RewardModel(model).read(conversations, layers=(2,), per_head=True)
+    found = RewardModel(model, token_budget=22).read(conversations, layers=(2, 1), verdict=False)
+    heads = RewardModel(model).read(conversations, layers=(2,), per_head=True, verdict=False)
     eager = LlamaForSequenceClassification.from_pretrained(folder, attn_implementation="eager").eval()
     for ids, reading, each in zip(conversations, found, heads, strict=True):
         with torch.no_grad():
@@ -150,7 +158,7 @@ def test_a_run_reads_it_once_and_stores_it(world: World, tmp_path: Path, caplog:
     assert again.weighed.report is not None and again.weighed.report.computed == 0, "every layer is stored"
     model, pair, example = RewardModel(load_model(path, reward=True)), first.pairs["train"].pairs[0], first.examples
     encoded = made.base.chat.encode(pair.prompt, pair.chosen)
-    (reading,) = model.read([encoded.prompt_ids + encoded.response_ids], layers=(2,))
+    (reading,) = model.read([encoded.prompt_ids + encoded.response_ids], layers=(2,), verdict=False)
     raw = credit(reading.rows, encoded).weights[0]
     found = example["train"].examples[0].weights[0]
     torch.testing.assert_close(found[: len(raw)], raw / raw.sum(), rtol=1e-5, atol=1e-7)

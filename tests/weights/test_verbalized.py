@@ -14,10 +14,11 @@ from attnpo.system.store import Store
 from attnpo.text.chat import RefusedText
 from attnpo.weights.base import WeightSource, least_coverage
 from attnpo.weights.capture import Unreadable, ensure_captured, weights_key
+from attnpo.weights.readers import AnswerStatistics, answer_statistics
 from attnpo.weights.score_parser import NO_PARTS, NOT_IN_RESPONSE, ScoredSpan, read_answer
 from attnpo.weights.sources.attention import Attention
-from attnpo.weights.sources.verbalized import LoadedVerbalizer, QuestionBuilder, Verbalized, spread
-from attnpo.weights.verbalizer import AnswerStatistics, answer_statistics
+from attnpo.weights.sources.verbalized import LoadedVerbalizer, Verbalized, spread
+from attnpo.weights.verbalizer_settings import ScoreQuestions
 
 GREEDY = Sampling(max_new_tokens=64, temperature=0.0)
 GOOD = PreferencePair.make([{"role": "user", "content": "eggs"}], "Boil them. Then peel.", "No idea.")
@@ -25,7 +26,7 @@ LONG = PreferencePair.make([{"role": "user", "content": "eggs"}], "Boil " * 40, 
 
 
 @dataclass
-class Words:
+class Words(ScoreQuestions):
     """Asks in few words; tokens are words with the blank before them; at most ``room`` characters are shown."""
 
     room: int = 100
@@ -74,10 +75,7 @@ def tools(generator: Recorded, **more: Any) -> LoadedVerbalizer:
 def test_it_is_a_source_with_a_least_coverage_of_its_own() -> None:
     source = Verbalized()
     assert isinstance(source, WeightSource) and source.partial
-    assert isinstance(Words(), QuestionBuilder)
     assert (least_coverage(source), least_coverage(source, 0.5), least_coverage(Attention(1))) == (0.9, 0.5, 0.0)
-    with pytest.raises(UserError, match=r"^weights\.min_coverage must be in \[0, 1\], got 1\.5$"):
-        Verbalized(min_coverage=1.5)
 
 
 def test_scores_stand_on_the_tokens_of_their_part_and_silence_is_zero() -> None:

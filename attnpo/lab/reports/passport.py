@@ -24,7 +24,7 @@ from attnpo.cli.terminal import command_text
 from attnpo.config.compose import as_yaml
 from attnpo.data.base import PairSet
 from attnpo.data.prepare import EncodedSet, ExampleSet, Tally, prepare_examples, sample_of
-from attnpo.data.reading import read_pairs
+from attnpo.data.prepared import read_pairs
 from attnpo.data.rules import AlignRules
 from attnpo.display.output import print_sections, terminal
 from attnpo.display.page import Banner, KeyValues, Paragraph, Preformatted, Section, TableBlock, report_page
@@ -32,14 +32,16 @@ from attnpo.display.tables import DEFAULT_DIGITS, Cell, format_cell
 from attnpo.evaluation.intervals import t_quantile
 from attnpo.judge.base import JudgeModel, JudgeReading, LoadedJudge
 from attnpo.judge.judge import RunJudge
-from attnpo.judge.label_check import LabelMass, in_words, written
 from attnpo.judge.layers import Row, attending, distinct_layers
 from attnpo.judge.verdicts import CUT as TRACE_CUT
 from attnpo.judge.verdicts import (
     ENOUGH,
     JudgeStatistics,
+    LabelMass,
     Standing,
     accuracy_in_words,
+    count_texts,
+    in_words,
     is_silent,
     judge_standing,
     judge_statistics,
@@ -269,7 +271,7 @@ def measure_judge(
     statistics, found = judge_statistics(read, labels), margins(read)
     masses = np.array(judged.heard.masses).reshape(-1, 2).mean(axis=1)  # a pair's two prompts follow each other
     answers = sum(item.side(side).token_ids.numel() for item in rounds for side in SIDES)
-    texts = written((item.verdict_token for item in rounds), judge.written)
+    texts = count_texts((item.verdict_token for item in rounds), judge.written)
     low = LabelMass(float(masses.mean()), 2 * len(read), texts).problem(judge.settings.min_label_mass)
     left = judged.cost["pairs"] - len(judged.sample)
     silent = [np.mean([item.verdict_token not in labels for item in pair.rounds]) for pair in read]

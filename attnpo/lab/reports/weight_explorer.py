@@ -13,8 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from attnpo.config.compose import load
 from attnpo.data.prepare import EncodedSet, make_example
-from attnpo.data.prepared import Recipe
-from attnpo.data.reading import read_pairs
+from attnpo.data.prepared import Recipe, read_pairs
 from attnpo.display.explorer import ExplorerPair, View, write_explorer
 from attnpo.display.output import terminal
 from attnpo.lab.reports.report_config import ReportConfig

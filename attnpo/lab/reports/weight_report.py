@@ -23,8 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from attnpo.config.compose import as_yaml
 from attnpo.data.prepare import EncodedSet, fit_transforms, prepare_examples
-from attnpo.data.prepared import Recipe
-from attnpo.data.reading import Texts, read_pairs
+from attnpo.data.prepared import Recipe, Texts, read_pairs
 from attnpo.data.weighing import Weighed
 from attnpo.display.heatmap import heatmap_html, write_svg
 from attnpo.display.output import terminal

@@ -11,7 +11,7 @@ from pathlib import Path
 from attnpo.cli.terminal import command_text
 from attnpo.config.named_files import below, files_of
 from attnpo.data.prepare import EncodedSet
-from attnpo.data.reading import read_pairs
+from attnpo.data.prepared import read_pairs
 from attnpo.data.weighing import Weighed
 from attnpo.lab.studies.config import FitConfig
 from attnpo.lab.studies.outcome import Reads

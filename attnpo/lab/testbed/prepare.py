@@ -19,9 +19,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attnpo.data.built import Prepared, PreparedJudge
 from attnpo.lab.testbed.grammar import Grammar
 from attnpo.lab.testbed.recipes import BaseRecipe, PairRecipe, SecondRecipe
+from attnpo.run.components import Prepared, PreparedJudge
 from attnpo.system.files import changed, file_digest, parse_json, seal, sealed, set_aside, share, to_disk
 
 if TYPE_CHECKING:

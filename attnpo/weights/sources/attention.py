@@ -6,13 +6,15 @@ from functools import partial
 from typing import ClassVar
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from attnpo.judge.base import JudgeReading
+from attnpo.judge.base import JudgePrompt, JudgeReading, LoadedJudge, PromptBuilder
 from attnpo.judge.layers import HeadRow, Row, attending, distinct_layers, layer_column, resolve_layer
-from attnpo.judge.rounds import judge_rounds
-from attnpo.schema import BOOKKEEPING, PairWeights, PreferencePair, Round, TokenWeights, UserError
+from attnpo.schema import BOOKKEEPING, SIDES, PairWeights, PreferencePair, Round, TokenWeights, UserError
+from attnpo.text.chat import RefusedText
 from attnpo.weights.base import CapturedSource
+from attnpo.weights.capture import show_pairs
 from attnpo.weights.postprocess import Postprocess
 
 STORE_LAYERS = ("all", "selected")
@@ -140,3 +142,75 @@ def chosen_rows(reading: JudgeReading, numbers: Sequence[int], wanted: Sequence[
         )
     layers = torch.tensor([numbers.index(row.layer) for row in heads])
     return reading.rows[layers, torch.tensor([row.head - 1 for row in heads])]
+
+
+# ------------------------------------------------------------------------------------------------ both rounds
+
+
+def judge_rounds(
+    source: str,
+    pairs: Sequence[PreferencePair],
+    judge: object,
+    rows_of: Callable[[JudgeReading], Float[Tensor, "layers T"]],
+    layers: Sequence[int],
+    *,
+    per_head: bool = False,
+    rollout: bool = False,
+) -> list[PairWeights]:
+    """Returns both judge rounds of each pair, with ``rows_of`` what the judge gave; all prompts go to it in one call.
+
+    A pair that it cannot be shown comes back ``Unreadable``. UserError naming the ``source`` when there is no judge.
+    """
+    if not isinstance(judge, LoadedJudge):
+        raise UserError(f"weights={source} reads a judge: set judge.path and judge.template_file")
+    builder = judge.prompts
+    shown, refused = show_pairs(pairs, lambda pair: _show(pair, builder))
+    prompts = [prompt for both in shown.values() for prompt in both]
+    if not prompts:
+        return [refused[pair.pair_id] for pair in pairs]
+    readings = judge.model.read(
+        [prompt.input_ids for prompt in prompts],
+        layers=layers,
+        per_head=per_head,
+        rollout=rollout,
+        verdict=judge.verdict,
+        label_ids=builder.label_ids if judge.verdict else None,
+    )
+    cut = (_cut(prompt, rows_of(reading), reading) for prompt, reading in zip(prompts, readings, strict=True))
+    found = {pair_id: PairWeights(pair_id, (next(cut), next(cut))) for pair_id in shown} | refused
+    return [found[pair.pair_id] for pair in pairs]
+
+
+def _show(pair: PreferencePair, builder: PromptBuilder) -> tuple[JudgePrompt, JudgePrompt]:
+    """Returns the prompts of a pair; RefusedText, in words that fit every such pair, where it cannot be judged."""
+    try:
+        rounds = builder.build(pair)
+    except UserError as problem:
+        story = str(problem).removeprefix(f"pair {pair.pair_id}: ")
+        cause = problem if isinstance(problem, RefusedText) else problem.__cause__
+        raise RefusedText(cause.reason if isinstance(cause, RefusedText) else story, story) from problem
+    bare = [side for side in SIDES for prompt in rounds if prompt.spans[side][0] >= prompt.spans[side][1]]
+    if bare:
+        story = f"the {bare[0]} response has no token in the judge's prompt"
+        raise RefusedText(story, story)
+    return rounds
+
+
+def _cut(prompt: JudgePrompt, rows: Float[Tensor, "layers T"], reading: JudgeReading) -> Round:
+    """Returns the round of one prompt: the spans of both responses cut out of ``rows``, and the verdict."""
+    sides = {}
+    for side in SIDES:
+        start, end = prompt.spans[side]
+        if not 0 <= start < end <= rows.shape[-1]:
+            raise UserError(
+                f"pair {prompt.pair_id}, {side}: expected a judge span inside {rows.shape[-1]} tokens, got "
+                f"[{start}, {end}); raise judge.max_length or drop the pair"
+            )
+        sides[side] = TokenWeights(
+            token_ids=torch.tensor(prompt.input_ids[start:end], dtype=torch.long),
+            offsets=torch.tensor(prompt.offsets[side], dtype=torch.long).reshape(-1, 2),
+            weights=rows[:, start:end].detach().to("cpu", torch.float32).contiguous(),
+        )
+    logits = None if reading.verdict_logits is None else reading.verdict_logits.detach().to("cpu", torch.float32)
+    token = None if reading.verdict_token is None else int(reading.verdict_token)
+    return Round(prompt.chosen_is_a, sides["chosen"], sides["rejected"], logits, token, prompt.cut, reading.trace)

@@ -2,19 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attnpo.judge.base import JudgeReading
+from attnpo.judge.base import JudgeModel
 from attnpo.judge.layers import HeadRow, Row
 from attnpo.schema import (
     BOOKKEEPING,
     SIDES,
     EncodedResponse,
-    Message,
     PairWeights,
     PreferencePair,
     Round,
@@ -22,41 +21,19 @@ from attnpo.schema import (
     UserError,
     check_least,
 )
-from attnpo.text.chat import RefusedText
+from attnpo.text.chat import ChatFormat, RefusedText
 from attnpo.text.traces import judged_text, start_apart
 from attnpo.weights.capture import show_pairs
 from attnpo.weights.postprocess import Postprocess
 from attnpo.weights.sources.attention import Attention, chosen_rows
 
 
-@runtime_checkable
-class RewardReader(Protocol):
-    """Reward model that is asked for attention rows; ``attnpo.judge.reader.RewardModel`` is the one in use."""
-
-    @property
-    def num_layers(self) -> int:
-        """Depth of the model; layers are counted 1..num_layers."""
-
-    def read(
-        self, conversations: Sequence[Sequence[int]], *, layers: Sequence[int], per_head: bool = False
-    ) -> list[JudgeReading]:
-        """Returns the rows of each conversation's last token, in their order; 1-based ``layers``."""
-
-
-@runtime_checkable
-class ConversationBuilder(Protocol):
-    """Encodes a prompt with a response; ``attnpo.text.chat.ChatFormat`` is the one in use."""
-
-    def encode(self, prompt: Sequence[Message], response: str) -> EncodedResponse:
-        """Returns ids of both with the end of turn; ``attnpo.text.chat.RefusedText`` when it cannot be shown."""
-
-
 @dataclass(frozen=True)
 class LoadedReward:
     """A reward model in memory with what encodes the conversations that it reads."""
 
-    model: RewardReader
-    conversations: ConversationBuilder
+    model: JudgeModel
+    conversations: ChatFormat
 
 
 @dataclass(frozen=True)
@@ -104,6 +81,7 @@ class RewardAttention(Attention):
             [one.prompt_ids + one.response_ids for both in shown.values() for one in both],
             layers=numbers,
             per_head=any(isinstance(row, HeadRow) for row in layers),
+            verdict=False,
         )
         rows = [chosen_rows(reading, numbers, layers) for reading in readings]
         captured: dict[str, PairWeights] = {**refused}
@@ -112,7 +90,7 @@ class RewardAttention(Attention):
             captured[pair_id] = PairWeights(pair_id, (Round(True, chosen, rejected),))
         return [captured[pair.pair_id] for pair in pairs]
 
-    def _show(self, pair: PreferencePair, conversations: ConversationBuilder) -> list[EncodedResponse]:
+    def _show(self, pair: PreferencePair, conversations: ChatFormat) -> list[EncodedResponse]:
         """Returns both conversations; RefusedText, in words that fit every such pair, where they cannot be read."""
         both = [_answer_of(pair, side, conversations) for side in SIDES]
         reason = ""
@@ -125,7 +103,7 @@ class RewardAttention(Attention):
         return both
 
 
-def _answer_of(pair: PreferencePair, side: str, conversations: ConversationBuilder) -> EncodedResponse:
+def _answer_of(pair: PreferencePair, side: str, conversations: ChatFormat) -> EncodedResponse:
     """Returns the conversation that is read, with the characters of the response as it stands in the pair."""
     encoded, begins = conversations.encode(pair.prompt, judged_text(pair, side)), start_apart(pair, side)
     return encoded._replace(offsets=[(start + begins, end + begins) for start, end in encoded.offsets])

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from attnpo.judge.base import JudgeReading
 from attnpo.judge.layers import Row, attending
-from attnpo.judge.rounds import judge_rounds
 from attnpo.schema import PairWeights, PreferencePair, UserError
 from attnpo.weights.base import CapturedSource
 from attnpo.weights.postprocess import Postprocess
+from attnpo.weights.sources.attention import judge_rounds
 
 
 @dataclass(frozen=True)

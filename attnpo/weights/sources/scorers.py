@@ -28,18 +28,18 @@ class Scorer(Protocol):
     ``names`` are those of ``TokenStats``: "logps", "vocab:NAME" of one model's distribution, "joint:NAME" of two.
     """
 
-    def scores(self, ids: Sequence[EncodedResponse], names: Collection[str]) -> list[Mapping[str, Float[Tensor, " m"]]]:
-        """Returns the statistics ``names`` of each response's m tokens, in the order of ``ids``, on the CPU."""
-
-    def pair_scores(
-        self, ids: Sequence[EncodedResponse], other: "Scorer", names: Collection[str]
+    def scores(
+        self, ids: Sequence[EncodedResponse], names: Collection[str], other: "Scorer | None" = None
     ) -> list[Mapping[str, Float[Tensor, " m"]]]:
-        """Returns the same, joint statistics with ``other`` (the second model) among them."""
+        """Returns the statistics ``names`` of each response's m tokens, in the order of ``ids``, on the CPU.
+
+        ``other``: the second model of joint statistics.
+        """
 
 
 @runtime_checkable
 class TrainingTexts(Protocol):
-    """Gives pairs as training ids; ``attnpo.data.scorers.RunTexts`` is the one in use."""
+    """Gives pairs as training ids; ``attnpo.data.scoring.RunTexts`` is the one in use."""
 
     def encode(self, pair: PreferencePair) -> Mapping[str, EncodedResponse]:
         """Returns the ids by side that training reads; ``attnpo.text.chat.RefusedText`` for a pair that has none."""
@@ -74,7 +74,11 @@ class ComparedSource(ScoredSource):
 
     @property
     def statistic(self) -> str:
-        """Returns what is compared (``scored_rows``)."""
+        """Returns what is compared.
+
+        "log_ratio": log-probability under the first model less that under the second; "contrast": log-probability under
+        softmax(2 z - z'), z and z' their logits.
+        """
         return LOG_RATIO
 
     def capture_fingerprint(self) -> dict[str, object]:
@@ -83,8 +87,21 @@ class ComparedSource(ScoredSource):
         return {"source": "scorers", "statistic": self.statistic, "asked": asked}
 
     def capture(self, pairs: Sequence[PreferencePair], reader: object, layers: tuple[Row, ...]) -> list[PairWeights]:
-        """Returns one round per pair with the raw comparison on its training tokens."""
-        return scored_rows(self.name, pairs, reader, self.scorers, self.statistic)
+        """Returns one round per pair on its training tokens, a float32 row per response with the raw comparison.
+
+        A pair whose text has no training ids, or cannot be given an instruction, comes back ``Unreadable``.
+        ``Round.cut``: an instruction's prompt had to be shortened. UserError when the scorers are missing.
+        """
+        (first, model), (second, other) = self.scorers.items()
+        if not isinstance(reader, LoadedScorers) or not self.scorers.keys() <= reader.scorers.keys():
+            raise UserError(
+                f"weights={self.name} compares two models: set weights.{first}.path and weights.{second}.path"
+            )
+        texts = reader.texts
+        asked, refused = show_pairs(pairs, lambda pair: _ask(pair, texts, model, other))
+        rows = _compare(list(asked.values()), reader.scorers[first], reader.scorers[second], self.statistic)
+        found = {pair_id: _captured(one, rows[pair_id]) for pair_id, one in asked.items()} | refused
+        return [found[pair.pair_id] for pair in pairs]
 
 
 class _Asked(NamedTuple):
@@ -95,28 +112,6 @@ class _Asked(NamedTuple):
     first: Mapping[str, EncodedResponse]
     second: Mapping[str, EncodedResponse]
     cut: bool
-
-
-def scored_rows(
-    source: str, pairs: Sequence[PreferencePair], reader: object, models: Mapping[str, ScorerModel], statistic: str
-) -> list[PairWeights]:
-    """Returns one round per pair on its training tokens, a float32 row per response.
-
-    ``statistic``: "log_ratio", log-probability under the first of ``models`` less that under the second; "contrast",
-    log-probability under softmax(2 z - z'), z and z' their logits. A pair whose text has no training ids, or cannot be
-    given an instruction, comes back ``Unreadable``. ``Round.cut``: an instruction's prompt had to be shortened.
-    UserError when the scorers are missing.
-    """
-    (first, model), (second, other) = models.items()
-    if not isinstance(reader, LoadedScorers) or not models.keys() <= reader.scorers.keys():
-        raise UserError(f"weights={source} compares two models: set weights.{first}.path and weights.{second}.path")
-    texts = reader.texts
-    asked, refused = show_pairs(pairs, lambda pair: _ask(pair, texts, model, other))
-    rows = _compare(list(asked.values()), reader.scorers[first], reader.scorers[second], statistic)
-    return [
-        refused[pair.pair_id] if pair.pair_id in refused else _captured(asked[pair.pair_id], rows[pair.pair_id])
-        for pair in pairs
-    ]
 
 
 def _ask(pair: PreferencePair, texts: TrainingTexts, model: ScorerModel, other: ScorerModel) -> _Asked:
@@ -140,7 +135,7 @@ def _compare(
     read = [one.first[side] for one in asked for side in SIDES]
     if statistic == CONTRAST:
         name = "joint:contrast"
-        values = [found[name] for found in first.pair_scores(read, second, {name})]
+        values = [found[name] for found in first.scores(read, {name}, second)]
     else:
         ours = first.scores(read, {"logps"})
         theirs = second.scores([one.second[side] for one in asked for side in SIDES], {"logps"})

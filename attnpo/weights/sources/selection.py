@@ -57,12 +57,8 @@ class Selection(ComparedSource):
         """Returns the weights of the kept tokens; 0 everywhere where a side keeps none."""
         chosen = weighed_by(captured, self._weights)
         empty = [not bool(part.weights.any()) for item in chosen.rounds for part in (item.chosen, item.rejected)]
-        return weighed_by(captured, _nothing) if any(empty) else chosen
+        return weighed_by(captured, lambda raw, words, side: torch.zeros_like(raw)) if any(empty) else chosen
 
     def _weights(self, raw: Float[Tensor, " n"], words: Bool[Tensor, " n"], side: str) -> Float[Tensor, " n"]:
         kept = select_top(raw, self.top_fraction, highest=side == "chosen").to(raw.dtype)
         return kept * (raw.numel() / kept.sum().clamp(min=1)) if self.as_mean else kept
-
-
-def _nothing(raw: Float[Tensor, " n"], words: Bool[Tensor, " n"], side: str) -> Float[Tensor, " n"]:
-    return torch.zeros_like(raw)

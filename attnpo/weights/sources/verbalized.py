@@ -4,9 +4,9 @@ The paper gives no wording and no rule for spreading scores over tokens; both ar
 tokens of the response themselves, so that alignment is exact.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -16,7 +16,6 @@ from attnpo.judge.layers import Row
 from attnpo.schema import (
     SIDES,
     Generator,
-    Message,
     PairWeights,
     PreferencePair,
     Round,
@@ -30,23 +29,10 @@ from attnpo.weights.base import CapturedSource
 from attnpo.weights.capture import show_pairs
 from attnpo.weights.postprocess import Postprocess
 from attnpo.weights.score_parser import ScoredSpan, read_answer
+from attnpo.weights.verbalizer_settings import ScoreQuestions
 
 # Raised by hand when the same answer would give other raw scores; why by hand, and who notices, as CAPTURE_VERSION.
 READER = "2"
-
-
-@runtime_checkable
-class QuestionBuilder(Protocol):
-    """Asks a generator about one response; ``attnpo.weights.verbalizer_settings.ScoreQuestions`` is the one in use."""
-
-    def ask(self, pair: PreferencePair, side: str) -> list[Message]:
-        """Returns the chat prompt about one response; ``RefusedText`` when the model cannot be shown it."""
-
-    def tokens(self, pair: PreferencePair, side: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Returns ids and characters of the response's tokens, those alone that hold a character of it."""
-
-    def fingerprint(self) -> Mapping[str, object]:
-        """Returns every setting of questions and tokens that changes a number."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +40,7 @@ class LoadedVerbalizer:
     """A generator at hand with the questions that it is asked and how it decodes its answers."""
 
     generator: Generator
-    questions: QuestionBuilder
+    questions: ScoreQuestions
     sampling: Sampling
 
 
@@ -98,7 +84,7 @@ class Verbalized(CapturedSource):
         return [found[pair.pair_id] for pair in pairs]
 
 
-def _row(pair: PreferencePair, side: str, answer: str, questions: QuestionBuilder) -> TokenWeights:
+def _row(pair: PreferencePair, side: str, answer: str, questions: ScoreQuestions) -> TokenWeights:
     """Returns the scores that ``answer`` gives to the tokens of one response."""
     text, begins = judged_text(pair, side), start_apart(pair, side)
     ids, places = questions.tokens(pair, side)

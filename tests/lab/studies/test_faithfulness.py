@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from attnpo.data.prepare import EncodedSet, calibration_pairs
-from attnpo.data.reading import read_pairs
+from attnpo.data.prepared import read_pairs
 from attnpo.display.page import Image, TableBlock, report_page
 from attnpo.lab.studies.faithfulness import EQUAL, ROLLOUT, TRUTH, Faithfulness, true_mass
 from attnpo.lab.studies.outcome import Outcome

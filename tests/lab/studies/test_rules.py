@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from attnpo.config.compose import compose, load, read
-from attnpo.data.built import PreparedJudge
 from attnpo.judge.judge import RunJudge
 from attnpo.lab.studies import bases
 from attnpo.lab.studies.arms import check_user, composer_of
 from attnpo.lab.studies.bases import COSTS, Basis, keep_costs, make_basis
 from attnpo.lab.studies.plan import plan_study
+from attnpo.run.components import PreparedJudge
 from attnpo.run.identity import identity_of
 from attnpo.run.resolve import resolve
 from attnpo.schema import UserError

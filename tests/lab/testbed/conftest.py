@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from attnpo.data.built import Prepared
 from attnpo.lab.testbed.grammar import Grammar
 from attnpo.lab.testbed.prepare import Testbed, load_base
 from attnpo.lab.testbed.recipes import BaseRecipe, PairRecipe
+from attnpo.run.components import Prepared
 
 TINY = Testbed(
     grammar=Grammar(min_clauses=1, max_clauses=2, p_sentiment=0.8),  # short reviews are learnt soonest

@@ -14,10 +14,10 @@ import torch
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from attnpo.data.built import Prepared
 from attnpo.lab.testbed import prepare as module
 from attnpo.lab.testbed.prepare import REPORT, Testbed
 from attnpo.lab.testbed.pretrain import build_base
+from attnpo.run.components import Prepared
 from attnpo.schema import UserError
 from attnpo.system.files import changed
 from tests.lab.testbed import racing

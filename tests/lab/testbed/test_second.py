@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from attnpo.data.built import Prepared
 from attnpo.lab.testbed.grammar import Grammar
 from attnpo.lab.testbed.pairs import build_pairs
 from attnpo.lab.testbed.prepare import REPORT, Testbed, _key, load_base
 from attnpo.lab.testbed.recipes import BaseRecipe, PairRecipe, SecondRecipe
+from attnpo.run.components import Prepared
 from attnpo.schema import UserError
 
 SMALL = BaseRecipe(

@@ -1,4 +1,4 @@
-"""Models that score the parts of responses in words: described cheaply, loaded when an answer is missing."""
+"""Readers of weights beside the judge: a verbalizer, a reward model. Described cheaply, loaded when one is needed."""
 
 import logging
 import time
@@ -11,15 +11,26 @@ import torch
 
 from attnpo.config.named_files import read_template
 from attnpo.judge.base import WeightReader
+from attnpo.judge.judge import AttentionReader
+from attnpo.judge.layers import Depth
+from attnpo.judge.reader import RewardModel
 from attnpo.models.described import token_rows
 from attnpo.models.generate import chat_generator, ends_of_folder, longest_sequence
-from attnpo.models.loading import load_model, load_tokenizer, text_config, weights_fingerprint
+from attnpo.models.loading import (
+    described,
+    load_model,
+    load_tokenizer,
+    model_depth,
+    text_config,
+    weights_fingerprint,
+)
 from attnpo.models.spec import ModelSpec
 from attnpo.schema import SIDES, Generator, Message, PairWeights, PreferencePair, Sampling, UserError, digest
 from attnpo.system.store import Store, Table
 from attnpo.text.chat import ChatFormat
 from attnpo.text.traces import judged_text
 from attnpo.weights.score_parser import read_answer
+from attnpo.weights.sources.reward_attention import LoadedReward, RewardAttention
 from attnpo.weights.sources.verbalized import LoadedVerbalizer
 from attnpo.weights.verbalizer_settings import ScoreQuestions, Verbalizer
 
@@ -49,17 +60,8 @@ class AnswerStatistics:
 
     def numbers(self) -> dict[str, object]:
         """Returns the statistics as plain data."""
-        return {
-            "pairs": self.pairs,
-            "answers": self.answers,
-            "parsed": self.parsed,
-            "parse_rate": round(self.parse_rate, 5),
-            "parts": self.parts,
-            "coverage": round(self.coverage, 5),
-            "problems": dict(self.problems),
-            "unasked": self.unasked,
-            "lost": self.lost,
-        }
+        rounded = {"parse_rate": round(self.parse_rate, 5), "coverage": round(self.coverage, 5)}
+        return {**vars(self), **rounded, "problems": dict(self.problems)}
 
 
 def answer_statistics(
@@ -228,3 +230,55 @@ class StoredAnswers:
             done += len(new)
             log.info("verbalizer: %d of %d answers, %.0f s", done, len(missing), time.perf_counter() - began)
         return [found[key] for key in keys]
+
+
+# ------------------------------------------------------------------------------------- a reward model
+
+
+class RunReward(AttentionReader):
+    """A reward model that is described cheaply and loaded at most once.
+
+    Args:
+        source: the weights that name it. UserError when they name none, and for a tokenizer without characters.
+        fallback: chat template for a tokenizer without one.
+    """
+
+    name, done = "reward model", "read"
+
+    def __init__(self, source: RewardAttention, fallback: str | None = None) -> None:
+        if source.path is None:
+            raise UserError(
+                "weights=reward_attention reads a reward model, and weights.path is null: set "
+                "weights.path=FOLDER_OR_HUB_NAME"
+            )
+        self.settings, self.path, self.revision, self.dtype = source, source.path, source.revision, source.dtype
+        self.tokenizer = load_tokenizer(self.path, self.revision)
+        rows = token_rows(text_config(self.path, self.revision))
+        template = read_template(source.chat_template, "weights.chat_template")
+        self.chat = ChatFormat(self.tokenizer, template, fallback=fallback, part="weights", rows=rows)
+
+    @property
+    def num_layers(self) -> Depth:
+        """Depth, with the layers that have attention, from its config alone; UserError when none can be read."""
+        found = described(self.path, self.revision)
+        if found.mapped or not found.layers:
+            raise UserError(
+                f"weights.path={self.path}: no layer of {found.name} has softmax attention that can be read, since "
+                "none goes through transformers' AttentionInterface; name another reward model"
+            )
+        return Depth(model_depth(self.path, self.revision), found.layers)
+
+    def describe_pass(self, rows: str) -> str:
+        """Returns in words what a pass does that reads ``rows``."""
+        return f"reward model: reading {rows} of {self.path} on both responses"
+
+    def fingerprint_of_prompts(self) -> Mapping[str, object]:
+        """Returns what identifies the conversations that it reads."""
+        return self.chat.fingerprint()
+
+    def load(self, device: torch.device) -> LoadedReward:
+        """Model and conversations for capturing; loads the model onto ``device``."""
+        model = load_model(self.path, dtype=self.settings.dtype, revision=self.revision, reward=True)
+        model.to(device)  # type: ignore[arg-type]
+        reader = RewardModel(model, token_budget=self.settings.token_budget, kernel=self.kernel)
+        return LoadedReward(reader, self.chat)
