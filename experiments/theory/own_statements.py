@@ -1,8 +1,8 @@
 """Our own statements on the three policies, sharper than the paper's or beside them, and what they are checked on.
 
-The paper's are in ``paper``, ``gradient``, ``note`` and ``properties``; definitions, and the proofs about h, in
-``problem``. h is the heuristic policy of the weights, pi* the optimum of J_w, D DPO's policy, T the length; delta is
-the largest ``|w_t(y) - 1|``.
+The paper's are in ``paper_bounds``, ``gradient``, ``normalized_likelihood`` and ``properties``; definitions, and the
+proofs about h, in ``problem``. h is the heuristic policy of the weights, pi* the optimum of J_w, D DPO's policy, T the
+length; delta is the largest ``|w_t(y) - 1|``.
 
 - *Our lemma 1.* ``J_w(pi) = J_w(h) - beta KL_w(pi, h)`` for every pi. Put ``r = beta sum_t w_t log(h_t / ref_t) +
   beta c`` into J_w; at pi = h the KL is 0. So pi* is where KL_w(., h) is least, and h is optimal when KL_w is never
