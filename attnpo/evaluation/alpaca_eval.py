@@ -5,7 +5,6 @@ the answers, meaning of a reply and win rates are its own. Questions are asked a
 """
 
 import logging
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,10 +24,11 @@ from attnpo.evaluation.alpaca_library import (
     from_hub,
     how_to_get,
 )
-from attnpo.evaluation.base import Graded, ModelAnswer, Question, Replies, match_answers
+from attnpo.evaluation.base import Graded, ModelAnswer, Question, Replies, match_answers, select_answered
 from attnpo.evaluation.chat import GradingCall
+from attnpo.evaluation.checkout import Checkout
 from attnpo.schema import Sampling, UserError
-from attnpo.system.files import file_digest, parse_json, shortened
+from attnpo.system.files import file_digest
 
 ROWS = 805
 REFERENCE = "alpaca_eval_gpt4_baseline.json"
@@ -44,16 +44,6 @@ TEXT_ONLY = "verdict from the text, no log-probabilities"
 SAME = "answer equal to the baseline's (a tie, not asked)"
 NO_LENGTHS = "no length-controlled rate: length differences are all the same"
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Reference:
-    """The reference set: instructions with the baseline's answers, in the order that is their key."""
-
-    questions: tuple[Question, ...]
-    outputs: tuple[str, ...]
-    generator: str
-    digest: str
 
 
 @dataclass(frozen=True)
@@ -84,18 +74,18 @@ class AlpacaEval:
 
     def questions(self) -> Sequence[Question]:
         """Returns the instructions; a question's id is its position in the reference set."""
-        return self._reference.questions
+        return self._questions
 
     def baseline_answers(self) -> Mapping[str, str]:
         """Returns the baseline's output of each row, by the question's id."""
-        return dict(zip((question.id for question in self.questions()), self._reference.outputs, strict=True))
+        return {str(place): row["output"] for place, row in enumerate(self._rows)}
 
     def versions(self) -> dict[str, object]:
         """Returns what decides calls and rates beside the answers."""
         rates = {} if self._auxiliary is None else {"scikit-learn": version("scikit-learn")}
         return {
-            "reference": self._reference.digest,
-            "baseline": self._reference.generator,
+            "reference": file_digest(self._reference_file),
+            "baseline": str(self._rows[0].get("generator")),
             "annotator": self._annotator.name,
             "annotator_digest": self._annotator.digest,
             "alpaca_eval": version("alpaca_eval"),
@@ -106,23 +96,11 @@ class AlpacaEval:
     def calls(self, answers: Mapping[str, ModelAnswer], round_: int) -> Sequence[GradingCall]:
         """Returns a call for each row whose two answers differ; two equal ones are a tie, as the library has it."""
         asked = self._annotator
+        prompts, _ = alpaca_library.annotate(asked.name, self._compared(answers, self.questions()), {})
         return [
-            GradingCall(
-                benchmark=self.name,
-                item=question.id,
-                part="",
-                round=round_,
-                messages=alpaca_library.messages(prompt),
-                max_tokens=asked.max_tokens,
-                temperature=asked.temperature,
-                top_p=asked.top_p,
-                top_logprobs=asked.top_logprobs,
-                labels=asked.labels,
-            )
-            for question, prompt in zip(
-                self.questions(), alpaca_library.prompts(asked.name, self._compared(answers)), strict=True
-            )
-            if prompt is not None
+            GradingCall(self.name, question.id, "", round_, messages, **asked.settings)
+            for question, messages in zip(self.questions(), prompts, strict=True)
+            if messages is not None
         ]
 
     def grade(self, answers: Mapping[str, ModelAnswer], replies: Replies) -> Graded:
@@ -134,37 +112,67 @@ class AlpacaEval:
         Raises:
             ValueError: a reply is to another prompt than its question has here.
         """
-        here = [place for place, question in enumerate(self.questions()) if question.id in answers]
-        compared = self._compared(answers, here)
-        ids = [self.questions()[place].id for place in here]
+        questions = select_answered(self.questions(), answers)
+        compared = dict(zip((question.id for question in questions), self._compared(answers, questions), strict=True))
         items = {call.item for call in replies}
-        kept = [number for number, row in enumerate(compared) if row.same or ids[number] in items]
-        rows = [compared[number] for number in kept]
-        preferences = alpaca_library.preferences(self._annotator.name, rows, replies) if rows else np.zeros(0)
-        rates = alpaca_library.win_rates(rows, preferences, self._auxiliary, [here[number] for number in kept])
-        counts = Counter(
-            {
-                NO_REPLY: len(compared) - len(rows),
-                NO_VERDICT: int(np.isnan(preferences).sum()),
-                TEXT_ONLY: sum(reply.logprobs is None for reply in replies.values()) if self._annotator.labels else 0,
-                SAME: sum(row.same for row in compared),
-                NO_LENGTHS: int(rates.lengths_equal),
-            }
-        )
+        kept = {name: row for name, row in compared.items() if row.same or name in items}
+        rows = list(kept.values())
+        _, preferences = alpaca_library.annotate(self._annotator.name, rows, replies) if rows else ([], np.zeros(0))
+        rates = alpaca_library.win_rates(rows, preferences, self._auxiliary, list(map(int, kept)))
+        without = [reply for reply in replies.values() if reply.logprobs is None and self._annotator.settings["labels"]]
+        counts = {
+            NO_REPLY: len(compared) - len(rows),
+            NO_VERDICT: int(np.isnan(preferences).sum()),
+            TEXT_ONLY: len(without),
+            SAME: sum(row.same for row in rows),
+            NO_LENGTHS: int(rates.lengths_equal),
+        }
         return Graded(
-            questions=tuple(ids[number] for number in kept),
+            questions=tuple(kept),
             scores=rates.scores,
             values=rates.values,
             weights={name: np.isfinite(values).astype(float) for name, values in rates.values.items()},
-            counts=dict(+counts),
+            counts={reason: count for reason, count in counts.items() if count},
             errors=rates.errors,
         )
 
     # -------------------------------------------------------------------------------------------- what it stands on
 
     @cached_property
-    def _reference(self) -> Reference:
-        return read_reference(self.reference_outputs, self.rows)
+    def _reference_file(self) -> Path:
+        place = from_hub(REFERENCE) if self.reference_outputs is None else Path(self.reference_outputs).expanduser()
+        if isinstance(place, str):
+            raise UserError(
+                f"benchmark.reference_outputs is not given, and the hub does not give {REFERENCE} ({place}): name a "
+                f"file; expected {HOW_TO_GET_REFERENCE}"
+            )
+        return place
+
+    @cached_property
+    def _rows(self) -> list[dict[str, str]]:
+        """Returns the rows of the reference set. UserError for a file of another form, or of several generators."""
+        file = self._reference_file
+        given = self.reference_outputs or str(file)
+        source = Checkout(file.parent, "benchmark.reference_outputs", given, f"Expected {HOW_TO_GET_REFERENCE}")
+        found: list[dict[str, str]] = source.json(file.name, [{"instruction": str, "output": str}])
+        if len(found) != self.rows:
+            source.refuse(
+                file.name,
+                f"has {len(found)} rows, expected {self.rows}: a row's position is its key, so the set must be whole; "
+                f"benchmark.rows={len(found)} takes a set of that size",
+            )
+        generators = sorted({str(row.get("generator")) for row in found})
+        if len(generators) != 1:
+            told = ", ".join(generators[:5])
+            source.refuse(file.name, f"has answers of {len(generators)} generators ({told}), expected one baseline")
+        return found
+
+    @cached_property
+    def _questions(self) -> tuple[Question, ...]:
+        return tuple(
+            Question(id=str(place), turns=(row["instruction"],), category=str(row.get("dataset") or ""))
+            for place, row in enumerate(self._rows)
+        )
 
     @cached_property
     def _annotator(self) -> Annotator:
@@ -172,9 +180,7 @@ class AlpacaEval:
 
     @cached_property
     def _auxiliary(self) -> Path | None:
-        """Returns the auxiliary file; None without length control, or where the file cannot be had, which
-        is said once.
-        """
+        """Returns the auxiliary file; None without length control, or, with a warning, where it cannot be had."""
         if not self.length_controlled:
             return None
         if self.auxiliary is not None:
@@ -188,72 +194,10 @@ class AlpacaEval:
         )
         return None
 
-    def _compared(self, answers: Mapping[str, ModelAnswer], places: Sequence[int] | None = None) -> list[Compared]:
-        """Rows with both answers, in the order of the reference set: all, or those at ``places``.
-
-        UserError for answers that do not fit the set.
-        """
-        wanted = range(len(self.questions())) if places is None else places
-        questions = [self.questions()[place] for place in wanted]
+    def _compared(self, answers: Mapping[str, ModelAnswer], questions: Sequence[Question]) -> list[Compared]:
+        """Returns the rows of ``questions`` with both answers. UserError for answers that do not fit them."""
+        rivals = self.baseline_answers()
         return [
-            Compared(question.turns[0], self._reference.outputs[place], answer.turns[0])
-            for place, question, answer in zip(
-                wanted, questions, match_answers(self.name, questions, answers), strict=True
-            )
+            Compared(question.turns[0], rivals[question.id], answer.turns[0])
+            for question, answer in zip(questions, match_answers(self.name, questions, answers), strict=True)
         ]
-
-
-# ------------------------------------------------------------------------------------------------ files
-
-
-def read_reference(path: str | None, rows: int = ROWS) -> Reference:
-    """Returns the reference set under ``benchmark.reference_outputs``; None takes it from the hub or its cache.
-
-    UserError where the file cannot be had, is not of the library's form, has another number of rows than ``rows``, or
-    answers of several generators.
-    """
-    place = from_hub(REFERENCE) if path is None else path
-    if path is None and isinstance(place, str):
-        raise UserError(
-            f"benchmark.reference_outputs is not given, and the hub does not give {REFERENCE} ({place}): name a file; "
-            f"expected {HOW_TO_GET_REFERENCE}"
-        )
-    named = f"benchmark.reference_outputs={place}"
-    file = Path(place).expanduser()
-    found = _read_rows(file, named, HOW_TO_GET_REFERENCE)
-    if len(found) != rows:
-        raise UserError(
-            f"{named} has {len(found)} rows, expected {rows}: a row's position is its key, so the set must be whole; "
-            f"benchmark.rows={len(found)} takes a set of that size (AlpacaEval 2: {HOW_TO_GET_REFERENCE})"
-        )
-    generators = sorted({str(row.get("generator")) for _, row in found})
-    if len(generators) != 1:
-        raise UserError(
-            f"{named} has answers of {len(generators)} generators ({', '.join(generators[:5])}), expected one baseline"
-        )
-    return Reference(
-        questions=tuple(
-            Question(id=str(place), turns=(text,), category=str(row.get("dataset") or ""))
-            for place, (text, row) in enumerate(found)
-        ),
-        outputs=tuple(str(row["output"]) for _, row in found),
-        generator=generators[0],
-        digest=file_digest(file),
-    )
-
-
-def _read_rows(path: Path, named: str, wanted: str) -> list[tuple[str, dict[str, object]]]:
-    """Instruction and row of each row of a file in the library's form: a JSON list of objects."""
-    if not path.is_file():
-        raise UserError(f"{named}: there is no such file (looked from {Path.cwd()}); expected {wanted}")
-    try:
-        rows = parse_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{named} is not JSON in UTF-8 ({error}); expected {wanted}") from error
-    if not isinstance(rows, list):
-        raise UserError(f"{named} holds {type(rows).__name__}, expected a list of objects: {wanted}")
-    for place, row in enumerate(rows):
-        texts = row if isinstance(row, dict) else {}
-        if lacking := [key for key in ("instruction", "output") if not isinstance(texts.get(key), str)]:
-            raise UserError(f"{named}, row {place} has no text {lacking[0]!r}: {shortened(row)}; expected {wanted}")
-    return [(row["instruction"], row) for row in rows]

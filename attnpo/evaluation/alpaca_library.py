@@ -1,8 +1,8 @@
 """Parts of ``alpaca_eval`` that AlpacaEval 2 uses: prompts, order of the answers, meaning of a reply, win rates.
 
-The library defines the benchmark (version 0.6.6). It is given a function in place of its own client: the first time it
-hands over its prompts, the second time it gets the replies. So one store, one budget and one set of retries serve every
-benchmark, and the library's caches are never used: no round can meet the replies of another one.
+The library defines the benchmark (version 0.6.6). A function in place of its own client gets its prompts and gives the
+replies that are there. So one store, one budget and one set of retries serve every benchmark, and the library's caches
+are never used: no round can meet the replies of another one.
 
 The length-controlled rate needs ``df_gamed.csv`` (the difficulty of each instruction, and 1610 rows of the baseline
 told to be short or long), which the library downloads. Here it is a file that is handed over.
@@ -14,12 +14,14 @@ import math
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -55,17 +57,14 @@ class Compared:
 
 @dataclass(frozen=True)
 class Annotator:
-    """How an annotator of the library asks. ``labels``: the tokens that it reads, none where it reads a text.
+    """Annotator of the library: ``settings`` are those of a ``GradingCall``.
 
-    ``digest`` stands for its template, its settings and its parser.
+    Their ``labels`` are the tokens that it reads, none where it reads a text. ``digest`` stands for its template, its
+    settings and its parser.
     """
 
     name: str
-    max_tokens: int
-    temperature: float
-    top_p: float
-    top_logprobs: int
-    labels: tuple[str, ...]
+    settings: Mapping[str, Any]
     digest: str
 
 
@@ -112,22 +111,16 @@ def quiet() -> Iterator[None]:
 
     Records of other loggers pass. What the library reports is counted by those who call it.
     """
-    import warnings
-
-    def mute(record: logging.LogRecord) -> bool:
-        return False
-
     root, nothing = logging.getLogger(), logging.NullHandler()
-    with _one_at_a_time:
-        level = root.level
+    with _one_at_a_time, warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        level, disabled = root.level, root.disabled
         root.addHandler(nothing)  # without a handler its first record would install one that writes to the terminal
-        root.addFilter(mute)
+        root.disabled = True
         try:
-            with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-                warnings.simplefilter("ignore")
-                yield
+            yield
         finally:
-            root.removeFilter(mute)
+            root.disabled = disabled
             root.removeHandler(nothing)
             root.setLevel(level)
 
@@ -183,15 +176,14 @@ def annotator(name: str) -> Annotator:
         raise _unusable(name, "it reads more of a reply than its text or its first token")
     denominators = parser.keywords.get("denominator_tokens", ())
     account = [single.prompt_template, settings, parser.func.__name__, repr(sorted(parser.keywords.items()))]
-    return Annotator(
-        name=name,
-        max_tokens=int(settings.get("max_tokens", MOST_TOKENS)),
-        temperature=float(settings.get("temperature", TEMPERATURE)),
-        top_p=float(settings.get("top_p", 1.0)),
-        top_logprobs=int(settings.get("top_logprobs", 0)),
-        labels=tuple(dict.fromkeys((numerator, *denominators))) if numerator else (),
-        digest=digest([*account, single.seed, library().__version__]),
-    )
+    asked = {
+        "max_tokens": int(settings.get("max_tokens", MOST_TOKENS)),
+        "temperature": float(settings.get("temperature", TEMPERATURE)),
+        "top_p": float(settings.get("top_p", 1.0)),
+        "top_logprobs": int(settings.get("top_logprobs", 0)),
+        "labels": tuple(dict.fromkeys((numerator, *denominators))) if numerator else (),
+    }
+    return Annotator(name, asked, digest([*account, single.seed, library().__version__]))
 
 
 def _pool(name: str):  # type: ignore[no-untyped-def]  # a class of the library
@@ -219,87 +211,68 @@ def _unusable(name: str, why: str) -> UserError:
 # ------------------------------------------------------------------------------------------------ questions and replies
 
 
-def prompts(name: str, rows: Sequence[Compared]) -> list[str | None]:
-    """Returns the judge's prompt for each row as the library writes it; None where both answers are the same text, a
-    tie.
+def annotate(
+    name: str, rows: Sequence[Compared], replies: Replies
+) -> tuple[list[tuple[Message, ...] | None], Float[np.ndarray, " rows"]]:
+    """Returns what the judge is still to be asked of each row, and the library's preference, from one pass of it.
 
-    The instruction seeds the order of the two answers, the library's way: the same in every round.
-    """
-
-    def record(prompts: Sequence[str], completion_key: str) -> dict[str, Sequence[object]]:
-        return {completion_key: list(prompts)}
-
-    asked = _annotated(name, rows, record, parser=lambda prompt: [1])
-    return [prompt if isinstance(prompt, str) else None for prompt in (row["prompt"] for row in asked)]
-
-
-def preferences(name: str, rows: Sequence[Compared], replies: Replies) -> Float[np.ndarray, " rows"]:
-    """Returns the library's preferences: 1 where the baseline's answer is surely better, 2 where the model's is, 1.5
-    for ties.
-
-    NaN where the reply to a row's prompt holds no verdict, or there is none. A reply without log-probabilities counts
-    as if its text had all the probability.
+    A row that has its reply, or two equal answers, has nothing to be asked. A preference is 1 where the baseline's
+    answer is surely better, 2 where the model's is, 1.5 for ties; NaN without a reply, or without a verdict in it. A
+    reply without log-probabilities counts as if its text had all the probability. The instruction seeds the order of
+    the two answers, the library's way: the same in every round.
 
     Raises:
         ValueError: a reply is to a prompt that no row has.
     """
     given = {digest(call.messages): reply for call, reply in replies.items()}
-    asked: set[str] = set()
+    known: set[str] = set()
+    with quiet():
+        pool = _pool(name)
+        (single,) = pool.annotators.values()
+        parse, lacking = single.fn_completion_parser, f"{single.prfx_to_completion_cols}lacking"
 
-    def replay(prompts: Sequence[str], completion_key: str) -> dict[str, Sequence[object]]:
-        keys = [digest(messages(prompt)) for prompt in prompts]
-        asked.update(keys)
-        found = [given.get(key) for key in keys]
-        return {completion_key: ["" if reply is None else _completion(reply, completion_key) for reply in found]}
+        def complete(prompts: Sequence[str], **settings: object) -> dict[str, Sequence[object]]:
+            """Stands for the library's client; prompts come shuffled, and go back in the column ``lacking``."""
+            keys = [digest(_messages(prompt)) for prompt in prompts]
+            known.update(keys)
+            found = [given.get(key) for key in keys]
+            return {
+                single.completion_key: [
+                    "" if one is None else _completion(one, single.completion_key) for one in found
+                ],
+                "lacking": [prompt if one is None else None for prompt, one in zip(prompts, found, strict=True)],
+            }
 
-    annotated = _annotated(name, rows, replay)
-    others = [call.item for call in replies if digest(call.messages) not in asked]
+        single.fn_completions = complete
+        # The library drops what has no verdict, and with it what is to be asked.
+        single.fn_completion_parser = lambda completion: [1] if completion == "" else parse(completion)
+        pool.other_keys_to_keep.append(lacking)
+        annotated = pool.annotate_head2head(  # in the order of the rows
+            outputs_1=[{"instruction": row.instruction, "output": row.baseline} for row in rows],
+            outputs_2=[{"instruction": row.instruction, "output": row.output} for row in rows],
+            is_ordered=True,
+        )
+    others = [call.item for call in replies if digest(call.messages) not in known]
     if others:
         raise ValueError(f"the reply of question {others[0]} is to another prompt than this question has")
-    values = [row["preference"] for row in annotated]
-    return np.array([np.nan if value is None else float(str(value)) for value in values], dtype=float)
+    asked = [_messages(prompt) if isinstance(prompt := row.get(lacking), str) else None for row in annotated]
+    values = [row["preference"] if messages is None else None for row, messages in zip(annotated, asked, strict=True)]
+    return asked, np.array([np.nan if value is None else float(value) for value in values], dtype=float)
 
 
-def messages(prompt: str) -> tuple[Message, ...]:
-    """Returns a prompt of the library as messages."""
+def _messages(prompt: str) -> tuple[Message, ...]:
     turns = library().utils.prompt_to_chatml(prompt.strip())
     return tuple(Message(role=turn["role"], content=turn["content"]) for turn in turns)
 
 
 def _completion(reply: GradingReply, completion_key: str) -> Json:
-    """Returns a reply in the form of the library's client: a text, or a choice with the first token's
-    log-probabilities.
-    """
+    """Returns a reply as the library's client does: a text, or a choice with the first token's log-probabilities."""
     text = reply.text or " "
     if completion_key == "completions":
         return text
     likely = {reply.text.strip(): 0.0} if reply.logprobs is None else reply.logprobs
     tokens: list[Json] = [{"token": token, "logprob": value} for token, value in likely.items()]
     return {"text": text, "logprobs": {"content": [{"token": text, "top_logprobs": tokens}]}}
-
-
-def _annotated(
-    name: str,
-    rows: Sequence[Compared],
-    complete: Callable[[Sequence[str], str], dict[str, Sequence[object]]],
-    parser: Callable[[str], list[int]] | None = None,
-) -> list[dict[str, object]]:
-    """Returns each row's preference and raw completion after a pass of the library in which ``complete`` stands for its
-    client.
-
-    Rows stay in their order: the library drops none, it gives None where it has no preference.
-    """
-    with quiet():
-        pool = _pool(name)
-        (single,) = pool.annotators.values()
-        single.fn_completions = lambda prompts, **settings: complete(prompts, single.completion_key)
-        single.fn_completion_parser = parser or single.fn_completion_parser
-        found = pool.annotate_head2head(
-            outputs_1=[{"instruction": row.instruction, "output": row.baseline} for row in rows],
-            outputs_2=[{"instruction": row.instruction, "output": row.output} for row in rows],
-            is_ordered=True,
-        )
-    return [{"preference": row["preference"], "prompt": row.get(pool.completion_key)} for row in found]
 
 
 LENGTH_CONTROLLED, RAW, DISCRETE = "lc_win_rate", "win_rate", "discrete_win_rate"
@@ -406,9 +379,7 @@ def win_rates(
 
 
 def _metrics(annotations: object, auxiliary: Path | None) -> dict[str, float]:
-    """Returns the library's metrics; with the auxiliary file the length-controlled ones and the three fitted weights
-    too.
-    """
+    """Returns the library's metrics; with the auxiliary file those of length control and the three fitted weights."""
     import pandas
     import sklearn
 

@@ -48,18 +48,20 @@ class Checkout:
 
     def rows(self, name: str, form: dict[str, Any]) -> list[dict[str, Any]]:
         """Returns the objects of the JSON lines file ``name``. UserError for a line of another ``form``, by number."""
-        rows = []
-        for number, line in enumerate(self.text(name).split("\n"), 1):  # not splitlines: U+2028 stands in real prompts
-            if not line.strip():
-                continue
-            where = f"{name}, line {number}"
-            try:
-                row = parse_json(line)
-            except ValueError as error:
-                self.refuse(where, f"is not JSON ({error}); the file is damaged or half-written")
-            self.require(where, row, form)
-            rows.append(row)
-        return rows
+        lines = enumerate(self.text(name).split("\n"), 1)  # not splitlines: U+2028 stands in real prompts
+        return [self._parse(f"{name}, line {number}", line, form) for number, line in lines if line.strip()]
+
+    def json(self, name: str, form: object) -> Any:
+        """Returns the value in the JSON file ``name``. UserError for one of another ``form``."""
+        return self._parse(name, self.text(name), form)
+
+    def _parse(self, where: str, text: str, form: object) -> Any:
+        try:
+            value = parse_json(text)
+        except ValueError as error:
+            self.refuse(where, f"is not JSON ({error}); the file is damaged or half-written")
+        self.require(where, value, form)
+        return value
 
     def rows_by(self, key: str, name: str, form: dict[str, Any]) -> dict[str, dict[str, Any]]:
         """Returns the objects of a file by the name in ``key``. UserError for a name that stands twice."""
@@ -71,11 +73,22 @@ class Checkout:
         return found
 
     def require(self, where: str, value: object, form: object) -> None:
-        """Raises UserError about the place ``where`` for a value of another form, as ``check_form`` reads it."""
-        try:
-            check_form(value, form, where)
-        except ValueError as error:
-            self.refuse(*error.args)
+        """Raises UserError about the place ``where`` in a file, or one within it, for a value of another form.
+
+        A form is a type, ``{key: form}`` of an object, ``[form]`` of each item of a list that is not empty, or
+        ``[..., form]`` of its last item.
+        """
+        kind = type(form) if isinstance(form, list | dict) else cast(type, form)
+        if not isinstance(value, kind) or isinstance(value, bool) or (value in ("", []) and kind is not str):
+            got = "it is missing" if value is ... else f"got {str(value)[:40]!r}"
+            self.refuse(where, f"has to be {_KINDS[kind]}, {got}")
+        if isinstance(form, dict) and isinstance(value, dict):
+            for key, inner in form.items():
+                self.require(f"{where}: {key}", value.get(key, ...), inner)
+        elif isinstance(form, list) and isinstance(value, list):
+            last = len(value) - 1
+            for place in range(last, last + 1) if form[0] is ... else range(last + 1):
+                self.require(f"{where}[{place}]", value[place], form[-1])
 
     def require_template(self, where: str, text: str, places: Sequence[str]) -> None:
         """Raises UserError unless ``str.format`` finds each of ``places`` in ``text``, plain, and no other.
@@ -94,28 +107,6 @@ class Checkout:
     def refuse(self, where: str, problem: str) -> NoReturn:
         """Raises a UserError about the place ``where`` in the folder, with the way to get the folder anew."""
         raise UserError(f"{self.key}={self.given}: {where} {problem} (looked in {self.folder}). {self.source}")
-
-
-def check_form(value: object, form: object, where: str) -> None:
-    """Checks that a value from a file has a form.
-
-    A form is a type, ``{key: form}`` of an object, ``[form]`` of each item of a list that is not empty, or
-    ``[..., form]`` of its last item.
-
-    Raises:
-        ValueError: the place that has another form, and what is wrong there.
-    """
-    kind = type(form) if isinstance(form, list | dict) else cast(type, form)
-    if not isinstance(value, kind) or isinstance(value, bool) or (value in ("", []) and kind is not str):
-        got = "it is missing" if value is ... else f"got {str(value)[:40]!r}"
-        raise ValueError(where, f"has to be {_KINDS[kind]}, {got}")
-    if isinstance(form, dict) and isinstance(value, dict):
-        for key, inner in form.items():
-            check_form(value.get(key, ...), inner, f"{where}: {key}")
-    elif isinstance(form, list) and isinstance(value, list):
-        last = len(value) - 1
-        for place in range(last, last + 1) if form[0] is ... else range(last + 1):
-            check_form(value[place], form[-1], f"{where}[{place}]")
 
 
 def grader_messages(system: str, template: str, values: dict[str, str]) -> tuple[Message, ...]:

@@ -427,17 +427,19 @@ def test_reference_files_that_do_not_fit_are_refused(tmp_path: Path, monkeypatch
         with pytest.raises(UserError, match=says):
             benchmark(str(path), **values).questions()
 
-    hold_refusal("no such file.*alpaca_eval_gpt4_baseline.json.*results/gpt4_1106_preview/model_outputs.json")
+    hold_refusal("is missing.*alpaca_eval_gpt4_baseline.json.*results/gpt4_1106_preview/model_outputs.json")
     path.write_text('[{"instruction": ')
     hold_refusal("is not JSON")
     written(path, {"rows": rows})
-    hold_refusal("holds dict, expected a list")
+    hold_refusal("reference.json has to be a list, got")
     written(path, rows[:-1])
     hold_refusal("has 11 rows, expected 12.*benchmark.rows=11")
     written(path, [{**rows[0], "generator": "other"}, *rows[1:]])
     hold_refusal("2 generators")
     written(path, [*rows[:-1], "text"])
-    hold_refusal("row 11 has no text 'instruction'")
+    hold_refusal(r"reference.json\[11\] has to be an object, got 'text'")
+    written(path, [*rows[:-1], {"instruction": "x"}])
+    hold_refusal(r"reference.json\[11\]: output has to be a text, it is missing")
     with pytest.raises(UserError, match="rows must be at least 1"):
         benchmark(str(path), rows=0)
     monkeypatch.setattr(module, "from_hub", lambda file: "the hub is closed")
@@ -529,7 +531,7 @@ package = Path(alpaca_library.library().__file__).parent
 files = sorted(path for path in package.rglob("*") if "__pycache__" not in path.parts)
 import numpy as np
 rows = [alpaca_library.Compared(f"{n}", "a" * n, "b" * 2 * n) for n in range(1, 13)]
-found = alpaca_library.preferences(sys.argv[2], rows, {})
+found = alpaca_library.annotate(sys.argv[2], rows, {})
 alpaca_library.win_rates(rows, np.linspace(1.0, 2.0, 12), Path(sys.argv[1]))
 root = logging.getLogger()
 assert dict(os.environ) == before, "the environment"
