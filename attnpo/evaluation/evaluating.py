@@ -18,17 +18,8 @@ from attnpo.config.fields import as_values
 from attnpo.data.overlap import count_seen
 from attnpo.display.output import markdown, print_sections, terminal
 from attnpo.display.page import report_page
-from attnpo.evaluation.base import (
-    Benchmark,
-    Graded,
-    Measure,
-    ModelAnswer,
-    Replies,
-    Score,
-    Subject,
-    first_turn,
-)
-from attnpo.evaluation.benchmark_answers import AnswerStatistics, answer_questions
+from attnpo.evaluation.answers import answer_questions
+from attnpo.evaluation.base import Benchmark, Graded, Measure, ModelAnswer, Replies, Score, Subject, first_turn
 from attnpo.evaluation.chat import AnsweringBackend, Grader, GradingCall
 from attnpo.evaluation.evaluate_config import EvaluateConfig, GradingRules
 from attnpo.evaluation.jsonl_store import ReplyStore
@@ -103,9 +94,7 @@ def evaluate(cfg: EvaluateConfig) -> int:
 
 
 def run_evaluation(cfg: EvaluateConfig, folder: Path) -> EvaluationResult | None:
-    """Returns the result, computed unless the folder has it; None after a dry run, and where calls are left without a
-    reply.
-    """
+    """Returns the result, computed unless the folder has it; None after a dry run and where replies are lacking."""
     before = read_result(folder)
     there = [name for name in PAGES if (folder / name).exists()]
     if before is None and len(there) == 1:  # an evaluation leaves both, after its result
@@ -174,11 +163,10 @@ def _versions(benchmark: Benchmark | Measure) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class RoundGrades:
-    """A round's answers and the calls that grade them; ``again`` are the calls that grade some a second time."""
+    """Answers of a round and the calls that grade them; those with a ``repeat`` grade some a second time."""
 
     answers: Mapping[str, ModelAnswer]
     calls: tuple[GradingCall, ...]
-    again: tuple[GradingCall, ...]
 
 
 def _grade(
@@ -218,7 +206,7 @@ def _grade(
     if before is not None and _same(before, key, folder):
         return before
     rounds = [_round(benchmark, each.answers, rules, number) for number, each in enumerate(answered)]
-    calls = _calls_of(rounds)
+    calls = [call for each in rounds for call in each.calls]
     asked = ask_all(calls, grader, ReplyStore(folder), limits)
     missing = len(calls) - len(asked.replies)
     if missing > rules.missing:
@@ -240,29 +228,18 @@ def _grade(
         label=entrant.label,
         model=entrant.model.path,
         benchmark=benchmark.name,
-        grader=grader_name(grader),
+        grader=str(grader.identity().get("model") or grader.identity().get("grader") or type(grader).__name__),
         main=benchmark.scores[0],
         scores=scores,
         key=key,
-        lengths=_lengths([each.statistics for each in answered]),
+        lengths=Lengths(
+            tokens=sum(each.statistics.tokens for each in answered) / len(answered),
+            characters=sum(each.statistics.characters for each in answered) / len(answered),
+            cut=sum(each.statistics.cut for each in answered) / len(answered),
+            tokenizer=answered[0].statistics.counted_by,
+        ),
         counts=dict(+counts),
         cost={**asked.cost(grader.price), "seconds": round(time.perf_counter() - began, 1)},
-    )
-
-
-def grader_name(grader: Grader) -> str:
-    """Returns what tables call the grader: its model, else the option that was chosen."""
-    identity = grader.identity()
-    return str(identity.get("model") or identity.get("grader") or type(grader).__name__)
-
-
-def _lengths(rounds: Sequence[AnswerStatistics]) -> Lengths:
-    count = len(rounds)
-    return Lengths(
-        tokens=sum(each.tokens for each in rounds) / count,
-        characters=sum(each.characters for each in rounds) / count,
-        cut=sum(each.cut for each in rounds) / count,
-        tokenizer=rounds[0].counted_by,
     )
 
 
@@ -271,12 +248,8 @@ def estimated(benchmark: Benchmark, grading: Grading, folder: Path) -> Estimate:
     longest = "word " * benchmark.sampling.max_new_tokens
     questions = benchmark.questions()[: grading.limits.max_items]
     answers = {question.id: ModelAnswer(question.id, (longest,) * len(question.turns)) for question in questions}
-    rounds = [_round(benchmark, answers, grading.rules, number) for number in range(grading.rules.rounds)]
-    return estimate(_calls_of(rounds), grading.grader, ReplyStore(folder))
-
-
-def _calls_of(rounds: Sequence[RoundGrades]) -> list[GradingCall]:
-    return [call for each in rounds for call in (*each.calls, *each.again)]
+    rounds = (_round(benchmark, answers, grading.rules, number) for number in range(grading.rules.rounds))
+    return estimate((call for each in rounds for call in each.calls), grading.grader, ReplyStore(folder))
 
 
 def _round(benchmark: Benchmark, answers: Mapping[str, ModelAnswer], rules: GradingRules, number: int) -> RoundGrades:
@@ -285,8 +258,7 @@ def _round(benchmark: Benchmark, answers: Mapping[str, ModelAnswer], rules: Grad
     every = {question.id: ModelAnswer(question.id, ("",) * len(question.turns)) for question in benchmark.questions()}
     calls = tuple(call for call in benchmark.calls({**every, **answers}, number) if call.item in answers)
     twice = graded_twice(list(answers), rules.twice(len(answers)), number)
-    again = tuple(replace(call, repeat=1) for call in calls if call.item in twice)
-    return RoundGrades(answers, calls, again)
+    return RoundGrades(answers, calls + tuple(replace(call, repeat=1) for call in calls if call.item in twice))
 
 
 def graded_twice(questions: Sequence[str], count: int, round_: int) -> frozenset[str]:
@@ -299,14 +271,16 @@ def scores_of(
 ) -> tuple[tuple[Score, ...], Counter[str]]:
     """Returns the benchmark's figures with their spreads, and what was missing or replaced over all rounds.
 
-    Second grades serve the spread of grading alone: they move no figure.
+    Second grades serve the spread of grading alone: they move no figure. That of a mean over rounds comes from the
+    spread of each, since their gradings are independent.
     """
     first: list[Graded] = []
     spreads: dict[str, list[float | None]] = {}
     counts: Counter[str] = Counter()
     for each in rounds:
-        one = {call: replies[call] for call in each.calls if call in replies}
-        two = {call: replies[call] for call in each.again if call in replies}
+        found = {call: replies[call] for call in each.calls if call in replies}
+        one = {call: reply for call, reply in found.items() if not call.repeat}
+        two = {call: reply for call, reply in found.items() if call.repeat}
         graded = benchmark.grade(each.answers, one)
         first.append(graded)
         counts.update(graded.counts)
@@ -319,12 +293,10 @@ def scores_of(
         exchange = exchanged(each.answers, one, two, benchmark.grade)
         for name in graded.scores:
             spreads.setdefault(name, []).append(grading_spread(name, graded, again, exchange))
-    scores = [score_of(name, first, _of_all(spreads.get(name, []), len(rounds))) for name in first[0].scores]
+    scores = []
+    for name in first[0].scores:
+        known = [spread for spread in spreads.get(name, []) if spread is not None]
+        spread = (sum(each**2 for each in known) / len(known) / len(rounds)) ** 0.5 if known else None
+        scores.append(score_of(name, first, spread))
     order = [*benchmark.scores, *(score.name for score in scores if score.name not in benchmark.scores)]
     return tuple(sorted(scores, key=lambda score: order.index(score.name))), counts
-
-
-def _of_all(spreads: Sequence[float | None], rounds: int) -> float | None:
-    """Returns the spread of a mean over rounds from the spread of each: their gradings are independent."""
-    known = [spread for spread in spreads if spread is not None]
-    return None if not known else float((sum(spread**2 for spread in known) / len(known) / rounds) ** 0.5)

@@ -225,7 +225,7 @@ def test_a_review_that_holds_the_templates_words_counts_like_another(
 def test_a_round_that_asks_nobody_has_no_spread_of_grading(
     alone: TestbedBenchmark, answers: dict[str, ModelAnswer]
 ) -> None:
-    (score,), counts = scores_of(alone, [RoundGrades(answers, (), ())] * 2, {})
+    (score,), counts = scores_of(alone, [RoundGrades(answers, ())] * 2, {})
     assert (score.name, score.grading, score.questions) == ("reward", 0.0, COUNT) and not counts
 
 

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +14,11 @@ from attnpo.evaluation.jsonl_store import JsonlStore
 from attnpo.evaluation.local_chat import HFAnswering
 from attnpo.generate import main
 from attnpo.lab.testbed.tokenizer import build_tokenizer
-from attnpo.models.generate import HFGenerator
 from attnpo.models.loading import load_tokenizer
 from attnpo.run.run import run
 from attnpo.schema import UserError
 from attnpo.text.chat import ChatFormat
+from tests.evaluation.answers.tiny import batches, rows_of
 from tests.run.worlds import GRAMMAR, VAL, World
 
 ASKED = [prompt.text for prompt in GRAMMAR.prompts("train")[:7]]
@@ -53,28 +51,9 @@ def config(world: World, data: Path, output: Path, *more: str) -> AnswerConfig:
     return cfg
 
 
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 def account(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
     return found
-
-
-@contextmanager
-def answered() -> Iterator[list[int]]:
-    """The size of every batch that a model answers."""
-    sizes: list[int] = []
-    original = HFGenerator.answer
-
-    def answer(self: HFGenerator, requests: Any, sampling: Any) -> Any:
-        sizes.append(len(requests))
-        return original(self, requests, sampling)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HFGenerator, "answer", answer)
-        yield sizes
 
 
 # ------------------------------------------------------------------------------------------------ what is written
@@ -168,13 +147,13 @@ def test_what_cannot_be_answered_is_named_and_not_cut(world: World, tmp_path: Pa
 def test_a_repeated_command_loads_no_model_and_a_longer_one_adds(world: World, prompts: Path, tmp_path: Path) -> None:
     out = tmp_path / "answers.jsonl"
     unbroken = rows_of(answer_prompts(config(world, prompts, tmp_path / "whole.jsonl")))
-    with answered() as sizes:
+    with batches() as made:
         answer_prompts(config(world, prompts, out, "data.rows=3"))
-        assert sizes == [3]
+        assert [size for size, _ in made] == [3]
         answer_prompts(config(world, prompts, out, "data.rows=3"))
-        assert sizes == [3]
+        assert [size for size, _ in made] == [3]
         answer_prompts(config(world, prompts, out))
-        assert sizes == [3, 4]
+        assert [size for size, _ in made] == [3, 4]
     assert rows_of(out) == unbroken
     answer_prompts(config(world, prompts, out, "data.rows=2"))
     assert rows_of(out) == unbroken, "answers to other prompts stay"
@@ -183,26 +162,14 @@ def test_a_repeated_command_loads_no_model_and_a_longer_one_adds(world: World, p
 def test_a_stopped_command_goes_on_where_it_was(world: World, prompts: Path, tmp_path: Path) -> None:
     out = tmp_path / "answers.jsonl"
     unbroken = rows_of(answer_prompts(config(world, prompts, tmp_path / "whole.jsonl")))
-    original = HFGenerator.answer
-    calls = 0
-
-    def stopping(self: HFGenerator, requests: Any, sampling: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            raise KeyboardInterrupt
-        return original(self, requests, sampling)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HFGenerator, "answer", stopping)
-        with pytest.raises(KeyboardInterrupt):
-            answer_prompts(config(world, prompts, out, "answering.batch_size=2"))
+    with batches(stop_after=2), pytest.raises(KeyboardInterrupt):
+        answer_prompts(config(world, prompts, out, "answering.batch_size=2"))
     assert len(rows_of(out)) == 4
     # The next row was only half written.
     out.write_text(out.read_text(encoding="utf-8")[:-20], encoding="utf-8")
-    with answered() as sizes:
+    with batches() as made:
         answer_prompts(config(world, prompts, out))
-    assert sizes == [4]
+    assert [size for size, _ in made] == [4]
     assert rows_of(out) == unbroken
 
 
@@ -241,9 +208,9 @@ def test_answers_that_end_elsewhere_are_answers_of_another_model(world: World, p
     before = rows_of(answer_prompts(config(world, prompts, out, f"model.path={folder}")))
     plain = json.loads(settings.read_text())
     settings.write_text(json.dumps({**plain, "do_sample": True, "temperature": 0.3}))
-    with answered() as sizes:
+    with batches() as made:
         answer_prompts(config(world, prompts, out, f"model.path={folder}"))
-    assert not sizes
+    assert not made
     words = [token for row in before for token in row["answer"].split()]
     common = build_tokenizer(GRAMMAR).convert_tokens_to_ids(max(words, key=words.count))
     settings.write_text(json.dumps({**plain, "eos_token_id": [plain["eos_token_id"], common]}))
@@ -273,9 +240,9 @@ def test_processes_share_the_prompts_and_the_last_one_merges(
     for rank, size in (("1", 3), ("0", 4)):
         assert not out.exists()
         monkeypatch.setenv("RANK", rank)
-        with answered() as sizes:
+        with batches() as made:
             answer_prompts(config(world, prompts, out))
-        assert sizes == [size]
+        assert [count for count, _ in made] == [size]
     assert rows_of(out) == whole
     assert sorted(file.name for file in tmp_path.glob("answers*")) == ["answers.json", "answers.jsonl"]
     assert account(out)["answers"] == 7
@@ -290,9 +257,9 @@ def test_one_process_takes_over_from_several(
         patch.setenv("WORLD_SIZE", "3")
         patch.setenv("RANK", "1")
         answer_prompts(config(world, prompts, out))
-    with answered() as sizes:
+    with batches() as made:
         answer_prompts(config(world, prompts, out))
-    assert sizes == [5] and rows_of(out) == whole
+    assert [size for size, _ in made] == [5] and rows_of(out) == whole
     assert not list(tmp_path.glob("answers.part*"))
 
 

@@ -1,10 +1,8 @@
 """Answers from an OpenAI-compatible server: a loop-back one, which fails as it is told to."""
 
 import json
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +10,14 @@ import pytest
 import torch
 
 from attnpo.config.compose import load
-from attnpo.evaluation.answers import AnswerConfig
+from attnpo.evaluation.answers import AnswerConfig, answer_questions, round_path
 from attnpo.evaluation.base import Question
-from attnpo.evaluation.benchmark_answers import answer_questions, round_path
 from attnpo.evaluation.chat import Asked
 from attnpo.evaluation.openai_chat import TOO_LONG, OpenAIAnswering, ServedAnswerer
 from attnpo.generate import main
 from attnpo.models.spec import ModelSpec
 from attnpo.schema import Message, Sampling, UserError
+from tests.evaluation.answers.tiny import rows_of
 from tests.evaluation.grading.loopback import MODEL, Body, Fault, Loopback, Reply
 from tests.run.worlds import GRAMMAR, World
 
@@ -167,23 +165,11 @@ def test_answers_without_a_text_are_counted_by_their_reasons(
         assert main(config(world, server, tmp_path)) == 0
         assert len(server.requests) == len(TEXTS) == 8, "each is asked once"
     reasons = [reason for _, reason in WITHOUT_TEXT.values()]
-    rows = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = rows_of(tmp_path / "answers.jsonl")
     assert [(row["answer"], row["refused"]) for row in rows] == [("", reason) for reason in reasons]
     told = json.loads((tmp_path / "answers.json").read_text(encoding="utf-8"))["refused"]
     assert told == dict(sorted(Counter(reasons).items()))
     assert all(f"empty answers, {reason}: {count}" in caplog.text for reason, count in told.items())
-
-
-def test_an_answer_of_another_type_is_a_failed_call(world: World, tmp_path: Path) -> None:
-    """Tries one type; the tests of the grader have the others, since both read replies by one function."""
-    given = iter([Reply("fine"), Reply("", message={"content": 7}), *[Reply("fine")] * 7])
-    with Loopback(lambda _: next(given)) as server:
-        with pytest.raises(UserError, match=r"did not answer 1 of 8 .*: expected a text, got .*give the command again"):
-            main(config(world, server, tmp_path, "answering.concurrency=2"))
-        assert len(server.requests) == 8, "it is not repeated, as another answer would be paid for too"
-        assert main(config(world, server, tmp_path)) == 0
-    rows = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert [row["answer"] for row in rows] == ["fine"] * 8
 
 
 def test_tokens_that_a_server_does_not_count_are_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -193,14 +179,6 @@ def test_tokens_that_a_server_does_not_count_are_said(caplog: pytest.LogCaptureF
 
 
 # ------------------------------------------------------------------------------------------------ a server that fails
-
-
-def test_faults_that_pass_are_tried_again() -> None:
-    faults = [Fault(429, retry_after=0.05), Fault(500), Fault(what="drop"), Fault(503)]
-    with Loopback(echo, faults=faults) as server:
-        found = answers(served(server, retries=5, concurrency=2), asked("a", "b", "c"))
-    assert [text.partition(" with")[0] for text in found] == [f"1 turns of {name}" for name in "abc"]
-    assert len(server.requests) == 3 + 4 and set(server.answered.values()) == {1}
 
 
 @pytest.mark.parametrize("fault", [Fault(500), Fault(what="garbage")])
@@ -302,12 +280,6 @@ def test_the_key_comes_from_the_variable_that_is_named(monkeypatch: pytest.Monke
             served(server, key_variable="MY_KEY")
 
 
-def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "openai", None)
-    with pytest.raises(UserError, match=r"extra `eval`: pip install -e '\.\[eval\]'"):
-        OpenAIAnswering("http://localhost:1/v1").open(ModelSpec(MODEL), CPU)
-
-
 def test_settings_out_of_range() -> None:
     with pytest.raises(UserError, match=r"answering\.base_url=localhost:8000: expected the address"):
         OpenAIAnswering("localhost:8000")
@@ -335,50 +307,35 @@ def config(world: World, server: Loopback, folder: Path, *more: str) -> AnswerCo
     return root
 
 
-def run_through_a_server(
-    world: World, folder: Path, faults: Iterable[Fault | None], act: Callable[[AnswerConfig], None], *more: str
-) -> list[dict[str, Any]]:
-    folder.mkdir(exist_ok=True)
-    with Loopback(echo, faults=faults) as server:
-        act(config(world, server, folder, *more))
-    return [json.loads(line) for line in (folder / "answers.jsonl").read_text(encoding="utf-8").splitlines()]
+def test_what_the_folders_positions_do_not_take_is_not_sent(world: World, tmp_path: Path) -> None:
+    with Loopback(echo) as server:
+        with pytest.raises(UserError, match="none of the 8 prompts can be answered: too long: prompt and 6 new tokens"):
+            main(config(world, server, tmp_path, "answering.max_length=8", "sampling.max_new_tokens=6"))
+        assert server.requests == []
 
 
-def test_the_command_answers_through_a_server(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_command_answers_through_a_server_alone_and_in_shares(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def whole(cfg: AnswerConfig) -> None:
-        assert main(cfg) == 0
-
-    def in_shares(cfg: AnswerConfig) -> None:
-        monkeypatch.setenv("WORLD_SIZE", "2")
-        for rank in ("0", "1"):
-            monkeypatch.setenv("RANK", rank)
-            main(cfg)
-
     more = ("answers.per_prompt=2", "sampling.max_new_tokens=30")
-    rows = run_through_a_server(world, tmp_path / "a", [], whole, *more)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    with Loopback(echo) as server:
+        assert main(config(world, server, tmp_path / "a", *more)) == 0
+    rows = rows_of(tmp_path / "a" / "answers.jsonl")
     assert [row["prompt"][-1]["content"] for row in rows] == [text for text in TEXTS for _ in range(2)]
     assert all(row["answer"].startswith("1 turns of ") and row["finish_reason"] == "stop" for row in rows)
     assert len({row["answer"] for row in rows}) == 16, "the draws have seeds of their own"
     account = json.loads((tmp_path / "a" / "answers.json").read_text(encoding="utf-8"))
     assert account["key"]["answering"] == "server" and len(account["key"]["model"]["weights"]) == 64
     assert account["tokens"] == sum(row["tokens"] for row in rows) and account["refused"] == {}
-    assert run_through_a_server(world, tmp_path / "b", [Fault(429, retry_after=0.05)], in_shares, *more) == rows
-
-
-def test_answers_of_a_server_and_of_this_machine_do_not_mix(world: World, tmp_path: Path) -> None:
-    run_through_a_server(world, tmp_path / "a", [], lambda cfg: None if main(cfg) == 0 else pytest.fail("status"))
     data, out = tmp_path / "a" / "prompts.jsonl", tmp_path / "a" / "answers.jsonl"
     own = [f"model.path={world.model}", f"data.path={data}", f"output={out}", "trainer.accelerator=cpu"]
     with pytest.raises(UserError, match=r"answers\.jsonl holds answers with (answering|model\.dtype)"):
         main(load("generate", own))
-
-
-def test_what_the_folders_positions_do_not_take_is_not_sent(world: World, tmp_path: Path) -> None:
-    def act(cfg: AnswerConfig) -> None:
-        with pytest.raises(UserError, match="none of the 8 prompts can be answered: too long: prompt and 6 new tokens"):
-            main(cfg)
-        (Path(str(cfg.output))).touch()
-
-    assert run_through_a_server(world, tmp_path, [], act, "answering.max_length=8", "sampling.max_new_tokens=6") == []
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with Loopback(echo, faults=[Fault(429, retry_after=0.05)]) as server:
+        for rank in ("0", "1"):
+            monkeypatch.setenv("RANK", rank)
+            main(config(world, server, tmp_path / "b", *more))
+    assert rows_of(tmp_path / "b" / "answers.jsonl") == rows

@@ -1,8 +1,6 @@
 """Questions of several turns, answered in rounds by a tiny random model: what is asked, kept, copied and refused."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +8,16 @@ import pytest
 import torch
 
 from attnpo.data.prompts import REFUSED
+from attnpo.evaluation.answers import RoundAnswers, answer_questions, round_path
 from attnpo.evaluation.base import Question
-from attnpo.evaluation.benchmark_answers import RoundAnswers, answer_questions, round_path
 from attnpo.evaluation.chat import Answerer
 from attnpo.evaluation.local_chat import HFAnswering, describe_model
-from attnpo.models.generate import HFGenerator, chat_generator
+from attnpo.models.generate import chat_generator
 from attnpo.models.loading import load_model
 from attnpo.models.spec import ModelSpec
 from attnpo.schema import Message, Sampling, UserError
 from attnpo.system.files import digest, seal_row, take_seal
+from tests.evaluation.answers.tiny import batches, rows_of
 from tests.run.worlds import GRAMMAR, World
 
 TEXTS = [prompt.text for prompt in GRAMMAR.prompts("train")[:8]]
@@ -37,25 +36,6 @@ def opened(world: World, **settings: Any) -> Answerer:
 
 def answered(world: World, folder: Path, round_: int = 0, **settings: Any) -> RoundAnswers:
     return answer_questions(TWO, SAMPLING, opened(world, **settings), folder, round_)
-
-
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-@contextmanager
-def batches() -> Iterator[list[tuple[int, Sampling]]]:
-    """Size and sampling of every batch that a model answers."""
-    made: list[tuple[int, Sampling]] = []
-    original = HFGenerator.answer
-
-    def answer(self: HFGenerator, requests: Any, sampling: Any) -> Any:
-        made.append((len(requests), sampling))
-        return original(self, requests, sampling)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HFGenerator, "answer", answer)
-        yield made
 
 
 # ------------------------------------------------------------------------------------------------ what is asked
@@ -129,19 +109,8 @@ def test_rounds_have_seeds_of_their_own_and_greedy_answers_in_common(world: Worl
 def test_a_stopped_round_goes_on_to_the_same_answers(world: World, tmp_path: Path, calls: int) -> None:
     """Of one conversation a batch: stopped in first turns, and in second ones, which are the fifth to the seventh."""
     unbroken = answered(world, tmp_path / "whole")
-    original, done = HFGenerator.answer, 0
-
-    def stopping(self: HFGenerator, requests: Any, sampling: Any) -> Any:
-        nonlocal done
-        done += 1
-        if done > calls:
-            raise KeyboardInterrupt
-        return original(self, requests, sampling)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HFGenerator, "answer", stopping)
-        with pytest.raises(KeyboardInterrupt):
-            answered(world, tmp_path, batch_size=1)
+    with batches(stop_after=calls), pytest.raises(KeyboardInterrupt):
+        answered(world, tmp_path, batch_size=1)
     path = round_path(tmp_path, 0)
     assert len(rows_of(path)) == calls
     path.write_text(path.read_text(encoding="utf-8")[:-9], encoding="utf-8")

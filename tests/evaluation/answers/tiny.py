@@ -1,0 +1,34 @@
+"""What a tiny model on this machine is asked, and how it is stopped."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attnpo.models.generate import HFGenerator
+from attnpo.schema import Sampling
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """Reads a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@contextmanager
+def batches(stop_after: int | None = None) -> Iterator[list[tuple[int, Sampling]]]:
+    """Yields size and sampling of every batch that a model answers; a KeyboardInterrupt comes after so many."""
+    made: list[tuple[int, Sampling]] = []
+    original = HFGenerator.answer
+
+    def answer(self: HFGenerator, requests: Any, sampling: Any) -> Any:
+        if len(made) == stop_after:
+            raise KeyboardInterrupt
+        made.append((len(requests), sampling))
+        return original(self, requests, sampling)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HFGenerator, "answer", answer)
+        yield made
