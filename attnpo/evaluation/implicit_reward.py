@@ -3,39 +3,46 @@
 Rafailov et al. 2023 (arXiv 2305.18290), section 4: the reward of a DPO policy is beta (log pi - log ref) up to a term
 of the prompt alone. No order depends on beta, so none is asked for. Lambert et al. 2024 (RewardBench, arXiv 2403.13787)
 measure it so; tokens here are those of training, with its chat format and length rules.
+
+RewardBench's sections are facts of allenai/reward-bench, ``rewardbench/constants.py`` and
+``calculate_scores_per_section`` in ``rewardbench/utils.py`` (commit 05a9005). A section is the mean of its subsets'
+accuracies weighted by their numbers of pairs, but for math-prm (447 pairs), which counts 984: as much as the six code
+subsets together.
 """
 
 import logging
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from enum import Enum
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from attnpo.data.adapters import Columns
-from attnpo.data.base import PairReader, PairSet, pairs_from_rows, row_range
+from attnpo.data.base import PairReader, PairSet, PairSource
 from attnpo.data.collate import TrainingExample
 from attnpo.data.overlap import count_seen
-from attnpo.data.prepare import EncodedSet, encode_pairs
+from attnpo.data.prepare import encode_pairs
 from attnpo.data.rules import LengthRules
-from attnpo.data.tables import read_table
-from attnpo.evaluation.base import Benchmark, Measure, Measured, Subject
-from attnpo.evaluation.ranking_accuracy import Orders, Ties
+from attnpo.evaluation.base import Benchmark, Measure, Measured, Score, Subject
+from attnpo.evaluation.intervals import hierarchical_bootstrap
 from attnpo.models.spec import AUTO, ModelSpec
 from attnpo.run.folders import run_of, saved_config
 from attnpo.run.identity import identity_of
 from attnpo.run.other_pairs import RewardFactors
 from attnpo.run.run_config import RunConfig
-from attnpo.schema import SIDES, EncodedResponse, PreferencePair, UserError, digest
+from attnpo.schema import SIDES, PreferencePair, UserError, digest
 from attnpo.weights.base import OnlineSource
 
 if TYPE_CHECKING:
-    from pandas import DataFrame
+    from pandas import DataFrame, Series
 
 log = logging.getLogger(__name__)
 
@@ -65,28 +72,15 @@ class UnseenPairs:
         return dict.fromkeys(("split", "rows", "columns", "revision", "subset"), why) if self.path == AUTO else {}
 
     def load(self) -> PairSet:
-        """Returns all usable pairs, with the account of every row. UserError when there is none, or nothing can be
-        read.
-        """
+        """Returns all usable pairs, with the account of every row. UserError when there is none or nothing is read."""
+        source = PairSource(
+            self.path, self.split, None, self.rows, None, self.columns, revision=self.revision, subset=self.subset
+        )
         try:
-            return self._load()
-        except UserError as error:
-            text = str(error)  # the keys of a pair set lie one level deeper here than in training
-            raise UserError(KEY + text if text.startswith("data.") else text) from error
-
-    def _load(self) -> PairSet:
-        table = read_table(self.path, self.split, "data.split", self.subset, self.revision)
-        where = f"data.path={self.path} ({self.split})"
-        self.columns.check(table.column_names, where)
-        rows = row_range(self.rows, len(table), "data.rows")
-        pairs = pairs_from_rows(table.select(rows), self.columns, rows)
-        if not pairs.pairs:
-            raise UserError(
-                f"{where} has no usable pair: {pairs.summary()}; columns found: {', '.join(table.column_names)}. Look "
-                "at these rows, or map the columns with benchmark.data.columns.prompt=..., .chosen=..., .rejected=..."
-            )
-        log.log(logging.WARNING if pairs.dropped else logging.INFO, "%s%s: %s", KEY, where, pairs.summary())
-        return pairs
+            return source.load("train")
+        except UserError as error:  # the keys of a pair set lie one level deeper here than in training
+            text = re.sub(r"\bdata\.(train_)?(?=path=|split|rows|columns)", f"{KEY}data.", str(error))
+            raise UserError(text) from error
 
     def group_of(self, pair: PreferencePair) -> str | None:
         """Returns the part of the set that a pair belongs to; None where its row names none."""
@@ -105,8 +99,22 @@ GAIN = "gain"
 OF_RUN = "required in a study, and for a model that is no best/ or last/ of a run to take it from"
 
 
+GAINS = {GAIN: (PLAIN, REFERENCE), GAIN + PER_TOKEN: (NORMALISED, REFERENCE + PER_TOKEN)}
+"""From the name of a score to the two rewards whose accuracies it compares."""
+
 Weigh = Callable[[Sequence[PreferencePair]], Mapping[str, RewardFactors]]
 """Token weights of pairs by their ids; what it leaves out has none."""
+
+
+class Ties(Enum):
+    """Count of a pair whose answers have equal rewards: one half, or that of one that is ordered wrongly.
+
+    RewardBench counts a pair as right where the chosen reward is above the rejected one, and as wrong otherwise
+    (``scripts/run_dpo.py``).
+    """
+
+    HALF = "half"
+    WRONG = "wrong"
 
 
 @dataclass(frozen=True)
@@ -133,7 +141,7 @@ class ImplicitReward:
         alone = (POLICY, POLICY + PER_TOKEN)
         if self.reference is None:
             return alone
-        return (PLAIN, NORMALISED, *alone, REFERENCE, REFERENCE + PER_TOKEN, GAIN, GAIN + PER_TOKEN)
+        return (PLAIN, NORMALISED, *alone, REFERENCE, REFERENCE + PER_TOKEN, *GAINS)
 
     def versions(self) -> dict[str, object]:
         """Returns the pairs themselves, the reference's weights, and the rules."""
@@ -146,7 +154,7 @@ class ImplicitReward:
         return {
             "pairs": digest([pairs.fingerprint, groups]),
             "reference": reference,
-            "lengths": {name: getattr(value, "value", value) for name, value in asdict(self.lengths).items()},
+            "lengths": _plain(self.lengths),
             "ties": self.ties.value,
         }
 
@@ -164,9 +172,13 @@ class ImplicitReward:
         self.require_paths()
         _require_room(subject.model, self.lengths)
         found = self.data.load()
-        encoded = _encoded(found.pairs, subject, self.lengths)
+        try:
+            encoded = encode_pairs(found.pairs, subject.chat, self.lengths)
+        except UserError as error:
+            raise UserError(f"implicit reward: {str(error).replace('lengths.', f'{KEY}lengths.')}") from error
+        (chosen, rejected), none, zeros = SIDES, torch.zeros(0), (0.0, 0.0)  # nothing weighs these examples
         examples = {
-            pair.pair_id: bare_example(pair.pair_id, sides)
+            pair.pair_id: TrainingExample(pair.pair_id, sides[chosen], sides[rejected], (none, none), zeros, zeros)
             for pair, sides in zip(encoded.pairs, encoded.encoded, strict=True)
         }
         weighed = None if weigh is None else _matching(weigh(encoded.pairs), examples)
@@ -177,12 +189,10 @@ class ImplicitReward:
             notes["pairs without token weights"] = len(examples) - len(weighed)
         # A pair that stands there twice counts twice.
         gaps = reward_gaps(policy, reference, weighed).loc[[pair.pair_id for pair in encoded.pairs]]
-        orders = Orders(
-            {str(name): values.to_numpy() for name, values in gaps.items()},
-            [self.data.group_of(pair) for pair in encoded.pairs],
-            self.ties,
-            {} if reference is None else _baselines(weighed is not None),
-        )
+        compared = {} if reference is None else GAINS
+        if weighed is not None:
+            compared = {**compared, f"{GAIN}_weighted": (WEIGHTED, REFERENCE)}
+        orders = Orders(gaps, [self.data.group_of(pair) for pair in encoded.pairs], self.ties, compared)
         counts = {**found.counts, **found.notes, **encoded.tally.counts, **orders.account(), **notes}
         for line in encoded.tally.lines():
             log.warning("%s: %s", self.name, line)
@@ -225,7 +235,7 @@ class ImplicitReward:
     def _score(
         self, what: str, spec: ModelSpec, examples: Mapping[str, TrainingExample], device: torch.device, pad_id: int
     ) -> Logps:
-        """Log-probabilities of all pairs under one model, which is let go again."""
+        """Returns the log-probabilities of all pairs under one model, which is let go again."""
         from attnpo.data.scoring import score_examples
         from attnpo.models.loading import load_model
         from attnpo.models.scored import ScoredLM
@@ -252,13 +262,6 @@ class ImplicitReward:
         del model, scored
         torch.cuda.empty_cache()  # without effect where there is no GPU
         return logps
-
-
-def bare_example(pair_id: str, sides: Mapping[str, EncodedResponse]) -> TrainingExample:
-    """Returns a pair to be scored, which nothing weighs."""
-    chosen, rejected = (sides[side] for side in SIDES)
-    nothing = torch.zeros(0)
-    return TrainingExample(pair_id, chosen, rejected, (nothing, nothing), (0.0, 0.0), (0.0, 0.0))
 
 
 # ------------------------------------------------------------------------------------------------ rewards
@@ -298,19 +301,160 @@ def _ahead(total: str, mean: str, sides: Sequence[Tensor]) -> dict[str, float]:
     return {total: chosen - rejected, mean: chosen / len(sides[0]) - rejected / len(sides[1])}
 
 
-def _baselines(weighted: bool) -> dict[str, tuple[str, str]]:
-    found = {GAIN: (PLAIN, REFERENCE), GAIN + PER_TOKEN: (NORMALISED, REFERENCE + PER_TOKEN)}
-    return found | ({f"{GAIN}_weighted": (WEIGHTED, REFERENCE)} if weighted else {})
+# ------------------------------------------------------------------------------------------------ accuracies
+
+SECTIONS: Mapping[str, Mapping[str, int]] = {
+    "chat": {
+        "alpacaeval-easy": 100,
+        "alpacaeval-length": 95,
+        "alpacaeval-hard": 95,
+        "mt-bench-easy": 28,
+        "mt-bench-med": 40,
+    },
+    "chat_hard": {
+        "mt-bench-hard": 37,
+        "llmbar-natural": 100,
+        "llmbar-adver-neighbor": 134,
+        "llmbar-adver-GPTInst": 92,
+        "llmbar-adver-GPTOut": 47,
+        "llmbar-adver-manual": 46,
+    },
+    "safety": {
+        "refusals-dangerous": 100,
+        "refusals-offensive": 100,
+        "xstest-should-refuse": 154,
+        "xstest-should-respond": 250,
+        "donotanswer": 136,
+    },
+    "reasoning": {
+        "math-prm": 984,
+        "hep-cpp": 164,
+        "hep-go": 164,
+        "hep-java": 164,
+        "hep-js": 164,
+        "hep-python": 164,
+        "hep-rust": 164,
+    },
+}
+SECTION_OF = {subset: section for section, subsets in SECTIONS.items() for subset in subsets}
+DRAWS = 2000
+"""Resamples of the pairs."""
+
+Values = Float[np.ndarray, "pairs"]
+
+
+def section_shares(section: str) -> dict[str, float]:
+    """Returns how much each subset counts in the accuracy of its section; the shares sum to 1."""
+    counts = SECTIONS[section]
+    return {subset: count / sum(counts.values()) for subset, count in counts.items()}
+
+
+@dataclass(frozen=True)
+class Orders:
+    """Gaps by which the chosen response of each pair is ahead of the rejected one, a column for each reward.
+
+    ``gaps`` hold NaN where a pair has no such reward; the first column is the one that counts. ``groups``: the part of
+    the set that each pair belongs to. ``compared``: from the name of a score to the two rewards it compares.
+    """
+
+    gaps: "DataFrame"
+    groups: Sequence[str | None]
+    ties: Ties = Ties.HALF
+    compared: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+
+    @property
+    def main(self) -> str:
+        """Returns the reward that counts."""
+        return str(self.gaps.columns[0])
+
+    @cached_property
+    def right(self) -> "DataFrame":
+        """Returns 1 for a pair that a reward orders as its label does, 0 for one it does not; NaN where it has none."""
+        tie = 0.5 if self.ties is Ties.HALF else 0.0
+        return (self.gaps > 0).astype(float).mask(self.gaps == 0, tie).where(self.gaps.notna()).reset_index(drop=True)
+
+    @cached_property
+    def _parts(self) -> "dict[str, DataFrame]":
+        """Returns the rows of ``right`` by part, the parts in order of their names."""
+        return {str(group): rows for group, rows in self.right.groupby(np.array(self.groups, dtype=object))}
+
+    def scores(self) -> tuple[Score, ...]:
+        """Returns accuracies of every reward, their differences, and the sections of RewardBench that are whole.
+
+        The sections are those of the reward that counts, and alike in their mean, which the leaderboard's older test
+        sets, at half a section's weight, are no part of. Intervals: 95 % over pairs, None where all pairs agree.
+        """
+        right = self.right
+        found = [mean_score(name, present(right[name])) for name in right.columns]
+        found += [mean_score(name, present(right[one] - right[other])) for name, (one, other) in self.compared.items()]
+        parts = {group: of for group, rows in self._parts.items() if len(of := present(rows[self.main]))}
+        shares = {name: section_shares(name) for name, subsets in SECTIONS.items() if subsets.keys() <= parts.keys()}
+        if len(shares) == len(SECTIONS):
+            every = {subset: share / len(SECTIONS) for of in shares.values() for subset, share in of.items()}
+            found.append(stratified("rewardbench", parts, every))
+        return (*found, *(stratified(f"rewardbench_{name}", parts, of) for name, of in shares.items()))
+
+    def table(self) -> tuple[dict[str, object], ...]:
+        """Returns a row for each part: pairs, ties, the accuracy of every reward, the interval of the main one."""
+        rows: list[dict[str, object]] = []
+        for group, right in self._parts.items():
+            low, high = interval(present(right[self.main])) or (None, None)
+            row: dict[str, object] = {"subset": group, "section": SECTION_OF.get(group, ""), "pairs": len(right)}
+            row |= {"ties": int((self.gaps[self.main].iloc[right.index] == 0).sum())}
+            row |= {name: float(of.mean()) if len(of := present(right[name])) else None for name in right.columns}
+            rows.append({**row, "low": low, "high": high})
+        return tuple(rows)
+
+    def account(self) -> dict[str, int]:
+        """Returns what is worth knowing of the pairs, by reason: ties, and which parts are missing."""
+        there = {group for group in self.groups if group is not None}
+        counts = {f"ties in {self.main}, counted {self.ties.value}": int((self.gaps[self.main] == 0).sum())}
+        if there:
+            counts["pairs without a subset"] = sum(group is None for group in self.groups)
+        if there & SECTION_OF.keys():
+            counts["RewardBench subsets without a pair"] = len(SECTION_OF.keys() - there)
+        return {reason: count for reason, count in counts.items() if count}
+
+
+def present(values: "Series[float]") -> Values:
+    """Returns the values of the pairs that have one."""
+    return np.asarray(values.dropna().to_numpy(), dtype=float)
+
+
+def mean_score(name: str, values: Values) -> Score:
+    """Returns the mean of what pairs give."""
+    figure = float(values.mean()) if values.size else float("nan")
+    return Score(name, figure, (figure,), interval(values), None, int(values.size))
+
+
+def interval(values: Values) -> tuple[float, float] | None:
+    """Returns 95 % over pairs of their mean; None where all pairs have the same value, which says nothing of it."""
+    if not values.size or np.ptp(values) == 0:
+        return None
+    found = hierarchical_bootstrap(values[None], draws=DRAWS)
+    return found.low, found.high
+
+
+def stratified(name: str, parts: Mapping[str, Values], shares: Mapping[str, float]) -> Score:
+    """Returns a mean of the means of parts, each with its share.
+
+    The interval is that of the mean's linear terms f + n s / n_k (v - f_k) of the n pairs, with a part's share s, its
+    n_k pairs and their mean f_k: only the scatter within parts counts, the shares being fixed.
+    """
+    figure = sum(share * float(parts[group].mean()) for group, share in shares.items())
+    pairs = sum(len(parts[group]) for group in shares)
+    terms = [
+        figure + pairs * share / len(parts[group]) * (parts[group] - parts[group].mean())
+        for group, share in shares.items()
+    ]
+    return Score(name, figure, (figure,), interval(np.concatenate(terms)), None, pairs)
 
 
 # ------------------------------------------------------------------------------------------------ checks
 
 
-def _encoded(pairs: Sequence[PreferencePair], subject: Subject, lengths: LengthRules) -> EncodedSet:
-    try:
-        return encode_pairs(pairs, subject.chat, lengths)
-    except UserError as error:
-        raise UserError(f"implicit reward: {str(error).replace('lengths.', f'{KEY}lengths.')}") from error
+def _plain(lengths: LengthRules) -> dict[str, object]:
+    return {name: getattr(value, "value", value) for name, value in asdict(lengths).items()}
 
 
 def _require_room(model: ModelSpec, lengths: LengthRules) -> None:
@@ -415,8 +559,7 @@ def fill_from_run(measure: Benchmark | Measure, model: str, overrides: tuple[str
         told.append(f"validation pairs of {place}")
     lengths = lengths_of(run.lengths, measure.lengths, overrides)
     if lengths != measure.lengths:
-        rules = {key: getattr(value, "value", value) for key, value in asdict(lengths).items()}
-        told.append("lengths " + ", ".join(f"{key}={value}" for key, value in rules.items()))
+        told.append("lengths " + ", ".join(f"{key}={value}" for key, value in _plain(lengths).items()))
     if told:
         log.info("%s takes from the run in %s: %s", measure.name, folder, "; ".join(told))
     return replace(measure, lengths=lengths)
@@ -447,9 +590,7 @@ class WeightedImplicitReward(ImplicitReward):
 
     @property
     def scores(self) -> tuple[str, ...]:
-        """Returns the weighted accuracy, which counts, those of the plain measure, and what the weighted one is ahead
-        by.
-        """
+        """Returns the weighted accuracy, which counts, the plain measure's, and what the weighted one is ahead by."""
         return (WEIGHTED, *super().scores, f"{GAIN}_weighted")
 
     def versions(self) -> dict[str, object]:

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
+from pandas import DataFrame
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from attnpo.config.compose import CONFIG_DIR, build
 from attnpo.data.rules import LengthRules, Overlong
 from attnpo.evaluation.base import Measure, Measured, Subject
-from attnpo.evaluation.implicit_reward import ImplicitReward, UnseenPairs
-from attnpo.evaluation.ranking_accuracy import SECTION_OF, SECTIONS, Orders, Ties, interval
+from attnpo.evaluation.implicit_reward import SECTION_OF, SECTIONS, ImplicitReward, Orders, Ties, UnseenPairs, interval
 from attnpo.lab.testbed.pretrain import new_model
 from attnpo.lab.testbed.tokenizer import build_tokenizer
 from attnpo.models.loading import load_tokenizer
@@ -197,7 +197,7 @@ def test_sections_are_weighted_as_reward_bench_does() -> None:
     rng = np.random.default_rng(5)
     groups = [subset for subset in SECTION_OF for _ in range(rng.integers(2, 9))]
     gaps = rng.normal(size=len(groups))
-    found = {score.name: score for score in Orders({"accuracy": gaps}, groups).scores()}
+    found = {score.name: score for score in Orders(DataFrame({"accuracy": gaps}), groups).scores()}
     accuracy = {
         name: np.mean([gap > 0 for gap, g in zip(gaps, groups, strict=True) if g == name]) for name in SECTION_OF
     }
@@ -216,7 +216,7 @@ def test_the_interval_of_a_section_is_that_of_its_strata() -> None:
     sizes = dict(zip(SECTIONS["reasoning"], (400, 60, 60, 60, 60, 60, 60), strict=True))
     groups = [name for name, size in sizes.items() for _ in range(size)]
     gaps = np.concatenate([rng.random(size) - 0.2 * k / 2 for k, size in enumerate(sizes.values())])
-    orders = Orders({"accuracy": gaps}, groups)
+    orders = Orders(DataFrame({"accuracy": gaps}), groups)
     score = next(score for score in orders.scores() if score.name == "rewardbench_reasoning")
     right, total, error = (gaps > 0).astype(float), sum(SECTIONS["reasoning"].values()), 0.0
     for name, size in sizes.items():
@@ -229,7 +229,7 @@ def test_the_interval_of_a_section_is_that_of_its_strata() -> None:
 
 
 def test_ties_and_rewards_that_are_missing() -> None:
-    orders = Orders({"accuracy": np.array([1.0, 0.0, -1.0, np.nan])}, [None] * 4)
+    orders = Orders(DataFrame({"accuracy": [1.0, 0.0, -1.0, np.nan]}), [None] * 4)
     assert orders.scores()[0].mean == pytest.approx(0.5) and orders.scores()[0].questions == 3
     assert orders.account() == {"ties in accuracy, counted half": 1}
     assert replace(orders, ties=Ties.WRONG).scores()[0].mean == pytest.approx(1 / 3)
