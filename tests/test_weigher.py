@@ -4,7 +4,6 @@ import doctest
 import inspect
 import json
 import pickle
-import sys
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -270,12 +269,6 @@ def test_dict_frame_and_tokens_agree(weigher: Weigher, weighed: WeighedPair) -> 
     many = weigher([PAIR[0]] * 2, [PAIR[1]] * 2, [PAIR[2]] * 2)
     assert isinstance(many.to_frame(), pd.DataFrame) and len(many.to_frame()) == 2 * len(frame)
     assert [one["pair_id"] for one in many.to_dict()] == [weighed.pair.pair_id] * 2
-
-
-def test_without_pandas_the_frame_says_what_to_do(weighed: WeighedPair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(UserError, match=r"needs the package pandas.*pip install pandas"):
-        weighed.to_frame()
 
 
 def test_it_is_shown_in_terminal_notebook_page_and_picture(weighed: WeighedPair, tmp_path: Path) -> None:

@@ -87,14 +87,6 @@ class Scale:
         codes = np.where(finite, codes + np.where(present & (relative < 0), SIGNED_TOP, 0), UNKNOWN)
         return codes.astype(np.uint8).tobytes()
 
-    def decode(self, packed: bytes) -> Array:
-        """Returns the weights of the codes, NaN where unknown; the page's script does the same."""
-        codes = np.frombuffer(packed, dtype=np.uint8).astype(np.float64)
-        negative = self.signed & (codes > SIGNED_TOP) & (codes < UNKNOWN)
-        places = codes - 1 - np.where(negative, SIGNED_TOP, 0)
-        sizes = np.exp2(self.low + places * self.step) * np.where(negative, -1, 1)
-        return np.where(codes == 0, 0.0, np.where(codes == UNKNOWN, np.nan, sizes))
-
 
 def encode_logps(logps: Array) -> tuple[bytes, float]:
     """Two bytes per log-probability (little end first), and the nats between neighbouring codes; NaN has its own."""
@@ -102,11 +94,6 @@ def encode_logps(logps: Array) -> tuple[bytes, float]:
     step = float(-logps[known].min(initial=0.0)) / LOGP_TOP or 1.0
     codes = np.where(known, np.clip(np.round(-np.where(known, logps, 0.0) / step), 0, LOGP_TOP), LOGP_UNKNOWN)
     return codes.astype("<u2").tobytes(), step
-
-
-def packed(data: bytes) -> Markup:
-    """Returns bytes as the page holds them: deflated, in base64."""
-    return Markup(base64.b64encode(zlib.compress(data, 6)).decode("ascii"))
 
 
 # ------------------------------------------------------------------------------------------------ the page
@@ -122,10 +109,10 @@ def explorer_html(pairs: Sequence[ExplorerPair], *, title: str = "Token weights"
     views = list(dict.fromkeys(view for pair in pairs for view in pair))
     if not views or not all(pairs):
         raise UserError("the explorer got no pairs, or one without weights; expected at least one view of each pair")
-    blobs: list[tuple[str, Markup]] = []
+    blobs: dict[str, Markup] = {}
 
     def keep(name: str, data: bytes) -> None:
-        blobs.append((name, packed(data)))
+        blobs[name] = Markup(base64.b64encode(zlib.compress(data, 6)).decode("ascii"))
 
     firsts = [next(iter(pair.values())) for pair in pairs]
     sides = [side for pair in firsts for _, side in pair.sides]
@@ -183,19 +170,21 @@ def explorer_html(pairs: Sequence[ExplorerPair], *, title: str = "Token weights"
         },
         "views": described,
         "logps": models,
-        "legend": [[name, value] for name, value in LEGEND],
+        "legend": LEGEND,
         "levels": LEVELS,
         "octaves": OCTAVES,
         "sides": SIDES,
         "note": note,
     }
     keep("texts", json.dumps(texts, separators=(",", ":")).encode("ascii"))
-    at_first = {"texts", "ids", "characters", *(f"weights-{number}" for number in _looked_at_first(views))}
+    # The page opens with the first view, and with the one it is compared with: the next source's first, or the next.
+    other = next((number for number, view in enumerate(views) if view.source != views[0].source), 1)
+    at_first = {"texts", "ids", "characters", "weights-0", f"weights-{other}"}
     return render(
         "explorer.html",
         title=title,
-        blobs_at_first=[blob for blob in blobs if blob[0] in at_first],
-        blobs_later=[blob for blob in blobs if blob[0] not in at_first],
+        blobs_at_first=[blob for blob in blobs.items() if blob[0] in at_first],
+        blobs_later=[blob for blob in blobs.items() if blob[0] not in at_first],
         shades=Markup(shade_rules()),
     )
 
@@ -204,13 +193,6 @@ def write_explorer(path: Path, pairs: Sequence[ExplorerPair], *, title: str = "T
     """Writes ``explorer_html`` to ``path``, whole or not at all, and returns it."""
     write_whole(path, explorer_html(pairs, title=title, note=note))
     return path
-
-
-def _looked_at_first(views: Sequence[View]) -> set[int]:
-    """Returns the view that the page opens with and the one it is compared with: the next source's
-    first, or the next.
-    """
-    return {0, next((number for number, view in enumerate(views) if view.source != views[0].source), 1)}
 
 
 def _plain(value: float) -> float | None:

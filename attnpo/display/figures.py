@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
+from pandas import Series
 
 from attnpo.display.look import COLOURS, INK, MARKERS, SOFT, Number, legend, new_figure, panel, save, styled
 
@@ -90,7 +91,9 @@ def _draw_panel(axes: Axes, shown: _Panel, rows: Sequence[Mapping[str, Number]])
             axes.plot(steps, values, ".-" if len(values) < 5 else "-", **line)
         else:
             axes.plot(steps, values, color=curve.colour, linewidth=0.8, alpha=0.3)
-            axes.plot(steps, _running_mean(values), **{**line, "linewidth": 1.6})
+            window = 2 * max(2, len(values) // 30) + 1  # about a fifteenth of the curve, shorter at its ends
+            mean = Series(values).rolling(window, center=True, min_periods=1).mean()
+            axes.plot(steps, mean, **{**line, "linewidth": 1.6})
     panel(axes, shown.title + (f" ({dropped} not finite)" if dropped else ""), "optimiser step")
     if not drawn:
         axes.text(0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", va="center", color=SOFT)
@@ -111,15 +114,6 @@ def _series(
     kept = sorted(pair for pair in logged if math.isfinite(pair[0]) and math.isfinite(pair[1]))
     table = np.array(kept, dtype=np.float64).reshape(-1, 2)
     return table[:, 0], table[:, 1], len(logged) - len(kept)
-
-
-def _running_mean(values: Float[np.ndarray, " points"]) -> Float[np.ndarray, " points"]:
-    """Returns the mean over a centred window of about a fifteenth of the curve, shorter at its ends."""
-    half = max(2, len(values) // 30)
-    total = np.concatenate([[0.0], np.cumsum(values)])
-    index = np.arange(len(values))
-    low, high = np.maximum(index - half, 0), np.minimum(index + half + 1, len(values))
-    return np.asarray((total[high] - total[low]) / (high - low), dtype=np.float64)
 
 
 # ------------------------------------------------------------------------------------------------ drift

@@ -15,17 +15,8 @@ from rich.console import Console
 from rich.measure import Measurement
 
 from attnpo.display.heat import readable
-from attnpo.display.page import Banner, Block, Image, KeyValues, Paragraph, Preformatted, Section, TableBlock
-from attnpo.display.tables import (
-    DEFAULT_DIGITS,
-    Cell,
-    cell_texts,
-    format_cell,
-    ordered_cells,
-    table_latex,
-    table_markdown,
-    table_rich,
-)
+from attnpo.display.page import Banner, Block, Image, KeyValues, Paragraph, Preformatted, Section
+from attnpo.display.tables import Cell, TableBlock, format_cell, table_latex, table_markdown, table_rich
 from attnpo.schema import UserError
 from attnpo.system.files import parse_json
 
@@ -33,9 +24,7 @@ WIDTH = 190  # columns, where the output is no terminal
 
 
 def terminal() -> Console:
-    """Returns the console that tables are printed to: as wide as the terminal, or as COLUMNS says; text in a notebook
-    too.
-    """
+    """Returns the console of tables: as wide as the terminal, or as COLUMNS says; text in a notebook too."""
     wide = Console().is_terminal or "COLUMNS" in os.environ
     return Console(width=None if wide else WIDTH, force_jupyter=False)
 
@@ -52,9 +41,8 @@ def print_sections(console: Console, sections: Sequence[Section]) -> None:
             if heading and (tables or not any(shown for shown, _ in parts)):
                 console.print(readable(heading), highlight=False, markup=False, style="bold")
                 heading = ""
-            fitted = [part for one in tables for part in fitting(console, one)]
-            drawn = [table_rich(one.columns, one.rows, digits=one.digits, title=one.caption) for one in fitted]
-            if len(fitted) > len(tables):
+            drawn = [table_rich(part) for one in tables for part in fitting(console, one)]
+            if len(drawn) > len(tables):
                 for table in drawn:
                     console.print(table)
             elif drawn:
@@ -81,10 +69,7 @@ def fitting(console: Console, table: TableBlock) -> list[TableBlock]:
     if _width(console, table) <= console.width:
         return [table]
     naming = _naming(table)
-    cells = [
-        [*line[:naming], *(_broken(cell, console.width // 3) for cell in line[naming:])]
-        for line in ordered_cells(table.columns, table.rows)
-    ]
+    cells = [[*line[:naming], *(_broken(cell, console.width // 3) for cell in line[naming:])] for line in table.cells]
     table = _with_narrow_heads(replace(table, rows=cells))
     widths = [console.width // share for share in (2, 3, 4, 5)]
     tried = [_parts_of(console, table, naming, width) for width in widths]
@@ -94,10 +79,8 @@ def fitting(console: Console, table: TableBlock) -> list[TableBlock]:
 
 
 def _naming(table: TableBlock) -> int:
-    """Returns how many columns name the rows: as many as the table says, with the texts after them that tell its rows
-    apart.
-    """
-    lines, least = ordered_cells(table.columns, table.rows), min(table.naming, len(table.columns))
+    """Returns how many columns name the rows: those the table says, and the texts after them that tell rows apart."""
+    lines, least = table.cells, min(table.naming, len(table.columns))
     for count in range(least, len(table.columns)):
         if len({tuple(line[:count]) for line in lines}) == len(lines):
             return count
@@ -122,10 +105,7 @@ def _parts_of(console: Console, table: TableBlock, naming: int, width: int) -> l
 def _cut(table: TableBlock, places: Sequence[int], naming: int, width: int) -> TableBlock:
     """Returns the columns at ``places``, the names of rows in lines of ``width`` where words allow."""
     columns = [table.columns[place] for place in places]
-    lines = [
-        [*(_broken(cell, width) for cell in line[:naming]), *line[naming:]]
-        for line in ordered_cells(table.columns, table.rows)
-    ]
+    lines = [[*(_broken(cell, width) for cell in line[:naming]), *line[naming:]] for line in table.cells]
     return replace(table, columns=columns, rows=[[line[place] for place in places] for line in lines])
 
 
@@ -144,10 +124,8 @@ _KEPT = "\ue000"  # of no font: stands for a blank that is not broken at
 
 
 def _with_narrow_heads(table: TableBlock) -> TableBlock:
-    """Returns the table with heads in lines no longer than its cells need, where words allow: Rich
-    would break words.
-    """
-    cells, _ = cell_texts(table.columns, table.rows, table.digits)
+    """Returns the table with heads in lines no longer than its cells need, where words allow: Rich breaks words."""
+    cells, _ = table.texts()
     heads = {
         name: "\n".join(
             wrap(name, max([1, *(cell_len(line[place]) for line in cells)]), break_long_words=False) or [name]
@@ -156,13 +134,12 @@ def _with_narrow_heads(table: TableBlock) -> TableBlock:
     }
     digits = table.digits
     renamed = digits if isinstance(digits, int) else {heads.get(name, name): count for name, count in digits.items()}
-    rows = ordered_cells(table.columns, table.rows)
-    return replace(table, columns=list(heads.values()), rows=rows, digits=renamed)
+    return replace(table, columns=list(heads.values()), rows=table.cells, digits=renamed)
 
 
 def _width(console: Console, table: TableBlock) -> int:
     """Columns of the terminal that a table needs where no cell is broken."""
-    drawn = table_rich(table.columns, table.rows, digits=table.digits)
+    drawn = table_rich(replace(table, caption=""))
     return Measurement.get(console, console.options.update(width=10_000), drawn).maximum
 
 
@@ -172,10 +149,7 @@ def latex(sections: Sequence[Section], title: str = "") -> str:
     parts = ["\n".join(f"% {line}" for line in [*told, r"needs \usepackage{booktabs}"])]
     for section in sections:
         for tables, lines in _parts(section):
-            parts += [
-                table_latex(table.columns, table.rows, digits=table.digits, caption=table.caption or section.title)
-                for table in tables
-            ]
+            parts += [table_latex(table, section.title) for table in tables]
             parts += ["\n".join(f"% {' '.join(line.split())}" for line in lines)] if lines else []
     return "\n\n".join(parts) + "\n"
 
@@ -188,15 +162,13 @@ def markdown(sections: Sequence[Section], title: str = "") -> str:
         for tables, lines in _parts(section):
             for table in tables:
                 parts += [table.caption] if table.caption else []
-                parts.append(table_markdown(table.columns, table.rows, digits=table.digits))
+                parts.append(table_markdown(table))
             parts += ["\n".join(f"- {line}" for line in lines)] if lines else []
     return "\n\n".join(parts) + "\n"
 
 
 def _parts(section: Section) -> Iterator[tuple[list[TableBlock], list[str]]]:
-    """Yields the section's tables and lines of text in order: tables that follow each other, or the
-    text between them.
-    """
+    """Yields the section's tables and lines of text in order: tables in a row, or the text between them."""
     for _, group in groupby(section.blocks, lambda block: isinstance(block, TableBlock)):
         blocks = list(group)
         tables = [block for block in blocks if isinstance(block, TableBlock)]
@@ -222,29 +194,25 @@ def _lines(block: Block) -> list[str]:
 
 
 def tables_json(sections: Sequence[Section]) -> str:
-    """Returns the sections as JSON: of each its title, its tables with the numbers in full, its other text line by
-    line.
-    """
+    """Returns the sections as JSON: titles, tables with the numbers in full, other text line by line."""
     told = [
         {
             "title": section.title,
-            "tables": [_table_json(block) for block in section.blocks if isinstance(block, TableBlock)],
+            "tables": [
+                {
+                    "caption": block.caption,
+                    "columns": list(block.columns),
+                    "decimals": block.decimals,
+                    "rows": block.cells,
+                }
+                for block in section.blocks
+                if isinstance(block, TableBlock)
+            ],
             "notes": [line for block in section.blocks for line in _lines(block)],
         }
         for section in sections
     ]
     return json.dumps({"sections": told}, indent=1) + "\n"
-
-
-def _table_json(table: TableBlock) -> dict[str, object]:
-    digits = table.digits
-    decimals = [digits if isinstance(digits, int) else digits.get(name, DEFAULT_DIGITS) for name in table.columns]
-    return {
-        "caption": table.caption,
-        "columns": list(table.columns),
-        "decimals": decimals,
-        "rows": ordered_cells(table.columns, table.rows),
-    }
 
 
 def read_tables(path: Path) -> list[Section]:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote
 
-from attnpo.display.tables import DEFAULT_DIGITS, Cell, Digits, Row, format_cell, table_html
+from attnpo.display.tables import DEFAULT_DIGITS, Cell, format_cell, table_html
+from attnpo.display.tables import TableBlock as TableBlock  # a block of a page like those below
 from attnpo.display.templating import render
 from attnpo.schema import UserError
 
@@ -40,22 +41,6 @@ class KeyValues:
 
     values: Mapping[str, Cell]
     digits: int = DEFAULT_DIGITS
-
-
-@dataclass(frozen=True)
-class TableBlock:
-    """A table: its columns and rows, with decimals of floats for all columns or by column.
-
-    ``naming``: how many columns at its beginning say what a row is; they are repeated where a table is continued.
-    ``notes``: what columns hold, by head, which a page shows over the head and in a list below the table.
-    """
-
-    columns: Sequence[str]
-    rows: Sequence[Row]
-    caption: str = ""
-    digits: Digits = DEFAULT_DIGITS
-    naming: int = 1
-    notes: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -124,14 +109,10 @@ def report_page(title: str, sections: Sequence[Section]) -> str:
         sections=sections,
         kind_of=lambda block: type(block).__name__,
         format_cell=format_cell,
-        table_of=_table,
+        table_of=table_html,
         url_of=_data_url,
         link_of=lambda path: quote(path, safe="/=,.-_"),
     )
-
-
-def _table(table: TableBlock) -> str:
-    return table_html(table.columns, table.rows, digits=table.digits, caption=table.caption, notes=table.notes)
 
 
 def _data_url(source: Path) -> str:

@@ -4,6 +4,7 @@ import csv
 import io
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from decimal import ROUND_HALF_UP, Decimal
 
 from rich import box
@@ -19,6 +20,44 @@ Row = Sequence[Cell] | Mapping[str, Cell]
 Digits = int | Mapping[str, int]
 
 DEFAULT_DIGITS = 3
+
+
+@dataclass(frozen=True)
+class TableBlock:
+    """Table: its columns and rows, with decimals of floats for all columns or by column.
+
+    ``naming``: how many columns at its beginning say what a row is; they are repeated where a table is continued.
+    ``notes``: what columns hold, by head, which a page shows over the head and in a list below the table.
+    """
+
+    columns: Sequence[str]
+    rows: Sequence[Row]
+    caption: str = ""
+    digits: Digits = DEFAULT_DIGITS
+    naming: int = 1
+    notes: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def cells(self) -> list[list[Cell]]:
+        """Returns the cells of every row in the order of the columns."""
+        return ordered_cells(self.columns, self.rows)
+
+    @property
+    def decimals(self) -> list[int]:
+        """Returns the decimals of each column."""
+        digits = self.digits
+        return [digits if isinstance(digits, int) else digits.get(name, DEFAULT_DIGITS) for name in self.columns]
+
+    def texts(self, as_stored: bool = False) -> tuple[list[list[str]], list[bool]]:
+        """Returns formatted cells, and for each column whether it holds numbers only (empty cells aside).
+
+        Characters that would act on a terminal or a page are named instead, unless ``as_stored``.
+        """
+        values = self.cells
+        cells = [[format_cell(*pair) for pair in zip(line, self.decimals, strict=True)] for line in values]
+        cells = cells if as_stored else [[readable(cell) for cell in line] for line in cells]
+        filled = [[line[place] for line in values if line[place] is not None] for place in range(len(self.columns))]
+        return cells, [bool(column) and all(map(_is_number, column)) for column in filled]
 
 
 def format_cell(value: Cell, digits: int = DEFAULT_DIGITS) -> str:
@@ -52,38 +91,35 @@ def fixed(value: float, digits: int) -> str:
     return f"{half_up(value, digits):.{digits}f}" if math.isfinite(value) else str(value)
 
 
-def table_rich(
-    columns: Sequence[str], rows: Sequence[Row], *, digits: Digits = DEFAULT_DIGITS, title: str = ""
-) -> RichTable:
+def table_rich(table: TableBlock) -> RichTable:
     """Returns the table for a rich console; cells are shown as they are, never read as markup, and none is cut off."""
-    cells, right = cell_texts(columns, rows, digits)
-    table = RichTable(
-        title=Text(readable(title)) if title else None, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False
-    )
-    for place, (head, numeric) in enumerate(zip(columns, right, strict=True)):
-        table.add_column(
+    cells, right = table.texts()
+    title = Text(readable(table.caption)) if table.caption else None
+    drawn = RichTable(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    for place, (head, numeric) in enumerate(zip(table.columns, right, strict=True)):
+        drawn.add_column(
             Text(readable(head)), justify="right" if numeric else "left", overflow="fold", no_wrap=place == 0
         )
     for line in cells:
-        table.add_row(*(Text(cell) for cell in line))
-    return table
+        drawn.add_row(*(Text(cell) for cell in line))
+    return drawn
 
 
-def table_markdown(columns: Sequence[str], rows: Sequence[Row], *, digits: Digits = DEFAULT_DIGITS) -> str:
+def table_markdown(table: TableBlock) -> str:
     """Returns the table in GitHub's Markdown, without a trailing newline; bars and line breaks in cells are escaped."""
-    cells, right = cell_texts(columns, rows, digits)
-    lines = [list(columns), ["---:" if numeric else "---" for numeric in right], *cells]
+    cells, right = table.texts()
+    lines = [list(table.columns), ["---:" if numeric else "---" for numeric in right], *cells]
     return "\n".join("| " + " | ".join(_markdown_cell(cell) for cell in line) + " |" for line in lines)
 
 
-def table_latex(
-    columns: Sequence[str], rows: Sequence[Row], *, digits: Digits = DEFAULT_DIGITS, caption: str = ""
-) -> str:
-    """Returns the table as a LaTeX float with the rules of booktabs, without a trailing newline; every
-    text is escaped.
+def table_latex(table: TableBlock, title: str = "") -> str:
+    """Returns the table as a LaTeX float with the rules of booktabs, without a trailing newline; every text is escaped.
+
+    ``title`` is its caption where it has none of its own.
     """
-    cells, right = cell_texts(columns, rows, digits)
-    told = [" & ".join(_latex_text(cell) for cell in line) + r" \\" for line in [columns, *cells]]
+    cells, right = table.texts()
+    caption = table.caption or title
+    told = [" & ".join(_latex_text(cell) for cell in line) + r" \\" for line in [table.columns, *cells]]
     lines = [
         r"\begin{table}",
         r"\centering",
@@ -108,21 +144,15 @@ def table_csv(columns: Sequence[str], rows: Sequence[Row]) -> str:
     return out.getvalue()
 
 
-def table_html(
-    columns: Sequence[str],
-    rows: Sequence[Row],
-    *,
-    digits: Digits = DEFAULT_DIGITS,
-    caption: str = "",
-    notes: Mapping[str, str] | None = None,
-) -> str:
+def table_html(table: TableBlock) -> str:
     """Returns the table as an HTML element without style; numeric columns carry the class "num"; everything is escaped.
 
-    ``notes``: what columns hold, by head; shown over the head, and in a folded list below the table.
+    Its notes are shown over the heads, and in a folded list below the table.
     """
-    cells, numeric = cell_texts(columns, rows, digits, as_stored=True)
-    told = {name: notes[name] for name in columns if name in notes} if notes else {}
-    return render("table.html", columns=columns, cells=cells, numeric=numeric, caption=caption, notes=told)
+    cells, numeric = table.texts(as_stored=True)
+    told = {name: table.notes[name] for name in table.columns if name in table.notes}
+    shown = {"columns": table.columns, "caption": table.caption}
+    return render("table.html", cells=cells, numeric=numeric, notes=told, **shown)
 
 
 # ------------------------------------------------------------------------------------------------ parts
@@ -144,21 +174,6 @@ def ordered_cells(columns: Sequence[str], rows: Sequence[Row]) -> list[list[Cell
         else:
             out.append(list(row))
     return out
-
-
-def cell_texts(
-    columns: Sequence[str], rows: Sequence[Row], digits: Digits, as_stored: bool = False
-) -> tuple[list[list[str]], list[bool]]:
-    """Formatted cells, and for each column whether it holds numbers only (empty cells aside).
-
-    Characters that would act on a terminal or a page are named instead, unless ``as_stored``.
-    """
-    values = ordered_cells(columns, rows)
-    wanted = [digits if isinstance(digits, int) else digits.get(name, DEFAULT_DIGITS) for name in columns]
-    cells = [[format_cell(value, count) for value, count in zip(line, wanted, strict=True)] for line in values]
-    cells = cells if as_stored else [[readable(cell) for cell in line] for line in cells]
-    filled = [[line[i] for line in values if line[i] is not None] for i in range(len(columns))]
-    return cells, [bool(column) and all(_is_number(value) for value in column) for column in filled]
 
 
 def _is_number(value: Cell) -> bool:

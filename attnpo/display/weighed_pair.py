@@ -54,8 +54,10 @@ class _Shown(ABC):
         return [WeighedToken(**{name: row[name] for name in WeighedToken._fields}) for row in rows]
 
     def to_frame(self) -> "pd.DataFrame":
-        """Returns a pandas table with the fields of ``WeighedToken`` as columns. UserError without pandas."""
-        return frame_of(self.tokens)
+        """Returns a pandas table with the fields of ``WeighedToken`` as columns."""
+        from pandas import DataFrame
+
+        return DataFrame(self.tokens)
 
     def show(self, console: Console | None = None) -> None:
         """Shows the heat map: in a notebook as a coloured page, elsewhere in the terminal (or on ``console``)."""
@@ -244,18 +246,6 @@ def _texts(text: str, encoded: EncodedResponse, decode: Callable[[int], str]) ->
     for token_id, (start, end) in zip(encoded.response_ids, encoded.offsets, strict=True):
         yield decode(token_id) if end <= start else text[shown : max(shown, end)]
         shown = max(shown, end) if end > start else shown
-
-
-def frame_of(rows: Sequence[object]) -> "pd.DataFrame":
-    """Returns a pandas table of named tuples or mappings. UserError without pandas."""
-    try:
-        import pandas as pd
-    except ImportError as error:
-        raise UserError(
-            "to_frame() needs the package pandas, which is not installed: pip install pandas, or read .tokens or "
-            ".to_dict(), which hold the same"
-        ) from error
-    return pd.DataFrame(rows)
 
 
 def in_notebook() -> bool:

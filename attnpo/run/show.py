@@ -26,7 +26,7 @@ from attnpo.data.weighing import Weighed
 from attnpo.display.heatmap import heatmap_html
 from attnpo.display.pair_record import WeighedResponse
 from attnpo.display.token_table import print_pairs
-from attnpo.display.weighed_pair import WeighedPair, frame_of, pair_with_weights
+from attnpo.display.weighed_pair import WeighedPair, pair_with_weights
 from attnpo.judge.layers import attending, distinct_layers
 from attnpo.judge.settings import WARN
 from attnpo.models.layouts import padded
@@ -132,7 +132,9 @@ def _write(pairs: Sequence[WeighedPair], path: Path) -> None:
     elif path.suffix == ".jsonl":
         content = "".join(_json_lines(pairs))
     else:
-        frame = frame_of([row for pair in pairs for row in pair.rows()])
+        from pandas import DataFrame
+
+        frame = DataFrame([row for pair in pairs for row in pair.rows()])
         content = frame.to_csv(index=False) if path.suffix == ".csv" else frame.to_parquet(None, index=False)
     write_marked(f"out={path}", path, content, MAKER)
 

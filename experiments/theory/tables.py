@@ -37,7 +37,7 @@ def frames(study: Study) -> "dict[str, pandas.DataFrame]":
 
 def report_markdown(study: Study) -> str:
     """All tables as Markdown, each below a heading of its own."""
-    return "\n\n".join(f"### {one.caption}\n{table_markdown(one.columns, one.rows)}" for one in tables(study))
+    return "\n\n".join(f"### {one.caption}\n{table_markdown(one)}" for one in tables(study))
 
 
 # ------------------------------------------------------------------------------------------------ the paper's

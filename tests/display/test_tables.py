@@ -9,7 +9,7 @@ from rich.console import Console
 
 from attnpo.display.output import print_sections
 from attnpo.display.page import Section, TableBlock
-from attnpo.display.tables import format_cell, table_csv, table_html, table_markdown, table_rich
+from attnpo.display.tables import format_cell, table_csv, table_markdown, table_rich
 from attnpo.schema import UserError
 
 COLUMNS = ["arm", "reward", "seeds", "lr"]
@@ -27,15 +27,17 @@ def test_format_cell(value: float | str | None, text: str) -> None:
 
 def test_control_characters_never_reach_a_terminal() -> None:
     out = io.StringIO()
-    Console(file=out, color_system=None, width=60).print(table_rich(["a", "[b]"], [["[red]x[/red]\x1b", 1]]))
+    Console(file=out, color_system=None, width=60).print(
+        table_rich(TableBlock(["a", "[b]"], [["[red]x[/red]\x1b", 1]]))
+    )
     assert "[red]x[/red]␛" in out.getvalue() and "[b]" in out.getvalue()
 
 
 def test_markdown_escapes() -> None:
-    assert table_markdown(["a", "b"], [["x|y\nz<i>", 1.5]], digits=1) == (
+    assert table_markdown(TableBlock(["a", "b"], [["x|y\nz<i>", 1.5]], digits=1)) == (
         "| a | b |\n| --- | ---: |\n| x\\|y z&lt;i> | 1.5 |"
     )
-    assert table_markdown(["a", "bb"], []) == "| a | bb |\n| --- | --- |"
+    assert table_markdown(TableBlock(["a", "bb"], [])) == "| a | bb |\n| --- | --- |"
 
 
 def test_csv_reads_back_equal() -> None:
@@ -45,18 +47,11 @@ def test_csv_reads_back_equal() -> None:
     assert read[1] == ['say "x, y"\nz', "0.30000000000000004", "7", ""]
 
 
-def test_html_escapes_everything() -> None:
-    code = table_html(["<b>", "n"], [["<script>&", 2]], caption="a<b")
-    assert "<script>" not in code and "&lt;script&gt;&amp;" in code
-    assert "<caption>a&lt;b</caption>" in code and '<td class="num">2</td>' in code
-    assert '<th scope="col">&lt;b&gt;</th>' in code
-
-
 def test_mistakes_are_named() -> None:
     with pytest.raises(UserError, match=r"row 1: expected 2 cells \(a, b\), got 1"):
-        table_markdown(["a", "b"], [[1, 2], [1]])
+        table_markdown(TableBlock(["a", "b"], [[1, 2], [1]]))
     with pytest.raises(UserError, match="no column c"):
-        table_markdown(["a", "b"], [{"c": 1}])
+        table_markdown(TableBlock(["a", "b"], [{"c": 1}]))
     with pytest.raises(UserError, match="twice"):
         table_csv(["a", "a"], [])
 
