@@ -135,9 +135,7 @@ def _resampled_means(scores: Scores, draws: int, seed: int, prompts: Prompts) ->
 def _shared_draws(
     seeds: int, width: int, draws: int, seed: int
 ) -> tuple[Int[np.ndarray, "draws seeds"], Int[np.ndarray, "draws width"]]:
-    """Returns the counts of ``draws`` resamples: they depend on no score, and a study asks for the same ones at every
-    point.
-    """
+    """Returns the counts of ``draws`` resamples, which a study takes at every point: they depend on no score."""
     random = np.random.default_rng(seed)
     chosen = random.multinomial(seeds, np.full(seeds, 1 / seeds), size=draws)
     return chosen, random.multinomial(width, np.full(width, 1 / width), size=draws)
@@ -209,9 +207,8 @@ def tied_ranks(scores: Float[np.ndarray, " methods"]) -> Float[np.ndarray, " met
     """Returns the rank of each score, 1 the highest; equal scores share the mean of the ranks they take up."""
     if scores.ndim != 1 or not np.isfinite(scores).all():
         raise UserError(f"ranks: expected one row of finite scores, got shape {scores.shape}: {scores.tolist()}")
-    _, group, counts = np.unique(-scores, return_inverse=True, return_counts=True)
-    last = np.cumsum(counts)
-    return np.asarray((last - (counts - 1) / 2)[group.reshape(-1)], dtype=np.float64)
+    above = (scores > scores[:, None]).sum(axis=1)
+    return np.asarray(above + ((scores == scores[:, None]).sum(axis=1) + 1) / 2, dtype=np.float64)
 
 
 def average_ranks(

@@ -109,18 +109,10 @@ def _outputs_to(target: int) -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------ tasks
 
 
-@dataclass(frozen=True)
-class FoundTask:
-    """A task, or the tasks of a group or tag, with their data, and the index that they were found in."""
+def find_task(name: str, include_path: Path | None) -> "tuple[TaskManager, dict[str, Task], list[object]]":
+    """Returns the index that has a name, the tasks that it stands for with their data, and what is to be run.
 
-    name: str
-    tasks: "dict[str, Task]"
-    asked: Sequence[object]
-    manager: "TaskManager"
-
-
-def find_task(name: str, include_path: Path | None) -> FoundTask:
-    """Returns the task, group or tag of a name, from the folder of the user's own ones or from lm_eval.
+    It is a task, a group or a tag, of the folder of the user's own ones or of lm_eval.
 
     Raises:
         UserError: there is none of that name, or it cannot be made, as where its data cannot be had.
@@ -131,16 +123,14 @@ def find_task(name: str, include_path: Path | None) -> FoundTask:
     except Exception as error:
         raise UserError(_problem(name, manager, error)) from error
     groups, tasks = loaded.get("groups", {}), loaded["tasks"]
-    return FoundTask(name, tasks, [groups[name]] if name in groups else list(tasks.values()), manager)
+    return manager, tasks, [groups[name]] if name in groups else list(tasks.values())
 
 
 def _index_with(name: str, include_path: Path | None) -> "TaskManager":
-    """Returns an index that has ``name``: of the user's folder, of lm_eval's folder of that name, or of all there is.
-
-    lm_eval's own takes ten seconds to read. From the first two only what names nothing of another folder is taken.
-    """
+    """Returns an index that has ``name``: of the user's folder, of lm_eval's of that name, or of all there is."""
     import lm_eval.tasks
 
+    # lm_eval's own takes ten seconds to read. From the first two only what names nothing of another folder is taken.
     own = Path(str(lm_eval.tasks.__file__)).parent / name
     for folder in (include_path, own if own.is_dir() else None):
         if folder is not None:
@@ -150,13 +140,10 @@ def _index_with(name: str, include_path: Path | None) -> "TaskManager":
     manager = lm_eval.tasks.TaskManager(include_path=include_path)
     if name not in manager.all_tasks:
         near = [other for other in manager.all_tasks if name.lower() in other.lower()][:5]
+        nor = f", nor of benchmark.include_path={include_path}, where a file that is no task is passed over"
         raise UserError(
-            f"benchmark.tasks: {name} is no task, group or tag of lm_eval"
-            + (
-                f", nor of benchmark.include_path={include_path}, where a file that is no task is passed over"
-                * bool(include_path)
-            )
-            + (f"; there is {', '.join(near)}" if near else "; `lm-eval ls tasks` lists them")
+            f"benchmark.tasks: {name} is no task, group or tag of lm_eval{nor if include_path else ''}; "
+            + (f"there is {', '.join(near)}" if near else "`lm-eval ls tasks` lists them")
         )
     return manager
 
@@ -174,14 +161,10 @@ def _problem(name: str, manager: "TaskManager", error: Exception) -> str:
     import datasets
 
     words = shorten(str(error) or type(error).__name__, 300, placeholder=" ...").rstrip(".")
-    if isinstance(error, ImportError):
-        return f"benchmark.tasks: {name} of lm_eval needs a package that is not installed: {words}"
     settings = manager.task_index[name].cfg or {}
     path, part = settings.get("dataset_path"), settings.get("dataset_name")
-    if not isinstance(error, OSError | datasets.exceptions.DatasetsError):
+    if path is None or not isinstance(error, OSError | datasets.exceptions.DatasetsError):
         return f"benchmark.tasks: {name} of lm_eval cannot be made ({type(error).__name__}: {words}); see its YAML file"
-    if path is None:
-        return f"benchmark.tasks: the data of {name} of lm_eval cannot be had: {words}"
     arguments = repr(str(path)) + (f", {str(part)!r}" if part else "")
     return (
         f"benchmark.tasks: the data set {path} of {name} of lm_eval is neither in the cache nor can it be downloaded: "
@@ -255,16 +238,19 @@ class LmEvalTasks:
         The version of each task and a digest of its documents stand in the table of the result.
         """
         self._require_tasks()
-        values = asdict(self)
-        settings = {
-            name: values[name] for name in ("apply_chat_template", "system", "num_fewshot", "max_gen_toks", "limit")
-        }
+        settings = ("apply_chat_template", "system", "num_fewshot", "max_gen_toks", "limit")
         return {
             "lm_eval": metadata.version("lm_eval"),
             "tasks": list(self.tasks),
-            "own_tasks": None if self.include_path is None else _digests(self._own()),
+            "own_tasks": None
+            if self.include_path is None
+            else {
+                path.relative_to(self._own()).as_posix(): file_digest(path)
+                for path in sorted(self._own().rglob("*"))
+                if path.is_file() and "__pycache__" not in path.parts
+            },
             "code": VERSION,
-            **settings,
+            **{name: getattr(self, name) for name in settings},
         }
 
     def measure(self, subject: Subject) -> Measured:
@@ -281,11 +267,11 @@ class LmEvalTasks:
         require_nltk(self.nltk_data)
         runner = _Runner(self, subject, None if self.include_path is None else self._own())
         found = [runner.task(name) for name in self.tasks]
-        counts: dict[str, int] = {}
-        for reason, count in (item for one in found for item in one.counts.items()):
-            counts[reason] = counts.get(reason, 0) + count
+        counts: Counter[str] = Counter()
+        for one in found:
+            counts.update(one.counts)
         scores = tuple(score for one in found for score in one.scores)
-        return Measured(scores, counts, tuple(row for one in found for row in one.table))
+        return Measured(scores, dict(counts), tuple(row for one in found for row in one.table))
 
     def _require_tasks(self) -> None:
         if not self.tasks:
@@ -301,12 +287,6 @@ class LmEvalTasks:
         return Path(str(self.include_path)).expanduser().resolve()
 
 
-def _digests(folder: Path) -> dict[str, str]:
-    """Returns a digest of every file below a folder of tasks, by its path there."""
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and "__pycache__" not in path.parts]
-    return {path.relative_to(folder).as_posix(): file_digest(path) for path in files}
-
-
 # ------------------------------------------------------------------------------------------------ one task
 
 
@@ -314,23 +294,19 @@ class _Runner:
     """Runs the tasks of one measure on one model, which is loaded when the first task needs it."""
 
     def __init__(self, settings: LmEvalTasks, subject: Subject, own: Path | None) -> None:
-        self.settings, self.subject, self.own = settings, subject, own
-        self._lm: HFLM | None = None
-        self._key = self._of_all()
-
-    def _of_all(self) -> dict[str, object]:
-        """Returns what decides the figures of any task of this measure."""
         from attnpo.models.loading import attention_of, weights_fingerprint
 
-        model = self.subject.model
+        self.settings, self.subject, self.own = settings, subject, own
+        self._lm: HFLM | None = None
+        model = subject.model
         decoding = Path(model.path).expanduser() / "generation_config.json"  # lm_eval decodes by it
-        return {
+        self._key = {  # decides the figures of any task
             **({"generation_config": file_digest(decoding)} if decoding.is_file() else {}),
-            **{name: value for name, value in self.settings.versions().items() if name != "tasks"},
+            **{name: value for name, value in settings.versions().items() if name != "tasks"},
             "model": weights_fingerprint(model.path, model.revision),
             "dtype": model.dtype,
             "attention": attention_of(model.path, model.revision, model.attn_implementation),
-            "chat": self.subject.chat.fingerprint(),
+            "chat": subject.chat.fingerprint(),
         }
 
     def task(self, name: str) -> Measured:
@@ -352,16 +328,16 @@ class _Runner:
 
         settings, folder, device = self.settings, self.subject.folder, self.subject.device
         with quiet(folder, device):
-            found = find_task(name, self.own)
+            manager, tasks, asked = find_task(name, self.own)
             self._lm = self._lm or self._model()
-        self._check(found, self._lm)
-        parts = len(found.tasks)
+        self._check(tasks, self._lm)
+        parts = len(tasks)
         log.info("%s: %s%s on %s", settings.name, name, f" ({parts} tasks)" * (parts > 1), device)
         with quiet(folder, device) as heard:
             results = lm_eval.simple_evaluate(
                 model=self._lm,
-                tasks=list(found.asked),
-                task_manager=found.manager,
+                tasks=asked,
+                task_manager=manager,
                 num_fewshot=settings.num_fewshot,
                 limit=settings.limit,
                 bootstrap_iters=BOOTSTRAP,
@@ -393,9 +369,9 @@ class _Runner:
         tokenizer.chat_template = chat.chat_template
         return HFLM(pretrained=model, tokenizer=tokenizer, batch_size=self.settings.batch_size)
 
-    def _check(self, found: FoundTask, lm: "HFLM") -> None:
+    def _check(self, tasks: "Mapping[str, Task]", lm: "HFLM") -> None:
         """Raises UserError for a task that would end in an error only after its first hour."""
-        for name, task in found.tasks.items():
+        for name, task in tasks.items():
             if getattr(task, "UNSAFE_CODE", False):
                 raise UserError(f"benchmark.tasks: {name} runs code that a model wrote, which is not done here")
             if getattr(task, "MULTIMODAL", False):

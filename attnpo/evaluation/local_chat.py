@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -60,7 +60,6 @@ class HFAnswering:
 
     def open(self, model: ModelSpec, device: torch.device) -> Answerer:
         """Reads config and tokenizer; the weights are loaded onto ``device`` with the first answer."""
-        from attnpo.evaluation.local_chat import describe_model
         from attnpo.models.generate import longest_sequence
 
         spec, chat = describe_model(model)
@@ -68,13 +67,15 @@ class HFAnswering:
         return LocalAnswerer(self, spec, chat, limit, device)
 
 
+@dataclass
 class LocalAnswerer:
     """A model on this machine, loaded when it is first asked."""
 
-    def __init__(
-        self, settings: HFAnswering, model: ModelSpec, chat: ChatFormat, limit: int | None, device: torch.device
-    ) -> None:
-        self.settings, self.model, self.chat, self.limit, self.device = settings, model, chat, limit, device
+    settings: HFAnswering
+    model: ModelSpec
+    chat: ChatFormat
+    limit: int | None
+    device: torch.device
 
     @property
     def counted_by(self) -> str:
@@ -284,23 +285,21 @@ class LocalGrader:
             failed: list[Outcome] = []
             asked: list[_Asked] = []
             for call in pulled:
-                outcome = self._prepared(call)
+                outcome = self._prepare(call)
                 if isinstance(outcome, GradingFailure):
                     failed.append((call, outcome))
                 else:
                     asked.append((call, outcome))
+            labelled = self._read_labels([item for item in asked if item[0].labels])
+            written = self._write([item for item in asked if not item[0].labels])
             # Failures stand among replies, so that whoever counts them in a row does not take a few for an outage.
-            for answered in self._answered(asked):
+            for answered in chain(labelled, written):
                 yield answered
                 if failed:
                     yield failed.pop(0)
             yield from failed
 
-    def _answered(self, asked: Sequence[_Asked]) -> Iterator[Outcome]:
-        yield from self._labelled([item for item in asked if item[0].labels])
-        yield from self._written([item for item in asked if not item[0].labels])
-
-    def _prepared(self, call: GradingCall) -> list[int] | GradingFailure:
+    def _prepare(self, call: GradingCall) -> list[int] | GradingFailure:
         """Returns the ids of a call's prompt, or why it cannot be asked."""
         if call.labels and len(call.labels) != 2:
             return GradingFailure(f"a model on this machine tells two labels apart, this call has {call.labels}")
@@ -317,7 +316,7 @@ class LocalGrader:
             )
         return ids
 
-    def _labelled(self, asked: Sequence[_Asked]) -> Iterator[Outcome]:
+    def _read_labels(self, asked: Sequence[_Asked]) -> Iterator[Outcome]:
         """Replies by label logits; calls of the same label tokens share forwards."""
         for label_ids, group in _grouped(asked, lambda item: self._label_ids(item[0])):
             began = time.perf_counter()
@@ -348,14 +347,12 @@ class LocalGrader:
         )
 
     def _spelled(self, token: int, labels: Sequence[str]) -> str:
-        """Returns a token's text; the vocabulary's own entry where the text is that of a label, as with a blank before
-        it.
-        """
+        """Returns a token's text; the vocabulary's own entry where that is a label's, as with a blank before it."""
         text = str(self._chat.tokenizer.decode([token]))
         entry = str(self._chat.tokenizer.convert_ids_to_tokens(token)) if text in labels or not text else text
         return f"token {token}" if entry in labels else entry
 
-    def _written(self, asked: Sequence[_Asked]) -> Iterator[Outcome]:
+    def _write(self, asked: Sequence[_Asked]) -> Iterator[Outcome]:
         """Replies by generation; calls with the same sampling share batches."""
         from attnpo.models.generate import Request
 
@@ -367,16 +364,8 @@ class LocalGrader:
                 seconds = (time.perf_counter() - began) / len(batch)
                 for index, answer in zip(batch, answers, strict=True):
                     call, ids = group[index]
-                    yield (
-                        call,
-                        GradingReply(
-                            text=answer.text,
-                            finish_reason="stop" if answer.ended else "length",
-                            input_tokens=len(ids),
-                            output_tokens=answer.tokens,
-                            seconds=seconds,
-                        ),
-                    )
+                    ended = STOP if answer.ended else LENGTH
+                    yield call, GradingReply(answer.text, ended, None, len(ids), answer.tokens, seconds)
 
     def _sampling(self, call: GradingCall, tokens: int) -> Sampling:
         """Returns how a call's reply is drawn: as it asks, within the room that a prompt of so many tokens leaves."""
@@ -385,20 +374,18 @@ class LocalGrader:
         )
         if self._limit is None or tokens + call.max_tokens <= self._limit:
             return asked
-        self._warn_of_room()
+        if not self._told_once:
+            self._told_once.append(True)
+            log.warning(
+                "grader: prompts leave less room within the %d tokens of %s than replies may take: such replies are "
+                "cut earlier than the benchmark asks (finish_reason length)",
+                *(self._limit, self.path),
+            )
         room = self._limit - tokens
         return replace(asked, max_new_tokens=room - room % ROOM_STEP if room > ROOM_STEP else room)
 
-    def _warn_of_room(self) -> None:
-        if not self._told_once:
-            self._told_once.append(
-                f"prompts leave less room within the {self._limit} tokens of {self.path} than replies may take: such "
-                "replies are cut earlier than the benchmark asks (finish_reason length)"
-            )
-            log.warning("grader: %s", self._told_once[0])
-
     @cached_property
-    def _told_once(self) -> list[str]:
+    def _told_once(self) -> list[bool]:
         return []
 
     # ------------------------------------------------------------------------------------------ prompts

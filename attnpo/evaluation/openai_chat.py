@@ -244,12 +244,19 @@ class OpenAIAnswering:
         )
 
 
+@dataclass
 class ServedAnswerer:
     """A served model. ``chat`` is None where ``model.path`` is no folder on this machine."""
 
-    def __init__(self, settings: OpenAIAnswering, model: ModelSpec, chat: ChatFormat | None, limit: int | None) -> None:
-        self.settings, self.model, self.chat, self.limit = settings, model, chat, limit
-        self.name = settings.model or model.path
+    settings: OpenAIAnswering
+    model: ModelSpec
+    chat: ChatFormat | None
+    limit: int | None
+
+    @property
+    def name(self) -> str:
+        """Returns the model's name on the server."""
+        return self.settings.model or self.model.path
 
     @property
     def counted_by(self) -> str:

@@ -51,10 +51,6 @@ class AnswerSet:
     prompt: tuple[Message, ...]
     answers: tuple[Candidate, ...]
 
-    def fingerprint(self) -> str:
-        """Digest of prompt and answers."""
-        return digest([self.id, asked_by(self.prompt), [[one.draw, one.text] for one in self.answers]])
-
 
 class ScoreRow(Row):
     """Score of an answer, higher for a better one; None where it has none, with the reason."""
@@ -119,7 +115,12 @@ class AnswerSets:
     @property
     def fingerprint(self) -> str:
         """Digest of all prompts and answers that can be ranked."""
-        return digest([one.fingerprint() for one in self.sets])
+        return digest(
+            [
+                digest([each.id, asked_by(each.prompt), [[one.draw, one.text] for one in each.answers]])
+                for each in self.sets
+            ]
+        )
 
 
 @dataclass(frozen=True)
@@ -181,6 +182,7 @@ class AnswerSource:
     def _group(
         self, rows: Iterable[Mapping[str, object]], columns: PromptColumns, origin: Mapping[str, object]
     ) -> AnswerSets:
+        """Returns the different answers to each prompt, and counts of what else there is."""
         counts: Counter[str] = Counter()
         prompts: dict[str, Prompt] = {}
         answers: dict[str, list[Candidate]] = {}
@@ -209,16 +211,6 @@ class AnswerSource:
                 counts[CUT] += cut
                 counts[EMPTY] += not text.strip()
                 some.append(Candidate(len(some), text, row))
-        return self._different(prompts, answers, counts, read, origin)
-
-    def _different(
-        self,
-        prompts: Mapping[str, Prompt],
-        answers: Mapping[str, list[Candidate]],
-        counts: Counter[str],
-        read: int,
-        origin: Mapping[str, object],
-    ) -> AnswerSets:
         sets = []
         for name, some in answers.items():
             first: dict[str, Candidate] = {}

@@ -109,9 +109,9 @@ class PairwiseRules:
         return Preferences(tuple(items), values, {reason: count for reason, count in counts.items() if count})
 
     def _lean(self, reply: GradingReply | None, counts: Counter[str]) -> float | None:
-        """Returns how far a reply leans to the answer shown first, from -1 to 1: P(first) - P(second); None: no
-        verdict.
+        """Returns how far a reply leans to the answer shown first, from -1 to 1; None without a verdict.
 
+        That is P(first) - P(second).
         The probabilities are those of the two labels alone. It is odd in the exchange of the labels, so that what both
         orders say together does not depend on which answer is called the model's.
         """
@@ -226,7 +226,7 @@ class PairwiseBenchmark:
                 f"(first: {missing[0]}); give a complete file of its answers"
             )
         contests = [
-            Contest(question.id, asked_text(question), answer.turns[0], rivals[question.id])
+            Contest(question.id, question_text(first_turn(question)), answer.turns[0], rivals[question.id])
             for question, answer in zip(questions, given, strict=True)
         ]
         return self.pairwise.calls(self.name, round_, contests)
@@ -242,8 +242,3 @@ class PairwiseBenchmark:
             weights={"win_rate": found.weights},
             counts=found.counts,
         )
-
-
-def asked_text(question: Question) -> str:
-    """Returns a question of one turn as the judge reads it, its system text first."""
-    return question_text(first_turn(question))

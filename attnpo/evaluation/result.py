@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from attnpo.display.page import KeyValues, Paragraph, Section, TableBlock
-from attnpo.display.tables import Cell, fixed, half_up
+from attnpo.display.page import KeyValues, Paragraph, Section
+from attnpo.display.tables import Cell, TableBlock, fixed, half_up
 from attnpo.evaluation.base import Score
 from attnpo.evaluation.spreads import half_widths
 from attnpo.schema import UserError
@@ -118,9 +118,7 @@ def _row(score: Score) -> list[Cell]:
 
 
 def rounds_text(score: Score, digits: int) -> str:
-    """Returns both half widths over rounds: ``± 1.57 (t 3.45)``, the second by Student's t; empty for fewer than two
-    rounds.
-    """
+    """Returns both half widths over rounds, ``± 1.57 (t 3.45)``, the second by Student's t; empty for one round."""
     normal, student = half_widths(score.rounds)
     if normal is None or student is None:
         return ""

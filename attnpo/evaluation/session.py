@@ -6,6 +6,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from attnpo.evaluation.chat import Grader, GradingCall, GradingFailure, GradingReply, Price
 from attnpo.evaluation.jsonl_store import ReplyStore
@@ -49,22 +50,19 @@ class GradingLimits:
             )
 
 
-@dataclass(frozen=True)
-class InputCount:
+class InputCount(NamedTuple):
     """Input tokens of a call before it is made; ``is_bound``: it has no more than these, by the bytes of its text."""
 
     tokens: int
-    is_bound: bool = False
+    is_bound: bool
 
-
-def count_input(calls: Iterable[GradingCall], grader: Grader) -> dict[GradingCall, InputCount]:
-    """Counts input tokens by the grader's tokenizer; without it the bytes of the text are an upper bound."""
-    counts = ((call, grader.count_tokens(call)) for call in calls)
-    return {call: InputCount(_bound(call), True) if count is None else InputCount(count) for call, count in counts}
-
-
-def _bound(call: GradingCall) -> int:
-    return ADDED + sum(len(turn["content"].encode(errors="surrogatepass")) for turn in call.messages)
+    @classmethod
+    def of(cls, call: GradingCall, grader: Grader) -> "InputCount":
+        """Counts by the grader's tokenizer; without it the bytes of the text are an upper bound."""
+        count = grader.count_tokens(call)
+        if count is not None:
+            return cls(count, False)
+        return cls(ADDED + sum(len(turn["content"].encode(errors="surrogatepass")) for turn in call.messages), True)
 
 
 @dataclass(frozen=True)
@@ -126,8 +124,7 @@ class Asked:
         return not self.failures and not self.left
 
     def cost(self, price: Price) -> dict[str, float]:
-        """Returns what all replies took, stored ones included: calls, tokens, dollars (not where unknown), seconds of
-        calls.
+        """Returns what all replies took, stored ones included: calls, tokens, dollars where known, seconds of calls.
 
         ``estimated_calls``, where there are any, came without an account: of these, tokens and dollars are what was set
         aside for them.
@@ -147,8 +144,9 @@ class Asked:
 
 def estimate(calls: Iterable[GradingCall], grader: Grader, store: ReplyStore) -> Estimate:
     """Returns what ``ask_all`` would take, before the first call."""
-    wanted = list(dict.fromkeys(calls))
-    return _estimate(count_input(_lacking(wanted, grader.identity(), store), grader), len(wanted), grader.price)
+    wanted, identity = list(dict.fromkeys(calls)), grader.identity()
+    lacking = {call: InputCount.of(call, grader) for call in wanted if store.reply(call, identity) is None}
+    return _estimate(lacking, len(wanted), grader.price)
 
 
 def ask_all(
@@ -166,10 +164,10 @@ def ask_all(
     limits.check_price(grader)
     wanted = list(dict.fromkeys(calls))
     if limits.dry_run:
-        identity, ahead = grader.identity(), estimate(wanted, grader, store)
+        ahead, stored = estimate(wanted, grader, store), _find_stored(wanted, grader.identity(), store)
         log.info("limits.dry_run: %s", ahead)
-        left = tuple(_lacking(wanted, identity, store))
-        return Asked(_find_stored(wanted, identity, store), left=left, stopped="limits.dry_run", ahead=ahead)
+        left = tuple(call for call in wanted if call not in stored)
+        return Asked(stored, left=left, stopped="limits.dry_run", ahead=ahead)
     with store.writing():
         return _Session(wanted, grader, store, limits).run()
 
@@ -183,9 +181,10 @@ class _Session:
 
     def __init__(self, wanted: list[GradingCall], grader: Grader, store: ReplyStore, limits: GradingLimits) -> None:
         self.wanted, self.grader, self.store, self.limits = wanted, grader, store, limits
-        self.identity, self.price = grader.identity(), grader.price
-        self.todo = deque(_lacking(wanted, self.identity, store))
-        self.counted = count_input(self.todo, grader)
+        self.identity = identity = grader.identity()
+        self.price = grader.price
+        self.counted = {call: InputCount.of(call, grader) for call in wanted if store.reply(call, identity) is None}
+        self.todo = deque(self.counted)
         before = store.replies(self.identity)
         self.replied, self.spent = len(before), math.fsum(self._cost(reply) for reply in before)
         self.flying: dict[GradingCall, float] = {}
@@ -310,11 +309,6 @@ class _Session:
                 "the maximum output",
                 *(estimated, len(asked.replies)),
             )
-
-
-def _lacking(wanted: Iterable[GradingCall], identity: Mapping[str, object], store: ReplyStore) -> list[GradingCall]:
-    """Returns the calls that have to be asked."""
-    return [call for call in wanted if store.reply(call, identity) is None]
 
 
 def _find_stored(

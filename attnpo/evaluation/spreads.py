@@ -18,10 +18,9 @@ NORMAL = 1.96
 
 
 def half_widths(rounds: Sequence[float]) -> tuple[float | None, float | None]:
-    """Returns the 95 % half widths of a mean over n rounds: 1.96 s / sqrt(n), the paper's, and Student's t; s with n -
-    1.
+    """Returns the 95 % half widths of a mean over n rounds: 1.96 s / sqrt(n), the paper's, and Student's t.
 
-    None for a single round, which has no spread.
+    s is taken with n - 1. None for a single round, which has no spread.
     """
     if len(rounds) < 2:
         return None, None
@@ -43,21 +42,18 @@ def score_of(name: str, rounds: Sequence[Graded], grading: float | None, seed: i
     ``questions`` counts those with a value in any round; all of them where the figure has no values of its own.
     """
     figures = tuple(float(graded.scores[name]) for graded in rounds)
+    questions = len(rounds[0].questions)
+    if all(name in graded.values for graded in rounds):
+        found = [np.isfinite(graded.values[name]) & (graded.weights[name] > 0) for graded in rounds]
+        questions = int(np.logical_or.reduce(found).sum())
     return Score(
         name=name,
         mean=float(np.mean(figures)),
         rounds=figures,
         interval=question_interval(name, rounds, seed),
         grading=grading,
-        questions=_questions(name, rounds),
+        questions=questions,
     )
-
-
-def _questions(name: str, rounds: Sequence[Graded]) -> int:
-    if any(name not in graded.values for graded in rounds):
-        return len(rounds[0].questions)
-    found = [np.isfinite(graded.values[name]) & (graded.weights[name] > 0) for graded in rounds]
-    return int(np.logical_or.reduce(found).sum())
 
 
 def question_interval(name: str, rounds: Sequence[Graded], seed: int = 0) -> tuple[float, float] | None:
@@ -143,9 +139,7 @@ def exchanged(
     again: Replies,
     grade: Callable[[Mapping[str, ModelAnswer], Replies], Graded],
 ) -> Callable[[frozenset[str]], Graded]:
-    """Returns a function that grades with the second replies of the given questions and the first ones
-    of all others.
-    """
+    """Returns a function that grades with the second replies of given questions and the first ones of all others."""
     second = {(call.item, call.part): reply for call, reply in again.items()}
 
     def graded(questions: frozenset[str]) -> Graded:
