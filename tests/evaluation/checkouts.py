@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from attnpo.config.compose import CONFIG_DIR, build
 from attnpo.evaluation.base import Benchmark, Graded, ModelAnswer, Question
 from attnpo.evaluation.chat import GradingReply
+from attnpo.schema import UserError
 
 FASTCHAT = Path("fastchat/llm_judge/data")
 MT_QUESTIONS = {"81": "writing", "101": "reasoning", "111": "math"}
@@ -111,6 +112,20 @@ def arena_hard_auto(folder: Path) -> Path:
     (folder / "utils").mkdir()
     (folder / "utils/judge_utils.py").write_text(JUDGES, encoding="utf-8")
     return folder
+
+
+def change(path: Path, old: str, new: str) -> None:
+    """Replaces a text in a file, which has to hold it."""
+    text = path.read_text(encoding="utf-8")
+    assert old in text
+    path.write_text(text.replace(old, new), encoding="utf-8")
+
+
+def hold_refusal(option: str, checkout: Path, *expected: str) -> None:
+    """Reads the benchmark's files, which has to be refused with all of ``expected``."""
+    with pytest.raises(UserError) as refused:
+        configured(option, path=str(checkout)).questions()
+    assert [part for part in expected if part not in str(refused.value)] == []
 
 
 def configured(option: str, **values: object) -> Benchmark:

@@ -8,12 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from attnpo.evaluation.arena_hard import ArenaHard
 from attnpo.evaluation.base import Benchmark, ModelAnswer
 from attnpo.evaluation.chat import GradingReply
 from attnpo.evaluation.checkout import read_constant
 from attnpo.schema import UserError
-from tests.evaluation.checkouts import answers_to, arena_hard_auto, check_means, configured, graded_with
+from tests.evaluation.checkouts import (
+    answers_to,
+    arena_hard_auto,
+    change,
+    check_means,
+    configured,
+    graded_with,
+    hold_refusal,
+)
 
 GRADER = {"model": "judge"}
 ONE, TWO = "game_1", "game_2"
@@ -33,12 +40,6 @@ def checkout(tmp_path: Path) -> Path:
 @pytest.fixture
 def benchmark(checkout: Path) -> Benchmark:
     return configured("arena_hard", path=str(checkout))
-
-
-def change(checkout: Path, name: str, old: str, new: str) -> None:
-    text = (checkout / name).read_text(encoding="utf-8")
-    assert old in text
-    (checkout / name).write_text(text.replace(old, new), encoding="utf-8")
 
 
 # --------------------------------------------------------------------------------------------- questions and calls
@@ -77,12 +78,6 @@ def test_a_category_without_a_figure_is_not_asked_and_needs_no_baseline(checkout
     (checkout / "data/arena-hard-v2.0/model_answer/poet.jsonl").unlink()
     benchmark = configured("arena_hard_v2", path=str(checkout), figures={"hard_prompt": "hard_prompt"})
     assert [question.id for question in benchmark.questions()] == ["h1", "h2"]
-
-
-def test_braces_in_answers_stay_as_they_are(benchmark: Benchmark) -> None:
-    answers = answers_to(benchmark.questions())
-    answers["a1"] = ModelAnswer("a1", ("{ANSWER_B} {{}} {0.x} {",))
-    assert benchmark.calls(answers, 0)[0].messages[1]["content"] == "<ask a1>\nA: old on a1\nB: {ANSWER_B} {{}} {0.x} {"
 
 
 def test_answers_that_do_not_fit_are_refused(benchmark: Benchmark) -> None:
@@ -166,17 +161,11 @@ def test_a_missing_verdict_costs_its_question_or_its_game(
 
 
 def test_a_game_that_was_not_judged_is_as_one_without_a_verdict(benchmark: Benchmark) -> None:
+    assert math.isnan(graded_with(benchmark, {}).scores["win_rate"])
     graded = graded_with(benchmark, {("a1", ONE): "[[B>A]]", ("a2", ONE): "[[B>A]]", ("a2", TWO): "[[B>A]]"})
     assert graded.scores["win_rate"] == 50.0 and list(graded.weights["win_rate"]) == [0, 2, 0]
     assert graded.counts["games without a judgment"] == 3
     assert graded.counts["questions left out because a game has no verdict"] == 1
-
-
-def test_without_a_verdict_there_is_no_score(benchmark: Benchmark) -> None:
-    for texts in ({}, {("a1", ONE): "no", ("a1", TWO): "no"}):
-        graded = graded_with(benchmark, texts)
-        assert math.isnan(graded.scores["win_rate"])
-        check_means(graded)
 
 
 def test_categories_have_scores_of_their_own(checkout: Path) -> None:
@@ -249,7 +238,7 @@ def test_a_changed_file_changes_its_calls_and_the_versions(
 ) -> None:
     answers = answers_to(benchmark.questions())
     before = [call.key(GRADER) for call in benchmark.calls(answers, 0)]
-    change(checkout, name, old, new)
+    change(checkout / name, old, new)
     changed = configured("arena_hard", path=str(checkout))
     after = [call.key(GRADER) for call in changed.calls(answers, 0)]
     assert [first == second for first, second in zip(before, after, strict=True)] == same
@@ -267,19 +256,10 @@ def test_versions_say_what_decides(checkout: Path, benchmark: Benchmark) -> None
 def test_a_missing_or_damaged_file_is_named_with_the_way_to_get_it(checkout: Path, name: str) -> None:
     path = checkout / name
     whole = path.read_bytes()
-    damaged = {
-        QUESTIONS: "is not JSON",
-        BASELINE: "is not JSON",
-        JUDGES: "is no Python file",
-        CONFIG: "is no YAML",
-    }
-    for content, expected in {None: "is missing", whole[:-4]: damaged[name]}.items():
+    damaged = {JUDGES: "is no Python file", CONFIG: "is no YAML"}
+    for content, expected in {None: "is missing", whole[:-4]: damaged.get(name, "is not JSON")}.items():
         path.unlink() if content is None else path.write_bytes(content)
-        with pytest.raises(UserError) as refused:
-            configured("arena_hard", path=str(checkout)).questions()
-        told = str(refused.value)
-        assert name in told and expected in told, (name, expected)
-        assert "git clone https://github.com/lmarena/arena-hard-auto" in told
+        hold_refusal("arena_hard", checkout, name, expected, "git clone https://github.com/lmarena/arena-hard-auto")
 
 
 @pytest.mark.parametrize(
@@ -292,23 +272,14 @@ def test_a_missing_or_damaged_file_is_named_with_the_way_to_get_it(checkout: Pat
             '"other"',
             "has no question of category arena-hard-v0.1; benchmark.figures can",
         ),
-        (QUESTIONS, '"prompt"', '"turns"', "line 1: prompt has to be a text, it is missing"),
         (BASELINE, '"a2"', '"a9"', "has no baseline answer to 1 questions (a2)"),
-        (BASELINE, '"messages"', '"choices"', "messages has to be a list, it is missing"),
         (BASELINE, '{"answer"', '{"text"', "messages[1]: content: answer has to be a text, it is missing"),
         (JUDGES, "JUDGE_SETTINGS", "SETTINGS", "gives JUDGE_SETTINGS no value that can be read without running"),
         (JUDGES, '"Read it aloud."', "open('x').read()", "no value that can be read without running"),
         (JUDGES, '"arena-hard-v0.1"', '"v0.1"', "JUDGE_SETTINGS: arena-hard-v0.1 has to be an object"),
-        (
-            JUDGES,
-            '"old", "system_prompt": FAIR}',
-            '"", "system_prompt": FAIR}',
-            "v0.1: baseline has to be a name",
-        ),
-        (CONFIG, "{ANSWER_B}", "", "has to have the places {QUESTION} {ANSWER_A} {ANSWER_B}, it has"),
+        (JUDGES, '"old", "system_prompt": FAIR}', '"", "system_prompt": FAIR}', "v0.1: baseline has to be a name"),
         (CONFIG, "{ANSWER_B}", "{ANSWER_B} {REFERENCE}", "it has {ANSWER_A} {ANSWER_B} {QUESTION} {REFERENCE}"),
         (CONFIG, "prompt_template", "template", "prompt_template has to be a text, it is missing"),
-        (CONFIG, "regex_patterns", "patterns", "regex_patterns has to be a list, it is missing"),
         (CONFIG, "]+)", "]+", "regex_patterns has a pattern that is none"),
         (CONFIG, "([AB<>=]+)", "[AB<>=]+", "has to have patterns of one group each"),
     ],
@@ -316,10 +287,8 @@ def test_a_missing_or_damaged_file_is_named_with_the_way_to_get_it(checkout: Pat
 def test_files_that_are_laid_out_otherwise_are_refused(
     checkout: Path, name: str, old: str, new: str, expected: str
 ) -> None:
-    change(checkout, name, old, new)
-    with pytest.raises(UserError) as refused:
-        configured("arena_hard", path=str(checkout)).questions()
-    assert expected in str(refused.value)
+    change(checkout / name, old, new)
+    hold_refusal("arena_hard", checkout, expected)
 
 
 def test_of_a_baseline_that_answers_twice_the_last_answer_is_taken(
@@ -343,10 +312,6 @@ def test_options_are_checked() -> None:
     ):
         with pytest.raises(UserError, match=expected):
             configured("arena_hard", **{"path": "x"} | values)
-
-
-def test_both_options_build_the_same_class() -> None:
-    assert all(isinstance(configured(option, path="x"), ArenaHard) for option in ("arena_hard", "arena_hard_v2"))
 
 
 # --------------------------------------------------------------------------------------------- constants of a file

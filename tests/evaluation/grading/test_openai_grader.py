@@ -31,7 +31,6 @@ CALLS = [call(number) for number in range(9)]
 FAULTS = {
     "429": Fault(429),
     "500": Fault(500),
-    "503": Fault(503),
     "dropped": Fault(what="drop"),
     "garbage": Fault(what="garbage"),
     "half JSON": Fault(what="cut"),
@@ -83,21 +82,10 @@ def test_a_fault_is_repeated_and_each_item_has_its_own_reply_once(name: str, tmp
     assert sorted(line["item"] for line in lines) == sorted(each.item for each in CALLS)
 
 
-def test_slow_answers_are_waited_for_and_too_slow_ones_repeated(tmp_path: Path) -> None:
+def test_slow_answers_are_waited_for(tmp_path: Path) -> None:
     with Loopback(echo, [Fault(what="slow", seconds=0.1)]) as server:
         (reply,) = ask(server, tmp_path, CALLS[:1]).replies.values()
     assert reply.seconds >= 0.1 and len(server.requests) == 1
-    go = threading.Event()
-
-    def late(body: Body) -> str:
-        if len(server.requests) == 1:
-            go.wait(30)
-        return echo(body)
-
-    with Loopback(late) as server:
-        asked = ask(server, tmp_path, CALLS[1:2], timeout=0.4)
-        go.set()
-    assert asked.whole and len(server.requests) >= 2
 
 
 @pytest.mark.parametrize("what", ["drip", "drip headers"])
@@ -119,20 +107,15 @@ def test_retry_after_is_honoured(tmp_path: Path) -> None:
 def test_a_fault_that_stays_is_a_failure_of_its_call_and_is_asked_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    faults = [*[Fault(500, message="no memory")] * 3, *[Fault(what="garbage")] * 3]
+    faults = [*[Fault(500, message="no memory")] * 3, *[Fault(what="garbage")] * 3, None, Fault(500), Fault(500)]
     with Loopback(echo, faults) as server, caplog.at_level("INFO"):
         first = ask(server, tmp_path, CALLS[:3], max_retries=2, concurrency=1)
         assert list(first.failures) == CALLS[:2] and "no memory" in first.failures[CALLS[0]]
         assert "no completion: '<html>gateway</html>'" in first.failures[CALLS[1]]
         assert "2 grading calls failed: 1 times: " in caplog.text and len(server.requests) == 7
-        assert ask(server, tmp_path, CALLS[:3]).whole
-    assert len(server.requests) == 9
-
-
-def test_repeats_are_counted_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with Loopback(echo, [Fault(500), Fault(500), None]) as server, caplog.at_level("INFO"):
-        ask(server, tmp_path, CALLS[:1])
-    assert "1 of the calls were answered after repeating them, 2 times in all" in caplog.text
+        assert ask(server, tmp_path, CALLS[:3], concurrency=1).whole
+        assert "1 of the calls were answered after repeating them, 2 times in all" in caplog.text
+    assert len(server.requests) == 7 + 4
 
 
 def test_a_refused_prompt_is_a_failure_of_that_call_alone(tmp_path: Path, record_property: Callable[..., None]) -> None:
@@ -210,23 +193,6 @@ def test_a_call_without_a_text_has_no_log_probabilities_either(tmp_path: Path) -
     check_failures([reply], tmp_path, "no text, finish reason content_filter", top_logprobs=5)
 
 
-def test_replies_without_a_text_are_counted_by_their_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    replies = [
-        Reply("", message={"content": None, "refusal": "I cannot grade this."}),
-        Reply("", message={"content": None}, choice={"finish_reason": "length"}),
-        Reply("", message={"content": [PART, {"type": "text", "text": "two"}]}),
-        Reply("", message={"content": None, "refusal": "no"}),
-    ]
-    given = iter(replies)
-    with Loopback(lambda _: next(given)) as server:
-        asked = ask(server, tmp_path, CALLS[:4], concurrency=1)
-    assert [(reply.text, reply.finish_reason) for reply in asked.replies.values()] == [
-        *(("", "stop"), ("", "length"), ("one, two", "stop"), ("", "stop")),
-    ]
-    assert "2 replies: the server's model refused" in caplog.text
-    assert "1 replies: no text, finish reason length" in caplog.text
-
-
 def test_lone_surrogates_are_escaped_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with Loopback(lambda _: Reply("7 \ud83d", model="mine\udfff", finish_reason="\ud800")) as server:
         asked = ask(server, tmp_path, CALLS[:2], model="mine")
@@ -291,13 +257,6 @@ def test_a_model_that_is_not_served_ends_the_command(tmp_path: Path) -> None:
 def test_no_credit_ends_the_command(tmp_path: Path) -> None:
     with Loopback(echo, [Fault(429, code="insufficient_quota", message="no credit")] * 9) as server:
         assert "is out of credit" in refused(server, tmp_path, CALLS[:1], max_retries=1)
-
-
-def test_a_server_that_is_not_there(tmp_path: Path) -> None:
-    with Loopback(echo) as server:
-        grader = grader_of(server, max_retries=0)
-    with pytest.raises(UserError, match=r"3 grading calls in a row failed .*Connection"):
-        ask_all(CALLS, grader, ReplyStore(tmp_path), GradingLimits(max_failed=2))
 
 
 def test_no_key_and_no_package_are_said_before_anything_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -435,27 +394,15 @@ def test_its_settings_are_checked() -> None:
 # ------------------------------------------------------------------------------------------------ counts
 
 
-@pytest.fixture(scope="module")
-def texts() -> list[GradingCall]:
-    """Conversations as calls, of plain English and of four other languages."""
-    return [call(number, json.dumps(row, ensure_ascii=False)) for number, row in enumerate(own_texts.rows(16))]
-
-
-def counting(formats: Formats, name: str) -> Callable[[Body], int]:
-    chat = formats(name)
-    return lambda body: len(chat.prompt_ids(body["messages"]))
-
-
-def test_with_the_servers_tokenizer_the_estimate_is_right_before_the_first_call(
-    texts: list[GradingCall], tmp_path: Path
-) -> None:
-    formats = Formats()
-    with Loopback(lambda _: "7", input_tokens=counting(formats, "edge_merge")) as server:
+def test_with_the_servers_tokenizer_the_estimate_is_right_before_the_first_call(tmp_path: Path) -> None:
+    """Of conversations in plain English and in four other languages."""
+    texts = [call(number, json.dumps(row, ensure_ascii=False)) for number, row in enumerate(own_texts.rows(16))]
+    chat = Formats()("edge_merge")
+    with Loopback(lambda _: "7", input_tokens=lambda body: len(chat.prompt_ids(body["messages"]))) as server:
         grader = grader_of(server, tokenizer=str(TESTS / FORMATS["edge_merge"][0]))
         before = estimate(texts, grader, ReplyStore(tmp_path))
         asked = ask_all(texts, grader, ReplyStore(tmp_path))
     actual = sum(reply.input_tokens for reply in asked.replies.values())
-    assert abs(before.input_tokens - actual) <= 0.1 * actual
     assert before.input_tokens == actual, "it counts the same"
     assert sum(reply.output_tokens for reply in asked.replies.values()) <= before.most_output_tokens
 
@@ -514,18 +461,6 @@ def test_a_vocabulary_that_cannot_be_downloaded_leaves_the_bound(
         found = estimate(CALLS, OpenAIGrader(), ReplyStore(tmp_path))
     assert found.method.startswith("an upper bound, the bytes of the text") and found.dollars is not None
     assert caplog.text.count("no route to host") == 1
-
-
-def test_a_budget_is_kept_over_the_wire(tmp_path: Path) -> None:
-    with Loopback(
-        lambda _: "one two three", [Fault(what="slow", seconds=0.05)] * 9, input_tokens=lambda _: 9
-    ) as server:
-        grader = grader_of(server, price_input=1e6, price_output=1e6, concurrency=8)  # a dollar a token
-        asked = ask_all(CALLS, grader, ReplyStore(tmp_path), GradingLimits(max_cost=160.0))
-    used = sum(reply.input_tokens + reply.output_tokens for reply in asked.replies.values())
-    assert asked.spent == used == 12 * asked.made and len(asked.left) == 9 - asked.made
-    assert used <= 160.0 and asked.left and server.at_once > 1
-    assert len(server.requests) == asked.made
 
 
 def test_replies_come_as_they_are_ready_and_calls_are_pulled_lazily() -> None:

@@ -88,17 +88,6 @@ def test_what_is_stored_is_not_asked_again(number: signal.Signals, tmp_path: Pat
     assert lines(tmp_path) == len(CALLS)
 
 
-def test_a_store_that_was_cut_in_a_line_goes_on(tmp_path: Path) -> None:
-    with Loopback(lambda _: "7") as server:
-        grader = OpenAIGrader(base_url=server.base_url, concurrency=1)
-        ask_all(CALLS[:5], grader, ReplyStore(tmp_path))
-        file = tmp_path / GRADES
-        file.write_bytes(file.read_bytes()[:-30])
-        asked = ask_all(CALLS[:5], grader, ReplyStore(tmp_path))
-    assert (asked.made, len(asked.replies), len(server.requests)) == (1, 5, 6)
-    assert list(server.answered.values()) == [1, 1, 1, 1, 2]
-
-
 if __name__ == "__main__":
     hear_signals()
     leave(guarded(main))
