@@ -154,7 +154,9 @@ def put_beside(ours: Sequence[Ours], path: Path) -> tuple[list[KeyedTable | None
     met: set[tuple[int, int]] = set()
     for number, (file, one) in enumerate(zip(files, ours, strict=True)):
         keys = shared_keys(one.table, file)
-        mine.append([place for place, row in enumerate(file.rows) if is_of(row, one)])
+        # Settings are compared by letters and digits alone; a row that says nothing of its model may stand beside any.
+        settings, names = set(map(letters, one.settings)), [whose(row) for row in file.rows]
+        mine.append([place for place, name in enumerate(names) if name is None or letters(name) in settings])
         for place in mine[-1]:
             if any(meets(row, file.rows[place], keys, fold=True) for row in one.table.rows):
                 met.add((number, place))
@@ -191,15 +193,6 @@ def read_rows(path: Path, table: KeyedTable) -> PrintedTable:
 def whose(row: Mapping[str, Cell]) -> str | None:
     """Returns the setting a printed row is of, or the name of its model; None when it does not say."""
     return next((str(row[name]) for name in MODELS if row.get(name) is not None), None)
-
-
-def is_of(row: Mapping[str, Cell], ours: Ours) -> bool:
-    """Returns whether a printed row is of a setting of ours; names are compared by letters and digits alone.
-
-    A row that says nothing of its model may stand beside any.
-    """
-    name = whose(row)
-    return name is None or letters(name) in {letters(setting) for setting in ours.settings}
 
 
 def letters(name: str) -> str:

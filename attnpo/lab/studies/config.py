@@ -5,21 +5,10 @@ from typing import ClassVar
 
 from attnpo.cli.terminal import command_text
 from attnpo.lab.studies.study import Grid, Study
-from attnpo.run.components import Preparer
 from attnpo.run.run_config import RunConfig
 from attnpo.run.show_config import ShowConfig
 from attnpo.schema import BOOKKEEPING, UserError
 from attnpo.system.processes import launcher, world_size
-
-
-def require_worlds(study: Study, prepare: Preparer | None) -> None:
-    """Raises UserError for a study whose worlds turn knobs that this setting does not have."""
-    knobs = [item for overrides in study.worlds.values() for item in overrides if item.startswith("prepare.")]
-    if knobs and prepare is None:
-        raise UserError(
-            f"study {study.name}: its worlds set {knobs[0].partition('=')[0]}, and this setting builds no world "
-            "(prepare=null): leave setting= out, or choose setting=testbed"
-        )
 
 
 def require_one_process(study: Study | None, arguments: list[str]) -> None:
@@ -55,7 +44,13 @@ class FitConfig(RunConfig):
         if self.verbalized_epochs < 1:
             raise UserError(f"verbalized_epochs: expected at least 1, got {self.verbalized_epochs}")
         if self.study is not None:
-            require_worlds(self.study, self.prepare)
+            sets = [item for overrides in self.study.worlds.values() for item in overrides]
+            knobs = [item.partition("=")[0] for item in sets if item.startswith("prepare.")]
+            if knobs and self.prepare is None:
+                raise UserError(
+                    f"study {self.study.name}: its worlds set {knobs[0]}, and this setting builds no world "
+                    "(prepare=null): leave setting= out, or choose setting=testbed"
+                )
         super().__post_init__()
 
     def seed_count(self) -> int:

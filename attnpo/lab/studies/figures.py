@@ -51,9 +51,8 @@ def level_of(found: Interval | None) -> Level:
     return Level(math.nan) if found is None else Level(found.mean, found.low, found.high)
 
 
-def interval_of(point: PointResults, number: Number) -> Interval | None:
-    """Returns the mean over seeds with its interval; None where a seed lacks the number."""
-    values = [number(result) for result in point.results]
+def interval_of(values: Sequence[float]) -> Interval | None:
+    """Returns the mean of a number of each seed with its interval; None where a seed lacks it."""
     return hierarchical_bootstrap(np.array(values)[:, None]) if all(map(math.isfinite, values)) else None
 
 
@@ -145,7 +144,8 @@ def _world_figures(outcome: Outcome, world: str, looks: Looks) -> Iterator[Image
         return
     title, base = _title(outcome, world), base_level(next(iter(best.values())))
     levels = {arm: level_of(point.interval) for arm, point in best.items()}
-    kls = {arm: level_of(interval_of(point, _test_kl)) for arm, point in best.items()}
+    moves = {arm: [scores.numbers["kl"] for scores in point.scores("test")] for arm, point in best.items()}
+    kls = {arm: level_of(interval_of(values)) for arm, values in moves.items()}
     rewards, moved = (
         _others(outcome, world, best, partial(PointResults.truth, split="test", name=name)) for name in ("reward", "kl")
     )
@@ -193,10 +193,6 @@ def _world_figures(outcome: Outcome, world: str, looks: Looks) -> Iterator[Image
     if _over_layers(outcome, world, levels, path, looks, ylabel="true reward, test prompts", title=title):
         told = "each at its best grid point, and of the arms that are no layers"
         yield Image(path, f"true reward by layer{_of(world)}, {told}")
-
-
-def _test_kl(result: RunResult) -> float:
-    return math.nan if result.truth is None else result.truth["test"].numbers["kl"]
 
 
 def drawn_together(arms: Sequence[str], control: str | None) -> list[list[str]]:
@@ -276,7 +272,10 @@ def unweighted_section(outcome: Outcome, looks: Looks) -> list[Section]:
     found: dict[str, tuple[Mapping[str, PointResults], Known]] = {}
     for world in outcome.worlds:
         best = outcome.best_points(world)
-        every = {name: {arm: interval_of(point, of) for arm, point in best.items()} for name, of in NUMBERS.items()}
+        every = {
+            name: {arm: interval_of([*map(of, point.results)]) for arm, point in best.items()}
+            for name, of in NUMBERS.items()
+        }
         found[world] = best, {name: values for name, values in every.items() if any(values.values())}
     rows = by_world(
         outcome, lambda world: (_row(outcome, arm, *found[world]) for arm in found[world][0] if found[world][1])

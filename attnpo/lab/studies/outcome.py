@@ -252,31 +252,22 @@ def has_truth(points: Sequence[PointResults]) -> bool:
     return all(result.truth is not None for point in points for result in point.results)
 
 
-def complete(points: Sequence[PointResults]) -> list[PointResults]:
-    """Returns the grid points of an arm that have as many seeds as any: one that lacks some is not chosen."""
-    most = max((len(point.results) for point in points), default=0)
-    return [point for point in points if len(point.results) == most]
-
-
 def best_point(points: Sequence[PointResults], kl_limit: float) -> PointResults:
     """Returns the point that stands for an arm, chosen on validation data alone.
 
     With a known truth: the highest validation reward among points with validation KL up to ``kl_limit`` (if none, the
     one with the smallest KL). Otherwise the highest validation accuracy of the rewards. What is not finite loses, and
-    so does a model that training destroyed, unless all are.
+    so does a model that training destroyed, unless all are. A point that lacks seeds is not chosen.
     """
-    whole = complete(points)
+    most = max(len(point.results) for point in points)
+    whole = [point for point in points if len(point.results) == most]
     whole = [point for point in whole if not any(result.is_destroyed for result in point.results)] or whole
     if not has_truth(whole):
         return max(whole, key=lambda point: _or_worst(point.metric("val/rewards/accuracies"), -math.inf))
-    nearest = min(whole, key=lambda point: _or_worst(point.truth("validation", "kl"), math.inf))
-    return best_within(whole, kl_limit) or nearest
-
-
-def best_within(points: Sequence[PointResults], kl: float) -> PointResults | None:
-    """Returns the point with the highest validation reward of those with validation KL up to ``kl``, if any."""
-    within = [point for point in complete(points) if point.truth("validation", "kl") <= kl]
-    return max(within, key=lambda point: _or_worst(point.truth("validation", "reward"), -math.inf), default=None)
+    within = [point for point in whole if point.truth("validation", "kl") <= kl_limit]
+    if not within:
+        return min(whole, key=lambda point: _or_worst(point.truth("validation", "kl"), math.inf))
+    return max(within, key=lambda point: _or_worst(point.truth("validation", "reward"), -math.inf))
 
 
 def _or_worst(value: float, worst: float) -> float:

@@ -65,11 +65,11 @@ def publish_study(settings: WandbSettings | None, values: Mapping[str, Json], ou
         return
     import wandb
 
-    every = [
-        {**({"world": point.arm.world} if outcome.study.worlds else {}), "arm": point.arm.name, "seed": point.seed}
-        | {"values": " ".join(point.values), **dict(numbers(result.to_json()))}
-        for point, result in outcome.points
-    ]
+    every = []
+    for point, result in outcome.points:
+        row: Row = {"world": point.arm.world} if outcome.study.worlds else {}
+        row |= {"arm": point.arm.name, "seed": point.seed, "values": " ".join(point.values)}
+        every.append({**dict.fromkeys(row), **dict(numbers(result.to_json())), **row})
     tables: dict[str, tuple[list[str], Sequence[Mapping[str, object]]]] = {
         "table": main_table(outcome),
         "points": (list(dict.fromkeys(name for one in every for name in one)), every),

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+NUMBERS = (
+    *("reward", "win_rate", "kl", "length", "polarity", "broken", "ended"),
+    *("base_reward", "base_length", "base_broken"),
+)
 _BASE_STREAM = 7_919  # seed offset: the base draws its own random numbers, so wins are between independent samples
 
 
@@ -25,9 +29,9 @@ _BASE_STREAM = 7_919  # seed offset: the base draws its own random numbers, so w
 class Score:
     """What a policy's samples are worth.
 
-    `numbers` are means over prompts and samples (`length` in tokens without the end token, `kl` in nats per sequence,
-    `broken` the share of clauses that are broken, `ended` the share of answers that ended). The arrays keep prompt by
-    sample values for paired statistics; equal prompts and seed give equal rows.
+    `numbers`: means over prompts and samples by the names in NUMBERS (`length` in tokens without the end token, `kl` in
+    nats per sequence, `broken` the share of clauses that are broken, `ended` the share of answers that ended). The
+    arrays keep prompt by sample values for paired statistics; equal prompts and seed give equal rows.
     """
 
     numbers: dict[str, float]
@@ -106,20 +110,20 @@ class TruthScorer:
         rewards, rival_rewards = (np.array([score.reward for score in of]) for of in (scored, rivals_scored))
         kls = sequence_kl(policy, base, tokenizer, [prompt.text for prompt in prompts], answers.texts).numpy()
         shape = (-1, self.samples_per_prompt)
-        numbers = {
-            "reward": float(rewards.mean()),
-            "win_rate": win_rate(rewards, rival_rewards),
-            "kl": float(kls.mean()),
-            "length": float(np.mean(answers.lengths)),
-            "polarity": float(np.mean([score.polarity for score in scored])),
-            "broken": broken_rate(scored),
-            "ended": float(np.mean(answers.ended)),
-            "base_reward": float(rival_rewards.mean()),
-            "base_length": float(np.mean(rivals.lengths)),
-            "base_broken": broken_rate(rivals_scored),
-        }
+        numbers = (
+            float(rewards.mean()),
+            win_rate(rewards, rival_rewards),
+            float(kls.mean()),
+            float(np.mean(answers.lengths)),
+            float(np.mean([score.polarity for score in scored])),
+            broken_rate(scored),
+            float(np.mean(answers.ended)),
+            float(rival_rewards.mean()),
+            float(np.mean(rivals.lengths)),
+            broken_rate(rivals_scored),
+        )
         return Score(
-            numbers,
+            dict(zip(NUMBERS, numbers, strict=True)),
             rewards=rewards.reshape(shape),
             base_rewards=rival_rewards.reshape(shape),
             kls=kls.reshape(shape),

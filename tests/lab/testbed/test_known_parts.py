@@ -14,9 +14,8 @@ from attnpo.lab.testbed import words
 from attnpo.lab.testbed.forced_scores import ForcedScores
 from attnpo.lab.testbed.grammar import Grammar
 from attnpo.lab.testbed.known_parts import KnownParts
-from attnpo.lab.testbed.pretrain import new_model
+from attnpo.lab.testbed.pretrain import TaskSampler, new_model
 from attnpo.lab.testbed.recipes import BaseRecipe
-from attnpo.lab.testbed.tasks import TaskSampler
 from attnpo.lab.testbed.tokenizer import SCORE_TEMPLATE, build_tokenizer, chat_prompts, encode_all, token_ids
 from attnpo.schema import Generator, Sampling, UserError
 from attnpo.weights.score_parser import read_answer

@@ -11,9 +11,8 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from attnpo.lab.testbed import pretrain, words
 from attnpo.lab.testbed.grammar import Grammar, Prompt
-from attnpo.lab.testbed.pretrain import build_base, judge_accuracy
+from attnpo.lab.testbed.pretrain import TaskRow, TaskSampler, build_base, judge_accuracy, pad_rows
 from attnpo.lab.testbed.recipes import BaseRecipe
-from attnpo.lab.testbed.tasks import TaskRow, TaskSampler, pad_rows
 from attnpo.lab.testbed.tokenizer import build_tokenizer
 
 Loaded = tuple[LlamaForCausalLM, PreTrainedTokenizerFast]
