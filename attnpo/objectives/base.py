@@ -146,7 +146,7 @@ class PreferenceObjective(Protocol):
         """Names of the inputs the objective reads beyond the policy's log-probabilities."""
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
-        """Losses and detached rewards of the batch's pairs."""
+        """Returns losses and detached rewards of the batch's pairs."""
 
 
 @runtime_checkable

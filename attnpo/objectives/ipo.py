@@ -77,7 +77,7 @@ class IPO(LengthScaled):
         return dict.fromkeys(("length_scale", "length_from"), "objective.reduction=mean reads no lengths")
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
-        """Losses and rewards ``beta A(d)`` of the batch."""
+        """Returns losses and rewards ``beta A(d)`` of the batch."""
         rows, mean = batch.main, self.reduction is Over.MEAN
         return ipo_loss(
             policy.logps,

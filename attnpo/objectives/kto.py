@@ -106,7 +106,7 @@ class KTO(LengthScaled):
         return state["kl_sum"] / state["kl_rows"]
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
-        """Losses, weighted rewards ``b S_w(d)`` and, as an extra, z: the same value for every pair."""
+        """Returns losses, weighted rewards ``b S_w(d)`` and, as an extra, z: the same value for every pair."""
         return kto_loss(
             policy.logps,
             logps_of(reference),

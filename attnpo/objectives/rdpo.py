@@ -60,7 +60,7 @@ class RDPO(LengthScaled):
         check_range("objective", "[0, inf)", alpha=self.alpha)
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
-        """Losses and rewards ``beta S(d)`` of the batch."""
+        """Returns losses and rewards ``beta S(d)`` of the batch."""
         return rdpo_loss(
             policy.logps, logps_of(reference), *self.weighted(batch.main), self.beta, self.alpha, self.label_smoothing
         )

@@ -126,7 +126,7 @@ class TDPO1(LengthScaled):
         check_beta(self.beta)
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
-        """Losses, rewards ``beta (S(d) + K)`` and both K of the batch."""
+        """Returns losses, rewards ``beta (S(d) + K)`` and both K of the batch."""
         return tdpo1_loss(policy.logps, logps_of(reference), *self.weighted(batch.main), kl_of(policy), self.beta)
 
 
@@ -144,7 +144,7 @@ class TDPO2(TDPO1):
         check_range("objective", "[0, inf)", alpha=self.alpha)
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
-        """Losses, rewards ``beta (S(d) + K)`` without alpha and both K of the batch."""
+        """Returns losses, rewards ``beta (S(d) + K)`` without alpha and both K of the batch."""
         return tdpo2_loss(
             policy.logps, logps_of(reference), *self.weighted(batch.main), kl_of(policy), self.beta, self.alpha
         )

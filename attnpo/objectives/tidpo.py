@@ -143,10 +143,7 @@ class TIDPO:
         return frozenset({"reference", "token_weights", "factors"} | kl | anchor)
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
-        """Losses, rewards ``beta (M + K)``, as extras ``beta S(d)`` and K of each side, and the triplet's.
-
-        ``triplet`` is a pair's term before gamma_triplet, ``triplet_unmeasured`` 1 for a pair that has none.
-        """
+        """Returns losses, rewards ``beta (M + K)`` and the extras of ``tidpo_loss``."""
         rows = batch.main
         return tidpo_loss(
             policy.logps,

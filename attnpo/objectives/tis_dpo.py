@@ -89,7 +89,7 @@ class TISDPO(LengthScaled):
         return ({} if self.token_level else {"alpha": "objective.token_level=false"}) | super().unread()
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
-        """Losses, weighted rewards and, as extras, the unweighted rewards and the KL sums."""
+        """Returns losses, weighted rewards and, as extras, the unweighted rewards and the KL sums."""
         kl = policy.joint[KL] if self.token_level else None
         return tis_dpo_loss(
             policy.logps,

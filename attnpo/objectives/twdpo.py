@@ -152,10 +152,7 @@ class OTPO:
         check_beta(self.beta, self.label_smoothing)
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
-        """Computes losses, weighted rewards ``beta sum w d`` and, as extras, the unweighted rewards ``beta S(d)``.
-
-        ValueError for weights that are a distribution.
-        """
+        """Computes losses and rewards as ``otpo_loss``; ValueError for weights that are a distribution."""
         rows = batch.main
         if not rows.factors:
             raise ValueError("OTPO reads factors, and the batch's token weights are a distribution")
