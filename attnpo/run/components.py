@@ -3,9 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from attnpo.schema import Json, PreferencePair
+if TYPE_CHECKING:  # the testbed is built without torch
+    from attnpo.schema import Json, PreferencePair
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,10 @@ class Truth(Protocol):
     def base_answers(self, *arguments: Any, **named: Any) -> Any:
         """Returns the base's answers to the prompts of a split, to be sampled once for several scores."""
 
-    def decisive(self, pair: PreferencePair, side: str, places: Sequence[tuple[int, int]]) -> list[bool]:
+    def decisive(self, pair: "PreferencePair", side: str, places: Sequence[tuple[int, int]]) -> list[bool]:
         """Returns whether each token, given by its characters of the response, decides the true reward."""
 
-    def is_flipped(self, pair: PreferencePair) -> bool:
+    def is_flipped(self, pair: "PreferencePair") -> bool:
         """Returns whether the rejected response is truly the better one."""
 
 
@@ -79,5 +80,5 @@ class DriftMeasure(Protocol):
     def pairs(self) -> int:
         """Validation pairs that it reads; 0: nothing is measured."""
 
-    def measure(self, *arguments: Any, **named: Any) -> dict[str, Json]:
+    def measure(self, *arguments: Any, **named: Any) -> "dict[str, Json]":
         """Returns ``RunResult.drift`` of a policy, its inputs and the answers that were sampled of it."""
