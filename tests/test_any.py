@@ -20,8 +20,6 @@ REASONS = {
         for name in ("_calibration", "_layer_cells", "calibration", "look_at", "measure_removal")
     },
     "lab/studies/study.py::sections": "an Outcome, whose file reads this one",
-    "judge/traces.py::read": "the keywords of a judge's read, passed on as they come",
-    "run/report.py::wandb_table": "a class of wandb, which is imported inside functions only",
     "lab/reports/passport.py::read": "the keywords of a judge's read, passed on as they come",
     "weights/faithfulness.py::score_of": "plain data of the analysis, read back from its file",
     "config/compose.py::_changed": "a copy of any dataclass or mapping",

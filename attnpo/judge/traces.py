@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -139,11 +138,21 @@ class ThinkingJudge:
         """Depth of the model; layers are counted 1..num_layers."""
         return self.judge.num_layers
 
-    def read(self, prompts: Sequence[Sequence[int]], **asked: Any) -> list[JudgeReading]:
+    def read(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        layers: Sequence[int],
+        per_head: bool = False,
+        rollout: bool = False,
+        verdict: bool = True,
+        label_ids: tuple[int, int] | None = None,
+    ) -> list[JudgeReading]:
         """Returns the judge's readings at the position after each prompt's trace, with the trace's length."""
         traces = self.traces(prompts)
         whole = [self.whole(prompt, trace) for prompt, trace in zip(prompts, traces, strict=True)]
-        readings = self.judge.read(whole, **asked)
+        given = {"per_head": per_head, "rollout": rollout, "verdict": verdict}
+        readings = self.judge.read(whole, layers=layers, label_ids=label_ids, **given)
         return [
             replace(
                 reading,

@@ -263,7 +263,7 @@ def account_table(inputs: Mapping[str, Json]) -> tuple[list[str], list[list[obje
     return ["entry", *SPLITS], [[name, *(per_split[split].get(name) for split in SPLITS)] for name in names]
 
 
-def wandb_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Any:
+def wandb_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> object:
     """Returns a W&B table; columns that mix numbers and texts are allowed."""
     import wandb
 
