@@ -30,7 +30,7 @@ python -m attnpo.evaluate benchmark=judge setting=real_smoke model.path=MODEL da
 
 
 def main(cfg: "EvaluateConfig") -> int:
-    """0; 1 where calls got no reply, so that the command has to be given again."""
+    """Returns 0; 1 where calls got no reply, so that the command has to be given again."""
     with importing("loading transformers"):
         from attnpo.evaluation.evaluating import evaluate
         from attnpo.evaluation.implicit_reward import fill_from_run
@@ -41,7 +41,7 @@ def main(cfg: "EvaluateConfig") -> int:
 
 
 def passport(cfg: "PassportConfig") -> int:
-    """0; the passport is printed, and written into a folder."""
+    """Returns 0; the passport is printed, and written into a folder."""
     with importing("loading transformers"):
         from attnpo.lab.reports.passport import write_passport
 

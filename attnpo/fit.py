@@ -27,7 +27,7 @@ python -m attnpo.fit setting=llama3_8b_instruct hardware=1x141gb   a run of the 
 
 
 def main(cfg: "FitConfig") -> int:
-    """0 when everything ran; 1 when a point, a world or an analysis of a study failed.
+    """Returns 0 when everything ran; 1 when a point, a world or an analysis of a study failed.
 
     Raises:
         Interrupted: a signal ended training; what there is is saved.

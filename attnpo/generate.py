@@ -20,7 +20,7 @@ python -m attnpo.generate model.path=MODEL data.path=PROMPTS.jsonl answering=ope
 
 
 def main(cfg: "AnswerConfig") -> int:
-    """0; the path of the answers is printed."""
+    """Returns 0; the path of the answers is printed."""
     with importing("loading transformers"):
         from attnpo.evaluation.answers import answer_prompts
 

@@ -58,7 +58,7 @@ KLS = ("kl_ref_policy", "kl_policy_ref")
 def token_logps(
     logits: Float[Tensor, "rows T vocab"], labels: Int[Tensor, "rows T"]
 ) -> tuple[Float[Tensor, "rows T"], Bool[Tensor, "rows T"]]:
-    """Log-probabilities of the labelled tokens, each in the place of its own label, and the mask of these places.
+    """Returns log-probabilities of the labelled tokens, each in its label's place, and the mask of these places.
 
     ``logits`` are what a causal LM gives, so that place t predicts the label of place t + 1; ``labels`` are the input
     ids with -100 off the response. 0 off the mask; float32 at least, whatever the logits are in.
@@ -105,7 +105,7 @@ def token_kl(
 
 
 def uniform_weights(mask: Bool[Tensor, "rows T"]) -> Float[Tensor, "rows T"]:
-    """1/n on each of the n tokens of a response: with them every objective is its published, unweighted form.
+    """Returns 1/n on each of the n tokens of a response: with them every objective is its published, unweighted form.
 
     Example:
         >>> import torch

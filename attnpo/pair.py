@@ -19,7 +19,10 @@ python -m attnpo.pair answers.path=ANSWERS.jsonl ranker=column ranker.column=sco
 
 
 def main(cfg: "PairConfig") -> int:
-    """0, the path of the pairs is printed; 1 where answers got no score, so that the command has to be given again."""
+    """Returns 0, the path of the pairs is printed.
+
+    1 where answers got no score, so that the command has to be given again.
+    """
     from attnpo.evaluation.pairs import make_pairs
     from attnpo.system.processes import world_size
 

@@ -24,7 +24,7 @@ MOVED = {"gains": "experiments.gains FOLDER ... --kl 1.0", "ranks": "experiments
 
 
 def main(cfg: "ReportConfig") -> int:
-    """0; tables are printed, and written into a folder under ``output``."""
+    """Returns 0; tables are printed, and written into a folder under ``output``."""
     from attnpo.lab.reports.report import report
 
     report(cfg)

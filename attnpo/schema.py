@@ -186,7 +186,7 @@ class TraceLength(NamedTuple):
 
 @dataclass(frozen=True)
 class Round:
-    """What one judge round (one order of the two answers) gave.
+    """Result of one judge round (one order of the two answers).
 
     ``verdict_logits`` are the logits of the label tokens (A, B) at the verdict position; ``verdict_token`` is the
     arg max over the vocabulary there; both None when the verdict was not read. ``cut``: the prompt was too long and was
@@ -215,7 +215,7 @@ class PairWeights:
 
 
 class Kind(Enum):
-    """How an objective may read a weight row: a distribution sums to 1, a factor is used as it is."""
+    """Kind of a weight row: a distribution sums to 1, a factor is used as it is."""
 
     DISTRIBUTION = "distribution"
     FACTOR = "factor"
@@ -281,7 +281,7 @@ class Generator(Protocol):
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """What a layout hands to the model.
+    """Model inputs that a layout makes.
 
     ``input_ids``, ``position_ids`` [batch T]; ``attention_mask`` [batch T] (1 = token) or None; ``predict_index``
     [rows R] is the flat index (into batch*T) of the hidden state that predicts each response token.
@@ -308,7 +308,7 @@ class ModelInputs:
 
 @dataclass(frozen=True)
 class InputGradient:
-    """How much each input token moves a model's next token: the L1 norm of a gradient at its embedding.
+    """Influence of each input token on a model's next token: the L1 norm of a gradient at its embedding.
 
     ``response``: per response token, 0 off the response; ``prompt``: the sum over the row's prompt tokens, whose number
     is ``prompt_tokens``.
@@ -386,7 +386,7 @@ class PreferenceBatch:
 
     @property
     def pairs(self) -> int:
-        """P."""
+        """Returns P."""
         return len(self.pair_ids)
 
     def to(self, device: torch.device | str) -> "PreferenceBatch":

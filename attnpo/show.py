@@ -27,7 +27,7 @@ python -m attnpo.show run=outputs/RUN rows=100 layers=[all] out=weights.parquet"
 
 
 def main(texts: dict[str, str], cfg: "ShowConfig") -> int:
-    """0; the pairs are printed or written. ``texts`` are those of a typed pair."""
+    """Returns 0; the pairs are printed or written. ``texts`` are those of a typed pair."""
     for key, text in texts.items():
         cfg = cfg.with_value(key, text)
     with importing("loading transformers"):

@@ -24,7 +24,7 @@ torchrun --nproc-per-node 2 -m attnpo.weigh setting=llama3_8b_base_sft hardware=
 
 
 def main(cfg: "WeighConfig") -> int:
-    """0; what was found and what was computed is logged."""
+    """Returns 0; what was found and what was computed is logged."""
     from attnpo.run.messages import announce
 
     announce("weigh", cfg, None)

@@ -136,14 +136,17 @@ def token_logps(model: nn.Module, prompt_ids: list[int], response_ids: list[int]
 
 
 def twdpo_loss(ratios: dict[str, Tensor], weighed: dict[str, tuple[Tensor, int]], beta: float) -> Tensor:
-    """-log sigmoid(beta |y_w| sum_t a_wt d_wt - beta |y_l| sum_t a_lt d_lt), d_t = log pi(y_t) - log ref(y_t)."""
+    """Returns -log sigmoid(beta |y_w| sum_t a_wt d_wt - beta |y_l| sum_t a_lt d_lt).
+
+    d_t = log pi(y_t) - log ref(y_t).
+    """
     chosen, rejected = (beta * weighed[side][1] * (weighed[side][0] * ratios[side]).sum() for side in SIDES)
     return -F.logsigmoid(chosen - rejected)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How to train: ``layer`` is counted from 1, 0 is the last; ``pairs`` make an optimiser step."""
+    """Settings of training: ``layer`` is counted from 1, 0 is the last; ``pairs`` make an optimiser step."""
 
     beta: float = 0.1
     lr: float = 1e-6

@@ -1,4 +1,4 @@
-"""The front of the commands: composes the configuration an argument list asks for, reads it, and runs its jobs."""
+"""Front of the commands: composes the configuration an argument list asks for, reads it, and runs its jobs."""
 
 import logging
 import os

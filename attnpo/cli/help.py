@@ -1,4 +1,4 @@
-"""The text of ``--help``: examples, and the groups a command composes as the comments of its root file explain them."""
+"""Text of ``--help``: examples, and the groups a command composes as the comments of its root file explain them."""
 
 import argparse
 import re
@@ -22,7 +22,7 @@ _PARENT = re.compile(r" *- (?!_self_)(\w+)(?: +# without (.+))?")
 
 @dataclass(frozen=True)
 class Group:
-    """A config group as a root's defaults list has it; ``default`` is "null" for one that may be left out."""
+    """Config group as a root's defaults list has it; ``default`` is "null" for one that may be left out."""
 
     name: str
     default: str
@@ -89,7 +89,7 @@ def groups_text(root: Path, options: Mapping[str, Sequence[str]]) -> str:
 
 
 class Arguments(argparse.ArgumentParser):
-    """What every command takes beside its overrides; a wrong argument is a UserError.
+    """Arguments that every command takes beside its overrides; a wrong argument is a UserError.
 
     ``name`` is the command with what of it is already said, as in ``evaluate benchmark=judge``.
     """

@@ -1,4 +1,4 @@
-"""What is shown while something takes its time: one live display on a terminal, plain lines in a file or a pipe.
+"""Progress of long work: one live display on a terminal, plain lines in a file or a pipe.
 
 Light: neither torch nor anything that loads it.
 """

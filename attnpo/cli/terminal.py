@@ -1,4 +1,4 @@
-"""What reaches the terminal and how a command ends: one log format, quiet libraries, errors and signals as one line.
+"""Terminal output and the end of a command: one log format, quiet libraries, errors and signals as one line.
 
 Loads neither torch nor anything that does. Of the processes of one job only the first one reports.
 """
@@ -186,7 +186,7 @@ STARTER = "ATTNPO_STARTED_BY"  # the process of the command that started this on
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal outside training, handled wherever Ctrl-C is."""
+    """Signal outside training, handled wherever Ctrl-C is."""
 
     def __init__(self, number: int) -> None:
         when = "" if _state.training else " before training"
@@ -196,7 +196,7 @@ class Stopped(KeyboardInterrupt):
 
 @dataclass
 class _State:
-    """What a signal means at this moment: ``asked`` is when the first one came."""
+    """State that decides what a signal means now: ``asked`` is when the first one came."""
 
     training: bool = False
     raises: bool = False

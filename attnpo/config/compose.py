@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 
 def cache_root() -> Path:
-    """Folder of everything that can be computed again: ``$ATTNPO_CACHE``, else ``~/.cache/attnpo``."""
+    """Returns the folder of everything that can be computed again: ``$ATTNPO_CACHE``, else ``~/.cache/attnpo``."""
     return Path(os.environ.get("ATTNPO_CACHE") or Path.home() / ".cache" / "attnpo").expanduser()
 
 
@@ -260,7 +260,7 @@ def expand(overrides: Sequence[str], config_dir: Path | None = None) -> list[lis
 
 
 def hydra_text(error: Exception) -> str:
-    """Hydra's own text in few lines, without its tabs and links."""
+    """Returns Hydra's own text in few lines, without its tabs and links."""
     if isinstance(error, OverrideParseException):
         reason = re.sub(r"^Error parsing override .*\n", "", str(error)).partition("\n")[0]
         return (
@@ -276,7 +276,7 @@ def hydra_text(error: Exception) -> str:
 
 
 def nearest_option(text: str, overrides: Sequence[str], known: dict[str, list[str]]) -> str:
-    """``text`` with the option nearest to one that was not found, and null explained where an option is needed."""
+    """Returns ``text`` with the nearest option to one not found, and null explained where an option is needed."""
     missing = re.search(r"Could not find '(.+)/([^/']+)'", text)
     if missing is not None and missing[1] in known:
         return text.replace(missing[0], missing[0] + did_you_mean(missing[2], known[missing[1]], f"{missing[1]}="), 1)
@@ -360,7 +360,7 @@ class Composition:
 
 @dataclass(frozen=True, kw_only=True)
 class Root:
-    """The typed root of a configuration, which every room takes its components from.
+    """Typed root of a configuration, which every room takes its components from.
 
     ``values`` are the plain values it was read from, for saving it and for telling runs apart alone.
     """
@@ -476,7 +476,10 @@ def load(name: str, overrides: Sequence[str] = (), config_dir: Path | None = Non
 
 
 def typed(cfg: DictConfig, kind: type[SomeRoot]) -> SomeRoot:
-    """``cfg`` as its typed root of the class ``kind``, built once for all rooms. Raises UserError like ``check``."""
+    """Returns ``cfg`` as its typed root of the class ``kind``, built once for all rooms.
+
+    Raises UserError like ``check``.
+    """
     return read(cfg).of(kind)
 
 
@@ -501,7 +504,10 @@ def build(node: object) -> Any:
 
 
 def plain(cfg: DictConfig) -> dict[str, Json]:
-    """``cfg`` as resolved dicts and lists, ``???`` kept. Raises UserError for interpolations that lead nowhere."""
+    """Returns ``cfg`` as resolved dicts and lists, ``???`` kept.
+
+    Raises UserError for interpolations that lead nowhere.
+    """
     _register_resolvers()
     problems: list[str] = []
     values = cast(dict[str, Json], resolve(cfg, "", problems))

@@ -1,4 +1,4 @@
-"""What a component's fields say of it: its values as a configuration has them, and the keys that move no number."""
+"""Component's fields read back as config values, and the keys that cannot change a number."""
 
 import dataclasses
 import inspect

@@ -324,7 +324,7 @@ class Reader:
         return ABSENT if any(item is ABSENT for item in items) else value
 
     def union(self, value: object, hint: object, path: str) -> object:
-        """``value`` as the first member of a union that takes it; a value of exactly a member's type stays."""
+        """Returns ``value`` as the first member of a union that takes it; a value of exactly a member's type stays."""
         members = [member for member in get_args(hint) if member is not NoneType]
         if value is None and len(members) < len(get_args(hint)):
             return None
@@ -341,7 +341,7 @@ class Reader:
         return self.mismatch(value, _describe(hint), path)
 
     def sequence(self, value: object, hint: object, container: object, path: str) -> object:
-        """``value`` as a list or tuple of the items the hint declares."""
+        """Returns ``value`` as a list or tuple of the items the hint declares."""
         if not isinstance(value, list | tuple):
             return self.mismatch(value, "a list", path)
         of = list(get_args(hint))

@@ -28,7 +28,7 @@ from attnpo.text.traces import Traces, has_trace, is_unclosed, with_trace, witho
 
 
 class Reason(StrEnum):
-    """Why a row cannot become a pair."""
+    """Reason that a row cannot become a pair."""
 
     MISSING = "value is missing"
     NOT_TEXT = "content is not text"
@@ -46,7 +46,7 @@ class Reason(StrEnum):
 
 
 class Note(StrEnum):
-    """What is worth knowing of a row that was kept."""
+    """Note on a row that was kept."""
 
     EMPTY = "empty response kept"
     STRIPPED = "reasoning trace stripped"
@@ -61,7 +61,7 @@ class Note(StrEnum):
 
 
 class RowProblem(Exception):
-    """A row that cannot become a pair; ``reason`` says why."""
+    """Row that cannot become a pair; ``reason`` says why."""
 
     def __init__(self, reason: Reason) -> None:
         super().__init__(reason.value)
@@ -70,7 +70,7 @@ class RowProblem(Exception):
 
 @dataclass(frozen=True)
 class Columns:
-    """Which columns of a dataset hold what, and which keys a message uses.
+    """Names of a dataset's columns, and of a message's keys.
 
     ``prompt``: None says that there is none; the default name may also be absent from the data. ``system``: column
     with the text of a system message, blank or missing where a row has none. ``input``: column with a text that
@@ -127,15 +127,14 @@ def require_columns(wanted: Mapping[str, str | None], present: Iterable[str], wh
 
 @dataclass(frozen=True)
 class AdaptedRow:
-    """A pair and what was noticed on the way."""
+    """Pair and what was noticed on the way."""
 
     pair: PreferencePair
     notes: tuple[Note, ...] = ()
 
 
 def adapt(row: Mapping[str, object], columns: Columns) -> AdaptedRow:
-    """Returns the pair that a row stands for, whichever convention it follows (table in the module docstring), with
-    notes.
+    """Returns the pair of a row in any convention (table in the module docstring), with notes.
 
     Columns that are neither mapped nor lists of messages go to ``extra``.
 
@@ -298,7 +297,10 @@ def _is_messages(value: object, columns: Columns) -> bool:
 
 
 def _from_messages(prompt: str | list[Message] | None, chosen: list[Message], rejected: list[Message]) -> _Turns:
-    """History and responses of two message lists; the lists win over a prompt text that only repeats a turn."""
+    """Returns the history and responses of two message lists.
+
+    The lists win over a prompt text that only repeats a turn.
+    """
     if not chosen or not rejected:
         raise RowProblem(Reason.MALFORMED)
     if isinstance(prompt, str) and chosen[0]["role"] == rejected[0]["role"] == "assistant":
@@ -368,7 +370,7 @@ _SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 
 
 def _from_texts(prompt: str | list[Message] | None, chosen: str, rejected: str) -> tuple[_Turns, bool]:
-    """History and responses of two texts, and whether the prompt had to be guessed from their shared start."""
+    """Returns the history and responses of two texts, and whether their shared start had to stand for the prompt."""
     if isinstance(prompt, list):
         return _Turns(prompt, chosen, rejected), False
     if prompt is not None and not _opens_answer(prompt):
@@ -404,7 +406,7 @@ def _dialogue(text: str) -> list[Message]:
 
 
 def _shared_start(first: str, second: str) -> int:
-    """Length of the common prefix, backed up so that it cuts no word of either text."""
+    """Returns the length of the common prefix, backed up so that it cuts no word of either text."""
     differs = (index for index, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
     cut = next(differs, min(len(first), len(second)))
     while cut > 0 and (_inside_word(first, cut) or _inside_word(second, cut)):

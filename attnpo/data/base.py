@@ -54,7 +54,7 @@ class SetAccount:
 
 @dataclass(frozen=True)
 class PairSet:
-    """The pairs of one split, in the order of the rows, and an account of every row.
+    """Pairs of one split, in the order of the rows, and an account of every row.
 
     ``counts`` has the rows dropped per reason, ``notes`` what was noticed on rows that were kept (duplicates, an empty
     side); ``read`` is the number of rows looked at. ``examples`` maps each reason and note to the numbers of the first
@@ -79,17 +79,17 @@ class PairSet:
 
     @property
     def kept(self) -> int:
-        """Rows that became pairs."""
+        """Returns the number of rows that became pairs."""
         return len(self.pairs) + self.written
 
     @property
     def dropped(self) -> int:
-        """Rows that did not; ``read`` is the sum of both."""
+        """Returns the number of rows that did not; ``read`` is the sum of both."""
         return sum(self.counts.values())
 
     @property
     def fingerprint(self) -> str:
-        """Digest of the pair ids in their order, with each one's set in a mixture."""
+        """Returns the digest of the pair ids in their order, with each one's set in a mixture."""
         if self.known is not None:
             return self.known
         if self.sets:
@@ -279,7 +279,7 @@ def _prompt_of(row: Mapping[str, object], columns: Columns) -> str | None:
 
 @dataclass(frozen=True)
 class MixedSet:
-    """A set of a mixture (config node ``data.mix.NAME``).
+    """Set of a mixture (config node ``data.mix.NAME``).
 
     ``weight``: its part of the training pairs, relative to the other sets' weights. ``count``: so many training pairs
     of it. None of both, in every set, takes all. The other keys are those of ``data``; None takes the mixture's.
@@ -576,7 +576,7 @@ class PairSource:
         return name, option
 
     def _check_shared(self, one: bool) -> None:
-        """UserError where a validation split is named, or is there by its default name, beside ``val_share``."""
+        """Raises UserError where a validation split is named, or is there by its default name, beside ``val_share``."""
         named = self.val_split is not None and self.val_split != PairSource.val_split
         there = not one and self.val_split is not None and has_split(self.path, self.val_split)
         if named or there:

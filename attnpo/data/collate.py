@@ -40,7 +40,7 @@ class TrainingExample:
 
     @property
     def sides(self) -> tuple[EncodedResponse, EncodedResponse]:
-        """Chosen, rejected."""
+        """Returns the chosen and the rejected one."""
         return self.chosen, self.rejected
 
     @property
@@ -55,7 +55,7 @@ class TrainingExample:
 
 
 def pad_rows(rows: Sequence[Float[Tensor, " _"]], width: int) -> Float[Tensor, "rows R"]:
-    """Rows of different length as one tensor, zeros at the right; dtype of the first row."""
+    """Returns rows of different length as one tensor, zeros at the right; dtype of the first row."""
     out = torch.zeros(len(rows), width, dtype=rows[0].dtype)
     for i, row in enumerate(rows):
         out[i, : len(row)] = row
@@ -104,7 +104,7 @@ def collate(
 
 
 def bare_rows(sequences: Sequence[tuple[Sequence[int], Sequence[int]]], layout: Layout, pad_id: int) -> RowGroup:
-    """Rows of (prompt ids, response ids) that no source weighed: weights of 0, no stored reference."""
+    """Returns rows of (prompt ids, response ids) that no source weighed: weights of 0, no stored reference."""
     inputs, response_ids, response_mask = layout(sequences, pad_id)
     return RowGroup(
         response_ids=response_ids,

@@ -166,7 +166,7 @@ class Batches(Dataset[PreferenceBatch]):
         return replace(batch, ahead=self.ahead.make(self.examples, planned, self.layout, self.pad_id))
 
     def _step_tokens(self, whole: tuple[int, ...]) -> tuple[int, int]:
-        """Chosen and rejected response tokens of a step."""
+        """Returns chosen and rejected response tokens of a step."""
         chosen, rejected = self._trained[:, list(whole)].sum(axis=1).tolist()
         return chosen, rejected
 
@@ -368,12 +368,12 @@ class PreferenceDataModule(L.LightningDataModule):
 
     @property
     def train_batches(self) -> Batches:
-        """Training examples, indexed by planned batches."""
+        """Returns training examples, indexed by planned batches."""
         return self._of_split(0)
 
     @property
     def val_batches(self) -> Batches:
-        """Validation examples, indexed by planned batches."""
+        """Returns validation examples, indexed by planned batches."""
         return self._of_split(1)
 
     def _ranks(self) -> tuple[int, int]:
@@ -394,11 +394,14 @@ class PreferenceDataModule(L.LightningDataModule):
         )
 
     def steps_per_epoch(self, processes: int) -> int:
-        """Optimiser steps of an epoch on so many processes, which may not be able to share its last few pairs."""
+        """Returns the number of optimiser steps of an epoch.
+
+        So many processes may not be able to share its last few pairs.
+        """
         return steps_in(len(self.train_batches.examples), self.plan.pairs, processes)
 
     def accumulation(self, processes: int) -> int:
-        """Micro-batches per optimiser step on each of so many processes.
+        """Returns the number of micro-batches per optimiser step on each of so many processes.
 
         Raises:
             UserError: the steps cannot be cut as the plan asks.
@@ -434,7 +437,7 @@ class PreferenceDataModule(L.LightningDataModule):
             self.train_batches.cutting = replace(self.train_batches.cutting, budget=budget)
 
     def place(self, state: SamplerState) -> tuple[int, int, int]:
-        """(epoch, micro-batches of it consumed, micro-batches in it) of a saved ``state``, in this run's splitting.
+        """Returns (epoch, its micro-batches consumed, its micro-batches) of a saved ``state`` in this run's splitting.
 
         Where the budget is a choice, a state saved inside a step goes on with its own, and so does one whose run began
         with the same choice and found it too large.
@@ -448,7 +451,7 @@ class PreferenceDataModule(L.LightningDataModule):
         return sampler.epoch, sampler.consumed, len(sampler)
 
     def train_dataloader(self) -> DataLoader[PreferenceBatch]:
-        """Planned micro-batches of this rank, shuffled anew each epoch unless the plan keeps the order."""
+        """Returns planned micro-batches of this rank, shuffled anew each epoch unless the plan keeps the order."""
         sampler = self._sampler(*self._ranks())
         if self._resume is not None:
             sampler.load_state_dict(self._resume)
@@ -461,7 +464,7 @@ class PreferenceDataModule(L.LightningDataModule):
         return loader(self.train_batches, sampler)
 
     def val_dataloader(self) -> DataLoader[PreferenceBatch]:
-        """Validation pairs, split over ranks; every pair, since all of them are one step."""
+        """Returns validation pairs, split over ranks; every pair, since all of them are one step."""
         rank, world = self._ranks()
         pairs = len(self.val_batches.examples)
         sampler = StepBatches(pairs, pairs, self.val_batches.cutting, shuffle=False, rank=rank, world_size=world)
@@ -486,8 +489,9 @@ class PreferenceDataModule(L.LightningDataModule):
 def make_cutting(
     examples: Sequence[TrainingExample], cost: RowCost, key: str, tokens: int | None, micro: int
 ) -> Cutting:
-    """Returns what cuts the steps of ``examples``: a budget of ``tokens``, given as ``key``, or else ``micro`` pairs at
-    a time.
+    """Returns what cuts the steps of ``examples``.
+
+    A budget of ``tokens``, given as ``key``, or else ``micro`` pairs at a time.
 
     UserError for a budget below the longest pair.
     """

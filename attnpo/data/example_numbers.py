@@ -1,4 +1,4 @@
-"""What a split's examples are like, in numbers: how long, how concentrated, how much of their weights arrived."""
+"""Statistics of a split's examples: lengths, concentration of weights, share of weights that arrived."""
 
 import math
 from collections.abc import Sequence
@@ -109,6 +109,9 @@ class ExampleNumbers:
 
 
 def token_percentiles(sizes: Sizes) -> dict[str, dict[str, int]]:
-    """Training tokens at the 50th, 90th and 99th percentile and at most: prompts, both responses, the longer branch."""
+    """Returns training tokens at the 50th, 90th and 99th percentile and at most.
+
+    Prompts, both responses, the longer branch.
+    """
     parts = {"prompt": sizes.prompts[0], "longest": sizes.longest, **dict(zip(SIDES, sizes.responses, strict=True))}
     return {name: percentiles(parts[name].tolist()) for name in ("prompt", *SIDES, "longest")}

@@ -1,4 +1,4 @@
-"""How the pairs of an optimiser step are put together for its forwards: their tokens, where to cut, who takes what.
+"""Micro-batches of an optimiser step: tokens of its pairs, where to cut, which rank takes what.
 
 Owns the arithmetic, on plain numbers: no tensor, no epoch, no random order. A pair is its position in a list of sizes.
 """
@@ -22,7 +22,7 @@ Hands = list[list[tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class RowCost:
-    """The tokens of model input that pairs take under the layout of ``models.layouts`` called ``name``.
+    """Tokens of model input that pairs take under the layout of ``models.layouts`` called ``name``.
 
     ``padded``: every row is as long as the longest one. ``shared``: a prompt that both rows of a pair have lies there
     once.
@@ -63,8 +63,9 @@ def shares(total: int, parts: int) -> list[range]:
 
 
 def fill(sizes: Sequence[int], cost: RowCost, limit: int) -> list[int]:
-    """Returns where the fewest consecutive parts begin that take at most ``limit`` tokens each; ``sizes`` longest
-    first.
+    """Returns where the fewest consecutive parts begin that take at most ``limit`` tokens each.
+
+    ``sizes`` longest first.
 
     A single pair above the limit is a part of its own.
     """
@@ -80,7 +81,7 @@ def fill(sizes: Sequence[int], cost: RowCost, limit: int) -> list[int]:
 
 
 def partition(sizes: Sequence[int], parts: int, cost: RowCost) -> list[range]:
-    """Consecutive non-empty ranges of ``sizes`` (longest first), as many as ``parts``, whose largest cost is least.
+    """Returns ``parts`` consecutive non-empty ranges of ``sizes`` (longest first) whose largest cost is least.
 
     Where fewer would do at that cost, the costliest one is halved until there are enough. Raises ValueError for no
     part, or more parts than sizes.
@@ -147,7 +148,9 @@ class ByCount:
         return f"micro-batch {self.micro}"
 
     def micros(self, steps: Iterable[Sequence[int]], pairs: int, ranks: int, *, short: bool = False) -> int:
-        """Micro-batches per rank of any steps of so many pairs: as few as hold the largest share of a rank.
+        """Returns the number of micro-batches per rank of any steps of so many pairs.
+
+        As few as hold the largest share of a rank.
 
         But never more than the smallest share has pairs; that one then holds more than ``micro`` is logged.
         """
@@ -194,7 +197,9 @@ class ByTokens:
         return self.cost.together([self.sizes[i] for i in part])
 
     def micros(self, steps: Iterable[Sequence[int]], pairs: int, ranks: int, *, short: bool = False) -> int:
-        """Micro-batches per rank of ``steps`` of so many pairs each: as few as keep the budget in all; 0 without one.
+        """Returns the number of micro-batches per rank of ``steps`` of so many pairs each.
+
+        As few as keep the budget in all; 0 without one.
 
         Never more than the ranks have pairs. The ``short`` last steps of epochs, whose size nobody chose, then go above
         the budget, which is logged.
@@ -225,8 +230,7 @@ class ByTokens:
         return ceil(len(fill(self._line(step), self.cost, self.budget)) / ranks)
 
     def hands(self, step: Sequence[int], micros: int, ranks: int) -> Hands:
-        """Returns the step in as many micro-batches on each rank, the totals of the ranks alike, the longest pairs
-        first.
+        """Returns the step in as many micro-batches on each rank, totals alike, the longest pairs first.
 
         Raises:
             ValueError: the step does not keep the budget in so few; ``micros`` has not seen it.

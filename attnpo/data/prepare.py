@@ -112,7 +112,7 @@ class ExampleSet:
 
     @property
     def unmatched_share(self) -> float:
-        """Share of the responses' content tokens without a partner on the source's side."""
+        """Returns the share of the responses' content tokens without a partner on the source's side."""
         return self.unmatched_tokens / max(1, self.content_tokens)
 
 
@@ -197,7 +197,7 @@ def make_example(
 
 @dataclass(frozen=True)
 class EncodedSet:
-    """The pairs of one split that fit the length rules, with their training ids by side, in their order."""
+    """Pairs of one split that fit the length rules, with their training ids by side, in their order."""
 
     pairs: Sequence[PreferencePair]
     encoded: Sequence[dict[str, EncodedResponse]]
@@ -213,7 +213,7 @@ def encode_pairs(
     keep_same: bool = False,
     write: Callable[[int, PreferencePair, dict[str, EncodedResponse]], object] | None = None,
 ) -> EncodedSet:
-    """Training ids of ``pairs``; what does not fit is cut or dropped by the rules and counted.
+    """Returns training ids of ``pairs``; what does not fit is cut or dropped by the rules and counted.
 
     Pairs that ``write`` is given, with their place in ``pairs`` and their ids, are not held.
 
@@ -311,13 +311,15 @@ def prepare_examples(
     transforms: Sequence[WeightTransform] = (),
     write: Callable[[int, TrainingExample], object] | None = None,
 ) -> ExampleSet:
-    """Training examples in their order, with the account of every cut and dropped pair.
+    """Returns training examples in their order, with the account of every cut and dropped pair.
 
     Args:
         encoded: the pairs of one split.
-        source: a resolved weight source; ``captured`` holds its stored rows by pair id (empty if it needs none), a row
-            for each of ``layers``. A pair that the source could not read has no rounds there and is dropped.
+        source: a resolved weight source.
+        captured: its stored rows by pair id (empty if it needs none); a pair that it could not read has no rounds there
+            and is dropped.
         align: how weights reach the training tokens, and the coverage a pair must have.
+        layers: the layer of each captured row.
         transforms: changes of the finished rows, fitted (``fit_transforms``).
         write: takes the examples with the place of each in ``encoded``; they are not held then.
     """
@@ -380,7 +382,7 @@ def calibration_pairs(pairs: Sequence[PreferencePair], count: int) -> list[Prefe
 
 
 def sample_of(encoded: EncodedSet, sample: list[PreferencePair]) -> dict[str, EncodedSet]:
-    """``sample``, pairs of ``encoded``, as the splits of a run: all for training."""
+    """Returns ``sample``, pairs of ``encoded``, as the splits of a run: all for training."""
     place = {pair.pair_id: number for number, pair in enumerate(encoded.pairs)}
     rows = [encoded.encoded[place[pair.pair_id]] for pair in sample]
     nothing = replace(encoded, pairs=[], encoded=[])

@@ -218,7 +218,7 @@ def _tally(stored: Account) -> Tally:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How weights are made of pairs: their source and what reads it, transforms, the rules of alignment.
+    """Everything that decides the weights of pairs: source and its reader, transforms, rules of alignment.
 
     ``pairs``: where the pairs come from, for a source that reads columns of the data.
     """

@@ -33,7 +33,7 @@ class PromptColumns(Columns):
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is asked: an id, and turns that end with the user's."""
+    """Prompt to answer: an id, and turns that end with the user's."""
 
     id: str
     messages: tuple[Message, ...]

@@ -1,4 +1,4 @@
-"""The rules of a run's data as plain, checked numbers: lengths, alignment, how a step is cut into micro-batches."""
+"""Rules of a run's data as plain, checked numbers: lengths, alignment, how a step is cut into micro-batches."""
 
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -10,14 +10,14 @@ AUTO = "auto"
 
 
 class Overlong(Enum):
-    """What happens to a pair with a branch past ``max_length``."""
+    """Rule for a pair with a branch past ``max_length``."""
 
     CUT = "cut"
     DROP = "drop"
 
 
 class Keep(Enum):
-    """Which end of prompt and response stays where both are longer than ``max_length``."""
+    """End of prompt and response that stays where both are longer than ``max_length``."""
 
     START = "start"
     END = "end"
@@ -49,7 +49,7 @@ class LengthRules:
 
 @dataclass(frozen=True)
 class AlignRules:
-    """How weights travel from the source's tokens to the training tokens, and the coverage a pair must reach.
+    """Rules that carry weights from the source's tokens to the training tokens, and the coverage a pair needs.
 
     ``min_coverage`` is the least share of a response's content tokens with a partner; a pair with a side below it is
     dropped and counted. None: the source's own (paper: 0.9 for verbalised weights, no limit for attention).
@@ -100,12 +100,12 @@ class BatchPlan:
 
     @property
     def per_forward(self) -> int:
-        """Pairs per forward of training where no budget of tokens decides."""
+        """Returns the number of pairs per forward of training where no budget of tokens decides."""
         return self.micro or 1
 
     @property
     def eval_per_forward(self) -> int:
-        """Pairs per forward of validation where no budget of tokens decides."""
+        """Returns the number of pairs per forward of validation where no budget of tokens decides."""
         return self.eval_micro or 8
 
     @property
@@ -125,7 +125,9 @@ class BatchPlan:
         return replace(self, tokens=tokens, eval_tokens=eval_tokens)
 
     def accumulation(self, world_size: int) -> int | None:
-        """Micro-batches per optimiser step on each of ``world_size`` ranks; None where the pairs' lengths decide.
+        """Returns the number of micro-batches per optimiser step on each of ``world_size`` ranks.
+
+        None where the pairs' lengths decide.
 
         Raises:
             UserError: a step cannot be shared over the ranks, or not evenly where ``micro`` counts.

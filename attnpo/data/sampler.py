@@ -41,7 +41,7 @@ class PlannedBatch:
 
 @dataclass(frozen=True)
 class Split:
-    """How the steps of a run are cut: by which rule, into how many micro-batches per rank, over how many ranks.
+    """Split of a run's steps: by which rule, into how many micro-batches per rank, over how many ranks.
 
     ``short`` are the micro-batches of the short last step of an epoch, 0 where there is none.
     """
@@ -67,13 +67,16 @@ class SamplerState(TypedDict):
 
 
 def steps_in(num_pairs: int, size: int, world_size: int) -> int:
-    """Optimiser steps of an epoch: those of ``size`` pairs, and a short one unless it has fewer pairs than ranks."""
+    """Returns the number of optimiser steps of an epoch.
+
+    Those of ``size`` pairs, and a short one unless it has fewer pairs than ranks.
+    """
     full, rest = divmod(num_pairs, size)
     return (full if size >= world_size else 0) + (rest >= world_size)
 
 
 class StepBatches(Sampler[PlannedBatch]):
-    """The planned batches of one rank, epoch after epoch; give it to a loader as ``sampler`` with ``batch_size=None``.
+    """Planned batches of one rank, epoch after epoch; give it to a loader as ``sampler`` with ``batch_size=None``.
 
     Every pair is seen exactly once per epoch. Which step it is in is decided by ``seed`` and the epoch alone (the order
     of the list when ``shuffle`` is false). Every full step has the same number of micro-batches on every rank in all
@@ -143,7 +146,10 @@ class StepBatches(Sampler[PlannedBatch]):
         return Split(self.cutting.rule, max(accumulation, short), short, world_size)
 
     def __len__(self) -> int:
-        """Micro-batches of this rank in a whole epoch (the same for every rank and epoch, also after a resume)."""
+        """Returns the number of micro-batches of this rank in a whole epoch.
+
+        It is the same for every rank and epoch, also after a resume.
+        """
         return self._full * self.split.accumulation + self.split.short
 
     def __iter__(self) -> Iterator[PlannedBatch]:
@@ -199,7 +205,7 @@ class StepBatches(Sampler[PlannedBatch]):
     # -------------------------------------------------------------------------------------------- resuming
 
     def state_dict(self, batches: int | None = None) -> SamplerState:
-        """Plain values to resume from: epoch, batches of it consumed, and what decides which pairs those were.
+        """Returns plain values to resume from: epoch, batches of it consumed, and what decides which pairs those were.
 
         ``batches`` is the number of batches of the epoch that were trained on; without it, the number handed out,
         which is larger when a loader's workers fetch ahead.

@@ -1,4 +1,4 @@
-"""What frozen models make of tokens: a training's stored reference, rewards of unseen pairs, scorers of weights."""
+"""Log-probabilities by frozen models: a training's stored reference, rewards of unseen pairs, scorers of weights."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ TOKENS_PER_FORWARD = 16384  # padded, both branches of each pair
 def score_examples(
     model: ScoredLM, examples: Sequence[TrainingExample], pad_id: int, layout: Layout = padded
 ) -> Iterator[tuple[str, LogpPair]]:
-    """Pair id and log-probabilities (chosen, rejected) of every example, computed shortest first, in eval mode."""
+    """Returns pair id and log-probabilities (chosen, rejected) of every example, in eval mode, shortest first."""
     was_training = model.training
     model.eval()
     device = next(model.parameters()).device
@@ -73,7 +73,7 @@ Scores = Mapping[str, Float[Tensor, " m"]]
 
 @dataclass(frozen=True)
 class ModelScorer:
-    """A frozen model as a scorer of training tokens (``attnpo.weights.base.Scorer``), in the number format it has."""
+    """Frozen model as a scorer of training tokens (``attnpo.weights.base.Scorer``), in the number format it has."""
 
     model: ScoredLM
     pad_id: int
@@ -125,7 +125,7 @@ class ModelScorer:
 
 
 class RunTexts:
-    """A run's pairs as training ids under its chat format and length rules."""
+    """Run's pairs as training ids under its chat format and length rules."""
 
     def __init__(self, chat: ChatFormat, rules: LengthRules) -> None:
         self.chat, self.rules = chat, rules
@@ -206,7 +206,7 @@ class RunScorers(WeightReader):
         self._check_distinct()
 
     def place(self, scorer: ScorerModel) -> tuple[str, str | None]:
-        """Path and revision of a scorer."""
+        """Returns the path and revision of a scorer."""
         return (self.model.path, self.model.revision) if scorer.path is None else (scorer.path, scorer.revision)
 
     def _check_vocabulary(self, name: str, scorer: ScorerModel) -> None:

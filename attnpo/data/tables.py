@@ -47,10 +47,10 @@ class Table(Protocol):
 
     @property
     def column_names(self) -> list[str]:
-        """Names of all columns."""
+        """Returns names of all columns."""
 
     def __len__(self) -> int:
-        """Number of rows."""
+        """Returns the number of rows."""
 
     def select(self, indices: Sequence[int]) -> Iterable[Mapping[str, object]]:
         """Returns the rows with these numbers."""
@@ -198,7 +198,7 @@ def has_split(path: str, split: str) -> bool:
 
 
 def _require_hub_name(path: str) -> None:
-    """UserError for a path with nothing at it that can be no name of the hub either."""
+    """Raises UserError for a path with nothing at it that can be no name of the hub either."""
     place = Path(path).expanduser()
     if _suffix(place) is not None or not _HUB_NAME.fullmatch(path):
         raise UserError(f"data.path={path}: no such file or folder. {_neighbours(place)}")

@@ -47,7 +47,7 @@ Captured = Mapping[str, PairWeights]
 
 @dataclass(frozen=True)
 class Weighed:
-    """A resolved weight source and what it captured for the pairs at hand (empty for sources that capture nothing).
+    """Resolved weight source and what it captured for the pairs at hand (empty for sources that capture nothing).
 
     ``layers`` names the rows of ``captured``; ``depth`` is the number of the judge's layers, 0 without a judge; ``key``
     is the store's key of the captured rows, or what identifies the columns of the data that the source reads.

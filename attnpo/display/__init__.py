@@ -1,1 +1,1 @@
-"""How numbers are shown: tables, report pages, figures, heat maps."""
+"""Presentation of numbers: tables, report pages, figures, heat maps."""

@@ -1,4 +1,4 @@
-"""What the columns of a run's and a study's tables hold, in a sentence each: shown over their heads on the page."""
+"""Notes on the columns of a run's and a study's tables, a sentence each: shown over their heads on the page."""
 
 import re
 from collections.abc import Sequence

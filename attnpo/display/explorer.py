@@ -1,4 +1,4 @@
-"""The weight explorer: many pairs with the weights of several sources, layers and rounds in one self-contained page.
+"""Weight explorer: many pairs with the weights of several sources, layers and rounds in one self-contained page.
 
 The page asks nothing of the net. Numbers are quantised and packed: a weight is a byte on a logarithmic scale of its own
 set (``Scale``), a log-probability two bytes on a linear one. They are unpacked in the browser when they are looked at.
@@ -52,7 +52,10 @@ ExplorerPair = Mapping[View, WeighedPair]
 
 @dataclass(frozen=True)
 class Scale:
-    """How the weights of a view, relative to uniform, become bytes: evenly in log2 from ``low`` to ``high``."""
+    """Scale by which the weights of a view, relative to uniform, become bytes.
+
+    Evenly in log2 from ``low`` to ``high``.
+    """
 
     low: float
     high: float
@@ -65,7 +68,7 @@ class Scale:
 
     @property
     def error(self) -> float:
-        """Largest relative error of a weight within the scale: half a step."""
+        """Returns the largest relative error of a weight within the scale: half a step."""
         return 2 ** (self.step / 2) - 1
 
     @classmethod
@@ -89,7 +92,10 @@ class Scale:
 
 
 def encode_logps(logps: Array) -> tuple[bytes, float]:
-    """Two bytes per log-probability (little end first), and the nats between neighbouring codes; NaN has its own."""
+    """Returns two bytes per log-probability (little end first), and the nats between neighbouring codes.
+
+    NaN has its own.
+    """
     known = np.isfinite(logps)
     step = float(-logps[known].min(initial=0.0)) / LOGP_TOP or 1.0
     codes = np.where(known, np.clip(np.round(-np.where(known, logps, 0.0) / step), 0, LOGP_TOP), LOGP_UNKNOWN)

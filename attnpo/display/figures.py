@@ -109,7 +109,7 @@ def _draw_panel(axes: Axes, shown: _Panel, rows: Sequence[Mapping[str, Number]])
 def _series(
     rows: Sequence[Mapping[str, Number]], column: str
 ) -> tuple[Float[np.ndarray, " points"], Float[np.ndarray, " points"], int]:
-    """Steps and values of a column in order of steps, and how many logged values were not finite."""
+    """Returns steps and values of a column in order of steps, and how many logged values were not finite."""
     logged = [(float(row.get("step", number)), float(row[column])) for number, row in enumerate(rows) if column in row]
     kept = sorted(pair for pair in logged if math.isfinite(pair[0]) and math.isfinite(pair[1]))
     table = np.array(kept, dtype=np.float64).reshape(-1, 2)

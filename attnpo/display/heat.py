@@ -25,7 +25,7 @@ _MARKS = {"\n": "↵\n", "\t": "⇥\t", "\r": "␍"}
 
 
 def visible(text: str) -> str:
-    """``text`` safe to show: line breaks and tabs carry a mark, what cannot be seen or would act is named.
+    """Returns ``text`` safe to show: line breaks and tabs carry a mark, what cannot be seen or would act is named.
 
     Control characters become their pictures (escape sequences never reach a terminal), characters that reorder text
     become [U+202E] and the like, lone surrogates the replacement character, spaces alone visible spaces.
@@ -36,7 +36,7 @@ def visible(text: str) -> str:
 
 
 def readable(text: str) -> str:
-    """``text`` as safe as ``visible`` makes it, with plain line breaks and spaces: for prompts."""
+    """Returns ``text`` as safe as ``visible`` makes it, with plain line breaks and spaces: for prompts."""
     return "\n".join("".join(_visible(char) for char in line) for line in text.split("\n"))
 
 
@@ -57,8 +57,7 @@ def _visible(char: str) -> str:
 
 
 def level(relative: float | int) -> int:
-    """Returns the shade of a weight relative to uniform, from -16 (1/8 or less, 0 included) over 0 (uniform) to 16 (8
-    or more).
+    """Returns the shade of a weight relative to uniform: -16 (1/8 or less) to 16 (8 or more), 0 for uniform.
 
     Negative weights have the shade of their size; NaN has 0.
     """
@@ -71,7 +70,7 @@ def level(relative: float | int) -> int:
 
 
 def tint(shade: int, negative: bool = False) -> RGBA:
-    """Red, green, blue (0-255) and opacity (0-1) of a shade, to be laid over any background."""
+    """Returns red, green, blue (0-255) and opacity (0-1) of a shade, to be laid over any background."""
     share = abs(shade) / LEVELS
     if negative:
         return 150, 80, 205, 0.12 + 0.68 * (shade + LEVELS) / (2 * LEVELS)
@@ -81,7 +80,7 @@ def tint(shade: int, negative: bool = False) -> RGBA:
 
 
 def over(colour: RGBA, background: RGB) -> RGB:
-    """``colour`` laid over an opaque ``background``."""
+    """Returns ``colour`` laid over an opaque ``background``."""
     red, green, blue, opacity = colour
     mixed = [
         round(opacity * top + (1 - opacity) * below) for top, below in zip((red, green, blue), background, strict=True)

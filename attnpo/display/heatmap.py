@@ -26,8 +26,9 @@ from attnpo.system.files import write_whole
 
 
 def heatmap_html(pairs: Sequence[PairRecord], *, page: bool = True, title: str = "Token weights") -> str:
-    """Returns the heat maps of ``pairs``: a whole page, or with ``page`` False a fragment to put into one (style
-    included).
+    """Returns the heat maps of ``pairs``.
+
+    A whole page, or with ``page`` False a fragment to put into one (style included).
     """
     signed = any(bool((side.weights < 0).any()) for pair in pairs for _, side in pair.sides)
     legend = [(name, shade_class(value)) for name, value in (*LEGEND, *([("negative", -1.0)] if signed else []))]

@@ -1,4 +1,4 @@
-"""The look that figures share: colours of arms, panels, legends, and files in PNG and SVG for light and dark pages."""
+"""Look that figures share: colours of arms, panels, legends, and files in PNG and SVG for light and dark pages."""
 
 import io
 import math
@@ -99,7 +99,7 @@ def adaptive(svg: str) -> str:
 
 @dataclass(frozen=True)
 class Look:
-    """How an arm is drawn in every figure; ``note`` is put behind its name."""
+    """Look of an arm in every figure; ``note`` is put behind its name."""
 
     colour: str
     marker: str = "o"
@@ -127,8 +127,7 @@ def looks_of(
     altered: Collection[str] = (),
     told: Collection[str] = (),
 ) -> dict[str, Look]:
-    """Returns a look for each arm that depends on the list of arms alone, so that it is the same in every figure of a
-    study.
+    """Returns a look for each arm, the same in every figure of a study.
 
     The ``control`` that others are compared with is black (white on a dark page), dashed and square; arms in
     ``altered``, whose weights a transform has changed, have hollow markers; those in ``told``, which know the truth,
@@ -151,7 +150,7 @@ def looks_of(
 
 @dataclass(frozen=True)
 class Level:
-    """A score with the ends of its interval where there is one."""
+    """Score with the ends of its interval where there is one."""
 
     score: Number
     low: Number = math.nan

@@ -29,7 +29,7 @@ class Paragraph:
 
 @dataclass(frozen=True)
 class Banner:
-    """A verdict in a few words, large: ``good`` and not are told apart by colour and by a mark."""
+    """Verdict in a few words, large: ``good`` and not are told apart by colour and by a mark."""
 
     text: str
     good: bool
@@ -45,7 +45,7 @@ class KeyValues:
 
 @dataclass(frozen=True)
 class Image:
-    """A PNG file, with what it shows in words; a page shows the SVG that lies beside it, where there is one."""
+    """PNG file, with what it shows in words; a page shows the SVG that lies beside it, where there is one."""
 
     source: Path
     caption: str = ""
@@ -90,7 +90,7 @@ Block = Paragraph | Banner | KeyValues | TableBlock | Image | Preformatted | Fra
 
 @dataclass(frozen=True)
 class Section:
-    """A heading and what stands below it."""
+    """Heading and what stands below it."""
 
     title: str
     blocks: Sequence[Block] = field(default_factory=tuple)

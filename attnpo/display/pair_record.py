@@ -20,7 +20,7 @@ Columns = Mapping[str, Float[Tensor, " m"]]
 
 @dataclass(frozen=True)
 class WeighedResponse:
-    """A response's m training tokens with a weight each, the end of turn among them.
+    """Response's m training tokens with a weight each, the end of turn among them.
 
     ``tokens``: their texts with the blanks before them; of several tokens of one character (byte tokens) the first has
     the text and the others have "". ``offsets``: half-open character ranges of ``text``, empty for the end of turn; ()
@@ -76,7 +76,7 @@ class WeighedResponse:
 
     @property
     def effective(self) -> float:
-        """Effective number of weights; NaN when a weight is not finite or there is none."""
+        """Returns the effective number of weights; NaN when a weight is not finite or there is none."""
         known = len(self.weights) and bool(self.weights.isfinite().all())
         return effective_number(self.weights) if known else math.nan
 
@@ -88,13 +88,13 @@ class WeighedResponse:
         return next((kind != "L" for kind in kinds if kind in ("L", "R", "AL")), False)
 
     def heaviest(self, count: int = 5) -> list[tuple[str, float]]:
-        """(text, w * |y|) of the tokens with the largest weights, the largest first."""
+        """Returns (text, w * |y|) of the tokens with the largest weights, the largest first."""
         rows = zip(self.tokens, self.weights.tolist(), self.relative.tolist(), strict=True)
         ranked = sorted((row for row in rows if math.isfinite(row[1]) and row[1] > 0), key=lambda row: -row[1])
         return [(" ".join(visible(text).split()) or "(empty)", relative) for text, _, relative in ranked[:count]]
 
     def summary(self) -> str:
-        """Number of tokens, what arrived and effective number of weights, in words."""
+        """Returns the number of tokens, what arrived and effective number of weights, in words."""
         count, effective = len(self.tokens), self.effective
         parts = [f"{count} token" + ("" if count == 1 else "s")]
         named = ("coverage", self.coverage), ("source coverage", self.source_coverage), ("kept mass", self.kept_mass)
@@ -115,7 +115,7 @@ class WeighedResponse:
         return ", ".join([*parts, *([f"log-prob: {', '.join(told)}"] if told else [])])
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values, which JSON can hold."""
+        """Returns plain values, which JSON can hold."""
         return {
             "text": self.text,
             "tokens": list(self.tokens),
@@ -157,9 +157,7 @@ class Verdict:
 
     @property
     def preference(self) -> float | None:
-        """Returns the probability of the chosen response between the two labels, or None when the verdict
-        was not read.
-        """
+        """Returns the probability of the chosen label between the two, or None when the verdict was not read."""
         if self.logits is None:
             return None
         margin = (self.logits[0] - self.logits[1]) * (1 if self.chosen_is_a else -1)
@@ -191,7 +189,7 @@ class PairRecord:
 
     @property
     def sides(self) -> tuple[tuple[str, WeighedResponse], tuple[str, WeighedResponse]]:
-        """("chosen", its response), ("rejected", its response)."""
+        """Returns ("chosen", its response), ("rejected", its response)."""
         return ("chosen", self.chosen), ("rejected", self.rejected)
 
     @property

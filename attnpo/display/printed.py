@@ -20,7 +20,7 @@ DASH = "-"
 
 @dataclass(frozen=True)
 class KeyedTable:
-    """A table whose rows are told apart by ``keys``, the last of them naming the item (a token, a side, an arm).
+    """Table whose rows are told apart by ``keys``, the last of them naming the item (a token, a side, an arm).
 
     ``group`` is a column that only ours has (which weights): each of its values is joined with the printed rows anew.
     ``digits`` are decimals by column. ``reading`` is the table as people read it, where that is another one than the
@@ -39,7 +39,7 @@ class KeyedTable:
 
 @dataclass(frozen=True)
 class PrintedTable:
-    """The numbers of a CSV file: texts, and numbers where a whole column holds them, with their decimals."""
+    """Numbers of a CSV file: texts, and numbers where a whole column holds them, with their decimals."""
 
     path: Path
     columns: tuple[str, ...]
@@ -92,8 +92,9 @@ def _numbers(texts: Sequence[str]) -> list[Cell] | None:
 
 
 def counterpart(tables: Sequence[KeyedTable], printed: PrintedTable) -> int:
-    """Returns the place of the table that shares most columns of numbers with ``printed``; UserError when none shares
-    any.
+    """Returns the place of the table that shares most columns of numbers with ``printed``.
+
+    UserError when none shares any.
     """
     shared = [
         len(set(table.columns) & set(printed.columns) - set(table.keys)) * bool(set(table.keys) & set(printed.columns))

@@ -78,8 +78,7 @@ def format_cell(value: Cell, digits: int = DEFAULT_DIGITS) -> str:
 
 
 def half_up(value: float, digits: int) -> float:
-    """Returns a finite number rounded to ``digits`` decimals, halves away from zero, as papers print (10.125 gives
-    10.13).
+    """Returns a finite number rounded to ``digits`` decimals, halves away from zero (10.125 gives 10.13).
 
     Reads the shortest decimal that stands for the number, without what arithmetic leaves in its last places.
     """

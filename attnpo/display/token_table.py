@@ -80,7 +80,7 @@ def _cells(side: WeighedResponse, column: str) -> list[tuple[Text, Text]]:
 
 
 def _number(value: float, column: str) -> str:
-    """``value`` as the column prints it, rounding noise and all that would print as 0 without a sign."""
+    """Returns ``value`` as the column prints it, rounding noise and all that would print as 0 without a sign."""
     said = f"{0.0 if abs(value) < _NOTHING else value:{_DIGITS.get(column, '+.3g')}}"
     return said.lstrip("+-") if float(said) == 0 else said
 

@@ -126,8 +126,7 @@ class WeighedPair(_Shown, PairRecord):
         return found
 
     def at(self, layer: int | str | None = None, *, round: int | None = None) -> "WeighedPair":
-        """Returns the same pair at another layer, or by one of the judge's rounds (1: chosen is A, 2: chosen is B)
-        alone.
+        """Returns the same pair at another layer, or by one judge round alone (1: chosen is A, 2: chosen is B).
 
         Read from the same forward pass of the judge. UserError for a layer or round that was not read.
         """
@@ -136,7 +135,7 @@ class WeighedPair(_Shown, PairRecord):
         return self.again(layer, round)
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values, which JSON can hold."""
+        """Returns plain values, which JSON can hold."""
         said = [
             {"chosen_is_a": one.chosen_is_a, "p_chosen": one.preference, "logits": one.logits, "token": one.token}
             for one in self.verdicts

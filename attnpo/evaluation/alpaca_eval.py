@@ -104,8 +104,9 @@ class AlpacaEval:
         ]
 
     def grade(self, answers: Mapping[str, ModelAnswer], replies: Replies) -> Graded:
-        """Returns the library's win rates over the answers that have a reply or are a tie; one without a verdict is
-        left out.
+        """Returns the library's win rates over the answers that have a reply or are a tie.
+
+        One without a verdict is left out.
 
         ``answers`` may be to some questions only: nothing is said of the others.
 

@@ -141,7 +141,7 @@ def from_hub(file: str) -> Path | str:
 
 
 def how_to_get(file: str) -> str:
-    """In words where a file of the library's data set is."""
+    """Says where a file of the library's data set is."""
     return (
         f"{file} of the hub data set {REPOSITORY} (on a machine with a network: `hf download {REPOSITORY} {file} "
         "--repo-type dataset`)"
@@ -187,7 +187,7 @@ def annotator(name: str) -> Annotator:
 
 
 def _pool(name: str):  # type: ignore[no-untyped-def]  # a class of the library
-    """The library's annotator, which keeps nothing on the disk. A name with a slash is a path of the user's."""
+    """Returns the library's annotator, which keeps nothing on the disk. A name with a slash is a path of the user's."""
     package = library()
     config = str(Path(name).expanduser().absolute()) if os.sep in name else name
     with quiet():

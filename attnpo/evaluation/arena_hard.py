@@ -133,7 +133,7 @@ class ArenaHard:
         return self._files.baselines
 
     def calls(self, answers: Mapping[str, ModelAnswer], round_: int) -> Sequence[GradingCall]:
-        """Two calls per question: the baseline as answer A, then the model as answer A."""
+        """Returns two calls per question: the baseline as answer A, then the model as answer A."""
         files, made = self._files, []
         for question, answer in zip(files.questions, match_answers(self.name, files.questions, answers), strict=True):
             baseline, model = files.baselines[question.id], answer.turns[0]
@@ -153,7 +153,7 @@ class ArenaHard:
         return made
 
     def grade(self, answers: Mapping[str, ModelAnswer], replies: Replies) -> Graded:
-        """Weighted means of the games in ``replies``; ``questions`` are those that ``answers`` has."""
+        """Returns the weighted means of the games in ``replies``; ``questions`` are those that ``answers`` has."""
         return self.grade_games(select_answered(self.questions(), answers), self._files.patterns, replies)
 
     def grade_games(

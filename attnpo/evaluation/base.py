@@ -37,7 +37,7 @@ def first_turn(question: Question) -> list[Message]:
 
 @dataclass(frozen=True)
 class ModelAnswer:
-    """A model's answers to the turns of a question; ``tokens`` and ``finish_reasons`` (stop or length) are per turn."""
+    """Model's answers to the turns of a question; ``tokens`` and ``finish_reasons`` (stop or length) are per turn."""
 
     question: str
     turns: tuple[str, ...]
@@ -50,7 +50,7 @@ Replies = Mapping[GradingCall, GradingReply]
 
 @dataclass(frozen=True)
 class Graded:
-    """What a grader's replies say of the answers to a benchmark's questions.
+    """Scores that a grader's replies give the answers to a benchmark's questions.
 
     ``scores``: the benchmark's figures by name. ``values``: per figure a value of each question, NaN where it has none;
     ``weights``: how much each counts in the mean (0 with NaN). Where a figure has values, it is their weighted mean.
@@ -68,32 +68,33 @@ class Graded:
 
 @runtime_checkable
 class Benchmark(Protocol):
-    """A benchmark whose answers are generated and then graded.
+    """Benchmark whose answers are generated and then graded.
 
     ``name`` names its folder and its columns, ``scores`` the figures it gives, the first one being the one that counts.
     """
 
     @property
     def name(self) -> str:
-        """For example mt_bench."""
+        """Returns the name, for example mt_bench."""
 
     @property
     def scores(self) -> tuple[str, ...]:
-        """Names of the figures, for example ("lc_win_rate", "win_rate")."""
+        """Returns names of the figures, for example ("lc_win_rate", "win_rate")."""
 
     @property
     def sampling(self) -> Sampling:
         """Returns how answers are drawn; ``sampling.seed`` plus the round seeds a round."""
 
     def questions(self) -> Sequence[Question]:
-        """In the benchmark's own order. UserError for a missing file, with the way to get it."""
+        """Returns the questions in the benchmark's own order. UserError for a missing file, with the way to get it."""
 
     def versions(self) -> dict[str, object]:
         """Returns what decides calls and scores beside the answers: digests of files, versions of prompts and rules."""
 
     def calls(self, answers: Mapping[str, ModelAnswer], round_: int) -> Sequence[GradingCall]:
-        """Returns every call that grades one round's answers (by question id). UserError names answers that are
-        missing.
+        """Returns every call that grades one round's answers (by question id).
+
+        UserError names answers that are missing.
         """
 
     def grade(self, answers: Mapping[str, ModelAnswer], replies: Replies) -> Graded:
@@ -106,7 +107,7 @@ class Benchmark(Protocol):
 
 @dataclass(frozen=True)
 class Score:
-    """A figure with its three spreads, each apart; None where it is not known.
+    """Figure with its three spreads, each apart; None where it is not known.
 
     ``rounds``: the figure of each round of generation, ``mean`` their mean. ``interval``: 95 % over questions, of the
     mean. ``grading``: the standard deviation of the mean from grading the same answers again. ``questions``: how many
@@ -131,7 +132,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a measure without generation and grading gives: scores, what was left out by reason, rows for a table."""
+    """Result of a measure without generation and grading: scores, what was left out by reason, rows for a table."""
 
     scores: tuple[Score, ...]
     counts: Mapping[str, int] = field(default_factory=dict)
@@ -140,7 +141,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Subject:
-    """The model that is measured.
+    """Model that is measured.
 
     ``device`` is where it runs; ``folder`` is where a measure may keep files of its own.
     """
@@ -153,15 +154,15 @@ class Subject:
 
 @runtime_checkable
 class Measure(Protocol):
-    """A benchmark that needs no grader: implicit-reward accuracy, tasks of lm-eval."""
+    """Benchmark that needs no grader: implicit-reward accuracy, tasks of lm-eval."""
 
     @property
     def name(self) -> str:
-        """For example ifeval."""
+        """Returns the name, for example ifeval."""
 
     @property
     def scores(self) -> tuple[str, ...]:
-        """Names of the figures, the one that counts first; empty where only the run shows them."""
+        """Returns names of the figures, the one that counts first; empty where only the run shows them."""
 
     def versions(self) -> dict[str, object]:
         """Returns what decides the scores beside the model."""
@@ -205,7 +206,7 @@ def select_answered(questions: Sequence[Question], answers: Mapping[str, ModelAn
 
 
 def weighted_mean(values: Float[np.ndarray, " questions"], weights: Float[np.ndarray, " questions"]) -> float:
-    """sum(w v) / sum(w) over the questions with a weight; NaN where there is none."""
+    """Returns sum(w v) / sum(w) over the questions with a weight; NaN where there is none."""
     counted = weights > 0
     mass = float(weights[counted].sum())
     return float(values[counted] @ weights[counted]) / mass if mass else float("nan")

@@ -18,7 +18,7 @@ STOP = "stop"
 
 @dataclass(frozen=True)
 class Asked:
-    """A conversation that ends with the user's turn, to be answered.
+    """Conversation that ends with the user's turn, to be answered.
 
     ``ids``: what it is in the model's own chat format, up to where the answer begins; empty where that is not at hand.
     ``draw`` tells several answers to one conversation apart.
@@ -31,7 +31,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer without special tokens.
+    """Answer without special tokens.
 
     ``finish_reason``: stop, length, or a server's other word as it came. ``tokens`` of a model on this machine leave
     the end token out, those of a server are its own account (vLLM counts the end token). ``refused``: why there is no
@@ -46,7 +46,7 @@ class Reply:
 
 @runtime_checkable
 class Answerer(Protocol):
-    """A backend with a model: knows cheaply what decides its answers, and begins to work when it is asked."""
+    """Backend with a model: knows cheaply what decides its answers, and begins to work when it is asked."""
 
     @property
     def chat(self) -> ChatFormat | None:
@@ -58,7 +58,7 @@ class Answerer(Protocol):
 
     @property
     def counted_by(self) -> str:
-        """Whose tokens a reply's ``tokens`` are."""
+        """Returns whose tokens a reply's ``tokens`` are."""
 
     def key(self) -> dict[str, object]:
         """Returns what decides the answer to a given conversation beside the sampling."""
@@ -73,7 +73,7 @@ class Answerer(Protocol):
 
 @runtime_checkable
 class AnsweringBackend(Protocol):
-    """A component that opens a model for answering (config group ``answering``)."""
+    """Component that opens a model for answering (config group ``answering``)."""
 
     def open(self, model: ModelSpec, device: torch.device) -> Answerer:
         """Reads the model's description; weights are loaded, or a server is asked, with the first answer.
@@ -114,7 +114,7 @@ class GradingCall:
     compared: tuple[str, str, str] | None = field(default=None, compare=False)
 
     def __hash__(self) -> int:
-        """By what names it: messages, being dictionaries, have no hash."""
+        """Hashes what names it: messages, being dictionaries, have no hash."""
         return hash((self.benchmark, self.item, self.part, self.round, self.repeat))
 
     def key(self, grader: Mapping[str, object]) -> str:
@@ -125,7 +125,7 @@ class GradingCall:
 
 @dataclass(frozen=True)
 class GradingReply:
-    """What a grader said.
+    """Reply of a grader.
 
     ``logprobs``: the first token's most likely texts with their natural log-probabilities, None where the grader gives
     none. Token counts are the grader's own account (``usage``). ``estimated``: it gave none, so that they are what was
@@ -157,7 +157,7 @@ class GradingReply:
 
 @dataclass(frozen=True)
 class GradingFailure:
-    """Why a call got no reply, after the retries that its grader makes; asked again by a repeated command."""
+    """Call without a reply after the retries that its grader makes; a repeated command asks it again."""
 
     problem: str
 
@@ -187,8 +187,9 @@ class Grader(Protocol):
         """Raises UserError for what is known to fail before anything is asked: a package, a key, a model folder."""
 
     def identity(self) -> dict[str, object]:
-        """Returns all that decides its replies to given calls and can be known without asking: model, address,
-        templates.
+        """Returns all that decides its replies to given calls and can be known without asking.
+
+        Model, address, templates.
         """
 
     def ask(self, calls: Iterable[GradingCall]) -> Iterator[tuple[GradingCall, GradingReply | GradingFailure]]:

@@ -19,7 +19,7 @@ _KINDS = {str: "a text", NAME: "a name or a whole number", list: "a list", dict:
 
 @dataclass(frozen=True)
 class Checkout:
-    """A folder with a benchmark's files.
+    """Folder with a benchmark's files.
 
     ``key`` and ``given`` are the config key and its value, ``source`` says how to get the folder; errors name them.
     ``digests`` collects the SHA-256 of every file as it was read, by its path in the folder.

@@ -1,4 +1,4 @@
-"""What ``attnpo.evaluate`` was asked for. Light: checked before anything that loads a model is imported."""
+"""Configuration of ``attnpo.evaluate``. Light: checked before anything that loads a model is imported."""
 
 import math
 import re
@@ -16,7 +16,7 @@ from attnpo.training.settings import ACCELERATORS
 
 @dataclass(frozen=True)
 class GradingRules:
-    """How often answers are drawn and graded (config node ``grading``).
+    """Numbers of draws and gradings (config node ``grading``).
 
     ``rounds`` of generation and grading. The answers to a share ``again`` of the questions, ``again_least`` of them at
     least and all where there are fewer, are graded twice. ``missing``: calls that may stay without a reply before a
@@ -41,7 +41,7 @@ class GradingRules:
 
 @dataclass(frozen=True)
 class EvaluateConfig(Root):
-    """The whole of what ``attnpo.evaluate`` composes; a field per key of ``configs/evaluate.yaml``."""
+    """Whole of what ``attnpo.evaluate`` composes; a field per key of ``configs/evaluate.yaml``."""
 
     model: ModelSpec
     benchmark: Benchmark | Measure
@@ -77,5 +77,5 @@ class EvaluateConfig(Root):
 
 
 def _last_parts(path: str) -> list[str]:
-    """RUN/best and organisation/model: the last part alone does not say which."""
+    """Keeps both parts of RUN/best and organisation/model: the last alone does not say which."""
     return [part for part in Path(path).parts[-2:] if part.strip("./~")]

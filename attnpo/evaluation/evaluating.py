@@ -47,7 +47,7 @@ LEFT_OUT = "questions left out by limits.max_items"
 
 @dataclass(frozen=True)
 class Entrant:
-    """A model that enters a benchmark: ``label`` is what tables call it, ``device`` where it runs."""
+    """Model that enters a benchmark: ``label`` is what tables call it, ``device`` where it runs."""
 
     model: ModelSpec
     label: str

@@ -119,7 +119,7 @@ class Ties(Enum):
 
 @dataclass(frozen=True)
 class ImplicitReward:
-    """The share of labelled pairs that the policy's own reward orders as the label does, over all and by subset.
+    """Share of labelled pairs that the policy's own reward orders as the label does, over all and by subset.
 
     ``reference``: the model that training started from; auto, as a path of ``data``, is the run's whose ``best/`` or
     ``last/`` is measured (``weighted_implicit_reward``). ``accuracy`` sums log pi - log ref over the response,
@@ -137,7 +137,7 @@ class ImplicitReward:
 
     @property
     def scores(self) -> tuple[str, ...]:
-        """Names of the figures that every set gives; RewardBench's sections come after them."""
+        """Returns names of the figures that every set gives; RewardBench's sections come after them."""
         alone = (POLICY, POLICY + PER_TOKEN)
         if self.reference is None:
             return alone

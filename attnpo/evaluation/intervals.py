@@ -23,7 +23,10 @@ _DRAWS_AT_ONCE = 4_000_000  # numbers held by one chunk of resamples (32 MB)
 
 
 class Prompts(Enum):
-    """Whether all seeds answered the same held-out prompts, so that one draw of prompts serves them all."""
+    """Held-out prompts of the seeds.
+
+    The same for all, so that one draw of prompts serves them all, or each seed's own.
+    """
 
     SHARED = "shared"
     PER_SEED = "per_seed"
@@ -31,7 +34,7 @@ class Prompts(Enum):
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean with its 95 % interval, and of how many seeds and prompts it is.
+    """Mean with its 95 % interval, and of how many seeds and prompts it is.
 
     ``low`` and ``high`` are NaN where a single value leaves nothing to draw an interval from.
     """
@@ -92,8 +95,7 @@ def hierarchical_bootstrap(
 
 
 def paired_difference(first: Scores, second: Float[np.ndarray, "other_seeds other_prompts"]) -> Interval:
-    """Returns the mean of ``first - second`` with the interval of ``hierarchical_bootstrap``, paired by seed and
-    prompt.
+    """Returns the mean of ``first - second``, paired by seed and prompt, with ``hierarchical_bootstrap``'s interval.
 
     Row i of both is the same seed (base model, data, order), column j the same held-out prompt. UserError when the
     shapes differ.
@@ -108,7 +110,7 @@ def paired_difference(first: Scores, second: Float[np.ndarray, "other_seeds othe
 
 
 def _resampled_means(scores: Scores, draws: int, seed: int, prompts: Prompts) -> Float[np.ndarray, " draws"]:
-    """Means of resamples. Drawing with replacement is held as counts per seed and per prompt."""
+    """Returns means of resamples. Drawing with replacement is held as counts per seed and per prompt."""
     seeds, width = scores.shape
     if prompts is Prompts.SHARED and draws * width <= _DRAWS_AT_ONCE:
         chosen, drawn = _shared_draws(seeds, width, draws, seed)
@@ -142,7 +144,7 @@ def _shared_draws(
 
 
 def _freedom(scores: Scores) -> int:
-    """Satterthwaite's degrees of freedom of the grand mean, rounded down, at least 1."""
+    """Returns Satterthwaite's degrees of freedom of the grand mean, rounded down, at least 1."""
     parts = [
         (float(means.var(ddof=1)) / len(means), len(means) - 1)
         for means in (scores.mean(axis=1), scores.mean(axis=0))

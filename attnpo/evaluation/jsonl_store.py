@@ -40,7 +40,7 @@ Name = tuple[str, int]
 
 
 class Row(TypedDict):
-    """A row is named by the id of a prompt and the number of the answer to it."""
+    """Row is named by the id of a prompt and the number of the answer to it."""
 
     id: str
     draw: int

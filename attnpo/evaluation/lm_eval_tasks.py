@@ -229,11 +229,11 @@ class LmEvalTasks:
 
     @property
     def scores(self) -> tuple[str, ...]:
-        """Empty: only the tasks know their figures."""
+        """Returns nothing: only the tasks know their figures."""
         return ()
 
     def versions(self) -> dict[str, object]:
-        """Version of lm_eval, which has the tasks and their prompts, digests of the user's own, and the settings.
+        """Returns lm_eval's version, which fixes its tasks and prompts, digests of the user's own, and the settings.
 
         The version of each task and a digest of its documents stand in the table of the result.
         """

@@ -1,4 +1,4 @@
-"""A Hugging Face model on this machine that answers and grades: by what it writes, or by the logits of two labels.
+"""Hugging Face model on this machine that answers and grades: by what it writes, or by the logits of two labels.
 
 Calls with labels are answered by one forward: the log-probabilities of the two labels at the last prompt token, read
 through ``judge.reader.CausalJudge``. All else is generated in left-padded batches.
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class HFAnswering:
-    """A model folder, or a hub name, that answers on this machine.
+    """Model folder, or a hub name, that answers on this machine.
 
     A batch has at most ``batch_size`` prompts and ``token_budget`` tokens (padded prompts and room for answers);
     neither changes a draw. Prompt and answer have at most ``max_length`` tokens (None: the positions of the model).
@@ -69,7 +69,7 @@ class HFAnswering:
 
 @dataclass
 class LocalAnswerer:
-    """A model on this machine, loaded when it is first asked."""
+    """Model on this machine, loaded when it is first asked."""
 
     settings: HFAnswering
     model: ModelSpec
@@ -83,7 +83,7 @@ class LocalAnswerer:
         return self.model.path
 
     def key(self) -> dict[str, object]:
-        """Weights, ends of answers, number format, attention kernel, chat format."""
+        """Returns weights, ends of answers, number format, attention kernel, chat format."""
         from attnpo.models.generate import ends_of_folder
         from attnpo.models.loading import attention_of, weights_fingerprint
 
@@ -210,7 +210,7 @@ class LocalGrader:
         self.identity()
 
     def identity(self) -> dict[str, object]:
-        """Weights, number format, attention kernel, chat format, longest sequence; no weight is loaded.
+        """Returns weights, number format, attention kernel, chat format, longest sequence; no weight is loaded.
 
         Raises UserError for a model or a tokenizer that cannot be read.
         """

@@ -119,7 +119,7 @@ class MTBench:
         }
 
     def calls(self, answers: Mapping[str, ModelAnswer], round_: int) -> Sequence[GradingCall]:
-        """Two calls per question: its first turn alone, then both turns with the second to be rated."""
+        """Returns two calls per question: its first turn alone, then both turns with the second to be rated."""
         files = self._files
         return [
             GradingCall(
@@ -146,7 +146,9 @@ class MTBench:
         return grader_messages(*self._files.prompts[question.category in self.with_reference, turn], values)
 
     def grade(self, answers: Mapping[str, ModelAnswer], replies: Replies) -> Graded:
-        """Means over every valid judgment in ``replies``, not means of means: a question counts as often as it has any.
+        """Returns means over every valid judgment in ``replies``, not means of means.
+
+        A question counts as often as it has any.
 
         ``questions`` are those that ``answers`` has. All repeats among the replies count.
         """

@@ -1,4 +1,4 @@
-"""A model behind an OpenAI-compatible server that answers and grades: OpenAI's, or vLLM with a folder."""
+"""Model behind an OpenAI-compatible server that answers and grades: OpenAI's, or vLLM with a folder."""
 
 import logging
 import os
@@ -189,7 +189,7 @@ def _ask(client: "OpenAI", body: Mapping[str, object], retried: list[int]) -> Co
 
 @dataclass(frozen=True)
 class OpenAIAnswering:
-    """A server that speaks OpenAI's chat completions.
+    """Server that speaks OpenAI's chat completions.
 
     ``base_url`` ends in /v1 as a rule. ``model``: its name there (None: ``model.path`` as given, as vLLM names what it
     serves). ``key_variable`` names the environment variable with the key, None for a server that asks for none.
@@ -246,7 +246,7 @@ class OpenAIAnswering:
 
 @dataclass
 class ServedAnswerer:
-    """A served model. ``chat`` is None where ``model.path`` is no folder on this machine."""
+    """Served model. ``chat`` is None where ``model.path`` is no folder on this machine."""
 
     settings: OpenAIAnswering
     model: ModelSpec
@@ -264,7 +264,7 @@ class ServedAnswerer:
         return f"{self.name} (the server's usage)"
 
     def key(self) -> dict[str, object]:
-        """Weights and chat format of the folder, or the name on the server. The address is none of it."""
+        """Returns weights and chat format of the folder, or the name on the server. The address is none of it."""
         from attnpo.models.loading import weights_fingerprint
 
         if self.chat is None:
@@ -374,7 +374,7 @@ class ServedAnswerer:
 
 @dataclass(frozen=True)
 class OpenAIGrader:
-    """A model that an OpenAI-compatible endpoint serves.
+    """Model that an OpenAI-compatible endpoint serves.
 
     ``base_url`` None: that of ``OPENAI_BASE_URL``, or OpenAI's service. The key is read from the environment variable
     ``key_variable``; None: from ``OPENAI_API_KEY``, and a ``base_url`` that is given is sent no key. ``concurrency``
@@ -425,7 +425,7 @@ class OpenAIGrader:
         return _Endpoint("grader", self.address, self.model, key, self.timeout, self.max_retries, self.concurrency)
 
     def identity(self) -> dict[str, object]:
-        """Model, address and what goes with every request."""
+        """Returns model, address and what goes with every request."""
         return {
             "kind": "openai",
             "model": self.model,

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Candidate:
-    """An answer: ``draw`` is its place among those to its prompt, ``extra`` what else its row holds."""
+    """Answer: ``draw`` is its place among those to its prompt, ``extra`` what else its row holds."""
 
     draw: int
     text: str
@@ -71,7 +71,7 @@ def unranked_rows(found: AnswerSet, reason: str) -> list[ScoreRow]:
 
 @runtime_checkable
 class Ranker(Protocol):
-    """A component that scores answers (config group ``ranker``)."""
+    """Component that scores answers (config group ``ranker``)."""
 
     @property
     def name(self) -> str:
@@ -114,7 +114,7 @@ class AnswerSets:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of all prompts and answers that can be ranked."""
+        """Returns the digest of all prompts and answers that can be ranked."""
         return digest(
             [
                 digest([each.id, asked_by(each.prompt), [[one.draw, one.text] for one in each.answers]])
@@ -276,7 +276,7 @@ class PairConfig(Root):
         return getattr(getattr(self.ranker, "limits", None), "dry_run", False) is True
 
     def path(self) -> Path:
-        """``output``, or a file in a folder named after the answers and the kind of ranker."""
+        """Returns ``output``, or a file in a folder named after the answers and the kind of ranker."""
         if self.output is not None:
             return Path(self.output).expanduser()
         answers = Path(self.answers.path)
@@ -380,8 +380,9 @@ def _write(
 def pairs_of(
     found: AnswerSet, scores: Mapping[int, ScoreRow], rules: PairRules, ranker: str, counts: Counter[str]
 ) -> list[dict[str, object]]:
-    """Returns the rows of a prompt's pairs, in the format that ``data.path`` reads, widest gap first; adds to
-    ``counts``.
+    """Returns the rows of a prompt's pairs, in the format that ``data.path`` reads, widest gap first.
+
+    Adds to ``counts``.
     """
     reasons = [row.get("reason", "") for row in scores.values() if row["score"] is None]
     if reasons:

@@ -44,7 +44,7 @@ class Contest:
 
 @dataclass(frozen=True)
 class PairwiseRules:
-    """How two answers are shown and how verdicts are read.
+    """Rules for showing two answers and reading verdicts.
 
     ``template_file``: text with {question}, {answer_a} and {answer_b}. ``labels``: the letters of the first and the
     second answer. ``strip``: show answers without blanks at their ends. ``top_logprobs``: how many likeliest tokens a
@@ -73,7 +73,7 @@ class PairwiseRules:
         return {"template": digest(self.template.text), "labels": list(self.labels), "strip": self.strip}
 
     def calls(self, benchmark: str, round_: int, contests: Iterable[Contest]) -> list[GradingCall]:
-        """Two calls per contest: the model's answer first, then second."""
+        """Returns two calls per contest: the model's answer first, then second."""
         return [self._call(benchmark, round_, contest, part) for contest in contests for part in ORDERS]
 
     def _call(self, benchmark: str, round_: int, contest: Contest, part: str) -> GradingCall:
@@ -134,8 +134,9 @@ class PairwiseRules:
 
 
 def _of_label(logprobs: Mapping[str, float], label: str) -> float:
-    """Returns the log-probability of a label; of a served judge's tokens that differ by blanks around it, the
-    likeliest.
+    """Returns the log-probability of a label.
+
+    Of a served judge's tokens that differ by blanks around it, the likeliest.
     """
     near = (value for text, value in logprobs.items() if text.strip() == label)
     return logprobs[label] if label in logprobs else max(near, default=-math.inf)
@@ -143,7 +144,7 @@ def _of_label(logprobs: Mapping[str, float], label: str) -> float:
 
 @dataclass(frozen=True)
 class Preferences:
-    """The judge's probability that the model's answer is better, averaged over both orders; NaN without both.
+    """Judge's probability that the model's answer is better, averaged over both orders; NaN without both.
 
     ``counts``: replies that are missing or say nothing, ties, questions whose two orders prefer the same place.
     """
@@ -154,7 +155,7 @@ class Preferences:
 
     @property
     def weights(self) -> Float[np.ndarray, " items"]:
-        """1 for an item with a value, else 0."""
+        """Returns 1 for an item with a value, else 0."""
         return np.asarray(np.isfinite(self.values), dtype=float)
 
     @property
@@ -164,7 +165,7 @@ class Preferences:
 
     @property
     def win_rate(self) -> float:
-        """Mean in percent, NaN where no item has a value."""
+        """Returns the mean in percent, NaN where no item has a value."""
         found = self.percent[np.isfinite(self.values)]
         return float(found.mean()) if len(found) else math.nan
 
@@ -179,14 +180,14 @@ class WithBaseline(Benchmark, Protocol):
 
 @dataclass(frozen=True)
 class PairwiseBenchmark:
-    """The questions and the baseline of a benchmark (``of``), judged by label logits in place of its own protocol."""
+    """Questions and the baseline of a benchmark (``of``), judged by label logits in place of its own protocol."""
 
     of: WithBaseline
     pairwise: PairwiseRules = field(default_factory=PairwiseRules)
 
     @property
     def name(self) -> str:
-        """That of the benchmark with ``_labels``."""
+        """Returns the name of the benchmark with ``_labels``."""
         return f"{self.of.name}_labels"
 
     @property
@@ -215,7 +216,7 @@ class PairwiseBenchmark:
         return {"of": self.of.versions(), "pairwise": self.pairwise.versions()}
 
     def calls(self, answers: Mapping[str, ModelAnswer], round_: int) -> Sequence[GradingCall]:
-        """Two per question."""
+        """Returns two calls per question."""
         questions = self.questions()
         given = match_answers(self.name, questions, answers)
         rivals = self.of.baseline_answers()

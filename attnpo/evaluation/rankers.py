@@ -33,7 +33,7 @@ REWARDS_AT_ONCE = 64  # prompts whose rewards are computed before they are writt
 
 @dataclass(frozen=True)
 class JudgeRanker:
-    """A judge compares every two answers to a prompt in both orders; an answer's score is its mean chance to win.
+    """Judge compares every two answers to a prompt in both orders; an answer's score is its mean chance to win.
 
     Probabilities of the two labels, as ``evaluation.pairwise`` reads them: K answers take K (K - 1) prompts of the
     judge. A reply is kept as it comes and never asked for twice. A prompt with a comparison that has no verdict in both
@@ -118,7 +118,7 @@ def _by_chances(found: AnswerSet, chances: dict[str, float]) -> list[ScoreRow]:
 
 @dataclass(frozen=True)
 class RewardRanker:
-    """A reward model: a causal model with one output for sequences, read at the last token of each conversation.
+    """Reward model: a causal model with one output for sequences, read at the last token of each conversation.
 
     ``chat_template`` is a Jinja text or a path to one, for tokenizers that bring none. A prompt with a conversation of
     more than ``max_length`` tokens, or one that the chat template refuses, is left unranked.
@@ -141,7 +141,7 @@ class RewardRanker:
         return f"reward {self.path}"
 
     def key(self, sets: Sequence[AnswerSet]) -> dict[str, object]:
-        """Weights, number format, chat format, lengths."""
+        """Returns weights, number format, chat format, lengths."""
         from attnpo.models.loading import weights_fingerprint
 
         return {
@@ -198,7 +198,7 @@ class RewardRanker:
 
 @dataclass(frozen=True)
 class ColumnRanker:
-    """A number in a column of the answers' rows; a prompt with an answer that has none is left unranked."""
+    """Number in a column of the answers' rows; a prompt with an answer that has none is left unranked."""
 
     column: str
     higher_is_better: bool = True

@@ -18,7 +18,7 @@ RESULT = "evaluation.json"
 
 @dataclass(frozen=True)
 class Lengths:
-    """How long the answers are: means over questions (all turns) and rounds, and the share cut at the most tokens."""
+    """Lengths of the answers: means over questions (all turns) and rounds, and the share cut at the most tokens."""
 
     tokens: float
     characters: float
@@ -56,8 +56,9 @@ class EvaluationResult:
 
 
 def read_result(folder: Path) -> EvaluationResult | None:
-    """Returns the result in an evaluation's folder; None where it is not finished. UserError for a file that was
-    changed.
+    """Returns the result in an evaluation's folder; None where it is not finished.
+
+    UserError for a file that was changed.
     """
     path = folder / RESULT
     if not path.is_file():

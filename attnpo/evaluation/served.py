@@ -36,7 +36,7 @@ _P = ParamSpec("_P")
 
 @dataclass(frozen=True)
 class Completion:
-    """A server's reply to one request.
+    """Server's reply to one request.
 
     ``missing``: why it holds no text, None where it does or where the text is just empty. ``escaped``: it had lone
     surrogates, which are written as their escapes now. A token count is None where the server gives none that can be.

@@ -1,4 +1,4 @@
-"""The three spreads of a figure: over questions, over rounds of generation, and from grading the same answers again."""
+"""Three spreads of a figure: over questions, over rounds of generation, and from grading the same answers again."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -57,7 +57,9 @@ def score_of(name: str, rounds: Sequence[Graded], grading: float | None, seed: i
 
 
 def question_interval(name: str, rounds: Sequence[Graded], seed: int = 0) -> tuple[float, float] | None:
-    """95 % over questions of a figure's mean over rounds; None where nothing says how it varies over questions.
+    """Returns the 95 % interval over questions of a figure's mean over rounds.
+
+    None where nothing says how it varies over questions.
 
     Percentiles of a bootstrap in which a drawn question brings its values of every round (arena-hard-auto resamples
     rows, which is too narrow where a question has several). Where the library that defines the figure states its

@@ -1,1 +1,1 @@
-"""A judge, whole: its prompts and labels, rows of attention, verdicts and traces."""
+"""Judge, whole: its prompts and labels, rows of attention, verdicts and traces."""

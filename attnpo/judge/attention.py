@@ -37,7 +37,7 @@ SMALLEST_BLOCK, LARGEST_BLOCK = 16, 256
 
 @dataclass(frozen=True)
 class MaskRule:
-    """A mask as a function of (batch, head, query, key) indices; only blocks of it are ever built.
+    """Mask as a function of (batch, head, query, key) indices; only blocks of it are ever built.
 
     ``local_size``: a query sees at most this many last keys; ``causal``: no key after the query. Both only bound the
     keys that a block has to look at. ``rows``: the model's batch; one row may hold several sequences.
@@ -54,7 +54,7 @@ class MaskRule:
         return whole(self, index)
 
     def bounds(self, start: int, stop: int, length: int) -> tuple[int, int]:
-        """Half-open range of keys that queries start..stop-1 can see."""
+        """Returns the half-open range of keys that queries start..stop-1 can see."""
         if not self.causal:
             return 0, length
         return (0 if self.local_size is None else max(0, start - self.local_size + 1)), stop
@@ -69,7 +69,7 @@ class MaskRule:
         return window_of(self.function, self.local_size, longest) if plain else None
 
     def block(self, batch: int, queries: Tensor, keys: Tensor) -> Tensor:
-        """Allowed entries [batch 1 q k]; ``queries`` [q] or [batch q], ``keys`` [k] or [batch k], positions."""
+        """Returns allowed entries [batch 1 q k]; ``queries`` [q] or [batch q], ``keys`` [k] or [batch k], positions."""
         rows = torch.arange(self.rows, device=keys.device)[:, None, None, None]
         heads = torch.zeros(1, dtype=torch.long, device=keys.device)[:, None, None, None]
         query = queries[None, :] if queries.dim() == 1 else queries
@@ -103,7 +103,7 @@ class LayerAttention:
     branches: Int[Tensor, "n L"] | None = None
 
     def probabilities(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
-        """Softmax [batch H n k] in float32 or better of n queries [batch H n d] over k keys [batch KV k d]."""
+        """Returns softmax [batch H n k] in float32 or better of n queries [batch H n d] over k keys [batch KV k d]."""
         batch, heads, count, width = query.shape
         groups, seen = key.shape[1], key.shape[2]
         dtype = torch.promote_types(query.dtype, torch.float32)
@@ -144,11 +144,11 @@ class LayerAttention:
             yield queries, slice(low, high), self.rule.block(batch, index[queries], index[low:high])
 
     def causal(self, value: Tensor) -> Tensor:
-        """Attention output [batch H T d] by torch's fused causal kernel."""
+        """Returns attention output [batch H T d] by torch's fused causal kernel."""
         return fused_attention(self.query, self.key, value, None, self.scaling)
 
     def part(self, value: Tensor, queries: slice, keys: slice, allowed: Tensor, fused: bool) -> Tensor:
-        """Attention output [batch H q d] of some queries over some keys; by the fused kernel, or in float32."""
+        """Returns attention output [batch H q d] of some queries over some keys; by the fused kernel, or in float32."""
         query, key, value = self.query[:, :, queries], self.key[:, :, keys], value[:, :, keys]
         if fused:
             return fused_attention(query, key, value, allowed, self.scaling)
@@ -159,7 +159,7 @@ class LayerAttention:
         return merged.view(batch, heads, count, value.shape[3])
 
     def pull(self, weights: Float[Tensor, "batch T"]) -> Float[Tensor, "batch T"]:
-        """``weights @ A`` for the head-mean attention map A, in blocks of queries."""
+        """Returns ``weights @ A`` for the head-mean attention map A, in blocks of queries."""
         pulled = torch.zeros_like(weights)
         key = self.of_sequences(self.key).to(weights.dtype)
         for queries, keys, allowed in self.blocks():
@@ -191,7 +191,7 @@ class Enough(Exception):
 
 
 class SeveralRows(UserError):
-    """A layer attends more than once in a forward, so no map of it is the one."""
+    """Layer attends more than once in a forward, so no map of it is the one."""
 
 
 class Probe:
@@ -315,7 +315,7 @@ def trim_last_layer(last: nn.Module) -> Iterator[None]:
 
 
 def _at(value: object, places: Tensor, length: int) -> object:
-    """``value`` with every tensor of a row [1 N ...] in it, N = ``length``, cut down to ``places``."""
+    """Returns ``value`` with every tensor of a row [1 N ...] in it, N = ``length``, cut down to ``places``."""
     if isinstance(value, Tensor):
         return value[:, places] if value.dim() > 1 and value.shape[:2] == (1, length) else value
     if isinstance(value, tuple):
@@ -360,7 +360,7 @@ def _attend(
     in_blocks: bool = False,
     **unused: object,
 ) -> tuple[Tensor, None]:
-    """Attention output [batch T H d]; the probe, when there is one, sees the layer first."""
+    """Returns attention output [batch T H d]; the probe, when there is one, sees the layer first."""
     output = None if attention_probe is None else attention_probe.end()
     if output is not None:
         return output, None
@@ -402,7 +402,7 @@ def _attend(
 
 
 def _bucket_output(attention: LayerAttention, value: Tensor, bucket: Bucket, fused: bool) -> Tensor:
-    """Attention output [n H q d] of one bucket, in blocks of queries where its mask is not plain causal."""
+    """Returns attention output [n H q d] of one bucket, in blocks of queries where its mask is not plain causal."""
     count, heads, length = attention.query.shape[:3]
     seen = attention.key.shape[2]
     if fused and not bucket.prefixed and attention.rule.within(seen):
@@ -440,7 +440,7 @@ class GivenMap:
         return rows.to(torch.promote_types(rows.dtype, torch.float32))
 
     def pull(self, weights: Float[Tensor, "batch T"]) -> Float[Tensor, "batch T"]:
-        """``weights @ A`` for the head-mean attention map A."""
+        """Returns ``weights @ A`` for the head-mean attention map A."""
         pulled = torch.zeros_like(weights)
         for head in self.maps.unbind(1):
             pulled += (weights[:, None] @ head.to(weights.dtype))[:, 0]

@@ -70,11 +70,11 @@ class JudgeReading:
 
 @runtime_checkable
 class JudgeModel(Protocol):
-    """A causal LM that is asked for attention rows and verdicts."""
+    """Causal LM that is asked for attention rows and verdicts."""
 
     @property
     def num_layers(self) -> int:
-        """Depth of the model; layers are counted 1..num_layers."""
+        """Returns the depth of the model; layers are counted 1..num_layers."""
 
     def read(
         self,
@@ -95,10 +95,10 @@ class PromptBuilder(Protocol):
 
     @property
     def label_ids(self) -> tuple[int, int]:
-        """Token ids of the two labels (A, B)."""
+        """Returns token ids of the two labels (A, B)."""
 
     def build(self, pair: PreferencePair) -> tuple[JudgePrompt, JudgePrompt]:
-        """Round 0 with the chosen response as answer A, round 1 with the rejected one."""
+        """Returns round 0 with the chosen response as answer A, round 1 with the rejected one."""
 
     def fingerprint(self) -> Mapping[str, object]:
         """Returns every setting of the prompts that changes a number."""
@@ -106,7 +106,7 @@ class PromptBuilder(Protocol):
 
 @dataclass(frozen=True)
 class LoadedJudge:
-    """A judge in memory with its prompts; ``verdict`` also reads the two label logits, which takes the full depth."""
+    """Judge in memory with its prompts; ``verdict`` also reads the two label logits, which takes the full depth."""
 
     model: JudgeModel
     prompts: PromptBuilder
@@ -145,7 +145,7 @@ class WeightReader(ABC):
 
     @property
     def num_heads(self) -> int:
-        """Query heads of each layer, read from its config alone; UserError when layers differ in it."""
+        """Returns query heads of each layer, read from its config alone; UserError when layers differ in it."""
         return 0
 
     @abstractmethod

@@ -63,7 +63,7 @@ class AttentionReader(WeightReader):
 
 
 class RunJudge(AttentionReader):
-    """A judge that is described cheaply and loaded at most once.
+    """Judge that is described cheaply and loaded at most once.
 
     Args:
         judge: the component. UserError when another model is meant and none is named, for a tokenizer that gives no
@@ -127,7 +127,7 @@ class RunJudge(AttentionReader):
 
     @property
     def num_layers(self) -> Depth:
-        """Depth of the judge, with the layers that have attention, read from its config alone.
+        """Returns the depth of the judge, with the layers that have attention, read from its config alone.
 
         UserError when there is none to read.
         """
@@ -163,7 +163,7 @@ class RunJudge(AttentionReader):
         return TOKEN_BUDGET
 
     def load(self, device: torch.device, *, keep: bool = True) -> LoadedJudge:
-        """Model and prompts for capturing; loads the model onto ``device``.
+        """Returns model and prompts for capturing; loads the model onto ``device``.
 
         ``keep``: whether traces are read from the store and kept there.
         """
@@ -189,8 +189,9 @@ class RunJudge(AttentionReader):
         return self._store.table(TRACES, key)
 
     def stored_traces(self, pair: PreferencePair) -> tuple[str, ...]:
-        """Returns what the judge wrote about ``pair`` before its verdicts, by round; empty where the store has not all
-        of it.
+        """Returns what the judge wrote about ``pair`` before its verdicts, by round.
+
+        Empty where the store has not all of it.
 
         UserError for a pair that it cannot be shown.
         """
@@ -203,7 +204,7 @@ class RunJudge(AttentionReader):
 
 
 def thinking(judge: CausalJudge, prompts: JudgePrompts, kept: KeptTraces) -> JudgeModel:
-    """``judge`` itself or, where ``prompts`` leave room for a trace, one that writes it first.
+    """Returns ``judge`` itself or, where ``prompts`` leave room for a trace, one that writes it first.
 
     UserError for a model that cannot write.
     """

@@ -1,4 +1,4 @@
-"""How layers and the stored rows of captured weights are named.
+"""Names of layers and of the stored rows of captured weights.
 
 Layers and query heads are counted from 1 (layers as in the paper: 32 = last of 32).
 """
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class Depth(int):
-    """The number of a judge's layers, which also knows in which of them there is softmax attention to read.
+    """Number of a judge's layers, which also knows in which of them there is softmax attention to read.
 
     ``attending``: their numbers, rising. A plain number of layers stands for attention in each of them.
     """
@@ -34,7 +34,7 @@ def attending(num_layers: int) -> tuple[int, ...]:
 
 
 class HeadRow(NamedTuple):
-    """The row of one query head of one layer."""
+    """Row of one query head of one layer."""
 
     layer: int
     head: int

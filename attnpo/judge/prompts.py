@@ -32,7 +32,7 @@ PLACEHOLDERS = ("question", "answer_a", "answer_b")
 
 
 class Rendered(NamedTuple):
-    """A filled template and the half-open character range of each placeholder's text in it."""
+    """Filled template and the half-open character range of each placeholder's text in it."""
 
     text: str
     spans: dict[str, Range]
@@ -47,7 +47,7 @@ def file_text(path: str | Path, key: str) -> str:
 
 
 class JudgeTemplate:
-    """A text with {question}, {answer_a} and {answer_b}, each exactly once; other braces are plain text."""
+    """Text with {question}, {answer_a} and {answer_b}, each exactly once; other braces are plain text."""
 
     def __init__(self, text: str) -> None:
         pieces = re.split(r"\{(" + "|".join(PLACEHOLDERS) + r")\}", text)
@@ -101,7 +101,7 @@ def share_room(room: int, question: int, sizes: Sequence[int], max_response: int
 
 
 def last_tokens(places: Sequence[Range], keep: int, length: int) -> int:
-    """Character at which the last ``keep`` tokens begin, moved on to where no earlier token holds it.
+    """Returns the character at which the last ``keep`` tokens begin, moved on to where no earlier token holds it.
 
     ``places`` are the tokens' half-open character ranges in a text of ``length`` characters.
     """
@@ -114,7 +114,10 @@ def last_tokens(places: Sequence[Range], keep: int, length: int) -> int:
 
 
 def first_tokens(places: Sequence[Range], keep: int) -> int:
-    """Number of tokens, at most ``keep``, that end with a whole character; the first whole character at least."""
+    """Returns the number of tokens, at most ``keep``, that end with a whole character.
+
+    The first whole character at least.
+    """
     if keep >= len(places):
         return len(places)
     for count in range(keep, 0, -1):
@@ -249,7 +252,7 @@ class _Shown:
 
 
 class _Placed(NamedTuple):
-    """A judge prompt's ids, and per answer slot the token range with the characters (of the response) it covers."""
+    """Judge prompt's ids, and per answer slot the token range with the characters (of the response) it covers."""
 
     ids: list[int]
     spans: dict[str, Range]
@@ -422,7 +425,7 @@ class JudgePrompts:
         return [self._tokenized(question, dict(zip(ANSWERS, (shown[a], shown[b]), strict=True))) for a, b in _ORDERS]
 
     def _tokenized(self, question: str, answers: Mapping[str, _Shown]) -> _Placed:
-        """TEXT: the rendered text tokenised once, spans by overlap with the answers' characters."""
+        """Tokenises the rendered text once (TEXT): spans by overlap with the answers' characters."""
         rendered = self.template.render(question, answers["answer_a"].text, answers["answer_b"].text)
         full, shift, low, high = self._full(rendered.text)
         ids, places = self.chat.tokenize(full)
@@ -443,7 +446,7 @@ class JudgePrompts:
         return _Placed(ids, spans, offsets)
 
     def _spliced(self, question: str, shown: Mapping[str, _Shown]) -> list[_Placed]:
-        """IDS: template parts tokenised on their own, the answers' training-side ids between them."""
+        """Tokenises the template parts on their own (IDS): the answers' training-side ids between them."""
         rendered = self.template.render(question, "x", "x")  # any visible text keeps blanks around it from trimming
         full, shift, _, _ = self._full(rendered.text)
         slots = [name for name in self.template.order if name in ANSWERS]
@@ -467,7 +470,10 @@ class JudgePrompts:
         return rounds
 
     def _reference_end(self, first: int, last: int, closing: int) -> int:
-        """End of the official code's span: so many tokens before the closing text's first one, at least one token."""
+        """Returns the end of the official code's span.
+
+        So many tokens before the closing text's first one, at least one token.
+        """
         return min(last, max(closing - self.rules.span_drop, first + 1))
 
     def _part(self, text: str) -> tuple[list[int], list[Range]]:

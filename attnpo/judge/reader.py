@@ -1,4 +1,4 @@
-"""A causal LM as judge: attention rows of the verdict position, rollout and verdict, in one forward per batch.
+"""Causal LM as judge: attention rows of the verdict position, rollout and verdict, in one forward per batch.
 
 Implements ``judge.base.JudgeModel``. Prompts lie in one row without padding, what they begin with alike only once;
 of the last layer only the verdict positions are run, the vocabulary head nowhere else, and nothing above the deepest
@@ -102,7 +102,7 @@ class CausalJudge:
 
     @property
     def num_layers(self) -> int:
-        """Depth of the model; layers are counted 1..num_layers. UserError where its config states none."""
+        """Returns the depth of the model; layers are counted 1..num_layers. UserError where its config states none."""
         depth = getattr(self.model.config.get_text_config(), "num_hidden_layers", None)
         if not isinstance(depth, int):
             raise UserError(
@@ -259,7 +259,7 @@ class CausalJudge:
         self._readable = True
 
     def _problem(self, prompts: Sequence[Sequence[int]], expected: Tensor, at: Blocks) -> str | None:
-        """Why the attention function cannot be read, with the layer; None where it can."""
+        """Returns why the attention function cannot be read, with the layer; None where it can."""
         untapped = at.outputs.copy()
         try:
             with tap_attention(self._backbone, self.kernel):
@@ -394,7 +394,7 @@ def readings_of(
 
 
 def _with_most_likely(labels: Tensor, logits: Tensor) -> Tensor:
-    """Log-probabilities [batch 3] of the two labels and of the arg max token, from logits [batch 2], [batch vocab]."""
+    """Returns log-probabilities [batch 3] of the two labels and the likeliest token, from [batch 2], [batch vocab]."""
     return torch.cat([labels, logits.amax(-1, keepdim=True).cpu()], 1) - logits.logsumexp(-1, keepdim=True).cpu()
 
 

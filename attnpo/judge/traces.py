@@ -1,4 +1,4 @@
-"""A judge that thinks first: its traces, written once and kept, and what is read after them."""
+"""Judge that thinks first: its traces, written once and kept, and what is read after them."""
 
 import logging
 import time
@@ -124,7 +124,7 @@ class KeptTraces:
 
 
 class ThinkingJudge:
-    """A judge whose verdict position comes after its trace: prompt, trace, its end, prefill.
+    """Judge whose verdict position comes after its trace: prompt, trace, its end, prefill.
 
     Traces are read from ``kept``; ``writer`` writes those that are missing. Rows are those of the prompt's own tokens,
     whose places are as without a trace. ``limit``: tokens that a trace has at most.
@@ -135,7 +135,7 @@ class ThinkingJudge:
 
     @property
     def num_layers(self) -> int:
-        """Depth of the model; layers are counted 1..num_layers."""
+        """Returns the depth of the model; layers are counted 1..num_layers."""
         return self.judge.num_layers
 
     def read(

@@ -42,7 +42,7 @@ class JudgeStatistics:
 
 
 class Standing(Enum):
-    """What the accuracy of a judge (both orders averaged) says of it, by its 95 % interval.
+    """Standing of a judge by the 95 % interval of its accuracy (both orders averaged).
 
     ``FEW``: no verdict of it yet, there are fewer than 20 pairs.
     """
@@ -80,8 +80,9 @@ def judge_statistics(captured: Iterable[PairWeights], label_ids: tuple[int, int]
 
 
 def judge_standing(verdicts: JudgeStatistics) -> Standing:
-    """Returns where the 95 % interval of the accuracy (both orders averaged) lies: above one half, below it, or around
-    it.
+    """Returns where the 95 % interval of the accuracy (both orders averaged) lies.
+
+    Above one half, below it, or around it.
 
     The interval is Wilson's, which holds one half exactly where a test of size 5 % cannot tell the judge from a coin.
     """
@@ -137,7 +138,7 @@ def is_silent(verdicts: JudgeStatistics) -> bool:
 
 
 def wilson(share: float, count: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share observed over ``count`` cases."""
+    """Returns Wilson's 95 % interval of a share observed over ``count`` cases."""
     spread = Z95 * math.sqrt(share * (1 - share) / count + Z95**2 / (4 * count**2))
     middle, scale = share + Z95**2 / (2 * count), 1 + Z95**2 / count
     return (middle - spread) / scale, (middle + spread) / scale
@@ -149,7 +150,7 @@ def with_verdicts(captured: Sequence[PairWeights]) -> list[PairWeights]:
 
 
 def margin_of(item: Round) -> float:
-    """Log-odds in nats of the chosen response's label over the rejected one's. ValueError without a verdict."""
+    """Returns log-odds in nats of the chosen response's label over the rejected one's. ValueError without a verdict."""
     if item.verdict_logits is None:
         raise ValueError("the verdict of this round was not read")
     difference = float(item.verdict_logits[0]) - float(item.verdict_logits[1])

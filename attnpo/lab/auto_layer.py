@@ -34,7 +34,7 @@ CLEAR = 2.0
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """A layer and why: the mean over pairs and shares of the fall of the log-odds beyond that of random removals.
+    """Layer and why: the mean over pairs and shares of the fall of the log-odds beyond that of random removals.
 
     ``error``: standard error over pairs of the layer's own score; ``errors``: by other layer, that of the pairs'
     differences to it; None for fewer than two pairs. ``full``: mean log-odds of the judge's own verdict with whole

@@ -172,7 +172,7 @@ def _moved(
 
 
 def _scored(run: TrainedRun, sides: Sequence[EncodedResponse]) -> list[tuple[Row, float]]:
-    """Of each response the KL at its tokens and the gain in log-probability, in the order given."""
+    """Returns of each response the KL at its tokens and the gain in log-probability, in the order given."""
     base = run.readers.base
     for model in (run.policy, run.base):
         model.eval().to(base.device)
@@ -310,7 +310,10 @@ def weight_classes(weights: Row, ends: Flags) -> dict[str, Flags]:
 
 
 def shares(kl: Row, classes: Mapping[str, Flags]) -> dict[str, Json]:
-    """Of each class its share of the tokens and of the KL, and its KL per token; None where that is not defined."""
+    """Returns of each class its share of the tokens and of the KL, and its KL per token.
+
+    None where that is not defined.
+    """
     every, total = float(kl.size), float(kl.sum())
     counts = {name: (float(flags.sum()), float(kl[flags].sum())) for name, flags in classes.items()}
     return {

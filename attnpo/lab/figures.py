@@ -54,7 +54,7 @@ class FrontierPoint:
 
     @property
     def root(self) -> float:
-        """Its place on the axis; KL below 0 is an estimate's noise."""
+        """Returns its place on the axis; KL below 0 is an estimate's noise."""
         return math.sqrt(max(0.0, self.kl))
 
 
@@ -235,7 +235,7 @@ def _draw_arms(axes: Axes, shown: ArmPanel, arms: Sequence[str], looks: Looks, c
 
 @dataclass(frozen=True)
 class LayerPoint:
-    """A score at a layer (counted from 1), with the ends of its interval where there is one; ``arm``: whose it is."""
+    """Score at a layer (counted from 1), with the ends of its interval where there is one; ``arm``: whose it is."""
 
     layer: int
     score: Number
@@ -344,7 +344,7 @@ def layer_panels(panels: Sequence[LayerPanel], path: Path | str) -> Path:
 
 @dataclass(frozen=True)
 class GainPoint:
-    """A difference to the control at a place on the scale, with its interval; ``equal``: both reach the KL level."""
+    """Difference to the control at a place on the scale, with its interval; ``equal``: both reach the KL level."""
 
     place: Number
     gain: Number

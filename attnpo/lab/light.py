@@ -11,7 +11,7 @@ DECISIVE = "decisive"
 
 @dataclass(frozen=True)
 class LayerRules:
-    """How ``weights.layer=auto`` finds its layer.
+    """Rules by which ``weights.layer=auto`` finds its layer.
 
     ``pairs``: the calibration sample, training pairs in the order of their ids. The top-weighted ``shares`` of the
     tokens are removed and compared with ``draws`` random removals (keyed by ``seed``) of as many tokens from the same

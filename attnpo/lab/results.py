@@ -40,7 +40,7 @@ ANSWERS = ("prompt", "policy", "reference")
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run.
+    """Finished run.
 
     ``result``: what it says of itself (seed, steps, seconds, last metrics, inputs, versions, truth, drift). ``config``:
     its configuration as plain values. ``notes``: what must be said of its files, such as that nothing can check them.
@@ -76,7 +76,7 @@ class Run:
 
     @cached_property
     def scores(self) -> pandas.DataFrame:
-        """True scores, a row per split. UserError in settings without a known truth."""
+        """Returns true scores, a row per split. UserError in settings without a known truth."""
         if self.result.truth is None:
             raise UserError(
                 f"{self.path}: its setting has no known truth, so there are no true scores; see run.metrics"
@@ -221,7 +221,7 @@ class StudyResults:
 
     @cached_property
     def frontier(self) -> pandas.DataFrame:
-        """Reward against KL on test prompts, a row per arm and grid point, means over seeds.
+        """Returns reward against KL on test prompts, a row per arm and grid point, means over seeds.
 
         ``low`` and ``high``: the reward's 95 % interval over seeds and prompts. ``chosen``: the point that stands for
         its arm, chosen on validation prompts. UserError for a study without a known truth, or not finished.
@@ -370,7 +370,7 @@ def _cell(text: str) -> Cell:
 
 
 def kind_in(folder: Path) -> str:
-    """ "study" or "run", by what a folder holds. UserError when it is neither, saying what is there."""
+    """Returns "study" or "run", by what a folder holds. UserError when it is neither, saying what is there."""
     if any((folder / name).is_file() for name in STUDY_FILES) or (folder / "points").is_dir():
         return "study"
     if (folder / RESULT).is_file():

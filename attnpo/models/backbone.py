@@ -71,13 +71,13 @@ def parameter_count(module: nn.Module) -> int:
 
 
 def vocabulary(model: PreTrainedModel) -> int:
-    """Number of token ids that the model's input embeddings hold; 2 where these are no plain table."""
+    """Returns the number of token ids that the model's input embeddings hold; 2 where these are no plain table."""
     table: object = model.get_input_embeddings()
     return int(table.num_embeddings) if isinstance(table, nn.Embedding) else 2
 
 
 def final_hidden(backbone: nn.Module, input_ids: Tensor, **inputs: object) -> Tensor:
-    """Hidden states [batch T d] after the final norm; no cache is kept."""
+    """Returns hidden states [batch T d] after the final norm; no cache is kept."""
     hidden: Tensor = backbone(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state
     return hidden
 
@@ -169,7 +169,7 @@ def training_mode(model: nn.Module) -> Iterator[None]:
 
 
 def require_causal_lm(model: nn.Module) -> PreTrainedModel:
-    """``model`` as a Hugging Face causal LM, or a ``UserError`` naming what is missing."""
+    """Returns ``model`` as a Hugging Face causal LM, or a ``UserError`` naming what is missing."""
     for needed in ("get_decoder", "get_output_embeddings", "config"):
         if not hasattr(model, needed):
             raise UserError(

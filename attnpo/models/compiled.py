@@ -1,4 +1,4 @@
-"""A model's blocks through ``torch.compile``, one by one, and the trial that shows them to compute the same.
+"""Model's blocks through ``torch.compile``, one by one, and the trial that shows them to compute the same.
 
 Blocks of a kind share their code. Adapters are inside; recomputation, layouts, the vocabulary head and its chunks stay
 outside, and so do attention in buckets, whose shapes are new in every batch, and calls with a key cache.
@@ -115,7 +115,7 @@ def _tried(small: PreTrainedModel, backend: str, layout: Layout, *, autocast: bo
 
 
 def _probed(policy: ScoredLM, layout: Layout, autocast: bool) -> dict[str, Tensor]:
-    """Log-probabilities of pairs of several lengths, and their gradients in every weight of the blocks."""
+    """Returns log-probabilities of pairs of several lengths, and their gradients in every weight of the blocks."""
     names, weights = zip(*layer_stack(policy.model).named_parameters(), strict=True)
     words, device = vocabulary(policy.model), weights[0].device
     probed = {}
@@ -134,7 +134,10 @@ def _probed(policy: ScoredLM, layout: Layout, autocast: bool) -> dict[str, Tenso
 
 
 def _gaps(computed: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    """Norm of the difference by name, relative to the expected norm or to ``SMALLEST`` times the largest gradient's."""
+    """Returns the relative norm of each difference by name.
+
+    Relative to the expected norm, or to ``SMALLEST`` times the largest gradient's.
+    """
     norms = {name: float(value.double().norm()) for name, value in expected.items()}
     least = SMALLEST * max(norm for name, norm in norms.items() if name.startswith(GRADIENT))
     return {

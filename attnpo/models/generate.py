@@ -38,7 +38,7 @@ from attnpo.text.chat import ChatFormat
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt's ids, up to where the answer begins; ``draw`` tells several answers to one prompt apart."""
+    """Prompt's ids, up to where the answer begins; ``draw`` tells several answers to one prompt apart."""
 
     ids: Sequence[int]
     draw: int = 0
@@ -46,7 +46,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer's text without special tokens, its number of tokens, and whether the model ended it itself.
+    """Answer's text without special tokens, its number of tokens, and whether the model ended it itself.
 
     ``tokens`` leaves the end token out; an answer that was not ended has ``max_new_tokens``.
     """

@@ -1,4 +1,4 @@
-"""How much each input token moves a model's next token: the gradient of one logit at the input embeddings.
+"""Influence of each input token on a model's next token: the gradient of one logit at the input embeddings.
 
 The forward goes through ``ScoredLM``, so sharding, adapters and autocast hold here too; embeddings are caught on their
 way into the backbone, and no parameter gets a gradient.
@@ -89,7 +89,7 @@ def prompt_lengths(rows: RowGroup) -> Int[Tensor, " rows"]:
 
 
 def _last_logits(policy: ScoredLM, inputs: ModelInputs) -> tuple[Float[Tensor, "rows vocab"], Float[Tensor, "..."]]:
-    """Next-token logits of each row's last token, and the embeddings they were computed from, a leaf."""
+    """Returns next-token logits of each row's last token, and the embeddings they were computed from, a leaf."""
     assert inputs.attention_mask is not None
     count, width = inputs.input_ids.shape
     last = torch.arange(count, device=inputs.input_ids.device) * width + inputs.attention_mask.sum(-1) - 1

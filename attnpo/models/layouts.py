@@ -119,7 +119,7 @@ def _in_one_row(sequences: Sequences, pad_id: int, pairs: int) -> Laid:
 
 
 def _order(sequences: Sequences, pairs: int) -> Iterator[tuple[int, int | None]]:
-    """Rows in the order they lie in, each with the row before it whose prompt it shares."""
+    """Returns rows in the order they lie in, each with the row before it whose prompt it shares."""
     for row in range(pairs or len(sequences)):
         yield row, None
         if pairs:

@@ -205,7 +205,10 @@ def load_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedT
 
 
 def model_depth(path: str | Path, revision: str | None = None) -> int:
-    """Number of layers of a model, read from its config alone. Raises ``UserError`` when there is none to read."""
+    """Returns the number of layers of a model, read from its config alone.
+
+    Raises ``UserError`` when there is none to read.
+    """
     depth = getattr(text_config(path, revision), "num_hidden_layers", None)
     if not isinstance(depth, int):
         raise UserError(f"{path}: its config.json states no num_hidden_layers; take a causal language model of text")

@@ -20,7 +20,7 @@ from attnpo.schema import UserError
 
 @dataclass(frozen=True)
 class Head:
-    """The map from hidden states to logits: ``cap(scale * (hidden @ weight.T + bias))``.
+    """Map from hidden states to logits: ``cap(scale * (hidden @ weight.T + bias))``.
 
     ``cap(x) = softcap * tanh(x / softcap)`` when ``softcap`` is set (Gemma-2), else the identity.
     """
@@ -62,7 +62,7 @@ class Distributions(NamedTuple):
 
 
 class Statistic(NamedTuple):
-    """A number per token and its gradient with respect to the (capped, scaled) logits."""
+    """Number per token and its gradient with respect to the (capped, scaled) logits."""
 
     value: Callable[[Distributions], Tensor]
     gradient: Callable[[Distributions, Tensor], Tensor]
@@ -175,7 +175,7 @@ def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
 
 
 class _Model(NamedTuple):
-    """The settings of one model's logits; its tensors go through autograd. ``compute``: the dtype of the products."""
+    """Settings of one model's logits; its tensors go through autograd. ``compute``: the dtype of the products."""
 
     scale: float
     softcap: float | None
@@ -219,7 +219,7 @@ class _Plan:
 
 
 def _logits(hidden: Tensor, head: Head) -> Tensor:
-    """Final logits of one chunk in the accumulation dtype; the only place that multiplies by the head."""
+    """Returns the final logits of one chunk in the accumulation dtype; the only place that multiplies by the head."""
     dtype = head.weight.dtype
     logits = nn.functional.linear(hidden.to(dtype), head.weight, head.bias).to(_accumulate(dtype))
     if head.scale != 1.0:
@@ -232,7 +232,7 @@ def _logits(hidden: Tensor, head: Head) -> Tensor:
 
 
 def _normaliser(logits: Tensor) -> Tensor:
-    """Log of the sum of exponentials per row [n 1]; overwrites ``logits``."""
+    """Returns the log of the sum of exponentials per row [n 1]; overwrites ``logits``."""
     top = logits.amax(-1, keepdim=True)
     return logits.sub_(top).exp_().sum(-1, keepdim=True).log_().add_(top)
 

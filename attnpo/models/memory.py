@@ -113,12 +113,12 @@ class MemoryRow:
     moments: tuple[str, ...] = ()
 
     def at(self, moment: str) -> int:
-        """Its bytes at a moment of the step."""
+        """Returns its bytes at a moment of the step."""
         return self.size if not self.moments or moment in self.moments else 0
 
     @property
     def when(self) -> str:
-        """Its moments in few words."""
+        """Returns its moments in few words."""
         if set(self.moments) >= set(STEP):
             return ", ".join(["forward and backward", *(one for one in self.moments if one not in STEP)])
         return ", ".join(self.moments) or "always"
@@ -126,7 +126,7 @@ class MemoryRow:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """What each of ``devices`` devices must hold. ``title`` says for what."""
+    """Memory that each of ``devices`` devices must hold. ``title`` says for what."""
 
     title: str
     rows: tuple[MemoryRow, ...]
@@ -363,7 +363,7 @@ def _recomputed(shape: Shape, model: ModelSpec) -> tuple[int, bool]:
 
 
 def _states(step: _Step, model: ModelSpec, moments: str, sharded: int, over: str) -> list[MemoryRow]:
-    """Weights, gradients and moments; sharded over ``sharded`` devices."""
+    """Returns weights, gradients and moments; sharded over ``sharded`` devices."""
     shape, weight = step.shape, step.weight
     base = f"{shape.parameters:,} parameters x {weight} B ({model.dtype}){over}"
     if model.quantize is not None:

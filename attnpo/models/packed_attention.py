@@ -197,7 +197,10 @@ class Plan:
         return output[None]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, core: "BucketCore") -> Tensor:
-        """Attention output [1 N H d] of a row [1 H N d], bucket by bucket; ``core`` computes that of one bucket."""
+        """Returns attention output [1 N H d] of a row [1 H N d], bucket by bucket.
+
+        ``core`` computes that of one bucket.
+        """
         # [N, H*d]: rows of tokens, as the projections made them, so that gathering moves whole rows.
         rows = [part[0].transpose(0, 1) for part in (query, key, value)]
         sizes = [part.shape[1:] for part in rows]
@@ -436,7 +439,7 @@ def _attend(
     fused: bool = True,
     **more: object,
 ) -> tuple[Tensor, None]:
-    """Attention output [batch T H d], by the plan if the call has one: at once where it can be, also in a graph."""
+    """Returns attention output [batch T H d], by the plan if the call has one."""
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     if segment_plan is not None:
         if not isinstance(attention_mask, Rule) or position_bias is not None or key.shape[2] != query.shape[2]:
@@ -460,7 +463,7 @@ def _attend_by_parts(
     plan: Plan | None,
     **more: object,
 ) -> Tensor:
-    """Attention output bucket by bucket, or that of a call without a plan."""
+    """Returns attention output bucket by bucket, or that of a call without a plan."""
     fused = (core.fused or plan is not None) and core.softcap is None and core.sinks is None
     core = replace(core, fused=fused)
     if plan is None:
@@ -481,7 +484,7 @@ def _attend_by_parts(
 def fused_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, dropout: float = 0.0
 ) -> Tensor:
-    """Attention output [n H q d] by torch's fused kernel; a mask of None is the causal one."""
+    """Returns attention output [n H q d] by torch's fused kernel; a mask of None is the causal one."""
     grouped = key.shape[1] != query.shape[1]
     if grouped and mask is not None and query.device.type != "cpu":
         # Grouped heads with a mask have no fused kernel on a GPU.
@@ -493,7 +496,10 @@ def fused_attention(
 
 
 def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Softmax of scores [n H q k] over the keys; ``sinks`` [H] take part in it as one more score and are dropped."""
+    """Returns softmax of scores [n H q k] over the keys.
+
+    ``sinks`` [H] take part in it as one more score and are dropped.
+    """
     if sinks is None:
         return torch.softmax(scores, -1)
     beside = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)

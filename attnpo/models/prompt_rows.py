@@ -95,7 +95,10 @@ def one_row(prompts: Sequence[Sequence[int]], device: torch.device) -> PromptRow
 
 
 def _shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """Number of tokens that both begin with; 0 when not worth sharing. The last token of ``other`` is never shared."""
+    """Returns the number of tokens that both begin with; 0 when not worth sharing.
+
+    The last token of ``other`` is never shared.
+    """
     width = min(len(one), len(other) - 1)
     differing = np.flatnonzero(np.asarray(one[:width]) != np.asarray(other[:width]))
     common = int(differing[0]) if differing.size else width

@@ -32,7 +32,7 @@ class RewardPolicy(ScoredLM):
         self._first = first_position(model)
 
     def head(self) -> Head:
-        """UserError: there is no vocabulary to compare."""
+        """Raises UserError: there is no vocabulary to compare."""
         raise UserError(
             f"{type(self.model).__name__} is a reward model, which gives no distribution over tokens: set model.reward="
             "false, or choose an objective that reads none"
@@ -46,7 +46,10 @@ class RewardPolicy(ScoredLM):
         requests: Collection[str] = frozenset({"logps"}),
         other: tuple[Float[Tensor, "rows R e"], Head] | None = None,
     ) -> TokenStats:
-        """``logps`` with each row's reward on its last response token and 0 elsewhere. UserError for other requests."""
+        """Returns ``logps`` with each row's reward on its last response token and 0 elsewhere.
+
+        UserError for other requests.
+        """
         more = sorted(set(requests) - {"logps"})
         if more or inputs.segments is not None:
             asked = ", ".join(more) or "packed rows"

@@ -1,4 +1,4 @@
-"""The load of the experts of a mixture: what its routers chose for each sequence, and the loss that evens it out."""
+"""Load of the experts of a mixture: what its routers chose for each sequence, and the loss that evens it out."""
 
 import logging
 from collections.abc import Sequence

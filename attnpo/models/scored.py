@@ -1,4 +1,4 @@
-"""The scored language model: one callable from model inputs to per-token statistics in response space.
+"""Scored language model: one callable from model inputs to per-token statistics in response space.
 
 Backbone, vocabulary head and chunk loop run inside one ``forward``, so sharding hooks, adapters, autocast and
 activation checkpointing hold for all three. Only hidden states that predict a scored token meet the head.
@@ -139,5 +139,8 @@ def _parse(requests: Collection[str], has_other: bool) -> tuple[list[str], list[
 
 
 def _spread(values: Tensor, keep: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
-    """Values [N ...] of the kept (row, position) put into zeros of response space [rows R ...]; never a view."""
+    """Returns values [N ...] of the kept (row, position) put into zeros of response space [rows R ...].
+
+    Never a view.
+    """
     return values.new_zeros((*shape, *values.shape[1:])).index_put(keep, values)

@@ -1,4 +1,4 @@
-"""Which model, from where, in what number format, with which adapters: plain settings without any heavy import."""
+"""Settings of a model: path, revision, number format, adapters. Plain, without any heavy import."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

@@ -73,7 +73,7 @@ def differ(actual: Tensor, expected: Tensor) -> bool:
 
 
 def probe_prompts(words: int, kept: int | None = None) -> list[list[int]]:
-    """Four prompts: the first begins like the second, for fewer tokens like the third, and unlike the fourth.
+    """Returns four prompts: the first begins like the second, for fewer tokens like the third, and unlike the fourth.
 
     ``kept``: the one whose tokens stay while the others get new ones where they have their own; None keeps all.
     """

@@ -1,4 +1,4 @@
-"""The objective protocol, and the reductions over response tokens that every objective uses.
+"""Objective protocol, and the reductions over response tokens that every objective uses.
 
 Objectives see log-probabilities of response tokens only: prompts, padding and packing are known to ``models`` alone.
 
@@ -26,7 +26,7 @@ from attnpo.schema import ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats
 
 
 class Reduction(Enum):
-    """How per-token values of one response become one number.
+    """Reduction of a response's per-token values to one number.
 
     SUM: ``sum_t w_t x_t``, w = 1 where no weights are given. MEAN: the same with w = 1/n where none are given (a
     distribution takes the place of 1/n). WEIGHT_MEAN: ``sum_t w_t x_t / sum_t w_t``, 0 where the weights sum to 0.
@@ -70,13 +70,16 @@ def weighted_sum(
     mask: Bool[Tensor, "rows R"],
     lengths: Float[Tensor, " rows"] | None = None,
 ) -> Float[Tensor, " rows"]:
-    """``|y| sum_t a_t x_t`` of each row: S(x) for uniform weights; ``sum_t w_t x_t`` where ``lengths`` is None."""
+    """Returns ``|y| sum_t a_t x_t`` of each row: S(x) for uniform weights.
+
+    ``sum_t w_t x_t`` where ``lengths`` is None.
+    """
     factors = weights if lengths is None else weights * lengths.to(weights.dtype).unsqueeze(-1)
     return reduce(values, factors, mask, Reduction.SUM)
 
 
 def response_lengths(rows: RowGroup, length_scale: bool, length_from: LengthFrom) -> Float[Tensor, " rows"] | None:
-    """|y| of each row as ``weighted_sum`` takes it: None without the length scale, and for factors."""
+    """Returns |y| of each row as ``weighted_sum`` takes it: None without the length scale, and for factors."""
     if rows.factors or not length_scale:
         return None
     if length_from is LengthFrom.SOURCE:
@@ -106,7 +109,7 @@ class LengthScaled(Keys):
     def weighted(
         self, rows: RowGroup
     ) -> tuple[Float[Tensor, "rows R"], Bool[Tensor, "rows R"], Float[Tensor, " rows"] | None]:
-        """Weights, mask and lengths of the rows, as the formulas take them."""
+        """Returns weights, mask and lengths of the rows, as the formulas take them."""
         lengths = response_lengths(rows, self.length_scale, self.length_from)
         return rows.token_weights["reward"], rows.response_mask, lengths
 
@@ -133,7 +136,7 @@ def by_side(name: str, rows: Float[Tensor, " rows"]) -> dict[str, Float[Tensor, 
 
 @runtime_checkable
 class PreferenceObjective(Protocol):
-    """A preference loss. ``requires`` names what the module must compute for it, and only that is computed.
+    """Preference loss. ``requires`` names what the module must compute for it, and only that is computed.
 
     "reference": log-probabilities of a frozen reference. "token_weights": weights of any source; with "factors" those
     of a source of factors alone. "hidden", "vocab:NAME", "joint:NAME", "input_gradient": statistics of ``TokenStats``
@@ -143,7 +146,7 @@ class PreferenceObjective(Protocol):
 
     @property
     def requires(self) -> frozenset[str]:
-        """Names of the inputs the objective reads beyond the policy's log-probabilities."""
+        """Returns names of the inputs the objective reads beyond the policy's log-probabilities."""
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
         """Returns losses and detached rewards of the batch's pairs."""
@@ -151,7 +154,7 @@ class PreferenceObjective(Protocol):
 
 @runtime_checkable
 class StepObjective(PreferenceObjective, Protocol):
-    """An objective with a number over the whole optimiser step, known before its first micro-batch is scored."""
+    """Objective with a number over the whole optimiser step, known before its first micro-batch is scored."""
 
     def sums(self, policy: TokenStats, reference: TokenStats | None, rows: RowGroup) -> dict[str, Float[Tensor, ""]]:
         """Sums over the rows of an "ahead" group; added up over the step and all ranks they are ``batch.state``."""
@@ -160,7 +163,7 @@ class StepObjective(PreferenceObjective, Protocol):
 def log_ratios(
     policy_logps: Float[Tensor, "rows R"], reference_logps: Float[Tensor, "rows R"], mask: Bool[Tensor, "rows R"]
 ) -> Float[Tensor, "rows R"]:
-    """Per-token ``d = log pi - log ref``, 0 off the response. Subtracted per token, before any sum."""
+    """Returns per-token ``d = log pi - log ref``, 0 off the response. Subtracted per token, before any sum."""
     difference = policy_logps - reference_logps.to(policy_logps.dtype)
     return torch.where(mask, difference, torch.zeros_like(difference))
 

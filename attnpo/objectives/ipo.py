@@ -19,7 +19,7 @@ from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats, check_ra
 
 
 class Over(Enum):
-    """How the log-ratios of a response's tokens become one: their mean (TRL, confirmed by the authors) or their sum."""
+    """Reduction of a response's log-ratios to one: their mean (TRL, confirmed by the authors) or their sum."""
 
     MEAN = "mean"
     SUM = "sum"

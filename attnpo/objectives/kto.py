@@ -39,8 +39,9 @@ def kto_loss(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> ObjectiveOutput:
-    """Returns the KTO loss of each pair: the mean of ``lam_D sigmoid(-b (S(d_w) - z))`` and ``lam_U sigmoid(-b (z -
-    S(d_l)))``.
+    """Returns the KTO loss of each pair.
+
+    The mean of ``lam_D sigmoid(-b (S(d_w) - z))`` and ``lam_U sigmoid(-b (z - S(d_l)))``.
 
     ``S(d) = |y| sum_t a_t d_t`` sums the log-ratios d (nats); rewards are ``b S(d)``, b is ``beta``. ``z = max(0,
     mismatched_mean)``, without gradient, from the mean of the unweighted S(d) over the step's mismatched rows; it is

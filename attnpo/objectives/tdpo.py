@@ -27,7 +27,7 @@ STATISTIC = "kl_ref_policy"
 
 
 def kl_of(policy: TokenStats) -> Float[Tensor, "rows R"]:
-    """KL of the reference to the policy at each token.
+    """Returns KL of the reference to the policy at each token.
 
     Raises:
         ValueError: the batch was scored without it.
@@ -38,7 +38,7 @@ def kl_of(policy: TokenStats) -> Float[Tensor, "rows R"]:
 
 
 def tdpo2_margin(sums: Float[Tensor, " rows"], kl: Float[Tensor, " rows"], alpha: float) -> Float[Tensor, " pairs"]:
-    """``S_w - S_l - alpha (K_l - sg(K_w))`` per pair: the chosen side's K passes no gradient."""
+    """Returns ``S_w - S_l - alpha (K_l - sg(K_w))`` per pair: the chosen side's K passes no gradient."""
     (chosen, rejected), (chosen_kl, rejected_kl) = split_pairs(sums), split_pairs(kl)
     return chosen - rejected - alpha * (rejected_kl - chosen_kl.detach())
 
@@ -106,7 +106,7 @@ def tdpo2_loss(
 def tdpo_output(
     margin: Float[Tensor, " pairs"], sums: Float[Tensor, " rows"], kl: Float[Tensor, " rows"], beta: float
 ) -> ObjectiveOutput:
-    """``-log sigmoid(beta margin)``, rewards ``beta (S + K)`` without alpha, and each side's K as extras."""
+    """Returns ``-log sigmoid(beta margin)``, rewards ``beta (S + K)`` without alpha, and each side's K as extras."""
     rewards = split_pairs(beta * (sums + kl).detach())
     return ObjectiveOutput(sigmoid_loss(beta * margin), *rewards, by_side("seq_kl", kl.detach()))
 

@@ -1,4 +1,4 @@
-"""The terms that objectives share: losses of a margin, odds, the SFT term, the anchor, and checks of their keys."""
+"""Terms that objectives share: losses of a margin, odds, the SFT term, the anchor, and checks of their keys."""
 
 import math
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from attnpo.schema import ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats
 
 
 class LossType(Enum):
-    """What a pair's margin z costs; e is the label smoothing.
+    """Loss of a pair's margin z; e is the label smoothing.
 
     SIGMOID: ``-(1-e) log sigmoid(z) - e log sigmoid(-z)``. HINGE: ``max(0, 1 - z)``. ROBUST: the sigmoid loss whose
     expectation under labels flipped with probability e is that of true labels (Chowdhury et al. 2024).
@@ -28,7 +28,7 @@ class LossType(Enum):
 
 
 def sigmoid_loss(margin: Float[Tensor, " pairs"], label_smoothing: float = 0.0) -> Float[Tensor, " pairs"]:
-    """``-(1-e) log sigmoid(z) - e log sigmoid(-z)`` per pair, stable for margins of several hundred."""
+    """Returns ``-(1-e) log sigmoid(z) - e log sigmoid(-z)`` per pair, stable for margins of several hundred."""
     loss = -F.logsigmoid(margin)
     if label_smoothing:
         loss = (1.0 - label_smoothing) * loss - label_smoothing * F.logsigmoid(-margin)
@@ -51,7 +51,7 @@ def margin_loss(
 
 
 def log1mexp(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """``log(1 - exp(x))`` for x < 0, exact at both ends; the branches change at -log 2 (Maechler 2012).
+    """Returns ``log(1 - exp(x))`` for x < 0, exact at both ends; the branches change at -log 2 (Maechler 2012).
 
     Values within one rounding step of 0 (a response that is certain) count as that step: the result stays finite.
     """
@@ -63,7 +63,7 @@ def log1mexp(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 
 def log_odds(log_probability: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """``log(p / (1 - p))`` of a log-probability."""
+    """Returns ``log(p / (1 - p))`` of a log-probability."""
     return log_probability - log1mexp(log_probability)
 
 
@@ -71,7 +71,7 @@ def log_odds(log_probability: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"
 
 
 class Sft(Enum):
-    """What the negative log-likelihood of the chosen responses is averaged over; never over token weights.
+    """Unit over which the negative log-likelihood of the chosen responses is averaged; never token weights.
 
     MEAN: each response's tokens. SUM: nothing, it is the likelihood of the whole response. BATCH: all chosen tokens of
     the optimiser step, so that a long response counts more than a short one.
@@ -85,8 +85,7 @@ class Sft(Enum):
 def chosen_nll(
     policy_logps: Float[Tensor, "rows R"], mask: Bool[Tensor, "rows R"], form: Sft, pairs_per_token: float = 0.0
 ) -> Float[Tensor, " pairs"]:
-    """Returns the negative log-likelihood of each chosen response (the first half of the rows): ``-A(p)``, or
-    ``-S(p)``.
+    """Returns the negative log-likelihood ``-A(p)`` or ``-S(p)`` of each chosen response (the first half of the rows).
 
     Under BATCH it is the pair's share ``-S(p) pairs_per_token``, the pairs of the whole optimiser step over its chosen
     tokens: its mean over the step is that over the tokens, however the step is split.
@@ -146,7 +145,9 @@ class SftTerm(Keys):
 
 
 def clipped(ratios: Float[Tensor, "rows R"], clip: float | None) -> Float[Tensor, "rows R"]:
-    """Log-ratios held within ``clip`` nats on both sides of 0: a token further out is not pushed on; None leaves all.
+    """Returns log-ratios held within ``clip`` nats on both sides of 0: a token further out is not pushed on.
+
+    None leaves all.
 
     A two-sided clip of the token's log-ratio, as in HALOs' humanline objectives (with -1 and 1.5 there).
     """
@@ -159,7 +160,7 @@ ANCHOR_STATISTIC = "kl_policy_ref"
 
 
 class AnchorOn(Enum):
-    """What share of its KL to the reference a token pays.
+    """Share of its KL to the reference that a token pays.
 
     ALL: the whole of it. LOW: what its weight lacks of a uniform one, ``max(0, 1 - n a_t)`` for a distribution a over n
     tokens and ``max(0, 1 - w_t)`` for factors, so that tokens the objective leaves free are held in its place.
@@ -170,7 +171,7 @@ class AnchorOn(Enum):
 
 
 def low_shares(rows: RowGroup) -> Float[Tensor, "rows R"]:
-    """``AnchorOn.LOW``'s share of each token."""
+    """Returns ``AnchorOn.LOW``'s share of each token."""
     weights = rows.token_weights["reward"]
     if not rows.factors:
         weights = weights * rows.response_mask.sum(-1, keepdim=True).to(weights.dtype)
@@ -184,7 +185,7 @@ def with_anchor(
     coef: float,
     shares: Float[Tensor, "rows R"] | None = None,
 ) -> ObjectiveOutput:
-    """``output`` with ``coef (K_w + K_l) / 2`` added to each pair's loss, ``K = sum_t h_t KL_t``.
+    """Returns ``output`` with ``coef (K_w + K_l) / 2`` added to each pair's loss, ``K = sum_t h_t KL_t``.
 
     ``position_kl`` is KL(policy || reference) over the whole vocabulary at each token, in nats, and carries gradient;
     ``shares`` h is 1 where it is None. The extras hold the loss without the term, and the term without ``coef``.

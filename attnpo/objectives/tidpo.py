@@ -16,7 +16,7 @@ ANCHOR = Sampling(max_new_tokens=32, temperature=0.8, top_p=0.95, top_k=50)
 
 
 class Triplet(NamedTuple):
-    """A triplet term per pair, and whether the pair's anchor shares a position with both responses."""
+    """Triplet term per pair, and whether the pair's anchor shares a position with both responses."""
 
     losses: Float[Tensor, " pairs"]
     measured: Bool[Tensor, " pairs"]
@@ -28,7 +28,7 @@ def squared_distance(
     second: Float[Tensor, "pairs R"],
     second_mask: Bool[Tensor, "pairs R"],
 ) -> tuple[Float[Tensor, " pairs"], Bool[Tensor, " pairs"]]:
-    """``sum_t (x_t - y_t)^2`` over the response indices t that both have, and whether they have any."""
+    """Returns ``sum_t (x_t - y_t)^2`` over the response indices t that both have, and whether they have any."""
     width = min(first.shape[1], second.shape[1])
     both = first_mask[:, :width] & second_mask[:, :width]
     gap = torch.where(both, first[:, :width] - second[:, :width], torch.zeros_like(first[:, :width]))
@@ -42,7 +42,9 @@ def triplet_term(
     anchor_mask: Bool[Tensor, "pairs A"],
     margin: float,
 ) -> Triplet:
-    """``relu(|d_a - d_w|^2 - |d_a - d_l|^2 + margin)`` of per-token log-ratios d; 0 where either distance has no token.
+    """Returns ``relu(|d_a - d_w|^2 - |d_a - d_l|^2 + margin)`` of per-token log-ratios d.
+
+    0 where either distance has no token.
 
     Such a pair (no anchor token, or a response without tokens) says nothing about distances; the code's margin alone
     would be a constant, and one distance against nothing would not be.
@@ -65,8 +67,9 @@ def tidpo_loss(
     alpha: float,
     gamma_triplet: float,
 ) -> ObjectiveOutput:
-    """Returns the TI-DPO loss: ``-log sigmoid(beta [M_w - M_l - alpha (K_l - sg(K_w))]) + gamma_triplet triplet`` of
-    each pair.
+    """Returns the TI-DPO loss of each pair.
+
+    ``-log sigmoid(beta [M_w - M_l - alpha (K_l - sg(K_w))]) + gamma_triplet triplet``.
 
     ``M = sum_t w_t d_t`` sums the log-ratios d with factors w (``weights``), ``K = sum_t KL(ref || policy)`` the
     unweighted ``position_kl``, all in nats; sg stops the gradient; rewards are ``beta (M + K)``. Without
@@ -137,7 +140,7 @@ class TIDPO:
 
     @property
     def requires(self) -> frozenset[str]:
-        """Reference and factors; the KL at each token with ``kl``, an anchor per pair with a triplet term."""
+        """Returns reference and factors; the KL at each token with ``kl``, an anchor per pair with a triplet term."""
         kl = {"joint:kl_ref_policy"} if self.kl else set()
         anchor = {"group:anchor"} if self.gamma_triplet else set()
         return frozenset({"reference", "token_weights", "factors"} | kl | anchor)

@@ -32,8 +32,9 @@ def tis_dpo_loss(
     alpha: float = 0.5,
     label_smoothing: float = 0.0,
 ) -> ObjectiveOutput:
-    """Returns the TIS-DPO loss of each pair: ``-log sigmoid(beta (S_w - S_l - alpha (K_w - K_l)))``, S = ``sum_t w_t
-    d_t``.
+    """Returns the TIS-DPO loss of each pair.
+
+    ``-log sigmoid(beta (S_w - S_l - alpha (K_w - K_l)))``, S = ``sum_t w_t d_t``.
 
     d is the log-ratio of a token in nats, w (``weights``) a factor, or a distribution times |y| (``lengths``). K is
     ``sum_t w_t KL_t`` with ``position_kl`` the KL from policy to reference at each position; without it there is no

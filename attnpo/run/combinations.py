@@ -1,4 +1,4 @@
-"""Which components of a run go together, and which are refused. Light: read before anything heavy is loaded."""
+"""Combinations of a run's components that are refused. Light: read before anything heavy is loaded."""
 
 from importlib.util import find_spec
 

@@ -30,7 +30,7 @@ class PreparedJudge:
 
 @runtime_checkable
 class JudgePreparer(Protocol):
-    """A ``prepare`` component that can also build another model to judge."""
+    """``prepare`` component that can also build another model to judge."""
 
     def prepare_judge(self, root: Path) -> PreparedJudge:
         """Returns where it is, built if it is missing."""
@@ -78,7 +78,7 @@ class DriftMeasure(Protocol):
 
     @property
     def pairs(self) -> int:
-        """Validation pairs that it reads; 0: nothing is measured."""
+        """Returns the number of validation pairs that it reads; 0: nothing is measured."""
 
     def measure(self, *arguments: Any, **named: Any) -> "dict[str, Json]":
         """Returns ``RunResult.drift`` of a policy, its inputs and the answers that were sampled of it."""

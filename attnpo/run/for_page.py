@@ -1,4 +1,4 @@
-"""What a run keeps for the page of the study it belongs to: one pair with its weights, and a few answers."""
+"""Examples that a run keeps for the page of its study: one pair with its weights, and a few answers."""
 
 import json
 import logging
@@ -18,7 +18,7 @@ ANSWERS, PAIRS = 4, 1  # of each run
 
 @dataclass(frozen=True)
 class Answer:
-    """A prompt's last message with the answers of the trained policy and of its base."""
+    """Prompt's last message with the answers of the trained policy and of its base."""
 
     prompt: str
     policy: str
@@ -27,7 +27,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class ForPage:
-    """What was kept of a run."""
+    """Examples that a run kept for its study's page."""
 
     heat: list[WeighedPair]
     answers: list[Answer]

@@ -1,4 +1,4 @@
-"""What makes a run the run it is: the keys of its config, and the files they name, that can move a number.
+"""Identity of a run: the keys of its config, and the files they name, that can move a number.
 
 The one notion of it, for resuming a run, for finding a study's finished points and for telling a study's arms apart.
 """

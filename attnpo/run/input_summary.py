@@ -1,4 +1,4 @@
-"""What became of a run's inputs: read, cut, dropped and weighed, as log lines and as numbers for its result."""
+"""Account of a run's inputs: read, cut, dropped and weighed, as log lines and as numbers for its result."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Whether a run fits its device, and what every ``auto`` of its model and batch becomes: known before a model loads.
+"""Memory check of a run before a model loads: does it fit, and what every ``auto`` of its model and batch becomes.
 
 An ``auto`` is the quickest choice that has room, then as large as it can be.
 """
@@ -36,7 +36,7 @@ BUDGETS = ("tokens", "eval_tokens")
 
 @dataclass(frozen=True)
 class Planned(Root):
-    """What of a configuration says how much memory its training takes; the packages it needs may be absent."""
+    """Parts of a configuration that decide the memory of its training; the packages it needs may be absent."""
 
     model: ModelSpec
     objective: PreferenceObjective
@@ -50,7 +50,7 @@ class Planned(Root):
 
 @dataclass(frozen=True)
 class Footprint:
-    """What decides the memory of a training: model and batch as they are asked for, with their ``auto``.
+    """Model and batch of a training as they are asked for, with their ``auto``: what decides its memory.
 
     ``reference``: its kind, None where the objective reads none. ``moments``: number format of the optimiser's.
     """

@@ -1,4 +1,4 @@
-"""The policy a run trains and the reference it is held against: loaded live, or read as stored log-probabilities.
+"""Policy a run trains and the reference it is held against: loaded live, or read as stored log-probabilities.
 
 A stored reference is per-token float32 log-probabilities, so that no second model is held.
 """

@@ -17,7 +17,7 @@ Some = TypeVar("Some")
 
 @dataclass
 class Memory:
-    """What was made for a key; of more than ``entries`` the one used longest ago gives way.
+    """In-process cache by key; of more than ``entries`` the one used longest ago gives way.
 
     ``room``: what is larger, by the measure that ``recall`` is given, is not kept.
     """

@@ -1,4 +1,4 @@
-"""What a finished run leaves for readers: its page, what its tracker gets, and the facts of its model card."""
+"""Report of a finished run: its page, what its tracker gets, and the facts of its model card."""
 
 import json
 import logging
@@ -271,7 +271,10 @@ def wandb_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> obj
 
 
 def numbers(node: Mapping[str, object]) -> Iterator[tuple[str, float | int]]:
-    """(path, value) of every finite number in nested mappings; lists, texts and truth values are passed over."""
+    """Returns (path, value) of every finite number in nested mappings.
+
+    Lists, texts and truth values are passed over.
+    """
     for path, value in flat(node, "/"):
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
             yield path, value

@@ -206,7 +206,7 @@ Config = TypeVar("Config", bound=RunConfig)
 
 
 class Resolved(NamedTuple, Generic[Config]):
-    """A configuration whose paths are known, and what a run makes of it first: unpacked by each command's body.
+    """Configuration whose paths are known, and what a run makes of it first: unpacked by each command's body.
 
     ``report``: what ``prepare`` says of model, data and judge where it built them.
     """

@@ -1,4 +1,4 @@
-"""The result of a run: what ``result.json`` holds, typed. Written and read here alone."""
+"""Result of a run: what ``result.json`` holds, typed. Written and read here alone."""
 
 import math
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What a run's folder may hold, and from where a run continues."""
+"""Check of a run folder, and the checkpoint to resume from."""
 
 import logging
 import shutil

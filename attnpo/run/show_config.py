@@ -1,4 +1,4 @@
-"""What is shown of a pair, and of which one: the keys of ``configs/show.yaml``. Light: read before a model loads."""
+"""Settings of ``attnpo.show``, the keys of ``configs/show.yaml``. Light: read before a model loads."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +18,7 @@ ENDINGS = (".jsonl", ".csv", ".parquet", ".html")
 
 @dataclass(frozen=True)
 class TypedPair:
-    """The one pair of a command line in the place of a run's data (config node ``data``)."""
+    """One pair of a command line in the place of a run's data (config node ``data``)."""
 
     prompt: str
     chosen: str

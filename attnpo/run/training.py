@@ -1,4 +1,4 @@
-"""The training of one run: the policy, its reference, the batches and Lightning around them."""
+"""Training of one run: the policy, its reference, the batches and Lightning around them."""
 
 import gc
 import logging
@@ -71,7 +71,7 @@ Some = TypeVar("Some", bound=L.Callback)
 
 @dataclass(frozen=True)
 class Trained:
-    """What training leaves behind for scoring and reports."""
+    """Outcome of a training, for scoring and reports."""
 
     policy: ScoredLM
     reference: ScoredLM | None

@@ -1,4 +1,4 @@
-"""A run's token weights as a data set for other trainers: token ids and weights of every training pair, in one file.
+"""Run's token weights as a data set for other trainers: token ids and weights of every training pair, in one file.
 
 ``FILE.meta.json`` beside it holds what the numbers were made with, and so do the metadata of a Parquet file's schema
 (key "attnpo", JSON). The columns are explained in docs/python_api.md.

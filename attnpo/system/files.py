@@ -176,7 +176,7 @@ def read_record(path: Path) -> dict[str, Any] | None:
 
 
 def digest(value: object) -> str:
-    """Hexadecimal SHA-256 of a JSON-serialisable value; key order does not matter, list order does."""
+    """Returns hexadecimal SHA-256 of a JSON-serialisable value; key order does not matter, list order does."""
     text = json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -294,7 +294,10 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def flat(values: Mapping[str, object], separator: str = ".", path: str = "") -> Iterator[tuple[str, object]]:
-    """(name, value) of everything below nested mappings, names joined by ``separator``; an empty mapping is a value."""
+    """Returns (name, value) of everything below nested mappings, names joined by ``separator``.
+
+    An empty mapping is a value.
+    """
     for key, item in values.items():
         name = f"{path}{separator}{key}" if path else str(key)
         if isinstance(item, Mapping) and item:
@@ -304,7 +307,7 @@ def flat(values: Mapping[str, object], separator: str = ".", path: str = "") -> 
 
 
 def differences(stored: Mapping[str, object], asked: Mapping[str, object]) -> list[tuple[str, str, str]]:
-    """(name, stored, asked) wherever nested JSON values differ, in words short enough for a message."""
+    """Returns (name, stored, asked) wherever nested JSON values differ, in words short enough for a message."""
     before, now = dict(flat(stored)), dict(flat(json.loads(json.dumps(asked))))
     names = [name for name in (*now, *(before.keys() - now.keys())) if before.get(name) != now.get(name)]
     return [(name, shortened(before.get(name)), shortened(now.get(name))) for name in names]

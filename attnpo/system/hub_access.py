@@ -1,4 +1,4 @@
-"""The Hugging Face hub as a place that may be out of reach: one short question in place of half a minute of retries.
+"""Hugging Face hub as a place that may be out of reach: one short question in place of half a minute of retries.
 
 Its libraries ask five times with growing pauses before they look into their own cache, and do so again for every file.
 """
@@ -18,7 +18,7 @@ PATIENCE = 5.0
 
 @cache
 def out_of_reach() -> str | None:
-    """Why the hub cannot be asked, or None when it can; asked once per process."""
+    """Returns why the hub cannot be asked, or None when it can; asked once per process."""
     from huggingface_hub import constants
 
     if constants.is_offline_mode():

@@ -56,7 +56,7 @@ class Holder:
 
     @staticmethod
     def this(timeout: float) -> "Holder":
-        """This process, as a holder."""
+        """Returns this process, as a holder."""
         pid, beat, since = os.getpid(), min(BEAT, timeout / 10), time.strftime("%Y-%m-%d %H:%M:%S")
         return Holder(pid, socket.gethostname(), _machine(), _began(pid), since, beat, _job(), _attempts())
 
@@ -252,7 +252,7 @@ def _machine() -> str:
 
 
 def _began(pid: int) -> str | None:
-    """When a process began; empty when it has ended, None when the system does not say."""
+    """Returns when a process began; empty when it has ended, None when the system does not say."""
     try:
         if Path("/proc/self/stat").exists():
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -6,7 +6,10 @@ from contextlib import contextmanager
 
 
 def process() -> tuple[int, int]:
-    """(rank, number of processes) of this job as torchrun, Lightning or SLURM announce them; (0, 1) otherwise."""
+    """Returns (rank, number of processes) of this job as torchrun, Lightning or SLURM announce them.
+
+    (0, 1) otherwise.
+    """
     for rank, ranks in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
         if ranks in os.environ:
             return int(os.environ.get(rank, os.environ.get("LOCAL_RANK", "0"))), int(os.environ[ranks])
@@ -14,12 +17,12 @@ def process() -> tuple[int, int]:
 
 
 def world_size() -> int:
-    """Number of processes of this job."""
+    """Returns the number of processes of this job."""
     return process()[1]
 
 
 def launched_processes() -> tuple[int, int | None] | None:
-    """(processes, nodes) that a launcher started; None where none did, so that training starts its own.
+    """Returns (processes, nodes) that a launcher started; None where none did, so that training starts its own.
 
     The nodes are None where the launcher does not name them. torchrun is one for a single process too.
     """
@@ -34,7 +37,7 @@ def launched_processes() -> tuple[int, int | None] | None:
 
 
 def local_rank() -> int:
-    """This process's place among those of its node."""
+    """Returns this process's place among those of its node."""
     return int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
 
 

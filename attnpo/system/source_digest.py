@@ -1,4 +1,4 @@
-"""A digest of the source files that can move a number of a run. Light: each worker of a study begins with it."""
+"""Digest of the source files that can move a number of a run. Light: each worker of a study begins with it."""
 
 import hashlib
 from functools import cache
@@ -27,7 +27,7 @@ SHOWING = (
 
 @cache
 def source_digest(root: Path | None = None) -> str:
-    """Digest of all sources of the package that can move a number of a run, computed once per process."""
+    """Returns the digest of all sources of the package that can move a number of a run, computed once per process."""
     root = root or PACKAGE
     found = hashlib.sha256()
     for file in sorted(root.rglob("*.py")):

@@ -40,7 +40,7 @@ KEY_MARK = b"attnpo_key"  # in the schema's metadata of a shard
 
 @dataclass(frozen=True)
 class Store:
-    """A folder of tables; nothing is written before the first append."""
+    """Folder of tables; nothing is written before the first append."""
 
     root: Path
     _tables: dict[Path, "Table"] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -63,7 +63,7 @@ class _Shard:
 
 
 class _Stranger(Exception):
-    """Why a shard that is as it was written is no part of the table."""
+    """Reason that a shard, though intact, is no part of the table."""
 
 
 class Table:
@@ -323,7 +323,10 @@ def _array(values: Sequence[Cell]) -> pa.Array:
 
 
 def _numbers(array: pa.Array) -> Array:
-    """``array`` in NumPy; Arrow's own ``to_numpy``, for which nulls and bits are left, imports pandas: a second."""
+    """Returns ``array`` in NumPy.
+
+    Arrow's own ``to_numpy``, for which nulls and bits are left, imports pandas: a second.
+    """
     if array.null_count or pa.types.is_boolean(array.type):
         numbers: Array = array.to_numpy(zero_copy_only=False)
         return numbers

@@ -27,7 +27,7 @@ Ranges = Sequence[Range] | Int[Tensor, "_ 2"] | NDArray[np.int64]
 
 
 class AlignMethod(Enum):
-    """How weights find their training tokens: edit alignment of ids (the paper's), or shared characters."""
+    """Method by which weights find their training tokens: edit alignment of ids (the paper's), or shared characters."""
 
     LEVENSHTEIN = "levenshtein"
     CHARACTERS = "characters"
@@ -158,8 +158,9 @@ def _count_prefix(first: NDArray[np.int64], second: NDArray[np.int64]) -> int:
 
 
 def equal_ids(source: list[int], target: list[int]) -> tuple[int, list[tuple[int, int]]]:
-    """Equal ids in a best edit alignment: the length of the common prefix, matched without asking for one, and the
-    index pairs behind it.
+    """Returns equal ids in a best edit alignment.
+
+    The length of the common prefix, matched without asking for one, and the index pairs behind it.
 
     Where several alignments are best, the official code (package edit_distance, completion first) and this library may
     take different ones. Given the completion first and both from the end it takes theirs most often: in 418 of 600
@@ -247,7 +248,7 @@ def _leave_gaps(
 
 
 def _owners(places: NDArray[np.int64], tokens: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Two rows, token and character, with an entry for every character that one of ``tokens`` holds."""
+    """Returns two rows, token and character, with an entry for every character that one of ``tokens`` holds."""
     starts, ends = places[tokens].T
     sizes = np.maximum(ends - starts, 0)
     first = np.cumsum(sizes) - sizes

@@ -224,7 +224,7 @@ class _Rendered(NamedTuple):
 
 
 class ChatFormat:
-    """A tokenizer and a chat template as one function from messages to ids.
+    """Tokenizer and a chat template as one function from messages to ids.
 
     ``chat_template`` replaces the tokenizer's own template text, ``fallback`` stands in where there is none; ``chosen``
     says which of them it is. ``kwargs`` are values of variables that the template reads (``enable_thinking``);
@@ -402,8 +402,7 @@ class ChatFormat:
         return ids, offsets
 
     def prompt_ids(self, prompt: Sequence[Message]) -> list[int]:
-        """Returns ids of the prompt followed by the generation prompt, exactly one BOS where the tokenizer has one to
-        add.
+        """Returns ids of the prompt and the generation prompt, with exactly one BOS where the tokenizer has one.
 
         Raises UserError when the template refuses the messages or the text cannot be encoded.
         """
@@ -442,7 +441,7 @@ class ChatFormat:
     # ------------------------------------------------------------------------------------------ responses
 
     def encode(self, prompt: Sequence[Message], response: str) -> EncodedResponse:
-        """Prompt ids, response ids up to and with the end-of-turn token, and the response tokens' characters.
+        """Returns prompt ids, response ids up to and with the end-of-turn token, and the response tokens' characters.
 
         Visible text that the template puts between its generation prompt and the response (an empty thought) is part of
         the prompt; a blank there is not, as the response's first token mostly holds it.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class RefusedText(UserError):
-    """A text that cannot become training ids; ``reason`` says why in words that fit every such text."""
+    """Text that cannot become training ids; ``reason`` says why in words that fit every such text."""
 
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(text)
@@ -196,7 +196,7 @@ def with_options(
     fold_system: bool = False,
     part: str = "model",
 ) -> str:
-    """``template`` with the values of ``kwargs`` and, with ``fold_system``, the system turn in the first user turn.
+    """Returns ``template`` with ``kwargs`` and, with ``fold_system``, the system turn in the first user turn.
 
     A value holds where the caller of the template gives none. Without options the template is returned as it is.
     ``part``: the config node the options belong to, for errors.
@@ -223,7 +223,7 @@ def with_options(
 
 
 def literal(value: object, key: str) -> str:
-    """Plain data as a Jinja expression. UserError naming ``key`` for any other value."""
+    """Returns plain data as a Jinja expression. UserError naming ``key`` for any other value."""
     if value is None or isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int | float | str):
@@ -240,8 +240,9 @@ TOOL = "tool"
 
 
 def written(functions: object) -> str | None:
-    """Returns the JSON text of a list of mappings, or of a JSON text of one, its keys in their order; None for an empty
-    value.
+    """Returns the JSON text of a list of mappings, or of a JSON text of one, its keys in their order.
+
+    None for an empty value.
 
     Outside JSON text a key with the value None is left out: tables write it where another row has that key.
     Raises ValueError for anything else.

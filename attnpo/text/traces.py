@@ -15,7 +15,7 @@ _TRACED = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
 
 
 class Traces(Enum):
-    """What becomes of a reasoning trace in a response: trained on with its answer, or taken out of the data.
+    """Treatment of a reasoning trace in a response: trained on with its answer, or taken out of the data.
 
     WEIGH_APART: trained on, at its share of the tokens; judges read, and weights are spread over, the answer alone.
     """
@@ -26,7 +26,7 @@ class Traces(Enum):
 
 
 class Piece(NamedTuple):
-    """A stretch of a rendered text, half open, and where its first character stands in the response."""
+    """Stretch of a rendered text, half open, and where its first character stands in the response."""
 
     start: int
     end: int
@@ -50,7 +50,7 @@ def is_unclosed(response: str) -> bool:
 
 
 def with_trace(trace: str, answer: str) -> str:
-    """Trace and answer as one response."""
+    """Returns the trace and answer as one response."""
     return f"{OPEN}\n{trace.strip()}\n{CLOSE}\n\n{answer}"
 
 

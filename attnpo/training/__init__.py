@@ -1,1 +1,1 @@
-"""The training loop around Lightning: module, metrics, callbacks, export."""
+"""Training loop around Lightning: module, metrics, callbacks, export."""

@@ -93,7 +93,7 @@ def read_account(folder: Path) -> Account:
 
 
 def newest(place: Path) -> tuple[int, Path] | None:
-    """Optimiser step and folder of the newest checkpoint in ``place``, last/ of equals; None without any."""
+    """Returns optimiser step and folder of the newest checkpoint in ``place``, last/ of equals; None without any."""
     steps = [(read_account(place / name).get("step"), place / name) for name in ("last", "best")]
     known = [(int(step), folder) for step, folder in steps if step is not None]
     return max(known, key=lambda each: each[0], default=None)

@@ -1,4 +1,4 @@
-"""What the processes of a job hold, brought together: plain values, and the whole policy of a sharded run."""
+"""Gathering over the processes of a job: plain values, and the whole policy of a sharded run."""
 
 from typing import TypeVar
 

@@ -1,11 +1,11 @@
-"""How a run that a signal ended is told."""
+"""Exception of a run that a signal ended."""
 
 import signal
 from pathlib import Path
 
 
 class Interrupted(KeyboardInterrupt):
-    """A run ended by a signal: which, after which optimiser step, and what was saved.
+    """Run ended by a signal: which, after which optimiser step, and what was saved.
 
     ``exit_status`` is what shells expect: 130 for SIGINT, 143 for SIGTERM, 138 for SIGUSR1. ``advice`` says how to go
     on; without one it is the run's own name.

@@ -1,4 +1,4 @@
-"""The run's metrics as one table, whatever number of sessions wrote it.
+"""Run's metrics as one table, whatever number of sessions wrote it.
 
 A session appends to its own file under ``logs/``; ``metrics.csv`` holds what was merged last and is replaced as a
 whole, so that no row is lost with a process.

@@ -1,4 +1,4 @@
-"""The model card of an exported policy: Markdown with the Hub's metadata, from plain facts alone (``Facts``)."""
+"""Model card of an exported policy: Markdown with the Hub's metadata, from plain facts alone (``Facts``)."""
 
 import shlex
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The Lightning module: policy and frozen reference, one objective, exact normalisation over the optimiser step."""
+"""Lightning module: policy and frozen reference, one objective, exact normalisation over the optimiser step."""
 
 import itertools
 import logging
@@ -140,7 +140,7 @@ class PreferenceModule(L.LightningModule):
 
     @property
     def total_steps(self) -> int:
-        """Optimiser steps of the whole run, which the Trainer estimates where they were not given."""
+        """Returns the run's number of optimiser steps, which the Trainer estimates where it was not given."""
         return int(self.trainer.estimated_stepping_batches) if self._total_steps is None else self._total_steps
 
     def configure_model(self) -> None:
@@ -163,7 +163,7 @@ class PreferenceModule(L.LightningModule):
             self.reference.to(self.trainer.strategy.root_device)
 
     def train(self, mode: bool = True) -> "PreferenceModule":
-        """Self, with the policy in ``mode`` and the reference in eval mode."""
+        """Returns self, with the policy in ``mode`` and the reference in eval mode."""
         super().train(mode)
         if self.reference is not None:
             self.reference.eval()
@@ -372,7 +372,7 @@ class PreferenceModule(L.LightningModule):
         return len(pairs)
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """AdamW and its per-step schedule in Lightning's dictionary form."""
+        """Returns AdamW and its per-step schedule in Lightning's dictionary form."""
         recipe = self.recipe
         trained = (parameter for parameter in self.policy.parameters() if parameter.requires_grad)
         optimizer = recipe.make(trained, norms_and_biases(self.policy))

@@ -168,7 +168,7 @@ def check_validation(trainer: L.Trainer) -> None:
 
 
 def _what_stands(trainer: L.Trainer) -> str:
-    """For a message: which checkpoint stands when weights or validation are not finite, and what to try."""
+    """Says which checkpoint stands when weights or validation are not finite, and what to try."""
     module: Any = trainer.lightning_module
     saved = newest(Path(trainer.default_root_dir))
     stands = "no checkpoint is saved" if saved is None else f"saved last is step {saved[0]}, in {saved[1]}"

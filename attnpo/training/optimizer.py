@@ -1,4 +1,4 @@
-"""The optimiser's recipe: plain numbers, the learning-rate curve they describe, and the optimiser they make."""
+"""Optimiser's recipe: plain numbers, the learning-rate curve they describe, and the optimiser they make."""
 
 import logging
 import math

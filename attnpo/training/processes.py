@@ -1,4 +1,4 @@
-"""How many processes train: as many as a launcher started, else as many as trainer asks for."""
+"""Number of training processes: as many as a launcher started, else as many as trainer asks for."""
 
 import os
 import sys

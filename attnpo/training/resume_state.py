@@ -1,4 +1,4 @@
-"""What a resumed run needs beside weights and optimiser: its place in the data, random states, metrics so far."""
+"""State that a resumed run needs beside weights and optimiser: its place in the data, random states, metrics so far."""
 
 import logging
 import random

@@ -1,4 +1,4 @@
-"""The row group "anchor": each pair's prompt with a response sampled from the policy as it stands (TI-DPO).
+"""Row group "anchor": each pair's prompt with a response sampled from the policy as it stands (TI-DPO).
 
 What is sampled follows from the seed, the optimiser step, the pair and the policy alone. How pairs are cut into
 micro-batches and ranks, and a resumption in between, move the logits by rounding and change no random number.
@@ -19,11 +19,11 @@ from attnpo.schema import PreferenceBatch, RowGroup, Sampling, UserError, digest
 
 @runtime_checkable
 class AnchoredObjective(Protocol):
-    """An objective that reads the group "anchor" and says how it is sampled."""
+    """Objective that reads the group "anchor" and says how it is sampled."""
 
     @property
     def anchor(self) -> Sampling:
-        """Decoding settings, the seed included."""
+        """Returns decoding settings, the seed included."""
 
 
 @dataclass(frozen=True)

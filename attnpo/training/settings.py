@@ -32,7 +32,7 @@ DIRECTIONS = {
 
 
 def direction(monitor: str) -> str | None:
-    """ "min" or "max" for a validation metric that can only be meant one way, None for any other name."""
+    """Returns "min" or "max" for a validation metric that can only be meant one way, None for any other name."""
     split, _, name = monitor.partition("/")
     return DIRECTIONS.get(name) if split == "val" else None
 
@@ -167,12 +167,12 @@ class CallbackSettings:
 
     @property
     def direction(self) -> str:
-        """ "min" or "max": which value of ``monitor`` is the best."""
+        """Returns "min" or "max": which value of ``monitor`` is the best."""
         return self.mode or direction(self.monitor) or "min"
 
 
 def total_steps(settings: TrainerSettings, steps_per_epoch: int) -> int:
-    """Optimiser steps of the whole run."""
+    """Returns the number of optimiser steps of the whole run."""
     return settings.max_steps if settings.max_steps >= 0 else settings.max_epochs * steps_per_epoch
 
 

@@ -83,11 +83,11 @@ class FullySharded(ModelParallelStrategy):
 
 
 class VisibleGPU(CUDAAccelerator):
-    """The one GPU that each process of a node sees (srun --gpus-per-task=1): to each of them it is number 0."""
+    """One GPU that each process of a node sees (srun --gpus-per-task=1): to each of them it is number 0."""
 
     @staticmethod
     def parse_devices(devices: int | str | list[int]) -> list[int]:
-        """GPU 0, once for each of ``devices`` processes."""
+        """Returns GPU 0, once for each of ``devices`` processes."""
         return [0] * int(str(devices))
 
 

@@ -1,4 +1,4 @@
-"""How much of a source's weights arrives on the training tokens, and how much is lost on the way.
+"""Shares of a source's weights that arrive on the training tokens and that are lost on the way.
 
 Kept mass is the share of a response's absolute weights, on the source's own tokens after transforms, that arrives on
 training tokens with characters. Lost is what stands on source tokens without a partner there: cut differently by the

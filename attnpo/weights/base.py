@@ -1,4 +1,4 @@
-"""What a weight source is and what it works with. Layers are counted from 1 as in the paper (32 = last of 32)."""
+"""Base classes of weight sources. Layers are counted from 1 as in the paper (32 = last of 32)."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +31,7 @@ SomeSource = TypeVar("SomeSource", bound="WeightSource")
 
 @dataclass(frozen=True)
 class ScorerModel:
-    """A causal LM that scores training tokens; ``path`` None is the run's own model as training starts from it.
+    """Causal LM that scores training tokens; ``path`` None is the run's own model as training starts from it.
 
     ``instruction`` is added to the last user turn, after a blank line, when this scorer reads a pair. The chat format
     is the run's in any case.
@@ -106,7 +106,7 @@ class WeightSource(ABC):
 
 
 class CapturedSource(WeightSource):
-    """A source that a model is read for: captured once, stored raw, selected on every use.
+    """Source that a model is read for: captured once, stored raw, selected on every use.
 
     Without layers, as here, it has one row, under the number 0 of what belongs to no single layer.
     """
@@ -123,7 +123,7 @@ class CapturedSource(WeightSource):
 
 
 class ScoredSource(CapturedSource):
-    """A source that reads what other models make of the training tokens (``requires`` "scorers").
+    """Source that reads what other models make of the training tokens (``requires`` "scorers").
 
     ``name``: its option in the config. ``compares_whole``: whether whole distributions of two models are compared:
     vocabularies must be of one size then.
@@ -143,7 +143,7 @@ class ScoredSource(CapturedSource):
 
 
 class TextSource(WeightSource):
-    """A source whose weights each run makes anew: on the training tokens, without a model, stored by no one.
+    """Source whose weights each run makes anew: on the training tokens, without a model, stored by no one.
 
     ``name`` is the option of the config. ``neutral``: whether its weights say no more than an objective without weights
     does (equal weights).
@@ -184,7 +184,7 @@ Uncaptured = TextSource  # the name of before 0.2.0
 
 
 class OnlineSource(TextSource):
-    """A source that weighs each batch from what the training step computes; equal weights until then.
+    """Source that weighs each batch from what the training step computes; equal weights until then.
 
     ``statistics``: what it reads of ``TokenStats`` beside the log-probabilities, named as in an objective's
     ``requires``.
@@ -214,8 +214,9 @@ def equal_weights(encoded: EncodedResponse) -> Float[Tensor, " m"]:
 
 
 def online_reads(source: WeightSource) -> frozenset[str]:
-    """Returns what a run computes for ``source`` in every step, named as in an objective's ``requires``; empty if not
-    online.
+    """Returns what a run computes for ``source`` in every step, named as in an objective's ``requires``.
+
+    Empty if not online.
 
     "reference" among it: the log-probabilities of the frozen reference.
     """

@@ -78,7 +78,7 @@ def reference_key(
 
 @dataclass(frozen=True)
 class Unreadable(PairWeights):
-    """A pair that the judge cannot be shown: no rounds, but why.
+    """Pair that the judge cannot be shown: no rounds, but why.
 
     ``reason`` is in words that fit every such pair, ``story`` is about this one.
     """
@@ -182,7 +182,7 @@ def unreadable_pairs(table: Table, pair_ids: Sequence[str]) -> dict[str, Unreada
 
 
 def estimate_bytes(tokens: int, rows: int) -> int:
-    """Upper bound of the disk space of rows on ``tokens`` source tokens (summed over rounds and sides).
+    """Returns the upper bound of the disk space of rows on ``tokens`` source tokens (summed over rounds and sides).
 
     4 bytes per row (a layer, or one head of a layer) and 12 for a token's id and character range; compression comes
     on top.
@@ -192,7 +192,7 @@ def estimate_bytes(tokens: int, rows: int) -> int:
 
 @dataclass(frozen=True)
 class CaptureReport:
-    """What ``ensure_captured`` did: pairs found, pairs computed, seconds, and why nothing was found if so.
+    """Report of ``ensure_captured``: pairs found, pairs computed, seconds, and why nothing was found if so.
 
     ``difference`` names the first key part that differs from the most similar stored table; None on a full hit.
     """
@@ -216,7 +216,7 @@ def ensure_captured(
     verdicts: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Mapping[str, PairWeights], CaptureReport]:
-    """Captured weights by pair id, computing what the store lacks.
+    """Returns captured weights by pair id, computing what the store lacks.
 
     Missing pairs are captured ``chunk_pairs`` at a time (fewer when they have very many rows) and stored chunk by
     chunk, so an interrupted run goes on where it stopped. Pairs that the judge cannot be shown are stored as
@@ -355,8 +355,9 @@ def pack_traces(pair: PairWeights) -> dict[str, Cell] | None:
 
 
 def unpack(stored: Mapping[str, Mapping[str, Cell]], layers: Sequence[Row]) -> dict[str, PairWeights]:
-    """Returns the pairs whose columns ``stored`` has by pair id: tokens, ``layers`` and, where they were read, verdicts
-    and traces. Their tensors are parts of common ones.
+    """Returns the pairs whose columns ``stored`` has by pair id.
+
+    Tokens, ``layers`` and, where they were read, verdicts and traces. Their tensors are parts of common ones.
 
     UserError for columns that do not belong together.
     """

@@ -43,7 +43,7 @@ class Mode(Enum):
 
 @dataclass(frozen=True)
 class Removal:
-    """What is removed and what it is compared with.
+    """Removed tokens, and what they are compared with.
 
     ``shares`` of a response's tokens, rounded to whole tokens, at least one. ``draws`` random removals per share are
     averaged; they are keyed by (seed, pair id, side, draw), so that weights which take from the same places meet the
@@ -67,7 +67,7 @@ class Removal:
 
 @dataclass(frozen=True)
 class Ranking:
-    """The tokens of one response that hold characters of it, by these characters, and the weight of each."""
+    """Tokens of one response that hold characters of it, by these characters, and the weight of each."""
 
     offsets: tuple[Range, ...]
     weights: tuple[float, ...]
@@ -99,7 +99,7 @@ class Measured:
     prompts: int
 
     def fall(self, name: str, share: float) -> Array:
-        """By how much the log-odds fall without the top-weighted tokens."""
+        """Returns by how much the log-odds fall without the top-weighted tokens."""
         return np.asarray(self.full - self.changes[name][Mode.REMOVE, share].top)
 
     def advantage(self, name: str, mode: Mode, share: float) -> Array:
@@ -113,7 +113,10 @@ class Measured:
         return -more if mode is Mode.REMOVE else more
 
     def scores(self, name: str) -> Array:
-        """Mean over shares of the advantage under removal, per pair; layers are chosen by its mean over pairs."""
+        """Returns the mean over shares of the advantage under removal, per pair.
+
+        Layers are chosen by its mean over pairs.
+        """
         shares = [share for mode, share in self.changes[name] if mode is Mode.REMOVE]
         return np.asarray(np.mean([self.advantage(name, Mode.REMOVE, share) for share in shares], axis=0))
 
@@ -162,7 +165,7 @@ def bins_of(tokens: int) -> list[int]:
 
 
 def matched_tokens(chosen: set[int], tokens: int, draw: Random) -> set[int]:
-    """Random places of ``tokens``: in every bin of relative position as many as ``chosen`` has there."""
+    """Returns random places of ``tokens``: in every bin of relative position as many as ``chosen`` has there."""
     bins = bins_of(tokens)
     wanted = Counter(bins[place] for place in chosen)
     order = sorted(range(tokens), key=[draw.random() for _ in range(tokens)].__getitem__)
@@ -175,7 +178,7 @@ def matched_tokens(chosen: set[int], tokens: int, draw: Random) -> set[int]:
 
 
 def remaining_text(text: str, offsets: Sequence[Range], kept: set[int]) -> str:
-    """``text`` with the characters of the ``kept`` tokens alone, and the blanks between neighbours that both stay.
+    """Returns ``text`` with the characters of the ``kept`` tokens alone, and the blanks between kept neighbours.
 
     Where tokens are gone, one run of blanks joins what is left if there was any blank: the run before the gap or the
     one after it, whichever breaks a line, else a single space; so words neither merge nor drift apart. Characters
@@ -325,7 +328,7 @@ def _margins(
     prompts: PromptBuilder,
     progress: Callable[[int, int], None] | None,
 ) -> Float[np.ndarray, " prompts"]:
-    """Log-odds of the chosen answer's label per prompt, NaN where its text cannot be shown."""
+    """Returns log-odds of the chosen answer's label per prompt, NaN where its text cannot be shown."""
     margins = np.full(len(asked), np.nan)
     rest, done = iter(enumerate(asked)), 0
     while batch := list(islice(rest, _AT_ONCE)):

@@ -107,7 +107,7 @@ def _mean(rounds: Sequence[Floats]) -> Floats:
 
 
 def _normalize(weights: Floats, rows: _Rows) -> Floats:
-    """``postprocess.normalize`` of each row."""
+    """Returns ``postprocess.normalize`` of each row."""
     high = np.maximum.reduceat(weights, rows.starts)
     flat = high == 0
     scaled = weights / np.where(flat, 1.0, high)[rows.owner]
@@ -116,7 +116,7 @@ def _normalize(weights: Floats, rows: _Rows) -> Floats:
 
 
 def _fix_sink(weights: Floats, rows: _Rows, first: int, least: int) -> Floats:
-    """``postprocess.fix_sink`` of each row."""
+    """Returns ``postprocess.fix_sink`` of each row."""
     long = rows.counts >= least
     if first <= 0 or not long.any():
         return weights
@@ -141,7 +141,7 @@ class Landed(NamedTuple):
 
     @property
     def coverage(self) -> float:
-        """Share of the tokens that had to get a partner and did."""
+        """Returns the share of the tokens that had to get a partner and did."""
         return self.partnered / self.content if self.content else 1.0
 
 
@@ -151,7 +151,7 @@ def carry(
     method: AlignMethod,
     end_is_mean: bool,
 ) -> list[Landed | None]:
-    """Weights on the training tokens of responses whose tokens begin alike on both sides, to the end of the shorter.
+    """Returns weights on the training tokens of responses whose tokens are alike to the end of the shorter side.
 
     Of each response: its tokens and their type, their weights, and about which of them something was said (None: all).
     Tokens without a character get 1/n of n source tokens if ``end_is_mean``, else 0.

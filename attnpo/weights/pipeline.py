@@ -338,7 +338,10 @@ def raw_weights(
     *,
     layers: tuple[Row, ...] = (),
 ) -> dict[str, Float[Tensor, " _"]]:
-    """By side, what was captured: the mean over its rounds on the training tokens, before any post-processing."""
+    """Returns by side, what was captured.
+
+    The mean over its rounds on the training tokens, before any post-processing.
+    """
     found = {}
     for side in SIDES:
         rows, _ = _same_tokens([item.side(side) for item in source.select(captured, layers).rounds])
@@ -527,7 +530,7 @@ def _align(
     target_offsets: Ranges,
     method: AlignMethod,
 ) -> Aligned:
-    """``weights``, which stand on the tokens of ``source``, on the target's."""
+    """Returns ``weights``, which stand on the tokens of ``source``, on the target's."""
     return align(source.token_ids, source.offsets, weights, target_ids, target_offsets, method)
 
 

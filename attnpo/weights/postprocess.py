@@ -16,7 +16,7 @@ from attnpo.schema import Kind, UserError, check_least
 
 
 class RoundOrder(Enum):
-    """What comes first when the two judge rounds are combined.
+    """Order of averaging and normalising when the two judge rounds are combined.
 
     The paper's text averages the raw rows and normalises the mean; the authors' code normalises each round first.
     They differ whenever the rounds put different mass on the response.
@@ -27,14 +27,14 @@ class RoundOrder(Enum):
 
 
 class EndToken(Enum):
-    """The weight of training tokens without a character of the response (end of turn): 0, or 1/|y|."""
+    """Weight of training tokens without a character of the response (end of turn): 0, or 1/|y|."""
 
     ZERO = "zero"
     MEAN = "mean"
 
 
 def normalize(weights: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """``weights`` divided by their sum; uniform when the sum is 0."""
+    """Returns ``weights`` divided by their sum; uniform when the sum is 0."""
     if is_flat(weights):
         return torch.full_like(weights, 1.0 / max(1, weights.numel()))
     scaled = weights / weights.max()  # first by the largest: neither a huge nor a subnormal sum can spoil the quotient
@@ -59,7 +59,7 @@ def combine(rounds: Sequence[Float[Tensor, " n"]], order: RoundOrder) -> Float[T
 
 
 def fix_sink(weights: Float[Tensor, " n"], first: int = 1, min_length: int = 5) -> Float[Tensor, " n"]:
-    """``weights`` with the first ``first`` of them set to the mean and the others rescaled; the total is kept.
+    """Returns ``weights`` with the first ``first`` of them set to the mean and the others rescaled; the total is kept.
 
     Rows shorter than ``min_length`` stay as they are (the paper: K = 1, K' = 5).
     Differs from the authors' code when the other weights are all 0: they then share the remaining mass equally,
@@ -78,7 +78,7 @@ def fix_sink(weights: Float[Tensor, " n"], first: int = 1, min_length: int = 5) 
 
 @dataclass(frozen=True)
 class Postprocess:
-    """How the raw rows of a response become its distribution.
+    """Rules by which the raw rows of a response become its distribution.
 
     ``sink_tokens`` (K) 0 keeps the sink; ``sink_min_length`` is K'. ``end_token`` is applied after alignment.
     """
@@ -143,14 +143,17 @@ def require_distribution(kind: Kind, signed: bool) -> None:
 
 
 def effective_number(weights: Float[Tensor, " m"]) -> float:
-    """1 / sum a^2 with a = |w| / sum |w|: m for uniform weights, 1 for a single token, 0 for a row without mass."""
+    """Returns 1 / sum a^2 with a = |w| / sum |w|.
+
+    That is m for uniform weights, 1 for a single token, 0 for a row without mass.
+    """
     shares = shares_of(weights)
     square = float(shares.square().sum())
     return 1.0 / square if square > 0 else 0.0
 
 
 def shares_of(weights: Float[Tensor, " m"]) -> Float[Tensor, " m"]:
-    """|w| / sum |w| in float64; zeros for a row without mass."""
+    """Returns |w| / sum |w| in float64; zeros for a row without mass."""
     size = weights.double().abs()
     total = size.sum()
     return size / total if float(total) > 0 else torch.zeros_like(size)

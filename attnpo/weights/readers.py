@@ -55,7 +55,7 @@ class AnswerStatistics:
 
     @property
     def parse_rate(self) -> float:
-        """Share of the answers with at least one usable part; 0 without answers."""
+        """Returns the share of the answers with at least one usable part; 0 without answers."""
         return self.parsed / max(1, self.answers)
 
     def numbers(self) -> dict[str, object]:
@@ -104,7 +104,7 @@ BATCHES_AT_ONCE = 4
 
 
 class RunVerbalizer(WeightReader):
-    """A verbalizer that is described cheaply and loaded only when an answer is missing.
+    """Verbalizer that is described cheaply and loaded only when an answer is missing.
 
     Args:
         verbalizer: the component.
@@ -158,7 +158,10 @@ class RunVerbalizer(WeightReader):
         return self._store.table(ANSWERS, self.fingerprint())
 
     def load(self, device: torch.device) -> LoadedVerbalizer:
-        """Generator, questions and decoding for capturing; the model is loaded when the first answer is missing."""
+        """Returns generator, questions and decoding for capturing.
+
+        The model is loaded when the first answer is missing.
+        """
         at_once = BATCHES_AT_ONCE * self.settings.batch_size
         generator = StoredAnswers(self._answers(), lambda: self._generator(device), at_once)
         return LoadedVerbalizer(generator, self.questions, self.settings.sampling)
@@ -202,7 +205,7 @@ def stored_answers(table: Table, keys: Sequence[str]) -> dict[str, str]:
 
 
 class StoredAnswers:
-    """A generator that keeps its answers in a table and asks ``make``'s generator for missing ones only.
+    """Generator that keeps its answers in a table and asks ``make``'s generator for missing ones only.
 
     Equal prompts get one answer. ``make`` is called at most once. Answers are stored, and their number is logged,
     whenever there are ``at_once`` of them: an interruption loses no more.
@@ -236,7 +239,7 @@ class StoredAnswers:
 
 
 class RunReward(AttentionReader):
-    """A reward model that is described cheaply and loaded at most once.
+    """Reward model that is described cheaply and loaded at most once.
 
     Args:
         source: the weights that name it. UserError when they name none, and for a tokenizer without characters.
@@ -259,7 +262,10 @@ class RunReward(AttentionReader):
 
     @property
     def num_layers(self) -> Depth:
-        """Depth, with the layers that have attention, from its config alone; UserError when none can be read."""
+        """Returns the depth, with the layers that have attention, from its config alone.
+
+        UserError when none can be read.
+        """
         found = described(self.path, self.revision)
         if found.mapped or not found.layers:
             raise UserError(
@@ -277,7 +283,7 @@ class RunReward(AttentionReader):
         return self.chat.fingerprint()
 
     def load(self, device: torch.device) -> LoadedReward:
-        """Model and conversations for capturing; loads the model onto ``device``."""
+        """Returns model and conversations for capturing; loads the model onto ``device``."""
         model = load_model(self.path, dtype=self.settings.dtype, revision=self.revision, reward=True)
         model.to(device)  # type: ignore[arg-type]
         reader = RewardModel(model, token_budget=self.settings.token_budget, kernel=self.kernel)

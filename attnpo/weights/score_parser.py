@@ -24,13 +24,13 @@ class ScoredSpan:
 
 @dataclass(frozen=True)
 class Reading:
-    """What could be used of one answer: spans in order, and what could not, counted by reason."""
+    """Usable spans of one answer in order, and what could not be used, counted by reason."""
 
     spans: list[ScoredSpan]
     problems: Counter[str] = field(default_factory=Counter)
 
     def covered(self, length: int) -> float:
-        """Share of the response's ``length`` characters with a score."""
+        """Returns the share of the response's ``length`` characters with a score."""
         return sum(span.end - span.start for span in self.spans) / max(1, length)
 
 

@@ -37,7 +37,7 @@ class WeightRow:
 
 @runtime_checkable
 class WeightTransform(Protocol):
-    """A change of a row; ``fit`` gives the transform that has seen the training rows (itself, if it needs none)."""
+    """Change of a row; ``fit`` gives the transform that has seen the training rows (itself, if it needs none)."""
 
     @property
     def needs_fit(self) -> bool:
@@ -71,7 +71,7 @@ def _generator(seed: int, row: WeightRow) -> torch.Generator:
 
 
 def _same_total(new: Float[Tensor, " n"], old: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """``new`` rescaled to the sum of ``old``; uniform when ``new`` holds nothing."""
+    """Returns ``new`` rescaled to the sum of ``old``; uniform when ``new`` holds nothing."""
     total = new.sum()
     if total == 0:
         return torch.full_like(old, float(old.sum()) / max(1, old.numel()))
@@ -91,7 +91,7 @@ class UniformOnSupport(_Pure):
 
 @dataclass(frozen=True)
 class Shuffled(_Pure):
-    """The same weights on randomly exchanged tokens: keeps sharpness and length, destroys placement."""
+    """Same weights on randomly exchanged tokens: keeps sharpness and length, destroys placement."""
 
     seed: int = 0
 
@@ -104,7 +104,7 @@ class Shuffled(_Pure):
 
 @dataclass(frozen=True)
 class Inverse(_Pure):
-    """The largest weight where the smallest was and so on: keeps the multiset, turns the order of tokens round.
+    """Largest weight where the smallest was and so on: keeps the multiset, turns the order of tokens round.
 
     Equal weights are ordered at random, by (seed, pair id, side): by place they would hand the largest weights to the
     first of the tokens that had none.
@@ -184,7 +184,7 @@ class Sharpness(_Pure):
 
 @dataclass(frozen=True)
 class OneSide(_Pure):
-    """The weights on one side of the pair, the mean on the other: which response do they matter on?"""
+    """Weights on one side of the pair, the mean on the other: which response do they matter on?"""
 
     side: str = "chosen"
 
@@ -284,7 +284,7 @@ def _pair_id(item: tuple[str, Float[Tensor, " _"]]) -> str:
 
 @dataclass(frozen=True)
 class PositionProfile:
-    """The training set's mean mass per relative position (``bins`` of them): are the weights a rule of position?"""
+    """Training set's mean mass per relative position (``bins`` of them): are the weights a rule of position?"""
 
     bins: int = 20
     profile: tuple[float, ...] = field(default=(), init=False, repr=False)
@@ -310,7 +310,7 @@ class PositionProfile:
 
 @dataclass(frozen=True)
 class TokenProfile:
-    """The training set's mean of ``n * w`` per token id: are the weights a list of words?
+    """Training set's mean of ``n * w`` per token id: are the weights a list of words?
 
     Ids never seen count 1, the mean of all. With ``position`` the word's factor is multiplied by the position profile.
     """

@@ -31,7 +31,7 @@ SLOTS = ("question", "answer")
 
 @dataclass(frozen=True)
 class ScoreTemplate:
-    """A user message with {question} and {answer}, each exactly once, and the system message before it, if any."""
+    """User message with {question} and {answer}, each exactly once, and the system message before it, if any."""
 
     user: str
     system: str | None = None
@@ -121,7 +121,7 @@ class ScoreQuestions:
         return [token for token, _ in held], [place for _, place in held]
 
     def fingerprint(self) -> dict[str, object]:
-        """Wording, room, and the tokens of both sides."""
+        """Returns wording, room, and the tokens of both sides."""
         return {
             "wording": digest([self.template.system, self.template.user]),
             "room": self.room,

@@ -54,7 +54,7 @@ Prompts = Sequence[Sequence[int]]
 
 
 def judge_prompts(options: Namespace) -> list[list[int]]:
-    """The prompts of all pairs, two for each; lengths of what a pair brings vary by a tenth to either side."""
+    """Returns the prompts of all pairs, two for each; lengths of what a pair brings vary by a tenth to either side."""
     rng = random.Random(options.seed)
 
     def ids(count: int) -> list[int]:
@@ -74,7 +74,7 @@ def judge_prompts(options: Namespace) -> list[list[int]]:
 
 
 def authors(model: PreTrainedModel, prompts: Prompts) -> list[Tensor]:
-    """The last row of every layer's head mean [layers T] for every prompt, by way of whole maps."""
+    """Returns the last row of every layer's head mean [layers T] for every prompt, by way of whole maps."""
     rows = []
     with torch.no_grad():
         for prompt in prompts:
@@ -87,7 +87,7 @@ def authors(model: PreTrainedModel, prompts: Prompts) -> list[Tensor]:
 
 
 def reads(judge: CausalJudge) -> dict[str, Callable[[Prompts], list[JudgeReading]]]:
-    """What is asked of our judge, by its name in the table."""
+    """Returns what is asked of our judge, by its name in the table."""
     every = range(1, judge.num_layers + 1)
     return {
         LAST: lambda prompts: judge.read(prompts, layers=(judge.num_layers,), label_ids=LABELS),
@@ -97,7 +97,7 @@ def reads(judge: CausalJudge) -> dict[str, Callable[[Prompts], list[JudgeReading
 
 
 def require_same_rows(found: Sequence[JudgeReading], expected: Sequence[Tensor], layers: Sequence[int]) -> float:
-    """The largest difference of rows of 1-based ``layers``. Raises ``SystemExit`` above the bound."""
+    """Returns the largest difference of rows of 1-based ``layers``. Raises ``SystemExit`` above the bound."""
     picked = [layer - 1 for layer in layers]
     gaps = [float((one.rows - other[picked]).abs().max()) for one, other in zip(found, expected, strict=True)]
     if not max(gaps) <= SAME_ROWS:
@@ -131,14 +131,14 @@ def measure(options: Namespace) -> tuple[Times, dict[str, int], float]:
 
 
 def rollout_growth(options: Namespace) -> tuple[list[int], float]:
-    """Peak bytes of a rollout at each length, and the exponent in the length."""
+    """Returns peak bytes of a rollout at each length, and the exponent in the length."""
     shape = Namespace(lengths=options.lengths, layers=4, width=options.rollout_width, heads=8)
     sizes = peaks(readings(made("causal", shape))["rollout"], options.lengths)
     return sizes, slope(options.lengths, sizes)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0; prints the tables."""
+    """Prints the tables; returns 0."""
     parser = new_parser(__doc__, rounds=5)
     add_shape(parser, layers=8)
     parser.add_argument("--pairs", type=int, default=4, help="pairs per time, two prompts each")

@@ -118,7 +118,7 @@ def first_line(error: BaseException) -> str:
 
 
 def in_gib(size: int | None) -> str:
-    """Bytes as a cell."""
+    """Returns bytes as a cell."""
     return "needs CUDA" if size is None else f"{size / GIB:.3g}"
 
 
@@ -297,7 +297,7 @@ def run_judge(options: Namespace) -> int:
 
 
 def reset_peak(device: torch.device) -> int | None:
-    """Bytes allocated on a GPU, whose peak starts anew; None on a CPU."""
+    """Returns bytes allocated on a GPU, whose peak starts anew; None on a CPU."""
     if device.type != "cuda":
         return None
     torch.cuda.empty_cache()
@@ -465,7 +465,7 @@ def is_finished(command: Sequence[str], limit: float) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0, or 1 when a test or a whole part failed; prints the tables."""
+    """Returns 0, or 1 when a test or a whole part failed; prints the tables."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = new_parser(__doc__, rounds=2)
     add_trl(parser)

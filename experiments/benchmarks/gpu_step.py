@@ -1,4 +1,4 @@
-"""An optimiser step at the size of Llama-3-8B, in one setting after the other: what ``gpu.py`` times on a card.
+"""Optimiser step at the size of Llama-3-8B, in one setting after the other: what ``gpu.py`` times on a card.
 
 Random weights, uniform token weights, and the policy's own log-probabilities as those of the reference: what a step
 with a stored reference costs. Nobody is timed before it is shown to compute the same as padded rows: a layout by the
@@ -91,14 +91,14 @@ DEFAULT = [
 
 
 class Refused(Exception):
-    """A setting that the model cannot take, or whose numbers are others."""
+    """Setting that the model cannot take, or whose numbers are others."""
 
 
 # ------------------------------------------------------------------------------------------------ one step
 
 
 def cut(pairs: Sequence[Pair], layout: str, tokens: int) -> list[list[Pair]]:
-    """Micro-batches of at most ``tokens`` tokens, pairs of like length together, as training cuts a step."""
+    """Returns micro-batches of at most ``tokens`` tokens, pairs of like length together, as training cuts a step."""
     cost = COSTS[layout]
     sized = [(cost.of([(pair.prompt, row) for row in pair.rows]), pair) for pair in pairs]
     sized.sort(key=lambda each: -each[0])
@@ -108,7 +108,7 @@ def cut(pairs: Sequence[Pair], layout: str, tokens: int) -> list[list[Pair]]:
 
 
 def batch_of(pairs: Sequence[Pair], layout: Layout, step_pairs: int) -> PreferenceBatch:
-    """A micro-batch with uniform weights and without reference."""
+    """Returns a micro-batch with uniform weights and without reference."""
     sides = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
     prompts = [pair.prompt for pair in pairs] * 2
     inputs, ids, mask = layout(list(zip(prompts, sides, strict=True)), PAD)
@@ -119,7 +119,7 @@ def batch_of(pairs: Sequence[Pair], layout: Layout, step_pairs: int) -> Preferen
 
 
 def count_attended(pairs: Sequence[Pair], layout: str) -> int:
-    """Pairs of query and key that causal attention over a micro-batch computes."""
+    """Returns pairs of query and key that causal attention over a micro-batch computes."""
     branches = [len(pair.prompt) + len(row) for pair in pairs for row in pair.rows]
     if layout == "padded":
         return len(branches) * causal(max(branches))
@@ -141,7 +141,7 @@ class Step:
 
     @property
     def sizes(self) -> list[int]:
-        """Tokens that each micro-batch sends through the model, padding included."""
+        """Returns tokens that each micro-batch sends through the model, padding included."""
         return [batch.main.inputs.input_ids.numel() for batch in self.batches if batch.main.inputs is not None]
 
     def run(self) -> float:
@@ -162,7 +162,10 @@ class Step:
 
 
 def stats_of(policy: ScoredLM, batch: PreferenceBatch) -> TokenStats:
-    """Log-probabilities of a micro-batch as training asks for them: in half precision under autocast (bf16-mixed)."""
+    """Returns log-probabilities of a micro-batch as training asks for them.
+
+    In half precision under autocast (bf16-mixed).
+    """
     rows, half = batch.main, policy.model.dtype == torch.bfloat16
     kind = rows.response_ids.device.type
     with torch.autocast(kind, torch.bfloat16, enabled=half, cache_enabled=False):  # as Lightning's
@@ -317,7 +320,10 @@ class Bench:
         return self.optimizers[method]
 
     def _logps(self, layout: Layout) -> Tensor:
-        """Log-probabilities of the probe's response tokens; with a graph, as compiled blocks are run in training."""
+        """Returns log-probabilities of the probe's response tokens.
+
+        With a graph, as compiled blocks are run in training.
+        """
         attend_as_before(self.policy.model)
         batch = batch_of(self.probe, layout, len(self.probe)).to(self.device)
         return stats_of(self.policy, batch).logps.detach()[batch.main.response_mask].float()

@@ -1,4 +1,4 @@
-"""What the benchmarks share: competitors run in turn, medians, ratios, bars, peak memory, results as JSON and tables.
+"""Shared parts of the benchmarks: competitors in turn, medians, ratios, bars, peak memory, results as JSON and tables.
 
     python -m experiments.benchmarks.harness RESULT.json ...
 
@@ -45,7 +45,7 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def interleaved(competitors: Competitors, rounds: int) -> Times:
-    """The times of so many rounds over all competitors in turn, the order rotated by one in each.
+    """Returns the times of so many rounds over all competitors in turn, the order rotated by one in each.
 
     A round more is run before these and thrown away: it pays for what is made once.
     """
@@ -62,12 +62,14 @@ def interleaved(competitors: Competitors, rounds: int) -> Times:
 
 
 def median(times: Times, name: str) -> float:
-    """The median of a competitor's seconds."""
+    """Returns the median of a competitor's seconds."""
     return statistics.median(times[name])
 
 
 def ratio(times: Times, above: str, below: str) -> float | None:
-    """The median over the rounds of one competitor's seconds over another's; None where one of them did not run.
+    """Returns the median over the rounds of one competitor's seconds over another's.
+
+    None where one of them did not run.
 
     Taken within each round: both had the same machine then.
     """
@@ -85,7 +87,10 @@ def say(line: str) -> None:
 
 
 def peak(work: Callable[[], object]) -> int:
-    """Bytes that ``work`` holds at its peak beyond what it found, allocations inside kernels included; CPU only."""
+    """Returns bytes that ``work`` holds at its peak beyond what it found, allocations inside kernels included.
+
+    CPU only.
+    """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences the profiler
     from torch.profiler import ProfilerActivity, profile
 
@@ -97,7 +102,7 @@ def peak(work: Callable[[], object]) -> int:
 
 
 def profiled(work: Callable[[], object], rows: int = 12) -> str:
-    """A table of the operators that take most of the CPU's time in ``work``, their own time alone."""
+    """Returns a table of the operators that take most of the CPU's time in ``work``, their own time alone."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from torch.profiler import ProfilerActivity, profile
 
@@ -113,7 +118,7 @@ def profiled(work: Callable[[], object], rows: int = 12) -> str:
 
 
 def slope(values: Sequence[float], sizes: Sequence[float]) -> float:
-    """The least-squares slope of log size over log value: the exponent of the growth."""
+    """Returns the least-squares slope of log size over log value: the exponent of the growth."""
     xs, ys = [math.log(value) for value in values], [math.log(size) for size in sizes]
     mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
     return sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / sum((x - mean_x) ** 2 for x in xs)
@@ -124,7 +129,7 @@ def slope(values: Sequence[float], sizes: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Bar:
-    """What was asked for beside what was measured; ``at_least`` or else at most.
+    """Bar beside what was measured; ``at_least`` or else at most.
 
     ``measured`` None: it was not, and ``why`` says the reason.
     """
@@ -138,13 +143,13 @@ class Bar:
 
     @property
     def met(self) -> bool | None:
-        """Whether the bar is met; None where nothing was measured."""
+        """Returns whether the bar is met; None where nothing was measured."""
         if self.measured is None:
             return None
         return self.measured >= self.bound if self.at_least else self.measured <= self.bound
 
     def row(self) -> tuple[str, str, str, str]:
-        """The bar as a line of ``bars_table``."""
+        """Returns the bar as a line of ``bars_table``."""
         bound = f"{'>=' if self.at_least else '<='} {self.bound:g}{self.unit}"
         if self.measured is None:
             return self.what, bound, "not measured", self.why
@@ -152,18 +157,18 @@ class Bar:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A markdown table; the first column is text, the others are numbers."""
+    """Returns a markdown table; the first column is text, the others are numbers."""
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def bars_table(bars: Sequence[Bar]) -> str:
-    """The bars as a markdown table."""
+    """Returns the bars as a markdown table."""
     return table(("what", "bar", "measured", "met"), [bar.row() for bar in bars])
 
 
 def times_rows(times: Times, base: str) -> list[list[str]]:
-    """Per competitor its name, the median of its seconds with least and most, and its time relative to ``base``."""
+    """Returns each competitor's name, its median seconds with least and most, and its time relative to ``base``."""
     rows = []
     for name, seconds in times.items():
         relative = ratio(times, name, base)
@@ -182,7 +187,7 @@ def versions() -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """What the times were taken on."""
+    """Returns what the times were taken on."""
     import torch
 
     return {
@@ -203,7 +208,7 @@ def commit() -> str | None:
 
 
 def new_parser(text: str | None, *, rounds: int) -> ArgumentParser:
-    """A parser with the options that every benchmark has; ``text`` is the benchmark's docstring."""
+    """Returns a parser with the options that every benchmark has; ``text`` is the benchmark's docstring."""
     parser = ArgumentParser(description=text, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=rounds, help="rounds over all competitors that count")
     parser.add_argument("--threads", type=int, help="CPU threads of every process; torch's own choice if not given")
@@ -215,7 +220,7 @@ def new_parser(text: str | None, *, rounds: int) -> ArgumentParser:
 
 
 def parsed(parser: ArgumentParser, arguments: Sequence[str] | None) -> Namespace:
-    """The options; from here on torch runs on as many threads as they say."""
+    """Returns the options; from here on torch runs on as many threads as they say."""
     import torch
 
     options = parser.parse_args(arguments)
@@ -271,7 +276,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 class Sheet:
-    """A part of a benchmark as a table that is printed, and saved, row by row, so that a cut-off part keeps its rows.
+    """Part of a benchmark as a table that is printed, and saved, row by row, so that a cut-off part keeps its rows.
 
     The file holds parts by name; this one takes the place of what stood there under its own.
     """
@@ -320,7 +325,7 @@ def saved_parts(path: Path) -> dict[str, Any]:
 
 
 class Worker:
-    """A process that does what it is asked, one JSON line for each request and answer; the other end is ``serve``.
+    """Process that does what it is asked, one JSON line for each request and answer; the other end is ``serve``.
 
     A context: it is gone when the context is left.
     """
@@ -347,7 +352,7 @@ class Worker:
         self._process.stdout.close()
 
     def ask(self, request: str, **details: Any) -> Any:
-        """What the worker answers to a request. Raises ``RuntimeError`` when it ended instead."""
+        """Returns what the worker answers to a request. Raises ``RuntimeError`` when it ended instead."""
         assert self._process.stdin is not None and self._process.stdout is not None
         with suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps({"request": request, **details}) + "\n")
@@ -371,7 +376,7 @@ def serve(handlers: Mapping[str, Callable[..., Any]]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0; prints the bars of all results given."""
+    """Prints the bars of all results given; returns 0."""
     parser = ArgumentParser(description="The bars of several results in one table.")
     parser.add_argument("results", type=Path, nargs="+", metavar="RESULT.json")
     bars = []

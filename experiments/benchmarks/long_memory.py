@@ -1,4 +1,4 @@
-"""What training on pairs of 8k and 16k tokens needs on each GPU, by the estimate: no weights, no GPU, nothing is run.
+"""Estimated memory of training on pairs of 8k and 16k tokens on each GPU: no weights, no GPU, nothing is run.
 
     python -m experiments.benchmarks.long_memory
 
@@ -42,19 +42,19 @@ HEAD = ("lengths, hardware, method", "GiB on each GPU", "GiB of the judge pass",
 
 @dataclass(frozen=True)
 class Recipe(Planned):
-    """What of a composed recipe says how much memory its training and its judge pass take."""
+    """Parts of a composed recipe that decide the memory of its training and its judge pass."""
 
     judge: Judge
 
 
 def recipe(length: str, hardware: str, method: str) -> Recipe:
-    """A recipe as a user composes it."""
+    """Returns a recipe as a user composes it."""
     words = ["setting=llama3_8b_base_sft", f"hardware={hardware}", f"lengths={length}", *METHODS[method]]
     return part(compose("fit", words), Recipe)
 
 
 def decide(made: Recipe, capacity: int) -> tuple[ModelSpec, MemoryEstimate]:
-    """What a recipe's ``auto`` becomes on devices of so many bytes, and the estimate of that."""
+    """Returns what a recipe's ``auto`` becomes on devices of so many bytes, and the estimate of that."""
     choices, plan = made.model.choices(), footprint(made)
     estimates = [plan.estimate(SHAPE, choice, plan.least) for choice in choices]
     place, _ = chosen(estimates, capacity)
@@ -62,7 +62,7 @@ def decide(made: Recipe, capacity: int) -> tuple[ModelSpec, MemoryEstimate]:
 
 
 def rows() -> Iterator[list[str]]:
-    """The table's rows."""
+    """Returns the table's rows."""
     for length in LENGTHS:
         for hardware, size in CAPACITY.items():
             capacity, whole_fits = int(size * GIB), True

@@ -1,4 +1,4 @@
-"""A whole AttentionPO run against plain DPO with TRL: whole processes on the same data, model and effective batch.
+"""Whole AttentionPO run against plain DPO with TRL: whole processes on the same data, model and effective batch.
 
     make trl                                      the environment of TRL, once; without it its rows are left out
     python -m experiments.benchmarks.pipeline [--short] [--pairs 64] [--override KEY=VALUE ...] [--json FILE]
@@ -83,7 +83,7 @@ class World:
             (self.data / f"{name}.jsonl").write_text(lines, encoding="utf-8")
 
     def tokens(self) -> list[int]:
-        """Tokens of all prompts, chosen and rejected responses, as our training makes them."""
+        """Returns tokens of all prompts, chosen and rejected responses, as our training makes them."""
         chat = ChatFormat(load_tokenizer(self.model))
         sums = [0, 0, 0]
         for line in (self.data / "train.jsonl").read_text(encoding="utf-8").splitlines():
@@ -164,7 +164,7 @@ def require_store(what: str, *, found: int, computed: int, empty: bool) -> None:
 
 
 def row(prompt: str, chosen: str, rejected: str) -> dict[str, list[Message]]:
-    """A row of the data: two conversations that begin alike."""
+    """Returns a row of the data: two conversations that begin alike."""
     asked = Message(role="user", content=prompt)
     return {
         name: [asked, Message(role="assistant", content=answer)]
@@ -173,7 +173,7 @@ def row(prompt: str, chosen: str, rejected: str) -> dict[str, list[Message]]:
 
 
 def process(command: Sequence[str]) -> str:
-    """What a process printed. Raises ``SystemExit`` with the end of its errors when it fails."""
+    """Returns what a process printed. Raises ``SystemExit`` with the end of its errors when it fails."""
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\nended with status {done.returncode}:\n{done.stderr[-3000:]}")
@@ -181,7 +181,7 @@ def process(command: Sequence[str]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0; prints the tables."""
+    """Prints the tables; returns 0."""
     parser = new_parser(__doc__, rounds=3)
     add_shape(parser, layers=4)
     add_trl(parser)

@@ -1,4 +1,4 @@
-"""How the memory of reading a judge's attention grows with the length of the prompt.
+"""Growth of the memory of reading a judge's attention with the length of the prompt.
 
     python -m experiments.benchmarks.rollout_memory [--lengths 1024 2048 4096] [--layers 4] [--width 256] [--heads 8]
         [--dense]
@@ -36,7 +36,7 @@ KINDS: dict[str, Callable[..., PretrainedConfig]] = {
 
 
 def made(kind: str, options: argparse.Namespace, **more: Any) -> PreTrainedModel:
-    """A random model of one kind."""
+    """Returns a random model of one kind."""
     config = KINDS[kind](
         vocab_size=512,
         hidden_size=options.width,
@@ -55,7 +55,7 @@ def made(kind: str, options: argparse.Namespace, **more: Any) -> PreTrainedModel
 
 
 def readings(model: PreTrainedModel) -> dict[str, Callable[[list[int]], object]]:
-    """What is measured, by its name in the table."""
+    """Returns what is measured, by its name in the table."""
     judge = CausalJudge(model)
     every = range(1, judge.num_layers + 1)
     return {
@@ -66,13 +66,16 @@ def readings(model: PreTrainedModel) -> dict[str, Callable[[list[int]], object]]
 
 
 def orders(ids: list[int]) -> list[list[int]]:
-    """Two prompts of one length as both orders of a pair are: the same for two fifths, then the answers exchanged."""
+    """Returns two prompts of one length as both orders of a pair are.
+
+    The same for two fifths, then the answers exchanged.
+    """
     start, middle = 2 * len(ids) // 5, 7 * len(ids) // 10
     return [ids, ids[:start] + ids[middle:] + ids[start:middle]]
 
 
 def dense(model: PreTrainedModel) -> dict[str, Callable[[list[int]], object]]:
-    """The comparison: every map of every layer, as the model itself returns them."""
+    """Returns the comparison: every map of every layer, as the model itself returns them."""
 
     def maps(ids: list[int]) -> object:
         with torch.inference_mode():
@@ -82,7 +85,7 @@ def dense(model: PreTrainedModel) -> dict[str, Callable[[list[int]], object]]:
 
 
 def peaks(read: Callable[[list[int]], object], lengths: Sequence[int]) -> list[int]:
-    """Bytes that a reading of each length holds at its peak beyond the model."""
+    """Returns bytes that a reading of each length holds at its peak beyond the model."""
     prompts = [[5 + place % 500 for place in range(length)] for length in lengths]
     read(prompts[0])  # what is made once does not count
     return [peak(lambda ids=ids: read(ids)) for ids in prompts]  # type: ignore[misc]

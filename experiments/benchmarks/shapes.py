@@ -33,7 +33,7 @@ Lengths = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama in numbers; the default has a vocabulary head of 7 % of the matrix work, as Llama-3-8B has.
+    """Llama in numbers; the default has a vocabulary head of 7 % of the matrix work, as Llama-3-8B has.
 
     ``spread``: the standard deviation of its random weights.
     """
@@ -49,12 +49,15 @@ class Shape:
 
     @classmethod
     def of(cls, options: Namespace) -> "Shape":
-        """The shape that options name, in Llama-3's proportions: MLP 3.5 times as wide, 4 query heads per key head."""
+        """Returns the shape that options name, in Llama-3's proportions.
+
+        MLP 3.5 times as wide, 4 query heads per key head.
+        """
         heads, width = options.heads, options.width
         return cls(width, options.layers, heads, max(1, heads // 4), width * 7 // 2, options.vocab)
 
     def config(self) -> LlamaConfig:
-        """The shape as transformers wants it."""
+        """Returns the shape as transformers wants it."""
         return LlamaConfig(
             vocab_size=self.vocab,
             hidden_size=self.width,
@@ -71,7 +74,7 @@ class Shape:
         )
 
     def products(self) -> list[tuple[int, int]]:
-        """(inputs, outputs) of the matrix products of one layer, and last of the vocabulary head."""
+        """Returns (inputs, outputs) of the matrix products of one layer, and last of the vocabulary head."""
         keys = self.width // self.heads * self.kv_heads
         layer = [(self.width, self.width), (self.width, keys), (self.width, keys), (self.width, self.width)]
         return [
@@ -83,7 +86,7 @@ class Shape:
         ]
 
     def head_share(self) -> float:
-        """The vocabulary head's share of all matrix parameters."""
+        """Returns the vocabulary head's share of all matrix parameters."""
         *layer, head = (inputs * outputs for inputs, outputs in self.products())
         return head / (self.layers * sum(layer) + head)
 
@@ -101,13 +104,16 @@ def add_shape(parser: ArgumentParser, *, layers: int) -> None:
 
 
 def random_llama(shape: Shape, seed: int, **more: Any) -> PreTrainedModel:
-    """A random model in eval mode; ``more`` goes to ``from_config`` (dtype, attn_implementation)."""
+    """Returns a random model in eval mode; ``more`` goes to ``from_config`` (dtype, attn_implementation)."""
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(shape.config(), **more).eval()
 
 
 def word_tokenizer(vocab: int, words: Sequence[str] = (), chat_template: str | None = None) -> PreTrainedTokenizerFast:
-    """A tokenizer of so many tokens: the special ones, ``words``, and from there on ``t<id>``, parted by blanks."""
+    """Returns a tokenizer of so many tokens.
+
+    The special ones, ``words``, and from there on ``t<id>``, parted by blanks.
+    """
     known = [*SPECIALS, *dict.fromkeys(words)]
     if len(known) >= vocab:
         raise SystemExit(f"--vocab {vocab}: expected more than the {len(known)} tokens of the fixed texts")
@@ -139,17 +145,17 @@ class Pair(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """P + C + R."""
+        """Returns P + C + R."""
         return sum(self.lengths)
 
     @property
     def lengths(self) -> Lengths:
-        """P, C, R."""
+        """Returns P, C and R."""
         return len(self.prompt), len(self.chosen), len(self.rejected)
 
     @property
     def rows(self) -> tuple[list[int], list[int]]:
-        """The responses."""
+        """Returns the responses."""
         return self.chosen, self.rejected
 
 
@@ -165,7 +171,7 @@ def draw_lengths(rng: random.Random, scale: float, limit: int) -> Lengths:
 
 
 def padded_tokens(lengths: Sequence[Lengths], micro: int) -> int:
-    """Tokens of padded micro-batches of so many pairs, in the order given."""
+    """Returns tokens of padded micro-batches of so many pairs, in the order given."""
     longest = [prompt + max(chosen, rejected) for prompt, chosen, rejected in lengths]
     cut = [longest[start : start + micro] for start in range(0, len(longest), micro)]
     return sum(2 * len(part) * max(part) for part in cut)
@@ -189,7 +195,7 @@ def typical_lengths(count: int, micro: int, seed: int, *, scale: float = 1.0, li
 
 
 def make_pairs(lengths: Sequence[Lengths], vocab: int, seed: int, *, first: int = 4) -> list[Pair]:
-    """Pairs of random ids from ``first`` on, of these lengths."""
+    """Returns pairs of random ids from ``first`` on, of these lengths."""
     rng = random.Random(seed)
     pairs = []
     for sizes in lengths:
@@ -207,14 +213,14 @@ def text_of(ids: Sequence[int]) -> str:
 
 
 def causal(tokens: int) -> int:
-    """Pairs of a query and a key that it sees, in a sequence of so many tokens."""
+    """Returns pairs of a query and a key that it sees, in a sequence of so many tokens."""
     return tokens * (tokens + 1) // 2
 
 
 def step_flops(
     shape: Shape, tokens: int, scored: int, seen: int, *, trained: bool = True, recomputed: bool = False
 ) -> float:
-    """Floating-point operations of forward and backward, counted from shapes.
+    """Returns floating-point operations of forward and backward, counted from shapes.
 
     ``tokens`` go through the layers, ``scored`` through the head, and ``seen`` pairs of query and key attend. Without
     ``trained`` no weight gets a gradient (adapters do, whose own products are not counted); ``recomputed`` layers run
@@ -228,7 +234,7 @@ def step_flops(
 
 
 def floor_flops(shape: Shape, pairs: Sequence[Pair], *, trained: bool = True) -> float:
-    """Floating-point operations that one exact step on ``pairs`` cannot do without, reference log-probs at hand.
+    """Returns the least floating-point operations of one exact step on ``pairs``, reference log-probs at hand.
 
     Each token of prompt and responses once, the head on response tokens, attention causal; backward twice the forward,
     or as much as the forward where no weight is ``trained``.
@@ -239,7 +245,7 @@ def floor_flops(shape: Shape, pairs: Sequence[Pair], *, trained: bool = True) ->
 
 
 def matmul_rate(shape: Shape, tokens: int, dtype: torch.dtype, device: torch.device, repeats: int = 5) -> float:
-    """Floating-point operations per second of the model's own matrix products over so many tokens, both ways.
+    """Returns floating-point operations per second of the model's own matrix products over so many tokens, both ways.
 
     Of every product the best of ``repeats`` times counts: what bounds a step from below must not be slow by chance.
     """

@@ -1,4 +1,4 @@
-"""The start of a run on much data: seconds to the first step and resident memory, cold and warm, beside TRL's.
+"""Start of a run on much data: seconds to the first step and resident memory, cold and warm, beside TRL's.
 
     make trl                                      the environment of TRL, once; without it its rows are left out
     python -m experiments.benchmarks.start [--short] [--rows 60000] [--sample FILE --tokenizer FOLDER] [--json FILE]
@@ -101,7 +101,7 @@ def theirs(options: Namespace, folder: Path, python: Path) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0; prints the tables."""
+    """Prints the tables; returns 0."""
     parser = new_parser(__doc__, rounds=1)
     add_trl(parser)
     parser.add_argument("--rows", type=int, default=20_000, help="rows of the data")

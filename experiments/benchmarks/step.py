@@ -94,7 +94,7 @@ class Measured:
     trl: Mapping[str, Any]
 
     def plain(self) -> dict[str, Any]:
-        """The measurement for JSON."""
+        """Returns the measurement for JSON."""
         return {"seconds": self.times, "peak_bytes": self.peaks, "tokens": self.tokens, "floor_seconds": self.floor}
 
 
@@ -102,7 +102,10 @@ class Measured:
 
 
 def require_same(what: str, ours: Sequence[float], theirs: Sequence[float], bound: float) -> float:
-    """The largest relative difference of losses. Raises ``Unequal`` above ``bound``, before anything is timed."""
+    """Returns the largest relative difference of losses.
+
+    Raises ``Unequal`` above ``bound``, before anything is timed.
+    """
     gap = max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
     if not gap <= bound:
         shown = [", ".join(f"{loss:.9f}" for loss in losses) for losses in (ours, theirs)]
@@ -114,13 +117,13 @@ def require_same(what: str, ours: Sequence[float], theirs: Sequence[float], boun
 
 
 def pairs_of(options: Namespace) -> list[Pair]:
-    """The pairs of all micro-batches."""
+    """Returns the pairs of all micro-batches."""
     lengths = typical_lengths(options.micro * options.batches, options.micro, options.seed, scale=options.scale)
     return make_pairs(lengths, options.vocab, options.seed)
 
 
 def measure(options: Namespace, trl: Worker | None) -> Measured:
-    """All competitors on one shape, checked and then timed. Raises ``Unequal``."""
+    """Returns all competitors on one shape, checked and then timed. Raises ``Unequal``."""
     shape = Shape.of(options)
     pairs = pairs_of(options)
     cut = [pairs[start : start + options.micro] for start in range(0, len(pairs), options.micro)]
@@ -167,7 +170,7 @@ def join(
     uniform: list[list[TrainingExample]],
     competitors: dict[str, Callable[[], float]],
 ) -> Mapping[str, Any]:
-    """What TRL says of itself; adds it to the competitors once its losses are ours. Raises ``Unequal``."""
+    """Returns what TRL says of itself; adds it to the competitors once its losses are ours. Raises ``Unequal``."""
     policy, reference = models
     with tempfile.TemporaryDirectory() as folder:
         names = [f"{folder}/{name}" for name in ("policy", "reference")]
@@ -211,7 +214,7 @@ def show(found: Measured) -> None:
 
 
 def bars(found: Measured, missing: str) -> list[Bar]:
-    """DESIGN's bars on one measurement; ``missing`` says why TRL is not there."""
+    """Returns DESIGN's bars on one measurement; ``missing`` says why TRL is not there."""
     made = [
         Bar(f"step: {what}", least, ratio(found.times, over, who), True, missing) for what, who, over, least in BARS
     ]
@@ -242,7 +245,7 @@ def sweep(options: Namespace, trl: Worker | None) -> dict[str, Any]:
 
 
 def trl_python(options: Namespace) -> tuple[Path | None, str]:
-    """The Python of TRL's environment, or None and why it is not there."""
+    """Returns the Python of TRL's environment, or None and why it is not there."""
     if options.no_trl:
         return None, "left out (--no-trl)"
     if not options.trl_python.is_file():
@@ -265,7 +268,7 @@ def quiet() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0; prints the tables, with the bars unless a setting is swept."""
+    """Prints the tables, with the bars unless a setting is swept; returns 0."""
     parser = new_parser(__doc__, rounds=5)
     add_shape(parser, layers=4)
     add_trl(parser)

@@ -1,4 +1,4 @@
-"""How the cost of a training step grows with the length of its pairs: seconds and memory, as slopes.
+"""Growth of a training step's cost with the length of its pairs: seconds and memory, as slopes.
 
     make lengths
     python -m experiments.benchmarks.step_length [--lengths 2048 4096 8192 16384] [--layers 2] [--width 128] [--heads 4]
@@ -30,7 +30,7 @@ WAYS = ("stored reference", "stored reference, blocks recomputed", "live referen
 
 
 def steps(shape: Shape, length: int) -> dict[str, Ours]:
-    """The step on one pair of branches of ``length`` tokens, in every way."""
+    """Returns the step on one pair of branches of ``length`` tokens, in every way."""
     half = length // 2
     made = examples(make_pairs([(half, half, half)], shape.vocab, seed=0), weighted=1)
     stored = with_reference(made, ScoredLM(random_llama(shape, 1)))
@@ -51,7 +51,7 @@ def worked(step: Ours) -> float:
 
 
 def measured(shape: Shape, lengths: Sequence[int], rounds: int) -> tuple[dict[str, list[float]], dict[str, list[int]]]:
-    """Median seconds of the processor and peak bytes of every way at each length."""
+    """Returns median seconds of the processor and peak bytes of every way at each length."""
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     bytes_: dict[str, list[int]] = {way: [] for way in WAYS}
     for length in lengths:

@@ -1,4 +1,4 @@
-"""What ``step.py`` times in its own process: the step as training runs it, and the plain way to write it."""
+"""Steps that ``step.py`` times in a process of their own: as training runs it, and the plain way to write it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,7 +28,10 @@ Batches = Sequence[Sequence[TrainingExample]]
 
 
 def examples(pairs: Sequence[Pair], weighted: int | None = None) -> list[TrainingExample]:
-    """The pairs as training takes them; uniform weights, or random ones that sum to 1 from the seed ``weighted``."""
+    """Returns the pairs as training takes them.
+
+    Uniform weights, or random ones that sum to 1 from the seed ``weighted``.
+    """
     made = []
     generator = torch.Generator().manual_seed(weighted or 0)
     for number, pair in enumerate(pairs):
@@ -43,7 +46,7 @@ def examples(pairs: Sequence[Pair], weighted: int | None = None) -> list[Trainin
 
 
 def with_reference(made: Sequence[TrainingExample], reference: ScoredLM) -> list[TrainingExample]:
-    """The examples with the reference's log-probabilities of every token, as a store would give them."""
+    """Returns the examples with the reference's log-probabilities of every token, as a store would give them."""
     out = []
     for example in made:
         laid = padded([(side.prompt_ids, side.response_ids) for side in example.sides], PAD)
@@ -55,7 +58,7 @@ def with_reference(made: Sequence[TrainingExample], reference: ScoredLM) -> list
 
 
 class Ours:
-    """What training runs for a micro-batch: Lightning module, objective, metrics, in one layout.
+    """Training of a micro-batch as in a run: Lightning module, objective, metrics, in one layout.
 
     ``reference`` None: the examples bring its log-probabilities. Raises ``SystemExit`` when the model cannot take the
     layout.
@@ -76,7 +79,7 @@ class Ours:
         )
 
     def losses(self) -> list[float]:
-        """The loss of every micro-batch."""
+        """Returns the loss of every micro-batch."""
         self.module.on_fit_start()
         with torch.no_grad():
             return [float(self.module.training_step(batch, 0)) for batch in self.batches]
@@ -88,12 +91,12 @@ class Ours:
             self.module.training_step(batch, 0).backward()
 
     def tokens(self) -> int:
-        """Tokens that the policy's embedding sees in all micro-batches."""
+        """Returns tokens that the policy's embedding sees in all micro-batches."""
         return counted(self.module.policy.model, self.losses)
 
 
 def counted(model: PreTrainedModel, work: Callable[[], object]) -> int:
-    """Tokens that a model's embedding sees during ``work``."""
+    """Returns tokens that a model's embedding sees during ``work``."""
     seen = 0
 
     def see(_: object, inputs: tuple[Tensor, ...]) -> None:
@@ -112,14 +115,14 @@ def counted(model: PreTrainedModel, work: Callable[[], object]) -> int:
 
 
 class Plain:
-    """The step as one writes it first: padded rows, all logits in float32, the reference run in every step."""
+    """Step as one writes it first: padded rows, all logits in float32, the reference run in every step."""
 
     def __init__(self, policy: PreTrainedModel, reference: PreTrainedModel, batches: list[list[TrainingExample]]):
         self.policy, self.reference = policy.train(), reference.eval().requires_grad_(False)
         self.batches = [collate(batch, padded, PAD, len(batch)) for batch in batches]
 
     def losses(self) -> list[float]:
-        """The loss of every micro-batch."""
+        """Returns the loss of every micro-batch."""
         with torch.no_grad():
             return [float(self._loss(batch)) for batch in self.batches]
 
@@ -129,7 +132,7 @@ class Plain:
             self._loss(batch).backward()
 
     def tokens(self) -> int:
-        """Tokens that the policy's embedding sees in all micro-batches."""
+        """Returns tokens that the policy's embedding sees in all micro-batches."""
         return counted(self.policy, self.losses)
 
     def _loss(self, batch: PreferenceBatch) -> Tensor:
@@ -143,7 +146,7 @@ class Plain:
 
     @staticmethod
     def _logps(model: PreTrainedModel, batch: PreferenceBatch) -> Tensor:
-        """Log-probabilities of the response tokens, by way of those of the whole vocabulary at every position."""
+        """Returns log-probabilities of the response tokens, from those of the whole vocabulary."""
         inputs = batch.main.inputs
         assert inputs is not None
         logits = model(input_ids=inputs.input_ids, attention_mask=inputs.attention_mask, use_cache=False).logits

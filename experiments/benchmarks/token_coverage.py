@@ -1,4 +1,4 @@
-"""How much of a response finds its partner when judge tokens are matched to training tokens, on real text.
+"""Share of a response that finds its partner when judge tokens are matched to training tokens, on real text.
 
     python experiments/benchmarks/token_coverage.py DATA_FOLDER TOKENIZER_FOLDER[@CHAT_TEMPLATE] ... [--pairs N]
 
@@ -82,7 +82,10 @@ class Summary:
 
 
 def data_sets(folder: Path, pairs: int | None = None) -> dict[str, list[PreferencePair]]:
-    """All pairs of every folder with a train and a test file, by name; ``pairs`` takes the first of each file."""
+    """Returns all pairs of every folder with a train and a test file, by name.
+
+    ``pairs`` takes the first of each file.
+    """
     found = {}
     for file in sorted(folder.glob("*/train*.jsonl")):
         name = _TRAIN.fullmatch(file.name)
@@ -95,7 +98,10 @@ def data_sets(folder: Path, pairs: int | None = None) -> dict[str, list[Preferen
 
 
 def chat_format(tokenizer: str) -> ChatFormat:
-    """The chat format of ``FOLDER`` or ``FOLDER@TEMPLATE``; a tokenizer without a template gets the plain one."""
+    """Returns the chat format of ``FOLDER`` or ``FOLDER@TEMPLATE``.
+
+    A tokenizer without a template gets the plain one.
+    """
     folder, _, template = tokenizer.partition("@")
     loaded = load_tokenizer(folder)
     own = template or (None if loaded.chat_template else PLAIN)
@@ -103,7 +109,10 @@ def chat_format(tokenizer: str) -> ChatFormat:
 
 
 def judge_options() -> dict[str, JudgeRules]:
-    """The rules of every option of the group ``judge`` without its length limits; options of equal wording are one."""
+    """Returns the rules of every option of the group ``judge`` without its length limits.
+
+    Options of equal wording are one.
+    """
     named: dict[tuple[str, JudgeRules], tuple[list[str], JudgeRules]] = {}
     for option in groups()["judge"]:
         rules = build(compose("fit", [f"judge={option}"]).judge).rules()
@@ -115,7 +124,7 @@ def judge_options() -> dict[str, JudgeRules]:
 
 
 def match(prompt: JudgePrompt, side: str, target: EncodedResponse, method: AlignMethod) -> Match | None:
-    """How ``side`` of a judge prompt meets its training tokens; None for a response without characters."""
+    """Returns how ``side`` of a judge prompt meets its training tokens; None for a response without characters."""
     content = [index for index, (start, end) in enumerate(target.offsets) if end > start]
     if not content:
         return None
@@ -136,7 +145,7 @@ Key = tuple[str, Assembly, AlignMethod]
 def measure(
     chat: ChatFormat, pairs: Sequence[PreferencePair], judges: dict[str, JudgeRules]
 ) -> tuple[dict[Key, Summary], Counter[str]]:
-    """A summary per judge option, assembly and method, and per option the responses that two rounds cut differently.
+    """Returns a summary per judge option, assembly and method, and the responses that two rounds cut differently.
 
     Each response counts once, as the first round shows it: chosen responses as answer A, rejected ones as answer B.
     The second round is averaged onto the first one's tokens, so it decides no coverage.
@@ -164,7 +173,7 @@ def measure(
 
 
 def percent(share: float, digits: int = 1) -> str:
-    """A share as a percentage that says 100 and 0 only where it is exact."""
+    """Returns a share as a percentage that says 100 and 0 only where it is exact."""
     text = f"{100 * share:.{digits}f}"
     if (share < 1 and float(text) == 100) or (share > 1e-12 and float(text) == 0):
         digits += 2
@@ -181,7 +190,7 @@ Measured = dict[str, tuple[dict[Key, Summary], Counter[str]]]
 
 
 def cells(found: dict[Key, Summary], option: str) -> tuple[str, ...]:
-    """One line of the table under text assembly, after its names."""
+    """Returns one line of the table under text assembly, after its names."""
     paper = found[option, Assembly.TEXT, AlignMethod.LEVENSHTEIN]
     other = found[option, Assembly.TEXT, AlignMethod.CHARACTERS]
     shares = (percent(paper.complete), percent(paper.enough), percent(paper.mean), percent(paper.pooled, 2))
@@ -189,7 +198,7 @@ def cells(found: dict[Key, Summary], option: str) -> tuple[str, ...]:
 
 
 def text_table(results: Measured, judges: Sequence[str]) -> Iterator[str]:
-    """The table of one tokenizer; options that give the same numbers on all data share their lines."""
+    """Returns the table of one tokenizer; options that give the same numbers on all data share their lines."""
     alike: dict[tuple[tuple[str, ...], ...], list[str]] = {}
     for option in judges:
         alike.setdefault(tuple(cells(found, option) for found, _ in results.values()), []).append(option)
@@ -200,7 +209,7 @@ def text_table(results: Measured, judges: Sequence[str]) -> Iterator[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0; prints the tables."""
+    """Prints the tables; returns 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "data", type=Path, metavar="DATA_FOLDER", help="a folder of data sets with train and test files"
@@ -227,13 +236,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def label_of(tokenizer: str) -> str:
-    """The names of a tokenizer's folder and of the template given with it."""
+    """Returns the names of a tokenizer's folder and of the template given with it."""
     folder, _, template = tokenizer.partition("@")
     return Path(folder).name + (f" with {Path(template).name}" if template else "")
 
 
 def exact_rows(label: str, found: Sequence[dict[Key, Summary]], wordings: int) -> Iterator[str]:
-    """The lines of the ways that should be exact: over all data sets and wordings of one tokenizer."""
+    """Returns the lines of the ways that should be exact: over all data sets and wordings of one tokenizer."""
     for assembly, method in (
         (Assembly.IDS, AlignMethod.LEVENSHTEIN),
         (Assembly.IDS, AlignMethod.CHARACTERS),

@@ -49,7 +49,10 @@ def fit_tile(model: str) -> None:
 
 
 def shared_arguments(folder: str, threads: int | None) -> dict[str, Any]:
-    """What a DPOConfig is given here whatever is measured: full precision on the CPU, no checkpointing, no reports."""
+    """Returns what a DPOConfig is given here whatever is measured.
+
+    Full precision on the CPU, no checkpointing, no reports.
+    """
     if threads is not None:
         torch.set_num_threads(threads)
     return {
@@ -66,7 +69,7 @@ def shared_arguments(folder: str, threads: int | None) -> dict[str, Any]:
 
 
 def printable(given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments as they are printed: without the temporary folder."""
+    """Returns the arguments as they are printed: without the temporary folder."""
     return {name: value for name, value in given.items() if name != "output_dir"}
 
 
@@ -87,7 +90,9 @@ class Steps:
         beta: float,
         threads: int | None,
     ) -> dict[str, Any]:
-        """The arguments and versions; ``batches`` hold (prompt, chosen, rejected) ids, ``texts`` the same as texts.
+        """Returns the arguments and versions.
+
+        ``batches`` hold (prompt, chosen, rejected) ids, ``texts`` the same as texts.
 
         Raises ``ValueError`` when TRL makes other ids of the texts than those given.
         """
@@ -121,7 +126,7 @@ class Steps:
         return {"arguments": printable(given), "versions": versions()}
 
     def losses(self, reference: str) -> list[float]:
-        """The loss of every micro-batch."""
+        """Returns the loss of every micro-batch."""
         trainer = self.trainers[reference]
         trainer.model.train()
         with torch.no_grad():
@@ -132,12 +137,12 @@ class Steps:
         return timed(lambda: self._step(reference))
 
     def memory(self, reference: str) -> int:
-        """Bytes held at the peak of a step beyond weights and gradients."""
+        """Returns bytes held at the peak of a step beyond weights and gradients."""
         self._step(reference)  # makes the gradients
         return peak(lambda: self._step(reference))
 
     def tokens(self) -> int:
-        """Tokens of all micro-batches, padding included."""
+        """Returns tokens of all micro-batches, padding included."""
         return sum(batch["input_ids"].numel() for batch in self.batches[LIVE])
 
     def _step(self, reference: str) -> None:
@@ -253,7 +258,7 @@ def train(
     steps: int = -1,
     cache: str | None = None,
 ) -> dict[str, Any]:
-    """One epoch of plain DPO with a live reference: seconds after the imports, tokens of the data, arguments.
+    """Returns one epoch of plain DPO with a live reference: seconds after the imports, tokens of the data, arguments.
 
     ``steps`` ends it earlier; ``cache``: the folder that keeps the tokenised rows. Says when the first step begins.
     """

@@ -102,7 +102,7 @@ def read_all(paths: Sequence[Path], level: float, harvest: Harvest) -> list[str]
 
 @dataclass(frozen=True)
 class Told:
-    """What a number tells of the gain: over all cases, within worlds, and of worlds left out; and how many have it."""
+    """Relation of a number to the gain: over all cases, within worlds, and of worlds left out; and how many have it."""
 
     over: Interval
     worlds: int
@@ -177,9 +177,7 @@ def worlds_table(cases: pandas.DataFrame) -> KeyedTable:
 
 
 def best_two(told: Mapping[str, Told], cases: pandas.DataFrame) -> list[str]:
-    """Returns the number known before training that goes with the gain most, and the next that is not
-    nearly the same.
-    """
+    """Returns the number known before training closest to the gain, and the next that is not nearly the same."""
     ranked = [name for name in KNOWN if math.isfinite(told[name].over.mean)]
     ranked.sort(key=lambda name: -abs(told[name].over.mean))
     alike = cases[ranked].corr("spearman", min_periods=3).abs()

@@ -1,4 +1,4 @@
-"""The gain of judge weights over uniform weights in finished studies, and what could be known of it before training.
+"""Gain of judge weights over uniform weights in finished studies, and what could be known of it before training.
 
 Arms are told by what they are configured as, never by name: TwDPO in its plain form, whose weights are a judge's
 attention as it is read, beside the same with uniform weights, which is DPO. ``cases.json`` holds what a report found:
@@ -143,8 +143,9 @@ def is_class(value: object, *classes: type) -> bool:
 def gain_at(
     mine: Sequence[tuple[Point, RunResult]], control: Sequence[tuple[Point, RunResult]], level: float
 ) -> tuple[str, float]:
-    """Returns the test reward less the control's at a KL level, each on its own path; or the reason why
-    there is none.
+    """Returns the test reward less the control's at a KL level, each on its own path.
+
+    Or the reason why there is none.
     """
     places = []
     for whose, runs in (("the arm", mine), ("the control", control)):
@@ -162,8 +163,9 @@ def gain_at(
 
 
 def known_before(result: RunResult, record: Record, measured: Measured) -> dict[str, float]:
-    """Returns what a user could know of an arm before training, and what the testbed alone knows; NaN where nobody
-    does.
+    """Returns what a user could know of an arm before training, and what the testbed alone knows.
+
+    NaN where nobody does.
     """
     known = {name: result.input(*place) for name, place in INPUTS.items()}
     known[LENGTH] = sum(result.input("train", f"tokens.{side}.p50") for side in ("chosen", "rejected")) / 2
@@ -175,8 +177,9 @@ def known_before(result: RunResult, record: Record, measured: Measured) -> dict[
 
 
 def _row_of(record: Record) -> int | str:
-    """Returns what an analysis calls an arm's weights: the layer, or the rollout; empty for several layers or chosen
-    heads.
+    """Returns what an analysis calls an arm's weights: the layer, or the rollout.
+
+    Empty for several layers or chosen heads.
     """
     layer = record.get("weights.layer")
     if is_class(record[SOURCE], Rollout):

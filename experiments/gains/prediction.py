@@ -125,8 +125,7 @@ def held_out(cases: pandas.DataFrame, *names: str) -> HeldOut | None:
 def _predict(
     columns: Sequence[Float[np.ndarray, " cases"]], gains: Float[np.ndarray, " cases"], out: Bool[np.ndarray, " cases"]
 ) -> tuple[Float[np.ndarray, " held"], Bool[np.ndarray, " held"]]:
-    """Returns the ranks of the gains left ``out`` as the others predict them, from 0 to 1, and whether that is a gain
-    above 0.
+    """Returns the predicted ranks (0 to 1) of the gains left ``out``, and whether each is above 0.
 
     Ranks are places among the other cases, so that they mean the same whatever is left out.
     """

@@ -1,4 +1,4 @@
-"""The numbers and the picture of docs/judge_prompts.md: one pair on its way from the judge's prompt to the loss.
+"""Numbers and the picture of docs/judge_prompts.md: one pair on its way from the judge's prompt to the loss.
 
     python -m experiments.pages.judge_to_loss
     python -m experiments.pages.judge_to_loss --folder F KEY=VALUE ...
@@ -47,7 +47,7 @@ Record = Mapping[str, Json]
 
 
 def record_of(overrides: Sequence[str]) -> Record:
-    """Everything the page shows of one pair, rounded to six digits."""
+    """Returns everything the page shows of one pair, rounded to six digits."""
     asked = ["experiment=none", "weights=attention", f"data.train_rows={PAIRS}", f"data.val_rows={PAIRS}"]
     cfg, base, readers, _ = resolve(load("fit", [*asked, *overrides]))
     inputs = read_inputs(cfg, base, readers)
@@ -66,7 +66,7 @@ def record_of(overrides: Sequence[str]) -> Record:
 
 
 def _prompts(inputs: Inputs, judge: RunJudge, pair: PreferencePair) -> list[Json]:
-    """Text, verdict and share of attention on the responses of both rounds."""
+    """Returns text, verdict and share of attention on the responses of both rounds."""
     captured = inputs.weighed.source.select(inputs.weighed.captured[pair.pair_id], inputs.weighed.layers)
     shown: list[Json] = []
     for prompt, heard in zip(judge.prompts.build(pair), captured.rounds, strict=True):
@@ -92,7 +92,7 @@ def _trained(
     example: TrainingExample,
     pair: PreferencePair,
 ) -> dict[str, Json]:
-    """Tokens, rows, weights and log-ratios of both responses, and the loss before and after the steps."""
+    """Returns tokens, rows, weights and log-ratios of both responses, and the loss before and after the steps."""
     loaded = load_model(spec.path, dtype="float32", revision=spec.revision).to(device_of("cpu"))  # type: ignore[arg-type]
     reference, policy = ScoredLM(loaded).eval(), ScoredLM(copy.deepcopy(loaded)).eval()
     batch = collate([replace(example, reference_logps=None)], padded, pad, 1)
@@ -151,7 +151,7 @@ def _numbers(row: torch.Tensor) -> list[Json]:
 
 
 def block(record: Record) -> str:
-    """What the page has between its two marks: the prompt as it was given, and the sums as they come out."""
+    """Returns what the page has between its two marks: the prompt as it was given, and the sums as they come out."""
     first, second = record["prompts"]
     rewards, plain = record["rewards"], record["plain_rewards"]
     sums = [sum(record[side]["weights"]) for side in SIDES]
@@ -190,7 +190,7 @@ def _row(name: str, rewards: Sequence[float], loss: float) -> str:
 
 
 def placed(page: str, text: str) -> str:
-    """The page with ``text`` between its marks."""
+    """Returns the page with ``text`` between its marks."""
     return re.sub(
         r"(<!-- made -->\n).*?(<!-- /made -->)", lambda marks: f"{marks[1]}{text}\n{marks[2]}", page, flags=re.S
     )
@@ -221,7 +221,10 @@ TOLD = (
 
 
 def svg(record: Record) -> str:
-    """The picture: for each response its tokens, both rounds' attention, the weight, the log-ratio; then the loss."""
+    """Returns the picture: for each response its tokens, both rounds' attention, the weight, the log-ratio.
+
+    Then the loss.
+    """
     parts = [f'<text class="title" x="16" y="28">{TITLE}</text>']
     y = 28
     for words in (f"The prompt: {record['question']}", *TOLD):
@@ -290,7 +293,7 @@ def _cell(x: int, y: int, value: float, largest: float, colour: str, form: str) 
 
 
 def _digits(value: float, form: str) -> str:
-    """The number; what rounds to 0 has no sign."""
+    """Returns the number; what rounds to 0 has no sign."""
     found = form.format(value)
     return found if float(found) else found.lstrip("+-")
 

@@ -35,7 +35,7 @@ CLOCK = re.compile(r"^\d\d:\d\d:\d\d ", re.MULTILINE)  # of a log line
 
 
 def executed(paths: Sequence[Path], folder: Path) -> Iterator[NotebookNode]:
-    """Each notebook with the outputs of its execution in ``folder``, as ``settled`` leaves them.
+    """Returns each notebook with the outputs of its execution in ``folder``, as ``settled`` leaves them.
 
     Raises:
         CellExecutionError: a cell ended with an error.
@@ -58,7 +58,7 @@ def executed(paths: Sequence[Path], folder: Path) -> Iterator[NotebookNode]:
 
 
 def settled(notebook: NotebookNode) -> NotebookNode:
-    """The notebook with cells counted from 1, streams in one piece, and without times and places in memory."""
+    """Returns the notebook with cells counted from 1, streams in one piece, and without times and places in memory."""
     notebook.metadata.language_info = {"name": "python"}
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     for number, cell in enumerate(code, 1):
@@ -75,7 +75,7 @@ def settled(notebook: NotebookNode) -> NotebookNode:
 
 
 def _joined(outputs: Sequence[NotebookNode]) -> Iterator[NotebookNode]:
-    """The outputs, pieces of one stream that follow each other as one."""
+    """Returns the outputs, pieces of one stream that follow each other as one."""
     last: NotebookNode | None = None
     for out in outputs:
         if last is not None and out.output_type == last.output_type == "stream" and out.name == last.name:

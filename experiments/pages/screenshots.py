@@ -37,7 +37,7 @@ def take(
 
 @contextmanager
 def explorers() -> Iterator[dict[str, Path]]:
-    """Explorer pages to look at: a common one, and one for each script that is hard to show."""
+    """Returns explorer pages to look at: a common one, and one for each script that is hard to show."""
     with tempfile.TemporaryDirectory() as found:
         folder = Path(found)
         scripts = {

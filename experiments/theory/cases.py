@@ -37,7 +37,7 @@ class Reads(Enum):
 
 
 def spread_weights(tree: Tree, reads: Reads, delta: float, seed: int = 0) -> Float[Tensor, "responses length"]:
-    """Weights with mean 1 over every response and largest distance ``delta`` from 1.
+    """Returns weights with mean 1 over every response and largest distance ``delta`` from 1.
 
     POSITION: rising over the positions for an even seed, falling for an odd one. RESPONSE: drawn for every token of
     every response on its own, as of a judge that has read it all.
@@ -53,7 +53,7 @@ def spread_weights(tree: Tree, reads: Reads, delta: float, seed: int = 0) -> Flo
 
 @dataclass(frozen=True)
 class Case:
-    """A problem with weights, the mask of own tokens, and its solutions: pi* (``best``), h and DPO's policy."""
+    """Problem with weights, the mask of own tokens, and its solutions: pi* (``best``), h and DPO's policy."""
 
     problem: Problem
     weights: Weights
@@ -64,42 +64,42 @@ class Case:
 
     @property
     def policies(self) -> dict[str, Policy]:
-        """The policies that assumption A2 is about."""
+        """Returns the policies that assumption A2 is about."""
         return {"pi*": self.best.policy, "DPO": self.dpo, "h": self.heuristic.policy}
 
     @property
     def lengths(self) -> Float[Tensor, " responses"]:
-        """``|y|`` of every response."""
+        """Returns ``|y|`` of every response."""
         return self.own.sum(-1).double()
 
     @property
     def epsilons(self) -> Weights:
-        """``eps_t = w_t - 1`` on own tokens, 0 elsewhere."""
+        """Returns ``eps_t = w_t - 1`` on own tokens, 0 elsewhere."""
         return (self.weights - 1) * self.own
 
     @property
     def delta(self) -> float:
-        """A1's constant: the largest ``|eps_t|``."""
+        """Returns A1's constant: the largest ``|eps_t|``."""
         return float(self.epsilons.abs().max())
 
     def log_ratios(self, policy: Policy) -> Weights:
-        """``d_t`` of every own token of every response, 0 elsewhere."""
+        """Returns ``d_t`` of every own token of every response, 0 elsewhere."""
         tree = self.problem.tree
         return (token_logps(tree, policy) - token_logps(tree, self.problem.reference)) * self.own
 
     def largest_ratio(self, policy: Policy) -> float:
-        """The constant that A2 needs for this policy: the largest ``|d_t|``."""
+        """Returns the constant that A2 needs for this policy: the largest ``|d_t|``."""
         return float(self.log_ratios(policy).abs().max())
 
     def mean_length(self, policy: Policy) -> float:
-        """``E_policy |y|``."""
+        """Returns ``E_policy |y|``."""
         return float(probabilities(self.problem.tree, policy) @ self.lengths)
 
 
 def solve(
     problem: Problem, weights: Weights, own: Bool[Tensor, "responses length"] | None = None, starts: int = 2
 ) -> Case:
-    """The case with its three policies; h from the last token back where weights depend on the position alone.
+    """Returns the case with its three policies; h from the last token back where weights depend on the position alone.
 
     pi* is climbed to from ``starts`` places; where responses end early, from the reference alone: another start would
     leave its own policy after the end of a response, of which neither J_w nor a gradient says anything.
@@ -112,13 +112,13 @@ def solve(
 
 
 def cases(problems: Sequence[Problem], reads: Reads, delta: float, starts: int = 2) -> list[Case]:
-    """Every problem solved for weights of one kind and size."""
+    """Returns every problem solved for weights of one kind and size."""
     weights = [spread_weights(problem.tree, reads, delta, seed) for seed, problem in enumerate(problems)]
     return [solve(problem, one, starts=starts) for problem, one in zip(problems, weights, strict=True)]
 
 
 def ending_case(delta: float, vocab: int = 3, length: int = 3, beta: float = 0.5, seed: int = 0) -> Case:
-    """A random case of responses that end with word 0 or at ``length`` tokens, with weights that read the response."""
+    """Returns a random case of responses that end with word 0 or at ``length`` tokens, weights by response."""
     drawn = random_problem(vocab, length, beta, seed)
     tree = drawn.tree
     own, first = own_tokens(tree)
@@ -130,7 +130,7 @@ def ending_case(delta: float, vocab: int = 3, length: int = 3, beta: float = 0.5
 
 
 def own_tokens(tree: Tree) -> tuple[Bool[Tensor, "responses length"], Tensor]:
-    """Which tokens stand up to the first word 0, and for every response the number of the one with only 0 after it."""
+    """Returns which tokens stand up to the first word 0, and each response's number with only 0 after it."""
     ended = (tree.sequences == 0).long().cumsum(-1)
     own = (ended - (tree.sequences == 0).long()) == 0  # no 0 before this token
     powers = tree.vocab ** torch.arange(tree.length - 1, -1, -1)

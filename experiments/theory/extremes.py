@@ -1,4 +1,4 @@
-"""The largest and the least of numbers, where one that is no number must not get lost.
+"""Largest and the least of numbers, where one that is no number must not get lost.
 
 ``max`` keeps or drops a NaN by its place, so that an error that could not be computed would read as none.
 """
@@ -8,11 +8,11 @@ from collections.abc import Iterable
 
 
 def largest(values: Iterable[float]) -> float:
-    """The largest value; NaN where one is NaN."""
+    """Returns the largest value; NaN where one is NaN."""
     seen = list(values)
     return math.nan if any(math.isnan(one) for one in seen) else max(seen)
 
 
 def least(values: Iterable[float]) -> float:
-    """The least value; NaN where one is NaN."""
+    """Returns the least value; NaN where one is NaN."""
     return -largest(-one for one in values)

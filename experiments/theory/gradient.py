@@ -1,4 +1,4 @@
-"""The paper's gradient of TwDPO's loss, against automatic differentiation of the loss over all pairs.
+"""Paper's gradient of TwDPO's loss, against automatic differentiation of the loss over all pairs.
 
 With ``r'(y) = beta sum_t w_t d_t`` and ``w_t = |y| a_t``::
 
@@ -42,7 +42,7 @@ class GradientRow:
 
 
 def closed_form(case: Case, policy: Policy, weights: Float[Tensor, "responses length"]) -> Float[Tensor, " logits"]:
-    """The paper's gradient by the logits of all contexts."""
+    """Returns the paper's gradient by the logits of all contexts."""
     problem = case.problem
     scores = weighted_scores(problem.tree, policy, weights)
     drawn = probabilities(problem.tree, problem.reference)
@@ -54,13 +54,13 @@ def closed_form(case: Case, policy: Policy, weights: Float[Tensor, "responses le
 def margins(
     case: Case, policy: Policy, weights: Float[Tensor, "responses length"]
 ) -> Float[Tensor, "responses responses"]:
-    """``r'(y_w) - r'(y_l)`` of every pair, winners by row."""
+    """Returns ``r'(y_w) - r'(y_l)`` of every pair, winners by row."""
     implicit = case.problem.beta * weighted_ratios(case.problem, policy, weights)
     return implicit.unsqueeze(-1) - implicit
 
 
 def factors(margin: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """``sigmoid(r'(y_l) - r'(y_w))``: how hard a pair is pushed, from its margin."""
+    """Returns ``sigmoid(r'(y_l) - r'(y_w))``: how hard a pair is pushed, from its margin."""
     return torch.sigmoid(-margin)
 
 
@@ -72,7 +72,7 @@ def autograd_gradient(case: Case, policy: Policy) -> Float[Tensor, " logits"]:
 
 
 def gradient_row(cases: Sequence[Case]) -> GradientRow:
-    """The gradient's statements on the cases."""
+    """Returns the gradient's statements on the cases."""
     errors, bare, seen = [], [], []
     for case in cases:
         for policy in (case.problem.reference, case.dpo, case.dpo.flip(0)):

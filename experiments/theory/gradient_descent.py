@@ -21,7 +21,7 @@ def preference_loss(
     logits: Float[Tensor, "problems contexts vocab"],
     weights: Float[Tensor, "problems responses length"],
 ) -> Float[Tensor, " problems"]:
-    """TwDPO's expected loss (paper Eq. twdpo) over pairs drawn from the reference and labelled by Bradley-Terry.
+    """Returns TwDPO's expected loss (Eq. twdpo) over the reference's pairs, labelled by Bradley-Terry.
 
     ``weights`` are factors ``|y| a_t``; all problems share a tree. The minimum over all policies is the heuristic
     policy wherever that exists: every pair's margin is then its reward difference, the minimum of its expected loss.
@@ -44,7 +44,7 @@ def descend(
     marks: Sequence[int],
     rate: float = RATE,
 ) -> Float[Tensor, "marks problems length"]:
-    """The expected KL to the reference at each position after each number of steps in ``marks`` (ascending, from 1).
+    """Returns the expected KL to the reference at each position after each number of steps in ``marks``.
 
     Every policy starts at its reference and follows its own loss by plain gradient descent; all problems share a tree.
     """

@@ -1,4 +1,4 @@
-"""How far a trained policy moved at tokens of each weight: KL(policy || base) per token, by weight decile.
+"""Movement of a trained policy at tokens of each weight: KL(policy || base) per token, by weight decile.
 
 The paper says that tokens of low weight get more freedom. Checked so: every response token of held-out rows has a
 weight (relative to uniform: w |y|) and, for each policy, the full-vocabulary KL to the base at its position. Tokens are
@@ -58,7 +58,7 @@ def freedom(
     level: float = 0.95,
     seed: int = 0,
 ) -> Freedom:
-    """KL per token by weight group for every policy in ``kl``, with percentile intervals over resampled responses.
+    """Returns KL per token by weight group for every policy in ``kl``, with intervals over resampled responses.
 
     Args:
         weights: for every response the weights of its tokens, relative to uniform (w |y|), so that long and short
@@ -117,7 +117,7 @@ def measure(policy: ScoredLM, base: ScoredLM, group: RowGroup) -> tuple[list[Row
 
 
 def rows_of(group: RowGroup, stats: TokenStats) -> tuple[list[Row], list[Row]]:
-    """Weights relative to uniform and KL(policy || base) of every response of a batch, on its response tokens.
+    """Returns weights relative to uniform and KL(policy || base) of every response of a batch, on its response tokens.
 
     ``stats``: the policy's, with the joint statistic "kl_policy_ref" (``ScoredLM`` forms it from both heads in chunks).
 
@@ -162,13 +162,13 @@ def _cells(
 
 
 def _over(top: np.ndarray, under: np.ndarray) -> np.ndarray:
-    """``top / under``; NaN where ``under`` is 0: no token was drawn, or the policy did not move."""
+    """Returns ``top / under``; NaN where ``under`` is 0: no token was drawn, or the policy did not move."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.asarray(np.where(under > 0, top / under, np.nan), dtype=np.float64)
 
 
 def _halves(top: np.ndarray, under: np.ndarray) -> np.ndarray:
-    """Mean KL of the lower half of the groups over that of the upper half; a middle group is in neither."""
+    """Returns the mean KL of the lower half of the groups over that of the upper half; a middle group is in neither."""
     half = top.shape[1] // 2
     low = _over(top[:, :half].sum(1), under[:, :half].sum(1))
     return _over(low, _over(top[:, -half:].sum(1), under[:, -half:].sum(1)))

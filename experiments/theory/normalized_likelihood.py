@@ -1,4 +1,4 @@
-"""The paper's note on the weighted log-probability: what normalising it changes, and what it does not.
+"""Paper's note on the weighted log-probability: what normalising it changes, and what it does not.
 
 ``prod_t pi_t^w_t`` is no distribution; divided by its sum over responses it is one, P, and the reference's is P_ref.
 With ``M`` the logarithm of that sum (the note's C1 for the policy, C2 for the reference):
@@ -33,7 +33,7 @@ from experiments.theory.problem import (
 
 @dataclass(frozen=True)
 class NoteRow:
-    """The note on one set of prompts; errors are the largest, the others means.
+    """Note on one set of prompts; errors are the largest, the others means.
 
     ``log_mass``: M of h, 0 where the weighted likelihood is a distribution as it is. ``error``: of P of h against
     ``P_ref exp(r / beta) / Z'``. ``distance``: total variation of P of h from h, the policy that is sampled from.
@@ -57,7 +57,7 @@ class NoteRow:
 
 
 def note_row(cases: Sequence[Case], delta: float) -> NoteRow:
-    """The note's statements on the cases."""
+    """Returns the note's statements on the cases."""
     found = [_note(case) for case in cases]
     columns = {name: [one[name] for one in found] for name in found[0]}
     merged = {name: _over(name, column) for name, column in columns.items()}
@@ -104,7 +104,7 @@ def _note(case: Case) -> dict[str, float]:
 
 
 def _pairs_error(case: Case, policy: Policy) -> float:
-    """The largest error of a pair's margin where normalised likelihoods stand for the weighted ones."""
+    """Returns the largest error of a pair's margin where normalised likelihoods stand for the weighted ones."""
     tree, problem = case.problem.tree, case.problem
     logs, _ = weighted_likelihood(tree, policy, case.weights)
     base, _ = weighted_likelihood(tree, problem.reference, case.weights)
@@ -114,7 +114,7 @@ def _pairs_error(case: Case, policy: Policy) -> float:
 
 
 def _displays(case: Case, policy: Policy, best: torch.Tensor, constant: float) -> tuple[float, float, float]:
-    """J_w of a policy, the note's last display with logarithm and beta, and as it is printed."""
+    """Returns j_w of a policy, the note's last display with logarithm and beta, and as it is printed."""
     problem, tree = case.problem, case.problem.tree
     logs, mass = weighted_likelihood(tree, policy, case.weights)
     drawn = probabilities(tree, policy)
@@ -124,6 +124,6 @@ def _displays(case: Case, policy: Policy, best: torch.Tensor, constant: float) -
 
 
 def _least_error(pairs: Sequence[tuple[float, float]]) -> float:
-    """The largest error left over the policies once the best constant is added."""
+    """Returns the largest error left over the policies once the best constant is added."""
     gaps = [true - printed for true, printed in pairs]
     return (largest(gaps) - least(gaps)) / 2

@@ -51,7 +51,7 @@ ROUNDING = 1e-9  # what a ratio may exceed a bound by and still count as inside
 
 @dataclass(frozen=True)
 class PolicyRow:
-    """What was found for one kind of weights and one delta: means over the problems, or the largest where it says so.
+    """Findings for one kind of weights and one delta: means over the problems, or the largest where it says so.
 
     Largest: ``residual`` of the equations of h, ``gradient`` left at pi*, ``spread`` of J_w over the starts,
     ``error_h`` of a reward difference recovered at h, ``used_a`` and ``used_b``, the shares of the bounds that are
@@ -96,7 +96,7 @@ class LemmaRow:
 
 @dataclass(frozen=True)
 class ExistenceRow:
-    """The residual of h over problems for one pattern of weights, and the distance of solutions from two starts."""
+    """Residual of h over problems for one pattern of weights, and the distance of solutions from two starts."""
 
     weights: str
     lowest: float
@@ -118,7 +118,7 @@ class FreedomPath:
 
 
 def policy_row(solved: Sequence[Case], reads: Reads, delta: float) -> PolicyRow:
-    """h, pi* and D of every case, how far apart they are, and our theorem's bounds."""
+    """Returns h, pi* and D of every case, how far apart they are, and our theorem's bounds."""
     found = [_policies(case, delta) for case in solved]
     columns = {name: [one[name] for one in found] for name in found[0]}
     over = {
@@ -154,7 +154,7 @@ def _policies(case: Case, delta: float) -> dict[str, float]:
 
 
 def lemma_row(problems: Sequence[Problem], reads: Reads, delta: float, draws: int = 10) -> LemmaRow:
-    """Both lemmas on ``draws`` policies near h, and as many farther and far from it, for every problem."""
+    """Returns both lemmas on ``draws`` policies near h, and as many farther and far from it, for every problem."""
     identity, ratios, used = [], [], []
     for seed, problem in enumerate(problems):
         tree, random = problem.tree, torch.Generator().manual_seed(seed)
@@ -178,7 +178,7 @@ def lemma_row(problems: Sequence[Problem], reads: Reads, delta: float, draws: in
 
 
 def existence_rows(problems: Sequence[Problem]) -> tuple[ExistenceRow, ...]:
-    """Whether h exists for weights above 0 and for two patterns with zeros, of which one is tried on mild rewards."""
+    """Returns whether h exists for weights above 0 and for two patterns with zeros, one on mild rewards."""
     tree = problems[0].tree
     last = torch.ones(tree.length, dtype=torch.float64).index_fill(0, torch.tensor([tree.length - 1]), 0.0)
     ends = last.expand(tree.vocab**tree.length, -1)
@@ -211,7 +211,7 @@ def _existence(name: str, problems: Sequence[Problem], weights: Sequence[Tensor]
 
 
 def freedom_path(problems: Sequence[Problem], delta: float = 0.6, marks: Sequence[int] = MARKS) -> FreedomPath:
-    """How far tokens of each weight move against DPO, along gradient descent on TwDPO's loss and at its end.
+    """Returns how far tokens of each weight move against DPO, along gradient descent on TwDPO's loss and at its end.
 
     Weights of the position, rising and falling, so that every position but the middle one has been low and high.
     """

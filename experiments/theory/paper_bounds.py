@@ -1,4 +1,4 @@
-"""What the paper states of J_w's optimum, the heuristic policy and DPO's: perturbation, both lemmas, the theorem.
+"""Statements of the paper on J_w's optimum, the heuristic policy and DPO's: perturbation, both lemmas, the theorem.
 
 With ``eps_t = w_t - 1``, ``d_t`` the log-ratio to the reference, and ``R(pi; y) = sum_t eps_t d_t``, for one prompt and
 then as a mean over prompts:
@@ -31,7 +31,7 @@ TRIVIAL = 1.0  # a total variation is never above it, so that a bound from here 
 
 @dataclass(frozen=True)
 class Bounded:
-    """A quantity and its bound, as means over prompts under shared constants, and the largest share on one prompt.
+    """Quantity and its bound, as means over prompts under shared constants, and the largest share on one prompt.
 
     ``share``: actual over bound with the prompt's own constants, which are the smaller ones; the statement holds where
     it is at most 1.
@@ -43,7 +43,7 @@ class Bounded:
 
     @property
     def looseness(self) -> float:
-        """How many times the bound is larger than what it bounds."""
+        """Returns how many times the bound is larger than what it bounds."""
         return self.bound / self.actual if self.actual > 0 else math.inf
 
 
@@ -72,32 +72,32 @@ class PaperRow:
 
     @property
     def constant(self) -> float:
-        """C of A2: what the neediest of the three policies needs."""
+        """Returns c of A2: what the neediest of the three policies needs."""
         return largest(self.constants.values())
 
 
 def deviation(case: Case, policy: Policy) -> Float[Tensor, " responses"]:
-    """``R(policy; y)``: what weights add to the log-ratio of every response."""
+    """Returns ``R(policy; y)``: what weights add to the log-ratio of every response."""
     return (case.epsilons * case.log_ratios(policy)).sum(-1)
 
 
 def plain_objective(case: Case, policy: Policy) -> float:
-    """``J(policy)``: the RL objective of DPO, weights of 1."""
+    """Returns ``J(policy)``: the RL objective of DPO, weights of 1."""
     return float(objective(case.problem, policy, case.own.double()))
 
 
 def lemma_bound(delta: float, constant: float, lengths: float) -> float:
-    """Bound of lemma 1 and of lemma 2, in nats; ``lengths``: the sum of the two mean lengths."""
+    """Returns bound of lemma 1 and of lemma 2, in nats; ``lengths``: the sum of the two mean lengths."""
     return delta * constant * lengths
 
 
 def theorem_bound(delta: float, constant: float, optimum_lengths: float, heuristic_lengths: float) -> float:
-    """The theorem's bound on TV(pi*, h), from the same sums of mean lengths as lemma 1 and lemma 2 have."""
+    """Returns the theorem's bound on TV(pi*, h), from the same sums of mean lengths as lemma 1 and lemma 2 have."""
     return math.sqrt(delta * constant / 2) * (math.sqrt(optimum_lengths) + math.sqrt(heuristic_lengths))
 
 
 def paper_row(cases: Sequence[Case], kind: str) -> PaperRow:
-    """The paper's statements on the cases, one per prompt."""
+    """Returns the paper's statements on the cases, one per prompt."""
     needed = [{name: case.largest_ratio(policy) for name, policy in case.policies.items()} for case in cases]
     constants = {name: largest(one[name] for one in needed) for name in needed[0]}
     delta, constant = largest(case.delta for case in cases), largest(constants.values())
@@ -130,7 +130,7 @@ def paper_row(cases: Sequence[Case], kind: str) -> PaperRow:
 
 
 def tried(case: Case) -> list[Policy]:
-    """The three policies and three random ones near them and far away, the reference where a response has ended."""
+    """Returns the three policies and three random ones near and far, the reference after a response's end."""
     random = torch.Generator().manual_seed(3)
     noise = [scale * torch.randn(case.dpo.shape, generator=random, dtype=case.dpo.dtype) for scale in (0.1, 0.5, 2.0)]
     live = torch.zeros(len(case.dpo), dtype=torch.bool)
@@ -148,7 +148,10 @@ def _bounded(actual: Sequence[float], own_bounds: Sequence[float], bound: float)
 
 
 def _share(actual: float, bound: float) -> float:
-    """How much of a bound is taken up: nothing of a bound of 0 (weights of 1) where there is nothing to bound."""
+    """Returns how much of a bound is taken up.
+
+    Nothing of a bound of 0 (weights of 1) where there is nothing to bound.
+    """
     if bound == 0:
         return math.inf if actual > NOTHING else 0.0
     return actual / bound
@@ -172,7 +175,7 @@ def _perturbation_error(case: Case, policy: Policy) -> float:
 
 
 def _departure(cases: Sequence[Case], delta: float, constant: float) -> Bounded:
-    """|J_w - J| of the three policies under the shared C, and of every policy tried under its own C."""
+    """Returns |J_w - J| of the three policies under the shared C, and of every policy tried under its own C."""
     moved, limits, shares = [], [], []
     for case in cases:
         beta, held = case.problem.beta, list(case.policies.values())

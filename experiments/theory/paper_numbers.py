@@ -1,4 +1,4 @@
-"""The theorem at the figures of the paper's own weight table: does it say anything about the runs it is meant for?
+"""Theorem at the figures of the paper's own weight table: does it say anything about the runs it is meant for?
 
 The table gives means over a training set, the product of two means is not the mean of the products, and the theorem
 asks for the largest of all responses: delta here is what a response of mean length with the mean largest weight has.
@@ -13,7 +13,7 @@ CONSTANTS = (1e-2, 1e-1, 1.0)  # log-ratios per token, C of A2: from a policy th
 
 @dataclass(frozen=True)
 class Published:
-    """A line of the paper's table of weight statistics (``experiments/paper/weight_statistics/printed.csv``).
+    """Line of the paper's table of weight statistics (``experiments/paper/weight_statistics/printed.csv``).
 
     Means over responses: ``std`` and ``largest`` of the weights within a response, ``length`` in tokens.
     """
@@ -26,25 +26,25 @@ class Published:
 
     @property
     def delta(self) -> float:
-        """``|y| max a - 1``."""
+        """Returns ``|y| max a - 1``."""
         return self.length * self.largest - 1
 
     @property
     def effective(self) -> float:
-        """The effective number of weighted tokens, 1 over the sum of squares: ``1 / (n (std^2 + 1 / n^2))``."""
+        """Returns the effective number of weighted tokens, 1 over the sum of squares: ``1 / (n (std^2 + 1 / n^2))``."""
         return 1 / (self.length * (self.std**2 + self.length**-2))
 
     def kl_bound(self, constant: float) -> float:
-        """Either lemma's bound in nats, where both policies write as long answers as the training set has."""
+        """Returns either lemma's bound in nats, where both policies write as long answers as the training set has."""
         return lemma_bound(self.delta, constant, 2 * self.length)
 
     def tv_bound(self, constant: float) -> float:
-        """The theorem's bound."""
+        """Returns the theorem's bound."""
         return theorem_bound(self.delta, constant, 2 * self.length, 2 * self.length)
 
     @property
     def largest_constant(self) -> float:
-        """The C from which on the theorem says nothing: its bound is then 1."""
+        """Returns the C from which on the theorem says nothing: its bound is then 1."""
         return (TRIVIAL / self.tv_bound(1.0)) ** 2
 
 

@@ -58,28 +58,28 @@ class Tree:
 
     @cached_property
     def sequences(self) -> Int[Tensor, "responses length"]:
-        """The tokens of every response, in order of the number they spell."""
+        """Returns the tokens of every response, in order of the number they spell."""
         return torch.stack([self._number // self.vocab**left % self.vocab for left in self._left], dim=1)
 
     @cached_property
     def nodes(self) -> Int[Tensor, "responses length"]:
-        """The context in which each token of each response is chosen, contexts counted from the empty one."""
+        """Returns the context in which each token of each response is chosen, contexts counted from the empty one."""
         return torch.stack(
             [self._first(t) + self._number // self.vocab ** (left + 1) for t, left in enumerate(self._left)], dim=1
         )
 
     @cached_property
     def words(self) -> Int[Tensor, "responses length vocab"]:
-        """The tokens of every response as ones among zeros."""
+        """Returns the tokens of every response as ones among zeros."""
         return torch.nn.functional.one_hot(self.sequences, self.vocab)
 
     @property
     def contexts(self) -> int:
-        """How many prefixes are shorter than ``length``."""
+        """Returns how many prefixes are shorter than ``length``."""
         return self._first(self.length)
 
     def level(self, table: Policy, position: int) -> Float[Tensor, "prefixes vocab"]:
-        """The rows of ``table`` for contexts of ``position`` tokens."""
+        """Returns the rows of ``table`` for contexts of ``position`` tokens."""
         return table[self._first(position) : self._first(position + 1)]
 
     @cached_property
@@ -96,7 +96,7 @@ class Tree:
 
 @dataclass(frozen=True)
 class Problem:
-    """A reference policy, a reward per response and beta: all that token-weighted RL needs besides weights."""
+    """Reference policy, a reward per response and beta: all that token-weighted RL needs besides weights."""
 
     tree: Tree
     reference: Policy
@@ -105,7 +105,7 @@ class Problem:
 
 
 def random_problem(vocab: int = 3, length: int = 3, beta: float = 0.5, seed: int = 0) -> Problem:
-    """A problem with standard normal logits and rewards, in float64."""
+    """Returns a problem with standard normal logits and rewards, in float64."""
     tree = Tree(vocab, length)
     random = torch.Generator().manual_seed(seed)
     logits = torch.randn(tree.contexts, vocab, generator=random, dtype=torch.float64)
@@ -117,58 +117,58 @@ def random_problem(vocab: int = 3, length: int = 3, beta: float = 0.5, seed: int
 
 
 def token_logps(tree: Tree, policy: Policy) -> Float[Tensor, "responses length"]:
-    """The log-probability of every token of every response."""
+    """Returns the log-probability of every token of every response."""
     return policy[tree.nodes, tree.sequences]
 
 
 def probabilities(tree: Tree, policy: Policy) -> Float[Tensor, " responses"]:
-    """The probability of every response."""
+    """Returns the probability of every response."""
     return token_logps(tree, policy).sum(-1).exp()
 
 
 def weighted_kl(tree: Tree, first: Policy, second: Policy, weights: Weights) -> Float[Tensor, ""]:
-    """``KL_w(first, second)``; with weights of 1 the KL divergence of the responses."""
+    """Returns ``KL_w(first, second)``; with weights of 1 the KL divergence of the responses."""
     ratios = token_logps(tree, first) - token_logps(tree, second)
     return probabilities(tree, first) @ (weights * ratios).sum(-1)
 
 
 def kl(tree: Tree, first: Policy, second: Policy) -> Float[Tensor, ""]:
-    """``KL(first || second)`` of the responses, in nats."""
+    """Returns ``KL(first || second)`` of the responses, in nats."""
     return probabilities(tree, first) @ (token_logps(tree, first) - token_logps(tree, second)).sum(-1)
 
 
 def position_kl(tree: Tree, first: Policy, second: Policy) -> Float[Tensor, " length"]:
-    """The expected KL of the next token at each position, prefixes drawn from ``first``; the sum is ``kl``."""
+    """Returns the expected KL of the next token at each position, prefixes drawn from ``first``; the sum is ``kl``."""
     per_context = (first.exp() * (first - second)).sum(-1)
     return probabilities(tree, first) @ per_context[tree.nodes]
 
 
 def total_variation(tree: Tree, first: Policy, second: Policy) -> float:
-    """Half the L1 distance between the distributions of responses."""
+    """Returns half the L1 distance between the distributions of responses."""
     return float((probabilities(tree, first) - probabilities(tree, second)).abs().sum() / 2)
 
 
 def objective(problem: Problem, policy: Policy, weights: Weights) -> Float[Tensor, ""]:
-    """``J_w(policy)``."""
+    """Returns ``J_w(policy)``."""
     tree = problem.tree
     penalty = problem.beta * weighted_kl(tree, policy, problem.reference, weights)
     return probabilities(tree, policy) @ problem.rewards - penalty
 
 
 def weighted_ratios(problem: Problem, policy: Policy, weights: Weights) -> Float[Tensor, " responses"]:
-    """``sum_t w_t d_t`` of every response: TwDPO's implicit reward over beta."""
+    """Returns ``sum_t w_t d_t`` of every response: TwDPO's implicit reward over beta."""
     ratios = token_logps(problem.tree, policy) - token_logps(problem.tree, problem.reference)
     return (weights * ratios).sum(-1)
 
 
 def reward_error(problem: Problem, policy: Policy, weights: Weights) -> float:
-    """The largest error, over all pairs, of implicit reward differences as reward differences; 0 at h alone."""
+    """Returns the largest error, over all pairs, of implicit reward differences as reward differences; 0 at h alone."""
     gap = problem.beta * weighted_ratios(problem, policy, weights) - problem.rewards
     return float(gap.max() - gap.min())
 
 
 def reward_deviation(problem: Problem, policy: Policy, weights: Weights) -> float:
-    """The root mean square error of implicit reward differences over pairs that the policy itself draws."""
+    """Returns the root mean square error of implicit reward differences over pairs that the policy itself draws."""
     gap = problem.beta * weighted_ratios(problem, policy, weights) - problem.rewards
     drawn = probabilities(problem.tree, policy)
     return float((2 * (drawn @ (gap - drawn @ gap).square())).sqrt())
@@ -177,7 +177,7 @@ def reward_deviation(problem: Problem, policy: Policy, weights: Weights) -> floa
 def weighted_likelihood(
     tree: Tree, policy: Policy, weights: Weights
 ) -> tuple[Float[Tensor, " responses"], Float[Tensor, ""]]:
-    """The normalised weighted likelihood ``prod_t pi_t^w_t / Z`` in logs, and ``log Z`` (0 for weights of 1).
+    """Returns the normalised weighted likelihood ``prod_t pi_t^w_t / Z`` in logs, and ``log Z`` (0 for weights of 1).
 
     The paper's note: ``prod_t pi_t^w_t`` is no distribution over responses. Z depends on the policy but not on
     the response, so that it cancels in the margin of two answers to one prompt: TwDPO is DPO on the normalised
@@ -195,7 +195,7 @@ def weighted_likelihood(
 
 @dataclass(frozen=True)
 class Heuristic:
-    """A heuristic policy with its constant ``c`` and ``residual``, the largest error of its equations over y.
+    """Heuristic policy with its constant ``c`` and ``residual``, the largest error of its equations over y.
 
     A residual far from 0 means that none was found; the policy is then the least squares one.
     """
@@ -206,12 +206,12 @@ class Heuristic:
 
 
 def dpo_policy(problem: Problem) -> Policy:
-    """``ref exp(r / beta) / Z`` as a policy over tokens: the heuristic policy of weights 1."""
+    """Returns ``ref exp(r / beta) / Z`` as a policy over tokens: the heuristic policy of weights 1."""
     return backward_heuristic(problem, torch.ones(problem.tree.length, dtype=torch.float64)).policy
 
 
 def backward_heuristic(problem: Problem, position_weights: Float[Tensor, " length"]) -> Heuristic:
-    """The heuristic policy of weights that depend on the position alone, exact, from the last token back.
+    """Returns the heuristic policy of weights that depend on the position alone, exact, from the last token back.
 
     Raises:
         UserError: a weight is not above 0; the equations then have no solution unless rewards happen to agree.
@@ -234,7 +234,7 @@ def backward_heuristic(problem: Problem, position_weights: Float[Tensor, " lengt
 def solve_heuristic(
     problem: Problem, weights: Weights, start: Policy | None = None, steps: int = 200, tolerance: float = 1e-12
 ) -> Heuristic:
-    """The heuristic policy of any weights by damped Gauss-Newton from ``start`` (DPO's policy where none is given).
+    """Returns the heuristic policy of any weights by damped Gauss-Newton from ``start`` (else DPO's policy).
 
     Where none exists ``Heuristic.residual`` stays away from 0.
     """
@@ -260,7 +260,7 @@ def solve_heuristic(
 def _equations(
     problem: Problem, policy: Policy, constant: float | Tensor, weights: Weights
 ) -> Float[Tensor, " responses"]:
-    """``sum_t w_t d_t - r / beta + c`` of every response."""
+    """Returns ``sum_t w_t d_t - r / beta + c`` of every response."""
     return weighted_ratios(problem, policy, weights) - problem.rewards / problem.beta + constant
 
 
@@ -275,7 +275,7 @@ def weighted_scores(tree: Tree, policy: Policy, weights: Weights) -> Float[Tenso
 
 @dataclass(frozen=True)
 class Optimum:
-    """The best policy found for J_w, its value, the largest gradient left (by logits) and the spread over starts.
+    """Best policy found for J_w, its value, the largest gradient left (by logits) and the spread over starts.
 
     ``spread``: the best value minus the worst over the starts; J_w of weights that read later tokens need not be
     concave, and a spread far from 0 says that some start ended elsewhere.
@@ -288,7 +288,7 @@ class Optimum:
 
 
 def optimal_policy(problem: Problem, weights: Weights, starts: int = 2, steps: int = 200) -> Optimum:
-    """The maximum of J_w by direct optimisation (Newton on the logits), from the reference and from random policies."""
+    """Returns the maximum of J_w by Newton on the logits, from the reference and from random policies."""
     ends = [_climb(problem, weights, start, steps) for start in _starts(problem, starts)]
     values = [value for _, value, _ in ends]
     policy, value, gradient = ends[max(range(len(ends)), key=values.__getitem__)]
@@ -305,7 +305,7 @@ def _starts(problem: Problem, count: int) -> list[Policy]:
 
 
 def _climb(problem: Problem, weights: Weights, start: Policy, steps: int) -> tuple[Policy, float, float]:
-    """The policy at the end of the climb, its value and its largest gradient.
+    """Returns the policy at the end of the climb, its value and its largest gradient.
 
     Where J_w bends upward the step takes the curvature's size, so that it never walks down to a saddle.
     """
@@ -331,7 +331,10 @@ def _climb(problem: Problem, weights: Weights, start: Policy, steps: int) -> tup
 def _derivatives(
     problem: Problem, policy: Policy, weights: Weights
 ) -> tuple[Float[Tensor, " logits"], Float[Tensor, "logits logits"]]:
-    """Gradient and Hessian of J_w by the logits: sums over responses of the score, and of each context's softmax."""
+    """Returns gradient and Hessian of J_w by the logits.
+
+    Sums over responses of the score, and of each context's softmax.
+    """
     tree, beta = problem.tree, problem.beta
     score, weighted = weighted_scores(tree, policy, torch.ones_like(weights)), weighted_scores(tree, policy, weights)
     drawn = probabilities(tree, policy)

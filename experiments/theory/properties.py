@@ -1,4 +1,4 @@
-"""The properties that the paper claims of token weights: what moves the reward, who is free to move, who learns more.
+"""Properties that the paper claims of token weights: what moves the reward, who is free to move, who learns more.
 
 - *P1.* The implicit reward ``beta sum_t w_t d_t`` moves by ``beta w_t`` for each unit of a token's log-probability.
 - *P2.* Tokens of low weight are freer to leave the reference, those of high weight are held more strictly.
@@ -30,7 +30,7 @@ EVEN = 1e-6  # logarithm of a ratio that counts as 1; rounding in a step of STEP
 
 @dataclass(frozen=True)
 class Ratio:
-    """A ratio on several problems: its geometric ``mean``, and on how many of ``count`` it is above and below 1."""
+    """Ratio on several problems: its geometric ``mean``, and on how many of ``count`` it is above and below 1."""
 
     mean: float
     above: int
@@ -39,7 +39,7 @@ class Ratio:
 
     @property
     def inverse(self) -> "Ratio":
-        """The ratio the other way round."""
+        """Returns the ratio the other way round."""
         return Ratio(1 / self.mean, self.below, self.above, self.count)
 
 
@@ -64,14 +64,20 @@ class PropertyRow:
 
 
 def property_row(problems: Sequence[Sequence[Case]], kind: str) -> PropertyRow:
-    """P1 to P3 on problems, each a group of cases: one problem under several weights, of which the mean is taken."""
+    """Returns P1 to P3 on problems, each a group of cases.
+
+    One problem under several weights, of which the mean is taken.
+    """
     found = [[_ratios(case) for case in group] for group in problems]
     ratios = {name: _merged([[one[name] for one in group] for group in found]) for name in found[0][0]}
     return PropertyRow(kind, largest(reward_slope_error(case) for group in problems for case in group), **ratios)
 
 
 def reward_slope_error(case: Case, rise: float = 0.25) -> float:
-    """P1: the largest error, over responses and tokens, of ``beta w_t`` as what a unit of log-probability gives."""
+    """Returns P1.
+
+    The largest error, over responses and tokens, of ``beta w_t`` as what a unit of log-probability gives.
+    """
     problem, tree, worst = case.problem, case.problem.tree, 0.0
     before = problem.beta * weighted_ratios(problem, case.dpo, case.weights)
     for context in range(tree.contexts):
@@ -102,14 +108,17 @@ def _ratios(case: Case) -> dict[str, float]:
 
 
 def _merged(groups: Sequence[Sequence[float]]) -> Ratio:
-    """The ratio over problems, each the geometric mean of its group; what rounding leaves of 1 is neither side."""
+    """Returns the ratio over problems, each the geometric mean of its group.
+
+    What rounding leaves of 1 is neither side.
+    """
     logs = torch.tensor([[math.log(one) for one in group] for group in groups], dtype=torch.float64).mean(-1)
     above, below = int((logs > EVEN).sum()), int((logs < -EVEN).sum())
     return Ratio(float(logs.mean().exp()), above, below, len(groups))
 
 
 def _low_over_high(case: Case, policy: Policy, control: Policy, factors: Weights) -> float:
-    """How much more the lowest third of tokens does than the highest one, relative to the control."""
+    """Returns how much more the lowest third of tokens does than the highest one, relative to the control."""
     drawn = probabilities(case.problem.tree, case.problem.reference).unsqueeze(-1)
     size, plain = drawn * (factors * case.log_ratios(policy)).abs(), drawn * case.log_ratios(control).abs()
     low, high = (float(size[one].sum() / plain[one].sum()) for one in _thirds(case.weights))
@@ -117,7 +126,7 @@ def _low_over_high(case: Case, policy: Policy, control: Policy, factors: Weights
 
 
 def _thirds(weights: Weights) -> tuple[Bool[Tensor, "responses length"], Bool[Tensor, "responses length"]]:
-    """The tokens of the lowest third and of the highest third by weight."""
+    """Returns the tokens of the lowest third and of the highest third by weight."""
     edges = weights.flatten().quantile(torch.tensor([1 / THIRDS, 1 - 1 / THIRDS], dtype=weights.dtype))
     return weights <= edges[0], weights >= edges[1]
 
@@ -133,7 +142,7 @@ def _steps(case: Case) -> tuple[Policy, Policy, Policy, Policy]:
 
 
 def objective_slope(problem: Problem, policy: Policy, weights: Weights) -> Float[Tensor, "contexts vocab"]:
-    """The gradient of J_w by the logits."""
+    """Returns the gradient of J_w by the logits."""
     leaf = policy.clone().requires_grad_()
     (slope,) = torch.autograd.grad(objective(problem, leaf.log_softmax(-1), weights), leaf)
     return slope

@@ -17,7 +17,7 @@ PAPER, OURS = "paper", "ours"
 
 
 class Verdict(Enum):
-    """What a statement came to; OPEN: true of some problems and not of others.
+    """Verdict on a statement; OPEN: true of some problems and not of others.
 
     NOTHING: true whatever the policies are, or about a policy that does not exist.
     """
@@ -41,7 +41,7 @@ class Statement:
 
 
 def statements(study: Study) -> list[Statement]:
-    """All statements in the order of tables.md: the paper's by section, then ours."""
+    """Returns all statements in the order of tables.md: the paper's by section, then ours."""
     parts = (_objectives, _properties, _assumptions, _bounds, _theorem, _gradient, _note, _published, _ours)
     return [row for part in parts for row in part(study)]
 
@@ -50,33 +50,36 @@ def statements(study: Study) -> list[Statement]:
 
 
 def exact(section: str, name: str, error: float, by: str = "largest error", source: str = PAPER) -> Statement:
-    """A statement that holds where ``error`` is none."""
+    """Returns a statement that holds where ``error`` is none."""
     return Statement(section, name, source, _held(error < EXACT), by, error)
 
 
 def differs(section: str, name: str, error: float, by: str, source: str = PAPER) -> Statement:
-    """A statement that two things are not the same: it holds where ``error`` is not none."""
+    """Returns a statement that two things are not the same: it holds where ``error`` is not none."""
     return Statement(section, name, source, _held(error > EXACT), by, error)
 
 
 def bounded(section: str, name: str, share: float, source: str = PAPER) -> Statement:
-    """A bound, which holds where at most all of it is taken up."""
+    """Returns a bound, which holds where at most all of it is taken up."""
     return Statement(section, name, source, _held(share <= 1), "largest share of the bound", share)
 
 
 def informative(section: str, name: str, bound: float, by: str, source: str = PAPER) -> Statement:
-    """A bound on a total variation, which says nothing where it is not below the largest one there is."""
+    """Returns a bound on a total variation, which says nothing where it is not below the largest one there is."""
     verdict = Verdict.NOTHING if bound >= TRIVIAL else _held(bound < TRIVIAL)
     return Statement(section, name, source, verdict, by, bound)
 
 
 def above_one(section: str, name: str, ratio: float, by: str, source: str = PAPER) -> Statement:
-    """An order, which holds where the ratio is above 1 by more than rounding."""
+    """Returns an order, which holds where the ratio is above 1 by more than rounding."""
     return Statement(section, name, source, _held(ratio > 1 + EXACT), by, ratio)
 
 
 def tendency(section: str, name: str, ratio: Ratio, by: str) -> Statement:
-    """An order on every problem: it holds where the ratio is above 1 on all of them, and fails where on none."""
+    """Returns an order on every problem.
+
+    It holds where the ratio is above 1 on all of them, and fails where on none.
+    """
     verdict = {ratio.count: Verdict.HOLDS, 0: Verdict.FAILS}.get(ratio.above, Verdict.OPEN)
     return Statement(section, name, PAPER, verdict, f"{by}; above 1 on {ratio.above} of {ratio.count}", ratio.mean)
 
@@ -89,7 +92,7 @@ def _held(holds: bool) -> Verdict:
 
 
 def _objectives(study: Study) -> list[Statement]:
-    """Section 1: J_w, the near-optimum h, and rewards read off it."""
+    """Returns section 1: J_w, the near-optimum h, and rewards read off it."""
     found, note = study.gradient, study.note
     rows = [
         exact(
@@ -106,7 +109,7 @@ def _objectives(study: Study) -> list[Statement]:
 
 
 def _properties(study: Study) -> list[Statement]:
-    """Section 2: P1 to P3; ratios of the lowest to the highest third of the weights, each over DPO's."""
+    """Returns section 2: P1 to P3; ratios of the lowest to the highest third of the weights, each over DPO's."""
     rows = [exact("2", "P1: the reward moves by beta w_t", largest(row.reward_error for row in study.properties))]
     for row in study.properties:
         head, by = f"P2, {row.kind} weights: low weights are freer", "low over high weights, |d|"
@@ -135,7 +138,7 @@ def _properties(study: Study) -> list[Statement]:
 
 
 def _assumptions(study: Study) -> list[Statement]:
-    """Section 3: the constants with which A1 and A2 hold."""
+    """Returns section 3: the constants with which A1 and A2 hold."""
     rows = []
     for reads in Reads:
         of = [row for row in study.paper if row.kind == reads.value]
@@ -173,7 +176,7 @@ def _bounds(study: Study) -> list[Statement]:
 
 
 def _theorem(study: Study) -> list[Statement]:
-    """Section 7: the theorem, whether it says anything, and its rate."""
+    """Returns section 7: the theorem, whether it says anything, and its rate."""
     rows = [row for row in study.paper if row.kind == Reads.RESPONSE.value]
     small = min((row for row in study.tightness if row.varied == "delta"), key=lambda row: row.value)
     power = exponent(study.tightness)
@@ -188,7 +191,7 @@ def _theorem(study: Study) -> list[Statement]:
 
 
 def _missing(study: Study, section: str, name: str) -> list[Statement]:
-    """What speaks of h says nothing where there is none."""
+    """Returns statements on h where there is none: they say nothing."""
     return [
         Statement(section, f"{name}, weights {row.weights}", PAPER, Verdict.NOTHING, "residual of h", row.lowest)
         for row in study.existence
@@ -197,7 +200,7 @@ def _missing(study: Study, section: str, name: str) -> list[Statement]:
 
 
 def _gradient(study: Study) -> list[Statement]:
-    """Section 8."""
+    """Returns the statements of section 8."""
     row = study.gradient
     return [
         exact("8", "gradient of TwDPO's loss", row.error, "largest error over largest entry"),
@@ -214,7 +217,7 @@ def _gradient(study: Study) -> list[Statement]:
 
 
 def _note(study: Study) -> list[Statement]:
-    """Section 9."""
+    """Returns the statements of section 9."""
     note = study.note
     loose = [row for row in study.lemmas if row.reads is Reads.RESPONSE]
     return [
@@ -247,7 +250,7 @@ def _note(study: Study) -> list[Statement]:
 
 
 def _published(study: Study) -> list[Statement]:
-    """Section 10: the theorem at the paper's own figures, for policies that have hardly moved."""
+    """Returns section 10: the theorem at the paper's own figures, for policies that have hardly moved."""
     del study  # rests on the printed figures alone
     by = f"bound on TV, C {CONSTANTS[0]:g}"
     return [
@@ -260,7 +263,7 @@ def _published(study: Study) -> list[Statement]:
 
 
 def _ours(study: Study) -> list[Statement]:
-    """Our statements: when h is the optimum, our lemmas and both parts of our theorem."""
+    """Returns our statements: when h is the optimum, our lemmas and both parts of our theorem."""
     fixed = [row for row in study.policies if row.reads is Reads.POSITION]
     free = [row for row in study.policies if row.reads is Reads.RESPONSE]
     tight = [row for row in study.lemmas if row.reads is Reads.POSITION]

@@ -1,4 +1,4 @@
-"""The theory study: what the paper states and what we add, on problems small enough to list every response.
+"""Theory study: what the paper states and what we add, on problems small enough to list every response.
 
 ``python -m experiments.theory FOLDER`` prints its tables and draws its figures; so does ``notebooks/06_theory.ipynb``.
 """
@@ -50,7 +50,10 @@ class Study:
 
 
 def run_study(problems: int = 3, deltas: Sequence[float] = DELTAS, marks: Sequence[int] = MARKS) -> Study:
-    """The study on ``problems`` random problems (3 words, 3 tokens, beta 0.5); the same numbers at every run."""
+    """Returns the study on ``problems`` random problems (3 words, 3 tokens, beta 0.5).
+
+    The same numbers at every run.
+    """
     drawn = [random_problem(seed=seed) for seed in range(problems)]
     grid = [(reads, delta) for reads in Reads for delta in deltas]
     with _one_thread():

@@ -1,4 +1,4 @@
-"""The theory study's results as tables: every statement with the number that decides it, and what it rests on."""
+"""Theory study's results as tables: every statement with the number that decides it, and what it rests on."""
 
 from typing import TYPE_CHECKING
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 def statement_table(study: Study) -> TableBlock:
-    """Every statement, what became of it, and the number that says so."""
+    """Returns every statement, what became of it, and the number that says so."""
     rows = [(one.section, one.name, one.source, one.verdict.value, one.by, one.number) for one in statements(study)]
     return TableBlock(("section", "statement", "source", "verdict", "by", "number"), rows, "statements", naming=2)
 
 
 def tables(study: Study) -> tuple[TableBlock, ...]:
-    """The statements and what they rest on: the paper's first, then ours."""
+    """Returns the statements and what they rest on: the paper's first, then ours."""
     return (
         statement_table(study),
         *(_paper(study), _tightness(study), _published(), _properties(study), _note(study)),
@@ -29,14 +29,14 @@ def tables(study: Study) -> tuple[TableBlock, ...]:
 
 
 def frames(study: Study) -> "dict[str, pandas.DataFrame]":
-    """All tables as pandas frames, by caption."""
+    """Returns all tables as pandas frames, by caption."""
     import pandas
 
     return {str(one.caption): pandas.DataFrame(one.rows, columns=list(one.columns)) for one in tables(study)}
 
 
 def report_markdown(study: Study) -> str:
-    """All tables as Markdown, each below a heading of its own."""
+    """Returns all tables as Markdown, each below a heading of its own."""
     return "\n\n".join(f"### {one.caption}\n{table_markdown(one)}" for one in tables(study))
 
 

@@ -1,4 +1,4 @@
-"""How loose the paper's bounds are: bound over actual, over delta, over beta and over the length of the responses.
+"""Looseness of the paper's bounds: bound over actual, over delta, over beta and over the length of the responses.
 
 Weights read the whole response, as a judge's do. One of the three is varied at a time.
 """
@@ -28,7 +28,10 @@ class TightnessRow:
 
 
 def tightness_rows(problems: int = 3, deltas: Sequence[float] = DELTAS) -> tuple[TightnessRow, ...]:
-    """All points: 3 words and 3 tokens over delta and beta, 2 words over the length, and responses that end early."""
+    """Returns the statements at all points.
+
+    3 words and 3 tokens over delta and beta, 2 words over the length, and responses that end early.
+    """
     seeds = range(problems)
     return (
         *(_row("delta", delta, delta, [random_problem(seed=seed) for seed in seeds]) for delta in deltas),
@@ -41,12 +44,15 @@ def tightness_rows(problems: int = 3, deltas: Sequence[float] = DELTAS) -> tuple
 
 
 def ending_row(delta: float = MIDDLE_DELTA, problems: int = 3) -> PaperRow:
-    """The paper's statements where responses end by themselves, so that each policy has a mean length of its own."""
+    """Returns the paper's statements where responses end by themselves, at a mean length of each policy's own."""
     return paper_row([ending_case(delta, length=4, seed=seed) for seed in range(problems)], "response, of any length")
 
 
 def exponent(rows: Sequence[TightnessRow]) -> float:
-    """The power of delta with which TV(pi*, h) goes to 0, from the two smallest deltas; the theorem's is 1/2."""
+    """Returns the power of delta with which TV(pi*, h) goes to 0, from the two smallest deltas.
+
+    The theorem's is 1/2.
+    """
     first, second = sorted((row for row in rows if row.varied == "delta"), key=lambda row: row.value)[:2]
     rise = second.paper.theorem.actual / first.paper.theorem.actual
     return math.log(rise) / math.log(second.value / first.value)

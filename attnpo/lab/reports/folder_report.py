@@ -21,7 +21,7 @@ GRADED = "scores of graded answers are no part of a study's folder"
 
 @dataclass(frozen=True)
 class Ours:
-    """A table that printed rows may meet, and the settings of its numbers; none where its folders do not say."""
+    """Table that printed rows may meet, and the settings of its numbers; none where its folders do not say."""
 
     table: KeyedTable
     settings: frozenset[str]
@@ -144,7 +144,9 @@ def runs_table(rows: Sequence[Mapping[str, Cell]]) -> KeyedTable:
 
 
 def put_beside(ours: Sequence[Ours], path: Path) -> tuple[list[KeyedTable | None], list[str]]:
-    """For each of our tables the rows of a file that are of its setting, joined with ours; and what must be said.
+    """Returns for each of our tables the rows of a file that are of its setting, joined with ours.
+
+    And what must be said.
 
     A row without any of ours is shown once, below the first table of its setting. UserError when the file has no column
     that names our rows.

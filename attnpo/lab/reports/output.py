@@ -1,4 +1,4 @@
-"""A report's tables for the terminal, as Markdown, LaTeX, CSV and one page, written into the report's folder."""
+"""Report's tables for the terminal, as Markdown, LaTeX, CSV and one page, written into the report's folder."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -129,7 +129,7 @@ def write_passport(cfg: PassportConfig) -> Path:
 
 
 class RecordingJudge:
-    """A judge that passes on what it is asked and records prompt lengths, the mass on the labels and the seconds."""
+    """Judge that passes on what it is asked and records prompt lengths, the mass on the labels and the seconds."""
 
     def __init__(self, judge: JudgeModel) -> None:
         self.judge, self.num_layers = judge, judge.num_layers
@@ -151,7 +151,7 @@ class RecordingJudge:
 
 @dataclass(frozen=True)
 class Judged:
-    """The sample as the judge read it: ``shown`` are the pairs it could be shown, ``rows`` names what was captured.
+    """Sample as the judge read it: ``shown`` are the pairs it could be shown, ``rows`` names what was captured.
 
     ``layered``: weights that read a layer. ``align``: the rules by which they are carried onto the training tokens.
     ``cost``: what the pass over all pairs takes, extrapolated from the ``measured`` prompts of the sample by their
@@ -376,7 +376,7 @@ def measure_removal(
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number with its interval and the units it stands on; NaN at both ends where nothing gives an interval."""
+    """Number with its interval and the units it stands on; NaN at both ends where nothing gives an interval."""
 
     value: float
     low: float

@@ -1,4 +1,4 @@
-"""What the judge's passport was asked for: its config. Light: known before anything heavy is loaded."""
+"""Configuration of the judge's passport. Light: known before anything heavy is loaded."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +12,7 @@ from attnpo.schema import UserError, check_least, check_seed, digest
 
 @dataclass(frozen=True)
 class PassportSettings:
-    """How much of the data is judged, and what is measured on it (config node ``passport``).
+    """Settings of the passport: how much of the data is judged, and what is measured (config node ``passport``).
 
     ``pairs`` are drawn by ``seed`` from both splits; of the first ``removal_pairs`` of them (0: none) the top-weighted
     ``shares`` of the tokens are removed and compared with ``draws`` random removals from the same places, an even
@@ -38,7 +38,7 @@ class PassportSettings:
 
 @dataclass(frozen=True)
 class PassportConfig(FitConfig):
-    """A judge's passport; its key of ``configs/passport.yaml``, where it is explained, and those of ``fit``."""
+    """Judge's passport; its key of ``configs/passport.yaml``, where it is explained, and those of ``fit``."""
 
     trains: ClassVar[bool] = False
 
@@ -60,7 +60,7 @@ class PassportConfig(FitConfig):
         return {**super().unread(), **dict.fromkeys(TRAINING, reason), **own}
 
     def mark(self) -> str:
-        """Digest of everything the command asks for: what tells its folder from those of others."""
+        """Returns the digest of everything the command asks for: what tells its folder from those of others."""
         return digest({key: value for key, value in self.values.items() if key not in PLACES})[:16]
 
     def folder(self) -> Path:

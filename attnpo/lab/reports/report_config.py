@@ -19,7 +19,7 @@ READ = {**dict.fromkeys(("", STUDY, RUN), ("printed",)), SCORES: ("printed", "la
 
 @dataclass(frozen=True)
 class ReportConfig(FitConfig):
-    """A report; a field per key of ``configs/report.yaml``, where each is explained, and those of ``fit``."""
+    """Report; a field per key of ``configs/report.yaml``, where each is explained, and those of ``fit``."""
 
     trains: ClassVar[bool] = False
 

@@ -175,7 +175,7 @@ def conditions(result: EvaluationResult) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class Figure:
-    """A column: a benchmark's figure with the score of each label that has one.
+    """Column: a benchmark's figure with the score of each label that has one.
 
     ``shown``: whether it is a column of the main table. ``graded``: whether a grader gives it.
     """

@@ -1,4 +1,4 @@
-"""The paper's statistics tables for the weights a run would train with: from the store, for one or many layers.
+"""Paper's statistics tables for the weights a run would train with: from the store, for one or many layers.
 
 Which rows a table stands on: concentration and most-weighted tokens are about what the objective multiplies, so they
 are read off the training examples (after the sink rule, transforms, alignment and truncation). The sink share is about

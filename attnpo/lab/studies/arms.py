@@ -1,4 +1,4 @@
-"""The config of every arm and point of a study, composed from overrides; what a user may override in one."""
+"""Config of every arm and point of a study, composed from overrides; what a user may override in one."""
 
 import logging
 import re
@@ -26,18 +26,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Composed:
-    """The config of an arm or a point as Hydra composed it, and the overrides that give it on the command line."""
+    """Config of an arm or a point as Hydra composed it, and the overrides that give it on the command line."""
 
     raw: DictConfig
     overrides: list[str]
 
     @cached_property
     def config(self) -> FitConfig:
-        """Its typed root. UserError when it cannot be built."""
+        """Returns its typed root. UserError when it cannot be built."""
         return typed(self.raw, FitConfig)
 
     def settled(self, model: str, data: str | None) -> FitConfig:
-        """Its typed root, with these paths of model and data where it lacks them."""
+        """Returns its typed root, with these paths of model and data where it lacks them."""
         cfg = self.config
         for key in open_paths(cfg.model, cfg.data):
             cfg = cfg.with_value(key, model if key == "model.path" else data)
@@ -75,7 +75,7 @@ def layered(*layers: Sequence[str]) -> list[str]:
 
 
 class AsWritten(TypedDict, total=False):
-    """What is read of a study's node with its interpolations as they stand in its file."""
+    """Study's node read with its interpolations as they stand in its file."""
 
     arms: dict[str, list[str]]
     truth_arms: dict[str, list[str]] | None

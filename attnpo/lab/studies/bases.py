@@ -1,4 +1,4 @@
-"""What the points of one world and seed stand on: base, pairs, one judge pass, and what is measured beside them."""
+"""Inputs that all points of one world and seed share: base, pairs, one judge pass, and what is measured beside them."""
 
 import inspect
 import json

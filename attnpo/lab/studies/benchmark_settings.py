@@ -1,4 +1,4 @@
-"""How the models of a study are evaluated: the config of each evaluation, and what of it is refused before training."""
+"""Evaluation of a study's models: the config of each evaluation, and what of it is refused before training."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

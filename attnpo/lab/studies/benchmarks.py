@@ -45,7 +45,7 @@ CLOSE = 1e-6  # relative: kernels of a GPU may sum in another order
 
 @dataclass(frozen=True)
 class Measurement:
-    """A model that is measured for the row ``name`` of a world.
+    """Model that is measured for the row ``name`` of a world.
 
     ``folder`` names its files, ``label`` is what tables of its own call it, ``base`` the base of its world and seed.
     ``lost``: why there is no model.
@@ -231,7 +231,7 @@ def row_score(found: Sequence[EvaluationResult | str]) -> RowScore:
 
 @dataclass(frozen=True)
 class Export:
-    """A chosen point and the run that left its model; ``wanted``: the user asked for checkpoints of every point."""
+    """Chosen point and the run that left its model; ``wanted``: the user asked for checkpoints of every point."""
 
     point: Point
     result: RunResult

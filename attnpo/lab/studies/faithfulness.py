@@ -78,7 +78,7 @@ class Faithfulness:
         encoded: dict[str, EncodedSet],
         folder: Path,
     ) -> dict[str, object]:
-        """Per weights and pair how much more the top-weighted tokens matter than random ones, and the true mass.
+        """Returns per weights and pair how much more top tokens matter than random ones, and the true mass.
 
         Plain data: ``weights`` maps a name to ``layer``, ``mass``, ``remove`` and ``keep`` (by share a number per pair)
         and ``fall``; beside it what the whole responses give, what was read and what it cost.
@@ -164,7 +164,7 @@ def equal_weights(rows: Rankings) -> Rankings:
 
 
 def true_rankings(sample: Sequence[PreferencePair], tokens: Rankings, grammar: Grammar) -> Rankings:
-    """Weight 1 for the tokens that hold a decisive character, 0 for the others."""
+    """Returns the weight 1 for the tokens that hold a decisive character, 0 for the others."""
     return {
         pair.pair_id: {
             side: replace(row, weights=tuple(map(float, decisive(pair, side, row.offsets, grammar))))

@@ -1,4 +1,4 @@
-"""A study's figures, of one arm always in one colour; and what arms are compared by where no truth is known."""
+"""Study's figures, of one arm always in one colour; and what arms are compared by where no truth is known."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -26,7 +26,7 @@ FAR = 2.0  # times the level: from a first point beyond that nothing is known of
 
 @dataclass(frozen=True)
 class RowScore:
-    """A row's score on a benchmark, the one called ``name`` that counts there: a mean over rounds per seed.
+    """Row's score on a benchmark, the one called ``name`` that counts there: a mean over rounds per seed.
 
     ``seeds``: how many evaluations were to be made; those that failed are lacking in ``values``. ``interval``: 95 %
     over questions where there is one evaluation. ``grading``: standard deviation of the mean from grading the same
@@ -59,7 +59,7 @@ class RowScore:
 
     @property
     def half_width(self) -> float | None:
-        """Half of the 95 % interval of the mean over seeds (Student's t); None for fewer than two."""
+        """Returns half of the 95 % interval of the mean over seeds (Student's t); None for fewer than two."""
         count = len(self.values)
         if self.failure or count < 2:
             return None
@@ -90,7 +90,7 @@ class Reads:
 
 @dataclass(frozen=True)
 class ScorerRun:
-    """A trained scorer: its model folder, the run's result, and the sequences that training read of each pair.
+    """Trained scorer: its model folder, the run's result, and the sequences that training read of each pair.
 
     ``forwards`` has those of the reference too; validation is not counted.
     """
@@ -123,7 +123,7 @@ class PointResults:
 
     @property
     def rewards(self) -> Float[np.ndarray, "seeds prompts"]:
-        """True rewards on test prompts, a row per seed and a column per prompt."""
+        """Returns true rewards on test prompts, a row per seed and a column per prompt."""
         return np.array([scores.rewards for scores in self.scores("test")])
 
     @cached_property
@@ -151,7 +151,7 @@ class PointResults:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A finished study: its points with their results, those that failed with their errors, the grid's digest.
+    """Finished study: its points with their results, those that failed with their errors, the grid's digest.
 
     ``measured``: results of the study's analyses by their names, world and seed; ``unmeasured``: what failed of them.
     ``costs``: seconds that were spent once for all arms, per world and seed, as far as they are known: of the "base",
@@ -181,7 +181,7 @@ class Outcome:
 
     @property
     def digest(self) -> str:
-        """Digest of world, grid and arms, fixed before the points ran."""
+        """Returns the digest of world, grid and arms, fixed before the points ran."""
         return digest(self.record)[:16]
 
     @property
@@ -229,7 +229,7 @@ class Outcome:
 
 
 def label_of(values: Sequence[str]) -> str:
-    """Grid values for reading."""
+    """Returns the grid values for reading."""
     pairs = [value.split("=", 1) for value in values]
     return " ".join(f"{short(key)} {value}" for key, value in pairs)
 
@@ -271,7 +271,7 @@ def best_point(points: Sequence[PointResults], kl_limit: float) -> PointResults:
 
 
 def _or_worst(value: float, worst: float) -> float:
-    """``value``, or ``worst`` for one that is not finite: NaN has no order."""
+    """Returns ``value``, or ``worst`` for one that is not finite: NaN has no order."""
     return value if math.isfinite(value) else worst
 
 
@@ -302,7 +302,7 @@ def times_trained(result: RunResult, step_pairs: int) -> float:
 
 @dataclass(frozen=True)
 class PathPoint:
-    """A policy on the path of an arm and a seed: its KL to the base on test prompts, its rewards."""
+    """Policy on the path of an arm and a seed: its KL to the base on test prompts, its rewards."""
 
     kl: float
     validation: float
@@ -311,7 +311,7 @@ class PathPoint:
 
 @dataclass(frozen=True)
 class AtKL:
-    """An arm at a KL level.
+    """Arm at a KL level.
 
     ``rewards``: on test prompts, a row per seed of ``seeds``. ``kl``: the mean over seeds of the level, or of less
     where nothing beyond is better on validation. ``mark`` is empty where the value is one at the level, of the seeds

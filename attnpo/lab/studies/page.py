@@ -1,4 +1,4 @@
-"""A finished study printed and written: tables, page, tracker and study.json."""
+"""Finished study printed and written: tables, page, tracker and study.json."""
 
 import json
 import logging
@@ -266,7 +266,7 @@ def _files(outcome: Outcome, point: Point) -> dict[str, str]:
 
 
 def answers_sections(outcome: Outcome) -> Iterator[Section]:
-    """Weights of one pair and answers to a few prompts, arm beside arm, of the first seed, where runs kept them."""
+    """Returns one pair's weights and a few answers of the first seed, arm beside arm, where runs kept them."""
     for world in outcome.worlds:
         best = outcome.best_points(world)
         kept: dict[str, ForPage] = {}  # of the first seed at the chosen points, the control's first

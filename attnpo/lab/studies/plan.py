@@ -1,4 +1,4 @@
-"""A study before and while it runs: refused where it cannot run, its arms composed, its size and time told."""
+"""Study before and while it runs: refused where it cannot run, its arms composed, its size and time told."""
 
 import platform
 import time
@@ -102,7 +102,7 @@ def watching(labels: Sequence[str], folders: Sequence[Path], pace: Pace) -> Iter
 
 @dataclass(frozen=True)
 class Plan:
-    """A study that was found possible: its seeds, the configs of its arms and of its scorers by world and name.
+    """Study that was found possible: its seeds, the configs of its arms and of its scorers by world and name.
 
     ``analyses``: settings of its analyses, by key. ``store``: the folder of what all its runs share. ``timed``:
     what the time of its points is known by: setting, study, and how long one trains.

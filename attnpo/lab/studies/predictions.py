@@ -1,4 +1,4 @@
-"""What was expected of a study before it ran, beside what came of it: hits, misses and what stays open alike."""
+"""Predictions registered before a study ran, beside their outcomes: hits, misses and open ones alike."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The models that a study trains for its arms' weights, before these are captured: its scorers (``study.scorers``).
+"""Models that a study trains for its arms' weights, before these are captured: its scorers (``study.scorers``).
 
 A scorer is an ordinary run on the pairs of its world and seed, which leaves its model; arms name it as ``SCORER.NAME``
 (``study.scorers_of``). Owns which scorers a world needs, their runs, and where they lie: in the store, each in a folder
@@ -37,14 +37,14 @@ MODEL = "last"  # of a run's checkpoints that of its last step, which is what a 
 
 @dataclass(frozen=True)
 class Scorers:
-    """The scorers of one world and seed, and the errors of those that could not be trained."""
+    """Scorers of one world and seed, and the errors of those that could not be trained."""
 
     runs: dict[str, ScorerRun] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)
 
     @property
     def paths(self) -> dict[str, str]:
-        """Their model folders."""
+        """Returns their model folders."""
         return {name: str(run.model) for name, run in self.runs.items()}
 
     @property

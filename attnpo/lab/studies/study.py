@@ -1,4 +1,4 @@
-"""A study as plain data: what it varies (arms, grids, worlds, seeds), what it measures and what was predicted of it."""
+"""Study as plain data: what it varies (arms, grids, worlds, seeds), what it measures and what was predicted of it."""
 
 import itertools
 import json
@@ -152,7 +152,7 @@ MeasuredBy = dict[tuple[str, int], dict[str, object]]
 
 @runtime_checkable
 class StudyAnalysis(Protocol):
-    """A measurement that needs no trained policy (config node ``study.analyses.NAME``)."""
+    """Measurement that needs no trained policy (config node ``study.analyses.NAME``)."""
 
     def measure(
         self,
@@ -162,7 +162,7 @@ class StudyAnalysis(Protocol):
         encoded: "dict[str, EncodedSet]",
         folder: Path,
     ) -> dict[str, object]:
-        """Plain JSON data of one world and seed; ``folder`` is where figures or files of its own may go.
+        """Returns plain JSON data of one world and seed; ``folder`` is where figures or files of its own may go.
 
         ``source`` and ``readers`` are the study's weights in that world without the choices of any arm, and what they
         are read with; ``truth`` is the scorer of a world whose truth is known. The result is kept, and used
@@ -245,7 +245,7 @@ class WorldAxis:
 
 @dataclass(frozen=True)
 class Study:
-    """A study by its arms.
+    """Study by its arms.
 
     ``arms`` maps a name to the overrides that make it; ``truth_arms`` are added after them where the setting has a
     known truth. ``layers`` splits the arm named ``layer_arm`` into one arm per layer (numbers, "last", fractions of
@@ -469,7 +469,7 @@ def grid_record(study: Study, arms: Mapping[str, Mapping[str, object]], world: o
 
 
 def settings_digest(record: Mapping[str, object]) -> str:
-    """Digest of a ``grid_record`` without what was predicted: grid, arms and worlds."""
+    """Returns the digest of a ``grid_record`` without what was predicted: grid, arms and worlds."""
     return digest({key: value for key, value in record.items() if key != "predictions"})[:16]
 
 

@@ -1,4 +1,4 @@
-"""A study's tables: arms at their best points, at equal KL, over worlds, on benchmarks, by cost, and how they moved."""
+"""Study's tables: arms at their best points, at equal KL, over worlds, on benchmarks, by cost, and how they moved."""
 
 import math
 from collections import Counter
@@ -88,7 +88,7 @@ def columns_of(rows: Sequence[Row]) -> list[str]:
 
 
 def uneven_training(outcome: Outcome) -> list[str]:
-    """Of "pairs" and "steps" those in which the arms of any world differ."""
+    """Returns of "pairs" and "steps" those in which the arms of any world differ."""
     every = [[trained_on(point) for point in outcome.best_points(world).values()] for world in outcome.worlds]
     return [
         name
@@ -210,7 +210,7 @@ def level_tables(outcome: Outcome) -> list[Section]:
 
 @dataclass(frozen=True)
 class AtLevel:
-    """An arm at a KL level: its place on its path and its difference to the control; each None where there is none.
+    """Arm at a KL level: its place on its path and its difference to the control; each None where there is none.
 
     ``mark``: that of ``AtKL`` of the arm or of the control, empty where the difference is one at equal KL.
     """

@@ -39,7 +39,7 @@ EDITED = "the package's source was changed while the study ran; run the study's 
 
 @dataclass(frozen=True)
 class Workers:
-    """How a study's runs are worked on: ``count`` at a time, composed with the user's options in ``config_dir``.
+    """Workers that do a study's runs: ``count`` at a time, composed with the user's options in ``config_dir``.
 
     ``store``: where they keep what all share, None for what their own config says. ``lock_timeout``: seconds of waiting
     for a folder in which another command works.
@@ -59,7 +59,7 @@ def on_gpu(accelerators: Iterable[str]) -> bool:
 
 
 def execute(jobs: Sequence[Job], workers: Workers, here: bool = False) -> Iterator[Done]:
-    """(place in ``jobs``, result, error) of every job as it finishes, run by ``workers`` in processes of their own.
+    """Yields (place in ``jobs``, result, error) of every job as it finishes in a process of its own.
 
     ``here``: one after the other in this process, as where they need a GPU, which is not shared.
     """

@@ -106,7 +106,7 @@ class TestbedBenchmark:
         return {question.id: text for question, text in zip(questions, texts, strict=True)}
 
     def calls(self, answers: Mapping[str, ModelAnswer], round_: int) -> Sequence[GradingCall]:
-        """Two comparisons per prompt, one per order, with a baseline; none without."""
+        """Returns two comparisons per prompt, one per order, with a baseline; none without."""
         questions = self.questions()
         given = match_answers(self.name, questions, answers)
         if self.baseline is None:
@@ -159,7 +159,7 @@ class TruthGrader:
         return {"grader": "truth", "grammar": self.grammar.digest()}
 
     def count_tokens(self, call: GradingCall) -> int | None:
-        """None are read."""
+        """Returns 0: none are read."""
         return 0
 
     def ask(self, calls: Iterable[GradingCall]) -> Iterator[tuple[GradingCall, GradingReply | GradingFailure]]:

@@ -1,4 +1,4 @@
-"""The review grammar: sampling, parsing, the true reward and the true importance of every token.
+"""Review grammar: sampling, parsing, the true reward and the true importance of every token.
 
 A review is a handful of clauses about one topic, each closed by a full stop. Because every clause can be parsed
 back, what an answer is worth is known exactly, and neither length nor repetition can raise it. Prompts have
@@ -210,7 +210,7 @@ class Grammar:
         )
 
     def importance(self, text: str, topic: str) -> list[tuple[int, int]]:
-        """Character spans of the tokens that carry the reward: polar adjectives, and "not" before one."""
+        """Returns the character spans of the tokens that carry the reward: polar adjectives, and "not" before one."""
         return [span for clause in self.parse(text, topic) for span in clause.decisive]
 
     def part_scores(self, text: str, topic: str) -> list[tuple[str, int]]:
@@ -291,7 +291,7 @@ def _regexes(adjective: tuple[str, ...], fillers: tuple[str, ...]) -> tuple[list
 
 @lru_cache(maxsize=65536)
 def _read_clause(grammar: Grammar, tokens: tuple[str, ...], topic: str) -> tuple[str, float, tuple[int, ...]]:
-    """Kind, polarity and indices of the decisive words of one clause without its full stop."""
+    """Returns the kind, polarity and indices of the decisive words of one clause without its full stop."""
     text = " ".join(tokens)
     judging, filler = _regexes(grammar._adjective_clauses(), grammar._fillers())
     if filler.fullmatch(text):

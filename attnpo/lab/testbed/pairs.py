@@ -27,7 +27,7 @@ Row = dict[str, object]
 def build_pairs(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, grammar: Grammar, recipe: PairRecipe, split: str
 ) -> list[Row]:
-    """Rows of `split` ("train" or "validation"); an error if the base is too uniform to yield enough of them.
+    """Returns rows of `split` ("train" or "validation"); an error if the base is too uniform to yield enough of them.
 
     Prompts are taken in chunks of a fixed order until there are enough pairs; every answer is used at most once.
     """
@@ -80,7 +80,10 @@ def _pairs_of(
 def match_answers(
     scored: Sequence[tuple[str, float]], margin: float
 ) -> list[tuple[tuple[str, float], tuple[str, float]]]:
-    """Disjoint (better, worse) pairs in the order sampled: each answer meets the first free one far enough away."""
+    """Returns disjoint (better, worse) pairs in the order sampled.
+
+    Each answer meets the first free one far enough away.
+    """
     free = list(scored)
     pairs: list[tuple[tuple[str, float], tuple[str, float]]] = []
     while free:
@@ -164,7 +167,7 @@ def write_pairs(
 
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
-    """One JSON object per line, UTF-8."""
+    """Returns one JSON object per line, UTF-8."""
     with path.open("w", encoding="utf-8") as file:
         for row in rows:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")

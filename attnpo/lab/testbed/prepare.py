@@ -39,7 +39,7 @@ MADE_FROM = "made_from"  # in the report of pairs: what their base was
 
 @dataclass(frozen=True)
 class Testbed:
-    """A testbed by its knobs; `seed` is the base's seed. `second` None: there is no second base to ask for."""
+    """Testbed by its knobs; `seed` is the base's seed. `second` None: there is no second base to ask for."""
 
     __test__ = False  # not a test class, whatever its name says to pytest
 
@@ -50,11 +50,11 @@ class Testbed:
     second: SecondRecipe | None = None
 
     def base_key(self) -> str:
-        """Identity of the base model."""
+        """Returns identity of the base model."""
         return _base_key(self.grammar, self.base, self.seed)
 
     def data_key(self) -> str:
-        """Identity of the pairs, which includes that of their base."""
+        """Returns identity of the pairs, which includes that of their base."""
         return _key({"base": self.base_key(), "pairs": asdict(self.pairs)})
 
     def prepare(self, root: Path) -> Prepared:
@@ -157,7 +157,7 @@ def _ensure(target: Path, what: str, build: Callable[[Path], Mapping[str, object
 
 
 def _problem(target: Path, base: Path | None) -> str | None:
-    """Why a folder is not what was built, or what would be built now; None where it is."""
+    """Returns why a folder is not what was built, or what would be built now; None where it is."""
     problem = changed(target)
     if problem is None and base is not None and _read(target).get(MADE_FROM) != _identity(base):
         return f"it was made from another {base.name}"
@@ -165,7 +165,7 @@ def _problem(target: Path, base: Path | None) -> str | None:
 
 
 def _identity(folder: Path) -> str:
-    """Digest of all that was built in a folder but its report, which tells how long it took."""
+    """Returns the digest of all that was built in a folder but its report, which tells how long it took."""
     files = {name: digest for name, digest in sealed(folder).items() if name != REPORT}
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 

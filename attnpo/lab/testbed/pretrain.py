@@ -1,4 +1,4 @@
-"""The base model: a small Llama that learns to answer, to judge and to score parts in one run from nothing.
+"""Base model: a small Llama that learns to answer, to judge and to score parts in one run from nothing.
 
 The judge task is learnt in a jump, so training goes on in blocks until the judge passes its gate on pairs that
 the base itself wrote. The result is a plain Hugging Face folder.
@@ -124,7 +124,7 @@ class TaskSampler:
         ]
 
     def judge_rows(self, count: int, min_gap: float = 0.0) -> list[TaskRow]:
-        """Two reviews of one prompt, rewards unequal and `min_gap` apart; the verdict is the only target."""
+        """Returns two reviews of one prompt, rewards unequal and `min_gap` apart; the verdict is the only target."""
         rows: list[tuple[str, str, str]] = []
         verdicts: list[int] = []
         while len(rows) < count:
@@ -283,7 +283,7 @@ class _Trainer:
         return answer, judge, score
 
     def _losses(self, min_gap: float) -> list[torch.Tensor]:
-        """Mean cross-entropy of each task over fresh rows; rows of similar length run together."""
+        """Returns the mean cross-entropy of each task over fresh rows; rows of similar length run together."""
         recipe, tasks = self.recipe, self.tasks
         answer, judge, score = (
             round(count / tasks.scale) for count in (recipe.answer_rows, recipe.judge_rows, recipe.score_rows)
@@ -318,7 +318,7 @@ def measure_base(
     *,
     seed: int,
 ) -> dict[str, float]:
-    """Judge accuracy in both assemblies and the quality of free samples, on prompts that training never saw."""
+    """Returns judge accuracy in both assemblies and the quality of free samples, on prompts that training never saw."""
     prompts = grammar.prompts("validation")
     prompts = tuple(prompts[index % len(prompts)] for index in range(2 * recipe.judge_pairs))
     doubled = [prompt for prompt in prompts for _ in range(2)]

@@ -1,4 +1,4 @@
-"""The knobs of the base model and of the pairs; light to import, so a config is checked without transformers."""
+"""Knobs of the base model and of the pairs; light to import, so a config is checked without transformers."""
 
 from dataclasses import asdict, dataclass, field
 
@@ -21,7 +21,7 @@ _COUNTS = (
 
 @dataclass(frozen=True)
 class BaseRecipe:
-    """How the base is built.
+    """Settings by which the base is built.
 
     initializer_range .06 is essential: with .02 the judge stays at chance. `steps` follow one cosine; while the
     judge's accuracy on own samples (gap >= judge_margin, both orders, the worse assembly) is below judge_gate,
@@ -87,7 +87,7 @@ class BaseRecipe:
 
 @dataclass(frozen=True)
 class SecondRecipe:
-    """The second base, which judges for the first: of the same grammar, weaker, with another vocabulary.
+    """Second base, which judges for the first: of the same grammar, weaker, with another vocabulary.
 
     Its seed lies `seed_offset` above the first one's, so that a study's bases never share one.
     """
@@ -98,7 +98,7 @@ class SecondRecipe:
 
 @dataclass(frozen=True)
 class PairRecipe:
-    """How preference pairs are made.
+    """Settings by which preference pairs are made.
 
     train, validation: how many pairs of each part; a smaller training set is a prefix of a larger one, but for
         the sides that label_noise exchanges.

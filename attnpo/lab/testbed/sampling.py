@@ -71,7 +71,7 @@ def _sample_batch(
     temperature: float,
     end: int,
 ) -> Int[Tensor, "rows new"]:
-    """New tokens of equally long prompts; places after the end token hold the end token."""
+    """Returns new tokens of equally long prompts; places after the end token hold the end token."""
     count, limit = uniforms.shape
     new = torch.full((count, limit), end, dtype=torch.long, device=rows.device)
     alive = torch.arange(count, device=rows.device)
@@ -114,7 +114,7 @@ def sequence_kl(
     *,
     batch_size: int = 32,
 ) -> Float[Tensor, " rows"]:
-    """KL(policy || base) over the whole vocabulary, summed over each answer's positions and its end, in nats.
+    """Returns KL(policy || base) over the whole vocabulary, summed over each answer's positions and its end, in nats.
 
     On a CPU, 32 answers at a time take a third less than 128, and give the same sums to rounding.
     """
@@ -140,7 +140,7 @@ def sequence_kl(
 def _predicting_positions(
     rows: Sequence[Sequence[int]], prompt_lengths: Sequence[int]
 ) -> tuple[Int[Tensor, "rows tokens"], Tensor]:
-    """Right-padded ids and the mask of positions whose next token is an answer token or the end token."""
+    """Returns right-padded ids and the mask of positions whose next token is an answer token or the end token."""
     longest = max(len(row) for row in rows)
     ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])
     places = torch.arange(longest)[None, :]
@@ -169,7 +169,7 @@ def batches_by_length(rows: Sequence[Sequence[int]], batch_size: int) -> Iterato
 
 @contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; the training mode of the model is restored afterwards."""
+    """Returns the evaluation mode without gradients; the training mode of the model is restored afterwards."""
     was_training = model.training
     model.eval()
     try:

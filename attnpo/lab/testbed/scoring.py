@@ -27,7 +27,7 @@ _BASE_STREAM = 7_919  # seed offset: the base draws its own random numbers, so w
 
 @dataclass(frozen=True)
 class Score:
-    """What a policy's samples are worth.
+    """True score of a policy's samples.
 
     `numbers`: means over prompts and samples by the names in NUMBERS (`length` in tokens without the end token, `kl` in
     nats per sequence, `broken` the share of clauses that are broken, `ended` the share of answers that ended). The
@@ -162,10 +162,10 @@ class TruthScorer:
 
 
 def broken_rate(scored: Sequence[Scored]) -> float:
-    """Share of all clauses that are broken."""
+    """Returns the share of all clauses that are broken."""
     return sum(score.broken for score in scored) / max(1, sum(score.clauses for score in scored))
 
 
 def win_rate(rewards: Float[np.ndarray, " rows"], rivals: Float[np.ndarray, " rows"]) -> float:
-    """Share of rows where the first reward is larger; ties count one half."""
+    """Returns the share of rows where the first reward is larger; ties count one half."""
     return float(np.mean((rewards > rivals) + 0.5 * (rewards == rivals)))

@@ -1,4 +1,4 @@
-"""The testbed's two fast tokenizers (words, byte-level BPE), their chat templates and the task texts of the base.
+"""Testbed's two fast tokenizers (words, byte-level BPE), their chat templates and the task texts of the base.
 
 Like the vocabularies of Llama 3 both have one token for a full stop directly followed by a newline. Text assembly
 of a judge prompt therefore merges the end of a review with the delimiter, and ids assembly does not. In both every
@@ -103,7 +103,10 @@ def _byte_level(grammar: Grammar, merges: int) -> Tokenizer:
 
 
 def _texts(grammar: Grammar) -> Iterator[str]:
-    """Judge prompts of random reviews: every word and every line break of the tasks, answers as in the grammar."""
+    """Returns judge prompts of random reviews.
+
+    Every word and every line break of the tasks, answers as in the grammar.
+    """
     rng, prompts = random.Random("bpe"), grammar.prompts("train")
     for _ in range(_BPE_REVIEWS // 2):
         prompt = rng.choice(prompts)
@@ -112,7 +115,7 @@ def _texts(grammar: Grammar) -> Iterator[str]:
 
 
 def encode_all(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids of every text, nothing added."""
+    """Returns token ids of every text, nothing added."""
     if not texts:
         return []
     encoded = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)

@@ -102,7 +102,7 @@ class Attention(CapturedSource):
         return judge_rounds("attention", pairs, reader, rows, numbers, per_head=per_head)
 
     def select(self, captured: PairWeights, layers: tuple[Row, ...]) -> PairWeights:
-        """``captured`` with one row left: the mean over the chosen heads (or all), then over the wanted layers."""
+        """Returns ``captured`` with one row: the mean over the chosen heads (or all), then over the wanted layers."""
         absent = [row for row in self.rows_read() if row not in layers]
         if absent:
             raise UserError(

@@ -17,7 +17,7 @@ from attnpo.weights.postprocess import normalize
 
 
 class Form(Enum):
-    """What a column's list holds: a number per training token, or spans of characters."""
+    """Form of a column's list: a number per training token, or spans of characters."""
 
     TOKENS = "tokens"
     SPANS = "spans"
@@ -159,7 +159,7 @@ def _cell(pair: PreferencePair, name: str, where: str, key: str) -> Sequence[obj
 
 
 def _span(entry: object, at: str) -> tuple[int, int, object]:
-    """Start, end and weight of one entry of a column of spans."""
+    """Returns the start, end and weight of one entry of a column of spans."""
     weight: object = None
     if isinstance(entry, Mapping) and {"start", "end"} <= set(entry) <= {"start", "end", "weight"}:
         start, end, weight = entry["start"], entry["end"], entry.get("weight")

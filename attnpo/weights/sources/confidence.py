@@ -39,12 +39,12 @@ def highest(scores: Float[Tensor, "rows R"], mask: Bool[Tensor, "rows R"], share
 
 
 def alike(kept: Bool[Tensor, "rows R"], dtype: torch.dtype) -> Float[Tensor, "rows R"]:
-    """1/k on each of a row's k kept tokens, 0 on the others; a row that keeps none is all 0."""
+    """Returns 1/k on each of a row's k kept tokens, 0 on the others; a row that keeps none is all 0."""
     return kept.to(dtype) / kept.sum(-1, keepdim=True).clamp(min=1).to(dtype)
 
 
 def both_kept(kept: Bool[Tensor, "rows R"]) -> Float[Tensor, " pairs"]:
-    """1 for each pair that keeps a token on both sides, 0 for the others."""
+    """Returns 1 for each pair that keeps a token on both sides, 0 for the others."""
     chosen, rejected = kept.any(-1).chunk(2)
     return (chosen & rejected).float()
 
@@ -60,7 +60,7 @@ class Confidence(OnlineSource):
     name: ClassVar[str] = "confidence"
 
     def weights(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> PairedWeights:
-        """1/k on the k kept tokens of each row, and 0 or 1 for each pair."""
+        """Returns 1/k on the k kept tokens of each row, and 0 or 1 for each pair."""
         kept = below_mean(policy.logps, batch.main.response_mask)
         return alike(kept, policy.logps.dtype), both_kept(kept)
 
@@ -86,7 +86,7 @@ class Selective(OnlineSource):
     def weights(
         self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch
     ) -> Float[Tensor, "rows R"]:
-        """1 on the kept tokens, 0 on the others. ValueError without the reference's log-probabilities."""
+        """Returns 1 on the kept tokens, 0 on the others. ValueError without the reference's log-probabilities."""
         if reference is None:
             raise ValueError("weights=selective read the reference's log-probabilities, and none were computed")
         gained = policy.logps.double() - reference.logps.double()
@@ -96,7 +96,7 @@ class Selective(OnlineSource):
 
 @dataclass(frozen=True)
 class Entropy(OnlineSource):
-    """The tokens at which the policy is least settled, alike: the highest entropies; equal weights until training.
+    """Tokens at which the policy is least settled, alike: the highest entropies; equal weights until training.
 
     ``share``: of each response's tokens (0.2 in arXiv 2506.01939, which selects over a batch of samples in RL; here
     each response selects for itself). One token at least is kept.
@@ -113,7 +113,7 @@ class Entropy(OnlineSource):
     def weights(
         self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch
     ) -> Float[Tensor, "rows R"]:
-        """1/k on the k kept tokens of each row. ValueError without the policy's entropies."""
+        """Returns 1/k on the k kept tokens of each row. ValueError without the policy's entropies."""
         if "entropy" not in policy.vocab:
             raise ValueError("weights=entropy read the statistic vocab:entropy, and it was not computed")
         return alike(highest(policy.vocab["entropy"], batch.main.response_mask, self.share), policy.logps.dtype)

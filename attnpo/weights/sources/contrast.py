@@ -21,7 +21,7 @@ from attnpo.weights.sources.scorers import CONTRAST, LOG_RATIO, ComparedSource, 
 
 @runtime_checkable
 class ContrastForm(Protocol):
-    """How the comparison of two models becomes factors."""
+    """Form in which the comparison of two models becomes factors."""
 
     @property
     def signed(self) -> bool:
@@ -39,7 +39,7 @@ class ContrastForm(Protocol):
 
 
 class Transform(Enum):
-    """What TIS-DPO makes of a token's reward: the four transforms of its code, or the formula of its paper."""
+    """Transform of a token's reward in TIS-DPO: the four of its code, or the formula of its paper."""
 
     SCALE = "scale"
     RANK = "rank"
@@ -100,7 +100,7 @@ class TISDPO:
 
     @property
     def signed(self) -> bool:
-        """Only ``threshold`` below 0."""
+        """Returns whether factors can be below 0: only with a ``threshold`` below 0."""
         return self.transform is Transform.THRESHOLD and self.low < 0
 
     def unread(self) -> dict[str, str]:

@@ -20,7 +20,7 @@ from attnpo.weights.postprocess import normalize
 
 @dataclass(frozen=True)
 class ResponseTokens:
-    """What a formula sees: the training tokens of one response, in their order, and the texts of its pair.
+    """Tokens that a formula sees: the training tokens of one response, in their order, and the texts of its pair.
 
     ``ids``: token ids. ``offsets``: half-open character ranges in ``response``; a token without a character of it (end
     of turn) has an empty one. ``positions``: 0, 1, ... ``texts``: each token's characters. ``other``: the pair's other
@@ -42,7 +42,7 @@ Weigh = Callable[[ResponseTokens], Sequence[float] | Tensor]
 
 @dataclass(frozen=True)
 class Formula(TextSource):
-    """The numbers that ``function`` ("package.module.name") gives to the tokens of each response.
+    """Numbers that ``function`` ("package.module.name") gives to the tokens of each response.
 
     It is called with a ``ResponseTokens`` and returns a number for each token, the end of turn's among them. ``kind``
     factor: used as they are, below 0 only if ``signed``. ``kind`` distribution: 0 or more, divided by their sum. Its

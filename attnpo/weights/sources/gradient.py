@@ -13,7 +13,7 @@ from attnpo.weights.base import OnlineSource
 
 
 class Scope(Enum):
-    """Which tokens a response's weights are normalised over: prompt and response, or the response alone."""
+    """Tokens over which a response's weights are normalised: prompt and response, or the response alone."""
 
     SEQUENCE = "sequence"
     RESPONSE = "response"
@@ -43,7 +43,9 @@ def importance_weights(
     lam: float,
     divisor: float,
 ) -> Float[Tensor, "rows R"]:
-    """``n (lam s_t / sum s + (1 - lam) prior_t)`` on the response's tokens: mean 1 over all n tokens that count.
+    """Returns ``n (lam s_t / sum s + (1 - lam) prior_t)`` on the response's tokens.
+
+    Their mean is 1 over all n tokens that count.
 
     ``before`` and ``tokens_before``: sum and number of the scores that stand before the response and count too. A row
     without a positive score has the prior alone, one of a single token weights of 0 (latent-lm/TIDPO).

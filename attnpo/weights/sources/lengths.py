@@ -13,7 +13,7 @@ from attnpo.weights.base import OnlineSource
 
 
 class Rule(Enum):
-    """What is left of the longer response: its beginning, or random tokens of it."""
+    """Rule for the longer response: its beginning stays, or random tokens of it."""
 
     TAIL = "tail"
     SUBSAMPLE = "subsample"

@@ -101,7 +101,7 @@ class MWPO(OnlineSource):
 
 @dataclass(frozen=True)
 class PairColumn(Uniform):
-    """A column of the data with a weight of 0 or more for each pair; it multiplies the pair's loss as it is.
+    """Column of the data with a weight of 0 or more for each pair; it multiplies the pair's loss as it is.
 
     The normaliser stays the number of pairs in the step. A pair of weight 0 trains nothing, and is counted.
     """

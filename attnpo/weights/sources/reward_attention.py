@@ -30,7 +30,7 @@ from attnpo.weights.sources.attention import Attention, chosen_rows
 
 @dataclass(frozen=True)
 class LoadedReward:
-    """A reward model in memory with what encodes the conversations that it reads."""
+    """Reward model in memory with what encodes the conversations that it reads."""
 
     model: JudgeModel
     conversations: ChatFormat

@@ -17,7 +17,7 @@ from attnpo.weights.sources.attention import judge_rounds
 
 @dataclass(frozen=True)
 class Rollout(CapturedSource):
-    """The last prompt token's row of ``prod_l (A_l + I) / 2``, newest layer from the left, A_l the head mean.
+    """Last prompt token's row of ``prod_l (A_l + I) / 2``, newest layer from the left, A_l the head mean.
 
     Rows already sum to 1, so nothing is renormalised between layers (LOSSES 3.2; Abnar and Zuidema 2020).
     """

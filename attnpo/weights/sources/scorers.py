@@ -23,7 +23,7 @@ Rule = Callable[[Float[Tensor, " n"], Bool[Tensor, " n"], str], Float[Tensor, " 
 
 @runtime_checkable
 class Scorer(Protocol):
-    """A causal LM that is asked for statistics of training tokens; ``attnpo.data.scoring`` has the one in use.
+    """Causal LM that is asked for statistics of training tokens; ``attnpo.data.scoring`` has the one in use.
 
     ``names`` are those of ``TokenStats``: "logps", "vocab:NAME" of one model's distribution, "joint:NAME" of two.
     """
@@ -105,7 +105,7 @@ class ComparedSource(ScoredSource):
 
 
 class _Asked(NamedTuple):
-    """A pair's training ids, and the ids that each of the two scorers reads."""
+    """Pair's training ids, and the ids that each of the two scorers reads."""
 
     pair_id: str
     encoded: Mapping[str, EncodedResponse]
@@ -159,7 +159,7 @@ def _captured(asked: _Asked, rows: Mapping[str, Float[Tensor, " n"]]) -> PairWei
 
 
 def weighed_by(captured: PairWeights, rule: Rule) -> PairWeights:
-    """``captured`` with the raw row of each response replaced by the weights that ``rule`` makes of it, in float64.
+    """Returns ``captured`` with each response's raw row replaced by ``rule``'s weights, in float64.
 
     UserError naming the pair and the side for a raw number that is not finite.
     """

@@ -28,7 +28,7 @@ def select_top(scores: Float[Tensor, " n"], top_fraction: float, highest: bool) 
 
 @dataclass(frozen=True)
 class Selection(ComparedSource):
-    """The ``top_fraction`` of the tokens: on the chosen side those that the oracle raises most, on the rejected lowest.
+    """``top_fraction`` of the tokens: on the chosen side those that the oracle raises most, on the rejected lowest.
 
     The score of a token is its log-probability under ``oracle`` less that under ``reference``, the model that the
     oracle was trained from; the end of turn is a candidate. Kept tokens weigh n / (number kept), so that an objective

@@ -38,8 +38,9 @@ def token_costs(
     chosen_mask: Bool[Tensor, "pairs n"],
     rejected_mask: Bool[Tensor, "pairs m"],
 ) -> Float[Tensor, "pairs n m"]:
-    """Returns the cost of moving a chosen token onto a rejected one, in float64; at most 1, and 0 where either mask is
-    false.
+    """Returns the cost of moving a chosen token onto a rejected one, in float64.
+
+    At most 1, and 0 where either mask is false.
 
     ``|h_i - h_j| + 1e-6``, divided by the largest cost of the pair if that exceeds 1. As in the published code, where
     positions off the response count as zero vectors, the largest cost is never below a token's own norm: every prompt
@@ -119,7 +120,10 @@ def transport(
 def _log_product(
     kernel: Float[Tensor, "pairs a b"], logs: Float[Tensor, "pairs b"], mask: Bool[Tensor, "pairs b"]
 ) -> Float[Tensor, "pairs a"]:
-    """``log(kernel @ exp(logs))`` over the real columns; the largest term is taken out, so that nothing overflows."""
+    """Returns ``log(kernel @ exp(logs))`` over the real columns.
+
+    The largest term is taken out, so that nothing overflows.
+    """
     real = logs.masked_fill(~mask, -torch.inf)
     top = real.amax(-1, keepdim=True)
     return torch.bmm(kernel, torch.exp(real - top).unsqueeze(-1)).squeeze(-1).log() + top
@@ -138,7 +142,7 @@ LEAST_TOLERANCE = 1e-11  # what rounding in float64 leaves
 
 @dataclass(frozen=True)
 class Transport(OnlineSource):
-    """How much of each token the optimal transport between a pair's two responses keeps; equal weights until training.
+    """Mass of each token that the optimal transport between a pair's two responses keeps; equal weights until training.
 
     Unbalanced, with an entropy term ``reg`` and a penalty ``reg_m`` on masses other than 1 per token; costs are
     distances between the policy's last hidden states at the positions that predict the tokens. The weights of either
@@ -184,7 +188,10 @@ class Transport(OnlineSource):
     def weights(
         self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch
     ) -> Float[Tensor, "rows R"]:
-        """Row sums of each pair's plan (chosen) and its column sums (rejected); float32 unless the states are finer."""
+        """Returns row sums of each pair's plan (chosen) and its column sums (rejected).
+
+        Float32 unless the states are finer.
+        """
         plan = self.plan(policy, batch)
         assert policy.hidden is not None
         dtype = torch.promote_types(policy.hidden.dtype, torch.float32)

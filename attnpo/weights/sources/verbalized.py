@@ -37,7 +37,7 @@ READER = "2"
 
 @dataclass(frozen=True)
 class LoadedVerbalizer:
-    """A generator at hand with the questions that it is asked and how it decodes its answers."""
+    """Generator at hand with the questions that it is asked and how it decodes its answers."""
 
     generator: Generator
     questions: ScoreQuestions
@@ -46,7 +46,7 @@ class LoadedVerbalizer:
 
 @dataclass(frozen=True)
 class Verbalized(CapturedSource):
-    """The score of the part a token belongs to, from the model's own words; 0 where no part was found.
+    """Score of the part a token belongs to, from the model's own words; 0 where no part was found.
 
     ``min_coverage``: the share of a response's tokens that must have a score (paper: 0.9); pairs with a side below it
     are dropped and counted.
@@ -66,8 +66,9 @@ class Verbalized(CapturedSource):
         return {"source": "verbalized", "spread": "mean over the token's characters", "reader": READER}
 
     def capture(self, pairs: Sequence[PreferencePair], reader: object, layers: tuple[Row, ...]) -> list[PairWeights]:
-        """Returns one round per pair, a float32 row of scores per response; all prompts go to the generator in one
-        call.
+        """Returns one round per pair, a float32 row of scores per response.
+
+        All prompts go to the generator in one call.
 
         A pair that the generator cannot be asked about comes back ``Unreadable``.
         """
