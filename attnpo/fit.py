@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from attnpo.lab.studies.config import FitConfig
-    from attnpo.lab.studies.plan import Plan
+    from attnpo.lab.studies.plan import StudyPlan
     from attnpo.training.settings import LoggerSettings, TrainerSettings
 
 log = logging.getLogger("attnpo.fit")  # __main__ where it is the command
@@ -40,7 +40,7 @@ def main(cfg: "FitConfig") -> int:
 
     require_one_process(cfg.study, cfg.composed.arguments())
     folder = run_folder(cfg)
-    plan: Plan | None = None
+    plan: StudyPlan | None = None
     if cfg.study is None:
         _require_ready(cfg.trainer, cfg.logger)
     else:
@@ -92,7 +92,7 @@ def _leave_group() -> None:
         distributed.destroy_process_group()
 
 
-def _work(cfg: "FitConfig", folder: "Path", plan: "Plan | None") -> int:
+def _work(cfg: "FitConfig", folder: "Path", plan: "StudyPlan | None") -> int:
     from attnpo.run.messages import again, ending
     from attnpo.training.interrupted import Interrupted
 

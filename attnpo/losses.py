@@ -72,7 +72,7 @@ def token_logps(
         >>> token_logps(torch.zeros(1, 3, 4), torch.tensor([[-100, 2, 0]]))
         (tensor([[ 0.0000, -1.3863, -1.3863]]), tensor([[False,  True,  True]]))
     """
-    mask = _labelled(labels)
+    mask = _label_mask(labels)
     kept = mask[:, 1:]
     values = statistics_of_logits(logits[:, :-1][kept], labels[:, 1:][kept])["logps"]
     return values.new_zeros(mask.shape).masked_scatter(mask, values), mask
@@ -97,7 +97,7 @@ def token_kl(
         tensor([[0.0000, 0.1201]])
     """
     check_choice("kind", kind, KLS)
-    mask = _labelled(labels)
+    mask = _label_mask(labels)
     kept = mask[:, 1:]
     policy, reference = policy_logits[:, :-1][kept], reference_logits[:, :-1][kept]
     values = statistics_of_logits(policy, labels[:, 1:][kept], joint=(kind,), other=reference)[f"joint:{kind}"]
@@ -116,7 +116,7 @@ def uniform_weights(mask: Bool[Tensor, "rows T"]) -> Float[Tensor, "rows T"]:
     return mask.float() / mask.sum(-1, keepdim=True).clamp(min=1)
 
 
-def _labelled(labels: Int[Tensor, "rows T"]) -> Bool[Tensor, "rows T"]:
+def _label_mask(labels: Int[Tensor, "rows T"]) -> Bool[Tensor, "rows T"]:
     mask = labels != IGNORED
     if bool(mask[:, :1].any()):
         raise UserError(

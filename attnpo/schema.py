@@ -91,7 +91,7 @@ MORE = (REASONING, "tool_calls", "tool_call_id", "name", "tools")
 """Other keys of a turn, in the order of ``Message``."""
 
 
-def copied(turn: Message) -> Message:
+def copy_message(turn: Message) -> Message:
     """Returns a new turn with the role, the content and what else ``turn`` has, in the order of ``Message``."""
     more = {name: turn[name] for name in MORE if turn.get(name)}  # type: ignore[literal-required]
     return cast(Message, {"role": turn["role"], "content": turn["content"], **more})
@@ -132,7 +132,7 @@ class PreferencePair:
         apart: bool = False,
     ) -> "PreferencePair":
         """Returns the pair with its content digest as id, another one where traces are weighed apart."""
-        turns = tuple(copied(turn) for turn in prompt)
+        turns = tuple(copy_message(turn) for turn in prompt)
         key = digest([[list(turn.values()) for turn in turns], chosen, rejected, *(["apart"] if apart else [])])
         return cls(key[:32], turns, chosen, rejected, dict(extra or {}), apart)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnpo.cli.progress import importing
-from attnpo.cli.terminal import guarded, hear_signals, reporting
+from attnpo.cli.terminal import hear_signals, reporting, run_guarded
 from attnpo.system.errors import UserError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def entry(argv: Sequence[str] | None = None) -> int:
         return 0
 
     with reporting():
-        status = guarded(take)
+        status = run_guarded(take)
     return status or run_entry(partial(main, taken), "show", rest, DESCRIPTION, EXAMPLES)
 
 

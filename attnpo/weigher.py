@@ -28,7 +28,7 @@ from attnpo.judge.traces import KeptTraces
 from attnpo.judge.verdicts import measure_labels
 from attnpo.models.backbone import require_causal_lm
 from attnpo.models.described import describe, require_exact, stated_positions, token_rows
-from attnpo.models.loading import described, heads_of, load_model, load_tokenizer, text_config
+from attnpo.models.loading import heads_of, inspect_model, load_model, load_tokenizer, text_config
 from attnpo.schema import EncodedResponse, Message, PairWeights, PreferencePair, UserError, check_choice
 from attnpo.system.machine import device_of
 from attnpo.text.chat import ChatFormat
@@ -244,7 +244,9 @@ class Weigher:
     def _capture(self, pairs: Sequence[PreferencePair]) -> list[tuple[EncodedSet, PairWeights | None]]:
         """Returns training ids and raw rows of each pair."""
         several = len(pairs) > 1
-        encoded = [self._encoded(pair, f"pair {place}" if several else "the pair") for place, pair in enumerate(pairs)]
+        encoded = [
+            self._encode_pairs(pair, f"pair {place}" if several else "the pair") for place, pair in enumerate(pairs)
+        ]
         rendered = [pair.pair_id[:8] for pair in pairs if self.chat.spells_special(pair.prompt)]
         warn_of_rendered(len(rendered), len(pairs), rendered)
         unique = list({pair.pair_id: pair for pair in pairs}.values())
@@ -293,7 +295,7 @@ class Weigher:
                 arrived.text(),
             )
 
-    def _encoded(self, pair: PreferencePair, where: str) -> dict[str, EncodedResponse]:
+    def _encode_pairs(self, pair: PreferencePair, where: str) -> dict[str, EncodedResponse]:
         tally = Tally()
         encoded = encode_pair(pair, self.chat, self.lengths, tally)
         if encoded is None:
@@ -374,7 +376,7 @@ def _model(
     model: str | Path | nn.Module, dtype: str, revision: str | None, device: str | torch.device | None
 ) -> PreTrainedModel:
     if isinstance(model, str | Path):
-        reading = described(model, revision).reading
+        reading = inspect_model(model, revision).reading
         loaded = load_model(model, dtype=dtype, revision=revision, attn_implementation=reading)
         device = device_of("auto") if device is None else device
     else:

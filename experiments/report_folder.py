@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from attnpo.cli.terminal import as_called, guarded, reporting
+from attnpo.cli.terminal import as_called, reporting, run_guarded
 from attnpo.lab.reports.output import check_free
 from attnpo.lab.reports.report import require_distinct
 from attnpo.schema import digest
@@ -32,7 +32,7 @@ def write_report(write: Callable[[], None]) -> int:
         return 0
 
     with reporting(bars=False):
-        return guarded(command)
+        return run_guarded(command)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from attnpo import __main__ as front
-from attnpo.cli.help import Arguments, described
+from attnpo.cli.help import Arguments, parse_groups
 from attnpo.cli.terminal import CALLED, as_called, command_text
 from attnpo.config.compose import CONFIG_DIR, groups
 from attnpo.system.packages import install_line
@@ -181,7 +181,7 @@ def test_help_shows_the_groups_that_a_command_reads(name: str) -> None:
     composed = [
         group
         for root in (name, "fit" if "- fit " in (CONFIG_DIR / f"{name}.yaml").read_text(encoding="utf-8") else name)
-        for group in described(CONFIG_DIR / f"{root}.yaml")
+        for group in parse_groups(CONFIG_DIR / f"{root}.yaml")
     ]
     text = Arguments(name, "", "", None).text(CONFIG_DIR / f"{name}.yaml", groups())
     choices = {group.name for group in composed if groups()[group.name] != [group.default]}

@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from attnpo.cli import entry as command_line
 from attnpo.config import compose as config
 from attnpo.config import fields as component_fields
-from attnpo.config.reader import located
+from attnpo.config.reader import import_target
 from attnpo.lab.reports.report_config import ReportConfig
 from attnpo.run import combinations as settings
 from attnpo.schema import UserError
@@ -375,7 +375,7 @@ def test_the_root_of_fit_is_one_typed_component() -> None:
     }
     assert "optimizer.lr" not in set(component_fields.bookkeeping_keys(root))
     with pytest.raises(UserError, match="expected a ReportConfig as _target_ of its root, got FitConfig"):
-        config.typed(config.compose("fit"), ReportConfig)
+        config.parse_as(config.compose("fit"), ReportConfig)
 
 
 # --------------------------------------------------------------------------------------------- what may be named
@@ -499,11 +499,11 @@ class Rules:
             **{"os": "os", "os.remove": "posix", "unbound": "pathlib", "bound": "pathlib", "Path": "pathlib"},
             **{"words.split": "builtins", "words.__add__": "builtins", "wraps": "functools"},
         }.items():
-            assert located(f"my_parts.{name}", "function") == (None, ANY), name
-            _, why = located(f"my_parts.{name}", "function")
+            assert import_target(f"my_parts.{name}", "function") == (None, ANY), name
+            _, why = import_target(f"my_parts.{name}", "function")
             assert f"got my_parts.{name}, which is of {home};" in why and f"ATTNPO_ALLOW_TARGETS={home} only" in why
         for name in ("own", "kept", "quarter", "Rules", "Rules.one", "words"):
-            assert located(f"my_parts.{name}", "function")[1] == "", name
+            assert import_target(f"my_parts.{name}", "function")[1] == "", name
         cfg = fit_with("~objective", "+objective={_target_:my_parts.Mine}")
         with pytest.raises(UserError, match=r"objective\._target_: .* my_parts\.Mine, which is of foreign_parts;"):
             config.check(cfg, complete=False)

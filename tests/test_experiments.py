@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from attnpo.config.compose import CONFIG_DIR, groups, load
-from attnpo.lab.studies.arms import composer_of, counted
+from attnpo.lab.studies.arms import arm_identity, composer_of
 from attnpo.lab.studies.config import FitConfig
 from attnpo.lab.studies.study import ONLY, Arm, Study, expand_arms, grid_record, settings_digest
 from attnpo.run.identity import identity_of
@@ -312,7 +312,7 @@ def test_predictions_stand_for_the_settings_they_were_fixed_for(experiment: str)
         for arm in arms
     }
     arms = {
-        f"{world}: {name}" if world else name: counted(identity_of(config).result)
+        f"{world}: {name}" if world else name: arm_identity(identity_of(config).result)
         for (world, name), config in made.items()
     }
     digests = {world: config.prepare.grammar.digest() for (world, _), config in made.items()}

@@ -10,7 +10,7 @@ import pytest
 from attnpo.system.files import (
     SEAL,
     WRITING,
-    changed,
+    describe_change,
     file_digest,
     is_sealed,
     read_record,
@@ -82,24 +82,24 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_sealed_folder_says_what_has_changed(sealed: Path, name: str) -> None:
-    assert changed(sealed) is None
+    assert describe_change(sealed) is None
     damage, words = DAMAGES[name]
     damage(sealed)
-    assert words in str(changed(sealed))
+    assert words in str(describe_change(sealed))
 
 
 def test_hidden_files_do_not_count(sealed: Path) -> None:
     (sealed / ".lock").touch()
     assert is_sealed(sealed)
-    assert changed(sealed) is None
+    assert describe_change(sealed) is None
 
 
 def test_a_digest_taken_while_writing_is_not_taken_again(tmp_path: Path) -> None:
     (tmp_path / "state").write_text("what came to the disk")
     seal(tmp_path, {"state": "0" * 64})
-    assert changed(tmp_path) == "state is not as it was written"
+    assert describe_change(tmp_path) == "state is not as it was written"
     seal(tmp_path, {"state": file_digest(tmp_path / "state")})
-    assert changed(tmp_path) is None
+    assert describe_change(tmp_path) is None
 
 
 def test_what_is_set_aside_keeps_its_content_under_a_free_name(sealed: Path) -> None:

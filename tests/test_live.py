@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from attnpo.cli import progress as live
-from attnpo.cli.progress import Row, duration, heartbeat, is_noted, note, noted, noting_in
+from attnpo.cli.progress import ProgressRow, duration, heartbeat, is_noted, note, noting_in, read_progress
 
 SHOWS = """
 import logging, time
@@ -37,12 +37,12 @@ def test_a_long_phase_says_that_it_is_at_work(
 
 
 def test_a_point_leaves_a_note_while_it_trains(tmp_path: Path) -> None:
-    row = Row("training", 3, 6, 0.5, 2.0)
-    assert noted(tmp_path) is None and not is_noted()
+    row = ProgressRow("training", 3, 6, 0.5, 2.0)
+    assert read_progress(tmp_path) is None and not is_noted()
     with noting_in(tmp_path):
         note(row)
-        assert is_noted() and noted(tmp_path) == row
-    assert noted(tmp_path) is None and list(tmp_path.iterdir()) == []
+        assert is_noted() and read_progress(tmp_path) == row
+    assert read_progress(tmp_path) is None and list(tmp_path.iterdir()) == []
 
 
 def test_times_are_for_readers() -> None:

@@ -7,7 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from attnpo.config.moved import MOVED, find_present
-from attnpo.config.reader import located
+from attnpo.config.reader import import_target
 from attnpo.run.identity import component
 from attnpo.run.resume import MADE
 from attnpo.run.run import run
@@ -68,7 +68,7 @@ BEFORE = {
 
 @pytest.mark.parametrize("before", BEFORE)
 def test_an_older_import_path_gives_the_class_of_today(before: str) -> None:
-    found, problem = located(before, "class")
+    found, problem = import_target(before, "class")
     assert problem == "" and isinstance(found, type) and found.__name__ == BEFORE[before]
     assert not found.__module__.startswith(before.rpartition(".")[0])
 

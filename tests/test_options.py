@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from attnpo.cli.help import WIDTH, Group, described
+from attnpo.cli.help import WIDTH, Group, parse_groups
 from attnpo.config.compose import CONFIG_DIR, compose, groups
 from attnpo.run.combinations import LAYOUTS, REFERENCES
 from attnpo.schema import UserError
@@ -17,7 +17,7 @@ OPTIONS = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
 SCREENS = {"fit": 43, "weigh": 42, "generate": 40, "pair": 40, "evaluate": 40, "report": 48}  # lines of help
 UNSET = ("null", "???")  # left out, and to be given
 ROOTS = sorted(CONFIG_DIR.glob("*.yaml"), key=lambda root: (root.stem != "fit", root.stem))
-EVERY = [group for root in ROOTS for group in described(root)]
+EVERY = [group for root in ROOTS for group in parse_groups(root)]
 # Of a group that several commands compose, the first one's heading and words count.
 GROUPS = [group for place, group in enumerate(EVERY) if group.name not in {one.name for one in EVERY[:place]}]
 
@@ -47,7 +47,7 @@ def test_help_fits_one_screen() -> None:
 def test_help_begins_with_commands_and_has_every_choice() -> None:
     shown = " ".join(" ".join(every_help()["fit"]).split())
     assert shown.index("examples: python -m attnpo.fit ") < shown.index(f"{GROUPS[0].heading} (")
-    for group in described(CONFIG_DIR / "fit.yaml"):
+    for group in parse_groups(CONFIG_DIR / "fit.yaml"):
         options = groups()[group.name]
         assert options == [group.default] or f"# {group.meaning}" in shown
         assert options == [group.default] or all(re.search(rf"[=| ]{option}\b", shown) for option in options)

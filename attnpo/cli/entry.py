@@ -12,17 +12,17 @@ from omegaconf.errors import MissingMandatoryValue
 
 from attnpo.cli.help import Arguments
 from attnpo.cli.progress import heartbeat, importing, waiting
-from attnpo.cli.terminal import ending_of, guarded, printable, reporting, stoppable
+from attnpo.cli.terminal import ending_of, printable, reporting, run_guarded, stoppable
 from attnpo.config import compose as config
-from attnpo.config.compose import Reading, Root, SomeRoot, compose, expand, groups, read, report_problems
-from attnpo.config.reader import ABSENT, required, resolve
+from attnpo.config.compose import ParsedConfig, Root, SomeRoot, compose, expand, groups, read, report_problems
+from attnpo.config.reader import ABSENT, missing_value_message, resolve
 from attnpo.system.errors import UserError
 from attnpo.system.processes import world_size
 
 _log = logging.getLogger(__name__)
 
 
-def _shown(cfg: DictConfig, key: str) -> str:
+def _config_text(cfg: DictConfig, key: str) -> str:
     node: Any = OmegaConf.create(config.plain(cfg))
     if key != "job":
         node = OmegaConf.select(node, key, default=ABSENT)
@@ -62,7 +62,7 @@ def run_entry(
             raise UserError(f"{str(error).splitlines()[0]}; give KEY=VALUE") from error
 
     with reporting(), stoppable():
-        return guarded(command)
+        return run_guarded(command)
 
 
 def _run(
@@ -92,7 +92,7 @@ def _run(
         return cfg
 
     if options.cfg:
-        sys.stdout.write(_shown(ready(overrides), options.cfg))
+        sys.stdout.write(_config_text(ready(overrides), options.cfg))
         return 0
     if options.multirun and world_size() > 1:
         raise UserError(
@@ -115,12 +115,12 @@ def _run(
         return _each(main, [(" ".join(job), root) for job, root in zip(jobs, roots, strict=True)])
 
 
-def _whole(cfg: DictConfig, complete: Callable[[SomeRoot], bool]) -> Reading:
+def _whole(cfg: DictConfig, complete: Callable[[SomeRoot], bool]) -> ParsedConfig:
     """Returns what a job's configuration was read as; UserError also for values that ``complete`` asks for."""
     reading = read(cfg)
     root = cast(SomeRoot, reading.of(Root))
     if complete(root):
-        report_problems([required(path) for path in reading.missing if not reading.is_idle(path)])
+        report_problems([missing_value_message(path) for path in reading.missing if not reading.is_idle(path)])
     return reading
 
 

@@ -33,19 +33,19 @@ class Group:
         """Returns the group with its options, the default first, and what it is for."""
         ordered = sorted(options, key=lambda option: option != self.default)
         text = f"{self.name}={' | '.join(ordered)}"
-        lines = folded(f"[{text}]" if self.default == "null" else text)
+        lines = wrap_line(f"[{text}]" if self.default == "null" else text)
         if not self.meaning:
             return lines
         noted = f"{lines[-1]:<{NOTES}}   # {self.meaning}"
         return [*lines[:-1], noted] if len(noted) <= WIDTH else [*lines, f"      # {self.meaning}"]
 
 
-def folded(text: str) -> list[str]:
+def wrap_line(text: str) -> list[str]:
     """Returns a group with its options as lines of at most the width of a screen."""
     return textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
 
 
-def described(root: Path) -> list[Group]:
+def parse_groups(root: Path) -> list[Group]:
     """Returns the groups of a root file's defaults list in its order, with those of the roots it builds on.
 
     Comments above groups are headings; ``# no other`` leaves a group out, ``- fit  # without logger`` that of a parent.
@@ -62,7 +62,7 @@ def described(root: Path) -> list[Group]:
             listed.append(Group(match[1], match[2], match[3] or "", heading))
         elif match := _PARENT.fullmatch(line):
             unread = re.findall(r"\w+", match[2] or "")
-            listed += [group for group in described(root.with_name(f"{match[1]}.yaml")) if group.name not in unread]
+            listed += [group for group in parse_groups(root.with_name(f"{match[1]}.yaml")) if group.name not in unread]
     return listed
 
 
@@ -74,7 +74,7 @@ def groups_text(root: Path, options: Mapping[str, Sequence[str]]) -> str:
     lines: list[str] = []
     heading = ""
     legend = " (the default first; [in brackets]: none unless given)"
-    for group in described(root):
+    for group in parse_groups(root):
         of = options.get(group.name, [])
         if list(of) == [group.default]:
             continue
@@ -83,8 +83,10 @@ def groups_text(root: Path, options: Mapping[str, Sequence[str]]) -> str:
             lines.append(f"{heading}{legend}:")
             legend = ""
         lines += group.lines(of)
-    known = {group.name for file in root.parent.glob("*.yaml") for group in described(file)}
-    lines += [line for name, of in options.items() if name not in known for line in folded(f"+{name}={' | '.join(of)}")]
+    known = {group.name for file in root.parent.glob("*.yaml") for group in parse_groups(file)}
+    lines += [
+        line for name, of in options.items() if name not in known for line in wrap_line(f"+{name}={' | '.join(of)}")
+    ]
     return "\n".join(lines)
 
 

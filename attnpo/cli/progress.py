@@ -32,7 +32,7 @@ NOTE = ".progress.json"  # in the folder of a study's point, while it trains
 
 
 @dataclass(frozen=True)
-class Row:
+class ProgressRow:
     """One labelled row: the step it is at, of how many, the last loss, the seconds left as far as they are known."""
 
     label: str
@@ -54,7 +54,7 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def drawn(rows: Sequence[Row], width: int) -> Table:
+def render_rows(rows: Sequence[ProgressRow], width: int) -> Table:
     """Returns the rows as they stand on a terminal of ``width`` columns: a label may be cut, no number is."""
     table = Table(box=None, pad_edge=False, show_header=False)
     cells = [
@@ -81,7 +81,7 @@ _drawing: list[object] = []  # what stands at the foot of the terminal
 
 
 @contextmanager
-def display(rows: Callable[[], Sequence[Row]]) -> Iterator[None]:
+def display(rows: Callable[[], Sequence[ProgressRow]]) -> Iterator[None]:
     """Opens a context in which ``rows`` are drawn at the foot of the terminal twice a second, below log lines.
 
     Draws on a terminal alone, and once where displays lie within each other.
@@ -92,7 +92,7 @@ def display(rows: Callable[[], Sequence[Row]]) -> Iterator[None]:
     streams = [(handler, handler.stream) for handler in _handlers()]
     console = Console(stderr=True)
     with Live(
-        get_renderable=lambda: drawn(rows(), console.width), console=console, refresh_per_second=2, transient=True
+        get_renderable=lambda: render_rows(rows(), console.width), console=console, refresh_per_second=2, transient=True
     ) as live:
         _drawing.append(live)
         for handler, _ in streams:  # Live has put its own stream, which writes above the rows, in place of sys.stderr
@@ -235,7 +235,7 @@ def is_noted() -> bool:
     return bool(_notes)
 
 
-def note(row: Row) -> None:
+def note(row: ProgressRow) -> None:
     """Leaves the row in the folder of ``noting_in``, whole or not at all."""
     for path in _notes:
         part = path.with_suffix(".part")
@@ -243,9 +243,9 @@ def note(row: Row) -> None:
         part.replace(path)
 
 
-def noted(folder: Path) -> Row | None:
+def read_progress(folder: Path) -> ProgressRow | None:
     """Returns the row that was left in a folder last; None where there is none."""
     try:
-        return Row(**json.loads((folder / NOTE).read_text(encoding="utf-8")))
+        return ProgressRow(**json.loads((folder / NOTE).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None

@@ -85,7 +85,7 @@ def printable(text: str) -> str:
     return _ACTING.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
-class Lines(logging.Formatter):
+class LogFormatter(logging.Formatter):
     """Log lines whose commands can be pasted, without credentials, and which a terminal shows as they are."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -138,7 +138,7 @@ def reporting(*, bars: bool = True) -> Iterator[None]:
     _warned.clear()
     handler = logging.StreamHandler()
     handler.addFilter(_is_new)
-    handler.setFormatter(Lines(FORMAT, CLOCK))
+    handler.setFormatter(LogFormatter(FORMAT, CLOCK))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     package = logging.getLogger("attnpo")
     level = package.level
@@ -328,7 +328,7 @@ def end_quickly() -> None:
     atexit.register(gc.freeze)
 
 
-def guarded(command: Callable[[], int]) -> int:
+def run_guarded(command: Callable[[], int]) -> int:
     """Returns the exit status of ``command``; what a user can mend is one line on the error stream.
 
     For UserError, a missing package or a full disk 2, for signal n 128 + n, else the ``exit_status`` of an exception.

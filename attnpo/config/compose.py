@@ -29,7 +29,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from omegaconf.resolvers import oc
 
 from attnpo.config.fields import as_values
-from attnpo.config.reader import ABSENT, Reader, at_their_origin, did_you_mean, join, required, resolve
+from attnpo.config.reader import ABSENT, Reader, at_their_origin, did_you_mean, join, missing_value_message, resolve
 from attnpo.config.reader import MISSING as MISSING
 from attnpo.system.credentials import digest_read_values, note_read, to_savable
 from attnpo.system.errors import UserError
@@ -129,7 +129,7 @@ def _size(node: yaml.Node | None, known: dict[int, float]) -> float:
 
 
 @contextmanager
-def _initialized(config_dir: Path | None) -> Iterator[list[str]]:
+def _initialize(config_dir: Path | None) -> Iterator[list[str]]:
     first, *others = _folders(config_dir)
     quoted = ["'file://" + str(folder).replace("'", "\\'") + "'" for folder in others]
     with hydra.initialize_config_dir(config_dir=str(first), version_base="1.3"):
@@ -164,7 +164,7 @@ def compose(name: str, overrides: Sequence[str] = (), config_dir: Path | None = 
             if added or not isinstance(error, ConfigAttributeError | ConfigKeyError):
                 return _compose(name, overrides, config_dir)
             raise UserError(_describe_unknown(key, name, overrides, config_dir)) from error
-    return _noted(cfg, overrides)
+    return _note(cfg, overrides)
 
 
 def _is_odd(one: Override, grouped: bool) -> bool:
@@ -203,7 +203,7 @@ def _compose(name: str, overrides: Sequence[str], config_dir: Path | None) -> Di
         with suppress(yaml.YAMLError, UnicodeError, RecursionError):  # told where it is composed
             _refuse_aliases(file)
     try:
-        with _initialized(config_dir) as searchpath:
+        with _initialize(config_dir) as searchpath:
             cfg = hydra.compose(name, [*searchpath, *overrides], return_hydra_config=True)
     except (yaml.YAMLError, UnicodeError, RecursionError):
         for file in own:
@@ -228,10 +228,10 @@ def _compose(name: str, overrides: Sequence[str], config_dir: Path | None) -> Di
         del cfg["hydra"]
         if "composed" in cfg:
             cfg.composed = {"overrides": [], "config_dir": folder, "choices": choices}
-    return _noted(cfg, overrides)
+    return _note(cfg, overrides)
 
 
-def _noted(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
+def _note(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """Returns ``cfg`` with the ``overrides`` it was composed with, to be read, not resolved."""
     if "composed" in cfg:
         cfg.composed.overrides = [override.replace("${", "\\${") for override in overrides]
@@ -240,7 +240,7 @@ def _noted(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
 
 def expand(overrides: Sequence[str], config_dir: Path | None = None) -> list[list[str]]:
     """Returns one list of overrides per job of a grid (``a=1,2 b=3,4``: four); the last key varies fastest."""
-    with _initialized(config_dir):
+    with _initialize(config_dir):
         parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
         try:
             parsed = parser.parse_overrides(list(overrides))
@@ -371,14 +371,14 @@ class Root:
     def with_value(self: SomeRoot, key: str, value: Json | tuple[Json, ...]) -> SomeRoot:
         """Returns the same with another value at the dotted ``key``, in its component and in ``values``."""
         names = key.split(".")
-        made: SomeRoot = _changed(self, names, value)
+        made: SomeRoot = _changes(self, names, value)
         plain_value = list(value) if isinstance(value, tuple) else value
-        object.__setattr__(made, "values", _changed(self.values, names, plain_value))
+        object.__setattr__(made, "values", _changes(self.values, names, plain_value))
         return made
 
     def with_component(self: SomeRoot, key: str, component: object) -> SomeRoot:
         """Returns the same with another component at the key ``key`` of the root."""
-        made: SomeRoot = _changed(self, [key], component)
+        made: SomeRoot = _changes(self, [key], component)
         object.__setattr__(made, "values", {**self.values, key: as_values(component)})
         return made
 
@@ -408,17 +408,17 @@ def _is_same(path: Path, other: Path) -> bool:
     return os.path.exists(path) and os.path.exists(other) and os.path.samefile(path, other)
 
 
-def _changed(node: Any, names: Sequence[str], value: object) -> Any:
+def _changes(node: Any, names: Sequence[str], value: object) -> Any:
     """Returns a copy of a dataclass or mapping with another value at the end of ``names``."""
     if not names:
         return value
     if isinstance(node, Mapping):
-        return {**node, names[0]: _changed(node.get(names[0], {}), names[1:], value)}
-    return replace(node, **{names[0]: _changed(getattr(node, names[0]), names[1:], value)})
+        return {**node, names[0]: _changes(node.get(names[0], {}), names[1:], value)}
+    return replace(node, **{names[0]: _changes(getattr(node, names[0]), names[1:], value)})
 
 
 @dataclass(frozen=True)
-class Reading:
+class ParsedConfig:
     """Outcome of reading a configuration.
 
     ``root``: ABSENT where it cannot be built; ``missing``: keys that are still ``???``; ``unread``: those without
@@ -432,7 +432,7 @@ class Reading:
 
     def of(self, kind: type[SomeRoot]) -> SomeRoot:
         """Returns the root, which must be of the class ``kind``. Raises one UserError with all problems."""
-        report_problems(self.problems or [required(path) for path in self.missing if self.root is ABSENT])
+        report_problems(self.problems or [missing_value_message(path) for path in self.missing if self.root is ABSENT])
         if not isinstance(self.root, kind):
             got = type(self.root).__name__
             raise UserError(f"configuration: expected a {kind.__name__} as _target_ of its root, got {got}")
@@ -453,7 +453,7 @@ class Reading:
         }
 
 
-def read(cfg: DictConfig, *, complete: bool = False) -> Reading:
+def read(cfg: DictConfig, *, complete: bool = False) -> ParsedConfig:
     """Reads ``cfg`` as its typed root. Texts that are still ``???`` stand for themselves, unless it is ``complete``."""
     _register_resolvers()
     reader = Reader(complete=complete)
@@ -462,7 +462,7 @@ def read(cfg: DictConfig, *, complete: bool = False) -> Reading:
     root = reader.read(values, Any, "")
     if isinstance(root, Root):
         object.__setattr__(root, "values", values)
-    return Reading(root, at_their_origin(reader.problems, origins), reader.missing, reader.unread)
+    return ParsedConfig(root, at_their_origin(reader.problems, origins), reader.missing, reader.unread)
 
 
 def check(cfg: DictConfig, *, complete: bool = True) -> None:
@@ -475,7 +475,7 @@ def load(name: str, overrides: Sequence[str] = (), config_dir: Path | None = Non
     return read(compose(name, overrides, config_dir)).of(Root)
 
 
-def typed(cfg: DictConfig, kind: type[SomeRoot]) -> SomeRoot:
+def parse_as(cfg: DictConfig, kind: type[SomeRoot]) -> SomeRoot:
     """Returns ``cfg`` as its typed root of the class ``kind``, built once for all rooms.
 
     Raises UserError like ``check``.
@@ -487,7 +487,7 @@ def part(cfg: DictConfig, kind: type[SomeRoot]) -> SomeRoot:
     """Returns a root of fewer keys, read from the same keys of ``cfg``: what the others need may be absent."""
     values, reader = plain(cfg), Reader(complete=False)
     root = reader.make(kind, {item.name: values[item.name] for item in fields(kind) if item.init}, "")
-    return Reading(root, reader.problems, reader.missing, reader.unread).of(kind)
+    return ParsedConfig(root, reader.problems, reader.missing, reader.unread).of(kind)
 
 
 def build(node: object) -> Any:

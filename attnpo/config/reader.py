@@ -63,7 +63,7 @@ def did_you_mean(word: str, names: Sequence[str], prefix: str = "") -> str:
     return f"; did you mean {prefix}{close[0]}?" if close else ""
 
 
-def required(path: str) -> str:
+def missing_value_message(path: str) -> str:
     """Returns the problem of a value that the user must give."""
     return f"{path}: required; give {path}=VALUE"
 
@@ -146,14 +146,14 @@ def _home(target: object) -> str | None:
     return own or type(getattr(target, "__self__", target)).__module__
 
 
-def located(dotted: str, what: str) -> tuple[object, str]:
+def import_target(dotted: str, what: str) -> tuple[object, str]:
     """Returns what an import path names, and ""; or None, and why it may not or cannot be imported.
 
     Only attnpo and packages that ATTNPO_ALLOW_TARGETS names may be, by path and by home. ``what``: expected ("class").
     """
     dotted = find_present(dotted)
     if not _may_import(dotted):
-        return None, _refused(what, dotted, dotted)
+        return None, _refuse(what, dotted, dotted)
     try:
         target = _locate(dotted)
     except Exception as error:  # noqa: BLE001  whatever a module does on import is told with the key
@@ -163,10 +163,10 @@ def located(dotted: str, what: str) -> tuple[object, str]:
     home = _home(target)
     if home is None or _may_import(home):
         return target, ""
-    return None, _refused(what, f"{dotted}, which is of {home}", home)
+    return None, _refuse(what, f"{dotted}, which is of {home}", home)
 
 
-def _refused(what: str, got: str, module: str) -> str:
+def _refuse(what: str, got: str, module: str) -> str:
     return (
         f"expected a {what} of attnpo, got {got}; a configuration is code that is run: set the environment variable "
         f"{ALLOW}={module.partition('.')[0]} only if you trust that package"
@@ -263,7 +263,7 @@ class Reader:
         if isinstance(value, str) and value == MISSING:
             self.missing.append(path)
             if self.complete:
-                return self.refuse(required(path))
+                return self.refuse(missing_value_message(path))
             return MISSING if hint is str else ABSENT  # text can stand for itself until the value is known
         if isinstance(value, str) and is_masked(value, path) and not path.startswith("composed."):
             return self.refuse(
@@ -359,8 +359,8 @@ class Reader:
         """Returns the component that a node with ``_target_`` names, once its package and its role are checked."""
         dotted, key = str(value["_target_"]), join(path, "_target_")
         if dotted == MISSING:
-            return self.refuse(required(key))
-        target, problem = located(dotted, "class")
+            return self.refuse(missing_value_message(key))
+        target, problem = import_target(dotted, "class")
         if problem:
             return self.refuse(f"{key}: {problem}")
         members = get_args(hint) or (hint,)

@@ -21,8 +21,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from attnpo.schema import REASONING, Message, PreferencePair, UserError, copied
-from attnpo.system.files import shortened
+from attnpo.schema import REASONING, Message, PreferencePair, UserError, copy_message
+from attnpo.system.files import shorten
 from attnpo.text.template import TOOL, written
 from attnpo.text.traces import Traces, has_trace, is_unclosed, with_trace, without_trace
 
@@ -120,7 +120,7 @@ def require_columns(wanted: Mapping[str, str | None], present: Iterable[str], wh
         unpaired = "chosen" in missing and {"completion", "label"} <= set(names)
         remark = " These are single answers with a label, as KTO reads them: put two of one prompt in a row." * unpaired
         raise UserError(
-            f"{where} has no column {absent}; columns found: {', '.join(map(shortened, names)) or 'none'}; {expected}."
+            f"{where} has no column {absent}; columns found: {', '.join(map(shorten, names)) or 'none'}; {expected}."
             f"{remark} Name them with {options}"
         )
 
@@ -168,8 +168,8 @@ def adapt(row: Mapping[str, object], columns: Columns) -> AdaptedRow:
         turns = _Turns([Message(role="system", content=said), *turns.history], turns.chosen, turns.rejected)
     _check_history(turns.history)
     if columns.tools is not None and (tools := _functions(row.get(columns.tools), Reason.TOOLS)) is not None:
-        turns.history[0] = copied({**turns.history[0], "tools": tools})
-    turns, noted = _traced(turns, columns.traces)
+        turns.history[0] = copy_message({**turns.history[0], "tools": tools})
+    turns, noted = _apply_trace_rule(turns, columns.traces)
     blank = [not text.strip() for text in (turns.chosen, turns.rejected)]
     if turns.chosen == turns.rejected or all(blank):
         raise RowProblem(Reason.IDENTICAL)
@@ -232,7 +232,7 @@ def _text(value: object) -> str:
 _ROLES = {"human": "user", "gpt": "assistant"}
 
 
-def _joined(content: object) -> object:
+def _join_text_parts(content: object) -> object:
     """Returns the text of a list of text parts, as multimodal chats write a content; anything else as it is."""
     parts = content if isinstance(content, Sequence) and not isinstance(content, str | bytes) else ()
     if not parts or not all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts):
@@ -257,7 +257,7 @@ def _turn(role: str, cell: Mapping[str, object], columns: Columns) -> Message:
     calls = _functions(cell.get("tool_calls"), Reason.MALFORMED) if of_assistant else None
     if content is None and of_assistant and not calls and cell.get("function_call"):
         raise RowProblem(Reason.LEGACY)
-    turn = Message(role=role, content="" if calls and content is None else _text(_joined(content)))
+    turn = Message(role=role, content="" if calls and content is None else _text(_join_text_parts(content)))
     if of_assistant and (trace := cell.get(REASONING)) is not None and _text(trace).strip():
         turn["reasoning_content"] = _text(trace)
     if calls:
@@ -324,7 +324,7 @@ def _answer(turn: Message) -> str:
     return turn["content"] if trace is None else with_trace(trace, turn["content"])
 
 
-def _traced(turns: _Turns, traces: Traces) -> tuple[_Turns, Note | None]:
+def _apply_trace_rule(turns: _Turns, traces: Traces) -> tuple[_Turns, Note | None]:
     """Returns the turns under the rule for traces, and what was done to a response's."""
     both = (turns.chosen, turns.rejected)
     if any(map(is_unclosed, both)):
@@ -332,7 +332,7 @@ def _traced(turns: _Turns, traces: Traces) -> tuple[_Turns, Note | None]:
     traced = any(map(has_trace, both))
     if traces is not Traces.STRIP:
         return turns, Note.APART if traced and traces is Traces.WEIGH_APART else None
-    history = [copied({**turn, "reasoning_content": ""}) for turn in turns.history]
+    history = [copy_message({**turn, "reasoning_content": ""}) for turn in turns.history]
     return _Turns(history, *map(without_trace, both)), Note.STRIPPED if traced else None
 
 

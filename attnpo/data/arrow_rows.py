@@ -83,7 +83,7 @@ class Ragged:
         return np.concatenate([np.diff(bounds) for bounds in self._bounds] or [np.zeros(0)]).astype(np.int64)
 
 
-class Rows:
+class ArrowRows:
     """Hands rows on as record batches of ``AT_ONCE``, the last of which ``flush`` gives."""
 
     def __init__(self, schema: pa.Schema, write: Callable[[pa.RecordBatch], object]) -> None:

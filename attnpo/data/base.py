@@ -14,7 +14,7 @@ from itertools import count
 from typing import Protocol, runtime_checkable
 
 from attnpo.data.adapters import Columns, Note, RowProblem, adapt
-from attnpo.data.tables import Lines, Table, has_split, is_one_table, read_table, require_validation
+from attnpo.data.tables import MemoryTable, RowTable, has_split, is_one_table, read_table, require_validation
 from attnpo.schema import PreferencePair, UserError, check_least, check_seed, digest, ids_of
 from attnpo.text.traces import Traces
 
@@ -99,7 +99,7 @@ class PairSet:
     def summary(self) -> str:
         """Returns one line with all counts, with the first row numbers of each reason and note."""
         events = [*sorted(self.counts.items()), *sorted(self.notes.items())]
-        parts = [counted(name, count, self.examples.get(name, ())) for name, count in events]
+        parts = [format_count(name, count, self.examples.get(name, ())) for name, count in events]
         parts += ["the first row is row 0"] if parts else []
         return "; ".join([f"{self.read} rows read, {self.kept} kept, {self.dropped} dropped", *parts])
 
@@ -122,7 +122,7 @@ def name_unused(pairs: PairSet, read: Collection[str] = ()) -> None:
         )
 
 
-def counted(event: str, count: int, rows: Sequence[int]) -> str:
+def format_count(event: str, count: int, rows: Sequence[int]) -> str:
     """Returns how often something happened to rows, with the numbers of the first of them."""
     listed = ", ".join(map(str, rows[:EXAMPLES])) + (", ..." if count > EXAMPLES else "")
     return f"{event}: {count}" + (f" ({'row' if count == 1 else 'rows'} {listed})" if rows else "")
@@ -173,7 +173,7 @@ def pairs_from_rows(
     return PairSet(pairs, counts, read, examples, notes, written=written)
 
 
-def merged(sources: "Mapping[str, PairSource]", found: Mapping[str, PairSet], taken: Taken) -> PairSet:
+def merge_sets(sources: "Mapping[str, PairSource]", found: Mapping[str, PairSet], taken: Taken) -> PairSet:
     """Returns one set of pairs, those ``taken`` in their order with the name of their set; says what each gave."""
     counts: Counter[str] = Counter()
     notes: Counter[str] = Counter()
@@ -449,11 +449,11 @@ class PairSource:
         if split not in SPLITS:
             raise ValueError(f"split must be one of {SPLITS}, got {split!r}")
         if self.mix:
-            return _written(self._mixed(self.mix, split), write)
+            return _written(self._load_mixture(self.mix, split), write)
         table = self._table(split)
         there: Sequence[int] = range(len(table))
         if self.val_share is not None:
-            (there,) = self._shared(split, {"": self}, {"": table}, self._where(split)).values()
+            (there,) = self._split_prompts(split, {"": self}, {"": table}, self._where(split)).values()
         return self._pairs(table, split, there, write)
 
     def places(self) -> list[tuple[str, str, str, str | None, str | None]]:
@@ -471,14 +471,14 @@ class PairSource:
     def _where(self, split: str) -> str:
         return f"data.path={self.path} ({split})"
 
-    def _table(self, split: str) -> Table:
+    def _table(self, split: str) -> RowTable:
         """Returns all rows of a split, with the columns that are asked for."""
         table = read_table(self.path, *self._split(split), self.subset, self.revision)
-        first_line = "the first line of " if isinstance(table, Lines) and table.headed else ""
+        first_line = "the first line of " if isinstance(table, MemoryTable) and table.headed else ""
         self.columns.check(table.column_names, first_line + self._where(split))
         return table
 
-    def _pairs(self, table: Table, split: str, there: Sequence[int], write: Write | None = None) -> PairSet:
+    def _pairs(self, table: RowTable, split: str, there: Sequence[int], write: Write | None = None) -> PairSet:
         """Returns the pairs of the rows ``there``, as far as the split's choice of rows has them."""
         where = self._where(split)
         asked = self.train_rows if split == "train" else self.val_rows
@@ -501,7 +501,7 @@ class PairSource:
 
     # -------------------------------------------------------------------------------------------- mixtures
 
-    def _mixed(self, mix: Mapping[str, MixedSet], split: str) -> PairSet:
+    def _load_mixture(self, mix: Mapping[str, MixedSet], split: str) -> PairSet:
         """Returns the pairs of all sets: of training those that are taken, in an order drawn by the seed."""
         sources = {name: self._of_set(one) for name, one in mix.items()}
         tables = {}
@@ -510,7 +510,7 @@ class PairSource:
                 tables[name] = source._table(split)
         there: dict[str, Sequence[int]] = {name: range(len(table)) for name, table in tables.items()}
         if self.val_share is not None:
-            there = self._shared(split, sources, tables, "data.mix")
+            there = self._split_prompts(split, sources, tables, "data.mix")
         found = {}
         for name, source in sources.items():
             with of_set(name):
@@ -519,13 +519,15 @@ class PairSource:
         if not found:
             raise UserError(f"data.mix: no set has a pair for {split}; see data.val_share={self.val_share}")
         if split == "val":
-            return merged(sources, found, [(name, place) for name, one in found.items() for place in range(len(one))])
+            return merge_sets(
+                sources, found, [(name, place) for name, one in found.items() for place in range(len(one))]
+            )
         taken = amounts({name: len(one) for name, one in found.items()}, mix)
         drawn = [draw for name, one in found.items() for draw in draws(name, len(one), self.mix_seed)[: taken[name]]]
-        return merged(sources, found, [(name, place) for _, name, place in sorted(drawn)])
+        return merge_sets(sources, found, [(name, place) for _, name, place in sorted(drawn)])
 
-    def _shared(
-        self, split: str, sources: Mapping[str, "PairSource"], tables: Mapping[str, Table], where: str
+    def _split_prompts(
+        self, split: str, sources: Mapping[str, "PairSource"], tables: Mapping[str, RowTable], where: str
     ) -> dict[str, Sequence[int]]:
         """Returns the numbers of each set's rows in a split, prompts being shared out over all sets at once."""
         prompts = {

@@ -162,7 +162,7 @@ class Batches(Dataset[PreferenceBatch]):
         if self.ahead is None or planned.micro > 0:
             return batch
         if isinstance(self.cutting, ByTokens):
-            planned = regrouped(self.examples, planned, self.ahead, self.cutting)
+            planned = regroup_for_pre_step(self.examples, planned, self.ahead, self.cutting)
         return replace(batch, ahead=self.ahead.make(self.examples, planned, self.layout, self.pad_id))
 
     def _step_tokens(self, whole: tuple[int, ...]) -> tuple[int, int]:
@@ -171,7 +171,7 @@ class Batches(Dataset[PreferenceBatch]):
         return chosen, rejected
 
 
-def regrouped(
+def regroup_for_pre_step(
     examples: Sequence[TrainingExample], planned: PlannedBatch, ahead: StepRows, cutting: ByTokens
 ) -> PlannedBatch:
     """Returns the same step with its pairs shared out anew for the rows ahead of it, whose lengths are others.
@@ -186,7 +186,7 @@ def regrouped(
             fitted = rows if ahead.max_length is None else [cut(row, ahead.max_length) for row in rows]
             sizes[i] = max(sizes[i], cutting.cost.of(fitted))
     of_rows = replace(cutting, sizes=sizes, budget=max(cutting.budget, *sizes.values()))
-    groups = min(of_rows.needed(planned.whole, planned.ranks), len(planned.whole) // planned.ranks)
+    groups = min(of_rows.min_micro_batches(planned.whole, planned.ranks), len(planned.whole) // planned.ranks)
     return replace(planned, of_rank=tuple(of_rows.closest(planned.whole, groups, planned.ranks)[planned.rank]))
 
 

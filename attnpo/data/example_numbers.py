@@ -58,7 +58,7 @@ class Means:
 
 
 @dataclass(frozen=True)
-class Measured:
+class SplitNumbers:
     """Numbers of a split's examples as a run's result holds them, and what arrived of their weights."""
 
     numbers: dict[str, Any]
@@ -89,7 +89,7 @@ class ExampleNumbers:
             if own := [example for example in some if self._home[example.pair_id] == name]:
                 means.add(own)
 
-    def of(self, sizes: Sizes) -> Measured:
+    def of(self, sizes: Sizes) -> SplitNumbers:
         """Returns what was measured; ``sizes`` are the tokens of the examples."""
         self._count()
         source, every = self._source, self._all
@@ -105,7 +105,7 @@ class ExampleNumbers:
             "tokens": token_percentiles(sizes),
             **({"sets": sets} if sets else {}),
         }
-        return Measured(numbers, every.arrival)
+        return SplitNumbers(numbers, every.arrival)
 
 
 def token_percentiles(sizes: Sizes) -> dict[str, dict[str, int]]:

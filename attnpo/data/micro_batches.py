@@ -207,7 +207,7 @@ class ByTokens:
         Raises:
             UserError: steps of full size need more of them than there are pairs.
         """
-        micros = max((self.needed(step, ranks) for step in steps), default=0)
+        micros = max((self.min_micro_batches(step, ranks) for step in steps), default=0)
         if short and micros * ranks > pairs:
             log.warning(
                 "a last step of %d pairs for %d processes: a forward of it may hold more tokens than %s %d",
@@ -225,7 +225,7 @@ class ByTokens:
             )
         return micros
 
-    def needed(self, step: Sequence[int], ranks: int) -> int:
+    def min_micro_batches(self, step: Sequence[int], ranks: int) -> int:
         """Returns the fewest micro-batches per rank that keep the budget in one step."""
         return ceil(len(fill(self._line(step), self.cost, self.budget)) / ranks)
 

@@ -23,7 +23,7 @@ from attnpo.weights.pipeline import (
     TrainingWeights,
     check_transforms,
     finish_pairs,
-    fitted,
+    fit_in_order,
     weigh_pairs,
 )
 from attnpo.weights.transforms import WeightTransform
@@ -285,7 +285,7 @@ def fit_transforms(
     for asked, rows in zip(readable, finish_pairs(source, readable, layers), strict=True):
         if all(_said_enough(row, least) for row in rows.values()):
             finished[asked.pair_id] = rows
-    return fitted(transforms, finished)
+    return fit_in_order(transforms, finished)
 
 
 def _to_weigh(encoded: EncodedSet, captured: Mapping[str, PairWeights]) -> Iterator[PairToWeigh]:

@@ -28,11 +28,11 @@ from attnpo.data.arrow_rows import (
     ENCODED,
     LOGPS,
     PAIRS,
+    ArrowRows,
     EncodedRows,
     ExampleRows,
     NoJson,
     PairRows,
-    Rows,
     RowsOnDemand,
     encoded_row,
     pair_row,
@@ -42,7 +42,7 @@ from attnpo.data.arrow_rows import (
 )
 from attnpo.data.base import SPLITS, PairReader, PairSet, PairSource, SetAccount, name_unused
 from attnpo.data.collate import TrainingExample
-from attnpo.data.example_numbers import ExampleNumbers, Measured
+from attnpo.data.example_numbers import ExampleNumbers, SplitNumbers
 from attnpo.data.overlap import Overlap, Overlaps, count_overlap, key_of_prompt
 from attnpo.data.prepare import (
     EncodedSet,
@@ -64,12 +64,12 @@ from attnpo.models.kept_digests import unchanged_digest
 from attnpo.schema import SIDES, EncodedResponse, PreferencePair, UserError, digest, ids_of
 from attnpo.system.files import flat
 from attnpo.system.source_digest import PACKAGE, source_digest
-from attnpo.system.store import Store, Table
+from attnpo.system.store import Store, StoreTable
 from attnpo.text.chat import ChatFormat
 from attnpo.weights.arrival import Arrival
 from attnpo.weights.base import WeightSource
 from attnpo.weights.capture import WEIGHTS, CapturedRows, CaptureReport, LogpPair, weights_key
-from attnpo.weights.readers import AnswerStatistics
+from attnpo.weights.readers import VerbalizerStatistics
 from attnpo.weights.transforms import WeightTransform
 
 log = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ def prepare_pairs(
         accounts: dict[str, object] = {}
         with record_lines() as lines:
             for split in SPLITS:
-                rows = Rows(PAIRS, write)
+                rows = ArrowRows(PAIRS, write)
                 found = load(split, lambda pair: rows.add(pair_row(pair)))  # noqa: B023  # called in this round alone
                 rows.flush()
                 accounts[split] = {
@@ -183,7 +183,7 @@ def prepare_ids(
         accounts, overlaps = dict[str, object](), Overlaps()
         with record_lines() as lines:
             for split in SPLITS:
-                rows = Rows(ENCODED, write)
+                rows = ArrowRows(ENCODED, write)
 
                 def take(place: int, pair: PreferencePair, sides: dict[str, EncodedResponse]) -> None:
                     prompt = key_of_prompt(pair.prompt)
@@ -265,7 +265,7 @@ class Examples:
 
     weighed: Weighed
     sets: dict[str, ExampleSet]
-    measured: dict[str, Measured]
+    measured: dict[str, SplitNumbers]
 
 
 def prepare_examples_of(
@@ -279,19 +279,19 @@ def prepare_examples_of(
     just: list[Examples] = []
 
     def make(write: Callable[[pa.RecordBatch], None]) -> dict[str, object]:
-        rows: dict[str, Rows] = {}
+        rows: dict[str, ArrowRows] = {}
 
         def take(split: str, place: int, example: TrainingExample) -> None:
             if split not in rows:
                 for other in rows.values():
                     other.flush()
-                rows[split] = Rows(schema_of_weights(example.weights[0].dtype), write)
+                rows[split] = ArrowRows(schema_of_weights(example.weights[0].dtype), write)
             rows[split].add(weighed_row(place, example))
 
         just.append(make_all(take))
-        for one in rows.values() or [Rows(schema_of_weights(torch.float32), write)]:
+        for one in rows.values() or [ArrowRows(schema_of_weights(torch.float32), write)]:
             one.flush()
-        return {"weighed": _told(just[0].weighed), **{split: _account(just[0], split, rows) for split in SPLITS}}
+        return {"weighed": _describe(just[0].weighed), **{split: _account(just[0], split, rows) for split in SPLITS}}
 
     tokens = sum(int(np.sum(sizes_of(one.encoded).responses)) for one in encoded.values())
     made = prepared_rows(Path(store.root), "weighed", facts, BYTES_OF_WEIGHT * tokens, make)
@@ -303,20 +303,20 @@ def prepare_examples_of(
         rows = ExampleRows(table, ids, ids_of(encoded[split].pairs), f"{digest(facts)[:20]} {split}")
         numbers = {name: account[name] for name in ("read", "dropped", "content_tokens", "unmatched_tokens")}
         sets[split] = ExampleSet(rows, _tally(account["tally"]), **numbers)
-        measured[split] = Measured(account["numbers"], Arrival(**account["arrival"]))
+        measured[split] = SplitNumbers(account["numbers"], Arrival(**account["arrival"]))
         start += account["kept"]
-    weighed = just.pop().weighed if just else _recalled(store, made.account["weighed"], encoded, recipe)
+    weighed = just.pop().weighed if just else _recall(store, made.account["weighed"], encoded, recipe)
     if recipe.reader is not None:
-        weighed = replace(weighed, captured=_stored(store, weighed, encoded))
+        weighed = replace(weighed, captured=_find_stored(store, weighed, encoded))
     return Examples(weighed, sets, measured)
 
 
-def _stored(store: Store, weighed: Weighed, encoded: Mapping[str, EncodedSet]) -> CapturedRows:
+def _find_stored(store: Store, weighed: Weighed, encoded: Mapping[str, EncodedSet]) -> CapturedRows:
     ids = dict.fromkeys(pair_id for split in SPLITS for pair_id in ids_of(encoded[split].pairs))
     return CapturedRows(store.table(WEIGHTS, weighed.key), list(ids), weighed.layers)
 
 
-def _account(made: Examples, split: str, rows: Mapping[str, Rows]) -> dict[str, object]:
+def _account(made: Examples, split: str, rows: Mapping[str, ArrowRows]) -> dict[str, object]:
     found, measured = made.sets[split], made.measured[split]
     numbers = {name: getattr(found, name) for name in ("read", "dropped", "content_tokens", "unmatched_tokens")}
     told = {"numbers": measured.numbers, "arrival": asdict(measured.arrival), "tally": vars(found.tally)}
@@ -325,21 +325,21 @@ def _account(made: Examples, split: str, rows: Mapping[str, Rows]) -> dict[str, 
 
 _STATISTICS: dict[str, type[Any]] = {
     "verdicts": JudgeStatistics,
-    "answers": AnswerStatistics,
+    "answers": VerbalizerStatistics,
     "label_mass": LabelMass,
     "traces": TraceStatistics,
 }
 _PLAIN = ("depth", "key", "reads", "seconds", "rounds", "cut")
 
 
-def _told(weighed: Weighed) -> dict[str, object]:
+def _describe(weighed: Weighed) -> dict[str, object]:
     """Returns what is kept of weights beside the examples that they made."""
     found = {name: getattr(weighed, name) for name in _STATISTICS}
     statistics = {name: None if one is None else asdict(one) for name, one in found.items()}
     return {**{name: getattr(weighed, name) for name in _PLAIN}, **statistics, "pairs": len(weighed.captured)}
 
 
-def _recalled(store: Store, told: Account, encoded: Mapping[str, EncodedSet], recipe: Recipe) -> Weighed:
+def _recall(store: Store, told: Account, encoded: Mapping[str, EncodedSet], recipe: Recipe) -> Weighed:
     """Makes the weights of prepared examples again, without rows; says what the judge does with its labels."""
     statistics: dict[str, Any] = {
         name: None if told[name] is None else kind(**{key: _frozen(value) for key, value in told[name].items()})
@@ -359,7 +359,7 @@ def _recalled(store: Store, told: Account, encoded: Mapping[str, EncodedSet], re
     chosen = list(recipe.transforms)
 
     def fit() -> Sequence[WeightTransform]:
-        captured = {} if recipe.reader is None else _stored(store, weighed, encoded)
+        captured = {} if recipe.reader is None else _find_stored(store, weighed, encoded)
         return fit_transforms(chosen, encoded["train"], source, captured, weighed.layers, recipe.align)
 
     fitted = FittedLater(fit) if any(one.needs_fit for one in chosen) else tuple(chosen)
@@ -386,11 +386,13 @@ class FittedLater(RowsOnDemand[WeightTransform]):
 # ------------------------------------------------------------------------------------------------ the reference
 
 
-def prepare_logps(store: Path, table: Table, rows: ExampleRows, load: Callable[[Sequence[int]], Logps]) -> ExampleRows:
+def prepare_logps(
+    store: Path, table: StoreTable, rows: ExampleRows, load: Callable[[Sequence[int]], Logps]
+) -> ExampleRows:
     """Prepares the reference's log-probabilities of examples: ``load`` gives those of some of ``rows``."""
 
     def make(write: Callable[[pa.RecordBatch], None]) -> dict[str, object]:
-        out = Rows(LOGPS, write)
+        out = ArrowRows(LOGPS, write)
         for begin in range(0, len(rows), AT_ONCE):
             places = range(begin, min(begin + AT_ONCE, len(rows)))
             for pair in load(places):
@@ -487,7 +489,7 @@ def _make_examples(
     weighed = weigh(recipe.source, recipe.reader, store, encoded, device, refill=refill)
     align, source, captured, layers = recipe.align, weighed.source, weighed.captured, weighed.layers
     transforms = fit_transforms(recipe.transforms, encoded["train"], source, captured, layers, align)
-    sets, measured = dict[str, ExampleSet](), dict[str, Measured]()
+    sets, measured = dict[str, ExampleSet](), dict[str, SplitNumbers]()
     for split in SPLITS:
         numbers, places = ExampleNumbers(texts.pairs[split], source), list[int]()
         examples: list[TrainingExample] = []

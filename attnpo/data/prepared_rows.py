@@ -34,7 +34,7 @@ Account = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedRows:
     """Rows of a set, memory-mapped, with the account of how they came about; ``anew``: this process made them."""
 
     table: pa.Table
@@ -44,7 +44,7 @@ class Prepared:
 
 def prepared_rows(
     store: Path, kind: str, facts: Mapping[str, object], about: int, make: Callable[[Write], dict[str, object]]
-) -> Prepared:
+) -> PreparedRows:
     """Returns the rows of ``kind`` that ``facts`` name: those in the store, or what ``make`` gives to its ``Write``.
 
     Args:
@@ -94,7 +94,7 @@ def _alone(file: Path) -> Iterator[None]:
         lock.release()
 
 
-def _read(file: Path, facts: Mapping[str, object], *, say: bool = False) -> Prepared | None:
+def _read(file: Path, facts: Mapping[str, object], *, say: bool = False) -> PreparedRows | None:
     """Opens the rows in ``file``; None where there are none, or (which ``say`` logs) not those written for it."""
     path = file.with_suffix(".json")
     if not file.is_file() and not path.is_file():
@@ -108,7 +108,7 @@ def _read(file: Path, facts: Mapping[str, object], *, say: bool = False) -> Prep
                 if unchanged_digest(file) == record["sha256"]:
                     os.utime(path)  # what ``prune`` goes by
                     log.info("%s: prepared before", file.name)
-                    return Prepared(_mapped(file), record["account"], anew=False)
+                    return PreparedRows(_map(file), record["account"], anew=False)
     if say and path.is_file():  # without a record its maker was stopped
         log.warning("%s %s: its rows are prepared anew", file, problem)
     return None
@@ -119,12 +119,12 @@ def _plain(facts: Mapping[str, object]) -> dict[str, str]:
     return {name: digest(value)[:20] for name, value in facts.items()}
 
 
-def _mapped(file: Path) -> pa.Table:
+def _map(file: Path) -> pa.Table:
     with pa.memory_map(str(file)) as source:
         return pa.ipc.open_stream(source).read_all()
 
 
-def _made(file: Path, facts: Mapping[str, object], make: Callable[[Write], dict[str, object]]) -> Prepared:
+def _made(file: Path, facts: Mapping[str, object], make: Callable[[Write], dict[str, object]]) -> PreparedRows:
     for left in file.parent.glob(f"{WRITING}{file.stem}-*"):  # of a process that was killed
         left.unlink(missing_ok=True)
     handle, name = tempfile.mkstemp(dir=file.parent, prefix=f"{WRITING}{file.stem}-")
@@ -147,7 +147,7 @@ def _made(file: Path, facts: Mapping[str, object], make: Callable[[Write], dict[
         temporary.unlink(missing_ok=True)
     stored = read_record(file.with_suffix(".json"))
     assert stored is not None
-    return Prepared(_mapped(file), stored["account"], anew=True)
+    return PreparedRows(_map(file), stored["account"], anew=True)
 
 
 def prune(store: Path, days: float) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from attnpo.data.adapters import Columns, Reason, RowProblem, adapt, require_columns
-from attnpo.data.base import counted, row_range
+from attnpo.data.base import format_count, row_range
 from attnpo.data.tables import read_table
 from attnpo.schema import Message, UserError, asked_by, digest
 from attnpo.text.chat import ChatFormat
@@ -32,7 +32,7 @@ class PromptColumns(Columns):
 
 
 @dataclass(frozen=True)
-class Prompt:
+class AnswerPrompt:
     """Prompt to answer: an id, and turns that end with the user's."""
 
     id: str
@@ -46,7 +46,7 @@ class PromptSet:
     Every row looked at (``read``) is a prompt, a repetition of an earlier one (``repeated``), or left out.
     """
 
-    prompts: list[Prompt]
+    prompts: list[AnswerPrompt]
     read: int
     repeated: list[int]
     left_out: Mapping[str, list[int]]
@@ -60,7 +60,7 @@ class PromptSet:
     def summary(self) -> str:
         """Returns one line with all counts and the first row numbers of each."""
         events = sorted({**self.left_out, **({REPEATED: self.repeated} if self.repeated else {})}.items())
-        parts = [counted(reason, len(rows), rows) for reason, rows in events]
+        parts = [format_count(reason, len(rows), rows) for reason, rows in events]
         return "; ".join([f"{self.read} rows read, {len(self.prompts)} prompts", *parts])
 
 
@@ -70,7 +70,7 @@ def prompts_from_rows(rows: Iterable[Mapping[str, object]], columns: PromptColum
     Raises:
         UserError: two rows have the same id but ask different things, or a mapped column does not exist.
     """
-    prompts: dict[str, Prompt] = {}
+    prompts: dict[str, AnswerPrompt] = {}
     left_out: dict[str, list[int]] = {}
     repeated = []
     read = 0
@@ -95,7 +95,7 @@ def prompts_from_rows(rows: Iterable[Mapping[str, object]], columns: PromptColum
     return PromptSet(list(prompts.values()), read, repeated, left_out)
 
 
-def prompt_of(row: Mapping[str, object], columns: PromptColumns) -> Prompt:
+def prompt_of(row: Mapping[str, object], columns: PromptColumns) -> AnswerPrompt:
     """Returns the prompt of a row. RowProblem for one that holds none."""
     if columns.chosen not in row or columns.rejected not in row:
         if columns.prompt is None or row.get(columns.prompt) is None:
@@ -104,10 +104,10 @@ def prompt_of(row: Mapping[str, object], columns: PromptColumns) -> Prompt:
         row = {**row, columns.chosen: "a", columns.rejected: "b"}
     messages = adapt(row, columns).pair.prompt
     if columns.id is None:
-        return Prompt(digest(asked_by(messages))[:32], messages)
+        return AnswerPrompt(digest(asked_by(messages))[:32], messages)
     if row.get(columns.id) is None:
         raise RowProblem(Reason.MISSING)
-    return Prompt(str(row[columns.id]), messages)
+    return AnswerPrompt(str(row[columns.id]), messages)
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class EncodedPrompts:
 
 
 def encode_prompts(
-    prompts: Iterable[Prompt], chat: ChatFormat | None, new_tokens: int, max_length: int | None
+    prompts: Iterable[AnswerPrompt], chat: ChatFormat | None, new_tokens: int, max_length: int | None
 ) -> EncodedPrompts:
     """Returns the prompts' ids; left out is what the chat template refuses and what leaves no room for ``new_tokens``.
 

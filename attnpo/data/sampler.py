@@ -130,13 +130,13 @@ class StepBatches(Sampler[PlannedBatch]):
                 f"{num_pairs} pairs make no optimiser step of {size} pairs on {world_size} processes: each needs one "
                 "pair of it at least; give more pairs, or fewer processes"
             )
-        self.split = self._planned(world_size, epochs)
+        self.split = self._plan_split(world_size, epochs)
         self.epoch = 0
         self.consumed = 0
         self._start = 0
         self._passed = False
 
-    def _planned(self, world_size: int, epochs: int) -> Split:
+    def _plan_split(self, world_size: int, epochs: int) -> Split:
         """Returns the split whose micro-batches are as few as every step of ``epochs`` allows."""
         steps = (step for epoch in range(epochs) for step in self._steps(epoch)[: self._full])
         accumulation, short = self.cutting.micros(steps, self.size, world_size), 0

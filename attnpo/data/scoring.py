@@ -25,7 +25,7 @@ from attnpo.schema import (
     TokenStats,
     UserError,
     check_choice,
-    copied,
+    copy_message,
 )
 from attnpo.text.chat import ChatFormat, RefusedText
 from attnpo.weights.base import ScoredSource, ScorerModel
@@ -175,7 +175,7 @@ def _with_instruction(pair: PreferencePair, instruction: str) -> list[Message]:
     if not places:
         reason = "a prompt has no user turn for a scorer's instruction"
         raise RefusedText(reason, f"pair {pair.pair_id}: {reason}")
-    turns = [copied(turn) for turn in pair.prompt]
+    turns = [copy_message(turn) for turn in pair.prompt]
     turns[places[-1]]["content"] += f"\n\n{instruction}"
     return turns
 

@@ -42,7 +42,7 @@ _SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"
 
 
 @runtime_checkable
-class Table(Protocol):
+class RowTable(Protocol):
     """Rows by number with named columns: what a ``datasets.Dataset`` and ``Lines`` have in common."""
 
     @property
@@ -57,7 +57,7 @@ class Table(Protocol):
 
 
 @dataclass(frozen=True)
-class Lines:
+class MemoryTable:
     """Rows in memory, each with every column (None where its line has no such key).
 
     ``headed``: the columns are those that a first line names.
@@ -105,7 +105,7 @@ class LinesOnDisk:
                 yield {name: row.get(name) for name in self.column_names}
 
 
-def read_table(path: str, split: str, option: str, subset: str | None = None, revision: str | None = None) -> Table:
+def read_table(path: str, split: str, option: str, subset: str | None = None, revision: str | None = None) -> RowTable:
     """Returns all rows of a file, of a split of a folder, or of a dataset on the hub.
 
     ``option`` is the config key that names the split, for errors. UserError when nothing is there or it cannot be read.
@@ -277,7 +277,7 @@ def _quiet() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def _from_files(files: list[Path], path: str) -> Table:
+def _from_files(files: list[Path], path: str) -> RowTable:
     suffix = _suffix(files[0])
     if suffix is None:
         raise UserError(f"data.path={path}: expected a file ending in {', '.join(_SUFFIXES)}, got {files[0].name}")
@@ -291,12 +291,12 @@ def _from_files(files: list[Path], path: str) -> Table:
     return table
 
 
-def _from_parquet(files: list[Path], path: str) -> Table:
+def _from_parquet(files: list[Path], path: str) -> RowTable:
     import datasets
 
     try:
         with _quiet():
-            table: Table = datasets.load_dataset(
+            table: RowTable = datasets.load_dataset(
                 "parquet", data_files={"train": [str(file) for file in files]}, split="train", trust_remote_code=False
             )
         _check_utf8(table)
@@ -309,7 +309,7 @@ def _from_parquet(files: list[Path], path: str) -> Table:
     return table
 
 
-def _from_saved(folder: Path, path: str) -> Table:
+def _from_saved(folder: Path, path: str) -> RowTable:
     """Returns the rows of a folder that ``Dataset.save_to_disk`` wrote."""
     import datasets
 
@@ -326,7 +326,7 @@ def _from_saved(folder: Path, path: str) -> Table:
             f"data.path={path}: {folder} cannot be read as a saved data set ({error}): expected what "
             "save_to_disk of the library datasets writes, whole and with rows; save or copy it again"
         ) from error
-    saved: Table = table
+    saved: RowTable = table
     return saved
 
 
@@ -348,12 +348,14 @@ def _check_utf8(table: "datasets.Dataset") -> None:
             chunk.validate(full=True)
 
 
-def _from_hub(name: str, split: str, subset: str | None, revision: str | None) -> Table:
+def _from_hub(name: str, split: str, subset: str | None, revision: str | None) -> RowTable:
     import datasets
 
     try:
         with _quiet(), hub():
-            table: Table = datasets.load_dataset(name, subset, split=split, revision=revision, trust_remote_code=False)
+            table: RowTable = datasets.load_dataset(
+                name, subset, split=split, revision=revision, trust_remote_code=False
+            )
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         details = "".join(f", {key} {value}" for key, value in (("subset", subset), ("revision", revision)) if value)
         why = f"there is no complete copy in the hub's cache, and {out_of_reach()}" if out_of_reach() else str(error)
@@ -368,7 +370,7 @@ def _from_hub(name: str, split: str, subset: str | None, revision: str | None) -
 # ------------------------------------------------------------------------------------------------ JSON
 
 
-def read_lines(files: Iterable[Path], path: str) -> Table:
+def read_lines(files: Iterable[Path], path: str) -> RowTable:
     """Returns all rows of JSON files: an object per line, or one array of objects per file.
 
     A columnar reader gives every column one type: it refuses a file for one lone surrogate, and where it falls back on
@@ -383,7 +385,7 @@ def read_lines(files: Iterable[Path], path: str) -> Table:
     if any(file.suffix == ".gz" or _begins_array(file, path) for file in files):
         rows = [row for file in files for row in _json_rows(file, path)]
         names = list(dict.fromkeys(name for row in rows for name in row))
-        return Lines([{name: row.get(name) for name in names} for row in rows], names)
+        return MemoryTable([{name: row.get(name) for name in names} for row in rows], names)
     columns, numbers, begins = dict[str, None](), array("q"), array("q")
     for number, file in enumerate(files):
         with _reading(file, path), file.open("rb") as opened:
@@ -466,7 +468,7 @@ def _try_json(text: str) -> Json | Exception:
 # ------------------------------------------------------------------------------------------------ CSV and TSV
 
 
-def read_delimited(files: Iterable[Path], path: str) -> Lines:
+def read_delimited(files: Iterable[Path], path: str) -> MemoryTable:
     """Returns all rows of CSV or TSV files of one header; a row's empty cells are None, as libraries mean them.
 
     No cell is guessed to be a number, a date or a missing value: "42" and "NaN" stay texts.
@@ -494,7 +496,7 @@ def read_delimited(files: Iterable[Path], path: str) -> Lines:
         rows += _csv_rows(cells, names, where)
     _tell_missing(rows, path)
     named = [name for name in names or [] if name]
-    return Lines([{name: row[name] for name in named} for row in rows], named, headed=True)
+    return MemoryTable([{name: row[name] for name in named} for row in rows], named, headed=True)
 
 
 def _mark(file: Path) -> str:

@@ -21,7 +21,7 @@ from attnpo.judge.verdicts import JudgeStatistics, LabelMass, TraceStatistics, j
 from attnpo.schema import PairWeights, PreferencePair, UserError, ids_of
 from attnpo.system.files import in_bytes
 from attnpo.system.processes import world_size
-from attnpo.system.store import Store, Table
+from attnpo.system.store import Store, StoreTable
 from attnpo.weights.base import WeightSource
 from attnpo.weights.capture import (
     TOKENS,
@@ -34,7 +34,7 @@ from attnpo.weights.capture import (
     unreadable_pairs,
     weights_key,
 )
-from attnpo.weights.readers import AnswerStatistics, RunVerbalizer
+from attnpo.weights.readers import RunVerbalizer, VerbalizerStatistics
 from attnpo.weights.transforms import WeightTransform
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class Weighed:
     layers: tuple[Row, ...]
     depth: int
     key: dict[str, object]
-    answers: AnswerStatistics | None = None
+    answers: VerbalizerStatistics | None = None
     transforms: Sequence[WeightTransform] = ()
     reads: int = 0
     seconds: float | None = None
@@ -186,7 +186,7 @@ def weigh(
         reader.count_answers(share, captured) if isinstance(reader, RunVerbalizer) else None,
         reads=reader.reads,
         seconds=table.seconds_per_pair(captured),
-        label_mass=None if labels is None else labels.known(),
+        label_mass=None if labels is None else labels.load_known(),
         traces=None if reader.trace is None else trace_statistics(told(), reader.trace),
         rounds=prompts["read"],
         cut=prompts["cut"],
@@ -214,7 +214,7 @@ def _columns_key(source: WeightSource, encoded: Mapping[str, EncodedSet]) -> dic
 
 
 def _log_stored(
-    table: Table, wanted: set[str], encoded: Mapping[str, EncodedSet], columns: list[str], rounds: int, layers: int
+    table: StoreTable, wanted: set[str], encoded: Mapping[str, EncodedSet], columns: list[str], rounds: int, layers: int
 ) -> int:
     """Logs what the store holds of the wanted pairs and about how much will be written; returns how many it lacks."""
     lacking = set(table.missing(sorted(wanted), columns))
@@ -226,7 +226,7 @@ def _log_stored(
     return len(lacking)
 
 
-def _log_unreadable(table: Table, wanted: list[str], columns: list[str], reader: WeightReader) -> None:
+def _log_unreadable(table: StoreTable, wanted: list[str], columns: list[str], reader: WeightReader) -> None:
     """Logs by reason which stored pairs the model cannot be shown; UserError when that is every wanted pair."""
     found = unreadable_pairs(table, wanted)
     if not found:
@@ -257,7 +257,7 @@ def _log_unreadable(table: Table, wanted: list[str], columns: list[str], reader:
         )
 
 
-def log_store(what: str, table: Table, total: int, lacking: int, size: int) -> None:
+def log_store(what: str, table: StoreTable, total: int, lacking: int, size: int) -> None:
     """Logs what the store holds of ``what`` and, if pairs are lacking, why and how much will be written.
 
     Where all are, the first key part is named in which the nearest other table differs. ``size``: at most, in bytes.

@@ -35,7 +35,7 @@ Array = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
 
 @dataclass(frozen=True)
-class View:
+class ExplorerView:
     """Names one set of weights: a source, a layer of it ("" without layers) and a round ("combined", "round 1")."""
 
     source: str
@@ -43,7 +43,7 @@ class View:
     round: str = "combined"
 
 
-ExplorerPair = Mapping[View, WeighedPair]
+ExplorerPair = Mapping[ExplorerView, WeighedPair]
 """One pair on the same training tokens in every view; other pairs may have more views, or fewer."""
 
 

@@ -112,7 +112,7 @@ class Look:
         """Returns the colours of its lines and inside of its markers."""
         return {"color": self.colour, "markerfacecolor": self.colour if self.filled else PAPER}
 
-    def named(self, arm: str) -> str:
+    def label(self, arm: str) -> str:
         """Returns the arm's name for a legend or an axis."""
         return f"{arm} ({self.note})" if self.note else arm
 

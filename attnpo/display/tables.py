@@ -85,7 +85,7 @@ def half_up(value: float, digits: int) -> float:
     return float(Decimal(repr(round(value, digits + 7))).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP))
 
 
-def fixed(value: float, digits: int) -> str:
+def format_fixed(value: float, digits: int) -> str:
     """Returns a number with ``digits`` decimals, halves away from zero; inf and nan as these words."""
     return f"{half_up(value, digits):.{digits}f}" if math.isfinite(value) else str(value)
 

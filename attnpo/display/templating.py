@@ -13,7 +13,7 @@ def render(template: str, **values: object) -> str:
     return _TEMPLATES.get_template(template).render(values)
 
 
-def _shown(value: object) -> object:
+def _escape_value(value: object) -> object:
     return value if isinstance(value, Markup) else readable(str(value))
 
 
@@ -28,7 +28,7 @@ def _visible(text: str) -> Markup:
 _TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).with_name("templates")),
     autoescape=True,
-    finalize=_shown,
+    finalize=_escape_value,
     undefined=StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,

@@ -96,7 +96,7 @@ class AlpacaEval:
     def calls(self, answers: Mapping[str, ModelAnswer], round_: int) -> Sequence[GradingCall]:
         """Returns a call for each row whose two answers differ; two equal ones are a tie, as the library has it."""
         asked = self._annotator
-        prompts, _ = alpaca_library.annotate(asked.name, self._compared(answers, self.questions()), {})
+        prompts, _ = alpaca_library.annotate(asked.name, self._pair_answers(answers, self.questions()), {})
         return [
             GradingCall(self.name, question.id, "", round_, messages, **asked.settings)
             for question, messages in zip(self.questions(), prompts, strict=True)
@@ -114,7 +114,9 @@ class AlpacaEval:
             ValueError: a reply is to another prompt than its question has here.
         """
         questions = select_answered(self.questions(), answers)
-        compared = dict(zip((question.id for question in questions), self._compared(answers, questions), strict=True))
+        compared = dict(
+            zip((question.id for question in questions), self._pair_answers(answers, questions), strict=True)
+        )
         items = {call.item for call in replies}
         kept = {name: row for name, row in compared.items() if row.same or name in items}
         rows = list(kept.values())
@@ -195,7 +197,7 @@ class AlpacaEval:
         )
         return None
 
-    def _compared(self, answers: Mapping[str, ModelAnswer], questions: Sequence[Question]) -> list[Compared]:
+    def _pair_answers(self, answers: Mapping[str, ModelAnswer], questions: Sequence[Question]) -> list[Compared]:
         """Returns the rows of ``questions`` with both answers. UserError for answers that do not fit them."""
         rivals = self.baseline_answers()
         return [

@@ -30,7 +30,7 @@ from jaxtyping import Float, Int
 from attnpo.evaluation.base import Replies
 from attnpo.evaluation.chat import GradingReply
 from attnpo.schema import Json, Message, UserError, digest
-from attnpo.system.files import shortened
+from attnpo.system.files import shorten
 from attnpo.system.hub_access import hub, out_of_reach
 
 # What a grader can be told of the library's settings for a call; the others say how its own client goes about it.
@@ -137,7 +137,7 @@ def from_hub(file: str) -> Path | str:
         with hub(), quiet():
             return Path(hf_hub_download(REPOSITORY, file, repo_type="dataset"))
     except (OSError, EntryNotFoundError) as error:
-        return out_of_reach() or shortened(str(error).splitlines()[0], 120)
+        return out_of_reach() or shorten(str(error).splitlines()[0], 120)
 
 
 def how_to_get(file: str) -> str:
@@ -196,7 +196,7 @@ def _pool(name: str):  # type: ignore[no-untyped-def]  # a class of the library
         except (OSError, ImportError, TypeError, ValueError, AttributeError) as error:
             raise UserError(
                 f"benchmark.annotator={name}: alpaca_eval {package.__version__} cannot make this annotator "
-                f"({type(error).__name__}: {shortened(str(error), 120)}); expected the name of a folder in "
+                f"({type(error).__name__}: {shorten(str(error), 120)}); expected the name of a folder in "
                 f"{package.constants.EVALUATORS_CONFIG_DIR}, or the path of a folder like these, written with a slash"
             ) from error
 

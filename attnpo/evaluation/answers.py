@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import NotRequired
 
 from attnpo.config.compose import RUNS_ROOT, Root
-from attnpo.data.prompts import EncodedPrompts, Prompt, PromptSource, encode_prompts
+from attnpo.data.prompts import AnswerPrompt, EncodedPrompts, PromptSource, encode_prompts
 from attnpo.evaluation.base import ModelAnswer, Question
-from attnpo.evaluation.chat import LENGTH, Answerer, AnsweringBackend, Asked, Reply
-from attnpo.evaluation.jsonl_store import JsonlStore, Name, Row
+from attnpo.evaluation.chat import LENGTH, Answerer, AnsweringBackend, ChatRequest, Reply
+from attnpo.evaluation.jsonl_store import JsonlStore, KeyedRow, Name
 from attnpo.models.spec import ModelSpec
 from attnpo.schema import Message, Sampling, UserError, check_choice, check_least
 from attnpo.system.locks import locked
@@ -30,7 +30,7 @@ from attnpo.training.settings import ACCELERATORS
 log = logging.getLogger(__name__)
 
 
-class AnswerRow(Row):
+class AnswerRow(KeyedRow):
     """One answer in a file. ``draw`` counts the answers to one prompt, or the turns of a question from 0.
 
     ``finish_reason`` and ``refused`` are those of the reply. ``temperature``: that of the question, where it has one of
@@ -131,7 +131,7 @@ def answer_prompts(cfg: AnswerConfig) -> Path:
                 )
         share = wanted[file.rank :: file.processes]
         lacking = {
-            (name, draw): Asked(turns[name].messages, tuple(encoded.kept[name]), draw)
+            (name, draw): ChatRequest(turns[name].messages, tuple(encoded.kept[name]), draw)
             for name, draw in share
             if (name, draw) not in have
         }
@@ -179,7 +179,7 @@ def key_of(answerer: Answerer, sampling: Sampling) -> dict[str, object]:
 # ------------------------------------------------------------------------------------------------ its steps
 
 
-def fill(answerer: Answerer, lacking: Mapping[Name, Asked], sampling: Sampling) -> Iterator[list[AnswerRow]]:
+def fill(answerer: Answerer, lacking: Mapping[Name, ChatRequest], sampling: Sampling) -> Iterator[list[AnswerRow]]:
     """Yields the rows of what is lacking, as they come: to be written before the next are asked for."""
     names, asked = list(lacking), list(lacking.values())
     began = said = time.perf_counter()
@@ -194,7 +194,7 @@ def fill(answerer: Answerer, lacking: Mapping[Name, Asked], sampling: Sampling) 
             log.info("answers: %d of %d, %.0f tokens/s", done, len(names), tokens / max(now - began, 1e-9))
 
 
-def row_of(name: Name, asked: Asked, reply: Reply) -> AnswerRow:
+def row_of(name: Name, asked: ChatRequest, reply: Reply) -> AnswerRow:
     """Returns the row of a reply."""
     row = AnswerRow(
         id=name[0],
@@ -238,7 +238,7 @@ def _first(ids: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True)
-class AnswerStatistics:
+class RoundStatistics:
     """Lengths of the answers of a round, and what is wrong with them.
 
     ``tokens`` and ``characters``: means over questions, all turns of one together. ``cut``: the share of turns whose
@@ -264,7 +264,7 @@ class RoundAnswers:
     """
 
     answers: dict[str, ModelAnswer]
-    statistics: AnswerStatistics
+    statistics: RoundStatistics
     greedy: frozenset[str]
 
 
@@ -325,7 +325,7 @@ class _Round:
         key = self._key(self.sampling)
         self.rows = self.file.open(key)
         if not self.rows:
-            firsts = [Prompt(name, self._messages(question, 0)) for name, question in self.questions.items()]
+            firsts = [AnswerPrompt(name, self._messages(question, 0)) for name, question in self.questions.items()]
             _require_some(self._encode(firsts), len(firsts), "questions")
         self._copy_greedy()
         for turn in range(max((len(question.turns) for question in self.questions.values()), default=0)):
@@ -349,7 +349,7 @@ class _Round:
         # The limit decides what is answered at all, and here what is not answered is a row as well.
         return {**key_of(self.answerer, sampling), "max_length": self.answerer.limit, "code": VERSION}
 
-    def _encode(self, prompts: Sequence[Prompt]) -> EncodedPrompts:
+    def _encode(self, prompts: Sequence[AnswerPrompt]) -> EncodedPrompts:
         return encode_prompts(prompts, self.answerer.chat, self.sampling.max_new_tokens, self.answerer.limit)
 
     def _copy_greedy(self) -> None:
@@ -371,14 +371,14 @@ class _Round:
             log.info("%d greedy answers are those of round 0", len(copied))
 
     def _answer_turn(self, questions: Sequence[Question], turn: int) -> None:
-        prompts = [Prompt(question.id, self._messages(question, turn)) for question in questions]
+        prompts = [AnswerPrompt(question.id, self._messages(question, turn)) for question in questions]
         lacking = {prompt.id: prompt for prompt in prompts if self._lacks(self.questions[prompt.id], prompt, turn)}
         if not lacking:
             return
         encoded = self._encode(list(lacking.values()))
-        asked = {name: Asked(lacking[name].messages, tuple(ids)) for name, ids in encoded.kept.items()}
+        asked = {name: ChatRequest(lacking[name].messages, tuple(ids)) for name, ids in encoded.kept.items()}
         left_out = [
-            row_of((name, turn), Asked(lacking[name].messages), Reply("", 0, LENGTH, refused=reason))
+            row_of((name, turn), ChatRequest(lacking[name].messages), Reply("", 0, LENGTH, refused=reason))
             for reason, names in encoded.left_out.items()
             for name in names
         ]
@@ -407,7 +407,7 @@ class _Round:
                 messages.append(Message(role="assistant", content=self.rows[question.id, at]["answer"]))
         return tuple(messages)
 
-    def _lacks(self, question: Question, prompt: Prompt, turn: int) -> bool:
+    def _lacks(self, question: Question, prompt: AnswerPrompt, turn: int) -> bool:
         """Returns whether a turn has to be answered. UserError where the file has an answer to something else."""
         row = self.rows.get((question.id, turn))
         if row is None:
@@ -426,9 +426,9 @@ class _Round:
             "move the file away"
         )
 
-    def _statistics(self, rows: Sequence[AnswerRow]) -> AnswerStatistics:
+    def _statistics(self, rows: Sequence[AnswerRow]) -> RoundStatistics:
         count, turns = max(1, len(self.questions)), max(1, len(rows))
-        return AnswerStatistics(
+        return RoundStatistics(
             questions=len(self.questions),
             turns=len(rows),
             tokens=sum(row["tokens"] for row in rows) / count,

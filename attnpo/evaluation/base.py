@@ -106,7 +106,7 @@ class Benchmark(Protocol):
 
 
 @dataclass(frozen=True)
-class Score:
+class BenchmarkScore:
     """Figure with its three spreads, each apart; None where it is not known.
 
     ``rounds``: the figure of each round of generation, ``mean`` their mean. ``interval``: 95 % over questions, of the
@@ -123,7 +123,7 @@ class Score:
     higher_is_better: bool | None = True
 
     @classmethod
-    def read(cls, values: Mapping[str, object]) -> "Score":
+    def read(cls, values: Mapping[str, object]) -> "BenchmarkScore":
         """Returns the score that ``asdict`` made ``values`` of, as JSON has them."""
         told: Any = values
         interval = None if told["interval"] is None else tuple(told["interval"])
@@ -131,10 +131,10 @@ class Score:
 
 
 @dataclass(frozen=True)
-class Measured:
+class UngradedResult:
     """Result of a measure without generation and grading: scores, what was left out by reason, rows for a table."""
 
-    scores: tuple[Score, ...]
+    scores: tuple[BenchmarkScore, ...]
     counts: Mapping[str, int] = field(default_factory=dict)
     table: tuple[Mapping[str, object], ...] = ()
 
@@ -167,7 +167,7 @@ class Measure(Protocol):
     def versions(self) -> dict[str, object]:
         """Returns what decides the scores beside the model."""
 
-    def measure(self, subject: Subject) -> Measured:
+    def measure(self, subject: Subject) -> UngradedResult:
         """Returns the scores. UserError for data that cannot be had, with the way to get them."""
 
 

@@ -9,7 +9,7 @@ import torch
 
 from attnpo.models.spec import ModelSpec
 from attnpo.schema import Message, Sampling, digest
-from attnpo.system.files import shortened
+from attnpo.system.files import shorten
 from attnpo.text.chat import ChatFormat
 
 LENGTH = "length"
@@ -17,7 +17,7 @@ STOP = "stop"
 
 
 @dataclass(frozen=True)
-class Asked:
+class ChatRequest:
     """Conversation that ends with the user's turn, to be answered.
 
     ``ids``: what it is in the model's own chat format, up to where the answer begins; empty where that is not at hand.
@@ -63,7 +63,7 @@ class Answerer(Protocol):
     def key(self) -> dict[str, object]:
         """Returns what decides the answer to a given conversation beside the sampling."""
 
-    def answer(self, asked: Sequence[Asked], sampling: Sampling) -> Iterator[Mapping[int, Reply]]:
+    def answer(self, asked: Sequence[ChatRequest], sampling: Sampling) -> Iterator[Mapping[int, Reply]]:
         """Replies by index in ``asked``, as they come, in any order.
 
         The draws follow from the seed, the conversation and the draw's number alone. UserError for a backend that
@@ -147,11 +147,11 @@ class GradingReply:
         for name, kind in _KINDS.items():
             value = getattr(self, name)
             if not isinstance(value, kind):
-                return f"a reply whose {name} is {shortened(repr(value))}, which is of another type"
+                return f"a reply whose {name} is {shorten(repr(value))}, which is of another type"
         for token, value in (self.logprobs or {}).items():
             number = isinstance(value, float | int) and not isinstance(value, bool)
             if not number or not (value == -math.inf or -(2**53) < value < ABOVE_0):  # NaN is neither
-                return f"a reply whose log-probability of {token!r} is {shortened(repr(value))}, which cannot be one"
+                return f"a reply whose log-probability of {token!r} is {shorten(repr(value))}, which cannot be one"
         return None
 
 

@@ -19,14 +19,14 @@ from attnpo.data.overlap import count_seen
 from attnpo.display.output import markdown, print_sections, terminal
 from attnpo.display.page import report_page
 from attnpo.evaluation.answers import answer_questions
-from attnpo.evaluation.base import Benchmark, Graded, Measure, ModelAnswer, Replies, Score, Subject, first_turn
+from attnpo.evaluation.base import Benchmark, BenchmarkScore, Graded, Measure, ModelAnswer, Replies, Subject, first_turn
 from attnpo.evaluation.chat import AnsweringBackend, Grader, GradingCall
 from attnpo.evaluation.evaluate_config import EvaluateConfig, GradingRules
 from attnpo.evaluation.jsonl_store import ReplyStore
 from attnpo.evaluation.local_chat import describe_model
-from attnpo.evaluation.result import RESULT, EvaluationResult, Lengths, read_result, result_sections
-from attnpo.evaluation.session import Estimate, GradingLimits, ask_all, estimate
-from attnpo.evaluation.spreads import exchanged, grading_spread, score_of
+from attnpo.evaluation.result import RESULT, AnswerLengths, EvaluationResult, read_result, result_sections
+from attnpo.evaluation.session import CostEstimate, GradingLimits, ask_all, estimate
+from attnpo.evaluation.spreads import grading_spread, make_regrader, score_of
 from attnpo.models.loading import weights_fingerprint
 from attnpo.models.spec import ModelSpec
 from attnpo.run.identity import by_class
@@ -184,7 +184,7 @@ def _grade(
     if limits.dry_run:
         log.info(
             "%s, %d rounds of %d questions: %s; answers are counted at their longest, %d tokens a turn",
-            *(benchmark.name, rules.rounds, len(chosen), estimated(benchmark, grading, folder)),
+            *(benchmark.name, rules.rounds, len(chosen), estimate_grading(benchmark, grading, folder)),
             benchmark.sampling.max_new_tokens,
         )
         return None
@@ -232,7 +232,7 @@ def _grade(
         main=benchmark.scores[0],
         scores=scores,
         key=key,
-        lengths=Lengths(
+        lengths=AnswerLengths(
             tokens=sum(each.statistics.tokens for each in answered) / len(answered),
             characters=sum(each.statistics.characters for each in answered) / len(answered),
             cut=sum(each.statistics.cut for each in answered) / len(answered),
@@ -243,7 +243,7 @@ def _grade(
     )
 
 
-def estimated(benchmark: Benchmark, grading: Grading, folder: Path) -> Estimate:
+def estimate_grading(benchmark: Benchmark, grading: Grading, folder: Path) -> CostEstimate:
     """Returns what grading would take. Answers are not made for it: each counts as long as it may be."""
     longest = "word " * benchmark.sampling.max_new_tokens
     questions = benchmark.questions()[: grading.limits.max_items]
@@ -268,7 +268,7 @@ def graded_twice(questions: Sequence[str], count: int, round_: int) -> frozenset
 
 def scores_of(
     benchmark: Benchmark, rounds: Sequence[RoundGrades], replies: Replies
-) -> tuple[tuple[Score, ...], Counter[str]]:
+) -> tuple[tuple[BenchmarkScore, ...], Counter[str]]:
     """Returns the benchmark's figures with their spreads, and what was missing or replaced over all rounds.
 
     Second grades serve the spread of grading alone: they move no figure. That of a mean over rounds comes from the
@@ -290,7 +290,7 @@ def scores_of(
         if not two:
             continue
         again = benchmark.grade({name: answer for name, answer in each.answers.items() if name in names}, two)
-        exchange = exchanged(each.answers, one, two, benchmark.grade)
+        exchange = make_regrader(each.answers, one, two, benchmark.grade)
         for name in graded.scores:
             spreads.setdefault(name, []).append(grading_spread(name, graded, again, exchange))
     scores = []

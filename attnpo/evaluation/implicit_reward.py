@@ -31,7 +31,7 @@ from attnpo.data.collate import TrainingExample
 from attnpo.data.overlap import count_seen
 from attnpo.data.prepare import encode_pairs
 from attnpo.data.rules import LengthRules
-from attnpo.evaluation.base import Benchmark, Measure, Measured, Score, Subject
+from attnpo.evaluation.base import Benchmark, BenchmarkScore, Measure, Subject, UngradedResult
 from attnpo.evaluation.intervals import hierarchical_bootstrap
 from attnpo.models.spec import AUTO, ModelSpec
 from attnpo.run.folders import run_of, saved_config
@@ -158,7 +158,7 @@ class ImplicitReward:
             "ties": self.ties.value,
         }
 
-    def measure(self, subject: Subject) -> Measured:
+    def measure(self, subject: Subject) -> UngradedResult:
         """Accuracies of the plain and the length-normalised reward, with those of each model alone.
 
         Raises:
@@ -167,7 +167,7 @@ class ImplicitReward:
         """
         return self.measure_with(subject)
 
-    def measure_with(self, subject: Subject, weigh: Weigh | None = None) -> Measured:
+    def measure_with(self, subject: Subject, weigh: Weigh | None = None) -> UngradedResult:
         """Returns the same; with ``weigh`` the reward whose log-ratios it weighs comes first, ``accuracy_weighted``."""
         self.require_paths()
         _require_room(subject.model, self.lengths)
@@ -197,7 +197,7 @@ class ImplicitReward:
         for line in encoded.tally.lines():
             log.warning("%s: %s", self.name, line)
         counts |= count_seen(subject.model.path, (pair.prompt for pair in encoded.pairs))
-        return Measured(orders.scores(), {name: count for name, count in counts.items() if count}, orders.table())
+        return UngradedResult(orders.scores(), {name: count for name, count in counts.items() if count}, orders.table())
 
     # -------------------------------------------------------------------------------------------- models
 
@@ -378,7 +378,7 @@ class Orders:
         """Returns the rows of ``right`` by part, the parts in order of their names."""
         return {str(group): rows for group, rows in self.right.groupby(np.array(self.groups, dtype=object))}
 
-    def scores(self) -> tuple[Score, ...]:
+    def scores(self) -> tuple[BenchmarkScore, ...]:
         """Returns accuracies of every reward, their differences, and the sections of RewardBench that are whole.
 
         The sections are those of the reward that counts, and alike in their mean, which the leaderboard's older test
@@ -391,8 +391,8 @@ class Orders:
         shares = {name: section_shares(name) for name, subsets in SECTIONS.items() if subsets.keys() <= parts.keys()}
         if len(shares) == len(SECTIONS):
             every = {subset: share / len(SECTIONS) for of in shares.values() for subset, share in of.items()}
-            found.append(stratified("rewardbench", parts, every))
-        return (*found, *(stratified(f"rewardbench_{name}", parts, of) for name, of in shares.items()))
+            found.append(stratified_score("rewardbench", parts, every))
+        return (*found, *(stratified_score(f"rewardbench_{name}", parts, of) for name, of in shares.items()))
 
     def table(self) -> tuple[dict[str, object], ...]:
         """Returns a row for each part: pairs, ties, the accuracy of every reward, the interval of the main one."""
@@ -421,10 +421,10 @@ def present(values: "Series[float]") -> Values:
     return np.asarray(values.dropna().to_numpy(), dtype=float)
 
 
-def mean_score(name: str, values: Values) -> Score:
+def mean_score(name: str, values: Values) -> BenchmarkScore:
     """Returns the mean of what pairs give."""
     figure = float(values.mean()) if values.size else float("nan")
-    return Score(name, figure, (figure,), interval(values), None, int(values.size))
+    return BenchmarkScore(name, figure, (figure,), interval(values), None, int(values.size))
 
 
 def interval(values: Values) -> tuple[float, float] | None:
@@ -435,7 +435,7 @@ def interval(values: Values) -> tuple[float, float] | None:
     return found.low, found.high
 
 
-def stratified(name: str, parts: Mapping[str, Values], shares: Mapping[str, float]) -> Score:
+def stratified_score(name: str, parts: Mapping[str, Values], shares: Mapping[str, float]) -> BenchmarkScore:
     """Returns a mean of the means of parts, each with its share.
 
     The interval is that of the mean's linear terms f + n s / n_k (v - f_k) of the n pairs, with a part's share s, its
@@ -447,7 +447,7 @@ def stratified(name: str, parts: Mapping[str, Values], shares: Mapping[str, floa
         figure + pairs * share / len(parts[group]) * (parts[group] - parts[group].mean())
         for group, share in shares.items()
     ]
-    return Score(name, figure, (figure,), interval(np.concatenate(terms)), None, pairs)
+    return BenchmarkScore(name, figure, (figure,), interval(np.concatenate(terms)), None, pairs)
 
 
 # ------------------------------------------------------------------------------------------------ checks
@@ -598,7 +598,7 @@ class WeightedImplicitReward(ImplicitReward):
         cfg = self._config()
         return {**ImplicitReward.versions(replace_lengths(self, cfg.lengths)), "weights": identity_of(cfg).inputs}
 
-    def measure(self, subject: Subject) -> Measured:
+    def measure(self, subject: Subject) -> UngradedResult:
         """Accuracies of the plain, the length-normalised and the token-weighted reward, and of each model alone.
 
         Raises:

@@ -82,7 +82,7 @@ def hierarchical_bootstrap(
     An interval over S seeds never leaves their range of means by more than the prompts' noise: over 5 seeds it cannot
     cover more than about 94 percent where seeds dominate, over 3 about 75 percent.
     """
-    scores = _checked(values, "values")
+    scores = _check_scores(values, "values")
     if draws < 1:
         raise UserError(f"bootstrap draws: expected at least 1, got {draws}")
     seeds, width = scores.shape
@@ -100,7 +100,7 @@ def paired_difference(first: Scores, second: Float[np.ndarray, "other_seeds othe
     Row i of both is the same seed (base model, data, order), column j the same held-out prompt. UserError when the
     shapes differ.
     """
-    one, two = _checked(first, "first arm"), _checked(second, "second arm")
+    one, two = _check_scores(first, "first arm"), _check_scores(second, "second arm")
     if one.shape != two.shape:
         raise UserError(
             f"paired difference: expected both arms on the same seeds and prompts, got {one.shape[0]} seeds x "
@@ -230,7 +230,7 @@ def average_ranks(
 # ------------------------------------------------------------------------------------------------ checks
 
 
-def _checked(values: Scores, name: str) -> Scores:
+def _check_scores(values: Scores, name: str) -> Scores:
     scores = np.asarray(values, dtype=np.float64)
     if scores.ndim != 2 or 0 in scores.shape:
         raise UserError(f"{name}: expected scores of shape (seeds, prompts), at least 1 x 1, got {scores.shape}")

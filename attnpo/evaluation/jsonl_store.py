@@ -24,7 +24,7 @@ from attnpo.system.files import (
     naming,
     parse_json,
     seal_row,
-    shortened,
+    shorten,
     take_seal,
     write_whole,
 )
@@ -39,14 +39,14 @@ DIGEST = "digest"
 Name = tuple[str, int]
 
 
-class Row(TypedDict):
+class KeyedRow(TypedDict):
     """Row is named by the id of a prompt and the number of the answer to it."""
 
     id: str
     draw: int
 
 
-SomeRow = TypeVar("SomeRow", bound=Row)
+SomeRow = TypeVar("SomeRow", bound=KeyedRow)
 
 
 def read_lines(file: Path, noun: str, of: str = "", row_name: Callable[[Any], object] | None = None) -> list[Any]:
@@ -76,7 +76,7 @@ def damaged_line(file: Path, number: int, noun: str, line: object) -> UserError:
     """Returns the error for a line that is not as it was written."""
     return UserError(
         f"{file}, line {number}: expected one of the {noun} as it was written, once, got a line that was edited, is "
-        f"damaged, repeated or without a digest: {shortened(line)}; delete the line, what it held is then asked for "
+        f"damaged, repeated or without a digest: {shorten(line)}; delete the line, what it held is then asked for "
         "again; in a file of an earlier version, where no line has a digest, move the file away"
     )
 

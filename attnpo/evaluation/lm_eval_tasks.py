@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import numpy as np
 import torch
 
-from attnpo.evaluation.base import Measured, Score, Subject
+from attnpo.evaluation.base import BenchmarkScore, Subject, UngradedResult
 from attnpo.evaluation.spreads import NORMAL
 from attnpo.schema import BOOKKEEPING, UserError, check_least, digest
 from attnpo.system.files import clean, file_digest, read_record, write_record
@@ -253,7 +253,7 @@ class LmEvalTasks:
             **{name: getattr(self, name) for name in settings},
         }
 
-    def measure(self, subject: Subject) -> Measured:
+    def measure(self, subject: Subject) -> UngradedResult:
         """Returns the figures of every task with 1.96 standard errors, and a row for each figure of each part.
 
         A task that is done is kept in the subject's folder, and read from there by a repeated command.
@@ -271,7 +271,7 @@ class LmEvalTasks:
         for one in found:
             counts.update(one.counts)
         scores = tuple(score for one in found for score in one.scores)
-        return Measured(scores, dict(counts), tuple(row for one in found for row in one.table))
+        return UngradedResult(scores, dict(counts), tuple(row for one in found for row in one.table))
 
     def _require_tasks(self) -> None:
         if not self.tasks:
@@ -309,13 +309,13 @@ class _Runner:
             "chat": subject.chat.fingerprint(),
         }
 
-    def task(self, name: str) -> Measured:
+    def task(self, name: str) -> UngradedResult:
         """Returns the figures of one task, group or tag; read from the folder where they are there."""
         path, key = self.subject.folder / f"task-{clean(name)}.json", digest([name, self._key])
         kept = read_record(path)
         if kept is not None and kept.get("key") == key:
             log.info("%s: %s is done, read from %s", self.settings.name, name, path)
-            return Measured(tuple(map(Score.read, kept["scores"])), kept["counts"], tuple(kept["table"]))
+            return UngradedResult(tuple(map(BenchmarkScore.read, kept["scores"])), kept["counts"], tuple(kept["table"]))
         began = time.perf_counter()
         measured = self._run(name)
         write_record(path, {"key": key, **asdict(measured)})
@@ -323,7 +323,7 @@ class _Runner:
         log.info("%s: %s is done in %.0f s; what lm_eval said is in %s", self.settings.name, name, seconds, WORDS)
         return measured
 
-    def _run(self, name: str) -> Measured:
+    def _run(self, name: str) -> UngradedResult:
         import lm_eval
 
         settings, folder, device = self.settings, self.subject.folder, self.subject.device
@@ -391,7 +391,7 @@ class _Runner:
 # ------------------------------------------------------------------------------------------------ its results
 
 
-class Figure(TypedDict):
+class TaskMetric(TypedDict):
     """One number of a task or group: of a metric, for the answers as a filter leaves them (``acc,none``).
 
     ``shots``: examples in front of a question; ``data``: a digest of the documents, None for a group.
@@ -410,15 +410,15 @@ class Figure(TypedDict):
     higher_is_better: bool | None
 
 
-def score_of(figure: Figure) -> Score:
+def score_of(figure: TaskMetric) -> BenchmarkScore:
     """Returns a figure as a score, with 1.96 standard errors."""
     name = ".".join(part for part in (figure["task"], figure["metric"], figure["filter"]) if part != NO_FILTER)
     value, half = figure["value"], None if figure["stderr"] is None else NORMAL * figure["stderr"]
     interval = None if half is None else (value - half, value + half)
-    return Score(name, value, (value,), interval, None, figure["documents"], figure["higher_is_better"])
+    return BenchmarkScore(name, value, (value,), interval, None, figure["documents"], figure["higher_is_better"])
 
 
-def measured_of(name: str, results: "EvalResults", counts: Mapping[str, int]) -> Measured:
+def measured_of(name: str, results: "EvalResults", counts: Mapping[str, int]) -> UngradedResult:
     """Scores of a task, of a group as a whole or of each task of a tag; rows for all there is."""
     figures = figures_of(results)
     whole = [figure for figure in figures if figure["task"] == name] or figures
@@ -426,10 +426,10 @@ def measured_of(name: str, results: "EvalResults", counts: Mapping[str, int]) ->
         raise UserError(f"benchmark.tasks: {name} of lm_eval gives no figure that is a number")
     left = sum(size["original"] - size["effective"] for size in results["n-samples"].values())
     limited = {"documents left out by benchmark.limit": left} if left else {}
-    return Measured(tuple(map(score_of, whole)), {**counts, **limited}, tuple(figures))
+    return UngradedResult(tuple(map(score_of, whole)), {**counts, **limited}, tuple(figures))
 
 
-def figures_of(results: "EvalResults") -> list[Figure]:
+def figures_of(results: "EvalResults") -> list[TaskMetric]:
     """Returns every number of every task and group; what is no number is left out."""
     figures = []
     rows: dict[str, dict[str, Any]] = {task: dict(metrics) for task, metrics in results["results"].items()}
@@ -440,7 +440,7 @@ def figures_of(results: "EvalResults") -> list[Figure]:
             if not selected or metric.endswith("_stderr") or isinstance(value, bool) or not isinstance(value, Real):
                 continue
             error = metrics.get(f"{metric}_stderr,{selected}")
-            figure = Figure(
+            figure = TaskMetric(
                 task=task,
                 metric=metric,
                 filter=selected,

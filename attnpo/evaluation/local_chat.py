@@ -20,7 +20,7 @@ from attnpo.evaluation.chat import (
     LENGTH,
     STOP,
     Answerer,
-    Asked,
+    ChatRequest,
     GradingCall,
     GradingFailure,
     GradingReply,
@@ -107,7 +107,7 @@ class LocalAnswerer:
         loaded.to(self.device)  # type: ignore[arg-type]
         return chat_generator(loaded, self.chat, self.settings.batch_size, self.settings.token_budget)
 
-    def answer(self, asked: Sequence[Asked], sampling: Sampling) -> Iterator[Mapping[int, Reply]]:
+    def answer(self, asked: Sequence[ChatRequest], sampling: Sampling) -> Iterator[Mapping[int, Reply]]:
         """Replies batch by batch, the longest prompts first."""
         from attnpo.models.generate import Request
 
@@ -237,9 +237,9 @@ class LocalGrader:
     @cached_property
     def _kernel(self) -> str:
         from attnpo.judge.reader import kernel_for
-        from attnpo.models.loading import described
+        from attnpo.models.loading import inspect_model
 
-        return kernel_for(described(self.path, self.revision))
+        return kernel_for(inspect_model(self.path, self.revision))
 
     @cached_property
     def _chat(self) -> ChatFormat:
@@ -253,9 +253,9 @@ class LocalGrader:
 
     @cached_property
     def _model(self) -> "PreTrainedModel":
-        from attnpo.models.loading import described, load_model
+        from attnpo.models.loading import inspect_model, load_model
 
-        reading = described(self.path, self.revision).reading
+        reading = inspect_model(self.path, self.revision).reading
         model = load_model(self.path, dtype=self.dtype, revision=self.revision, attn_implementation=reading)
         model.to(device_of(self.accelerator))  # type: ignore[arg-type]
         return model
@@ -318,7 +318,7 @@ class LocalGrader:
 
     def _read_labels(self, asked: Sequence[_Asked]) -> Iterator[Outcome]:
         """Replies by label logits; calls of the same label tokens share forwards."""
-        for label_ids, group in _grouped(asked, lambda item: self._label_ids(item[0])):
+        for label_ids, group in _group_by(asked, lambda item: self._label_ids(item[0])):
             began = time.perf_counter()
             prompts = [ids for _, ids in group]
             try:
@@ -337,7 +337,7 @@ class LocalGrader:
         first, second, most = (float(value) for value in reading.verdict_logps)
         logprobs = dict(zip(labels, (first, second), strict=True))
         if reading.verdict_token not in label_ids:
-            logprobs[self._spelled(reading.verdict_token, labels)] = most
+            logprobs[self._token_text(reading.verdict_token, labels)] = most
         return GradingReply(
             text=labels[0] if first >= second else labels[1],
             logprobs=logprobs,
@@ -346,7 +346,7 @@ class LocalGrader:
             seconds=seconds,
         )
 
-    def _spelled(self, token: int, labels: Sequence[str]) -> str:
+    def _token_text(self, token: int, labels: Sequence[str]) -> str:
         """Returns a token's text; the vocabulary's own entry where that is a label's, as with a blank before it."""
         text = str(self._chat.tokenizer.decode([token]))
         entry = str(self._chat.tokenizer.convert_ids_to_tokens(token)) if text in labels or not text else text
@@ -356,7 +356,7 @@ class LocalGrader:
         """Replies by generation; calls with the same sampling share batches."""
         from attnpo.models.generate import Request
 
-        for sampling, group in _grouped(asked, lambda item: self._sampling(item[0], len(item[1]))):
+        for sampling, group in _group_by(asked, lambda item: self._sampling(item[0], len(item[1]))):
             requests = [Request(ids, call.repeat) for call, ids in group]
             for batch in self._generator.batches(requests, sampling):
                 began = time.perf_counter()
@@ -423,7 +423,7 @@ class LocalGrader:
         return read_chat(self.path, self.revision, self.chat_template, "grader", fold_system=True)
 
 
-def _grouped(items: Iterable[_Asked], key: Callable[[_Asked], _Key]) -> list[tuple[_Key, list[_Asked]]]:
+def _group_by(items: Iterable[_Asked], key: Callable[[_Asked], _Key]) -> list[tuple[_Key, list[_Asked]]]:
     """Items by their key, in the order in which keys are first met."""
     groups: dict[_Key, list[_Asked]] = {}
     for item in items:

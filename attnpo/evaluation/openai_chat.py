@@ -16,7 +16,7 @@ import torch
 from attnpo.evaluation.chat import (
     LENGTH,
     Answerer,
-    Asked,
+    ChatRequest,
     GradingCall,
     GradingFailure,
     GradingReply,
@@ -277,7 +277,7 @@ class ServedAnswerer:
         weights = weights_fingerprint(self.model.path, self.model.revision)
         return {"answering": "server", "model": weights, "chat": self.chat.fingerprint()}
 
-    def parameters(self, one: Asked, sampling: Sampling) -> dict[str, object]:
+    def parameters(self, one: ChatRequest, sampling: Sampling) -> dict[str, object]:
         """Returns the body of a request. The seed follows from that of the sampling, the conversation and the draw.
 
         A server draws the same random numbers for the same seed: one seed for all would tie the answers to each other.
@@ -317,7 +317,7 @@ class ServedAnswerer:
             )
         return body
 
-    def answer(self, asked: Sequence[Asked], sampling: Sampling) -> Iterator[Mapping[int, Reply]]:
+    def answer(self, asked: Sequence[ChatRequest], sampling: Sampling) -> Iterator[Mapping[int, Reply]]:
         """Replies one by one. UserError, last, for what the server gave no answer to after all retries.
 
         A server that has failed ``concurrency`` times in a row is asked no more, one that refuses (key, name of the

@@ -18,11 +18,11 @@ import torch
 from attnpo.config.compose import RUNS_ROOT, Root
 from attnpo.data.adapters import RowProblem, require_columns
 from attnpo.data.base import row_range
-from attnpo.data.prompts import Prompt, PromptColumns, prompt_of
+from attnpo.data.prompts import AnswerPrompt, PromptColumns, prompt_of
 from attnpo.data.tables import read_table
 from attnpo.evaluation.answers import AnswerRow
 from attnpo.evaluation.chat import LENGTH
-from attnpo.evaluation.jsonl_store import DIGEST, KEY, SUFFIX, JsonlStore, Row, read_account
+from attnpo.evaluation.jsonl_store import DIGEST, KEY, SUFFIX, JsonlStore, KeyedRow, read_account
 from attnpo.schema import BOOKKEEPING, Message, UserError, asked_by, check_choice, check_least, digest
 from attnpo.system.credentials import identify
 from attnpo.system.files import clean, differences, file_digest, require_own, write_whole
@@ -52,7 +52,7 @@ class AnswerSet:
     answers: tuple[Candidate, ...]
 
 
-class ScoreRow(Row):
+class ScoreRow(KeyedRow):
     """Score of an answer, higher for a better one; None where it has none, with the reason."""
 
     score: float | None
@@ -184,7 +184,7 @@ class AnswerSource:
     ) -> AnswerSets:
         """Returns the different answers to each prompt, and counts of what else there is."""
         counts: Counter[str] = Counter()
-        prompts: dict[str, Prompt] = {}
+        prompts: dict[str, AnswerPrompt] = {}
         answers: dict[str, list[Candidate]] = {}
         read = 0
         for read, row in enumerate(rows, start=1):

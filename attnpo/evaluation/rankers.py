@@ -166,10 +166,10 @@ class RewardRanker:
         model.to(device)  # type: ignore[arg-type]
         for start in range(0, len(sets), REWARDS_AT_ONCE):
             some = sets[start : start + REWARDS_AT_ONCE]
-            yield self._rewarded(model, some)
+            yield self._score_sets(model, some)
             log.info("rewards: %d of %d prompts", start + len(some), len(sets))
 
-    def _rewarded(self, model: "PreTrainedModel", sets: Sequence[AnswerSet]) -> list[ScoreRow]:
+    def _score_sets(self, model: "PreTrainedModel", sets: Sequence[AnswerSet]) -> list[ScoreRow]:
         from attnpo.models.reward_policy import rewards_of
 
         rows: list[ScoreRow] = []

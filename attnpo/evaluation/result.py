@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from attnpo.display.page import KeyValues, Paragraph, Section
-from attnpo.display.tables import Cell, TableBlock, fixed, half_up
-from attnpo.evaluation.base import Score
+from attnpo.display.tables import Cell, TableBlock, format_fixed, half_up
+from attnpo.evaluation.base import BenchmarkScore
 from attnpo.evaluation.spreads import half_widths
 from attnpo.schema import UserError
 from attnpo.system.files import read_record, write_record
@@ -17,7 +17,7 @@ RESULT = "evaluation.json"
 
 
 @dataclass(frozen=True)
-class Lengths:
+class AnswerLengths:
     """Lengths of the answers: means over questions (all turns) and rounds, and the share cut at the most tokens."""
 
     tokens: float
@@ -39,14 +39,14 @@ class EvaluationResult:
     benchmark: str
     grader: str | None
     main: str
-    scores: tuple[Score, ...]
+    scores: tuple[BenchmarkScore, ...]
     key: Mapping[str, Any]
-    lengths: Lengths | None = None
+    lengths: AnswerLengths | None = None
     counts: Mapping[str, int] = field(default_factory=dict)
     cost: Mapping[str, float] = field(default_factory=dict)
     table: tuple[Mapping[str, object], ...] = ()
 
-    def score(self, name: str) -> Score | None:
+    def score(self, name: str) -> BenchmarkScore | None:
         """Returns the score of a name."""
         return next((score for score in self.scores if score.name == name), None)
 
@@ -70,8 +70,8 @@ def read_result(folder: Path) -> EvaluationResult | None:
         lengths, scores = values.pop("lengths"), values.pop("scores")
         return EvaluationResult(
             **{**values, "table": tuple(values["table"])},
-            scores=tuple(map(Score.read, scores)),
-            lengths=None if lengths is None else Lengths(**lengths),
+            scores=tuple(map(BenchmarkScore.read, scores)),
+            lengths=None if lengths is None else AnswerLengths(**lengths),
         )
     except (KeyError, TypeError, AttributeError) as problem:
         raise UserError(
@@ -107,10 +107,10 @@ def _cells(row: object) -> dict[str, Cell]:
     return {str(name): value if isinstance(value, int | float | str) else str(value) for name, value in values.items()}
 
 
-def _row(score: Score) -> list[Cell]:
+def _row(score: BenchmarkScore) -> list[Cell]:
     low, high = score.interval or (None, None)
-    interval = NONE if low is None or high is None else f"[{fixed(low, DIGITS)}, {fixed(high, DIGITS)}]"
-    grading = NONE if score.grading is None else fixed(score.grading, DIGITS)
+    interval = NONE if low is None or high is None else f"[{format_fixed(low, DIGITS)}, {format_fixed(high, DIGITS)}]"
+    grading = NONE if score.grading is None else format_fixed(score.grading, DIGITS)
     name = score.name + DIRECTIONS[score.higher_is_better]
     if math.isnan(score.mean):
         return [name, NONE, NONE, interval, grading, score.questions]
@@ -118,12 +118,12 @@ def _row(score: Score) -> list[Cell]:
     return [name, half_up(score.mean, DIGITS), rounds, interval, grading, score.questions]
 
 
-def rounds_text(score: Score, digits: int) -> str:
+def rounds_text(score: BenchmarkScore, digits: int) -> str:
     """Returns both half widths over rounds, ``± 1.57 (t 3.45)``, the second by Student's t; empty for one round."""
     normal, student = half_widths(score.rounds)
     if normal is None or student is None:
         return ""
-    return f"± {fixed(normal, digits)} (t {fixed(student, digits)})"
+    return f"± {format_fixed(normal, digits)} (t {format_fixed(student, digits)})"
 
 
 def _account(result: EvaluationResult) -> Iterator[KeyValues]:

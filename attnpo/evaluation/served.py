@@ -16,7 +16,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from attnpo.system.credentials import mask, redact
-from attnpo.system.files import Json, shortened
+from attnpo.system.files import Json, shorten
 
 if TYPE_CHECKING:
     import httpx2
@@ -108,7 +108,7 @@ def read_completion(response: "httpx2.Response", logprobs: bool = False) -> Comp
     body = response.json()
     choice = body["choices"][0]
     message, usage = choice["message"], body.get("usage")
-    given = _text("message.content", _joined(message.get("content")))
+    given = _text("message.content", _join(message.get("content")))
     finish_reason = escape(_text("finish_reason", choice.get("finish_reason")) or "stop")
     likely: dict[str, float] = {}
     try:
@@ -116,7 +116,7 @@ def read_completion(response: "httpx2.Response", logprobs: bool = False) -> Comp
         for entry in first.get("top_logprobs") or ():
             likely.setdefault(escape(entry["token"]), entry["logprob"])  # the likeliest of those that show as one text
     except (LookupError, TypeError, AttributeError) as problem:
-        raise ValueError(f"the reply's logprobs: expected texts with numbers, got {shortened(choice)}") from problem
+        raise ValueError(f"the reply's logprobs: expected texts with numbers, got {shorten(choice)}") from problem
     return Completion(
         text=escape(given),
         finish_reason=finish_reason,
@@ -139,7 +139,7 @@ def _missing(message: Mapping[str, Json], finish_reason: str) -> str | None:
     return None if ended else f"no text, finish reason {finish_reason}"
 
 
-def _joined(content: Json) -> Json:
+def _join(content: Json) -> Json:
     """Joins a list of text parts; anything else stays."""
     if not isinstance(content, list):
         return content
@@ -152,7 +152,7 @@ def _text(name: str, value: Json) -> str:
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise ValueError(f"the reply's {name}: expected a text, got {shortened(value)}")
+        raise ValueError(f"the reply's {name}: expected a text, got {shorten(value)}")
     return value
 
 

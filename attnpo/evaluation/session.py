@@ -66,7 +66,7 @@ class InputCount(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Estimate:
+class CostEstimate:
     """Estimate of a grading session: ``calls`` in all, ``stored`` of them answered already, the rest counted in tokens.
 
     ``most_output_tokens`` is an upper bound, the sum of the calls' ``max_tokens``; ``dollars`` is the most it costs,
@@ -96,7 +96,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Asked:
+class SessionResult:
     """Result of a grading session.
 
     ``replies`` holds stored and new ones. ``failures``: the problem of each call that got none. ``left``: calls that
@@ -108,7 +108,7 @@ class Asked:
     failures: Mapping[GradingCall, str] = field(default_factory=dict)
     left: tuple[GradingCall, ...] = ()
     stopped: str | None = None
-    ahead: Estimate | None = None
+    ahead: CostEstimate | None = None
     spent: float = 0.0
     made: int = 0
     seconds: float = 0.0
@@ -142,7 +142,7 @@ class Asked:
         }
 
 
-def estimate(calls: Iterable[GradingCall], grader: Grader, store: ReplyStore) -> Estimate:
+def estimate(calls: Iterable[GradingCall], grader: Grader, store: ReplyStore) -> CostEstimate:
     """Returns what ``ask_all`` would take, before the first call."""
     wanted, identity = list(dict.fromkeys(calls)), grader.identity()
     lacking = {call: InputCount.of(call, grader) for call in wanted if store.reply(call, identity) is None}
@@ -151,7 +151,7 @@ def estimate(calls: Iterable[GradingCall], grader: Grader, store: ReplyStore) ->
 
 def ask_all(
     calls: Iterable[GradingCall], grader: Grader, store: ReplyStore, limits: GradingLimits | None = None
-) -> Asked:
+) -> SessionResult:
     """Returns the replies to ``calls``: those that are stored, and the rest asked for and stored as they come.
 
     Equal calls are asked once. At a limit it stops and says what is left. Interrupted, it leaves a whole store.
@@ -167,7 +167,7 @@ def ask_all(
         ahead, stored = estimate(wanted, grader, store), _find_stored(wanted, grader.identity(), store)
         log.info("limits.dry_run: %s", ahead)
         left = tuple(call for call in wanted if call not in stored)
-        return Asked(stored, left=left, stopped="limits.dry_run", ahead=ahead)
+        return SessionResult(stored, left=left, stopped="limits.dry_run", ahead=ahead)
     with store.writing():
         return _Session(wanted, grader, store, limits).run()
 
@@ -194,7 +194,7 @@ class _Session:
         self.answered = self.in_a_row = 0
         self.began = self.said = time.monotonic()
 
-    def run(self) -> Asked:
+    def run(self) -> SessionResult:
         """Asks until nothing is left, or nothing fits."""
         spent, replied = self.spent, self.replied
         if self.todo:
@@ -206,7 +206,7 @@ class _Session:
                 asking = True
                 self._settle(call, found)
         left = {call: self.counted[call] for call in self.todo}
-        asked = Asked(
+        asked = SessionResult(
             replies=_find_stored(self.wanted, self.identity, self.store),
             failures=self.failures,
             left=tuple(left),
@@ -289,7 +289,7 @@ class _Session:
         failed = f", {len(self.failures)} failed" if self.failures else ""
         log.info("grading: %d of %d%s%s, %.0f s left", self._done, len(self.wanted), failed, cost, pace * left)
 
-    def _report(self, asked: Asked) -> None:
+    def _report(self, asked: SessionResult) -> None:
         """Says what came of asking, where anything was asked or is missing."""
         if asked.failures:
             reasons = Counter(asked.failures.values()).most_common()
@@ -318,7 +318,7 @@ def _find_stored(
     return {call: reply for call, reply in found if reply is not None}
 
 
-def _estimate(counted: Mapping[GradingCall, InputCount], wanted: int, price: Price) -> Estimate:
+def _estimate(counted: Mapping[GradingCall, InputCount], wanted: int, price: Price) -> CostEstimate:
     tokens = sum(count.tokens for count in counted.values())
     most = sum(call.max_tokens for call in counted)
     cost = price.of(tokens, most) if price.known else None
@@ -328,7 +328,7 @@ def _estimate(counted: Mapping[GradingCall, InputCount], wanted: int, price: Pri
         method = "an upper bound, the bytes of the text; grader.tokenizer=FOLDER counts them"
     elif bounded:
         method += f", {bounded} calls that its chat template refuses bounded by the bytes of their text"
-    return Estimate(wanted, wanted - len(counted), tokens, most, cost, method)
+    return CostEstimate(wanted, wanted - len(counted), tokens, most, cost, method)
 
 
 def dollars(amount: float) -> str:

@@ -6,7 +6,7 @@ from statistics import stdev
 
 import numpy as np
 
-from attnpo.evaluation.base import Graded, ModelAnswer, Replies, Score
+from attnpo.evaluation.base import BenchmarkScore, Graded, ModelAnswer, Replies
 from attnpo.evaluation.intervals import t_quantile
 
 DRAWS = 2000
@@ -36,7 +36,7 @@ def grading_noise(one: float, other: float) -> float:
     return NORMAL * math.hypot(one, other)
 
 
-def score_of(name: str, rounds: Sequence[Graded], grading: float | None, seed: int = 0) -> Score:
+def score_of(name: str, rounds: Sequence[Graded], grading: float | None, seed: int = 0) -> BenchmarkScore:
     """Returns a figure over the rounds of generation.
 
     ``questions`` counts those with a value in any round; all of them where the figure has no values of its own.
@@ -46,7 +46,7 @@ def score_of(name: str, rounds: Sequence[Graded], grading: float | None, seed: i
     if all(name in graded.values for graded in rounds):
         found = [np.isfinite(graded.values[name]) & (graded.weights[name] > 0) for graded in rounds]
         questions = int(np.logical_or.reduce(found).sum())
-    return Score(
+    return BenchmarkScore(
         name=name,
         mean=float(np.mean(figures)),
         rounds=figures,
@@ -135,7 +135,7 @@ def _of_mean(name: str, first: Graded, again: Graded, twice: Sequence[int]) -> f
     return float(np.sqrt(counted * float((moved**2).mean()) / 2) / mass)
 
 
-def exchanged(
+def make_regrader(
     answers: Mapping[str, ModelAnswer],
     first: Replies,
     again: Replies,
@@ -144,7 +144,7 @@ def exchanged(
     """Returns a function that grades with the second replies of given questions and the first ones of all others."""
     second = {(call.item, call.part): reply for call, reply in again.items()}
 
-    def graded(questions: frozenset[str]) -> Graded:
+    def regrade(questions: frozenset[str]) -> Graded:
         return grade(
             answers,
             {
@@ -153,4 +153,4 @@ def exchanged(
             },
         )
 
-    return graded
+    return regrade

@@ -28,7 +28,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from attnpo.models.backbone import Parts
 from attnpo.models.described import attending_layers, backbone_of
 from attnpo.models.logps import project
-from attnpo.models.packed_attention import FAR, Bucket, Plan, fused_attention, softmax, whole, window_of
+from attnpo.models.packed_attention import FAR, Bucket, SegmentPlan, fused_attention, softmax, whole, window_of
 from attnpo.schema import UserError
 
 BLOCK_ELEMENTS = 1 << 23  # scores held at once by a block of queries: 32 MiB in float32
@@ -355,7 +355,7 @@ def _attend(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     attention_probe: Probe | None = None,
-    segment_plan: Plan | None = None,
+    segment_plan: SegmentPlan | None = None,
     position_bias: Tensor | None = None,
     in_blocks: bool = False,
     **unused: object,
@@ -405,7 +405,7 @@ def _bucket_output(attention: LayerAttention, value: Tensor, bucket: Bucket, fus
     """Returns attention output [n H q d] of one bucket, in blocks of queries where its mask is not plain causal."""
     count, heads, length = attention.query.shape[:3]
     seen = attention.key.shape[2]
-    if fused and not bucket.prefixed and attention.rule.within(seen):
+    if fused and not bucket.has_prefix and attention.rule.within(seen):
         return attention.causal(value)
     least, most = bucket.shared
     output = value.new_empty(count, heads, length, value.shape[3])

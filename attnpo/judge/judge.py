@@ -20,7 +20,7 @@ from attnpo.judge.verdicts import LabelMass, measure_labels
 from attnpo.models.described import describe, stated_positions, token_rows
 from attnpo.models.generate import ends_of_folder
 from attnpo.models.loading import (
-    described,
+    inspect_model,
     load_config,
     load_model,
     load_tokenizer,
@@ -34,7 +34,7 @@ from attnpo.models.spec import ModelSpec
 from attnpo.schema import PreferencePair, UserError, digest
 from attnpo.system.files import read_record, write_record
 from attnpo.system.machine import memory_of
-from attnpo.system.store import Store, Table
+from attnpo.system.store import Store, StoreTable
 from attnpo.text.chat import ChatFormat
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class AttentionReader(WeightReader):
     @property
     def kernel(self) -> str:
         """Returns the attention kernel family that the model runs with."""
-        return kernel_for(described(self.path, self.revision))
+        return kernel_for(inspect_model(self.path, self.revision))
 
     def fingerprint(self) -> dict[str, object]:
         """Returns what identifies the model's numbers: weights, number format, attention kernel family."""
@@ -131,7 +131,7 @@ class RunJudge(AttentionReader):
 
         UserError when there is none to read.
         """
-        found, depth = described(self.path, self.revision), model_depth(self.path, self.revision)
+        found, depth = inspect_model(self.path, self.revision), model_depth(self.path, self.revision)
         if not found.layers:
             raise UserError(
                 f"judge: no layer of {self.path} ({found.name}) has softmax attention that can be read: {found.why}; "
@@ -167,7 +167,7 @@ class RunJudge(AttentionReader):
 
         ``keep``: whether traces are read from the store and kept there.
         """
-        found = described(self.path, self.revision)
+        found = inspect_model(self.path, self.revision)
         model = load_model(
             self.path, dtype=self.settings.dtype, revision=self.revision, attn_implementation=found.reading
         )
@@ -177,7 +177,7 @@ class RunJudge(AttentionReader):
         judge = thinking(plain, self.prompts, KeptTraces(self._traces() if keep else None))
         return LoadedJudge(judge, self.prompts, self.settings.verdict)
 
-    def _traces(self) -> Table | None:
+    def _traces(self) -> StoreTable | None:
         """Returns the table of the traces; None without traces or a store."""
         if self.settings.trace is None or self._store is None:
             return None
@@ -249,7 +249,7 @@ class LabelCheck:
                 break
         return found
 
-    def known(self) -> LabelMass | None:
+    def load_known(self) -> LabelMass | None:
         """Returns what the store has of them; None where they were not measured."""
         record = read_record(self._path)
         if record is None:
@@ -263,7 +263,7 @@ class LabelCheck:
         It does where the record is damaged or was not copied along, or other pairs were first. With stop ``load`` then
         gives the judge to measure again; with warn a line says that nothing is known.
         """
-        mass = self.known()
+        mass = self.load_known()
         if mass is not None:
             self.hold(mass)
         elif self.shown and not self._stops:
@@ -278,7 +278,7 @@ class LabelCheck:
         UserError below ``judge.min_label_mass`` where ``judge.low_label_mass`` is stop, and then also for labels that
         cannot be read at all; with warn both are warnings.
         """
-        mass = self.known()
+        mass = self.load_known()
         if mass is None and self.shown:
             prompts = [prompt.input_ids for prompt in self.shown]
             try:

@@ -234,7 +234,7 @@ _ORDERS = (("chosen", "rejected"), ("rejected", "chosen"))
 
 
 @dataclass(frozen=True)
-class _Shown:
+class _JudgedAnswer:
     """Response as the judge sees it, from character ``start`` on; ``blank``: a space in place of an empty one."""
 
     text: str
@@ -242,7 +242,7 @@ class _Shown:
     blank: bool
     tokens: tuple[list[int], list[Range]] | None = None  # under IDS: of training, ranges in the whole response
 
-    def first(self, places: list[Range], count: int) -> "_Shown":
+    def first(self, places: list[Range], count: int) -> "_JudgedAnswer":
         """Returns the response cut after its first ``count`` tokens; ``places``: their characters in its text."""
         if count == len(places):
             return self
@@ -300,7 +300,7 @@ class JudgePrompts:
         self.rules, self.chat = rules, chat
         self._training = chat if training is None else training
         self.template = JudgeTemplate.from_file(rules.template_file) if template is None else template
-        self._frame = split_frame(self._rendered(SENTINEL)) if rules.chat else ("", "")
+        self._frame = split_frame(self._render_chat(SENTINEL)) if rules.chat else ("", "")
         self._parts: dict[str, tuple[list[int], list[Range]]] = {}
         self._gaps = {name: self.template.closing(name, rules.span_closing) for name in ANSWERS}
         if rules.span is SpanMode.REFERENCE and None in self._gaps.values():
@@ -310,7 +310,7 @@ class JudgePrompts:
                 "judge.span_closing or judge.template_file, or take judge.span: touch"
             )
         ids, _ = chat.tokenize(" ", start=False)
-        self._blank = _Shown(" ", 0, True, (ids, [(0, 0)] * len(ids)))
+        self._blank = _JudgedAnswer(" ", 0, True, (ids, [(0, 0)] * len(ids)))
         bare = max(len(placed.ids) for placed in self._place_both(" ", {side: self._blank for side in SIDES}))
         self.after_trace: AfterTrace | None = None
         if rules.trace is not None:
@@ -386,7 +386,7 @@ class JudgePrompts:
             shown = {side: self._show(pair, side) for side in SIDES}
             rounds = self._place_both(question, shown)
             if max(len(placed.ids) for placed in rounds) >= self._limit:
-                rounds, cut = self._shortened(question, shown), True
+                rounds, cut = self._shorten(question, shown), True
         except UserError as problem:
             raise UserError(f"pair {pair.pair_id}: {problem}") from problem
         first, second = (
@@ -402,7 +402,7 @@ class JudgePrompts:
         )
         return first, second
 
-    def _show(self, pair: PreferencePair, side: str) -> _Shown:
+    def _show(self, pair: PreferencePair, side: str) -> _JudgedAnswer:
         """Returns a response as the judge sees it, without a trace that is weighed apart."""
         response, begins = pair.response(side), start_apart(pair, side)
         check_text(response, f"the {side} response")
@@ -412,19 +412,21 @@ class JudgePrompts:
             if not content:
                 return self._blank
             ids, offsets = [encoded.response_ids[i] for i in content], [encoded.offsets[i] for i in content]
-            return _Shown(response, 0, False, (ids, offsets))
+            return _JudgedAnswer(response, 0, False, (ids, offsets))
         whole = response[begins:]
         text = whole.strip() if self.rules.strip else whole
         if not text:
-            return _Shown(" ", 0, True)
-        return _Shown(text, len(response) - len(whole.lstrip()) if self.rules.strip else begins, False)
+            return _JudgedAnswer(" ", 0, True)
+        return _JudgedAnswer(text, len(response) - len(whole.lstrip()) if self.rules.strip else begins, False)
 
-    def _place_both(self, question: str, shown: Mapping[str, _Shown]) -> list[_Placed]:
+    def _place_both(self, question: str, shown: Mapping[str, _JudgedAnswer]) -> list[_Placed]:
         if self.rules.assembly is Assembly.IDS:
-            return self._spliced(question, shown)
-        return [self._tokenized(question, dict(zip(ANSWERS, (shown[a], shown[b]), strict=True))) for a, b in _ORDERS]
+            return self._splice_ids(question, shown)
+        return [
+            self._tokenize_text(question, dict(zip(ANSWERS, (shown[a], shown[b]), strict=True))) for a, b in _ORDERS
+        ]
 
-    def _tokenized(self, question: str, answers: Mapping[str, _Shown]) -> _Placed:
+    def _tokenize_text(self, question: str, answers: Mapping[str, _JudgedAnswer]) -> _Placed:
         """Tokenises the rendered text once (TEXT): spans by overlap with the answers' characters."""
         rendered = self.template.render(question, answers["answer_a"].text, answers["answer_b"].text)
         full, shift, low, high = self._full(rendered.text)
@@ -445,7 +447,7 @@ class JudgePrompts:
             offsets[name] = as_ranges((np.zeros_like(own) if view.blank else own)[: last - first])
         return _Placed(ids, spans, offsets)
 
-    def _spliced(self, question: str, shown: Mapping[str, _Shown]) -> list[_Placed]:
+    def _splice_ids(self, question: str, shown: Mapping[str, _JudgedAnswer]) -> list[_Placed]:
         """Tokenises the template parts on their own (IDS): the answers' training-side ids between them."""
         rendered = self.template.render(question, "x", "x")  # any visible text keeps blanks around it from trimming
         full, shift, _, _ = self._full(rendered.text)
@@ -486,7 +488,7 @@ class JudgePrompts:
 
     # ------------------------------------------------------------------------------------------ the chat around it
 
-    def _rendered(self, text: str) -> str:
+    def _render_chat(self, text: str) -> str:
         return self.chat.render([Message(role="user", content=text)], add_generation_prompt=True)
 
     def _full(self, text: str) -> tuple[str, int, int, int]:
@@ -494,7 +496,7 @@ class JudgePrompts:
         prefill = (self.rules.prefill or "") if self.rules.trace is None else ""
         if not self.rules.chat:
             return text + prefill, 0, 0, len(text)
-        full = self._rendered(text)
+        full = self._render_chat(text)
         place = place_in_frame(full, self._frame, text)
         if place is None:
             raise UserError(
@@ -510,7 +512,7 @@ class JudgePrompts:
         places = as_places(self.chat.tokenize(text, start=False)[1])
         return as_ranges(hold_every_character(places, text, 0, len(text)))
 
-    def _shortened(self, question: str, shown: Mapping[str, _Shown]) -> list[_Placed]:
+    def _shorten(self, question: str, shown: Mapping[str, _JudgedAnswer]) -> list[_Placed]:
         """Returns both rounds within ``_limit``: responses keep their beginning, the question its end."""
         asked = self.chat.tokenize(question, start=False)[1]
         tokens = {

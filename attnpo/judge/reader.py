@@ -216,7 +216,7 @@ class CausalJudge:
             return None
         parts = self._parts()
         if probe.branches is not None:
-            with self._trimmed():
+            with self._last_positions_only():
                 if parts is None:
                     return self.model(**inputs).logits[0]  # type: ignore[no-any-return]
                 return project(self._backbone(**inputs).last_hidden_state[0], parts.projection())
@@ -228,7 +228,7 @@ class CausalJudge:
         hidden = self._backbone(**inputs).last_hidden_state
         return project(hidden[batch, probe.last], parts.projection())
 
-    def _trimmed(self) -> AbstractContextManager[None]:
+    def _last_positions_only(self) -> AbstractContextManager[None]:
         stacks = [module for module in self._backbone.modules() if isinstance(module, nn.ModuleList)]
         return trim_last_layer(next(stack[-1] for stack in stacks if len(stack) == self.num_layers))
 
@@ -248,7 +248,7 @@ class CausalJudge:
             return
         prompts, at = probe_prompts(vocabulary(self.model)), Blocks(self._backbone)
         ids, last = right_padded(prompts, self.model.device)
-        with eval_mode(self.model), at.watched():
+        with eval_mode(self.model), at.record():
             rows = torch.arange(len(prompts), device=last.device)
             expected = self.model(input_ids=ids, use_cache=False).logits[rows, last]
             problem = "none of its layers goes through transformers' AttentionInterface"
@@ -329,7 +329,7 @@ class CausalJudge:
                 )
             return None
         # In low precision bits tell whether prompts of a row reach each other, a few layers in float32 the rest.
-        if self._reached(prompts, logits, True) and not self._reached(prompts, expected, False):
+        if self._reach(prompts, logits, True) and not self._reach(prompts, expected, False):
             return f"{kind} changes the verdict on a prompt with the tokens of others in its row"
         try:
             small = CausalJudge(first_layers(self.model, self.model.device, torch.float32), kernel=self.kernel)
@@ -338,7 +338,7 @@ class CausalJudge:
         with tap_attention(small._backbone, self.kernel):
             return small._reason_against_rows()
 
-    def _reached(self, prompts: Sequence[Sequence[int]], logits: Tensor, shared: bool) -> bool:
+    def _reach(self, prompts: Sequence[Sequence[int]], logits: Tensor, shared: bool) -> bool:
         """Returns whether other tokens in the other prompts change a bit of a verdict; False where bits cannot tell."""
         row = cast(Tensor, self._laid(prompts, (), shared)[0]["input_ids"])
         for index in range(len(prompts)):

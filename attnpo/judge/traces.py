@@ -15,7 +15,7 @@ from attnpo.judge.prompts import AfterTrace
 from attnpo.models.backbone import require_causal_lm
 from attnpo.models.generate import Request, Until, end_ids_of, longest_first, new_tokens, padding_id, written_text
 from attnpo.schema import Sampling, UserError, digest
-from attnpo.system.store import Table, array_in
+from attnpo.system.store import StoreTable, array_in
 
 
 class TraceWriter:
@@ -96,7 +96,7 @@ def trace_key(prompt: Sequence[int]) -> str:
 class KeptTraces:
     """Traces by ``trace_key``: in a table of the store or, without one, in memory."""
 
-    def __init__(self, table: Table | None) -> None:
+    def __init__(self, table: StoreTable | None) -> None:
         self.table = table
         self._held: dict[str, WrittenTrace] = {}
 

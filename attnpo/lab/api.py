@@ -40,7 +40,7 @@ def train(overrides: Sequence[str] = (), *, config_dir: str | Path | None = None
         cfg = _load([*overrides, override("name", run_folder(cfg).name)], config_dir)
     from attnpo.fit import main
 
-    with _reported(progress):
+    with _logging_as_command(progress):
         main(cfg)
     return load_run(run_folder(cfg))
 
@@ -69,7 +69,7 @@ def run_study(
         cfg = _load([*overrides, override("name", run_folder(cfg).name)], config_dir)
     from attnpo.fit import main
 
-    with _reported(progress):  # what it prints is in the folder as well
+    with _logging_as_command(progress):  # what it prints is in the folder as well
         status = main(cfg)
     if status:
         log.warning("not everything ran: see the notes of the study")
@@ -82,7 +82,7 @@ def _load(overrides: Sequence[str], config_dir: str | Path | None) -> "FitConfig
 
 
 @contextmanager
-def _reported(progress: bool) -> Iterator[None]:
+def _logging_as_command(progress: bool) -> Iterator[None]:
     """Opens a context that reports as the command does, log lines below warnings only with ``progress``, tables not.
 
     Levels and handlers are afterwards as they were before.

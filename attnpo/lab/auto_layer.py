@@ -64,12 +64,14 @@ class LayerChoice:
         if self.error is None or best <= CLEAR * self.error:
             found.append(
                 f"the sample of {self.pairs} pairs does not tell layer {self.layer} from random tokens "
-                f"({best:+.3f}, standard error {_shown(self.error)}): {more}"
+                f"({best:+.3f}, standard error {_format_error(self.error)}): {more}"
             )
         like = [layer for layer, error in self.errors.items() if error is None or self._lead(layer) <= CLEAR * error]
         if like:
             *first, last = sorted([self.layer, *like])
-            gaps = ", ".join(f"{layer}: {self._lead(layer):.3f} +- {_shown(self.errors[layer])}" for layer in like)
+            gaps = ", ".join(
+                f"{layer}: {self._lead(layer):.3f} +- {_format_error(self.errors[layer])}" for layer in like
+            )
             found.append(
                 f"the sample of {self.pairs} pairs does not tell layers {', '.join(map(str, first))} and {last} apart "
                 f"(after layer {self.layer}, with standard errors: {gaps}): {more}"
@@ -94,7 +96,7 @@ class LayerChoice:
         )
 
 
-def _shown(error: float | None) -> str:
+def _format_error(error: float | None) -> str:
     return "unknown" if error is None else f"{error:.3f}"
 
 
@@ -204,7 +206,7 @@ def layer_rankings(
     }
 
 
-def pooled(encoded: Mapping[str, EncodedSet]) -> EncodedSet:
+def pool_splits(encoded: Mapping[str, EncodedSet]) -> EncodedSet:
     """Returns the pairs of all splits as one set, those of training first."""
     others = [made for split, made in encoded.items() if split != "train"]
     return replace(

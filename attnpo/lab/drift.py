@@ -158,7 +158,7 @@ def _moved(
     run: TrainedRun, examples: Sequence[TrainingExample], pairs: Mapping[str, PreferencePair] | None
 ) -> dict[str, list[Moved]]:
     """Returns by side how far the policy moved on the responses; ``pairs``: theirs, for their decisive tokens."""
-    scored = _scored(run, [side for example in examples for side in example.sides])
+    scored = _score_responses(run, [side for example in examples for side in example.sides])
     moved: dict[str, list[Moved]] = {side: [] for side in SIDES}
     for number, example in enumerate(examples):
         for place, side in enumerate(SIDES):
@@ -171,7 +171,7 @@ def _moved(
     return moved
 
 
-def _scored(run: TrainedRun, sides: Sequence[EncodedResponse]) -> list[tuple[Row, float]]:
+def _score_responses(run: TrainedRun, sides: Sequence[EncodedResponse]) -> list[tuple[Row, float]]:
     """Returns of each response the KL at its tokens and the gain in log-probability, in the order given."""
     base = run.readers.base
     for model in (run.policy, run.base):
@@ -293,7 +293,7 @@ def decile_means(order: Row, values: Mapping[str, Row]) -> dict[str, dict[str, J
     tokens = np.lexsort((np.random.default_rng(0).random(order.size), order))
     groups = np.split(tokens, [-(-number * order.size // DECILES) for number in range(1, DECILES)])
     return {
-        name: {str(number): _rounded(float(row[group].mean())) for number, group in enumerate(groups, start=1)}
+        name: {str(number): _round_finite(float(row[group].mean())) for number, group in enumerate(groups, start=1)}
         for name, row in values.items()
     }
 
@@ -330,24 +330,24 @@ def ranking_accuracy(chosen: Sequence[Moved], rejected: Sequence[Moved]) -> floa
     if not chosen:
         return None
     ahead = [one.gain - other.gain for one, other in zip(chosen, rejected, strict=True)]
-    return _rounded(float(np.mean([0.5 + 0.5 * np.sign(gap) for gap in ahead])))
+    return _round_finite(float(np.mean([0.5 + 0.5 * np.sign(gap) for gap in ahead])))
 
 
 def mean_gain(responses: Sequence[Moved]) -> float | None:
     """Returns the mean change of log-probability per response, in nats; None for no response."""
-    return _rounded(float(np.mean([one.gain for one in responses]))) if responses else None
+    return _round_finite(float(np.mean([one.gain for one in responses]))) if responses else None
 
 
 def quantiles(values: Row) -> dict[str, Json]:
     """Returns the median, the 90th and the 99th percentile and the largest of ``values``; empty for none."""
     if not values.size:
         return {}
-    return {name: _rounded(float(np.quantile(values, level))) for name, level in QUANTILES.items()}
+    return {name: _round_finite(float(np.quantile(values, level))) for name, level in QUANTILES.items()}
 
 
 def _over(top: float, under: float) -> float | None:
-    return _rounded(top / under) if under > 0 else None
+    return _round_finite(top / under) if under > 0 else None
 
 
-def _rounded(value: float) -> float | None:
+def _round_finite(value: float) -> float | None:
     return round(value, 6) if math.isfinite(value) else None

@@ -115,7 +115,7 @@ def frontier(
 def _draw_arm(axes: Axes, arm: str, line: Sequence[FrontierPoint], beyond: Sequence[FrontierPoint], look: Look) -> None:
     inside = [point for point in line if point not in beyond]
     chosen = ", ".join(point.label for point in line if point.best and point.label)
-    name = f"{look.named(arm)}\n    best: {chosen}" if chosen else look.named(arm)
+    name = f"{look.label(arm)}\n    best: {chosen}" if chosen else look.label(arm)
     places, rewards = [point.root for point in inside], [point.reward for point in inside]
     shape: dict[str, Any] = {"marker": look.marker, "linestyle": look.style, "markersize": 5, "linewidth": 1.4}
     axes.plot(places, rewards, alpha=0.9, label=name, **shape, **look.line_colours)
@@ -202,7 +202,7 @@ def arm_figure(
         panel(axes, shown.title, shown.xlabel + marked + (f"\n{note}" if note and place == 0 else ""))
         _draw_arms(axes, shown, arms, seen, control)
     for axes in grid[:1]:
-        axes.set_yticks(range(len(arms)), [seen[arm].named(arm) for arm in arms])
+        axes.set_yticks(range(len(arms)), [seen[arm].label(arm) for arm in arms])
         axes.set_ylim(len(arms) - 0.4, -0.6)
     return save(figure, path)
 
@@ -296,7 +296,7 @@ def _draw_levels(
     for place, (name, level) in enumerate(levels.items()):
         look = looks[name]
         draw_interval(axes, place, level.low, level.high, color=look.colour, linewidth=2.4, alpha=0.55)
-        named = f"{look.named(name)} {level.score:.3g}"
+        named = f"{look.label(name)} {level.score:.3g}"
         axes.plot(place, level.score, look.marker, markersize=7, label=named, **look.line_colours)
         for each in grid:
             each.axhline(level.score, color=look.colour, linewidth=0.9, linestyle=":", alpha=0.7, zorder=1)
@@ -397,7 +397,7 @@ def _draw_gains(axes: Axes, lines: Mapping[str, Sequence[GainPoint]], looks: Loo
         aside = gap * 0.06 * (number - (len(kept) - 1) / 2)
         at = [one.place + aside for one in line]
         gained = [one.gain for one in line]
-        axes.plot(at, gained, linewidth=1.3, linestyle=look.style, label=look.named(name), **line_of)
+        axes.plot(at, gained, linewidth=1.3, linestyle=look.style, label=look.label(name), **line_of)
         for place, one in zip(at, line, strict=True):
             draw_interval(axes, place, one.low, one.high, color=look.colour, linewidth=1.6, alpha=0.4)
             if not one.equal:

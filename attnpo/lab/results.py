@@ -26,7 +26,7 @@ from attnpo.run.folders import CONFIG, FIXED, STUDY_FILES, TABLES
 from attnpo.run.result import RunResult
 from attnpo.schema import UserError
 from attnpo.system.credentials import to_savable
-from attnpo.system.files import SEAL, Json, changed, is_sealed, parse_json, read_record, sealed
+from attnpo.system.files import SEAL, Json, describe_change, is_sealed, parse_json, read_checksums, read_record
 from attnpo.training.metrics_file import METRICS, read_metrics
 from attnpo.weights.arrival import COLUMNS as ARRIVED
 
@@ -297,9 +297,9 @@ def read_study(folder: Path) -> StudyResults:
     finished point, and for files that are damaged.
     """
     expected = [
-        name for name in STUDY_FILES if name != TABLES or (folder / TABLES).exists() or TABLES in sealed(folder)
+        name for name in STUDY_FILES if name != TABLES or (folder / TABLES).exists() or TABLES in read_checksums(folder)
     ]
-    problem = changed(folder, only=expected) if is_sealed(folder) else None
+    problem = describe_change(folder, only=expected) if is_sealed(folder) else None
     if problem is not None:
         raise UserError(f"{folder}: {problem}; run the study's command again, which reuses its finished points")
     points = point_folders(folder)
@@ -393,7 +393,7 @@ def nothing(folder: Path, expected: str) -> UserError:
 
 def damage_of(folder: Path) -> str | None:
     """Returns what is damaged in a finished run's result or config; None for nothing, or nothing to tell by."""
-    return changed(folder, only=(CONFIG, RESULT)) if is_sealed(folder) else None
+    return describe_change(folder, only=(CONFIG, RESULT)) if is_sealed(folder) else None
 
 
 def warn_unsealed(folders: Sequence[Path]) -> list[str]:

@@ -54,7 +54,7 @@ def compile_blocks(model: PreTrainedModel, backend: str) -> None:
         if getattr(block, "gradient_checkpointing", False):
             # The library's own recomputation would be inside the graph.
             block.gradient_checkpointing = False  # type: ignore[assignment]
-            run = _recomputed(block, run)
+            run = _checkpoint_forward(block, run)
         block.forward = _without_cache(run, block.forward)
 
 
@@ -83,7 +83,7 @@ def require_same_numbers(
     trials = [(model.dtype if exact else torch.float32, False), *([] if exact and not autocast else [(None, autocast)])]
     for dtype, mixed in trials:
         try:
-            worst, gap = _tried(first_layers(model, device, dtype), backend, layout, autocast=mixed)
+            worst, gap = _find_problem(first_layers(model, device, dtype), backend, layout, autocast=mixed)
         except Exception as error:  # of any compiler, toolchain or model
             # After an empty line torch says how to see more of its own traces.
             reason = str(error).partition("\n\n")[0]
@@ -103,18 +103,18 @@ def require_same_numbers(
         )
 
 
-def _tried(small: PreTrainedModel, backend: str, layout: Layout, *, autocast: bool) -> tuple[str, float]:
+def _find_problem(small: PreTrainedModel, backend: str, layout: Layout, *, autocast: bool) -> tuple[str, float]:
     """Compiles a small model's blocks; returns what they move most, and by how much of its norm."""
     policy = ScoredLM(small)
-    expected = _probed(policy, layout, autocast)
+    expected = _run_probe(policy, layout, autocast)
     compile_blocks(small, backend)
-    gaps = _gaps(_probed(policy, layout, autocast), expected)
+    gaps = _gaps(_run_probe(policy, layout, autocast), expected)
     del policy, small
     gc.collect()  # compiled blocks refer to themselves, which keeps their memory on the device
     return max(gaps.items(), key=lambda pair: pair[1])
 
 
-def _probed(policy: ScoredLM, layout: Layout, autocast: bool) -> dict[str, Tensor]:
+def _run_probe(policy: ScoredLM, layout: Layout, autocast: bool) -> dict[str, Tensor]:
     """Returns log-probabilities of pairs of several lengths, and their gradients in every weight of the blocks."""
     names, weights = zip(*layer_stack(policy.model).named_parameters(), strict=True)
     words, device = vocabulary(policy.model), weights[0].device
@@ -157,7 +157,7 @@ def _without_cache(run: Callable[Taken, Given], plain: Callable[Taken, Given]) -
     return forward
 
 
-def _recomputed(block: nn.Module, run: Callable[Taken, Given]) -> Callable[Taken, Given]:
+def _checkpoint_forward(block: nn.Module, run: Callable[Taken, Given]) -> Callable[Taken, Given]:
     again: Callable[Taken, Given] = partial(checkpoint, run, use_reentrant=False)
 
     def forward(*arguments: Taken.args, **more: Taken.kwargs) -> Given:

@@ -45,7 +45,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Answer:
+class GeneratedAnswer:
     """Answer's text without special tokens, its number of tokens, and whether the model ended it itself.
 
     ``tokens`` leaves the end token out; an answer that was not ended has ``max_new_tokens``.
@@ -94,7 +94,7 @@ class HFGenerator:
             ids = tuple(self.encode_prompt(prompt))
             seen[ids] = seen.get(ids, -1) + 1
             requests.append(Request(ids, seen[ids]))
-        answers: dict[int, Answer] = {}
+        answers: dict[int, GeneratedAnswer] = {}
         for batch in self.batches(requests, sampling):
             answers.update(zip(batch, self.answer([requests[i] for i in batch], sampling), strict=True))
         return [answers[index].text for index in range(len(requests))]
@@ -111,14 +111,14 @@ class HFGenerator:
 
         return list(longest_first([len(request.ids) for request in requests], size))
 
-    def answer(self, requests: Sequence[Request], sampling: Sampling) -> list[Answer]:
+    def answer(self, requests: Sequence[Request], sampling: Sampling) -> list[GeneratedAnswer]:
         """Returns the answers to one batch, in its order; torch's own random state is neither read nor moved."""
         pad_id = padding_id(self.model, self.tokenizer, self.end_ids)
         made = new_tokens(self.model, requests, sampling, sampling.max_new_tokens, self.end_ids, pad_id)
         ends = self.end_ids.union(sampling.stop_ids)
         rows = [(row[:-1], True) if row[-1] in ends else (row, False) for row in made]
         texts = self.tokenizer.batch_decode([new for new, _ in rows], skip_special_tokens=True)
-        return [Answer(text, len(new), ended) for text, (new, ended) in zip(texts, rows, strict=True)]
+        return [GeneratedAnswer(text, len(new), ended) for text, (new, ended) in zip(texts, rows, strict=True)]
 
 
 def new_tokens(

@@ -35,7 +35,7 @@ def input_gradient(policy: ScoredLM, rows: RowGroup) -> InputGradient:
     prompts = prompt_lengths(rows)
     # Validation may run in inference mode, whose tensors no backward may keep: clones are ordinary ones.
     with torch.inference_mode(False), torch.enable_grad(), _without_dropout(policy):
-        target, embedded = _last_logits(policy, _cloned(rows))
+        target, embedded = _last_logits(policy, _clone_inputs(rows))
         (gradient,) = torch.autograd.grad(target.max(-1).values.sum(), [embedded])
     wide = torch.promote_types(gradient.dtype, torch.float32)
     return _split(gradient.to(wide).abs().sum(-1), prompts, rows)
@@ -105,7 +105,7 @@ def _last_logits(policy: ScoredLM, inputs: ModelInputs) -> tuple[Float[Tensor, "
     def keep(made: ModelOutput) -> None:
         whole.append(made["logits"])
 
-    with _hooked(_embedding(policy), cut_off), _hooked(policy.model, keep):
+    with _hook_output(_embedding(policy), cut_off), _hook_output(policy.model, keep):
         at_last = replace(inputs, predict_index=last[:, None], scored=None)
         hidden = policy(at_last, one, one == 0, frozenset({"hidden"})).hidden
     if len(embeddings) != 1 or embeddings[0].shape[:2] != inputs.input_ids.shape:
@@ -129,7 +129,7 @@ def _embedding(policy: ScoredLM) -> nn.Module:
 
 
 @contextmanager
-def _hooked(module: nn.Module, see: Callable[[Output], Tensor | None]) -> Iterator[None]:
+def _hook_output(module: nn.Module, see: Callable[[Output], Tensor | None]) -> Iterator[None]:
     """Opens a context in which ``see`` gets each output of ``module`` that has a gradient, and may replace it."""
     handle = module.register_forward_hook(lambda _, __, made: see(made) if torch.is_grad_enabled() else None)
     try:
@@ -138,7 +138,7 @@ def _hooked(module: nn.Module, see: Callable[[Output], Tensor | None]) -> Iterat
         handle.remove()
 
 
-def _cloned(rows: RowGroup) -> ModelInputs:
+def _clone_inputs(rows: RowGroup) -> ModelInputs:
     assert rows.inputs is not None and rows.inputs.attention_mask is not None
     return replace(
         rows.inputs,

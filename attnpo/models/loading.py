@@ -35,7 +35,7 @@ from attnpo.models.kept_digests import unchanged_digest
 from attnpo.models.spec import ModelSpec
 from attnpo.models.trial import require_causal
 from attnpo.schema import UserError, check_choice, digest
-from attnpo.system.files import SEAL, changed, is_sealed, parse_json
+from attnpo.system.files import SEAL, describe_change, is_sealed, parse_json
 from attnpo.system.hub_access import hub, out_of_reach
 from attnpo.text.chat import ChatFormat
 from attnpo.text.template import with_default
@@ -113,7 +113,7 @@ def load_model(
 
 def attention_of(path: str | Path, revision: str | None, asked: str) -> str:
     """Returns the attention implementation that ``load_model`` gives a model, read from its config."""
-    return described(path, revision).attention if asked == "sdpa" else asked
+    return inspect_model(path, revision).attention if asked == "sdpa" else asked
 
 
 def _require_attention(path: str | Path, revision: str | None, attention: str) -> None:
@@ -239,7 +239,7 @@ def text_config(path: str | Path, revision: str | None) -> PretrainedConfig:
     return load_config(path, revision).get_text_config()
 
 
-def described(path: str | Path, revision: str | None = None) -> Described:
+def inspect_model(path: str | Path, revision: str | None = None) -> Described:
     """Returns the class of a model, its attention and the layers that have any; ``UserError`` for no causal LM."""
     return describe(load_config(path, revision))
 
@@ -318,7 +318,7 @@ def _check_config(folder: Path) -> None:
 
 def _check_sealed(folder: Path, patterns: tuple[str, ...]) -> None:
     """Refuses a sealed folder, such as a run's best/, when the files read of it differ from its own digests."""
-    if is_sealed(folder) and (problem := changed(folder, only=patterns, digest=unchanged_digest)) is not None:
+    if is_sealed(folder) and (problem := describe_change(folder, only=patterns, digest=unchanged_digest)) is not None:
         raise UserError(
             f"{folder}: {problem}: copy or export the folder again; where the change is meant, remove its {SEAL}"
         )

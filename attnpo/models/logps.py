@@ -33,15 +33,15 @@ class Head:
     @classmethod
     def of(cls, module: nn.Linear, *, scale: float = 1.0, softcap: float | None = None) -> "Head":
         """Returns the head of a linear layer; sharded parameters are gathered once, here."""
-        bias = None if module.bias is None else gathered(module.bias)
-        return cls(weight=gathered(module.weight), bias=bias, scale=scale, softcap=softcap)
+        bias = None if module.bias is None else to_full_tensor(module.bias)
+        return cls(weight=to_full_tensor(module.weight), bias=bias, scale=scale, softcap=softcap)
 
     def cast(self, dtype: torch.dtype) -> "Head":
         """Returns the same map with its parameters in ``dtype``."""
         return replace(self, weight=self.weight.to(dtype), bias=None if self.bias is None else self.bias.to(dtype))
 
 
-def gathered(tensor: Tensor) -> Tensor:
+def to_full_tensor(tensor: Tensor) -> Tensor:
     """Returns the whole of a sharded tensor (a collective: every rank must call it); any other tensor as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from attnpo.models.backbone import eval_mode
-from attnpo.models.logps import Head, gathered
+from attnpo.models.logps import Head, to_full_tensor
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import LoraSpec
 from attnpo.schema import ModelInputs, TokenStats, UserError
@@ -142,7 +142,7 @@ def merged_state(
     unpacked. Sharded tensors are gathered one by one (a collective: every rank must call it); with ``keep`` false the
     dict is empty.
     """
-    adapted = _adapted(model)
+    adapted = _adapter_layers(model)
     packed = {name: value for name, value in model.named_parameters() if hasattr(value, "quant_state")}
     state = {}
     for name, value in model.state_dict().items():
@@ -152,12 +152,12 @@ def merged_state(
             continue  # the adapter's own
         if not packed.keys().isdisjoint(parents(name)):
             continue  # the scales of 4-bit weights
-        whole = _unpacked(packed[name]) if name in packed else gathered(value).detach()
+        whole = _dequantize(packed[name]) if name in packed else to_full_tensor(value).detach()
         plain = name
         for owner in owners:
             inner = plain.removeprefix(f"{owner}.{BASE}")
             if inner == getattr(adapted[owner], "parameter_name", "weight"):
-                whole = _merged(whole, adapted[owner], dtype or whole.dtype, rounding)
+                whole = _merge_weight(whole, adapted[owner], dtype or whole.dtype, rounding)
             plain = f"{owner}.{inner}"
         if name in packed and getattr(model.get_submodule(name.rpartition(".")[0]), "source_cls", None) is Conv1D:
             whole = whole.T.contiguous()  # the module that was packed stores its weight transposed
@@ -176,7 +176,7 @@ def adapter_state(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
     from peft import get_peft_model_state_dict
 
     own = get_peft_model_state_dict(model, model.state_dict(), ADAPTER, save_embedding_layers=False)
-    whole = {name: gathered(value).detach() for name, value in own.items()}
+    whole = {name: to_full_tensor(value).detach() for name, value in own.items()}
     return {name: value.cpu() for name, value in whole.items()} if keep else {}
 
 
@@ -240,7 +240,7 @@ def adapters_disabled(model: nn.Module) -> Iterator[None]:
 
     Only the flag that peft's layers read is turned: its own switch would make frozen adapters train.
     """
-    layers = [layer for layer in _adapted(model).values() if not layer._disable_adapters]
+    layers = [layer for layer in _adapter_layers(model).values() if not layer._disable_adapters]
     for layer in layers:
         layer._disable_adapters = True
     try:
@@ -250,7 +250,7 @@ def adapters_disabled(model: nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-def _adapted(model: nn.Module) -> "dict[str, LoraLayer]":
+def _adapter_layers(model: nn.Module) -> "dict[str, LoraLayer]":
     """Returns every module that carries an adapter, by its name; peft is imported only if there can be one."""
     if not has_adapters(model):
         return {}
@@ -360,18 +360,18 @@ def parents(name: str) -> Iterator[str]:
         yield name
 
 
-def _unpacked(weight: nn.Parameter) -> Tensor:
+def _dequantize(weight: nn.Parameter) -> Tensor:
     from peft.utils.integrations import dequantize_bnb_weight
 
     return dequantize_bnb_weight(weight).detach()
 
 
-def _merged(base: Tensor, layer: "LoraLayer", dtype: torch.dtype, rounding: Rounding | None) -> Tensor:
+def _merge_weight(base: Tensor, layer: "LoraLayer", dtype: torch.dtype, rounding: Rounding | None) -> Tensor:
     """Adds the adapters' product to the weight in float32 or better and rounds once to ``dtype``."""
     total = base.to(torch.promote_types(base.dtype, torch.float32), copy=True)
     for adapter in layer.active_adapters:
         maps = (layer.lora_A[adapter], layer.lora_B[adapter])
-        down, up = (gathered(part.get_parameter("weight")).detach().to(total) for part in maps)
+        down, up = (to_full_tensor(part.get_parameter("weight")).detach().to(total) for part in maps)
         if base.dim() == FUSED:  # peft keeps the ranks of A by expert, those of B the experts by rank
             each = up.reshape(len(up), -1, len(base)).permute(2, 0, 1) @ down.reshape(len(base), -1, down.shape[1])
             delta = each if getattr(layer, "_did_swap_in_out_features", False) else each.mT

@@ -236,7 +236,7 @@ def estimate_training(
         weight,
         max(compute, BF16),
         tokens or 2 * micro * max_length,
-        *_recomputed(shape, model),
+        *_checkpointed_blocks(shape, model),
         quantized=model.quantize is not None,
         compiled=model.is_compiled,
     )
@@ -258,7 +258,9 @@ def estimate_training(
             "gathered weights", gathered, f"embeddings and head, two blocks x {weight} B, whole", (*STEP, FORWARD)
         ),
         MemoryRow("gathered gradients", gathered * whole, "of the same, before they are scattered", (BLOCK,)),
-        MemoryRow("reference", copied * step.held // sharded, f"a frozen copy in the format of the weights{over}"),
+        MemoryRow(
+            "reference", copied * step.weight_bytes // sharded, f"a frozen copy in the format of the weights{over}"
+        ),
         MemoryRow(
             "reference forward",
             _forward(step, step.tokens) * (copied or reference == "adapter_off"),
@@ -331,20 +333,20 @@ class _Step:
     compiled: bool = False
 
     @property
-    def saved(self) -> int:
+    def saved_bytes(self) -> int:
         """Returns bytes per token that a block keeps which is not recomputed."""
         count = compiled_bytes_per_token if self.compiled else activation_bytes_per_token
         repeated = 2 * (self.shape.queries - self.shape.keys) if REPEATS and self.compute == BF16 else 0
         return count(self.shape, self.compute, self.weight) + self.compute * repeated
 
     @property
-    def held(self) -> int:
+    def weight_bytes(self) -> int:
         """Returns bytes of the model's weights."""
         packed = self.shape.linear if self.quantized else 0
         return int(packed * FOUR_BITS) + (self.shape.parameters - packed) * self.weight
 
     @property
-    def unpacked(self) -> int:
+    def dequantized_bytes(self) -> int:
         """Returns bytes of the largest matrix of 4 bits as it is multiplied, under autocast in two formats."""
         size = self.weight + (self.compute if self.copies else 0)
         return size * self.shape.hidden * self.shape.inner if self.quantized else 0
@@ -355,7 +357,7 @@ class _Step:
         return self.weight > self.compute
 
 
-def _recomputed(shape: Shape, model: ModelSpec) -> tuple[int, bool]:
+def _checkpointed_blocks(shape: Shape, model: ModelSpec) -> tuple[int, bool]:
     """Returns how many blocks keep their input alone, and whether the last is one of them."""
     if not model.recomputes:
         return 0, False
@@ -369,9 +371,11 @@ def _states(step: _Step, model: ModelSpec, moments: str, sharded: int, over: str
     if model.quantize is not None:
         base = f"{shape.linear:,} numbers x {FOUR_BITS:.3f} B ({model.quantize}), others x {weight} B ({model.dtype})"
     trained, size, what = shape.parameters, weight, "parameters"
-    rows = [MemoryRow("weights", step.held // sharded, base)]
-    if step.unpacked:
-        rows.append(MemoryRow("unpacked matrix", step.unpacked, f"the largest, x {weight} B", (*STEP, FORWARD)))
+    rows = [MemoryRow("weights", step.weight_bytes // sharded, base)]
+    if step.dequantized_bytes:
+        rows.append(
+            MemoryRow("unpacked matrix", step.dequantized_bytes, f"the largest, x {weight} B", (*STEP, FORWARD))
+        )
     if model.lora is not None:
         trained, size, what = shape.adapters, FP32, "adapter parameters"
         rows.append(MemoryRow("adapters", trained * size // sharded, f"{trained:,} {what} x {size} B (float32){over}"))
@@ -388,7 +392,7 @@ def _step_rows(step: _Step) -> list[MemoryRow]:
     """Activations of the longest micro-batch and the half-precision copies of weights that wait for its backward."""
     shape, tokens = step.shape, step.tokens
     stream = step.weight
-    each = step.saved
+    each = step.saved_bytes
     outside = (2 * stream if stream == FP32 else 3 * stream) * shape.hidden
     # At its widest a block's backward holds one gradient of the MLP's width and two of the residual stream's.
     copied = FP32 if shape.rank else 0  # adapters are float32, and so are copies of what they read

@@ -62,7 +62,7 @@ class Bucket:
     shared: tuple[int, int]
 
     @property
-    def prefixed(self) -> bool:
+    def has_prefix(self) -> bool:
         """Returns whether some segment has a prefix."""
         return self.shared[1] > 0
 
@@ -91,7 +91,7 @@ class VarlenRow:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SegmentPlan:
     """Branches in a row, made on the CPU for a row on ``device``; a kernel's view of them is made when first asked for.
 
     ``alone``: start, length and tokens before it of the stretch that is one branch's only. ``branches``: places of all
@@ -103,7 +103,7 @@ class Plan:
     device: torch.device
 
     @classmethod
-    def of(cls, segments: Int[Tensor, "segments 4"], length: int, device: torch.device = HOST) -> "Plan":
+    def of(cls, segments: Int[Tensor, "segments 4"], length: int, device: torch.device = HOST) -> "SegmentPlan":
         """Returns the plan of a row of ``length`` tokens; ValueError when the segments do not cover the row once."""
         lines = segments[segments[:, 1] > 0]
         start, count, prefix, shared = lines.t()[:, :, None]
@@ -113,7 +113,9 @@ class Plan:
         return cls.over(lines[:, [0, 1, 3]], branches, length, device)
 
     @classmethod
-    def over(cls, alone: Int[Tensor, "n 3"], branches: Int[Tensor, "n T"], length: int, device: torch.device) -> "Plan":
+    def over(
+        cls, alone: Int[Tensor, "n 3"], branches: Int[Tensor, "n T"], length: int, device: torch.device
+    ) -> "SegmentPlan":
         """Plans n branches in a row of ``length`` tokens; each has at least one token alone.
 
         Raises ``ValueError`` when the stretches do not cover the row once.
@@ -129,7 +131,7 @@ class Plan:
         """Gathers segments into buckets that hold every token once; also where each token's output is among all."""
         back = torch.empty(int(self.alone[:, 1].sum()), dtype=torch.long)
         buckets, offset = [], 0
-        for members in _grouped([_Segment(row, *line) for row, line in enumerate(self.alone.tolist())]):
+        for members in _group_by_size([_Segment(row, *line) for row, line in enumerate(self.alone.tolist())]):
             bucket, real = _bucket(members, self.branches)
             place = torch.arange(offset, offset + real.numel()).view_as(real)
             back[bucket.queries[real]] = place[real]
@@ -282,7 +284,7 @@ class _Segment:
         return self.shared + self.count
 
 
-def _grouped(segments: Sequence[_Segment]) -> list[list[_Segment]]:
+def _group_by_size(segments: Sequence[_Segment]) -> list[list[_Segment]]:
     """Segments in groups of like size, those with and without a prefix apart."""
     groups: list[list[_Segment]] = []
     for prefixed in (False, True):
@@ -339,7 +341,7 @@ class MaskSettings(TypedDict, total=False):
     use_vmap: bool
 
 
-class Rule:
+class SegmentMask:
     """Mask of a layer as transformers describes it, made into a tensor only where one is needed, and kept.
 
     Stands where transformers expects a mask function. Built once per forward and kind of layer.
@@ -351,7 +353,7 @@ class Rule:
         self._masks: dict[tuple[int, torch.dtype], Tensor] = {}
         self._window: tuple[tuple[int, int] | None] | None = None
 
-    def __getitem__(self, index: object) -> "Rule":
+    def __getitem__(self, index: object) -> "SegmentMask":
         """Returns the rule itself, for models that slice their whole mask; raises ``UserError`` for a part of it."""
         return whole(self, index)
 
@@ -376,7 +378,7 @@ class Rule:
             self._window = (window_of(told["mask_function"], told.get("local_size"), longest) if plain else None,)
         return self._window[0]
 
-    def mask(self, plan: Plan, index: int, dtype: torch.dtype, *, skip: bool) -> Tensor | None:
+    def mask(self, plan: SegmentPlan, index: int, dtype: torch.dtype, *, skip: bool) -> Tensor | None:
         """Returns the mask added to a bucket's scores, [n 1 q k] in ``dtype``: 0 or -inf; None if causal and ``skip``.
 
         Evaluated at positions within a branch. Raises ``UserError`` for a rule that is no plain function of positions.
@@ -384,7 +386,7 @@ class Rule:
         if self.described.get("use_vmap", False):
             raise UserError("its mask is no plain function of positions")
         bucket = plan.buckets[index]
-        if skip and not bucket.prefixed and self.causal(bucket.keys.shape[1]):
+        if skip and not bucket.has_prefix and self.causal(bucket.keys.shape[1]):
             return None
         if (index, dtype) not in self._masks:
             query, key = bucket.query_at[:, None, :, None], bucket.key_at[:, None, None, :]
@@ -429,20 +431,20 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Rule | Tensor | None,
+    attention_mask: SegmentMask | Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
-    segment_plan: Plan | None = None,
+    segment_plan: SegmentPlan | None = None,
     fused: bool = True,
     **more: object,
 ) -> tuple[Tensor, None]:
     """Returns attention output [batch T H d], by the plan if the call has one."""
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     if segment_plan is not None:
-        if not isinstance(attention_mask, Rule) or position_bias is not None or key.shape[2] != query.shape[2]:
+        if not isinstance(attention_mask, SegmentMask) or position_bias is not None or key.shape[2] != query.shape[2]:
             raise UserError("it builds its own mask, adds position biases or runs with a key cache")
         if softcap is None and s_aux is None and not dropout:
             at_once = segment_plan.attend_at_once(query, key, value, scale, attention_mask.window)
@@ -457,22 +459,22 @@ def _attend_by_parts(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Rule | Tensor | None,
+    mask: SegmentMask | Tensor | None,
     core: "_Core",
     position_bias: Tensor | None,
-    plan: Plan | None,
+    plan: SegmentPlan | None,
     **more: object,
 ) -> Tensor:
     """Returns attention output bucket by bucket, or that of a call without a plan."""
     fused = (core.fused or plan is not None) and core.softcap is None and core.sinks is None
     core = replace(core, fused=fused)
     if plan is None:
-        whole = mask.whole(fused) if isinstance(mask, Rule) else mask
+        whole = mask.whole(fused) if isinstance(mask, SegmentMask) else mask
         if not fused and position_bias is None:
             return core(query, key, value, whole).transpose(1, 2).contiguous()
         rest = {"position_bias": position_bias, "softcap": core.softcap, **more}
         return _WITHOUT_PLAN(module, query, key, value, whole, core.dropout, core.scale, **rest)[0]
-    assert isinstance(mask, Rule)
+    assert isinstance(mask, SegmentMask)
     rule = mask
 
     def one(index: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -546,9 +548,9 @@ def prepare_graph(arguments: Iterable[object]) -> None:
     """Makes what a block's attention at once needs of its row, so that a graph finds tensors and plain numbers."""
     told = list(arguments)
     for plan in told:
-        if isinstance(plan, Plan) and (varlen := plan.varlen) is not None:
+        if isinstance(plan, SegmentPlan) and (varlen := plan.varlen) is not None:
             for rule in told:
-                if isinstance(rule, Rule):
+                if isinstance(rule, SegmentMask):
                     rule.window(varlen.longest[1])
 
 
@@ -557,4 +559,4 @@ _FUNCTIONS: dict[str, _Attention] = {NAMES["sdpa"]: _attend, NAMES["eager"]: par
 _register: Callable[[str, _Attention], None] = AttentionInterface.register
 for _name, _function in _FUNCTIONS.items():
     _register(_name, _function)
-    AttentionMaskInterface.register(_name, Rule)
+    AttentionMaskInterface.register(_name, SegmentMask)

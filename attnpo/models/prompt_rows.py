@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from attnpo.models.packed_attention import PLAN, Plan
+from attnpo.models.packed_attention import PLAN, SegmentPlan
 
 WORTH = 24
 """A common beginning of fewer tokens is computed again: looking it up costs more."""
@@ -30,9 +30,9 @@ class PromptRow:
     position_ids: Int[Tensor, "1 N"]
     branches: Int[Tensor, "n T"]
     last: Int[Tensor, " n"]
-    plan: Plan
+    plan: SegmentPlan
 
-    def inputs(self) -> dict[str, Tensor | Plan]:
+    def inputs(self) -> dict[str, Tensor | SegmentPlan]:
         """Returns the keyword arguments of a backbone; without the mask transformers would cut the row itself."""
         ones = torch.ones_like(self.input_ids)
         return {"input_ids": self.input_ids, "position_ids": self.position_ids, "attention_mask": ones, PLAN: self.plan}
@@ -51,7 +51,7 @@ def row_batches(prompts: Sequence[Sequence[int]], budget: int) -> Iterator[list[
     """
     order = in_order(prompts)
     lengths = [len(prompts[index]) for index in order]
-    begun = [0, *(_shared(prompts[one], prompts[other]) for one, other in pairwise(order)), 0]
+    begun = [0, *(_shared_prefix_length(prompts[one], prompts[other]) for one, other in pairwise(order)), 0]
     batch: list[int] = []
     total, longest = 0, 0
     for place, index in enumerate(order):
@@ -75,7 +75,7 @@ def one_row(prompts: Sequence[Sequence[int]], device: torch.device) -> PromptRow
     places: list[Tensor] = []
     stretches: list[tuple[int, int, int]] = []
     for index, prompt in enumerate(prompts):
-        shared = _shared(prompts[index - 1], prompt) if index else 0
+        shared = _shared_prefix_length(prompts[index - 1], prompt) if index else 0
         start, count = len(ids), len(prompt) - shared
         before = places[-1][:shared] if index else torch.zeros(0, dtype=torch.long)
         places.append(torch.cat((before, torch.arange(start, start + count))))
@@ -90,11 +90,11 @@ def one_row(prompts: Sequence[Sequence[int]], device: torch.device) -> PromptRow
         position_ids=torch.tensor([positions], device=device),
         branches=branches.to(device),
         last=last.to(device),
-        plan=Plan.over(torch.tensor(stretches), branches, len(ids), device),
+        plan=SegmentPlan.over(torch.tensor(stretches), branches, len(ids), device),
     )
 
 
-def _shared(one: Sequence[int], other: Sequence[int]) -> int:
+def _shared_prefix_length(one: Sequence[int], other: Sequence[int]) -> int:
     """Returns the number of tokens that both begin with; 0 when not worth sharing.
 
     The last token of ``other`` is never shared.

@@ -25,7 +25,7 @@ from attnpo.models.logps import (
     statistics_of_logits,
     token_statistics,
 )
-from attnpo.models.packed_attention import PLAN, Plan, attend_in_segments, boundaries
+from attnpo.models.packed_attention import PLAN, SegmentPlan, attend_in_segments, boundaries
 from attnpo.models.router import CHOSEN, RECORD, ROUTER, loads
 from attnpo.schema import ModelInputs, TokenStats, UserError
 
@@ -119,7 +119,7 @@ class ScoredLM(nn.Module):
         if inputs.segments is not None:
             attend_in_segments(self.model)
             device = inputs.input_ids.device
-            plan = Plan.of(inputs.segments, inputs.input_ids.shape[1], device)
+            plan = SegmentPlan.of(inputs.segments, inputs.input_ids.shape[1], device)
             mask = torch.ones_like(inputs.input_ids)
             return {"attention_mask": mask, PLAN: plan, **boundaries(inputs.segments, device), **positions}
         if mask is not None and mask.dim() == 2 and bool((mask[:, 1:] <= mask[:, :-1]).all()):

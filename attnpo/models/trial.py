@@ -45,7 +45,7 @@ class Blocks:
         self.outputs: dict[int, Tensor] = {}
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def record(self) -> Iterator[None]:
         """Opens a context in which forwards are followed."""
         handles = []
         for number, block in enumerate(self.blocks, 1):
@@ -223,11 +223,11 @@ def _require_padding_without_effect(model: ScoredLM) -> None:
 
 def _gap_beside_rows(model: ScoredLM) -> tuple[float, float]:
     """Returns how far rows alone are from rows of a padded batch, and how far rounding allows."""
-    together = _probed(model, padded)
+    together = _run_probe(model, padded)
     assert together.hidden is not None
     gaps = []
     for row in range(len(together.logps)):
-        alone = _probed(model, padded, row).logps[0]
+        alone = _run_probe(model, padded, row).logps[0]
         gaps.append(float((alone - together.logps[row, : len(alone)]).abs().max()))
     return max(gaps), probe_bound(together.logps.to(together.hidden.dtype))
 
@@ -246,7 +246,7 @@ def reason_against(
             return f"{what} is sharded or has no weights yet, so it cannot be tried"
         if wanted == "shared_prefix" and (rate := _dropout(model.model)):
             return f"{what} drops out with rate {rate:g}, and branches that share a prompt would share its draws"
-        reason = _tried(wanted, model) or _tried_in_small(wanted, model, device)
+        reason = _find_problem(wanted, model) or _tried_in_small(wanted, model, device)
         if reason is not None:
             return f"{what} {reason}"
     return None
@@ -257,14 +257,14 @@ def asks_for_rows(request: str) -> bool:
     return request == "input_gradient" or request.startswith("group:")
 
 
-def _tried(wanted: str, model: ScoredLM, dtype: torch.dtype | None = None) -> str | None:
+def _find_problem(wanted: str, model: ScoredLM, dtype: torch.dtype | None = None) -> str | None:
     """Returns why the model cannot take a layout in eval or training mode, or None; ``dtype``: under autocast."""
     for mode, where in ((eval_mode, ""), (training_mode, "in training mode ")):
         if mode is training_mode and not _repeats(model):
             return None
-        expected = _probed(model, padded, mode=mode)
+        expected = _run_probe(model, padded, mode=mode)
         try:
-            stats = _probed(model, LAYOUTS[wanted], mode=mode)
+            stats = _run_probe(model, LAYOUTS[wanted], mode=mode)
         except Exception as error:  # noqa: BLE001  # code of any model; whatever it raises, it cannot take the layout
             return f"{where}cannot follow segments of a row ({type(error).__name__}: {error})"
         assert expected.hidden is not None and stats.hidden is not None
@@ -301,7 +301,7 @@ def _repeats(model: ScoredLM) -> bool:
         with torch.random.fork_rng(devices):
             for seed in range(2):
                 torch.manual_seed(seed)
-                found.append(_probed(model, padded, mode=training_mode))
+                found.append(_run_probe(model, padded, mode=training_mode))
     except Exception:  # noqa: BLE001  # as above; kernels of training may need another device than the model is on
         return False
     return _gap(found[1], found[0]) is None
@@ -309,21 +309,21 @@ def _repeats(model: ScoredLM) -> bool:
 
 def _reached_rows(model: ScoredLM, layout: Layout, mode: Mode) -> list[int]:
     """Returns the rows that change in any bit with tokens of other rows; none where a rerun changes them too."""
-    base = _probed(model, layout, mode=mode)
+    base = _run_probe(model, layout, mode=mode)
     found = set()
     for kept in KEPT:
-        other = _probed(model, layout, mode=mode, kept=kept)
+        other = _run_probe(model, layout, mode=mode, kept=kept)
         for row, (pair, part) in enumerate((pair, part) for part in (1, 2) for pair in range(len(PROBE))):
             if (pair, 0) in kept and (pair, part) in kept and not _same_bits(base, other, row, PROBE[pair][part]):
                 found.add(row)
-    if found and not all(_same_bits(base, _probed(model, layout, mode=mode), row, None) for row in found):
+    if found and not all(_same_bits(base, _run_probe(model, layout, mode=mode), row, None) for row in found):
         return []
     return sorted(found)
 
 
 def _blind_rows(model: ScoredLM, layout: Layout, mode: Mode) -> list[int]:
     """Returns the rows whose first response token does not change with the last token of the prompt."""
-    base, other = (_probed(model, layout, mode=mode, kept=kept, last=True) for kept in (None, RESPONSES))
+    base, other = (_run_probe(model, layout, mode=mode, kept=kept, last=True) for kept in (None, RESPONSES))
     assert base.hidden is not None and other.hidden is not None
     second = zip(base.hidden[:, 1], other.hidden[:, 1], strict=True)  # the state of each row's first response token
     return [row for row, (one, two) in enumerate(second) if torch.equal(one, two) and one.any()]
@@ -343,12 +343,12 @@ def _tried_in_small(wanted: str, model: ScoredLM, device: torch.device) -> str |
         small = ScoredLM(first_layers(model.model, device, torch.float32))
     except Exception as error:  # noqa: BLE001  # as above: the config of any model
         return f"cannot be tried on {device}: no small model of its kind ({type(error).__name__}: {error})"
-    reason = _tried(wanted, small)
+    reason = _find_problem(wanted, small)
     if reason is None and device.type != "cpu" and dtype in EXACT:
         with torch.autocast(device.type, torch.bfloat16):
-            reason = _tried(wanted, small, torch.bfloat16)
+            reason = _find_problem(wanted, small, torch.bfloat16)
     elif reason is None and device.type != "cpu":
-        reason = _tried(wanted, ScoredLM(first_layers(model.model, device)))
+        reason = _find_problem(wanted, ScoredLM(first_layers(model.model, device)))
     return None if reason is None else f"on {device} {reason}"
 
 
@@ -391,7 +391,7 @@ def _gap(stats: TokenStats, expected: TokenStats) -> str | None:
 
 
 @torch.no_grad()
-def _probed(
+def _run_probe(
     model: ScoredLM,
     layout: Layout,
     only: int | None = None,

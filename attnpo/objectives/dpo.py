@@ -11,7 +11,7 @@ from attnpo.objectives.terms import (
     LossType,
     SftTerm,
     check_beta,
-    clipped,
+    clip_log_ratios,
     margin_loss,
     with_anchor,
 )
@@ -41,7 +41,7 @@ def dpo_loss(
         >>> dpo_loss(policy, reference, mask, beta=0.1).losses
         tensor([0.6539])
     """
-    ratios = clipped(log_ratios(policy_logps, reference_logps, mask), clip_ratio)
+    ratios = clip_log_ratios(log_ratios(policy_logps, reference_logps, mask), clip_ratio)
     chosen, rejected = split_pairs(beta * reduce(ratios, None, mask, Reduction.SUM))
     losses = margin_loss(chosen - rejected, loss_type, label_smoothing)
     return ObjectiveOutput(losses, chosen.detach(), rejected.detach())

@@ -111,7 +111,7 @@ class KTO(LengthScaled):
         return kto_loss(
             policy.logps,
             logps_of(reference),
-            *self.weighted(batch.main),
+            *self.formula_inputs(batch.main),
             self.mismatched_mean(batch.state),
             self.beta,
             self.desirable_weight,

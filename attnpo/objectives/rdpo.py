@@ -62,5 +62,10 @@ class RDPO(LengthScaled):
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
         """Returns losses and rewards ``beta S(d)`` of the batch."""
         return rdpo_loss(
-            policy.logps, logps_of(reference), *self.weighted(batch.main), self.beta, self.alpha, self.label_smoothing
+            policy.logps,
+            logps_of(reference),
+            *self.formula_inputs(batch.main),
+            self.beta,
+            self.alpha,
+            self.label_smoothing,
         )

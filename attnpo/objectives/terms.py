@@ -144,7 +144,7 @@ class SftTerm(Keys):
 # --------------------------------------------------------------------------------------------- bounded pushes
 
 
-def clipped(ratios: Float[Tensor, "rows R"], clip: float | None) -> Float[Tensor, "rows R"]:
+def clip_log_ratios(ratios: Float[Tensor, "rows R"], clip: float | None) -> Float[Tensor, "rows R"]:
     """Returns log-ratios held within ``clip`` nats on both sides of 0: a token further out is not pushed on.
 
     None leaves all.

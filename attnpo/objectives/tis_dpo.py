@@ -95,7 +95,7 @@ class TISDPO(LengthScaled):
         return tis_dpo_loss(
             policy.logps,
             logps_of(reference),
-            *self.weighted(batch.main),
+            *self.formula_inputs(batch.main),
             kl,
             self.beta,
             self.alpha,

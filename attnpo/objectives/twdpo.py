@@ -17,7 +17,7 @@ from attnpo.objectives.base import (
     weighted_sum,
 )
 from attnpo.objectives.dpo import DPO
-from attnpo.objectives.terms import AnchorOn, LossType, check_beta, clipped, low_shares, margin_loss
+from attnpo.objectives.terms import AnchorOn, LossType, check_beta, clip_log_ratios, low_shares, margin_loss
 from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats
 
 NO_OPTIONS = (0.0, LossType.SIGMOID, None)
@@ -75,7 +75,7 @@ def twdpo_variant_loss(
         >>> twdpo_variant_loss(policy, reference, weights, mask, mask.sum(-1).float(), 0.1, label_smoothing=0.5).losses
         tensor([0.6949])
     """
-    ratios = clipped(log_ratios(policy_logps, reference_logps, mask), clip_ratio)
+    ratios = clip_log_ratios(log_ratios(policy_logps, reference_logps, mask), clip_ratio)
     chosen, rejected = split_pairs(beta * weighted_sum(ratios, weights, mask, lengths))
     losses = margin_loss(chosen - rejected, loss_type, label_smoothing)
     unweighted = by_side("unweighted", beta * reduce(ratios.detach(), None, mask, Reduction.SUM))
@@ -104,7 +104,7 @@ class TwDPO(LengthScaled, DPO):
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
         """Computes losses, weighted rewards ``beta |y| sum a d`` and, as extras, unweighted rewards ``beta S(d)``."""
-        given = policy.logps, logps_of(reference), *self.weighted(batch.main), self.beta
+        given = policy.logps, logps_of(reference), *self.formula_inputs(batch.main), self.beta
         options = self.label_smoothing, self.loss_type, self.clip_ratio
         output = twdpo_loss(*given) if options == NO_OPTIONS else twdpo_variant_loss(*given, *options)
         shares = low_shares(batch.main) if self.anchor and self.anchor_on is AnchorOn.LOW else None

@@ -10,7 +10,7 @@ if TYPE_CHECKING:  # the testbed is built without torch
 
 
 @dataclass(frozen=True)
-class Prepared:
+class BuiltFolders:
     """Where the artefacts are, what was measured when they were built, and whether both were already there."""
 
     model_path: Path
@@ -40,7 +40,7 @@ class JudgePreparer(Protocol):
 class Preparer(Protocol):
     """Builder of model and data (config node ``prepare``)."""
 
-    def prepare(self, root: Path) -> Prepared:
+    def prepare(self, root: Path) -> BuiltFolders:
         """Returns where the artefacts are."""
 
 

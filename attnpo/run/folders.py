@@ -11,7 +11,7 @@ from tempfile import TemporaryFile
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from attnpo.config.compose import cache_root, readable, typed
+from attnpo.config.compose import cache_root, parse_as, readable
 from attnpo.run.run_config import RunConfig
 from attnpo.schema import UserError
 from attnpo.system.processes import world_size
@@ -40,7 +40,7 @@ def run_folder(cfg: RunConfig) -> Path:
     elif cfg.resume == "auto":
         raise UserError("resume=auto continues the run of a folder, so it needs name=NAME (the folder under `output`)")
     else:
-        folder = stamped(output, cfg.title()) if kept is None else output / kept
+        folder = timestamped_folder(output, cfg.title()) if kept is None else output / kept
     try:
         folder.exists()
     except OSError as problem:  # a name that is too long, a folder that may not be looked into
@@ -61,7 +61,7 @@ def saved_config(folder: Path, said: str) -> RunConfig:
     if not isinstance(found, DictConfig):
         raise UserError(f"{path} is no configuration: it holds a list; give the folder of a run")
     try:
-        return typed(found, RunConfig)
+        return parse_as(found, RunConfig)
     except UserError as error:
         raise UserError(f"{path} is no configuration of this version: {error}") from error
 
@@ -91,7 +91,7 @@ def _unusable(folder: Path, problem: OSError) -> UserError:
     )
 
 
-def stamped(output: Path, prefix: str) -> Path:
+def timestamped_folder(output: Path, prefix: str) -> Path:
     """Returns ``prefix`` with a time stamp that no other folder has; processes launched by this one inherit it."""
     if world_size() > 1:
         if STAMP not in os.environ:

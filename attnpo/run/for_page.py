@@ -17,7 +17,7 @@ ANSWERS, PAIRS = 4, 1  # of each run
 
 
 @dataclass(frozen=True)
-class Answer:
+class SampledAnswer:
     """Prompt's last message with the answers of the trained policy and of its base."""
 
     prompt: str
@@ -30,7 +30,7 @@ class ForPage:
     """Examples that a run kept for its study's page."""
 
     heat: list[WeighedPair]
-    answers: list[Answer]
+    answers: list[SampledAnswer]
 
 
 def keep_for_page(folder: Path, heat: Sequence[WeighedPair], sampled: Sequence[PreferencePair]) -> None:
@@ -56,7 +56,7 @@ def read_for_page(folder: Path) -> ForPage | None:
     try:
         record = parse_json(path.read_text(encoding="utf-8"))
         pairs = [WeighedPair.from_dict(pair) for pair in record.get("pairs", [])]  # earlier runs: "heat", of other rows
-        return ForPage(pairs, [Answer(**answer) for answer in record["answers"]])
+        return ForPage(pairs, [SampledAnswer(**answer) for answer in record["answers"]])
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, IndexError) as problem:

@@ -42,7 +42,7 @@ from attnpo.training.settings import CallbackSettings, TrainerSettings, total_st
 from attnpo.weights.arrival import COLUMNS, Arrival
 from attnpo.weights.base import WeightSource
 from attnpo.weights.capture import WEIGHTS, load_captured
-from attnpo.weights.readers import AnswerStatistics
+from attnpo.weights.readers import VerbalizerStatistics
 
 log = logging.getLogger(__name__)
 
@@ -225,7 +225,7 @@ def require_budgets(examples: Mapping[str, ExampleSet], layout: str, plan: Batch
         require_room(examples[split].examples, COSTS.get(layout, SHARED_PREFIX), budget, f"batch.{key}")
 
 
-def answer_lines(answers: AnswerStatistics) -> Iterator[str]:
+def answer_lines(answers: VerbalizerStatistics) -> Iterator[str]:
     """Yields how well the answers about importance could be read, and what could not be used of them."""
     yield (
         f"verbalizer: {answers.parse_rate:.1%} of {answers.answers} answers have a usable part, {answers.parts} parts "

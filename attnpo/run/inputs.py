@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from attnpo.data import prepared
 from attnpo.data.arrow_rows import ExampleRows, pairs_of, sizes_of
 from attnpo.data.base import PairSet
-from attnpo.data.example_numbers import Measured
+from attnpo.data.example_numbers import SplitNumbers
 from attnpo.data.overlap import Overlap, key_of_prompt, write_prompts
 from attnpo.data.prepare import EncodedSet, ExampleSet
 from attnpo.data.prepared import Examples, Recipe, Texts
@@ -42,7 +42,7 @@ class Inputs:
     examples: dict[str, ExampleSet]
     recipe: Recipe
     overlap: Overlap | None = None
-    measured: Mapping[str, Measured] = field(default_factory=dict)
+    measured: Mapping[str, SplitNumbers] = field(default_factory=dict)
     layer_choice: Mapping[str, object] | None = None
 
 

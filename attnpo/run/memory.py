@@ -221,13 +221,13 @@ def chosen(estimates: Sequence[MemoryEstimate], capacity: int | None) -> tuple[i
 def decision(asked: ModelSpec, made: ModelSpec) -> tuple[str, str, str]:
     """Returns what was left to the estimate, what it became, and what to set instead, in words."""
     keys = [key for key in (*KEYS, "compile") if getattr(asked, key) == AUTO]
-    what = _named([f"model.{key}" for key in keys])
+    what = _name_parts([f"model.{key}" for key in keys])
     least = replace(asked.choices()[-1], compile=None)
     instead = " ".join(f"model.{key}={str(getattr(least, key)).lower().replace('none', 'null')}" for key in keys)
     return what, _words(made), f"set {instead} for all processes"
 
 
-def _named(keys: Sequence[str]) -> str:
+def _name_parts(keys: Sequence[str]) -> str:
     *others, last = (f"{key}={AUTO}" for key in keys)
     return f"{', '.join(others)} and {last}" if others else last
 
@@ -254,7 +254,7 @@ def _lines(
     made = [_words(choices[place])]
     made += [f"{batch.budget:,} tokens per forward"] if batch.budget else []
     made += [f"{batch.eval_budget:,} in validation"] if batch.eval_budget else []
-    lines = [f"{_named(keys)}: {', '.join(made)} ({why})"]
+    lines = [f"{_name_parts(keys)}: {', '.join(made)} ({why})"]
     for choice, estimate in zip(choices, estimates, strict=False):
         unit, name = (GIB, "GiB") if estimate.total >= GIB else (MIB, "MiB")
         lines.append(f"  {estimate.total / unit:8.2f} {name} estimated: {_words(choice)}")

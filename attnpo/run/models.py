@@ -38,7 +38,7 @@ from attnpo.run.resolve import BaseModel
 from attnpo.schema import SIDES, UserError, digest
 from attnpo.system.files import Json, read_record, write_record
 from attnpo.system.processes import world_size
-from attnpo.system.store import Table
+from attnpo.system.store import StoreTable
 from attnpo.weights.capture import REFERENCE, LogpPair, load_logps, reference_key, store_logps
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ COMPILED_CODE = "TORCHINDUCTOR_CACHE_DIR"  # names the folder in which torch kee
 @phase("reference pass")
 def fill_reference(
     base: BaseModel,
-    table: Table,
+    table: StoreTable,
     sets: Mapping[str, ExampleSet],
     model: ScoredLM,
     layout: str,
@@ -145,14 +145,14 @@ class _Trial(NamedTuple):
         write_record(self.path, {"of": self.facts, **found})
 
 
-def reference_table(base: BaseModel, rules: LengthRules) -> Table:
+def reference_table(base: BaseModel, rules: LengthRules) -> StoreTable:
     """Returns the store's table of reference log-probabilities under length rules."""
     limits = rules.max_prompt_length, rules.max_length
     key = reference_key(base.fingerprint(), base.chat.fingerprint(), *limits, keep=rules.keep.value)
     return base.store.table(REFERENCE, key)
 
 
-def with_reference(store: Path, table: Table, made: ExampleSet) -> Sequence[TrainingExample]:
+def with_reference(store: Path, table: StoreTable, made: ExampleSet) -> Sequence[TrainingExample]:
     """Returns a split's examples with the stored log-probs; UserError when one is missing or of another length."""
     examples, ids = made.examples, pair_ids_of(made.examples)
     chosen, rejected = (counts.tolist() for counts in sizes_of(examples).responses)
@@ -272,7 +272,7 @@ def _require_right(base: BaseModel, policy: ScoredLM, backend: str, layout: Layo
         raise UserError(str(against))
 
 
-def uncompiled(plan: Footprint, spec: ModelSpec, policy: ScoredLM) -> tuple[ModelSpec, BatchPlan]:
+def without_compilation(plan: Footprint, spec: ModelSpec, policy: ScoredLM) -> tuple[ModelSpec, BatchPlan]:
     """Returns model and batch with memory fitted to plain blocks in place of ``spec``; sets ``policy`` as they say."""
     asked = plan.model
     plain = replace(

@@ -43,7 +43,7 @@ def weigh_others(
     silent = "generator" in weighed.source.requires and not ask
     if not silent:
         source = weighed.source
-        captured = _captured(readers, source, encoded.pairs)
+        captured = _capture(readers, source, encoded.pairs)
         told = _with_columns(encoded, source)
         made = prepare_examples(told, source, captured, recipe.align, weighed.layers, weighed.transforms)
         known = {example.pair_id: example for example in made.examples}
@@ -64,7 +64,7 @@ def _with_columns(encoded: EncodedSet, source: WeightSource) -> EncodedSet:
     return replace(encoded, pairs=[pair for pair, _ in kept], encoded=[sides for _, sides in kept])
 
 
-def _captured(readers: Readers, source: WeightSource, pairs: Sequence[PreferencePair]) -> dict[str, PairWeights]:
+def _capture(readers: Readers, source: WeightSource, pairs: Sequence[PreferencePair]) -> dict[str, PairWeights]:
     """Returns what the run's source captures for other pairs, through a store that is thrown away."""
     reader = readers.make(source)
     if reader is None:
@@ -85,7 +85,7 @@ def token_factors(objective: PreferenceObjective, rows: RowGroup) -> Float[Tenso
         return torch.ones_like(rows.token_weights["reward"])
     if not isinstance(objective, LengthScaled):
         return mean_factors(rows)
-    weights, _, lengths = objective.weighted(rows)
+    weights, _, lengths = objective.formula_inputs(rows)
     return weights if lengths is None else weights * lengths.unsqueeze(-1)
 
 

@@ -37,7 +37,7 @@ from attnpo.models.spec import ModelSpec
 from attnpo.run.folders import store_root
 from attnpo.run.input_summary import row_lines
 from attnpo.run.inputs import Inputs, heat_rows
-from attnpo.run.result import RunResult, Scores
+from attnpo.run.result import RunResult, TruthScores
 from attnpo.run.run_config import RunConfig
 from attnpo.system.credentials import mask
 from attnpo.system.files import Json, flat, parse_json, write_whole
@@ -123,7 +123,7 @@ def read_samples(folder: Path) -> list[dict[str, str]]:
     ]
 
 
-def truth_table(truth: Mapping[str, Scores]) -> TableBlock:
+def truth_table(truth: Mapping[str, TruthScores]) -> TableBlock:
     """Returns the scores against the truth, a row for each set of prompts."""
     names = list(truth["test"].numbers)
     heads = ["prompts", *("KL" if name == "kl" else in_words(name) for name in names)]

@@ -16,7 +16,7 @@ OVERLAP = "trained_on"  # of the account of validation pairs
 
 
 @dataclass(frozen=True)
-class Scores:
+class TruthScores:
     """Scores of a policy on the held-out prompts of one split.
 
     ``numbers``: scalars by name. ``rewards``: the true reward of every prompt, mean of its answers; ``base_rewards``:
@@ -43,7 +43,7 @@ class RunResult:
     metrics: dict[str, float]
     inputs: dict[str, Json]
     versions: dict[str, str]
-    truth: dict[str, Scores] | None
+    truth: dict[str, TruthScores] | None
     drift: dict[str, Json] = field(default_factory=dict)
     merged: dict[str, Json] = field(default_factory=dict)
 
@@ -56,7 +56,7 @@ class RunResult:
         """Returns a number of a split's account by its dotted ``name``; NaN where it is missing."""
         return _number(self.split(split), name, ".")
 
-    def moved(self, name: str) -> float:
+    def drift_value(self, name: str) -> float:
         """Returns a number of ``drift`` by its path (``answers/kl``); NaN where it is missing."""
         return _number(self.drift, name, "/")
 
@@ -130,7 +130,7 @@ class RunResult:
             if data["truth"]:
                 base = data["truth"].get("base_rewards", {})
                 truth = {
-                    split: Scores(
+                    split: TruthScores(
                         {name: value for name, value in found.items() if name != REWARDS},
                         found.get(REWARDS, []),
                         base.get(split),

@@ -20,16 +20,16 @@ from attnpo.schema import UserError, digest
 from attnpo.system.credentials import is_same_identity, redact
 from attnpo.system.files import (
     SEAL,
-    changed,
+    describe_change,
     file_digest,
+    read_checksums,
     remove_unfinished,
     seal,
-    sealed,
     to_disk,
     write_whole,
 )
 from attnpo.system.machine import version_line
-from attnpo.training.checkpoint_folders import ACCOUNT, STATE, read_account, remove, replaced, tidy, whole
+from attnpo.training.checkpoint_folders import ACCOUNT, STATE, read_account, remove, replace_folder, tidy, whole
 from attnpo.training.metrics_file import LOGS, METRICS, RUN_ID, take_metrics
 
 log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ def find_resume(resume: str | None, folder: Path, numbers: Mapping[str, object],
         raise UserError(f"resume={resume}: no checkpoint at {path}")
     problem = _problem(numbers, path.parent) or _problem_of_best(folder, path)
     if problem is not None:
-        raise _damaged(resume, path, problem)
+        raise _damage_error(resume, path, problem)
     return _chosen(path)
 
 
@@ -113,7 +113,7 @@ def _newest_sound(folder: Path, numbers: Mapping[str, object], point: bool) -> P
     if point:
         log.warning("resume=auto: %s: %s; the point is run anew", last, problem)
         return None
-    raise _damaged("auto", last / STATE, problem)
+    raise _damage_error("auto", last / STATE, problem)
 
 
 def _chosen(path: Path) -> Path:
@@ -123,24 +123,24 @@ def _chosen(path: Path) -> Path:
 
 def _problem(numbers: Mapping[str, object], place: Path) -> str | None:
     """Returns what is damaged of what a run goes on with, or None; UserError for a checkpoint of another run."""
-    if (found := changed(place, only=(ACCOUNT, "*.csv"))) is not None:
+    if (found := describe_change(place, only=(ACCOUNT, "*.csv"))) is not None:
         return found
     check_same(read_account(place).get("config", {}), numbers, place)
-    return changed(place, only=(STATE,))
+    return describe_change(place, only=(STATE,))
 
 
 def _problem_of_best(folder: Path, resume: Path) -> str | None:
     """Returns what is wrong with the account of the run's own ``best/``, which has the best value; or None."""
     best = whole(folder / "best")
-    if not best.is_dir() or best == resume.parent or forked(folder, resume):
+    if not best.is_dir() or best == resume.parent or is_fork(folder, resume):
         return None
-    found = changed(best, only=(ACCOUNT,))
+    found = describe_change(best, only=(ACCOUNT,))
     return None if found is None else f"beside it {best}: {found}; move that folder away to go on without it"
 
 
-def _damaged(resume: str, path: Path, problem: str) -> UserError:
+def _damage_error(resume: str, path: Path, problem: str) -> UserError:
     best = whole(path.parent.parent / "best")
-    other = best != path.parent and changed(best, only=(ACCOUNT, "*.csv", STATE)) is None
+    other = best != path.parent and describe_change(best, only=(ACCOUNT, "*.csv", STATE)) is None
     advice = f"go on from resume={best}" if other else "give resume= another checkpoint"
     return UserError(
         f"resume={resume}: {path} must hold the whole state of a training, as it was written, but {problem}; "
@@ -159,13 +159,13 @@ def read_result(folder: Path) -> tuple[RunResult | None, str | None]:
     """Returns the result of the run in ``folder``, or None and why its file, compared with its digest, is none."""
     if not (folder / RESULT).is_file():
         return None, None
-    problem = changed(folder, only=MADE)
+    problem = describe_change(folder, only=MADE)
     if problem is not None:
         return None, problem
     return RunResult.read((folder / RESULT).read_text(encoding="utf-8")), None
 
 
-def finished(folder: Path, identity: Identity, point: bool = False) -> RunResult | None:
+def find_finished_result(folder: Path, identity: Identity, point: bool = False) -> RunResult | None:
     """Returns the result of a run that ``resume=auto`` asks to go on with and that is over already, or None.
 
     A damaged one does not count. Raises UserError where it had other settings, or is damaged without a checkpoint.
@@ -192,17 +192,17 @@ def finished(folder: Path, identity: Identity, point: bool = False) -> RunResult
 
 def refuse_taken(folder: Path) -> None:
     """Raises UserError when a run that starts anew would overwrite checkpoints or result of another."""
-    if (taken := _held(folder)) is not None:
+    if (taken := _describe_existing_run(folder)) is not None:
         raise UserError(f"{folder} holds {taken}: go on with it (resume=auto), or give another name")
 
 
-def _held(folder: Path) -> str | None:
+def _describe_existing_run(folder: Path) -> str | None:
     if (whole(folder / "last") / STATE).is_file():
         return f"a run that was saved after step {read_account(folder / 'last').get('step', '?')}"
     return "a finished run" if (folder / RESULT).is_file() else None
 
 
-def forked(folder: Path, resume: Path | None) -> bool:
+def is_fork(folder: Path, resume: Path | None) -> bool:
     """Returns whether a run in ``folder`` goes on from the checkpoint of another folder's run."""
     if resume is None:
         return False
@@ -212,19 +212,21 @@ def forked(folder: Path, resume: Path | None) -> bool:
 
 def check_folder(folder: Path, resume: Path | None) -> None:
     """Raises UserError when what lies in ``folder`` would be mixed with, or lost to, a run that begins there."""
-    if forked(folder, resume) and (taken := _held(folder)) is not None:
+    if is_fork(folder, resume) and (taken := _describe_existing_run(folder)) is not None:
         raise UserError(
             f"resume={resume} is a checkpoint of another folder, and {folder} holds {taken}: give a new name= to go on "
             "from that checkpoint there, or resume=auto to go on with the run of this folder"
         )
-    if resume is None or forked(folder, resume):
+    if resume is None or is_fork(folder, resume):
         _check_own(folder)
 
 
 def _check_own(folder: Path) -> None:
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     foreign = [name for name in names if name not in UNNAMED and not name.startswith(".")]
-    if (folder / "points").is_dir() or (foreign and CONFIG not in sealed(folder) and not _is_config(folder / CONFIG)):
+    if (folder / "points").is_dir() or (
+        foreign and CONFIG not in read_checksums(folder) and not _is_config(folder / CONFIG)
+    ):
         raise UserError(
             f"{folder} must be empty or the folder of a run (with its {CONFIG}), and holds {', '.join(foreign[:3])}"
             f"{' and more' if len(foreign) > 3 else ''}: give name= a name that is new under output="
@@ -258,11 +260,11 @@ def prepare_folder(folder: Path, resume: Path | None) -> None:
     """Leaves of earlier sessions what this one goes on with, and no result: the run is not finished now."""
     for place in (folder, folder / LOGS):
         remove_unfinished(place)
-    if resume is None or forked(folder, resume):
+    if resume is None or is_fork(folder, resume):
         clear(folder)
     for name in (RESULT, FAILURES):
         (folder / name).unlink(missing_ok=True)
-    if resume is not None and METRICS in sealed(resume.parent):
+    if resume is not None and METRICS in read_checksums(resume.parent):
         take_metrics(folder, resume.parent / METRICS)
 
 
@@ -283,9 +285,9 @@ def keep_last(folder: Path, resume: Path | None) -> None:
     last = folder / "last"
     if resume is None or resume.parent in (last, whole(last)):
         return
-    if (last / STATE).is_file() and (forked(folder, resume) or changed(last, only=(ACCOUNT, STATE)) is None):
+    if (last / STATE).is_file() and (is_fork(folder, resume) or describe_change(last, only=(ACCOUNT, STATE)) is None):
         return
-    with replaced(last) as new:
+    with replace_folder(last) as new:
         shutil.copytree(resume.parent, new, dirs_exist_ok=True)
 
 

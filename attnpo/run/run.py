@@ -16,7 +16,7 @@ from attnpo.cli.progress import importing, phase
 from attnpo.config.compose import as_yaml
 from attnpo.config.named_files import code_of
 from attnpo.data.arrow_rows import pair_ids_of
-from attnpo.data.prompts import Prompt, encode_prompts
+from attnpo.data.prompts import AnswerPrompt, encode_prompts
 from attnpo.models.backbone import frozen
 from attnpo.models.generate import chat_generator, context_length
 from attnpo.models.packed_attention import attend_as_before
@@ -32,15 +32,15 @@ from attnpo.run.memory import fit_memory, footprint, log_judge, log_training, re
 from attnpo.run.messages import warn_low_rate
 from attnpo.run.models import load_start
 from attnpo.run.resolve import BaseModel, Readers, resolve
-from attnpo.run.result import RunResult, Scores
+from attnpo.run.result import RunResult, TruthScores
 from attnpo.run.resume import (
     FAILURES,
     RESULT,
     check_contents,
     check_folder,
     contents_of,
+    find_finished_result,
     find_resume,
-    finished,
     keep_last,
     prepare_folder,
     tidy_checkpoints,
@@ -77,7 +77,7 @@ def run(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | None:
     as_launched(cfg.trainer)  # refuses before anything is loaded
     leading = leads()  # before training: Lightning takes its variables back afterwards
     identity = identity_of(cfg)
-    before = finished(folder, identity, point) if cfg.resume == "auto" else None
+    before = find_finished_result(folder, identity, point) if cfg.resume == "auto" else None
     if before is not None:
         return before if leading else None
     check_tracker(cfg.logger)
@@ -225,7 +225,7 @@ def spare(folder: Path, what: str, kind: type[Exception] = Exception) -> Iterato
 @phase("answers to held-out prompts, scored by the truth")
 def score_truth(
     scorer: Truth | None, start: BaseModel, policy: ScoredLM
-) -> tuple[dict[str, Scores] | None, list[PreferencePair]]:
+) -> tuple[dict[str, TruthScores] | None, list[PreferencePair]]:
     """Returns scores against a known truth on validation and test prompts, and the answers to the test prompts.
 
     Answers: the policy's as chosen, the start's as rejected. None and no answers in settings without a truth.
@@ -234,7 +234,7 @@ def score_truth(
         return None, []
     model = frozen(policy.model)
     base, tokenizer = frozen(load_start(start)), start.tokenizer
-    scores: dict[str, Scores] = {}
+    scores: dict[str, TruthScores] = {}
     sampled: list[PreferencePair] = []
     for split in ("validation", "test"):
         key = (replace(start.spec, lora=None, compile=None), scorer, split)
@@ -243,7 +243,7 @@ def score_truth(
         rivals = _base_answers[key]
         score = scorer.score(model, base, tokenizer, split=split, base_answers=rivals)
         rewards, of_base = (every.mean(axis=1).round(6).tolist() for every in (score.rewards, score.base_rewards))
-        scores[split] = Scores(score.scalars(), rewards, of_base)
+        scores[split] = TruthScores(score.scalars(), rewards, of_base)
         sampled = [
             PreferencePair.make([Message(role="user", content=prompt)], answer, rival)
             for prompt, answer, rival in zip(score.prompts, score.answers, rivals.texts, strict=True)
@@ -279,7 +279,7 @@ def write_samples(
     """Answers prompts of the first ``settings.samples`` pairs that leave room with both models, a JSON line each."""
     limit = min(max_length, context_length(policy.config) or max_length)
     encoded = encode_prompts(
-        [Prompt(pair.pair_id, pair.prompt) for pair in pairs], base.chat, settings.sample_tokens, limit
+        [AnswerPrompt(pair.pair_id, pair.prompt) for pair in pairs], base.chat, settings.sample_tokens, limit
     )
     pairs = [pair for pair in pairs if pair.pair_id in encoded.kept][: settings.samples]
     if not pairs:

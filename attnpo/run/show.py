@@ -65,7 +65,7 @@ CAPTURED, SOURCE = "captured", "source"
 AT_ONCE = 64  # copies of a pair per call of the objective
 
 
-class View(NamedTuple):
+class ViewKey(NamedTuple):
     """Choice of the weights to show: layer, round (mean, 1, 2) and stage (captured, source, or the last transform)."""
 
     layer: int | None
@@ -80,7 +80,7 @@ class View(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Scores:
+class PairLogps:
     """Log-probabilities of a pair's tokens under policy and reference, (chosen, rejected) each, in nats."""
 
     policy: LogpPair
@@ -182,7 +182,7 @@ def weighed_pairs(cfg: ShowConfig) -> list[WeighedPair]:
         log.warning("%s", line)
     weighed = readers.weigh(source, {"train": encoded, "val": EncodedSet([], [], Tally(), 0)}, every_row=True)
     asked = _views(cfg.layers, cfg.rounds, cfg.stages, weighed, transforms)
-    viewed: list[tuple[PreferencePair, View, TrainingExample, PairWeights | None]] = []
+    viewed: list[tuple[PreferencePair, ViewKey, TrainingExample, PairWeights | None]] = []
     for pair, sides in zip(encoded.pairs, encoded.encoded, strict=True):
         raw = weighed.captured.get(pair.pair_id)
         if isinstance(raw, Unreadable):
@@ -192,7 +192,7 @@ def weighed_pairs(cfg: ShowConfig) -> list[WeighedPair]:
             rounds = raw if raw is None else _one_round(raw, view.round)
             example = _example(view, at_layer, pair, sides, rounds, weighed, transforms, run.align)
             viewed.append((pair, view, example, rounds))
-    scores: Mapping[str, Scores] = {}
+    scores: Mapping[str, PairLogps] = {}
     if cfg.reads_logps:
         if base.spec.reward:
             raise UserError(f"column={cfg.column}: model.reward=true gives no log-probs; set column=relative")
@@ -222,7 +222,7 @@ def _views(
     stages: Sequence[str],
     weighed: Weighed,
     transforms: Mapping[str, WeightTransform],
-) -> list[tuple[View, WeightSource]]:
+) -> list[tuple[ViewKey, WeightSource]]:
     """Returns the views that are asked for, each with the source at its layer. UserError for what there is not."""
     source, name = weighed.source, type(weighed.source).__name__
     known = [*([CAPTURED] if source.requires else []), SOURCE, *transforms]
@@ -240,7 +240,7 @@ def _views(
         every = list(layers) == [ALL]
         numbers = attending(weighed.depth) if every else distinct_layers(layers, weighed.depth, "layers")
         sources = [(number, replace(source, layer=number, layers=())) for number in numbers]
-    return [(View(number, one, stage), at) for (number, at), one, stage in product(sources, names, chosen)]
+    return [(ViewKey(number, one, stage), at) for (number, at), one, stage in product(sources, names, chosen)]
 
 
 def _one_round(raw: PairWeights, name: str) -> PairWeights:
@@ -253,7 +253,7 @@ def _one_round(raw: PairWeights, name: str) -> PairWeights:
 
 
 def _example(
-    view: View,
+    view: ViewKey,
     source: WeightSource,
     pair: PreferencePair,
     encoded: Mapping[str, EncodedResponse],
@@ -289,16 +289,16 @@ def _places(known: Sequence[str], ids: Sequence[str], where: str) -> list[int]:
     return places
 
 
-def _scores(base: BaseModel, folder: str | None, examples: Sequence[TrainingExample]) -> dict[str, Scores]:
+def _scores(base: BaseModel, folder: str | None, examples: Sequence[TrainingExample]) -> dict[str, PairLogps]:
     """Returns log-probabilities by pair id under the policy in ``folder`` and under the run's base."""
     reference = base.score(ScoredLM(load_start(base)), examples)
     if folder is None:
         log.warning("no policy is named (policy=FOLDER, run=FOLDER): it is the reference itself, so log-ratios are 0")
-        return {name: Scores(one, one) for name, one in reference.items()}
+        return {name: PairLogps(one, one) for name, one in reference.items()}
     log.info("policy: %s", folder)
     model = load_model(folder, dtype=base.spec.dtype, attn_implementation=base.spec.attn_implementation)
     policy = base.score(ScoredLM(model), examples)
-    return {name: Scores(policy[name], reference[name]) for name in policy}
+    return {name: PairLogps(policy[name], reference[name]) for name in policy}
 
 
 def _policy(policy: str | None, run: str | None, column: str) -> str | None:
@@ -385,7 +385,7 @@ def _saved_pairs(saved: Mapping[str, Any], decode: Callable[[int], str]) -> Iter
 # ------------------------------------------------------------------------------------------------ numbers of tokens
 
 
-def contributions(objective: PreferenceObjective, example: TrainingExample, scores: Scores) -> LogpPair:
+def contributions(objective: PreferenceObjective, example: TrainingExample, scores: PairLogps) -> LogpPair:
     """Returns how much smaller the margin is where the policy has the reference's log-probability of a token.
 
     In the objective's own rewards; where those are linear in the log-ratios, contributions add up to the margin.
@@ -408,7 +408,7 @@ def contributions(objective: PreferenceObjective, example: TrainingExample, scor
 def _margins(
     objective: PreferenceObjective,
     example: TrainingExample,
-    scores: Scores,
+    scores: PairLogps,
     left_out: Sequence[tuple[int, int] | None],
 ) -> Float[Tensor, " _"]:
     """Returns the margin with each token (side, place) as the reference has it; with None as the policy has all."""

@@ -37,15 +37,15 @@ from attnpo.run.models import (
     load_policy,
     load_reference,
     reference_table,
-    uncompiled,
     with_reference,
+    without_compilation,
 )
 from attnpo.run.report import make_exporter
 from attnpo.run.resolve import BaseModel
 from attnpo.run.run_config import RunConfig
 from attnpo.schema import SIDES
 from attnpo.system.processes import leads
-from attnpo.system.store import Store, Table
+from attnpo.system.store import Store, StoreTable
 from attnpo.text.chat import ChatFormat
 from attnpo.training.callbacks import Movement
 from attnpo.training.gather import LeastBudgets, SameEverywhere, WholePolicy
@@ -121,7 +121,7 @@ def train(
     models = [model for model in (policy, reference) if model is not None]
     layout = padded if base.spec.reward else choose_layout(base, cfg.layout, cfg.reference, models, reads)
     if not compile_policy(base, policy, layout, required=cfg.model.compile != AUTO):
-        spec, batch = uncompiled(footprint(cfg), base.spec, policy)
+        spec, batch = without_compilation(footprint(cfg), base.spec, policy)
         base = replace(base, spec=spec)
     recipe = inputs.recipe
     data = PreferenceDataModule(
@@ -170,7 +170,7 @@ def train(
     del models, reference  # the module alone holds the reference, and may let it go
     trained = _fit(trainer, begin, module, data, resume, folder / "last" if callbacks.checkpoints else None)
     whole = gathered.state
-    if whole is None and resume is not None and leading and sharded(policy):  # no step was left
+    if whole is None and resume is not None and leading and is_sharded(policy):  # no step was left
         whole = saved_state(resume)
     if not whole:  # not sharded, or not the first process
         return trained
@@ -179,12 +179,14 @@ def train(
     return replace(trained, policy=policy, reference=None)
 
 
-def with_references(store: Store, table: Table, sets: Mapping[str, ExampleSet]) -> dict[str, Sequence[TrainingExample]]:
+def with_references(
+    store: Store, table: StoreTable, sets: Mapping[str, ExampleSet]
+) -> dict[str, Sequence[TrainingExample]]:
     """Returns the examples of every split with the stored log-probabilities, as ``with_reference`` does."""
     return {split: with_reference(Path(store.root), table, made) for split, made in sets.items()}
 
 
-def keeper(store: Store, table: Table, sets: Mapping[str, ExampleSet]) -> KeptReference | None:
+def keeper(store: Store, table: StoreTable, sets: Mapping[str, ExampleSet]) -> KeptReference | None:
     """Returns what stores a run's reference log-probabilities while it computes them; None if all are stored."""
     pair_ids = list(dict.fromkeys(pair_id for made in sets.values() for pair_id in pair_ids_of(made.examples)))
     lacking = table.missing(pair_ids, SIDES)
@@ -210,7 +212,7 @@ def makers_of(objective: PreferenceObjective, chat: ChatFormat, max_length: int)
     return {"anchor": Anchors(objective.anchor, ends, chat.rows.pad_id, max_length)}
 
 
-def sharded(policy: ScoredLM) -> bool:
+def is_sharded(policy: ScoredLM) -> bool:
     """Returns whether the weights of a policy lie spread over processes."""
     return any(isinstance(parameter, DTensor) for parameter in policy.parameters())
 
@@ -235,7 +237,7 @@ def _fit(
     trained = sum(value.numel() for value in module.policy.model.parameters() if value.requires_grad)
     log.info("training %d parameters for %d optimiser steps", trained, steps)
     interruption, past = _one(trainer, Interruption), _one(trainer, Continuation)
-    with quiet_lightning(), interruption.reported(trainer, steps, last):
+    with quiet_lightning(), interruption.handle_signals(trainer, steps, last):
         if resume is None:
             with phase("validation before the first step"):
                 trainer.validate(module, data, verbose=False)
@@ -247,7 +249,7 @@ def _fit(
     if not enough:
         trainer = begin()
         set_random_state(before)
-        with quiet_lightning(), interruption.reported(trainer, steps, last):
+        with quiet_lightning(), interruption.handle_signals(trainer, steps, last):
             trainer.fit(module, data, ckpt_path=resume, weights_only=True)
     earlier = {name: value for name, value in past.metrics.items() if name not in NO_RESULT}
     first = {f"first/{name}": value for name, value in past.first.items()}

@@ -100,13 +100,15 @@ def is_sealed(folder: Path) -> bool:
     return (folder / SEAL).is_file()
 
 
-def sealed(folder: Path) -> dict[str, str]:
+def read_checksums(folder: Path) -> dict[str, str]:
     """Returns the digests that ``folder`` holds of its files; none where there is no seal that can be read."""
     digests = _read_seal(folder)
     return {} if isinstance(digests, str) else digests
 
 
-def changed(folder: Path, only: Sequence[str] | None = None, digest: Callable[[Path], str] | None = None) -> str | None:
+def describe_change(
+    folder: Path, only: Sequence[str] | None = None, digest: Callable[[Path], str] | None = None
+) -> str | None:
     """Describes what changed in a folder since it was sealed, in words that follow its name; None when nothing did.
 
     A folder without a readable seal counts as changed. ``only``: names or patterns of the files that matter.
@@ -310,10 +312,10 @@ def differences(stored: Mapping[str, object], asked: Mapping[str, object]) -> li
     """Returns (name, stored, asked) wherever nested JSON values differ, in words short enough for a message."""
     before, now = dict(flat(stored)), dict(flat(json.loads(json.dumps(asked))))
     names = [name for name in (*now, *(before.keys() - now.keys())) if before.get(name) != now.get(name)]
-    return [(name, shortened(before.get(name)), shortened(now.get(name))) for name in names]
+    return [(name, shorten(before.get(name)), shorten(now.get(name))) for name in names]
 
 
-def shortened(value: object, most: int = 60) -> str:
+def shorten(value: object, most: int = 60) -> str:
     """Returns a JSON value as text of at most ``most`` characters."""
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= most else f"{text[: most - 3]}..."

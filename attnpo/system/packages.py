@@ -13,7 +13,7 @@ def missing_package(error: BaseException) -> str | None:
         return None
     named = [str(error.name).partition(".")[0]] if error.name else re.findall(r"[A-Za-z][\w-]*", str(error))
     for package, extras in _requirements().items():
-        if package not in named or _installed(package):
+        if package not in named or _is_installed(package):
             continue
         if not extras:
             return f"the package {package} is not installed; pip install {package}"
@@ -31,7 +31,7 @@ def install_line(extra: str) -> str:
     return f"pip install -e {shlex.quote(f'{place}[{extra}]')}"
 
 
-def _installed(package: str) -> bool:
+def _is_installed(package: str) -> bool:
     """Returns whether a package is installed and not blocked by a None in ``sys.modules``."""
     try:
         metadata.version(package)

@@ -43,12 +43,12 @@ class Store:
     """Folder of tables; nothing is written before the first append."""
 
     root: Path
-    _tables: dict[Path, "Table"] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _tables: dict[Path, "StoreTable"] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def table(self, kind: str, key: Mapping[str, object]) -> "Table":
+    def table(self, kind: str, key: Mapping[str, object]) -> "StoreTable":
         """Returns the one table of ``kind`` whose numbers depend on exactly ``key`` (JSON-serialisable)."""
         folder = Path(self.root) / kind / _name(key)
-        return self._tables.setdefault(folder, Table(folder, dict(key)))
+        return self._tables.setdefault(folder, StoreTable(folder, dict(key)))
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class _Stranger(Exception):
     """Reason that a shard, though intact, is no part of the table."""
 
 
-class Table:
+class StoreTable:
     """Rows by pair id under one key, kept in append-only shards. Safe for many readers and writers."""
 
     def __init__(self, folder: Path, key: dict[str, object]) -> None:

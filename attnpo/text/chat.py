@@ -318,11 +318,11 @@ class ChatFormat:
         """
         if self._leaves_tools(messages):
             self._say(logging.WARNING, _UNREAD)
-        with self._limited():
+        with self._limit_rendering():
             return self._render(messages, add_generation_prompt, template)
 
     @contextmanager
-    def _limited(self) -> Iterator[None]:
+    def _limit_rendering(self) -> Iterator[None]:
         """Stops what is rendered inside at its limits, then and from then on."""
         try:
             with deadline(RENDERING), within(ROOM):
@@ -493,7 +493,7 @@ class ChatFormat:
         placed: list[_Conversation] = []
         unread, before, problem = False, None, None
         try:
-            with self._limited():
+            with self._limit_rendering():
                 for response in responses:
                     check_text(response, "the response")
                     if before is None:
@@ -583,7 +583,7 @@ class ChatFormat:
         """Returns where the response stands in ``full``: in one piece, or tags, trace and answer apart."""
         for learn in (False, True):
             if learn or self._frame is None:
-                self._frame = self._learned(prompt, before, has_trace(response))
+                self._frame = self._learn_frame(prompt, before, has_trace(response))
             place = place_in_frame(full[len(before) :], self._frame, response)
             if place is not None:
                 return [Piece(place[1] + len(before), place[2] + len(before), place[0])]
@@ -598,7 +598,7 @@ class ChatFormat:
             f"{_LEAVE_OUT * has_trace(response)}give another template as model.chat_template",
         )
 
-    def _learned(self, prompt: Sequence[Message], before: str, traced: bool) -> tuple[str, str]:
+    def _learn_frame(self, prompt: Sequence[Message], before: str, traced: bool) -> tuple[str, str]:
         """Returns the text around an answer, which may have to follow a trace to be one that follows this prompt."""
         try:
             probe = self._with_response(prompt, before, SENTINEL)
@@ -655,7 +655,7 @@ class ChatFormat:
         """Returns the text between generation prompt and answer; empty where the template refuses one turn."""
         try:
             turns = [Message(role="user", content="a")]
-            with self._limited():
+            with self._limit_rendering():
                 before = self._render(turns, add_generation_prompt=True)
                 return split_frame(self._with_response(turns, before, SENTINEL)[len(before) :])[0]
         except UserError as problem:

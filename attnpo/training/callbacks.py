@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from attnpo.cli.progress import WRITTEN_EVERY, Row, display, is_noted, note, on_terminal
+from attnpo.cli.progress import WRITTEN_EVERY, ProgressRow, display, is_noted, note, on_terminal
 from attnpo.training.gather import from_all_ranks
 from attnpo.training.nonfinite import check_validation, check_weights, peak
 from attnpo.training.signals import step_ended
@@ -20,7 +20,7 @@ from attnpo.training.signals import step_ended
 log = logging.getLogger(__name__)
 
 
-class Progress(L.Callback):
+class ProgressDisplay(L.Callback):
     """Shows the step, the loss and the time left: a row on a terminal, else log lines, in a study a note."""
 
     EVERY = 8.0  # below that of a heartbeat
@@ -28,14 +28,14 @@ class Progress(L.Callback):
     def __init__(self, label: str = "training") -> None:
         self.label = label
         self._start, self._first, self._said, self._noted = 0.0, 0, 0.0, 0.0
-        self._row = Row(label, 0, 0)
+        self._row = ProgressRow(label, 0, 0)
         self._drawing = ExitStack()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Starts the clock and the display."""
         self._start, self._first = time.perf_counter(), trainer.global_step
         self._said = self._start
-        self._row = Row(self.label, trainer.global_step, int(trainer.estimated_stepping_batches))
+        self._row = ProgressRow(self.label, trainer.global_step, int(trainer.estimated_stepping_batches))
         note(self._row)
         if not is_noted():
             self._drawing.enter_context(display(lambda: [self._row]))
@@ -49,7 +49,7 @@ class Progress(L.Callback):
         step, total, now = trainer.global_step, self._row.total, time.perf_counter()
         pace = (now - self._start) / max(1, step - self._first)
         loss = float(trainer.callback_metrics.get("train/loss", float("nan")))
-        self._row = Row(self.label, step, total, loss, pace * (total - step))
+        self._row = ProgressRow(self.label, step, total, loss, pace * (total - step))
         if is_noted() and now - self._noted > WRITTEN_EVERY:
             self._noted = now
             note(self._row)

@@ -40,7 +40,7 @@ def whole(folder: Path) -> Path:
 
 
 @contextmanager
-def replaced(folder: Path) -> Iterator[Path]:
+def replace_folder(folder: Path) -> Iterator[Path]:
     """Opens an empty folder beside ``folder`` to write into; it takes the place of ``folder`` when the block ends well.
 
     Its files are on the disk before. When the block or the disk fails, ``folder`` is as it was.

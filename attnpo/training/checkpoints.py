@@ -20,7 +20,7 @@ from torch import Tensor
 from attnpo.models.lora import Rounding
 from attnpo.schema import UserError
 from attnpo.system.files import seal
-from attnpo.training.checkpoint_folders import STATE, newest, read_account, replaced, whole, write_account
+from attnpo.training.checkpoint_folders import STATE, newest, read_account, replace_folder, whole, write_account
 from attnpo.training.export import ADAPTER, Exporter
 from attnpo.training.metrics_file import METRICS, merge_metrics
 from attnpo.training.nonfinite import check_weights
@@ -101,7 +101,7 @@ class CheckpointFolder(L.Callback):
             if not trainer.is_global_zero:
                 raise
             log.debug("saving %s failed", self.folder, exc_info=True)
-            raise UserError(unsaved(self.folder, trainer.global_step, problem)) from problem
+            raise UserError(describe_save_error(self.folder, trainer.global_step, problem)) from problem
         trainer.strategy.barrier(f"save {self.folder.name}")
         if export and trainer.is_global_zero:
             log.info("%s holds the policy of optimiser step %d", self.folder, trainer.global_step)
@@ -130,7 +130,7 @@ class CheckpointFolder(L.Callback):
             new = self.folder
             if trainer.is_global_zero:
                 flush_metrics(trainer, self.folder.parent)
-                new = stack.enter_context(replaced(self.folder))
+                new = stack.enter_context(replace_folder(self.folder))
             new = trainer.strategy.broadcast(new)
             if state is None:
                 trainer.save_checkpoint(new / STATE, weights_only=False)
@@ -302,7 +302,7 @@ class LastCheckpoint(CheckpointFolder):
                 self.save(trainer, export=True, state=state)
 
 
-def unsaved(folder: Path, step: int, problem: Exception) -> str:
+def describe_save_error(folder: Path, step: int, problem: Exception) -> str:
     """Returns what to tell the user when ``folder`` could not be saved after ``step``, in one line."""
     lines = str(problem).strip().splitlines() or [type(problem).__name__]
     place = next(path for path in folder.parents if path.is_dir())

@@ -8,7 +8,7 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
 from attnpo.data.datamodule import PreferenceDataModule
-from attnpo.models.logps import gathered
+from attnpo.models.logps import to_full_tensor
 from attnpo.schema import UserError
 
 Value = TypeVar("Value")
@@ -68,6 +68,6 @@ class WholePolicy(L.Callback):
             return
         self.state = {}
         for name, value in policy.state_dict().items():
-            whole = gathered(value).detach()
+            whole = to_full_tensor(value).detach()
             if trainer.is_global_zero:
                 self.state[name] = whole.cpu()

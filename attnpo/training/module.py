@@ -22,14 +22,14 @@ from transformers import PreTrainedModel
 from attnpo.models.backbone import frozen, layer_stack
 from attnpo.models.input_gradient import input_gradient
 from attnpo.models.loading import check_rotary
-from attnpo.models.logps import gathered
+from attnpo.models.logps import to_full_tensor
 from attnpo.models.lora import parents
 from attnpo.models.router import ROUTER, load_balancing
 from attnpo.models.scored import ScoredLM
 from attnpo.objectives.base import PreferenceObjective, StepObjective
 from attnpo.schema import Kind, ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats, UserError, join_names
 from attnpo.training.gather import from_all_ranks
-from attnpo.training.nonfinite import SHOWN, Scored, advice, detach, nonfinite_pairs, save_step
+from attnpo.training.nonfinite import SHOWN, MicroBatchRecord, advice, detach, nonfinite_pairs, save_step
 from attnpo.training.optimizer import Optimizer, norms_and_biases
 from attnpo.training.pair_values import pair_values, read_tokens
 from attnpo.training.resume_state import Checkpoint
@@ -129,7 +129,7 @@ class PreferenceModule(L.LightningModule):
         self.sharded = False
         self.one_fit = False  # whether nothing but the policy is asked for after training, which then ends sooner
         self.updated = False  # whether an update has begun since training did
-        self._scored: list[Scored] = []  # the micro-batches of the current optimiser step
+        self._scored: list[MicroBatchRecord] = []  # the micro-batches of the current optimiser step
         self._losses: list[tuple[tuple[str, ...], Tensor]] = []  # of the pairs of the current validation
         self._state: dict[str, Tensor] = {}  # what the objective summed over the rows ahead of the current step
         self._warned = False  # of a validation loss that is not finite
@@ -284,7 +284,7 @@ class PreferenceModule(L.LightningModule):
         """
         batch, policy, reference, output = self.score(batch)
         with torch.no_grad():
-            self._scored.append(Scored.of(batch, policy, reference, output))
+            self._scored.append(MicroBatchRecord.of(batch, policy, reference, output))
             self.window.update({**pair_values(policy, output, batch), "tokens": read_tokens(batch)})
         scale = self.trainer.accumulate_grad_batches * self.trainer.world_size / batch.step_pairs
         return (output.losses * batch.pair_weight).sum() * scale
@@ -295,7 +295,7 @@ class PreferenceModule(L.LightningModule):
         lr = float(optimizer.param_groups[0]["lr"])  # some optimisers keep it as a tensor
         values = {f"train/{name}": value for name, value in self.window.compute().items()}
         self.window.reset()
-        norm = gathered(
+        norm = to_full_tensor(
             torch.nn.utils.get_total_norm([p.grad.detach() for p in self.policy.parameters() if p.grad is not None])
         )
         if not bool((values["train/loss"].isfinite() & norm.isfinite()).item()):

@@ -33,7 +33,7 @@ SHOWN = 8  # pairs named in a message; all of them are in the file
 
 
 @dataclass(frozen=True)
-class Scored:
+class MicroBatchRecord:
     """One scored micro-batch as it is kept until the optimiser steps: losses and statistics without their graph."""
 
     batch: PreferenceBatch
@@ -44,7 +44,7 @@ class Scored:
     @classmethod
     def of(
         cls, batch: PreferenceBatch, policy: TokenStats, reference: TokenStats | None, output: ObjectiveOutput
-    ) -> "Scored":
+    ) -> "MicroBatchRecord":
         """Returns the micro-batch with its pairs' losses as they enter the step; hidden states are not kept."""
         losses = output.losses.detach() * batch.pair_weight
         kept = [None if stats is None else detach(stats, hidden=False) for stats in (policy, reference)]
@@ -61,7 +61,7 @@ def nonfinite_pairs(scored: Iterable[tuple[Sequence[str], Float[Tensor, " pairs"
     ]
 
 
-def nonfinite_inputs(scored: Sequence[Scored]) -> list[str]:
+def nonfinite_inputs(scored: Sequence[MicroBatchRecord]) -> list[str]:
     """Names what the objective read and is not finite in the pairs with a non-finite loss, off the mask nothing."""
     names = [
         name
@@ -73,7 +73,7 @@ def nonfinite_inputs(scored: Sequence[Scored]) -> list[str]:
 
 
 def save_step(
-    scored: Sequence[Scored],
+    scored: Sequence[MicroBatchRecord],
     gradients: Mapping[str, Tensor],
     path: Path,
     step: int,
@@ -175,7 +175,7 @@ def _what_stands(trainer: L.Trainer) -> str:
     return f"{stands}. Try {advice(module.recipe.lr, 'a smaller trainer.gradient_clip_val', str(trainer.precision))}"
 
 
-def _finite_inputs(item: Scored) -> dict[str, Bool[Tensor, " pairs"]]:
+def _finite_inputs(item: MicroBatchRecord) -> dict[str, Bool[Tensor, " pairs"]]:
     rows = item.batch.main
     per_token = {"policy log-probs": item.policy.logps}
     if item.reference is not None:
@@ -211,7 +211,7 @@ def _plain(value: object) -> object:
     """Returns the value as plain containers: dataclasses as dicts, tuples as lists, tensors on the CPU."""
     if isinstance(value, Tensor):
         return value.detach().cpu()
-    if isinstance(value, Scored):
+    if isinstance(value, MicroBatchRecord):
         return {"pair_ids": list(value.batch.pair_ids), **{name: _plain(item) for name, item in vars(value).items()}}
     if isinstance(value, PreferenceBatch | RowGroup | ModelInputs | TokenStats | InputGradient):
         return {name: _plain(item) for name, item in vars(value).items()}

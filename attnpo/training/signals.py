@@ -61,7 +61,7 @@ class Interruption(L.Callback):
         self._before = {}
 
     # ------------------------------------------------------------------------------------------- obeying
-    def _agreed(self, trainer: L.Trainer) -> bool:
+    def _any_signal(self, trainer: L.Trainer) -> bool:
         """Returns whether a signal came on any rank; then ``signum`` is set on every rank."""
         number = self._noted or 0
         if trainer.world_size > 1:
@@ -72,14 +72,14 @@ class Interruption(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Leaves training before its first step if a signal came: nothing of it needs saving."""
-        if self._agreed(trainer):
+        if self._any_signal(trainer):
             raise KeyboardInterrupt
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         """Ends training after an optimiser step if a signal came."""
-        if not step_ended(trainer, batch_idx) or validation_follows(trainer) or not self._agreed(trainer):
+        if not step_ended(trainer, batch_idx) or validation_follows(trainer) or not self._any_signal(trainer):
             return
         trainer.limit_val_batches = 0  # else Lightning would validate before it stops
         trainer.should_stop = True
@@ -94,20 +94,20 @@ class Interruption(L.Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Leaves the validation before training if a signal came: there is nothing to save yet."""
-        if trainer.state.fn == "validate" and self._agreed(trainer):
+        if trainer.state.fn == "validate" and self._any_signal(trainer):
             raise KeyboardInterrupt
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Ends training after this validation if a signal came."""
-        if trainer.state.fn == "fit" and self._agreed(trainer):
+        if trainer.state.fn == "fit" and self._any_signal(trainer):
             trainer.should_stop = True
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Notes on every rank a signal that came too late for a step: while the last of them was saved."""
-        self._agreed(trainer)
+        self._any_signal(trainer)
 
     @contextmanager
-    def reported(self, trainer: L.Trainer, total: int, saved: Path | None) -> Iterator[None]:
+    def handle_signals(self, trainer: L.Trainer, total: int, saved: Path | None) -> Iterator[None]:
         """Opens a context for validating and fitting, in which signals are noted from beginning to end.
 
         Raises ``Interrupted`` where one ended them (``saved``: the folder with the state), and KeyboardInterrupt of the

@@ -16,9 +16,9 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import ModelParallelStrategy
 
-from attnpo.config.reader import located
+from attnpo.config.reader import import_target
 from attnpo.schema import UserError
-from attnpo.training.callbacks import Movement, Progress, Validation
+from attnpo.training.callbacks import Movement, ProgressDisplay, Validation
 from attnpo.training.checkpoints import BestCheckpoint, LastCheckpoint, StraightIO
 from attnpo.training.export import Exporter
 from attnpo.training.resume_state import Continuation
@@ -49,7 +49,7 @@ def make_callbacks(
         callbacks.append(LastCheckpoint(folder / "last", exporter, settings.save_every, account))
         callbacks.append(BestCheckpoint(folder / "best", exporter, settings.monitor, settings.direction, account))
     if trainer.progress:
-        callbacks.append(Progress(folder.name))
+        callbacks.append(ProgressDisplay(folder.name))
     return [*callbacks, *make_extra(settings.extra or {})]
 
 
@@ -58,7 +58,7 @@ def make_extra(extra: Mapping[str, Mapping[str, object]]) -> list[Callback]:
     made = []
     for name, node in extra.items():
         key, given = f"callbacks.extra.{name}", {word: value for word, value in node.items() if word != "_target_"}
-        target, problem = located(str(node.get("_target_")), "class")
+        target, problem = import_target(str(node.get("_target_")), "class")
         if problem:
             raise UserError(f"{key}._target_: {problem}")
         if not (isinstance(target, type) and issubclass(target, Callback)):

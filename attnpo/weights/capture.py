@@ -20,7 +20,7 @@ from torch import Tensor
 from attnpo.judge.base import CAPTURE_VERSION
 from attnpo.judge.layers import Row, layer_column
 from attnpo.schema import SIDES, PairWeights, PreferencePair, Round, TokenWeights, TraceLength, UserError, ids_of
-from attnpo.system.store import Array, Cell, Store, Table, array_in, fields_in
+from attnpo.system.store import Array, Cell, Store, StoreTable, array_in, fields_in
 from attnpo.text.chat import RefusedText
 from attnpo.weights.base import WeightSource
 
@@ -102,7 +102,7 @@ def show_pairs(
 
 
 def store_captured(
-    table: Table, captured: Sequence[PairWeights], layers: Sequence[Row], seconds: float | None = None
+    table: StoreTable, captured: Sequence[PairWeights], layers: Sequence[Row], seconds: float | None = None
 ) -> None:
     """Appends the rows of ``layers`` (the order of the weight rows), the tokens they stand on, and the verdicts.
 
@@ -127,7 +127,7 @@ def store_captured(
     table.append(rows, seconds)
 
 
-def load_captured(table: Table, pair_ids: Sequence[str], layers: Sequence[Row]) -> dict[str, PairWeights]:
+def load_captured(table: StoreTable, pair_ids: Sequence[str], layers: Sequence[Row]) -> dict[str, PairWeights]:
     """Returns the stored pairs with rows of ``layers`` in that order, and verdicts where they were read.
 
     What a judge could not be shown is ``Unreadable``. UserError when a pair or a layer is missing.
@@ -142,7 +142,7 @@ def load_captured(table: Table, pair_ids: Sequence[str], layers: Sequence[Row]) 
 class CapturedRows(Mapping[str, PairWeights]):
     """Captured weights of pairs, read from the store's table some pairs at a time, in their order."""
 
-    def __init__(self, table: Table, pair_ids: Sequence[str], layers: Sequence[Row]) -> None:
+    def __init__(self, table: StoreTable, pair_ids: Sequence[str], layers: Sequence[Row]) -> None:
         self._table, self._ids, self._layers = table, pair_ids, layers
         self._places = {pair_id: place for place, pair_id in enumerate(pair_ids)}
         self._some: dict[str, PairWeights] = {}
@@ -168,7 +168,7 @@ class CapturedRows(Mapping[str, PairWeights]):
         return len(self._ids)
 
 
-def unreadable_pairs(table: Table, pair_ids: Sequence[str]) -> dict[str, Unreadable]:
+def unreadable_pairs(table: StoreTable, pair_ids: Sequence[str]) -> dict[str, Unreadable]:
     """Returns those of ``pair_ids`` stored as pairs that the judge cannot be shown, in their order, with the reason.
 
     Pairs that are not stored (yet) are no error.
@@ -240,7 +240,7 @@ def ensure_captured(
 
 
 def _fill(
-    table: Table,
+    table: StoreTable,
     pairs: Sequence[PreferencePair],
     places: Mapping[str, int],
     source: WeightSource,
@@ -271,7 +271,7 @@ def _fill(
 
 
 def _by_missing_layers(
-    table: Table, pair_ids: Sequence[str], layers: tuple[Row, ...]
+    table: StoreTable, pair_ids: Sequence[str], layers: tuple[Row, ...]
 ) -> list[tuple[list[str], tuple[Row, ...]]]:
     """Returns the pairs' ids grouped by the layers they lack, so that no stored layer is computed again."""
     present = table.columns_present(pair_ids)
@@ -287,14 +287,14 @@ def _by_missing_layers(
 LogpPair = tuple[Float[Tensor, " m"], Float[Tensor, " k"]]
 
 
-def store_logps(table: Table, logps: Mapping[str, LogpPair]) -> None:
+def store_logps(table: StoreTable, logps: Mapping[str, LogpPair]) -> None:
     """Appends float32 log-probabilities of the chosen and the rejected response tokens of each pair."""
     table.append({pair_id: {side: row.float() for side, row in zip(SIDES, rows, strict=True)}
                   for pair_id, rows in logps.items()})  # fmt: skip
 
 
 def load_logps(
-    table: Table, pair_ids: Sequence[str], lengths: Mapping[str, tuple[int, int]] | None = None
+    table: StoreTable, pair_ids: Sequence[str], lengths: Mapping[str, tuple[int, int]] | None = None
 ) -> dict[str, LogpPair]:
     """Returns the stored log-probabilities (chosen, rejected) of each pair id.
 

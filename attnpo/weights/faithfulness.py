@@ -85,7 +85,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Measured:
+class RemovalResult:
     """Log-odds in nats, averaged over both orders, towards the answer that the judge prefers with the whole responses.
 
     ``full``: with the whole responses. ``changes``: by name of the weights, mode and share. ``counts``: responses that
@@ -231,7 +231,7 @@ def measure(
     prompts: PromptBuilder,
     removal: Removal,
     progress: Callable[[int, int], None] | None = None,
-) -> Measured:
+) -> RemovalResult:
     """Returns the verdicts' log-odds with and without the tokens that each of ``sources`` weighs most.
 
     Pairs without a ranking in every source are left out, as are those whose shortened text the judge cannot be shown.
@@ -274,7 +274,7 @@ def measure(
             f"faithfulness: expected pairs that the judge can be shown with tokens removed, got none of {len(pairs)}; "
             "see the log for pairs that cannot be judged"
         )
-    return Measured(
+    return RemovalResult(
         pair_ids=tuple(pair.pair_id for pair, good in zip(usable, sound, strict=True) if good),
         full=(sign * full)[sound],
         changes={name: {key: Change(*both[:, sound]) for key, both in found.items()} for name, found in means.items()},
@@ -299,14 +299,14 @@ def _without(
     """Returns a pair's prompts without the top tokens, and those without random ones, in either order in turn."""
     key = f"{removal.seed}/{pair.pair_id}"
     picked = {side: _top(rows[side], share, f"{key}/{side}/ties") for side in SIDES}
-    chosen, rejected = (_shortened(pair.response(side), rows[side], picked[side], mode) for side in SIDES)
+    chosen, rejected = (_shorten(pair.response(side), rows[side], picked[side], mode) for side in SIDES)
     order, random = Random(f"{key}/order").randrange(2), []
     for draw in range(removal.draws):
         drawn = {
             side: matched_tokens(picked[side], len(rows[side].offsets), Random(f"{key}/{side}/{draw}"))
             for side in SIDES
         }
-        one, other = (_shortened(pair.response(side), rows[side], drawn[side], mode) for side in SIDES)
+        one, other = (_shorten(pair.response(side), rows[side], drawn[side], mode) for side in SIDES)
         random.append((place, one, other, (order + draw) % 2))
     return _in_both_orders(place, chosen, rejected), random
 
@@ -316,7 +316,7 @@ def _top(row: Ranking, share: float, key: str) -> set[int]:
     return top_tokens(row, count_of(share, size), Random(key)) if size else set()
 
 
-def _shortened(text: str, row: Ranking, picked: set[int], mode: Mode) -> str:
+def _shorten(text: str, row: Ranking, picked: set[int], mode: Mode) -> str:
     every = set(range(len(row.offsets)))
     return remaining_text(text, row.offsets, picked if mode is Mode.KEEP else every - picked) if every else text
 

@@ -145,7 +145,7 @@ def training_weights(
     """
     asked = PairToWeigh(captured, encoded, pair)
     finished = finished_weights(source, captured, encoded, layers=layers, pair=pair)
-    finished = _changed(source, asked.pair_id, finished, transforms)
+    finished = _replace_rows(source, asked.pair_id, finished, transforms)
     return _join(source, finished, [_land(source, asked, finished, side, align_method) for side in SIDES])
 
 
@@ -161,10 +161,10 @@ def weigh_pairs(
     _check(source)
     for chunk in _chunks(pairs):
         done, problem = _until_problem(
-            _changed(source, asked.pair_id, finished, transforms)
+            _replace_rows(source, asked.pair_id, finished, transforms)
             for asked, finished in zip(chunk, _finish_chunk(source, chunk, layers), strict=True)
         )
-        at_once = iter(_carried(source, chunk, done, align_method))
+        at_once = iter(_carry(source, chunk, done, align_method))
         for asked, finished in zip(chunk, done, strict=False):
             sides = [next(at_once) or _land(source, asked, finished, side, align_method) for side in SIDES]
             yield _join(source, finished, sides)
@@ -206,11 +206,11 @@ def _until_problem(items: Iterable[_T]) -> tuple[list[_T], Exception | None]:
     return done, None
 
 
-def _changed(
+def _replace_rows(
     source: WeightSource, pair_id: str, finished: dict[str, Finished], transforms: Sequence[WeightTransform]
 ) -> dict[str, Finished]:
     for transform in () if isinstance(source, OnlineSource) else transforms:
-        finished = transformed(transform, finished, pair_id)
+        finished = apply_transform(transform, finished, pair_id)
     return finished
 
 
@@ -240,7 +240,7 @@ def _finish_chunk(
     source: WeightSource, chunk: Sequence[PairToWeigh], layers: tuple[Row, ...]
 ) -> Iterator[dict[str, Finished]]:
     selected, problem = _until_problem(_select(source, asked, layers) for asked in chunk)
-    at_once = iter(_averaged(source, chunk, selected))
+    at_once = iter(_average_rounds(source, chunk, selected))
     for asked, captured in zip(chunk, selected, strict=False):
         both = {side: row for side, row in zip(SIDES, (next(at_once), next(at_once)), strict=True) if row is not None}
         yield both if len(both) == len(SIDES) else _finish_selected(source, asked, captured)
@@ -248,7 +248,7 @@ def _finish_chunk(
         raise problem
 
 
-def _averaged(
+def _average_rounds(
     source: WeightSource, chunk: Sequence[PairToWeigh], selected: Sequence[PairWeights | None]
 ) -> list[Finished | None]:
     """Returns both responses of each pair, chosen first, from plain rounds of distributions; None for the others."""
@@ -273,7 +273,7 @@ def _said(source: WeightSource, rounds: Sequence[TokenWeights]) -> Bool[Tensor, 
     return torch.cat([row.weights for row in rounds]).ne(0).any(dim=0) if source.partial else None
 
 
-def _carried(
+def _carry(
     source: WeightSource, chunk: Sequence[PairToWeigh], done: Sequence[Mapping[str, Finished]], method: AlignMethod
 ) -> list[Landed | None]:
     """Returns both responses of each pair, chosen first, where tokens begin alike on both sides; else None."""
@@ -365,17 +365,17 @@ def weight_rows(finished: Mapping[str, Finished], pair_id: str) -> dict[str, Wei
     }
 
 
-def transformed(transform: WeightTransform, finished: Mapping[str, Finished], pair_id: str) -> dict[str, Finished]:
+def apply_transform(transform: WeightTransform, finished: Mapping[str, Finished], pair_id: str) -> dict[str, Finished]:
     """Returns both responses' weights after ``transform``. UserError naming the pair for other numbers."""
     changed = {}
     for side, row in weight_rows(finished, pair_id).items():
         weights = finished[side].weights.clone()
-        weights[finished[side].changeable] = _applied(transform, row)
+        weights[finished[side].changeable] = _apply_to_row(transform, row)
         changed[side] = replace(finished[side], weights=weights)
     return changed
 
 
-def _applied(transform: WeightTransform, row: WeightRow) -> Float[Tensor, " n"]:
+def _apply_to_row(transform: WeightTransform, row: WeightRow) -> Float[Tensor, " n"]:
     """Returns the row's weights after ``transform``, in their own type. UserError naming the pair."""
     weights, where = transform(row), f"pair {row.pair_id}, {row.side}, after {type(transform).__name__}"
     if weights.shape != row.weights.shape:
@@ -398,12 +398,12 @@ def transformed_batch(
         other = counts[(1 - side) * batch.pairs + pair]
         row = WeightRow(changed[place, kept], ids[place, kept], batch.pair_ids[pair], SIDES[side], other)
         for transform in transforms:
-            row = replace(row, weights=_applied(transform, row))
+            row = replace(row, weights=_apply_to_row(transform, row))
         changed[place, kept] = row.weights
     return changed.to(weights.device)
 
 
-def fitted(
+def fit_in_order(
     transforms: Sequence[WeightTransform], finished: Mapping[str, Mapping[str, Finished]]
 ) -> tuple[WeightTransform, ...]:
     """Returns the transforms, each fitted on the training rows (by pair id) as those before it leave them."""
@@ -415,7 +415,7 @@ def fitted(
             transform = transform.fit(rows)
         done.append(transform)
         if any(later.needs_fit for later in transforms[place + 1 :]):
-            pending = {pair_id: transformed(transform, sides, pair_id) for pair_id, sides in pending.items()}
+            pending = {pair_id: apply_transform(transform, sides, pair_id) for pair_id, sides in pending.items()}
     return tuple(done)
 
 

@@ -17,7 +17,7 @@ from attnpo.judge.reader import RewardModel
 from attnpo.models.described import token_rows
 from attnpo.models.generate import chat_generator, ends_of_folder, longest_sequence
 from attnpo.models.loading import (
-    described,
+    inspect_model,
     load_model,
     load_tokenizer,
     model_depth,
@@ -26,7 +26,7 @@ from attnpo.models.loading import (
 )
 from attnpo.models.spec import ModelSpec
 from attnpo.schema import SIDES, Generator, Message, PairWeights, PreferencePair, Sampling, UserError, digest
-from attnpo.system.store import Store, Table
+from attnpo.system.store import Store, StoreTable
 from attnpo.text.chat import ChatFormat
 from attnpo.text.traces import judged_text
 from attnpo.weights.score_parser import read_answer
@@ -36,7 +36,7 @@ from attnpo.weights.verbalizer_settings import ScoreQuestions, Verbalizer
 
 
 @dataclass(frozen=True)
-class AnswerStatistics:
+class VerbalizerStatistics:
     """Account of the answers about the responses of ``pairs`` pairs.
 
     ``parsed``: answers with at least one usable part, of ``answers``. ``parts``: usable parts in all. ``coverage``:
@@ -66,7 +66,7 @@ class AnswerStatistics:
 
 def answer_statistics(
     pairs: Sequence[PreferencePair], captured: Mapping[str, PairWeights], answers: Mapping[tuple[str, str], str]
-) -> AnswerStatistics:
+) -> VerbalizerStatistics:
     """Returns the statistics of ``pairs``, rows in ``captured`` and texts of ``answers`` by (pair id, side)."""
     problems: Counter[str] = Counter()
     shares, parsed, parts, read, lost, unasked = [], 0, 0, 0, 0, 0
@@ -89,7 +89,9 @@ def answer_statistics(
             parts += len(reading.spans)
             problems.update(reading.problems)
     coverage = sum(shares) / len(shares) if shares else 0.0
-    return AnswerStatistics(len(unique), read, parsed, parts, coverage, dict(sorted(problems.items())), unasked, lost)
+    return VerbalizerStatistics(
+        len(unique), read, parsed, parts, coverage, dict(sorted(problems.items())), unasked, lost
+    )
 
 
 log = logging.getLogger(__name__)
@@ -154,7 +156,7 @@ class RunVerbalizer(WeightReader):
             "code": ANSWERS_VERSION,
         }
 
-    def _answers(self) -> Table:
+    def _answers(self) -> StoreTable:
         return self._store.table(ANSWERS, self.fingerprint())
 
     def load(self, device: torch.device) -> LoadedVerbalizer:
@@ -181,7 +183,9 @@ class RunVerbalizer(WeightReader):
         """Returns every setting of questions and tokens that changes a number."""
         return self.questions.fingerprint()
 
-    def count_answers(self, pairs: Sequence[PreferencePair], captured: Mapping[str, PairWeights]) -> AnswerStatistics:
+    def count_answers(
+        self, pairs: Sequence[PreferencePair], captured: Mapping[str, PairWeights]
+    ) -> VerbalizerStatistics:
         """Returns how well the answers about ``pairs`` could be read, from the texts in the store."""
         asked = {
             (pair.pair_id, side): prompt_key(self.questions.messages(pair, side))
@@ -198,7 +202,7 @@ def prompt_key(prompt: Sequence[Message]) -> str:
     return digest([[turn["role"], turn["content"]] for turn in prompt])[:32]
 
 
-def stored_answers(table: Table, keys: Sequence[str]) -> dict[str, str]:
+def stored_answers(table: StoreTable, keys: Sequence[str]) -> dict[str, str]:
     """Returns the stored answers among ``keys``."""
     known = [key for key, columns in table.columns_present(keys).items() if ANSWER in columns]
     return {key: str(row[ANSWER]) for key, row in table.read(known, [ANSWER]).items()}
@@ -211,7 +215,7 @@ class StoredAnswers:
     whenever there are ``at_once`` of them: an interruption loses no more.
     """
 
-    def __init__(self, table: Table, make: Callable[[], Generator], at_once: int = 64) -> None:
+    def __init__(self, table: StoreTable, make: Callable[[], Generator], at_once: int = 64) -> None:
         self.table, self.make, self.at_once = table, make, at_once
         self._generator: Generator | None = None
 
@@ -266,7 +270,7 @@ class RunReward(AttentionReader):
 
         UserError when none can be read.
         """
-        found = described(self.path, self.revision)
+        found = inspect_model(self.path, self.revision)
         if found.mapped or not found.layers:
             raise UserError(
                 f"weights.path={self.path}: no layer of {found.name} has softmax attention that can be read, since "

@@ -23,13 +23,13 @@ class ScoredSpan:
 
 
 @dataclass(frozen=True)
-class Reading:
+class ParsedScores:
     """Usable spans of one answer in order, and what could not be used, counted by reason."""
 
     spans: list[ScoredSpan]
     problems: Counter[str] = field(default_factory=Counter)
 
-    def covered(self, length: int) -> float:
+    def coverage(self, length: int) -> float:
         """Returns the share of the response's ``length`` characters with a score."""
         return sum(span.end - span.start for span in self.spans) / max(1, length)
 
@@ -40,7 +40,7 @@ NOT_IN_RESPONSE = "part is not in the response"
 EMPTY_PART = "part without text"
 
 
-def read_answer(answer: str, response: str) -> Reading:
+def read_answer(answer: str, response: str) -> ParsedScores:
     """Returns the scored spans of ``response`` that ``answer`` names.
 
     Understood: JSON objects, pairs and lists of them, however nested (in a code fence, cut off at the end, with
@@ -50,13 +50,13 @@ def read_answer(answer: str, response: str) -> Reading:
     """
     readings = [_reading(parts, response) for parts in (_json_parts(answer), _line_parts(answer)) if parts]
     if not readings:
-        return Reading([], Counter({NO_PARTS: 1}))
-    return max(readings, key=lambda reading: reading.covered(len(response)))  # of equal ones the first: JSON
+        return ParsedScores([], Counter({NO_PARTS: 1}))
+    return max(readings, key=lambda reading: reading.coverage(len(response)))  # of equal ones the first: JSON
 
 
-def _reading(parts: Sequence[tuple[str, float | None]], response: str) -> Reading:
+def _reading(parts: Sequence[tuple[str, float | None]], response: str) -> ParsedScores:
     problems: Counter[str] = Counter()
-    return Reading(_locate(_usable(parts, problems), response, problems), problems)
+    return ParsedScores(_locate(_usable(parts, problems), response, problems), problems)
 
 
 def _usable(parts: Sequence[tuple[str, float | None]], problems: Counter[str]) -> Iterator[tuple[str, float]]:
@@ -96,7 +96,7 @@ def _json_parts(answer: str) -> list[tuple[str, float | None]]:
     parts: list[tuple[str, float | None]] = []
     place = 0
     while (start := _OPENING.search(answer, place)) is not None:
-        value, place = _decoded(answer, start.start())
+        value, place = _decode_json(answer, start.start())
         parts += _in_value(value)
     return parts
 
@@ -106,7 +106,7 @@ def _line_parts(answer: str) -> list[tuple[str, float | None]]:
     return [item for line in answer.splitlines() if (item := _from_line(line)) is not None]
 
 
-def _decoded(answer: str, start: int) -> tuple[object, int]:
+def _decode_json(answer: str, start: int) -> tuple[object, int]:
     """Returns the JSON value at ``start`` and its end; None and the next place where there is no sound one."""
     try:
         return _JSON.raw_decode(answer, start)
@@ -159,20 +159,20 @@ def _number(value: object) -> float | None:
     if isinstance(value, int | float):
         return float(value) if abs(value) < _HUGE else None
     match = re.fullmatch(rf"\s*{_SCORE}\s*", value) if isinstance(value, str) else None
-    return None if match is None else _scaled(match)
+    return None if match is None else _score_value(match)
 
 
-def _scaled(match: re.Match[str]) -> float | None:
+def _score_value(match: re.Match[str]) -> float | None:
     """Returns the number, unless it is one of another scale ("8/10")."""
     return None if match["of"] not in (None, str(HIGHEST)) else float(match["score"])
 
 
 def _from_line(line: str) -> tuple[str, float | None] | None:
     match = _PART_THEN_SCORE.match(line) or _SCORE_THEN_PART.match(line)
-    return None if match is None else (_unquoted(match["text"]), _scaled(match))
+    return None if match is None else (_strip_quotes(match["text"]), _score_value(match))
 
 
-def _unquoted(text: str) -> str:
+def _strip_quotes(text: str) -> str:
     text = text.strip().strip("|").strip().removeprefix("**").removesuffix("**")
     for left, right in (('"', '"'), ("'", "'"), ("“", "”"), ("«", "»"), ("`", "`")):
         if len(text) > 1 and text.startswith(left) and text.endswith(right):
@@ -185,7 +185,7 @@ def _unquoted(text: str) -> str:
 _SAME = str.maketrans({"\u201c": '"', "\u201d": '"', "\u2018": "'", "\u2019": "'", "\u2013": "-", "\u2014": "-"})
 
 
-def _folded(text: str) -> tuple[str, list[int]]:
+def _fold_text(text: str) -> tuple[str, list[int]]:
     """Returns text with blanks, quotation marks and case made alike, and where each character comes from."""
     letters: list[str] = []
     places: list[int] = []
@@ -203,11 +203,11 @@ def _folded(text: str) -> tuple[str, list[int]]:
 
 def _locate(parts: Iterable[tuple[str, float]], response: str, problems: Counter[str]) -> list[ScoredSpan]:
     """Returns where the parts stand, without overlap, in order of their place."""
-    text, places = _folded(response)
+    text, places = _fold_text(response)
     taken = [False] * len(text)
     spans, cursor = [], 0
     for quoted, score in parts:
-        wanted = _folded(quoted)[0].strip()
+        wanted = _fold_text(quoted)[0].strip()
         start = next(
             (place for place in _occurrences(text, wanted, cursor) if not any(taken[place : place + len(wanted)])), None
         )

@@ -83,7 +83,7 @@ def collect(study: StudyResults, name: str, level: float, harvest: Harvest) -> l
     measured, notes = analyses_in(study.path)
     for label, control in comparisons(arms):
         mine, other = ([one[:2] for one in study.finished_points(arm)] for arm in (label, control))
-        settings = comparable_settings(arms[control])
+        settings = with_paths(arms[control])
         base = digest({key: value for key, value in settings.items() if key not in (LR, BETA)})
         for seed in sorted({point.seed for point, _ in mine}):
             one, control_one = ([run for run in runs if run[0].seed == seed] for runs in (mine, other))
@@ -95,7 +95,7 @@ def collect(study: StudyResults, name: str, level: float, harvest: Harvest) -> l
             place = f"{name}: {point.arm.world}" if point.arm.world else name
             known = known_before(result, arms[label], measured.get((clean(point.arm.world), seed), {}))
             grids = [sorted(point.values for point, _ in runs) for runs in (one, control_one)]
-            key = digest({"arm": comparable_settings(arms[label]), "base": base, "grids": grids, "seed": seed})
+            key = digest({"arm": with_paths(arms[label]), "base": base, "grids": grids, "seed": seed})
             harvest.add(key, harvest.names.setdefault(base, place), seed, f"{place}, seed {seed}", gain, known)
     return notes
 
@@ -110,7 +110,7 @@ def comparisons(arms: Mapping[str, Record]) -> Iterator[tuple[str, str]]:
             yield from ((label, one) for one in same[:1])
 
 
-def comparable_settings(record: Record) -> dict[str, object]:
+def with_paths(record: Record) -> dict[str, object]:
     """Returns what decides an arm's numbers, equal whichever version wrote it and whether drift was measured or not."""
     return {
         key: value

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from attnpo.cli.terminal import as_called, guarded, hear_signals, reporting
+from attnpo.cli.terminal import as_called, hear_signals, reporting, run_guarded
 
 EXAMPLE = """\
 example:
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     chosen = parser.parse_args(arguments)
     with reporting(bars=False):
-        return guarded(lambda: _study(chosen.folder, markdown=chosen.markdown))
+        return run_guarded(lambda: _study(chosen.folder, markdown=chosen.markdown))
 
 
 def _study(folder: Path, *, markdown: bool) -> int:

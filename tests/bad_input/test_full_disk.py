@@ -17,7 +17,7 @@ import pytest
 from attnpo import evaluate, fit, generate, pair, report, show, weigh
 from attnpo.cli.entry import run_entry
 from attnpo.evaluation.chat import GradingCall, GradingReply
-from attnpo.evaluation.jsonl_store import JsonlStore, ReplyStore, Row
+from attnpo.evaluation.jsonl_store import JsonlStore, KeyedRow, ReplyStore
 from attnpo.lab.studies import workers
 from attnpo.schema import Message
 from tests.bad_input.conftest import Record
@@ -185,7 +185,7 @@ def test_a_folder_that_is_removed_beneath_a_command_is_told(
 ) -> None:
     append = JsonlStore.append
 
-    def remove(self: JsonlStore[Row], rows: Iterable[Row]) -> None:
+    def remove(self: JsonlStore[KeyedRow], rows: Iterable[KeyedRow]) -> None:
         shutil.rmtree(self.path.parent)
         append(self, rows)
 

@@ -12,7 +12,7 @@ from attnpo.evaluation.jsonl_store import ReplyStore, read_account
 from attnpo.run.folders import saved_config
 from attnpo.run.result import RunResult
 from attnpo.schema import UserError
-from attnpo.system.files import read_record, sealed
+from attnpo.system.files import read_checksums, read_record
 from attnpo.text.template import written
 from tests.bad_input.attempts import Attempts
 from tests.bad_input.conftest import Record
@@ -47,7 +47,7 @@ def test_a_file_nested_too_deeply_is_refused_by_its_name(case: str, tmp_path: Pa
 def test_a_record_nested_too_deeply_counts_as_damaged(tmp_path: Path) -> None:
     for name in ("record.json", "digests.json"):
         (tmp_path / name).write_text(DEEP)
-    assert read_record(tmp_path / "record.json") is None and sealed(tmp_path) == {}
+    assert read_record(tmp_path / "record.json") is None and read_checksums(tmp_path) == {}
     with pytest.raises(ValueError, match="nested too deeply"):
         RunResult.read(DEEP)
     with pytest.raises(ValueError, match="nested too deeply"):

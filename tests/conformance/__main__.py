@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from shutil import get_terminal_size
 from textwrap import fill
 
-from attnpo.cli.terminal import as_called, guarded, hear_signals, printable, reporting
+from attnpo.cli.terminal import as_called, hear_signals, printable, reporting, run_guarded
 
 FAMILIES = "families"
 DESCRIPTION = "Recompute golden records with the objects that training builds from its configuration."
@@ -43,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     with reporting(bars=False):
         if options.paths[0] == FAMILIES:
-            return guarded(lambda: _families(options.paths[1:]))
-        return guarded(lambda: _verify(options.paths, options.only))
+            return run_guarded(lambda: _families(options.paths[1:]))
+        return run_guarded(lambda: _verify(options.paths, options.only))
 
 
 def _verify(paths: Sequence[str], only: Sequence[str]) -> int:

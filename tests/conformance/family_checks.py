@@ -17,7 +17,7 @@ from attnpo.judge.base import JudgeReading
 from attnpo.judge.reader import CausalJudge, kernel_for
 from attnpo.models.described import Described
 from attnpo.models.layouts import LAYOUTS, Layout, Sequences, padded
-from attnpo.models.loading import described, load_config, load_model
+from attnpo.models.loading import inspect_model, load_config, load_model
 from attnpo.models.memory import Shape
 from attnpo.models.packed_attention import attend_as_before
 from attnpo.models.scored import ScoredLM
@@ -76,7 +76,7 @@ class Held:
     @cached_property
     def description(self) -> Described:
         """The class, its attention, and the layers that have one to read."""
-        return described(self.folder)
+        return inspect_model(self.folder)
 
     @cached_property
     def eager(self) -> PreTrainedModel:

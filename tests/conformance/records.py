@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attnpo.config.compose import build, compose, groups
 from attnpo.schema import UserError
-from attnpo.system.files import shortened
+from attnpo.system.files import shorten
 from tests.conformance.fields import Record
 
 log = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class Comparison:
     def same(self, what: str, ours: object, expected: object) -> None:
         """Notes a problem unless both are equal. A difference counts as an infinite error."""
         if ours != expected:
-            texts = f"expected {shortened(str(expected))}, got {shortened(str(ours))}"
+            texts = f"expected {shorten(str(expected))}, got {shorten(str(ours))}"
             self.mismatch(f"{what}: {texts}{_first_difference(ours, expected)}")
 
     def require(self, holds: bool, problem: str) -> None:

@@ -14,7 +14,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from attnpo import fit, generate, report
-from attnpo.config.compose import compose, load, typed
+from attnpo.config.compose import compose, load, parse_as
 from attnpo.lab.studies import runner
 from attnpo.lab.studies.arms import Composed
 from attnpo.lab.studies.bases import Basis
@@ -69,7 +69,7 @@ def changed(composed: DictConfig, *more: str) -> FitConfig:
     for override in more:
         key, _, value = override.partition("=")
         OmegaConf.update(cfg, key, None if value == "null" else value)
-    root = typed(cfg, FitConfig)
+    root = parse_as(cfg, FitConfig)
     return root
 
 
@@ -161,8 +161,8 @@ def test_a_state_is_not_read_again_for_its_digest(runs: Runs, tmp_path: Path, mo
     assert read.count(STATE) == 1 and read.count("model.safetensors") >= 2
     monkeypatch.undo()
     for name in ("best", "last"):
-        assert files.changed(folder / name) is None
-        assert STATE in files.sealed(folder / name)
+        assert files.describe_change(folder / name) is None
+        assert STATE in files.read_checksums(folder / name)
 
 
 # ------------------------------------------------------------------------------------------------ going on
@@ -248,7 +248,7 @@ def finished(runs: Runs, folder: Path) -> RunResult | None:
     point, study = Point(Arm("uniform", ()), (), 0), Study("one", {"uniform": []})
     plan = SimpleNamespace(study=study, workers=Workers(1, None, None, 0))
     pace = Pace(folder.parent / "pace.json", "", 1)
-    so_far = runner.Progress(plan, folder.parent, pace, {(ONLY, 0): Basis(ONLY, 0)})  # type: ignore[arg-type]
+    so_far = runner.StudyProgress(plan, folder.parent, pace, {(ONLY, 0): Basis(ONLY, 0)})  # type: ignore[arg-type]
     own = {(ONLY, "uniform"): Composed(runs.composed, runs.world.overrides(*KEYS))}
     ran: list[Path] = []
 

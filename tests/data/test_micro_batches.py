@@ -100,7 +100,7 @@ def test_a_step_is_sorted_and_equal_pairs_keep_the_order_of_the_step() -> None:
     (hand,) = cutting.hands((4, 0, 3, 1, 2), 3, 1)
     assert hand == [(4, 0), (2, 3), (1,)]  # 10, 10 and 9 tokens
     assert cutting.hands([4, 0, 3, 1, 2], 3, 1) == [hand]
-    assert (cutting.needed((4, 0, 3, 1, 2), 1), cutting.needed((4, 0, 3, 1, 2), 2)) == (3, 2)
+    assert (cutting.min_micro_batches((4, 0, 3, 1, 2), 1), cutting.min_micro_batches((4, 0, 3, 1, 2), 2)) == (3, 2)
 
 
 def test_a_step_that_was_not_planned_for_is_no_silent_excess() -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from attnpo.display.explorer import ExplorerPair, View
+from attnpo.display.explorer import ExplorerPair, ExplorerView
 from attnpo.display.pair_record import WeighedResponse
 from attnpo.display.weighed_pair import WeighedPair
 from attnpo.schema import Message, PreferencePair
@@ -24,10 +24,12 @@ HARD = (
 )  # fmt: skip
 
 
-def views(layers: int, sources: tuple[str, ...] = ("attention", "rollout"), rounds: int = 3) -> list[View]:
+def views(layers: int, sources: tuple[str, ...] = ("attention", "rollout"), rounds: int = 3) -> list[ExplorerView]:
     """Views of every source, layer and round."""
     names = ("combined", "round 1", "round 2")[:rounds]
-    return [View(source, f"L{layer + 1}", one) for source in sources for layer in range(layers) for one in names]
+    return [
+        ExplorerView(source, f"L{layer + 1}", one) for source in sources for layer in range(layers) for one in names
+    ]
 
 
 def cut(text: str, every: int) -> WeighedResponse:
@@ -61,8 +63,8 @@ def weigh(side: WeighedResponse, rng: np.random.Generator, coverage: float = 1.0
 
 
 def pair_of(
-    number: int, prompt: str, sides: tuple[WeighedResponse, WeighedResponse], every: list[View]
-) -> dict[View, WeighedPair]:
+    number: int, prompt: str, sides: tuple[WeighedResponse, WeighedResponse], every: list[ExplorerView]
+) -> dict[ExplorerView, WeighedPair]:
     """A pair with weights of every view."""
     rng = np.random.default_rng(number)
     coverage = 1.0 if number % 3 else 0.8
@@ -82,7 +84,7 @@ def many(count: int, tokens: int, layers: int) -> list[ExplorerPair]:
     return pairs
 
 
-def hard(layers: int = 2) -> list[dict[View, WeighedPair]]:
+def hard(layers: int = 2) -> list[dict[ExplorerView, WeighedPair]]:
     """Pairs in several scripts, with markup, controls and surrogates in them, and log-probabilities."""
     pairs = []
     for number, (prompt, *texts) in enumerate(HARD):

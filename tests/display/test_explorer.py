@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from attnpo.display.explorer import Scale, View, encode_logps, explorer_html, write_explorer
+from attnpo.display.explorer import ExplorerView, Scale, encode_logps, explorer_html, write_explorer
 from attnpo.schema import UserError
 from tests.display.browser import Browser, browser
 from tests.display.explored import hard, many
@@ -94,7 +94,7 @@ def test_a_page_holds_every_number_of_its_pairs() -> None:
     assert [text for pair in told["pairs"] for text in pair["texts"]] == [side.text for side in sides]
     assert len(told["views"]) == 2 * 2 * 3
     for number, view in enumerate(told["views"]):
-        mine = View(view["source"], view["layer"], view["round"])
+        mine = ExplorerView(view["source"], view["layer"], view["round"])
         relative = np.concatenate([side.relative.numpy() for pair in pairs for _, side in pair[mine].sides])
         scale = Scale.over(relative)
         assert (view["low"], view["step"], view["signed"]) == (scale.low, scale.step, False)
@@ -191,7 +191,7 @@ def test_a_reader_searches_sorts_switches_and_hovers(tab: Browser, tmp_path: Pat
     first, told = shades(tab), []
     for name, value in (("layer", "L2"), ("round", "round 1"), ("source", "rollout")):
         chosen(tab, name, value)
-        expected = View(
+        expected = ExplorerView(
             *("rollout" if name == "source" else "attention", "L2", "combined" if name == "layer" else "round 1")
         )
         row = pairs[0][expected].chosen
@@ -214,7 +214,7 @@ def test_a_reader_searches_sorts_switches_and_hovers(tab: Browser, tmp_path: Pat
         state = tab.value("explorer.state()")
         values = [state[by][pair] for pair in state["order"]]
         assert values == sorted(values, reverse=name == "disagreement") and len(set(values)) > 1
-    rows, others = ([side.weights.numpy() for _, side in pairs[0][View(*one)].sides] for one in SECOND)
+    rows, others = ([side.weights.numpy() for _, side in pairs[0][ExplorerView(*one)].sides] for one in SECOND)
     apart = np.mean([np.abs(a - b).sum() / 2 for a, b in zip(rows, others, strict=True)])
     assert every["apart"][0] == pytest.approx(apart, abs=0.02)
     entropy = np.mean([-sum(w * math.log(w) for w in row if w) / math.log(len(row)) for row in rows])

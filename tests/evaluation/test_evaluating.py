@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from attnpo.evaluation.base import Graded, Measured, ModelAnswer, Question, Replies, Score, Subject
-from attnpo.evaluation.chat import Answerer, Asked, GradingCall, GradingFailure, GradingReply, Price, Reply
+from attnpo.evaluation.base import BenchmarkScore, Graded, ModelAnswer, Question, Replies, Subject, UngradedResult
+from attnpo.evaluation.chat import Answerer, ChatRequest, GradingCall, GradingFailure, GradingReply, Price, Reply
 from attnpo.evaluation.evaluate_config import EvaluateConfig, GradingRules
 from attnpo.evaluation.evaluating import LEFT_OUT, UNANSWERED, evaluate, graded_twice
 from attnpo.evaluation.result import RESULT, read_result
@@ -87,7 +87,7 @@ class EchoAnswerer:
     def key(self) -> dict[str, object]:
         return {"word": self.word}
 
-    def answer(self, asked: Sequence[Asked], sampling: Sampling) -> Iterator[Mapping[int, Reply]]:
+    def answer(self, asked: Sequence[ChatRequest], sampling: Sampling) -> Iterator[Mapping[int, Reply]]:
         for number, one in enumerate(asked):
             yield {number: Reply(f"{self.word} to {one.messages[-1]['content']} by {sampling.seed}", 5, "stop")}
 
@@ -112,7 +112,7 @@ def mark(call: GradingCall) -> str:
     return str(5 + call.round + 0.5 * call.repeat)
 
 
-def result_of(folder: Path) -> Score:
+def result_of(folder: Path) -> BenchmarkScore:
     found = read_result(folder)
     assert found is not None
     return found.scores[0]
@@ -291,9 +291,11 @@ class Size:
     def versions(self) -> dict[str, object]:
         return {}
 
-    def measure(self, subject: Subject) -> Measured:
+    def measure(self, subject: Subject) -> UngradedResult:
         assert subject.folder.is_dir()
-        return Measured(tuple(Score("size", self.factor * value) for value in self.found), {"left out": 1})
+        return UngradedResult(
+            tuple(BenchmarkScore("size", self.factor * value) for value in self.found), {"left out": 1}
+        )
 
 
 def test_a_measure_is_kept_and_another_setting_makes_it_anew(world: World, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from attnpo.config.compose import CONFIG_DIR, build
 from attnpo.data.rules import LengthRules, Overlong
-from attnpo.evaluation.base import Measure, Measured, Subject
+from attnpo.evaluation.base import Measure, Subject, UngradedResult
 from attnpo.evaluation.implicit_reward import SECTION_OF, SECTIONS, ImplicitReward, Orders, Ties, UnseenPairs, interval
 from attnpo.lab.testbed.pretrain import new_model
 from attnpo.lab.testbed.tokenizer import build_tokenizer
@@ -45,7 +45,7 @@ def subject_of(model: Path, folder: Path, template: str | None = None) -> Subjec
 
 def measure(
     world: World, folder: Path, reference: Path | None, data: UnseenPairs | None = None, **more: Any
-) -> Measured:
+) -> UngradedResult:
     lengths = more.pop("lengths", LengthRules(256, 128))
     pairs = data or UnseenPairs(str(world.data), split="train")
     asked = ImplicitReward(pairs, None if reference is None else str(reference), lengths=lengths, **more)
@@ -53,7 +53,7 @@ def measure(
     return asked.measure(subject_of(world.model, folder))
 
 
-def figures(measured: Measured) -> dict[str, float]:
+def figures(measured: UngradedResult) -> dict[str, float]:
     return {score.name: score.mean for score in measured.scores}
 
 

@@ -18,7 +18,7 @@ import torch
 import yaml
 
 from attnpo.config import compose as config
-from attnpo.evaluation.base import Measure, Measured, Subject
+from attnpo.evaluation.base import Measure, Subject, UngradedResult
 from attnpo.evaluation.lm_eval_tasks import WORDS, LmEvalTasks, quiet, score_of
 from attnpo.models.loading import load_model, load_tokenizer
 from attnpo.models.spec import ModelSpec
@@ -92,7 +92,7 @@ def plain_choices(model: Path, documents: Sequence[dict[str, Any]]) -> list[bool
     return right
 
 
-def measured(tasks: LmEvalTasks, babbler: Path, tmp_path: Path) -> Measured:
+def measured(tasks: LmEvalTasks, babbler: Path, tmp_path: Path) -> UngradedResult:
     assert isinstance(tasks, Measure)
     return tasks.measure(subject_of(babbler, tmp_path))
 

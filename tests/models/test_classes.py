@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BloomConfig, LlamaCon
 from attnpo.judge.reader import CausalJudge, kernel_for
 from attnpo.models.described import beyond_positions, describe, exact_length, require_exact, stated_positions
 from attnpo.models.generate import context_length
-from attnpo.models.loading import described, load_model, model_heads
+from attnpo.models.loading import inspect_model, load_model, model_heads
 from attnpo.models.memory import Shape, count_parameters
 from attnpo.models.scored import ScoredLM
 from attnpo.models.trial import choose, require_trainable
@@ -28,7 +28,7 @@ PROMPTS = [[*START, 5, 6, 7], [*START, 50, 51, 52, 53], START[:9]]
 
 def judge_of(folder: Path) -> CausalJudge:
     """The judge as a run builds it, with the kernel that goes with what the class has."""
-    found = described(folder)
+    found = inspect_model(folder)
     return CausalJudge(load_model(folder, attn_implementation=found.reading), kernel=kernel_for(found))
 
 
@@ -51,8 +51,8 @@ def test_a_class_is_loaded_with_the_attention_that_it_has(
     kind: str, attention: str, kernel: str, tmp_path: Path
 ) -> None:
     folder = tiny_folder(kind, tmp_path)
-    assert load_model(folder).config._attn_implementation == attention == described(folder).attention
-    assert kernel_for(described(folder)) == kernel
+    assert load_model(folder).config._attn_implementation == attention == inspect_model(folder).attention
+    assert kernel_for(inspect_model(folder)) == kernel
     assert load_model(folder, attn_implementation="eager").config._attn_implementation == "eager"
 
 

@@ -17,7 +17,14 @@ from attnpo.data.collate import collate
 from attnpo.judge.reader import CausalJudge
 from attnpo.models import packed_attention
 from attnpo.models.layouts import LAYOUTS, Sequences, packed, padded, shared_prefix
-from attnpo.models.packed_attention import Plan, Rule, attend_as_before, attend_in_segments, find_kernel, window_of
+from attnpo.models.packed_attention import (
+    SegmentMask,
+    SegmentPlan,
+    attend_as_before,
+    attend_in_segments,
+    find_kernel,
+    window_of,
+)
 from attnpo.models.scored import ScoredLM
 from attnpo.objectives.twdpo import TwDPO
 from attnpo.schema import UserError
@@ -122,22 +129,22 @@ def test_single_precision_is_within_rounding(tiny: Build, family: str) -> None:
 def test_segments_that_do_not_cover_the_row_are_refused() -> None:
     for segments in ([[0, 3, 0, 0]], [[0, 3, 0, 0], [2, 3, 0, 0]], [[0, 3, 0, 0], [4, 1, 0, 0]]):
         with pytest.raises(ValueError, match="do not cover the row's 5 once"):
-            Plan.of(torch.tensor(segments), 5)
+            SegmentPlan.of(torch.tensor(segments), 5)
 
 
 def test_a_window_reaches_into_the_prompt_by_positions() -> None:
     window = 3
     sizes: dict[str, int] = {"batch_size": 1, "q_length": 8, "kv_length": 8}
-    rule = Rule(**sizes, mask_function=lambda b, h, q, k: (k <= q) & (k > q - window), local_size=window)
+    rule = SegmentMask(**sizes, mask_function=lambda b, h, q, k: (k <= q) & (k > q - window), local_size=window)
     # A prompt of 4, two chosen tokens, two rejected ones: the rejected see back to the prompt, past the chosen.
-    plan = Plan.of(torch.tensor([[0, 6, 0, 0], [6, 2, 0, 4]]), 8)
-    assert [bucket.prefixed for bucket in plan.buckets] == [False, True]
+    plan = SegmentPlan.of(torch.tensor([[0, 6, 0, 0], [6, 2, 0, 4]]), 8)
+    assert [bucket.has_prefix for bucket in plan.buckets] == [False, True]
     mask = rule.mask(plan, 1, torch.float64, skip=True)
     assert mask is not None
     assert plan.buckets[1].keys.tolist() == [[0, 1, 2, 3, 6, 7]]
     assert mask.dtype == torch.float64 and rule.mask(plan, 1, torch.float64, skip=True) is mask
     assert (mask == 0)[0, 0].int().tolist() == [[0, 0, 1, 1, 1, 0], [0, 0, 0, 1, 1, 1]]
-    causal = Rule(**sizes, mask_function=lambda b, h, q, k: k <= q, local_size=None)
+    causal = SegmentMask(**sizes, mask_function=lambda b, h, q, k: k <= q, local_size=None)
     assert causal.mask(plan, 0, torch.float64, skip=True) is None, "a causal sequence needs no mask"
 
 
@@ -299,9 +306,9 @@ def test_only_plain_windows_are_windows() -> None:
     elsewhere = torch.zeros(1, device="meta", dtype=torch.long)
     assert window_of(lambda b, h, q, k: (k <= q) & (k > q - 4 + elsewhere), 4, 20) is None
     sizes: dict[str, int] = {"batch_size": 1, "q_length": 20, "kv_length": 20, "local_size": 4}
-    assert Rule(**sizes, mask_function=slides(4)).window(20) == (3, 0)
-    assert Rule(**sizes, mask_function=slides(4), allow_is_causal_skip=False).window(20) is None
-    assert Rule(**sizes, mask_function=slides(4), use_vmap=True).window(3) is None
+    assert SegmentMask(**sizes, mask_function=slides(4)).window(20) == (3, 0)
+    assert SegmentMask(**sizes, mask_function=slides(4), allow_is_causal_skip=False).window(20) is None
+    assert SegmentMask(**sizes, mask_function=slides(4), use_vmap=True).window(3) is None
 
 
 @pytest.mark.parametrize("kernel", [True, False], ids=["one call", "buckets"])

@@ -87,13 +87,13 @@ def test_positions_that_run_on_are_refused(
 def test_a_mask_off_by_one_is_refused(
     tiny: Build, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    mask = packed_attention.Rule.mask
+    mask = packed_attention.SegmentMask.mask
 
-    def off_by_one(self: packed_attention.Rule, *args: object, **more: object) -> Tensor | None:
+    def off_by_one(self: packed_attention.SegmentMask, *args: object, **more: object) -> Tensor | None:
         made = mask(self, *args, **{**more, "skip": False})  # type: ignore[arg-type]
         return None if made is None else made.roll(1, dims=-1).masked_fill(made == 0, 0)
 
-    monkeypatch.setattr(packed_attention.Rule, "mask", off_by_one)
+    monkeypatch.setattr(packed_attention.SegmentMask, "mask", off_by_one)
     with caplog.at_level(logging.INFO, "attnpo"):
         assert choose(name, [ScoredLM(tiny("llama").to(dtype))]) is padded
     assert "some layer does not keep to the segments of a row" in caplog.text
@@ -106,7 +106,7 @@ def test_every_family_in_bfloat16_shares_prompts(tiny: Build, family: str) -> No
     """
     model, state = tiny(family).to(torch.bfloat16), torch.get_rng_state()
     assert choose("auto", [ScoredLM(model)]) is LAYOUTS["shared_prefix"]
-    assert trial._tried("packed", ScoredLM(first_layers(model, torch.device("cpu")))) is None
+    assert trial._find_problem("packed", ScoredLM(first_layers(model, torch.device("cpu")))) is None
     assert torch.equal(torch.get_rng_state(), state)
 
 

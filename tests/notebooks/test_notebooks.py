@@ -13,7 +13,7 @@ from nbformat import NotebookNode
 
 from attnpo.config.compose import load
 from attnpo.lab.testbed import prepare
-from attnpo.lab.testbed.grammar import Prompt
+from attnpo.lab.testbed.grammar import ReviewPrompt
 from attnpo.lab.testbed.pairs import prompt_row, write_jsonl
 from experiments.pages.notebooks import NOTEBOOKS, executed, settled
 from tests.docs.test_links import LINK
@@ -135,7 +135,7 @@ def small_testbed(store: Path, world: World) -> None:
     def pairs(folder: Path) -> dict[str, object]:
         shutil.copy(world.data / "train.jsonl", folder / "train.jsonl")
         shutil.copy(world.data / "test.jsonl", folder / "validation.jsonl")
-        prompts: list[Prompt] = GRAMMAR.prompts("test")
+        prompts: list[ReviewPrompt] = GRAMMAR.prompts("test")
         write_jsonl(folder / "test_prompts.jsonl", map(prompt_row, prompts))
         return {}
 

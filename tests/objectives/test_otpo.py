@@ -16,7 +16,7 @@ from torch import Tensor
 from attnpo.objectives.dpo import DPO
 from attnpo.objectives.twdpo import OTPO
 from attnpo.schema import PreferenceBatch, TokenStats
-from attnpo.weights.sources.transport import Plan
+from attnpo.weights.sources.transport import TransportPlan
 from tests.conformance.fields import Record
 from tests.conformance.records import Check, Status
 from tests.conformance.transport import recompute
@@ -86,7 +86,7 @@ def without_norms(costs: Any) -> Any:
 def own_lengths(transport: Any) -> Any:
     """Either side's weights summing to its own token count."""
 
-    def broken(costs: Tensor, chosen_mask: Tensor, rejected_mask: Tensor, *settings: Any) -> Plan:
+    def broken(costs: Tensor, chosen_mask: Tensor, rejected_mask: Tensor, *settings: Any) -> TransportPlan:
         plan = transport(costs, chosen_mask, rejected_mask, *settings)
         return replace(
             plan,
@@ -101,10 +101,10 @@ def altered(**changes: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """The plan's solver with some of its keyword settings changed."""
 
     def breaks(transport: Any) -> Any:
-        def broken(costs: Tensor, one: Tensor, other: Tensor, reg: float, reg_m: float, sweeps: int) -> Plan:
+        def broken(costs: Tensor, one: Tensor, other: Tensor, reg: float, reg_m: float, sweeps: int) -> TransportPlan:
             settings = {"reg": reg, "reg_m": reg_m, "sweeps": sweeps}
             settings |= {name: change(settings[name]) for name, change in changes.items()}
-            plan: Plan = transport(costs, one, other, **settings)
+            plan: TransportPlan = transport(costs, one, other, **settings)
             return plan
 
         return broken

@@ -15,7 +15,7 @@ from attnpo.lab.studies.runner import run_study
 from attnpo.lab.testbed.prepare import Testbed
 from attnpo.lab.testbed.pretrain import new_model
 from attnpo.lab.testbed.tokenizer import build_tokenizer
-from attnpo.run.components import Prepared
+from attnpo.run.components import BuiltFolders
 from attnpo.run.resolve import resolve, settle
 from attnpo.schema import UserError
 from tests.run.made import make, make_inputs
@@ -54,7 +54,7 @@ def on_testbed(store: Path, *more: str) -> FitConfig:
 @pytest.fixture
 def built(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The testbed's own base and pairs are the world's."""
-    monkeypatch.setattr(Testbed, "prepare", lambda self, root: Prepared(world.model, world.data, {}, reused=True))
+    monkeypatch.setattr(Testbed, "prepare", lambda self, root: BuiltFolders(world.model, world.data, {}, reused=True))
 
 
 # ---- settling ----------------------------------------------------------------------------------------------

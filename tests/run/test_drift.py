@@ -64,8 +64,8 @@ def test_a_run_with_a_truth_measures_everything(world: World, tmp_path: Path, mo
     for part in ("pairs", "answers"):
         assert sum(one["tokens"] for one in found[part]["truth"].values()) == pytest.approx(1, abs=1e-5)
         assert set(found[part]["classes"]) == {"end_of_turn", "no_weight", "below_uniform", "weighted"}
-        assert result.moved(f"{part}/deciles/weight/10") > 1 > result.moved(f"{part}/deciles/weight/1")
-    assert 0 < result.moved("effective_beta/p50") < result.moved("effective_beta/max")
+        assert result.drift_value(f"{part}/deciles/weight/10") > 1 > result.drift_value(f"{part}/deciles/weight/1")
+    assert 0 < result.drift_value("effective_beta/p50") < result.drift_value("effective_beta/max")
     assert len(sampled[0]) == 6 and sampled[0][0].chosen != sampled[0][0].rejected
     page = (tmp_path / "run" / "report.html").read_text()
     assert "Where the policy moved" in page and "below uniform" in page

@@ -31,7 +31,7 @@ from attnpo.run.run import run
 from attnpo.run.run_config import RunConfig
 from attnpo.run.training import Trained, train
 from attnpo.schema import UserError
-from attnpo.system.files import changed, sealed
+from attnpo.system.files import describe_change, read_checksums
 from attnpo.training.metrics_file import read_metrics
 from attnpo.weigh import fill_store
 from tests.run.worlds import World
@@ -237,13 +237,13 @@ def test_the_log_card_and_result_tell_what_rounding_took_of_the_adapters(
         folder = tmp_path / "run" / name
         assert (merged[name]["lost_share"] > 0.1 and merged[name]["unchanged_share"] > 0.1) == warned
         assert (merged[name]["lost_share"] == 0) != warned
-        assert changed(folder) is None and "adapter/adapter_model.safetensors" in sealed(folder)
+        assert describe_change(folder) is None and "adapter/adapter_model.safetensors" in read_checksums(folder)
         card = (folder / "README.md").read_text()
         assert "The numbers of this card are of the policy as it was trained" in card
         assert ("The merged weights differ from that policy" in card) == warned
         assert not has_adapters(load_model(folder))
     shutil.rmtree(folder / "adapter")
-    assert changed(folder) is not None and not has_adapters(load_model(folder)), "the merged weights do without"
+    assert describe_change(folder) is not None and not has_adapters(load_model(folder)), "the merged weights do without"
 
 
 # ------------------------------------------------------------------------------------------------ weights of 4 bits
@@ -396,7 +396,7 @@ def test_blocks_that_do_not_compile_stay_plain_under_auto_and_are_refused_by_nam
         plan, base, policy = compiling(auto, monkeypatch)
         policy.model.activation_checkpointing_disable()  # as if compiled blocks had room for their activations
         assert not compiles(base, policy, "packed", "auto")
-        spec, _ = policies_room.uncompiled(plan, base.spec, policy)
+        spec, _ = policies_room.without_compilation(plan, base.spec, policy)
         assert spec.compile is None and spec.recomputes
         assert not is_compiled(policy) and policy.model.is_activation_checkpointing
     assert caplog.text.count("model.compile=auto: blocks are not compiled: wrong on this card") == 2

@@ -13,7 +13,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from attnpo.data.prepared_rows import FOLDER, Prepared, prepared_rows, prune, record_lines, repeat_lines
+from attnpo.data.prepared_rows import FOLDER, PreparedRows, prepared_rows, prune, record_lines, repeat_lines
 from attnpo.models import kept_digests
 from attnpo.schema import UserError
 from attnpo.system.files import WRITING
@@ -26,7 +26,7 @@ def read_every_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_digests, "_places", [])
 
 
-def open_or_make(store: Path, made: list[str] | None = None, of: int = 0) -> Prepared:
+def open_or_make(store: Path, made: list[str] | None = None, of: int = 0) -> PreparedRows:
     def make(write: Callable[[pa.RecordBatch], None]) -> dict[str, object]:
         if made is not None:
             made.append("made")

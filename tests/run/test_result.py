@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from attnpo.run.result import RunResult, Scores
+from attnpo.run.result import RunResult, TruthScores
 
 WHOLE = RunResult(
     seed=3,
@@ -18,7 +18,10 @@ WHOLE = RunResult(
         "judge": {"agreement": 0.5, "warning": "it tells nothing"},
     },
     versions={"torch": "2"},
-    truth={"test": Scores({"reward": 0.25, "kl": 1.5}, [0.0, 0.5], [-1.0, 0.0]), "validation": Scores({}, [])},
+    truth={
+        "test": TruthScores({"reward": 0.25, "kl": 1.5}, [0.0, 0.5], [-1.0, 0.0]),
+        "validation": TruthScores({}, []),
+    },
     drift={"answers": {"kl": 1.5, "classes": {"weighted": {"kl": None}}}, "seconds": 1},
 )
 
@@ -36,8 +39,8 @@ def test_numbers_of_the_inputs_are_found_by_name() -> None:
 
 
 def test_where_the_policy_moved_is_found_by_path_and_older_results_do_not_say() -> None:
-    assert (WHOLE.moved("answers/kl"), WHOLE.moved("seconds")) == (1.5, 1)
-    assert math.isnan(WHOLE.moved("answers/classes/weighted/kl")) and math.isnan(WHOLE.moved("pairs/kl"))
+    assert (WHOLE.drift_value("answers/kl"), WHOLE.drift_value("seconds")) == (1.5, 1)
+    assert math.isnan(WHOLE.drift_value("answers/classes/weighted/kl")) and math.isnan(WHOLE.drift_value("pairs/kl"))
     older = {name: value for name, value in WHOLE.to_json().items() if name != "drift"}
     assert RunResult.read(json.dumps(older)) == replace(WHOLE, drift={})
 

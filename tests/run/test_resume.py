@@ -14,7 +14,7 @@ from attnpo.config.named_files import FUNCTIONS
 from attnpo.fit import main
 from attnpo.run.identity import BESIDE, KEPT, NEEDED, PATHS, identity_of
 from attnpo.run.result import RunResult
-from attnpo.run.resume import find_resume, finished, refuse_taken
+from attnpo.run.resume import find_finished_result, find_resume, refuse_taken
 from attnpo.run.run import run
 from attnpo.schema import UserError
 from attnpo.system.files import seal
@@ -73,7 +73,7 @@ def test_another_run_is_refused_by_its_first_differing_key(
 ) -> None:
     folder, _ = done
     identity = identity_of(world.config(*SHORT, "resume=auto", change))
-    for look in (lambda: finished(folder, identity), lambda: find_resume("auto", folder, identity.numbers)):
+    for look in (lambda: find_finished_result(folder, identity), lambda: find_resume("auto", folder, identity.numbers)):
         with pytest.raises(UserError, match=r"^resume: ") as refused:
             look()
         assert f"resume: {named}" in str(refused.value) and "\n" not in str(refused.value)

@@ -23,7 +23,7 @@ from attnpo.run.run import run
 from attnpo.run.show import weighed_pairs
 from attnpo.run.show_config import ShowConfig
 from attnpo.schema import SIDES, PreferencePair, TokenStats, UserError
-from attnpo.training.nonfinite import Scored, save_step
+from attnpo.training.nonfinite import MicroBatchRecord, save_step
 from attnpo.weigher import Weigher
 from tests.run.made import Made, make
 from tests.run.worlds import World, build_world
@@ -220,7 +220,7 @@ def saved(finished: Path, trained: Made) -> tuple[Path, Any]:
     policy[1, 2] = float("nan")
     losses = torch.tensor([0.5, float("nan"), 0.5])
     path = finished / "nonfinite-step-4.pt"
-    save_step([Scored(batch, TokenStats(policy), TokenStats(reference), losses)], {}, path, 4, 1, leads=True)
+    save_step([MicroBatchRecord(batch, TokenStats(policy), TokenStats(reference), losses)], {}, path, 4, 1, leads=True)
     return path, examples
 
 

@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from attnpo.config.compose import compose, load
 from attnpo.judge.judge import RunJudge
 from attnpo.lab.studies.config import FitConfig
-from attnpo.lab.testbed.grammar import Grammar, Prompt
+from attnpo.lab.testbed.grammar import Grammar, ReviewPrompt
 from attnpo.lab.testbed.pairs import pair_row, write_jsonl
 from attnpo.lab.testbed.pretrain import new_model
 from attnpo.lab.testbed.recipes import BaseRecipe
@@ -89,7 +89,7 @@ def _built(train: int, val: int, layers: int) -> Path:
     return folder
 
 
-def _row(rng: random.Random, prompt: Prompt) -> dict[str, object]:
+def _row(rng: random.Random, prompt: ReviewPrompt) -> dict[str, object]:
     while True:
         scored = []
         for _ in range(2):

@@ -133,7 +133,7 @@ def test_brackets_and_braces_in_a_part_are_text(
     scored = [(part, 2 + number) for number, part in enumerate(parts)]
     reading = read_answer(answer(scored), response)
     assert [(response[span.start : span.end], int(span.score)) for span in reading.spans] == scored
-    assert not reading.problems and reading.covered(len(response)) > 0.85
+    assert not reading.problems and reading.coverage(len(response)) > 0.85
 
 
 def test_repeated_text_takes_the_places_in_order() -> None:
@@ -141,7 +141,7 @@ def test_repeated_text_takes_the_places_in_order() -> None:
         reading = read_answer(answer, "yes, no, yes")
         found = [(span.start, span.end, span.score) for span in reading.spans]
         assert found == [(0, 3, 1.0), (5, 7, 3.0), (9, 12, 5.0)]
-    assert reading.covered(12) == pytest.approx(8 / 12)
+    assert reading.coverage(12) == pytest.approx(8 / 12)
 
 
 def test_letters_that_fold_to_several_keep_their_places() -> None:

@@ -19,7 +19,7 @@ from attnpo.lab.testbed.grammar import Grammar
 from attnpo.lab.testbed.tokenizer import build_tokenizer
 from attnpo.schema import UserError
 from attnpo.training import checkpoints
-from attnpo.training.checkpoint_folders import STATE, read_account, replaced, tidy, whole
+from attnpo.training.checkpoint_folders import STATE, read_account, replace_folder, tidy, whole
 from attnpo.training.checkpoints import BestCheckpoint, LastCheckpoint
 from attnpo.training.export import Exporter
 from attnpo.training.resume_state import KEY, Continuation
@@ -351,11 +351,11 @@ def test_a_kill_leaves_a_whole_folder_that_is_tidied(tmp_path: Path, moment: str
         return state.read_text() if state.is_file() else None
 
     assert found() == newest
-    with pytest.raises(InterruptedError), replaced(last) as new:  # a later save is cut short as well
+    with pytest.raises(InterruptedError), replace_folder(last) as new:  # a later save is cut short as well
         (new / STATE).write_text("half")
         raise InterruptedError
     assert found() == newest
-    with replaced(last) as new:
+    with replace_folder(last) as new:
         assert list(new.iterdir()) == []
         (new / STATE).write_text("later")
     assert (last / STATE).read_text() == "later"

@@ -18,7 +18,7 @@ from attnpo.objectives.dpo import DPO
 from attnpo.objectives.twdpo import TwDPO
 from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats, UserError, join_names
 from attnpo.training.metrics_file import merge_metrics
-from attnpo.training.nonfinite import SHOWN, Scored, advice, save_step
+from attnpo.training.nonfinite import SHOWN, MicroBatchRecord, advice, save_step
 from attnpo.training.pair_values import pair_values, read_tokens
 from tests.training.stored import epoch_order, spoil, stored_data, stored_reference
 from tests.training.tiny import Fit, make_data, make_examples, make_module
@@ -162,7 +162,7 @@ def test_bad_validation_pairs_are_warned_of_once_counted_and_refused_at_the_end(
     assert "for 2 pairs (pair1, pair3)" in told
 
 
-def scored(count: int, bad: tuple[int, ...], spoil_with: str = "policy") -> Scored:
+def scored(count: int, bad: tuple[int, ...], spoil_with: str = "policy") -> MicroBatchRecord:
     batch = collate(make_examples(count), padded, 0, count)
     losses = torch.ones(count)
     logps = torch.where(batch.main.response_mask, -1.0, 0.0)
@@ -172,7 +172,7 @@ def scored(count: int, bad: tuple[int, ...], spoil_with: str = "policy") -> Scor
         (logps if spoil_with == "policy" else weights)[i, 0] = NAN
     rows = replace(batch.main, token_weights={"reward": weights})
     batch = replace(batch, groups={"main": rows})
-    return Scored(batch, TokenStats(logps), None, losses)
+    return MicroBatchRecord(batch, TokenStats(logps), None, losses)
 
 
 def test_eight_pairs_are_named_and_the_others_counted(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_nothing_is_looked_at_before_the_optimiser_steps() -> None:
     assert batch.main.reference_logps is not None
     stats, reference = TokenStats(logps), TokenStats(batch.main.reference_logps)
     output = TwDPO(0.5)(stats, reference, batch)
-    kept = Scored.of(batch, stats, reference, output)
+    kept = MicroBatchRecord.of(batch, stats, reference, output)
     values: dict[str, Tensor] = {**pair_values(stats, output, batch), "tokens": read_tokens(batch)}
     assert kept.losses.is_meta and all(value.is_meta for value in values.values())
     assert not kept.losses.requires_grad and not kept.policy.logps.requires_grad, "no graph is kept"

@@ -67,7 +67,7 @@ def train(place: Path, *, devices: int, blow: L.Callback | None = None, resume: 
         trainer = make_trainer(settings, make_loggers(LoggerSettings(), place, {}), callbacks, place, 1)
         trainer.accumulate_grad_batches = plan.accumulation(trainer.world_size)
         module, data = make_module(STEPS), make_data(make_examples(20), plan)
-        with signals.reported(trainer, STEPS, place / "last"):
+        with signals.handle_signals(trainer, STEPS, place / "last"):
             trainer.fit(module, data, ckpt_path=resume, weights_only=True)
     return merge_metrics(place) if trainer.is_global_zero else []
 

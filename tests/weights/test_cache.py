@@ -18,26 +18,26 @@ import torch
 from attnpo.schema import UserError, digest
 from attnpo.system import store as cache
 from attnpo.system.files import file_digest
-from attnpo.system.store import Store, Table
+from attnpo.system.store import Store, StoreTable
 
 KEY = {"judge": {"weights": "abc", "dtype": "float32"}, "prompts": {"lengths": [2048, 768]}, "code": "1"}
 
 
 @pytest.fixture
-def table(tmp_path: Path) -> Table:
+def table(tmp_path: Path) -> StoreTable:
     return Store(tmp_path).table("weights", KEY)
 
 
-def fresh(table: Table) -> Table:
+def fresh(table: StoreTable) -> StoreTable:
     """The same folder as a new process sees it."""
-    return Table(table.folder, table.key)
+    return StoreTable(table.folder, table.key)
 
 
-def shards(table: Table) -> list[Path]:
+def shards(table: StoreTable) -> list[Path]:
     return sorted(table.folder.glob("*.parquet"))
 
 
-def test_values_come_back_bit_for_bit(table: Table) -> None:
+def test_values_come_back_bit_for_bit(table: StoreTable) -> None:
     bits = np.array([0x00000001, 0x80000000, 0x7F7FFFFF, 0x3EAAAAAB, 0x7FC00001], dtype=np.uint32)
     row = {
         "f": bits.view(np.float32),
@@ -60,7 +60,7 @@ def test_values_come_back_bit_for_bit(table: Table) -> None:
     assert back["q"]["s"]["a"].tolist() == [1, 2] and back["q"]["s"]["b"].tolist() == [0.5]
 
 
-def test_reading_does_not_bring_pandas(table: Table) -> None:
+def test_reading_does_not_bring_pandas(table: StoreTable) -> None:
     """A second of each command that finds its weights in the store; flags and gaps, which need it, come back too."""
     flags = pa.array([[True, False]], pa.large_list(pa.bool_()))
     gaps = pa.array([[1.0, None]], pa.large_list(pa.float32()))
@@ -68,8 +68,8 @@ def test_reading_does_not_bring_pandas(table: Table) -> None:
     assert np.isnan(cache._Column(gaps)[0]).tolist() == [False, True]  # type: ignore[arg-type]
     table.append({"p": {"f": np.array([0.25, 0.75], dtype=np.float32), "n": 3}})
     code = (
-        "import json, sys; from pathlib import Path; from attnpo.system.store import Table\n"
-        "found = Table(Path(sys.argv[1]), json.loads(sys.argv[2])).read(['p'], ['f', 'n'])\n"
+        "import json, sys; from pathlib import Path; from attnpo.system.store import StoreTable\n"
+        "found = StoreTable(Path(sys.argv[1]), json.loads(sys.argv[2])).read(['p'], ['f', 'n'])\n"
         "print(found['p']['f'].tolist(), found['p']['n'], 'pandas' in sys.modules)"
     )
     words = [sys.executable, "-c", code, str(table.folder), json.dumps(dict(table.key))]
@@ -77,7 +77,7 @@ def test_reading_does_not_bring_pandas(table: Table) -> None:
     assert done.stdout.split("\n")[0] == "[0.25, 0.75] 3 False", done.stderr
 
 
-def test_what_rows_took_is_noted_beside_them(table: Table) -> None:
+def test_what_rows_took_is_noted_beside_them(table: StoreTable) -> None:
     """A mean over the pairs of the shards that hold any of those asked for; rows without a note say nothing."""
     assert table.seconds_per_pair(["a"]) is None
     table.append({"a": {"x": 1}, "b": {"x": 2}, "c": {"y": 3}}, seconds=6.0)
@@ -89,7 +89,7 @@ def test_what_rows_took_is_noted_beside_them(table: Table) -> None:
     assert again.seconds_per_pair(["e"]) is None
 
 
-def test_columns_of_several_shards_and_rows_are_merged(table: Table) -> None:
+def test_columns_of_several_shards_and_rows_are_merged(table: StoreTable) -> None:
     table.append({"p": {"L01": np.array([1.0]), "b": 2}, "q": {"L01": np.array([2.0])}})
     table.append({"p": {"L02": np.array([3.0])}})
     assert table.columns_present(["p", "q", "r"]) == {"p": {"L01", "L02", "b"}, "q": {"L01"}, "r": set()}
@@ -99,7 +99,7 @@ def test_columns_of_several_shards_and_rows_are_merged(table: Table) -> None:
     assert table.read(["p", "q"], ["L01"]) == {"p": {"L01": 1.0}, "q": {"L01": 2.0}}
 
 
-def test_a_missing_row_is_an_error_and_never_a_default(table: Table) -> None:
+def test_a_missing_row_is_an_error_and_never_a_default(table: StoreTable) -> None:
     table.append({"p": {"a": 1, "b": 2}, "q": {"a": 3}})
     with pytest.raises(UserError, match=r"expected a, b of 2 pairs, 1 lack some of it \(first: q\); run attnpo\.weigh"):
         table.read(["p", "q"], ["a", "b"])
@@ -107,7 +107,7 @@ def test_a_missing_row_is_an_error_and_never_a_default(table: Table) -> None:
         table.read(["nobody"], ["a"])
 
 
-def test_only_the_wanted_columns_leave_the_disk(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_wanted_columns_leave_the_disk(table: StoreTable, monkeypatch: pytest.MonkeyPatch) -> None:
     import pyarrow.parquet as pq
 
     asked: list[list[str]] = []
@@ -121,7 +121,7 @@ def test_only_the_wanted_columns_leave_the_disk(table: Table, monkeypatch: pytes
     assert asked[-1] == ["b"] and not any("a" in columns for columns in asked)
 
 
-def test_mixed_types_in_a_column_are_refused_and_leave_nothing(table: Table) -> None:
+def test_mixed_types_in_a_column_are_refused_and_leave_nothing(table: StoreTable) -> None:
     with pytest.raises(ValueError, match="one-dimensional arrays of one type"):
         table.append({"p": {"a": np.array([1.0])}, "q": {"a": np.array([1])}})
     assert table.missing(["p"], ["a"]) == ["p"]
@@ -212,7 +212,9 @@ def test_an_entry_alone_does_not_make_a_shard_ones_own(tmp_path: Path, caplog: p
     assert len(caplog.messages) == 1
 
 
-def test_shards_without_a_key_are_those_of_an_older_version(table: Table, caplog: pytest.LogCaptureFixture) -> None:
+def test_shards_without_a_key_are_those_of_an_older_version(
+    table: StoreTable, caplog: pytest.LogCaptureFixture
+) -> None:
     table.append({"p": {"a": 1}})
     path = shards(table)[0]
     content = pq.read_table(path).replace_schema_metadata(None)
@@ -227,7 +229,7 @@ def test_shards_without_a_key_are_those_of_an_older_version(table: Table, caplog
 
 @pytest.mark.parametrize("content", ["[1", '{"judge": 1}', None])
 def test_a_key_file_that_does_not_hold_the_key_is_written_anew(
-    content: str | None, table: Table, caplog: pytest.LogCaptureFixture
+    content: str | None, table: StoreTable, caplog: pytest.LogCaptureFixture
 ) -> None:
     table.append({"p": {"a": 1}})
     path = table.folder / "key.json"
@@ -252,7 +254,7 @@ def test_a_damaged_key_beside_is_not_the_nearest(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "gone", "entry", "entry_fields"])
 def test_a_damaged_shard_is_named_and_its_rows_count_as_missing(
-    table: Table, damage: str, caplog: pytest.LogCaptureFixture
+    table: StoreTable, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     table.append({"p": {"a": np.arange(500.0)}})
     victim = shards(table)[0]
@@ -280,7 +282,7 @@ def test_a_damaged_shard_is_named_and_its_rows_count_as_missing(
     assert fresh(table).missing(["p", "q"], ["a"]) == []
 
 
-def test_damage_after_the_first_look_is_an_error_that_names_the_file(table: Table) -> None:
+def test_damage_after_the_first_look_is_an_error_that_names_the_file(table: StoreTable) -> None:
     table.append({"p": {"a": 1}})
     assert table.missing(["p"], ["a"]) == []
     shards(table)[0].write_bytes(b"no parquet")
@@ -288,13 +290,13 @@ def test_damage_after_the_first_look_is_an_error_that_names_the_file(table: Tabl
         table.read(["p"], ["a"])
 
 
-def test_a_shard_without_an_entry_is_an_interrupted_write(table: Table) -> None:
+def test_a_shard_without_an_entry_is_an_interrupted_write(table: StoreTable) -> None:
     table.append({"p": {"a": 1}})
     shards(table)[0].with_suffix(".json").unlink()
     assert fresh(table).missing(["p"], ["a"]) == ["p"]
 
 
-def test_an_interrupted_write_leaves_no_file_and_no_row(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_write_leaves_no_file_and_no_row(table: StoreTable, monkeypatch: pytest.MonkeyPatch) -> None:
     table.append({"p": {"a": 1}})
     before = sorted(table.folder.iterdir())
 

@@ -9,7 +9,7 @@ import torch
 
 from attnpo.judge.base import JudgePrompt, LoadedJudge
 from attnpo.schema import PairWeights, PreferencePair, TokenWeights, UserError
-from attnpo.system.store import Store, Table
+from attnpo.system.store import Store, StoreTable
 from attnpo.text.chat import RefusedText
 from attnpo.weights.capture import (
     REFUSED,
@@ -102,11 +102,11 @@ def same(one: PairWeights, two: PairWeights) -> bool:
     return one.pair_id == two.pair_id and first == second
 
 
-def size_of(table: Table) -> int:
+def size_of(table: StoreTable) -> int:
     return sum(path.stat().st_size for path in table.folder.glob("*.parquet"))
 
 
-def a_table(root: Path) -> Table:
+def a_table(root: Path) -> StoreTable:
     return Store(root).table("weights", {"any": 1})
 
 

@@ -20,7 +20,7 @@ from attnpo.text.alignment import AlignMethod
 from attnpo.text.traces import answer_start
 from attnpo.weights.base import ScorerModel, WeightSource
 from attnpo.weights.capture import WEIGHTS, Unreadable, load_captured, store_captured
-from attnpo.weights.pipeline import PairToWeigh, TrainingWeights, finished_weights, training_weights, transformed
+from attnpo.weights.pipeline import PairToWeigh, TrainingWeights, apply_transform, finished_weights, training_weights
 from attnpo.weights.postprocess import EndToken, Postprocess, RoundOrder
 from attnpo.weights.sources.attention import Attention
 from attnpo.weights.sources.contrast import TISDPO, Contrast
@@ -265,7 +265,7 @@ def test_transforms_learn_and_change_the_same() -> None:
         if world.captured[pair.pair_id].rounds
     }
     pool = fitted[1].pool["chosen"]  # type: ignore[attr-defined]
-    expected = transformed(Sharpness(), rows[pool[0][0]], pool[0][0])["chosen"].weights
+    expected = apply_transform(Sharpness(), rows[pool[0][0]], pool[0][0])["chosen"].weights
     assert len(pool) == len(rows)
     assert torch.equal(pool[0][1], expected)
 

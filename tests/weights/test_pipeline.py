@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from attnpo.schema import EncodedResponse, Kind, PairWeights, PreferencePair, Round, TokenWeights, UserError
 from attnpo.text.alignment import AlignMethod
 from attnpo.weights.base import is_neutral
-from attnpo.weights.pipeline import finished_weights, fitted, training_weights
+from attnpo.weights.pipeline import finished_weights, fit_in_order, training_weights
 from attnpo.weights.postprocess import EndToken, Postprocess, RoundOrder
 from attnpo.weights.sources.attention import Attention
 from attnpo.weights.sources.uniform import Uniform
@@ -154,7 +154,7 @@ def test_each_transform_is_fitted_on_what_those_before_it_leave() -> None:
     stored = captured([[3.0, 1.0, 0.0]], [[3.0, 1.0, 0.0]])
     finished = {"p1": finished_weights(source, stored, BOTH, layers=(1,))}
     for before, expected in (((), [0.75, 0.25, 0.0]), ((Reverse([]),), [0.0, 0.25, 0.75])):
-        *_, profile = fitted([*before, PositionProfile(3)], finished)
+        *_, profile = fit_in_order([*before, PositionProfile(3)], finished)
         assert isinstance(profile, PositionProfile)
         # The rejected response is a single token, which spreads evenly.
         assert list(profile.profile) == pytest.approx([(value + 1 / 3) / 2 for value in expected])

@@ -18,7 +18,7 @@ from attnpo.training.optimizer import Optimizer
 from attnpo.weights.pipeline import training_weights
 from attnpo.weights.sources.decay import Decay
 from attnpo.weights.sources.edits import Edits
-from attnpo.weights.sources.lengths import Lengths, Rule
+from attnpo.weights.sources.lengths import LengthRule, Lengths
 from tests.objectives.inputs import make_batch, make_rows
 from tests.training.tiny import make_examples, tiny_model
 from tests.weights.fakes import make_pair
@@ -142,7 +142,7 @@ def test_the_tail_by_hand() -> None:
 
 
 def subsample(seed: int = 0) -> Lengths:
-    return Lengths(Rule.SUBSAMPLE, seed=seed)
+    return Lengths(LengthRule.SUBSAMPLE, seed=seed)
 
 
 def test_a_subsample_keeps_as_many_tokens_of_either_side() -> None:

@@ -14,7 +14,7 @@ from attnpo.system.store import Store
 from attnpo.text.chat import RefusedText
 from attnpo.weights.base import WeightSource, least_coverage
 from attnpo.weights.capture import Unreadable, ensure_captured, weights_key
-from attnpo.weights.readers import AnswerStatistics, answer_statistics
+from attnpo.weights.readers import VerbalizerStatistics, answer_statistics
 from attnpo.weights.score_parser import NO_PARTS, NOT_IN_RESPONSE, ScoredSpan, read_answer
 from attnpo.weights.sources.attention import Attention
 from attnpo.weights.sources.verbalized import LoadedVerbalizer, Verbalized, spread
@@ -144,14 +144,14 @@ def test_rows_and_refusals_come_back_from_the_store_as_they_were(tmp_path: Path)
     assert isinstance(again[LONG.pair_id], Unreadable)
 
 
-def statistics(answers: dict[tuple[str, str], str]) -> AnswerStatistics:
+def statistics(answers: dict[tuple[str, str], str]) -> VerbalizerStatistics:
     captured = {pair.pair_id: pair for pair in Verbalized().capture([GOOD, LONG], tools(Recorded(ANSWERS)), (0,))}
     return answer_statistics([GOOD, LONG, GOOD], captured, answers)
 
 
 def test_what_could_not_be_read_is_counted_by_reason() -> None:
     found = statistics({(GOOD.pair_id, side): ANSWERS[GOOD.response(side)] for side in ("chosen", "rejected")})
-    assert found == AnswerStatistics(2, 2, 1, 2, 0.5, {NO_PARTS: 1}, unasked=1)
+    assert found == VerbalizerStatistics(2, 2, 1, 2, 0.5, {NO_PARTS: 1}, unasked=1)
     assert found.parse_rate == 0.5
     numbers = found.numbers()
     assert json.loads(json.dumps(numbers)) == numbers

@@ -58,7 +58,7 @@ def publish(
 
 def on_terminal(table: KeyedTable, by: str | None) -> list[Section]:
     """Returns what is printed of a table: heads break between words, and its parts stand beside each other."""
-    table = narrowed(table)
+    table = drop_constant_columns(table)
     digits = {name.replace("_", " "): count for name, count in table.digits.items()}
 
     def block(part: str, columns: Sequence[str], rows: Rows) -> TableBlock:
@@ -81,7 +81,7 @@ def on_terminal(table: KeyedTable, by: str | None) -> list[Section]:
     ]
 
 
-def narrowed(table: KeyedTable) -> KeyedTable:
+def drop_constant_columns(table: KeyedTable) -> KeyedTable:
     """Returns a listing of runs with the columns that tell them apart, the others in its title."""
     if table.keys != RUNS or len(table.rows) < 2:
         return table

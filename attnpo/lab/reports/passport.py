@@ -50,7 +50,7 @@ from attnpo.judge.verdicts import (
     wilson,
     with_verdicts,
 )
-from attnpo.lab.auto_layer import at_layers, pooled
+from attnpo.lab.auto_layer import at_layers, pool_splits
 from attnpo.lab.reports.output import MARK, check_free
 from attnpo.lab.reports.passport_config import PassportConfig, PassportSettings
 from attnpo.lab.reports.weight_report import model_label
@@ -107,7 +107,7 @@ def write_passport(cfg: PassportConfig) -> Path:
                 "data.train_rows and data.columns"
             )
         encoded = encode(pairs, base, run.lengths).encoded
-        judged = judge_sample(judge, base.device, run.weights, run.align, pooled(encoded), run.passport)
+        judged = judge_sample(judge, base.device, run.weights, run.align, pool_splits(encoded), run.passport)
         known = grammar if isinstance(grammar, Grammar) else None
         found = measure_judge(judged, labels, pairs, encoded, known, run.passport)
         setting = run.composed.choices.get("setting", "prepared") if built else None
@@ -257,7 +257,7 @@ def measure_judge(
     what became of them before any was judged; ``counts`` what was cut, left out or noticed on the sample. ``truth``:
     the labels and the verdicts by the truth, and equal weights on what decides.
     """
-    judge, read, pool = judged.judge, list(judged.read.values()), pooled(encoded)
+    judge, read, pool = judged.judge, list(judged.read.values()), pool_splits(encoded)
     rounds = [item for pair in read for item in pair.rounds]
     asked = distinct_layers(settings.layers, judge.num_layers, "passport.layers")
     numbers = list(asked) or list(attending(judge.num_layers))

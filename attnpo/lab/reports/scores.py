@@ -26,8 +26,8 @@ from attnpo.display.printed import (
     label_of,
     read_printed,
 )
-from attnpo.display.tables import Cell, fixed, half_up
-from attnpo.evaluation.base import Score
+from attnpo.display.tables import Cell, format_fixed, half_up
+from attnpo.evaluation.base import BenchmarkScore
 from attnpo.evaluation.intervals import average_ranks
 from attnpo.evaluation.result import RESULT, EvaluationResult, read_result, rounds_text
 from attnpo.evaluation.spreads import grading_noise, half_widths
@@ -174,7 +174,7 @@ def conditions(result: EvaluationResult) -> dict[str, object]:
 
 
 @dataclass(frozen=True)
-class Figure:
+class ScoreColumn:
     """Column: a benchmark's figure with the score of each label that has one.
 
     ``shown``: whether it is a column of the main table. ``graded``: whether a grader gives it.
@@ -183,7 +183,7 @@ class Figure:
     name: str
     benchmark: str
     shown: bool
-    scores: Mapping[str, Score]
+    scores: Mapping[str, BenchmarkScore]
     graded: bool = True
 
     @property
@@ -209,15 +209,15 @@ class Board:
     """All that is compared: labels in their order, figures in theirs, and what cannot be compared."""
 
     labels: tuple[str, ...]
-    figures: tuple[Figure, ...]
+    figures: tuple[ScoreColumn, ...]
     mixed: tuple[Mixed, ...]
 
     @property
-    def main_figures(self) -> list[Figure]:
+    def main_figures(self) -> list[ScoreColumn]:
         """Returns the columns of the main table."""
         return [figure for figure in self.figures if figure.shown]
 
-    def rankable_figures(self) -> list[Figure]:
+    def rankable_figures(self) -> list[ScoreColumn]:
         """Returns the figures that rank: of two labels or more, graded in one way, with a direction."""
         unfit = {one.benchmark for one in self.mixed if not one.comparable}
         return [
@@ -248,7 +248,7 @@ class Board:
 
 def board_of(results: Sequence[EvaluationResult], ways: Sequence[Mixed]) -> Board:
     """Returns the board of some evaluations: the paper's columns first, then the others as they come."""
-    found: dict[str, list[tuple[EvaluationResult, Score]]] = {}
+    found: dict[str, list[tuple[EvaluationResult, BenchmarkScore]]] = {}
     for result in results:
         for score in result.scores:
             if isfinite(score.mean):
@@ -256,7 +256,7 @@ def board_of(results: Sequence[EvaluationResult], ways: Sequence[Mixed]) -> Boar
     paper = list(PAPER.values())
     names = sorted(found, key=lambda name: paper.index(name) if name in paper else len(paper))
     figures = tuple(
-        Figure(
+        ScoreColumn(
             name,
             found[name][0][0].benchmark,
             any(one.name == of.main or (of.benchmark, one.name) in PAPER for of, one in found[name]),
@@ -353,7 +353,7 @@ def about(board: Board) -> list[str]:
     return [line for holds, line in lines if holds]
 
 
-def list_names(figures: Iterable[Figure]) -> str:
+def list_names(figures: Iterable[ScoreColumn]) -> str:
     """Returns the names of figures, each once, as a list in words."""
     return ", ".join(dict.fromkeys(figure.name for figure in figures))
 
@@ -426,7 +426,7 @@ def spreads_table(board: Board) -> list[KeyedTable]:
             of_rounds: Cells = {"rounds": len(score.rounds), "rounds_sd": spread, "grading_sd": score.grading}
             rows.append(names | {"mean": score.mean} | of_questions | of_rounds)
             mean, first, last, of, grading = (
-                "" if one is None else fixed(one, figure.digits)
+                "" if one is None else format_fixed(one, figure.digits)
                 for one in (score.mean, low, high, spread, score.grading)
             )
             within = f"{first} to {last} ({score.questions})" if first else f"({score.questions})"

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from attnpo.config.compose import load
 from attnpo.data.prepare import EncodedSet, make_example
 from attnpo.data.prepared import Recipe, read_pairs
-from attnpo.display.explorer import ExplorerPair, View, write_explorer
+from attnpo.display.explorer import ExplorerPair, ExplorerView, write_explorer
 from attnpo.display.output import terminal
 from attnpo.lab.reports.report_config import ReportConfig
 from attnpo.lab.reports.weight_report import asked_layers, each_weights, model_label, weights_label
@@ -22,7 +22,7 @@ from attnpo.run.inputs import Inputs, encode, heat_rows
 from attnpo.run.models import reference_table
 from attnpo.run.resolve import resolve
 from attnpo.schema import SIDES, PairWeights, UserError
-from attnpo.system.store import Table
+from attnpo.system.store import StoreTable
 from attnpo.weights.base import OnlineSource
 from attnpo.weights.capture import load_logps
 from attnpo.weights.pipeline import training_weights
@@ -55,11 +55,13 @@ def weight_explorer(cfg: ReportConfig, folder: Path) -> None:
         layers = asked_layers(run.weights, name, readers, run.layers if layered else ())
         every = each_weights(recipe, readers, run.auto_layer, texts, layers)
         labelled = ((weights_label(made.weighed.source, name, run.transforms), made) for made in every)
-        sources.append(explored(labelled, texts.encoded["train"], base.tokenizer, run.explorer))
+        sources.append(collect_pairs(labelled, texts.encoded["train"], base.tokenizer, run.explorer))
     pairs = sources[0]
     for others in sources[1:]:
         marked = f" ({' '.join(more)})"
-        pairs = {pair_id: joined(pair, others[pair_id], marked) for pair_id, pair in pairs.items() if pair_id in others}
+        pairs = {
+            pair_id: merge_views(pair, others[pair_id], marked) for pair_id, pair in pairs.items() if pair_id in others
+        }
     if not pairs:
         raise UserError(f"explorer={cfg.explorer}: the sources have no pair in common; give a larger number")
     shown = with_logps(pairs, table)
@@ -68,7 +70,7 @@ def weight_explorer(cfg: ReportConfig, folder: Path) -> None:
     terminal().print(f"  {path}", highlight=False, markup=False)
 
 
-def explored(
+def collect_pairs(
     every: Iterable[tuple[str, Inputs]], train: EncodedSet, tokenizer: PreTrainedTokenizerBase, count: int
 ) -> dict[str, ExplorerPair]:
     """Returns the first ``count`` pairs that all layers of a source keep, by id, with a view per layer and round.
@@ -83,7 +85,7 @@ def explored(
             )
         found = first_pairs(made, train, tokenizer, label, count)
         if number:
-            found = {name: joined(kept[name], pair) for name, pair in found.items() if name in kept}
+            found = {name: merge_views(kept[name], pair) for name, pair in found.items() if name in kept}
         kept = found
     return kept
 
@@ -99,7 +101,7 @@ def first_pairs(
     pairs: dict[str, ExplorerPair] = {}
     for combined in heat_rows(made, tokenizer, count):
         pair, rounds = combined.pair, () if combined.captured is None else combined.captured.rounds
-        views = {View(name, layer): replace(combined, captured=None)}
+        views = {ExplorerView(name, layer): replace(combined, captured=None)}
         for number, one in enumerate(rounds if len(rounds) > 1 else (), 1):
             alone, encoded_pair = PairWeights(pair.pair_id, (one,)), sides[pair.pair_id]
             method, layers = made.recipe.align.method, made.weighed.layers
@@ -112,14 +114,14 @@ def first_pairs(
                     combined.sides, found.weights, arrived, strict=True
                 )
             )
-            views[View(name, layer, f"round {number}")] = replace(
+            views[ExplorerView(name, layer, f"round {number}")] = replace(
                 combined, chosen=chosen, rejected=rejected, captured=None
             )
         pairs[pair.pair_id] = views
     return pairs
 
 
-def joined(pair: ExplorerPair, other: ExplorerPair, marked: str = "") -> ExplorerPair:
+def merge_views(pair: ExplorerPair, other: ExplorerPair, marked: str = "") -> ExplorerPair:
     """Returns the pair with the other's views too; sources of the same name get ``marked`` behind it.
 
     UserError when the two are not on the same training tokens.
@@ -138,7 +140,7 @@ def joined(pair: ExplorerPair, other: ExplorerPair, marked: str = "") -> Explore
     return {**pair, **named}
 
 
-def with_logps(pairs: Mapping[str, ExplorerPair], table: Table) -> list[ExplorerPair]:
+def with_logps(pairs: Mapping[str, ExplorerPair], table: StoreTable) -> list[ExplorerPair]:
     """Returns the pairs with the reference's log-probabilities where the store has them, in the view they open with."""
     first = {pair_id: next(iter(pair)) for pair_id, pair in pairs.items()}
     sides = {pair_id: [side for _, side in pairs[pair_id][view].sides] for pair_id, view in first.items()}

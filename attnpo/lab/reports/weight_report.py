@@ -66,7 +66,7 @@ DIGITS = {
 
 
 @dataclass(frozen=True)
-class Measured:
+class WeightStatistics:
     """One set of weights, by its ``label``.
 
     Statistics by side, shares before the sink rule, means of the tokens met often enough, how often the most frequent
@@ -183,7 +183,7 @@ def measure(
     label: str,
     min_count: int = 1,
     heat_maps: int = 0,
-) -> Measured:
+) -> WeightStatistics:
     """Returns everything the tables say of one set of weights. UserError when no pair is left to train on.
 
     ``encoded``: the training pairs.
@@ -217,7 +217,7 @@ def measure(
     account |= {name: text for name, text in said.items() if text is not None}
     sink = summarize(shares_before_sink(made.weighed, encoded, kept))
     heat = heat_rows(made, tokenizer, heat_maps) if heat_maps else []
-    return Measured(label, sides, sink, tokens, most, account, heat)
+    return WeightStatistics(label, sides, sink, tokens, most, account, heat)
 
 
 def shares_before_sink(weighed: Weighed, encoded: EncodedSet, kept: set[str]) -> Iterator[dict[str, float]]:
@@ -238,7 +238,12 @@ def shares_before_sink(weighed: Weighed, encoded: EncodedSet, kept: set[str]) ->
 
 
 def weight_tables(
-    measured: Sequence[Measured], model: str, piece: Callable[[int], str], *, min_count: int = 100, top: int = 10
+    measured: Sequence[WeightStatistics],
+    model: str,
+    piece: Callable[[int], str],
+    *,
+    min_count: int = 100,
+    top: int = 10,
 ) -> list[KeyedTable]:
     """Returns the three tables, a row per weights (and side, and token): concentration, tokens, sink share.
 
@@ -305,7 +310,7 @@ def rows_on(printed: PrintedTable, model: str) -> tuple[PrintedTable, list[str]]
     return replace(printed, rows=mine), lines
 
 
-def notes_on(measured: Sequence[Measured], seed: int, min_count: int) -> list[str]:
+def notes_on(measured: Sequence[WeightStatistics], seed: int, min_count: int) -> list[str]:
     """Returns what a reader must know under the tables."""
     cell = measured[0].account
     lines = [

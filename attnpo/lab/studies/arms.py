@@ -10,11 +10,11 @@ from typing import TypedDict, cast
 
 from omegaconf import DictConfig, OmegaConf
 
-from attnpo.config.compose import compose, load, plain, typed
+from attnpo.config.compose import compose, load, parse_as, plain
 from attnpo.config.named_files import below, files_of
 from attnpo.judge.layers import resolve_layer
 from attnpo.lab.studies.config import FitConfig
-from attnpo.lab.studies.study import BETA, LR, ONLY, Arm, Grid, Point, Study, quoted, scorers_of, short
+from attnpo.lab.studies.study import BETA, LR, ONLY, Arm, Grid, Point, Study, quote, scorers_of, short
 from attnpo.run.combinations import LAYER, is_auto
 from attnpo.run.identity import LAYERS, identity_of
 from attnpo.run.resolve import open_paths
@@ -34,18 +34,18 @@ class Composed:
     @cached_property
     def config(self) -> FitConfig:
         """Returns its typed root. UserError when it cannot be built."""
-        return typed(self.raw, FitConfig)
+        return parse_as(self.raw, FitConfig)
 
-    def settled(self, model: str, data: str | None) -> FitConfig:
+    def with_paths(self, model: str, data: str | None) -> FitConfig:
         """Returns its typed root, with these paths of model and data where it lacks them."""
         cfg = self.config
         for key in open_paths(cfg.model, cfg.data):
             cfg = cfg.with_value(key, model if key == "model.path" else data)
         return cfg
 
-    def changed(self, values: Mapping[str, Json], overrides: Sequence[str] = ()) -> "Composed":
+    def with_values(self, values: Mapping[str, Json], overrides: Sequence[str] = ()) -> "Composed":
         """Returns a copy with other values by key, which those that are read from them (``${seed}``) follow."""
-        raw, given = self.raw.copy(), layered(self.overrides, overrides)
+        raw, given = self.raw.copy(), merge_overrides(self.overrides, overrides)
         for key, value in values.items():
             OmegaConf.update(raw, key, value)
         raw.composed.overrides = [override.replace("${", "\\${") for override in given]
@@ -65,7 +65,7 @@ def key_of(override: str) -> str:
     return override.split("=", 1)[0].lstrip("+~")
 
 
-def layered(*layers: Sequence[str]) -> list[str]:
+def merge_overrides(*layers: Sequence[str]) -> list[str]:
     """Overrides of all layers; a later layer's override replaces earlier ones of the same key."""
     merged: dict[str, str] = {}
     for override in (item for layer in layers for item in layer):
@@ -118,14 +118,14 @@ class Composer:
         groups = {key_of(override) for override in chosen if "." not in key_of(override)}
         parts = [(override, key_of(override).partition(".")) for override in user]
         foreign = [override for override, (group, dot, _) in parts if dot and group in groups]
-        merged = layered(self.study.shared, user, chosen, single)
+        merged = merge_overrides(self.study.shared, user, chosen, single)
         try:
             return Composed(compose("fit", merged, self.config_dir), merged)
         except UserError:
             if not foreign:
                 raise
         log.info("arm %s: %s does not apply and is left out", " ".join(overrides), " ".join(foreign))
-        merged = layered(self.study.shared, [item for item in user if item not in foreign], chosen, single)
+        merged = merge_overrides(self.study.shared, [item for item in user if item not in foreign], chosen, single)
         return Composed(compose("fit", merged, self.config_dir), merged)
 
     def every_arm(self) -> dict[tuple[str, str], Composed]:
@@ -146,7 +146,7 @@ class Composer:
     def applies(self, override: str, arm: Sequence[str]) -> bool:
         """Returns whether an arm's config has the key of ``override``."""
         try:
-            compose("fit", layered([override], arm, [SINGLE]), self.config_dir)
+            compose("fit", merge_overrides([override], arm, [SINGLE]), self.config_dir)
         except UserError:
             return False
         return True
@@ -155,7 +155,7 @@ class Composer:
 def composer_of(cfg: FitConfig, study: Study) -> Composer:
     """Returns what composes the arms of a study under the user's command."""
     wandb, given = cfg.logger.wandb, cfg.composed
-    tracked = (f"logger.wandb.group={quoted(study.name)}",) if wandb is not None and wandb.group is None else ()
+    tracked = (f"logger.wandb.group={quote(study.name)}",) if wandb is not None and wandb.group is None else ()
     return Composer(study, given.overrides, given.config_dir, cfg.seed, cfg.truth is not None, tracked)
 
 
@@ -173,13 +173,15 @@ def check_user(composer: Composer, result: Mapping[str, object]) -> None:
     _refuse(study, "arms", chosen, [override for override in user if key_of(override) in chosen])
     fixed = {key_of(item) for overrides in study.worlds.values() for item in overrides}
     _refuse(study, "worlds", fixed, [override for override in user if _touches(key_of(override), fixed)])
-    for problem in (*_mislabelled(composer, user, chosen), *_lost_to_grids(composer, user)):
+    for problem in (*_arm_key_conflicts(composer, user, chosen), *_lost_to_grids(composer, user)):
         raise UserError(f"study {study.name}: {problem}, or give {SINGLE} for a single run")
     for override in user:
         group, dot, _ = key_of(override).partition(".")
         if dot and group in chosen and not any(composer.applies(override, arm) for arm in arms):
-            compose("fit", layered([override], arms[0], [SINGLE]), composer.config_dir)
-    alone = identity_of(load("fit", layered(user, [SINGLE, f"seed={composer.seed}"]), composer.config_dir)).result
+            compose("fit", merge_overrides([override], arms[0], [SINGLE]), composer.config_dir)
+    alone = identity_of(
+        load("fit", merge_overrides(user, [SINGLE, f"seed={composer.seed}"]), composer.config_dir)
+    ).result
     for key, value in result.items():
         if value != alone.get(key):
             raise UserError(
@@ -188,7 +190,7 @@ def check_user(composer: Composer, result: Mapping[str, object]) -> None:
             )
 
 
-def _mislabelled(composer: Composer, user: Sequence[str], chosen: set[str]) -> Iterator[str]:
+def _arm_key_conflicts(composer: Composer, user: Sequence[str], chosen: set[str]) -> Iterator[str]:
     """Yields what is wrong with overrides that reach every arm and that some arms are told apart by."""
     written = composer.as_written
     given = {**composer.arms, **written["arms"], **(written.get("truth_arms") or {})}
@@ -264,7 +266,7 @@ def check_distinct(
     seen: dict[str, Arm] = {}
     for arm in arms:
         place = (arm.world, arm.name)
-        same = digest(_trained(composed[place], arm.grid or study.grid, (depths or {}).get(place, 0)))
+        same = digest(_training_identity(composed[place], arm.grid or study.grid, (depths or {}).get(place, 0)))
         other = seen.setdefault(f"{arm.world}/{same}", arm)
         if other is not arm:
             raise UserError(
@@ -273,8 +275,10 @@ def check_distinct(
             )
 
 
-def _trained(made: Composed, grid: Grid, depth: int) -> dict[str, object]:
-    values = {key: value for key, value in counted(identity_of(made.config).result).items() if key not in grid.axes}
+def _training_identity(made: Composed, grid: Grid, depth: int) -> dict[str, object]:
+    values = {
+        key: value for key, value in arm_identity(identity_of(made.config).result).items() if key not in grid.axes
+    }
     layer = values.get(LAYER)
     if depth and isinstance(layer, int | str) and not is_auto(layer):
         values[LAYER] = resolve_layer(layer, depth)
@@ -284,9 +288,9 @@ def _trained(made: Composed, grid: Grid, depth: int) -> dict[str, object]:
 def point_config(arm: Composed, point: Point, scorers: Mapping[str, str] | None = None) -> Composed:
     """Returns a point's config, from that of its arm; ``scorers``: the folders of those it names."""
     named = scorers_of(arm.overrides).items() if scorers else ()
-    paths = [f"{key}={quoted(scorers[name])}" for key, name in named if scorers]
+    paths = [f"{key}={quote(scorers[name])}" for key, name in named if scorers]
     own = [*point.values, f"seed={point.seed}", *paths]
-    return arm.changed({key: yaml_value(value) for key, _, value in (item.partition("=") for item in own)}, own)
+    return arm.with_values({key: yaml_value(value) for key, _, value in (item.partition("=") for item in own)}, own)
 
 
 def yaml_value(text: str) -> Json:
@@ -326,7 +330,7 @@ LATER = {
 }
 
 
-def counted(result: Mapping[str, object]) -> dict[str, object]:
+def arm_identity(result: Mapping[str, object]) -> dict[str, object]:
     """Returns what of ``result`` counts for an arm: all but the seed, which differs between its points.
 
     Options that came later are left out where they do what was done before them, so that a study keeps its digest.

@@ -15,7 +15,7 @@ from attnpo.data.prepared import read_pairs
 from attnpo.data.weighing import Weighed
 from attnpo.lab.studies.config import FitConfig
 from attnpo.lab.studies.outcome import Reads
-from attnpo.lab.studies.plan import Plan
+from attnpo.lab.studies.plan import StudyPlan
 from attnpo.lab.studies.scorers import Scorers, train_scorers
 from attnpo.lab.studies.study import ONLY, ROWS, Arm, Study, error_text, last_line, scorers_of
 from attnpo.models.loading import weights_fingerprint
@@ -82,7 +82,7 @@ class Basis:
         return {**self.facts, "weights": self.keys.get(arm.name if arm.layer is None else study.layer_arm, {})}
 
 
-def make_basis(plan: Plan, seed: int, world: str = ONLY, folder: Path | None = None) -> Basis:
+def make_basis(plan: StudyPlan, seed: int, world: str = ONLY, folder: Path | None = None) -> Basis:
     """Returns one world and seed with the store filled; then the study's analyses, kept in ``folder``, if one is given.
 
     Its scorers are trained first. The points find every weight in the store: one judge pass per base and judge,
@@ -90,14 +90,17 @@ def make_basis(plan: Plan, seed: int, world: str = ONLY, folder: Path | None = N
     base, the pairs or all arms cannot be had.
     """
     basis, study = Basis(world, seed), plan.study
-    arms = {name: found.changed({"seed": seed}) for (of, name), found in plan.composed.items() if of == world}
+    arms = {name: found.with_values({"seed": seed}) for (of, name), found in plan.composed.items() if of == world}
     runs = {name: run for (of, name), run in plan.scorers.items() if of == world}
     settled = settle(next(iter(arms.values())).config)[0]
     known = settled.model.path, getattr(settled.data, "path", None)
-    configs = {name: made.settled(*known) for name, made in arms.items()}
+    configs = {name: made.with_paths(*known) for name, made in arms.items()}
     plain = {name: config for name, config in configs.items() if not scorers_of(arms[name].overrides)}
     # All arms stand on what is laid for the first whose weights can be had, else for the first scorer.
-    candidates = [*plain.items(), *((None, run.changed({"seed": seed}).settled(*known)) for run in runs.values())]
+    candidates = [
+        *plain.items(),
+        *((None, run.with_values({"seed": seed}).with_paths(*known)) for run in runs.values()),
+    ]
     ground: Resolved[FitConfig] | None = None
     for name, config in candidates:
         try:
@@ -197,14 +200,14 @@ def _note_gate(basis: Basis, name: str, report: object) -> None:
 
 
 def measure(
-    plan: Plan, basis: Basis, readers: Readers, encoded: dict[str, EncodedSet], folder: Path, data: str | None
+    plan: StudyPlan, basis: Basis, readers: Readers, encoded: dict[str, EncodedSet], folder: Path, data: str | None
 ) -> None:
     """Puts the results of the study's analyses into ``basis``, those found in ``folder`` as they are there.
 
     ``data``: the path of the pairs.
     """
-    own = plan.composer.arm([], basis.world).changed({"seed": basis.seed})
-    config = own.settled(readers.base.spec.path, data)
+    own = plan.composer.arm([], basis.world).with_values({"seed": basis.seed})
+    config = own.with_paths(readers.base.spec.path, data)
     values = {key: value for key, value in identity_of(config).settings.items() if key.partition(".")[0] not in APART}
     for name, analysis in plan.study.analyses.items():
         same = digest(

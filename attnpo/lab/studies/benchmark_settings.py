@@ -61,7 +61,7 @@ class Evaluations:
                     OmegaConf.update(raw, key, value)
             made: EvaluateConfig = read(raw, complete=True).of(EvaluateConfig)
         except UserError as problem:
-            raise UserError(_told(self.study, benchmark, problem)) from problem
+            raise UserError(_explain_error(self.study, benchmark, problem)) from problem
         kwargs = {**(made.model.chat_template_kwargs or {}), **(model.chat_template_kwargs or {})}
         for name in ("revision", "chat_template", "fallback_template", "fold_system"):
             made = made.with_value(f"model.{name}", getattr(model, name) or getattr(made.model, name))
@@ -72,7 +72,7 @@ def _given(study: Study, benchmark: str) -> dict[str, object]:
     return {**(study.evaluate.get(ALL) or {}), **(study.evaluate.get(benchmark) or {})}
 
 
-def _told(study: Study, benchmark: str, problem: Exception) -> str:
+def _explain_error(study: Study, benchmark: str, problem: Exception) -> str:
     return (
         f"study {study.name}, benchmark {benchmark}: {problem}; its keys are given as "
         f"'study.evaluate.{benchmark}={{KEY:VALUE}}', or study.evaluate.{ALL} for every benchmark"
@@ -125,7 +125,7 @@ def check_benchmarks(evaluations: Evaluations, base: ModelSpec | None) -> None:
             if not unknown:
                 made.benchmark.versions()
         except (UserError, ImportError) as problem:
-            raise UserError(_told(study, name, problem)) from problem
+            raise UserError(_explain_error(study, name, problem)) from problem
     for path in study.published:
         try:
             weights_fingerprint(path)

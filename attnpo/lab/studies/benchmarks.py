@@ -16,7 +16,7 @@ from typing import Any
 
 from attnpo.evaluation.base import Benchmark
 from attnpo.evaluation.chat import Grader
-from attnpo.evaluation.evaluating import Grading, estimated, run_evaluation
+from attnpo.evaluation.evaluating import Grading, estimate_grading, run_evaluation
 from attnpo.evaluation.jsonl_store import GRADES, ReplyStore
 from attnpo.evaluation.result import EvaluationResult
 from attnpo.evaluation.session import GradingLimits
@@ -74,7 +74,9 @@ def tell_costs(evaluations: Evaluations, arms: Sequence[Arm], bases: Mapping[Wor
         if not isinstance(made.benchmark, Benchmark):
             log.info("study %s, benchmark %s: %d models, measured without a grader", study.name, name, rows)
             continue
-        one = estimated(made.benchmark, Grading(made.grader, made.grading, made.limits), folder / BENCHMARKS / name)
+        one = estimate_grading(
+            made.benchmark, Grading(made.grader, made.grading, made.limits), folder / BENCHMARKS / name
+        )
         counted = ("calls", "input_tokens", "most_output_tokens", "dollars")
         numbers: dict[str, Any] = {field: getattr(one, field) for field in counted}
         numbers = {field: None if of is None else rows * of for field, of in numbers.items()}

@@ -21,7 +21,7 @@ from attnpo.data.prepare import EncodedSet, calibration_pairs, sample_of
 from attnpo.display.page import Block, Image, Paragraph, Section, TableBlock
 from attnpo.display.tables import Cell
 from attnpo.evaluation.intervals import Prompts, hierarchical_bootstrap
-from attnpo.lab.auto_layer import layer_rankings, pooled
+from attnpo.lab.auto_layer import layer_rankings, pool_splits
 from attnpo.lab.studies.outcome import Outcome, PointResults, at_kl, gather, has_truth
 from attnpo.lab.studies.study import MeasuredBy
 from attnpo.lab.testbed.grammar import Grammar
@@ -83,7 +83,7 @@ class Faithfulness:
         Plain data: ``weights`` maps a name to ``layer``, ``mass``, ``remove`` and ``keep`` (by share a number per pair)
         and ``fall``; beside it what the whole responses give, what was read and what it cost.
         """
-        began, pool = time.perf_counter(), pooled(encoded)
+        began, pool = time.perf_counter(), pool_splits(encoded)
         first = calibration_pairs(encoded["train"].pairs, self.pairs)
         known = {pair.pair_id for pair in first}
         rest = [pair for pair in pool.pairs if pair.pair_id not in known] if len(first) < self.pairs else []

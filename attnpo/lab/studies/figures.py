@@ -239,12 +239,12 @@ NOTES = {
 
 def accuracy_of(result: RunResult) -> float:
     """Returns the unweighted accuracy on validation pairs; NaN where where-the-policy-moved was not measured."""
-    return result.moved("ranking_accuracy/validation")
+    return result.drift_value("ranking_accuracy/validation")
 
 
 def margin_of(result: RunResult) -> float:
     """Returns the unweighted margin in nats on validation pairs: measured after training, else logged."""
-    measured = [result.moved(f"displacement/validation_{side}") for side in SIDES]
+    measured = [result.drift_value(f"displacement/validation_{side}") for side in SIDES]
     if not all(map(math.isfinite, measured)):
         logged = result.metrics
         measured = [
@@ -257,7 +257,7 @@ def margin_of(result: RunResult) -> float:
 NUMBERS: dict[str, Number] = {
     "accuracy": accuracy_of,
     "margin": margin_of,
-    "KL": lambda result: result.moved("pairs/kl"),
+    "KL": lambda result: result.drift_value("pairs/kl"),
 }
 AXES = {
     "accuracy": ("unweighted accuracy", "share of validation pairs ranked as labelled"),

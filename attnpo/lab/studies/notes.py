@@ -11,7 +11,7 @@ from attnpo.lab.studies.arms import key_of
 from attnpo.lab.studies.config import FitConfig
 from attnpo.lab.studies.outcome import Outcome, PointResults, difference, difference_text, label_of, verdict
 from attnpo.lab.studies.plan import plan_study
-from attnpo.lab.studies.predictions import unregistered
+from attnpo.lab.studies.predictions import registration_warnings
 from attnpo.lab.studies.study import Arm, Grid, Point, last_line, of_world, short
 from attnpo.lab.studies.tables import benchmark_notes
 from attnpo.run.result import RunResult
@@ -42,11 +42,11 @@ def warnings(outcome: Outcome) -> list[str]:
             out.append(f"WARNING: the control {study.control} has no results{where}: no arm is compared{where}")
     if len(names) > 1 and not any(_controls(outcome, point.arm) for point, _ in outcome.points):
         out.append(NO_CONTROL)
-    out += [f"WARNING: {line}" for line in unregistered(outcome)]
+    out += [f"WARNING: {line}" for line in registration_warnings(outcome)]
     out += [line for found in best.values() for line in training_warnings(found)]
     overlaps = dict.fromkeys((point.arm.world, result.overlap_warning) for point, result in outcome.points)
     shared = [(f"world {world}" if world else "", warning) for world, warning in overlaps]
-    judges = [(where, result.judge_warning) for where, result in _judged(outcome)]
+    judges = [(where, result.judge_warning) for where, result in _results_by_judge(outcome)]
     told = [f"WARNING: {f'{of}: ' if of else ''}{warning}" for of, warning in (*shared, *judges) if warning is not None]
     return [*out, *outcome.warnings, *told, *_lost_weights(outcome)]
 
@@ -163,7 +163,7 @@ def on_edge(point: PointResults, grid: Grid) -> list[str]:
 
 def _judges(outcome: Outcome) -> Iterator[str]:
     """Yields a line per world, seed and judge on how good it is; judges are told apart by how they judge."""
-    for where, result in _judged(outcome):
+    for where, result in _results_by_judge(outcome):
         parts = ("pair_accuracy", "agreement", "consistency", "other_tokens")
         pairs, rounds, orders, other = (f"{100 * result.input('judge', name):.1f} %" for name in parts)
         yield (
@@ -189,7 +189,7 @@ def _lost_weights(outcome: Outcome) -> Iterator[str]:
         )
 
 
-def _judged(outcome: Outcome) -> Iterator[tuple[str, RunResult]]:
+def _results_by_judge(outcome: Outcome) -> Iterator[tuple[str, RunResult]]:
     """Yields each judge in words (of which arms, world, seed) with a result that has the account of its verdicts."""
     judged: dict[tuple[str, int], list[tuple[RunResult, list[str]]]] = {}
     for point, result in outcome.points:

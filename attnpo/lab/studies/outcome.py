@@ -16,7 +16,7 @@ from jaxtyping import Float
 
 from attnpo.evaluation.intervals import Interval, hierarchical_bootstrap, paired_difference, t_quantile
 from attnpo.lab.studies.study import Arm, MeasuredBy, Point, Study, WorldSeed, short
-from attnpo.run.result import RunResult, Scores
+from attnpo.run.result import RunResult, TruthScores
 from attnpo.schema import digest
 
 Rewards = Float[np.ndarray, "prompts"]
@@ -110,7 +110,7 @@ class PointResults:
     seeds: tuple[int, ...]
     results: tuple[RunResult, ...]
 
-    def scores(self, split: str) -> list[Scores]:
+    def scores(self, split: str) -> list[TruthScores]:
         """Returns the scores of a split, one per seed. ValueError where no truth is known."""
         known = [result.truth[split] for result in self.results if result.truth is not None]
         if len(known) < len(self.results):
@@ -137,7 +137,7 @@ class PointResults:
 
     def drift(self, name: str) -> float:
         """Returns the mean over seeds of a number of ``RunResult.drift`` by its path; NaN where it is missing."""
-        return float(np.mean([result.moved(name) for result in self.results]))
+        return float(np.mean([result.drift_value(name) for result in self.results]))
 
     def input(self, name: str) -> float:
         """Returns the mean over seeds of a statistic of the training examples; NaN where it is missing."""

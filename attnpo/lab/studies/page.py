@@ -47,7 +47,7 @@ from attnpo.run.for_page import ForPage, read_for_page
 from attnpo.run.report import REPORT, numbers, wandb_table
 from attnpo.run.result import RunResult
 from attnpo.system.credentials import redact
-from attnpo.system.files import Json, changed, is_sealed, parse_json, seal, write_whole
+from attnpo.system.files import Json, describe_change, is_sealed, parse_json, seal, write_whole
 from attnpo.training.loggers import TrackedRun
 from attnpo.training.settings import WandbSettings
 
@@ -162,7 +162,7 @@ def keep_record(outcome: Outcome, figures: Sequence[str]) -> None:
     ``figures``: the names of those that belong to this one.
     """
     path = outcome.folder / "study.json"
-    damaged = is_sealed(outcome.folder) and changed(outcome.folder, only=(path.name,)) is not None
+    damaged = is_sealed(outcome.folder) and describe_change(outcome.folder, only=(path.name,)) is not None
     try:
         earlier = [] if damaged else parse_json(path.read_text(encoding="utf-8"))["figures"]
     except (OSError, ValueError, KeyError, TypeError):  # there is none, or it was cut short

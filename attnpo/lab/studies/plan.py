@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from attnpo.cli.progress import Row, display, duration, noted, phase
+from attnpo.cli.progress import ProgressRow, display, duration, phase, read_progress
 from attnpo.lab.studies.arms import Composed, Composer, check_distinct, check_user, composer_of
 from attnpo.lab.studies.benchmark_settings import Evaluations, check_benchmarks, grammar_of
 from attnpo.lab.studies.config import FitConfig, require_one_process
@@ -87,13 +87,13 @@ def watching(labels: Sequence[str], folders: Sequence[Path], pace: Pace) -> Iter
         pace.count_point(now - last)
         last = now
 
-    def rows() -> list[Row]:
+    def rows() -> list[ProgressRow]:
         found = []
         for place, (label, folder) in enumerate(zip(labels, folders, strict=True)):
-            row = None if place in over else noted(folder)
+            row = None if place in over else read_progress(folder)
             if row is not None:
-                found.append(Row(label, row.step, row.total, row.loss, row.left))
-        return [*found, Row("all points", pace.over, pace.points, None, pace.seconds_left)]
+                found.append(ProgressRow(label, row.step, row.total, row.loss, row.left))
+        return [*found, ProgressRow("all points", pace.over, pace.points, None, pace.seconds_left)]
 
     at_work = f"points {labels[0]} ..." if labels else "points"
     with display(rows), phase(at_work):
@@ -101,7 +101,7 @@ def watching(labels: Sequence[str], folders: Sequence[Path], pace: Pace) -> Iter
 
 
 @dataclass(frozen=True)
-class Plan:
+class StudyPlan:
     """Study that was found possible: its seeds, the configs of its arms and of its scorers by world and name.
 
     ``analyses``: settings of its analyses, by key. ``store``: the folder of what all its runs share. ``timed``:
@@ -144,7 +144,7 @@ class Plan:
         return Pace(self.store / TIMINGS, self.timed, self.points, len(self.seeds))
 
 
-def plan_study(cfg: FitConfig) -> Plan:
+def plan_study(cfg: FitConfig) -> StudyPlan:
     """Returns the plan of ``cfg.study``; loads no model and writes nothing.
 
     Raises:
@@ -172,7 +172,7 @@ def plan_study(cfg: FitConfig) -> Plan:
     named = [Arm(name, (), None, world, study.grid_of(name)) for world, name in whole]
     check_distinct(study, named, composed)
     seeds = [cfg.seed + i for i in range(cfg.seed_count())]
-    return Plan(
+    return StudyPlan(
         composer,
         seeds,
         composed,

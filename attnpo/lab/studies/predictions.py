@@ -66,7 +66,7 @@ def _digest(record: Mapping[str, object]) -> str:
 # ------------------------------------------------------------------------------------------------ after them
 
 
-def unregistered(outcome: Outcome) -> list[str]:
+def registration_warnings(outcome: Outcome) -> list[str]:
     """Returns what to say of seeds or settings that the predictions were not fixed for."""
     predictions, out = outcome.study.predictions, list[str]()
     if predictions is None:

@@ -11,13 +11,13 @@ from typing import Any
 
 from attnpo.cli.progress import phase
 from attnpo.cli.terminal import training_began
-from attnpo.lab.studies.arms import Composed, check_distinct, counted, point_config, point_folder
+from attnpo.lab.studies.arms import Composed, arm_identity, check_distinct, point_config, point_folder
 from attnpo.lab.studies.bases import Basis, keep_costs, make_basis
 from attnpo.lab.studies.benchmark_settings import check_benchmarks
 from attnpo.lab.studies.benchmarks import measure_benchmarks, tell_costs
 from attnpo.lab.studies.config import FitConfig
 from attnpo.lab.studies.outcome import Outcome, label_of
-from attnpo.lab.studies.plan import Pace, Plan, plan_study, watching
+from attnpo.lab.studies.plan import Pace, StudyPlan, plan_study, watching
 from attnpo.lab.studies.predictions import check_predicted, fix
 from attnpo.lab.studies.scorers import with_model
 from attnpo.lab.studies.study import (
@@ -49,10 +49,10 @@ Show = Callable[[Outcome], None]
 
 
 @dataclass
-class Progress:
+class StudyProgress:
     """Study at work in its folder: bases and lost worlds of the seeds so far, results and errors of their points."""
 
-    plan: Plan
+    plan: StudyPlan
     folder: Path
     pace: Pace
     bases: dict[WorldSeed, Basis] = field(default_factory=dict)
@@ -104,7 +104,7 @@ class Progress:
             at, source = (arm.world, arm.name), (arm.world, arm.name if arm.layer is None else study.layer_arm)
             layer = {} if arm.layer is None else {LAYER: arm.layer}
             made = self.plan.composed[source]
-            own[at] = made.changed(layer, [f"{LAYER}={arm.layer}"]) if layer else made
+            own[at] = made.with_values(layer, [f"{LAYER}={arm.layer}"]) if layer else made
             depths |= {at: known[source]} if source in known else {}
         check_distinct(study, arms, own, depths)
         return arms, own
@@ -211,10 +211,12 @@ class Progress:
 
 
 def _settings(composed: Mapping[tuple[str, str], Composed]) -> dict[str, dict[str, object]]:
-    return {of_world(*at): counted(identity_of(made.config).result) for at, made in composed.items()}
+    return {of_world(*at): arm_identity(identity_of(made.config).result) for at, made in composed.items()}
 
 
-def run_study(cfg: FitConfig, folder: Path, show: Show = lambda outcome: None, plan: Plan | None = None) -> Outcome:
+def run_study(
+    cfg: FitConfig, folder: Path, show: Show = lambda outcome: None, plan: StudyPlan | None = None
+) -> Outcome:
     """Returns all points of ``cfg.study``; results stay in ``folder``, where a repeated command finds them.
 
     Seed after seed, base and points: ``show`` gets what there is after each seed but the last, and when a signal ends
@@ -227,7 +229,7 @@ def run_study(cfg: FitConfig, folder: Path, show: Show = lambda outcome: None, p
     plan = plan_study(cfg) if plan is None else plan
     study, seeds = plan.study, plan.seeds
     make_folder(folder)
-    so_far = Progress(plan, folder, plan.pace())
+    so_far = StudyProgress(plan, folder, plan.pace())
     begun = False
     try:
         for place, seed in enumerate(seeds):

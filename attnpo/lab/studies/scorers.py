@@ -24,7 +24,7 @@ from attnpo.run.resolve import open_paths
 from attnpo.run.result import RunResult
 from attnpo.run.resume import read_result
 from attnpo.schema import UserError
-from attnpo.system.files import clean, seal, sealed
+from attnpo.system.files import clean, read_checksums, seal
 from attnpo.system.locks import locked
 from attnpo.training.checkpoint_folders import STATE, remove
 from attnpo.weights.base import online_reads
@@ -63,7 +63,7 @@ class Scorers:
         return {key: self.paths[name] for key, name in scorers_of(arm).items()}
 
 
-def needed(study: Study, world: str, truth: bool) -> list[str]:
+def needed_scorers(study: Study, world: str, truth: bool) -> list[str]:
     """Returns the scorers that arms of a world name, in the study's order."""
     named = {name for arm in study.arms_in(world, truth).values() for name in scorers_of(arm).values()}
     return [name for name in study.scorers if name in named]
@@ -77,7 +77,7 @@ def compose_scorers(composer: Composer) -> dict[tuple[str, str], Composed]:
     study = composer.study
     made: dict[tuple[str, str], Composed] = {}
     for world in study.worlds or [ONLY]:
-        for name in needed(study, world, composer.truth):
+        for name in needed_scorers(study, world, composer.truth):
             try:
                 made[world, name] = with_model(composer.arm(study.scorers[name], world))
                 _ = made[world, name].config
@@ -94,7 +94,7 @@ def train_scorers(
     ``facts``: contents of the paths of the pairs and of the base, and the code. A scorer that fails is lost alone.
     """
     found = Scorers()
-    made = {name: run.changed({"seed": seed}, [f"seed={seed}"]) for name, run in runs.items()}
+    made = {name: run.with_values({"seed": seed}, [f"seed={seed}"]) for name, run in runs.items()}
     places = {name: store / SCORERS / _name(name, seed, run, facts) for name, run in made.items()}
     with ExitStack() as locks:
         for place in places.values():
@@ -152,7 +152,7 @@ def _name(name: str, seed: int, made: Composed, facts: Mapping[str, object]) -> 
 
 def with_model(made: Composed) -> Composed:
     """Returns the config of a run that leaves its model."""
-    return made.changed({"callbacks.checkpoints": True}, ["callbacks.checkpoints=true"])
+    return made.with_values({"callbacks.checkpoints": True}, ["callbacks.checkpoints=true"])
 
 
 def is_whole(run: Path) -> bool:
@@ -170,7 +170,7 @@ def is_whole(run: Path) -> bool:
 def keep_model(run: Path) -> None:
     """Removes what a finished run has beside its model to resume from: several times the model's size."""
     model = run / MODEL
-    files = sealed(model)
+    files = read_checksums(model)
     if STATE in files:
         kept = {name: found for name, found in files.items() if name != STATE}
         seal(model, kept, only=list(kept))

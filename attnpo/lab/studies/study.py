@@ -224,10 +224,10 @@ def short(key: str) -> str:
 
 def word(value: object) -> str:
     """Returns a value as an override says it."""
-    return quoted(value) if isinstance(value, str) else json.dumps(value)
+    return quote(value) if isinstance(value, str) else json.dumps(value)
 
 
-def quoted(text: str) -> str:
+def quote(text: str) -> str:
     """Returns a text as an override says it."""
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnpo.cli.progress import behind, importing, noting_in
-from attnpo.cli.terminal import Lines, end_quickly, end_with_parent, ending_of
+from attnpo.cli.terminal import LogFormatter, end_quickly, end_with_parent, ending_of
 from attnpo.config.compose import load
 from attnpo.run.result import RunResult
 from attnpo.system.credentials import mask
@@ -162,7 +162,7 @@ def run_point(
         torch.set_num_threads(threads)
     folder.mkdir(parents=True, exist_ok=True)
     handler = _PointLog(folder / "log.txt", encoding="utf-8")
-    handler.setFormatter(Lines("%(asctime)s %(message)s"))
+    handler.setFormatter(LogFormatter("%(asctime)s %(message)s"))
     root = logging.getLogger()
     root.addHandler(handler)
     level = root.level

@@ -26,7 +26,7 @@ _SLOT = re.compile(r"\{(\w+)\}")
 
 
 @dataclass(frozen=True)
-class Prompt:
+class ReviewPrompt:
     """One filled prompt; `text` is what the user message says."""
 
     topic: str
@@ -51,7 +51,7 @@ class Clause:
 
 
 @dataclass(frozen=True)
-class Scored:
+class ReviewScore:
     """True reward in [-1, 1], mean polarity of the valid sentiment clauses, and counts of clauses."""
 
     reward: float
@@ -103,20 +103,20 @@ class Grammar:
 
     # ---- prompts -------------------------------------------------------------------------------------------
 
-    def split_of(self, prompt: Prompt) -> str:
+    def split_of(self, prompt: ReviewPrompt) -> str:
         """Returns the part (train, validation, test) a prompt belongs to, decided by its text alone."""
         draw = int(_digest(prompt.text)[:12], 16) / 16**12
         if draw < self.test_share:
             return "test"
         return "validation" if draw < self.test_share + self.validation_share else "train"
 
-    def prompts(self, split: str) -> tuple[Prompt, ...]:
+    def prompts(self, split: str) -> tuple[ReviewPrompt, ...]:
         """Returns all prompts of a part in a fixed mixed order, so that any first n of them are a fair sample."""
         if split not in SPLITS:
             raise ValueError(f"unknown prompt split {split!r}; expected one of {', '.join(SPLITS)}")
         return _prompts(self)[split]
 
-    def parse_prompt(self, text: str) -> Prompt:
+    def parse_prompt(self, text: str) -> ReviewPrompt:
         """Returns the prompt with this text. Raises ValueError if the grammar has no such prompt."""
         prompt = _prompt_index().get(text.strip())
         if prompt is None:
@@ -125,13 +125,13 @@ class Grammar:
 
     # ---- sampling ------------------------------------------------------------------------------------------
 
-    def sample_review(self, rng: random.Random, prompt: Prompt) -> str:
+    def sample_review(self, rng: random.Random, prompt: ReviewPrompt) -> str:
         """Returns a review of the prompt's topic; one hidden quality per review sets how often it praises."""
         quality = rng.random()
         count = rng.randint(self.min_clauses, self.max_clauses)
         return " ".join(f"{self._sample_clause(rng, prompt, quality)} ." for _ in range(count))
 
-    def _sample_clause(self, rng: random.Random, prompt: Prompt, quality: float) -> str:
+    def _sample_clause(self, rng: random.Random, prompt: ReviewPrompt, quality: float) -> str:
         draw = rng.random()
         if draw < self.p_sentiment:
             good, strong = rng.random() < quality, rng.random() < 0.5
@@ -143,10 +143,10 @@ class Grammar:
             return self._fill(rng, rng.choice(words.ADJECTIVE_CLAUSES), prompt, rng.choice(words.NEUTRAL))
         return self._fill(rng, rng.choice(self._fillers()), prompt, "")
 
-    def _fill(self, rng: random.Random, pattern: str, prompt: Prompt, adjective: str) -> str:
+    def _fill(self, rng: random.Random, pattern: str, prompt: ReviewPrompt, adjective: str) -> str:
         return _SLOT.sub(lambda slot: self._slot(rng, slot.group(1), prompt, adjective), pattern)
 
-    def _slot(self, rng: random.Random, name: str, prompt: Prompt, adjective: str) -> str:
+    def _slot(self, rng: random.Random, name: str, prompt: ReviewPrompt, adjective: str) -> str:
         if name == "adjective":
             return adjective
         if name == "aspect":
@@ -185,7 +185,7 @@ class Grammar:
         spans = tuple((tokens[index].start(), tokens[index].end()) for index in decisive)
         return Clause(kind, polarity, start, stop.end(), spans)
 
-    def true_reward(self, text: str, topic: str) -> Scored:
+    def true_reward(self, text: str, topic: str) -> ReviewScore:
         """Returns what the review is worth: the mean over its distinct judging and broken clauses.
 
         A valid sentiment clause brings its polarity, a broken one (unparsable, about another topic, cut) brings
@@ -202,7 +202,7 @@ class Grammar:
             elif clause.kind == "broken":
                 broken[key] = -1.0
         counted = [*valid.values(), *broken.values()]
-        return Scored(
+        return ReviewScore(
             reward=sum(counted) / len(counted) if counted else 0.0,
             polarity=sum(valid.values()) / len(valid) if valid else 0.0,
             broken=sum(clause.kind == "broken" for clause in clauses),
@@ -258,13 +258,15 @@ def _adjectives(good: bool, strong: bool) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=1)
-def _prompt_index() -> dict[str, Prompt]:
-    filled = (Prompt(*slots) for slots in itertools.product(words.TOPICS, words.SLOTS["who"], words.SLOTS["when"]))
+def _prompt_index() -> dict[str, ReviewPrompt]:
+    filled = (
+        ReviewPrompt(*slots) for slots in itertools.product(words.TOPICS, words.SLOTS["who"], words.SLOTS["when"])
+    )
     return {prompt.text: prompt for prompt in filled}
 
 
 @lru_cache(maxsize=32)
-def _prompts(grammar: Grammar) -> dict[str, tuple[Prompt, ...]]:
+def _prompts(grammar: Grammar) -> dict[str, tuple[ReviewPrompt, ...]]:
     # The salt makes the order independent of the digest that decides the split.
     mixed = sorted(_prompt_index().values(), key=lambda prompt: _digest("order " + prompt.text))
     return {split: tuple(p for p in mixed if grammar.split_of(p) == split) for split in SPLITS}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from attnpo.lab.testbed.grammar import Grammar, Prompt
+from attnpo.lab.testbed.grammar import Grammar, ReviewPrompt
 from attnpo.lab.testbed.recipes import PairRecipe
 from attnpo.lab.testbed.sampling import sample_answers
 from attnpo.lab.testbed.tokenizer import SPECIALS
@@ -54,7 +54,7 @@ def _pairs_of(
     tokenizer: PreTrainedTokenizerFast,
     grammar: Grammar,
     recipe: PairRecipe,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[ReviewPrompt],
     rng: random.Random,
 ) -> list[Row]:
     repeated = [prompt for prompt in prompts for _ in range(recipe.answers_per_prompt)]
@@ -66,7 +66,7 @@ def _pairs_of(
         temperature=recipe.temperature,
         max_new_tokens=recipe.max_new_tokens,
     )
-    usable: dict[Prompt, list[tuple[str, float]]] = {prompt: [] for prompt in prompts}
+    usable: dict[ReviewPrompt, list[tuple[str, float]]] = {prompt: [] for prompt in prompts}
     for prompt, text, ended, length in zip(repeated, answers.texts, answers.ended, answers.lengths, strict=True):
         if ended and length >= recipe.min_tokens and not any(special in text for special in SPECIALS):
             usable[prompt].append((text, grammar.true_reward(text, prompt.topic).reward))
@@ -96,7 +96,7 @@ def match_answers(
     return pairs
 
 
-def pair_row(prompt: Prompt, chosen: tuple[str, float], rejected: tuple[str, float]) -> Row:
+def pair_row(prompt: ReviewPrompt, chosen: tuple[str, float], rejected: tuple[str, float]) -> Row:
     """Returns one row of the data files; `chosen` and `rejected` are (answer, true reward)."""
     user = {"role": "user", "content": prompt.text}
     better = [user, {"role": "assistant", "content": chosen[0]}]
@@ -131,7 +131,7 @@ def _flip(row: Mapping[str, object]) -> Row:
     }
 
 
-def prompt_row(prompt: Prompt) -> Row:
+def prompt_row(prompt: ReviewPrompt) -> Row:
     """Returns one row of test_prompts.jsonl: the prompt alone."""
     return {
         "prompt": prompt.text,

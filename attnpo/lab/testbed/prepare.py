@@ -21,8 +21,17 @@ from typing import TYPE_CHECKING
 
 from attnpo.lab.testbed.grammar import Grammar
 from attnpo.lab.testbed.recipes import BaseRecipe, PairRecipe, SecondRecipe
-from attnpo.run.components import Prepared, PreparedJudge
-from attnpo.system.files import changed, file_digest, parse_json, seal, sealed, set_aside, share, to_disk
+from attnpo.run.components import BuiltFolders, PreparedJudge
+from attnpo.system.files import (
+    describe_change,
+    file_digest,
+    parse_json,
+    read_checksums,
+    seal,
+    set_aside,
+    share,
+    to_disk,
+)
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -57,7 +66,7 @@ class Testbed:
         """Returns identity of the pairs, which includes that of their base."""
         return _key({"base": self.base_key(), "pairs": asdict(self.pairs)})
 
-    def prepare(self, root: Path) -> Prepared:
+    def prepare(self, root: Path) -> BuiltFolders:
         """Returns the model and data folders under `root`, built where missing or changed since."""
         model_path, data_path = root / f"base-{self.base_key()}", root / f"data-{self.data_key()}"
         old_base = _ensure(model_path, "base", lambda folder: _build_base(self.grammar, self.base, self.seed, folder))
@@ -69,7 +78,7 @@ class Testbed:
             "base": _read_base(model_path),
             "pairs": _read(data_path),
         }
-        return Prepared(model_path, data_path, report, reused=old_base and old_data)
+        return BuiltFolders(model_path, data_path, report, reused=old_base and old_data)
 
     def prepare_judge(self, root: Path) -> PreparedJudge:
         """Returns the second base's folder, as ``prepare`` the first. UserError when `second` is None."""
@@ -158,7 +167,7 @@ def _ensure(target: Path, what: str, build: Callable[[Path], Mapping[str, object
 
 def _problem(target: Path, base: Path | None) -> str | None:
     """Returns why a folder is not what was built, or what would be built now; None where it is."""
-    problem = changed(target)
+    problem = describe_change(target)
     if problem is None and base is not None and _read(target).get(MADE_FROM) != _identity(base):
         return f"it was made from another {base.name}"
     return problem
@@ -166,7 +175,7 @@ def _problem(target: Path, base: Path | None) -> str | None:
 
 def _identity(folder: Path) -> str:
     """Returns the digest of all that was built in a folder but its report, which tells how long it took."""
-    files = {name: digest for name, digest in sealed(folder).items() if name != REPORT}
+    files = {name: digest for name, digest in read_checksums(folder).items() if name != REPORT}
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 
@@ -193,8 +202,8 @@ def _out_of_the_way(target: Path, what: str, problem: str, base: Path | None) ->
 
 
 def _compare(aside: Path, target: Path, what: str) -> None:
-    new = sealed(target)
-    before = sealed(aside) or {name: file_digest(aside / name) for name in new if (aside / name).is_file()}
+    new = read_checksums(target)
+    before = read_checksums(aside) or {name: file_digest(aside / name) for name in new if (aside / name).is_file()}
     other = sorted(name for name in new.keys() & before.keys() - {REPORT} if new[name] != before[name])
     if other:
         logger.warning(

@@ -19,7 +19,7 @@ from torch.nn import functional
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from attnpo.lab.testbed import words
-from attnpo.lab.testbed.grammar import Grammar, Prompt
+from attnpo.lab.testbed.grammar import Grammar, ReviewPrompt
 from attnpo.lab.testbed.recipes import BaseRecipe
 from attnpo.lab.testbed.sampling import batches_by_length, evaluating, sample_answers
 from attnpo.lab.testbed.tokenizer import (
@@ -52,7 +52,7 @@ class TaskRow:
 
 
 @dataclass(frozen=True)
-class Rows:
+class PaddedBatch:
     """Right-padded ids and, per target: its row, the column that predicts it, its token and its task."""
 
     ids: Int[Tensor, "rows tokens"]
@@ -91,11 +91,11 @@ class TaskSampler:
             p_sentiment=min(max(whole.p_sentiment, 1.0 - whole.p_neutral), whole.p_sentiment / scale),
         )
 
-    def _review(self) -> tuple[Prompt, str]:
+    def _review(self) -> tuple[ReviewPrompt, str]:
         prompt = self.rng.choice(self.prompts)
         return prompt, self.drawn.sample_review(self.rng, prompt)
 
-    def _with_slips(self, prompt: Prompt, review: str) -> str:
+    def _with_slips(self, prompt: ReviewPrompt, review: str) -> str:
         """Returns the review with clauses damaged: a word lost or exchanged, two run together, a wrong topic."""
         clauses = [clause.split() for clause in review.removesuffix(" .").split(" . ")]
         for index, clause in enumerate(clauses):
@@ -161,14 +161,14 @@ class TaskSampler:
         return rows
 
 
-def pad_rows(rows: Sequence[TaskRow]) -> Rows:
+def pad_rows(rows: Sequence[TaskRow]) -> PaddedBatch:
     """Returns the rows right-padded to the longest; the places of targets are shifted here to what predicts them."""
     longest = max(len(row.ids) for row in rows)
     ids = torch.tensor([[*row.ids, *[0] * (longest - len(row.ids))] for row in rows])
     row = torch.tensor([index for index, task_row in enumerate(rows) for _ in task_row.places])
     column = torch.tensor([place for task_row in rows for place in task_row.places])
     tasks = torch.tensor([task_row.task for task_row in rows for _ in task_row.places])
-    return Rows(ids, row, column - 1, ids[row, column], tasks)
+    return PaddedBatch(ids, row, column - 1, ids[row, column], tasks)
 
 
 # ------------------------------------------------------------------------------------------------ the base
@@ -297,7 +297,7 @@ class _Trainer:
         return [losses[owner == task].mean() for task in (ANSWER, JUDGE, SCORE)]
 
 
-def _target_losses(model: LlamaForCausalLM, rows: Rows) -> Float[torch.Tensor, " targets"]:
+def _target_losses(model: LlamaForCausalLM, rows: PaddedBatch) -> Float[torch.Tensor, " targets"]:
     # Right padding without a mask: causal attention never looks at it. The head runs on target positions only.
     hidden = model.model(input_ids=rows.ids, use_cache=False).last_hidden_state
     return functional.cross_entropy(model.lm_head(hidden[rows.row, rows.column]), rows.targets, reduction="none")
@@ -360,7 +360,7 @@ def measure_base(
 def judge_accuracy(
     model: LlamaForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
-    pairs: Sequence[tuple[Prompt, str, str, float]],
+    pairs: Sequence[tuple[ReviewPrompt, str, str, float]],
     *,
     spliced: bool,
 ) -> tuple[float, float]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jaxtyping import Float
 
-from attnpo.lab.testbed.grammar import Grammar, Prompt, Scored
+from attnpo.lab.testbed.grammar import Grammar, ReviewPrompt, ReviewScore
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -26,7 +26,7 @@ _BASE_STREAM = 7_919  # seed offset: the base draws its own random numbers, so w
 
 
 @dataclass(frozen=True)
-class Score:
+class PolicyScore:
     """True score of a policy's samples.
 
     `numbers`: means over prompts and samples by the names in NUMBERS (`length` in tokens without the end token, `kl` in
@@ -68,7 +68,7 @@ class TruthScorer:
                 f"{self.prompts}, {self.samples_per_prompt}, {self.max_new_tokens} and {self.temperature}"
             )
 
-    def prompt_set(self, split: str = "test") -> tuple[Prompt, ...]:
+    def prompt_set(self, split: str = "test") -> tuple[ReviewPrompt, ...]:
         """Returns the prompts scored: the first `prompts` of the split, or all of it (logged) if it has fewer."""
         if split not in ("validation", "test"):
             raise ValueError(f"scores are taken on held-out prompts: split must be validation or test, got {split!r}")
@@ -81,7 +81,7 @@ class TruthScorer:
         self, base: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", *, split: str = "test"
     ) -> "Answers":
         """Returns the base's samples for the split; compute once and pass to every `score` of a study."""
-        return self._sample(base, tokenizer, self._repeated(split), self.seed + _BASE_STREAM)
+        return self._sample(base, tokenizer, self._repeat_prompts(split), self.seed + _BASE_STREAM)
 
     def score(
         self,
@@ -91,11 +91,11 @@ class TruthScorer:
         *,
         split: str = "test",
         base_answers: "Answers | None" = None,
-    ) -> Score:
+    ) -> PolicyScore:
         """Returns the policy's score on the split; `base_answers` must come from this scorer and split."""
         from attnpo.lab.testbed.sampling import sequence_kl  # transformers takes seconds to import
 
-        prompts = self._repeated(split)
+        prompts = self._repeat_prompts(split)
         rivals = base_answers or self.base_answers(base, tokenizer, split=split)
         if len(rivals.texts) != len(prompts):
             raise ValueError(
@@ -122,7 +122,7 @@ class TruthScorer:
             float(np.mean(rivals.lengths)),
             broken_rate(rivals_scored),
         )
-        return Score(
+        return PolicyScore(
             dict(zip(NUMBERS, numbers, strict=True)),
             rewards=rewards.reshape(shape),
             base_rewards=rival_rewards.reshape(shape),
@@ -143,11 +143,11 @@ class TruthScorer:
 
         return is_flipped(pair, self.grammar)
 
-    def _repeated(self, split: str) -> list[Prompt]:
+    def _repeat_prompts(self, split: str) -> list[ReviewPrompt]:
         return [prompt for prompt in self.prompt_set(split) for _ in range(self.samples_per_prompt)]
 
     def _sample(
-        self, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", prompts: Sequence[Prompt], seed: int
+        self, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", prompts: Sequence[ReviewPrompt], seed: int
     ) -> "Answers":
         from attnpo.lab.testbed.sampling import sample_answers
 
@@ -161,7 +161,7 @@ class TruthScorer:
         )
 
 
-def broken_rate(scored: Sequence[Scored]) -> float:
+def broken_rate(scored: Sequence[ReviewScore]) -> float:
     """Returns the share of all clauses that are broken."""
     return sum(score.broken for score in scored) / max(1, sum(score.clauses for score in scored))
 

@@ -129,7 +129,7 @@ def token_ids(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[str]) -> list
 
 def chat_prompts(tokenizer: PreTrainedTokenizerFast, contents: Sequence[str]) -> list[list[int]]:
     """Returns ids of one user message each, up to and including the generation prompt."""
-    return encode_all(tokenizer, [_rendered(tokenizer, content) for content in contents])
+    return encode_all(tokenizer, [_render(tokenizer, content) for content in contents])
 
 
 def judge_prompts(
@@ -154,11 +154,11 @@ def judge_prompts(
 
 def _frame(tokenizer: PreTrainedTokenizerFast) -> tuple[str, str]:
     """Returns what the chat template puts before and after a lone user message."""
-    before, _, after = _rendered(tokenizer, "{content}").partition("{content}")
+    before, _, after = _render(tokenizer, "{content}").partition("{content}")
     return before, after
 
 
-def _rendered(tokenizer: PreTrainedTokenizerFast, content: str) -> str:
+def _render(tokenizer: PreTrainedTokenizerFast, content: str) -> str:
     turns = [{"role": "user", "content": content}]
     return cast(str, tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
 

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attnpo.schema import EncodedResponse, Kind, PreferencePair, UserError
-from attnpo.system.files import shortened
+from attnpo.system.files import shorten
 from attnpo.weights.base import TextSource
 from attnpo.weights.postprocess import normalize
 
@@ -135,7 +135,7 @@ class Column(TextSource):
     def _number(self, value: object, at: str) -> float:
         """Returns a weight as the declared kind has it."""
         if not isinstance(value, int | float) or not isfinite(value):
-            raise UserError(f"{at}: expected a finite number, got {shortened(repr(value))}")
+            raise UserError(f"{at}: expected a finite number, got {shorten(repr(value))}")
         if value < 0 and not self.signed:
             raise UserError(
                 f"{at}: expected 0 or more under weights.kind={self.kind.value}, got {value:g}; negative weights are "
@@ -154,7 +154,7 @@ def _cell(pair: PreferencePair, name: str, where: str, key: str) -> Sequence[obj
         )
     cell = pair.extra[name]
     if not isinstance(cell, Sequence) or isinstance(cell, str | bytes):
-        raise UserError(f"{where}: expected a list, got {shortened(repr(cell))}; every row needs its weights")
+        raise UserError(f"{where}: expected a list, got {shorten(repr(cell))}; every row needs its weights")
     return cell
 
 
@@ -167,7 +167,7 @@ def _span(entry: object, at: str) -> tuple[int, int, object]:
         start, end, weight = (*entry, None)[:3]
     else:
         raise UserError(f"{at}: expected [start, end], [start, end, weight] or a mapping with these keys, got "
-                        f"{shortened(repr(entry))}")  # fmt: skip
+                        f"{shorten(repr(entry))}")  # fmt: skip
     if not isinstance(start, int) or not isinstance(end, int):
         raise UserError(f"{at}: expected whole numbers as start and end, got {start!r} and {end!r}")
     return start, end, 1.0 if weight is None else weight

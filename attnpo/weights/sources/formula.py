@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attnpo.config.reader import MISSING, located
+from attnpo.config.reader import MISSING, import_target
 from attnpo.schema import SIDES, EncodedResponse, Kind, Message, PreferencePair, UserError
 from attnpo.system.files import file_digest
 from attnpo.weights.base import TextSource
@@ -62,16 +62,16 @@ class Formula(TextSource):
                 "weights.signed=true: a distribution has no weights below 0: set weights.kind=factor, or signed=false"
             )
         if self.function != MISSING:  # the text that stands until the user has given one
-            self._called()
+            self._load_function()
             self._digests()
 
-    def _called(self) -> Weigh:
+    def _load_function(self) -> Weigh:
         """Returns the function. UserError for a name that is none, or may not be imported."""
         if "." not in self.function:
             raise UserError(
                 f"weights.function: expected an import path such as package.module.name, got {self.function!r}"
             )
-        target, problem = located(self.function, "function")
+        target, problem = import_target(self.function, "function")
         if problem:
             raise UserError(f"weights.function: {problem}")
         if not callable(target):
@@ -82,7 +82,7 @@ class Formula(TextSource):
 
     def _digests(self) -> list[str]:
         """Digests of the sources of the module that is named and of the one that holds the function's code."""
-        function = inspect.unwrap(self._called())
+        function = inspect.unwrap(self._load_function())
         named = getattr(import_module(self.function.rpartition(".")[0]), "__file__", None)
         written = getattr(getattr(function, "__code__", None), "co_filename", None)
         files = sorted({Path(name) for name in (named, written) if name is not None and Path(name).is_file()})
@@ -121,7 +121,7 @@ class Formula(TextSource):
             other=pair.response(SIDES[1 - SIDES.index(side)]),
             prompt=pair.prompt,
         )
-        function = self._called()
+        function = self._load_function()
         try:
             given = torch.as_tensor(function(seen), dtype=torch.float64).detach().cpu()
         except Exception as error:  # whatever a user's function raises, or gives that is no row of numbers

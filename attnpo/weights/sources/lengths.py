@@ -12,7 +12,7 @@ from attnpo.schema import SIDES, Kind, PreferenceBatch, TokenStats, check_range,
 from attnpo.weights.base import OnlineSource
 
 
-class Rule(Enum):
+class LengthRule(Enum):
     """Rule for the longer response: its beginning stays, or random tokens of it."""
 
     TAIL = "tail"
@@ -31,7 +31,7 @@ class Lengths(OnlineSource):
     reference apart.
     """
 
-    rule: Rule = Rule.TAIL
+    rule: LengthRule = LengthRule.TAIL
     alpha: float = 0.5
     seed: int = 0
 
@@ -44,7 +44,7 @@ class Lengths(OnlineSource):
 
     def unread(self) -> dict[str, str]:
         """Returns the key that the other rule reads."""
-        return {"seed": "weights.rule=tail"} if self.rule is Rule.TAIL else {"alpha": "weights.rule=subsample"}
+        return {"seed": "weights.rule=tail"} if self.rule is LengthRule.TAIL else {"alpha": "weights.rule=subsample"}
 
     def weights(
         self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch
@@ -53,20 +53,20 @@ class Lengths(OnlineSource):
         mask = batch.main.response_mask
         shorter = torch.minimum(*mask.sum(-1).chunk(2))
         kept = self._order(batch) < torch.cat([shorter, shorter])[:, None]
-        low = self.alpha if self.rule is Rule.TAIL else 0.0
+        low = self.alpha if self.rule is LengthRule.TAIL else 0.0
         dtype = torch.promote_types(policy.logps.dtype, torch.float32)
         return torch.where(kept, 1.0, low).to(dtype) * mask
 
     def _order(self, batch: PreferenceBatch) -> Int[Tensor, "rows R"]:
         """Returns the place of each response token in the order in which tokens are kept, from 0."""
         mask = batch.main.response_mask
-        if self.rule is Rule.TAIL:
+        if self.rule is LengthRule.TAIL:
             return mask.cumsum(-1) - 1
-        drawn = _drawn(self.seed, batch).to(mask.device, non_blocking=True)
+        drawn = _draw_numbers(self.seed, batch).to(mask.device, non_blocking=True)
         return drawn.masked_fill(~mask, torch.inf).argsort(dim=-1).argsort(dim=-1)
 
 
-def _drawn(seed: int, batch: PreferenceBatch) -> Float[Tensor, "rows R"]:
+def _draw_numbers(seed: int, batch: PreferenceBatch) -> Float[Tensor, "rows R"]:
     """Returns a random number per position that depends on seed, step, pair, side and position alone."""
     width = batch.main.response_mask.shape[1]
     rows = []

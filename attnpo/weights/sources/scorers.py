@@ -100,7 +100,7 @@ class ComparedSource(ScoredSource):
         texts = reader.texts
         asked, refused = show_pairs(pairs, lambda pair: _ask(pair, texts, model, other))
         rows = _compare(list(asked.values()), reader.scorers[first], reader.scorers[second], self.statistic)
-        found = {pair_id: _captured(one, rows[pair_id]) for pair_id, one in asked.items()} | refused
+        found = {pair_id: _to_pair_weights(one, rows[pair_id]) for pair_id, one in asked.items()} | refused
         return [found[pair.pair_id] for pair in pairs]
 
 
@@ -146,7 +146,7 @@ def _compare(
     return rows
 
 
-def _captured(asked: _Asked, rows: Mapping[str, Float[Tensor, " n"]]) -> PairWeights:
+def _to_pair_weights(asked: _Asked, rows: Mapping[str, Float[Tensor, " n"]]) -> PairWeights:
     sides = {}
     for side in SIDES:
         encoded = asked.encoded[side]

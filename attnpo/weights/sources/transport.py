@@ -20,7 +20,7 @@ LEAST_REG = 0.002  # costs reach 1, and exp(-1/reg) has to be a float64
 
 
 @dataclass(frozen=True)
-class Plan:
+class TransportPlan:
     """Transport plan by token: for every token its share of the plan, 0 off the response.
 
     ``chosen`` and ``rejected`` are the plan's row and column sums, each side rescaled to the token count of the shorter
@@ -86,7 +86,7 @@ def transport(
     reg: float,
     reg_m: float,
     sweeps: int,
-) -> Plan:
+) -> TransportPlan:
     """Returns the plan of least ``sum G C + reg sum G (log G - 1) + reg_m (KL(G 1 | 1) + KL(G^T 1 | 1))`` per pair.
 
     A mass of 1 on every token, not normalised; masked rows and columns take no part. ``costs`` as ``token_costs``
@@ -110,7 +110,7 @@ def transport(
     some = count > 0
     # The constant that u and v still lack: it settles more slowly than the weights, which do not depend on it.
     lacking = torch.where(chosen_mask, u + share * sums, 0.0).sum(-1) / chosen_mask.sum(-1).clamp(min=1) / (1 + share)
-    return Plan(
+    return TransportPlan(
         chosen=_spread(rows, count, chosen_mask & some.unsqueeze(-1)),
         rejected=_spread(columns, count, rejected_mask & some.unsqueeze(-1)),
         scale=torch.where(some, (rows.logsumexp(-1) - lacking).exp() / count.clamp(min=1), 0.0),
@@ -177,7 +177,7 @@ class Transport(OnlineSource):
         """Returns how many sweeps reach the tolerance for any pair."""
         return sweeps_needed(self.reg, self.reg_m, self.tolerance)
 
-    def plan(self, policy: TokenStats, batch: PreferenceBatch) -> Plan:
+    def plan(self, policy: TokenStats, batch: PreferenceBatch) -> TransportPlan:
         """Returns what is transported in each pair of the batch, in float64. ValueError without hidden states."""
         if policy.hidden is None:
             raise ValueError("transport weights need the policy's hidden states, and none were computed for the batch")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from attnpo.config.compose import check, compose, load, typed
+from attnpo.config.compose import check, compose, load, parse_as
 from attnpo.data.prompts import REFUSED, PromptSource
 from attnpo.evaluation.answers import AnswerConfig, AnswerRow, AnswerRules, answer_prompts, default_path
 from attnpo.evaluation.jsonl_store import JsonlStore
@@ -47,7 +47,7 @@ def config(world: World, data: Path, output: Path, *more: str) -> AnswerConfig:
     ]
     raw = compose("generate", overrides)
     check(raw)
-    cfg = typed(raw, AnswerConfig)
+    cfg = parse_as(raw, AnswerConfig)
     return cfg
 
 

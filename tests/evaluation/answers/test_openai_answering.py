@@ -12,7 +12,7 @@ import torch
 from attnpo.config.compose import load
 from attnpo.evaluation.answers import AnswerConfig, answer_questions, round_path
 from attnpo.evaluation.base import Question
-from attnpo.evaluation.chat import Asked
+from attnpo.evaluation.chat import ChatRequest
 from attnpo.evaluation.openai_chat import TOO_LONG, OpenAIAnswering, ServedAnswerer
 from attnpo.generate import main
 from attnpo.models.spec import ModelSpec
@@ -38,11 +38,11 @@ def served(server: Loopback, path: str = MODEL, **settings: Any) -> ServedAnswer
     return answerer
 
 
-def asked(*texts: str) -> list[Asked]:
-    return [Asked((Message(role="user", content=text),)) for text in texts]
+def asked(*texts: str) -> list[ChatRequest]:
+    return [ChatRequest((Message(role="user", content=text),)) for text in texts]
 
 
-def answers(answerer: ServedAnswerer, some: list[Asked], sampling: Sampling = SAMPLING) -> list[str]:
+def answers(answerer: ServedAnswerer, some: list[ChatRequest], sampling: Sampling = SAMPLING) -> list[str]:
     found = {index: reply.text for replies in answerer.answer(some, sampling) for index, reply in replies.items()}
     return [found[index] for index in range(len(some))]
 
@@ -106,7 +106,7 @@ def served_body(settings: OpenAIAnswering, sampling: Sampling, model: ModelSpec 
 def test_seeds_follow_from_seed_conversation_and_draw_alone() -> None:
     with Loopback(echo) as server:
         answerer = served(server)
-        conversations = [*asked("a", "b"), Asked(asked("a")[0].messages, draw=1)]
+        conversations = [*asked("a", "b"), ChatRequest(asked("a")[0].messages, draw=1)]
         first = answers(answerer, conversations)
         assert answers(answerer, conversations[::-1]) == first[::-1]
         other = answers(answerer, conversations, Sampling(40, 0.7, seed=4))

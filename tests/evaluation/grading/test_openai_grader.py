@@ -18,7 +18,7 @@ from attnpo.evaluation import openai_chat
 from attnpo.evaluation.chat import Grader, GradingCall, GradingFailure, GradingReply, Price
 from attnpo.evaluation.jsonl_store import ReplyStore
 from attnpo.evaluation.openai_chat import SERVICE, OpenAIGrader
-from attnpo.evaluation.session import Asked, GradingLimits, ask_all, estimate
+from attnpo.evaluation.session import GradingLimits, SessionResult, ask_all, estimate
 from attnpo.lab.testbed.tokenizer import build_tokenizer
 from attnpo.schema import UserError, digest
 from tests import own_texts
@@ -55,7 +55,7 @@ def grader_of(server: Loopback, **values: object) -> OpenAIGrader:
     return OpenAIGrader(**{"base_url": server.base_url, "concurrency": 4, "timeout": 30.0, **values})  # type: ignore[arg-type]
 
 
-def ask(server: Loopback, folder: Path, calls: Iterable[GradingCall] = CALLS, **values: object) -> Asked:
+def ask(server: Loopback, folder: Path, calls: Iterable[GradingCall] = CALLS, **values: object) -> SessionResult:
     return ask_all(calls, grader_of(server, **values), ReplyStore(folder))
 
 

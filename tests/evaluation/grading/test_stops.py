@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from attnpo.cli.terminal import guarded, hear_signals, leave
+from attnpo.cli.terminal import hear_signals, leave, run_guarded
 from attnpo.evaluation.jsonl_store import GRADES, ReplyStore
 from attnpo.evaluation.openai_chat import OpenAIGrader
 from attnpo.evaluation.session import ask_all
@@ -90,4 +90,4 @@ def test_what_is_stored_is_not_asked_again(number: signal.Signals, tmp_path: Pat
 
 if __name__ == "__main__":
     hear_signals()
-    leave(guarded(main))
+    leave(run_guarded(main))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from attnpo.config.compose import compose, typed
+from attnpo.config.compose import compose, parse_as
 from attnpo.display.output import read_tables, tables_json
 from attnpo.display.page import Paragraph, Section, TableBlock
 from attnpo.display.printed import KeyedTable
@@ -21,7 +21,7 @@ from attnpo.display.tables import Cell
 from attnpo.lab.reports.folder_report import figures, headline, keyed_tables
 from attnpo.lab.reports.report import report
 from attnpo.lab.reports.report_config import ReportConfig
-from attnpo.lab.reports.weight_explorer import joined
+from attnpo.lab.reports.weight_explorer import merge_views
 from attnpo.lab.results import kind_in, read_study
 from attnpo.lab.studies.tables import main_table
 from attnpo.run.models import reference_table
@@ -37,7 +37,7 @@ def asked(what: list[str], *overrides: str) -> ReportConfig:
     """A composed and checked report."""
     raw = compose("report", list(overrides))
     OmegaConf.update(raw, "what", what)
-    cfg = typed(raw, ReportConfig)
+    cfg = parse_as(raw, ReportConfig)
     return cfg
 
 
@@ -225,7 +225,7 @@ def test_the_explorer_has_the_weights_of_both_sources(world: World, tmp_path: Pa
 
 def test_a_second_source_is_told_from_the_first_and_is_on_the_same_tokens() -> None:
     pair = hard(1)[0]
-    both = joined(pair, pair, " (judge=other)")
+    both = merge_views(pair, pair, " (judge=other)")
     assert {view.source for view in both} == {
         *("attention", "rollout"),
         *("attention (judge=other)", "rollout (judge=other)"),
@@ -233,7 +233,7 @@ def test_a_second_source_is_told_from_the_first_and_is_on_the_same_tokens() -> N
     view, one = next(iter(pair.items()))
     other = {view: replace(one, rejected=replace(one.rejected, token_ids=(1,) * len(one.rejected.token_ids)))}
     with pytest.raises(UserError, match=r"against: pair pair-0, rejected: the second source has other training tokens"):
-        joined(pair, other)
+        merge_views(pair, other)
 
 
 def packed_in(page: str, name: str) -> bytes:

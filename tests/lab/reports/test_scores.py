@@ -11,14 +11,14 @@ import pytest
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from attnpo.config.compose import compose, typed
+from attnpo.config.compose import compose, parse_as
 from attnpo.display.output import print_sections
 from attnpo.display.page import Section, TableBlock
-from attnpo.evaluation.base import Score
-from attnpo.evaluation.result import RESULT, EvaluationResult, Lengths
+from attnpo.evaluation.base import BenchmarkScore
+from attnpo.evaluation.result import RESULT, AnswerLengths, EvaluationResult
 from attnpo.lab.reports.report import report
 from attnpo.lab.reports.report_config import ReportConfig
-from attnpo.lab.reports.scores import Board, Figure, column_of, read_evaluations
+from attnpo.lab.reports.scores import Board, ScoreColumn, column_of, read_evaluations
 from attnpo.schema import UserError
 from attnpo.system.files import write_record
 
@@ -39,12 +39,12 @@ def an_evaluation(
     questions: int = 80,
     higher: bool | None = True,
     counts: Mapping[str, int] | None = None,
-    lengths: Lengths | None = None,
+    lengths: AnswerLengths | None = None,
 ) -> Path:
     """The folder of a finished evaluation; rounds alone are those of the score that counts."""
     by_name = rounds if isinstance(rounds, Mapping) else {MAIN[benchmark]: rounds}
     scores = tuple(
-        Score(name, sum(of) / len(of), tuple(of), (min(of) - 1, max(of) + 1), grading, questions, higher)
+        BenchmarkScore(name, sum(of) / len(of), tuple(of), (min(of) - 1, max(of) + 1), grading, questions, higher)
         for name, of in by_name.items()
     )
     result = EvaluationResult(
@@ -68,7 +68,7 @@ def an_evaluation(
 def report_on(tmp_path: Path, what: Sequence[Path], *overrides: str) -> Path:
     raw = compose("report", [f"output={tmp_path / 'reports'}", "name=r", *overrides])
     OmegaConf.update(raw, "what", ["scores", *map(str, what)])
-    report(typed(raw, ReportConfig))
+    report(parse_as(raw, ReportConfig))
     return tmp_path / "reports" / "r"
 
 
@@ -123,8 +123,10 @@ def test_the_main_table_has_the_papers_columns_and_ranks_by_hand(tmp_path: Path)
 def test_ranks_are_of_printed_values_and_print_halves_upwards() -> None:
     """10.121 and 10.119 both print as 10.12, so they tie; an average of 10.125 prints as 10.13."""
 
-    def figure(name: str, *means: float) -> Figure:
-        return Figure(name, name, True, {str(place): Score(name, mean) for place, mean in enumerate(means)})
+    def figure(name: str, *means: float) -> ScoreColumn:
+        return ScoreColumn(
+            name, name, True, {str(place): BenchmarkScore(name, mean) for place, mean in enumerate(means)}
+        )
 
     board = Board(("0", "1", "2"), (figure("a", 10.121, 10.119, 10.11),), ())
     assert board.ranks() == {"0": 1.5, "1": 1.5, "2": 3.0}
@@ -298,7 +300,7 @@ def test_a_folder_without_evaluations_says_what_it_holds(tmp_path: Path) -> None
     raw = compose("report", [])
     OmegaConf.update(raw, "what", ["scores"])
     with pytest.raises(UserError, match=r"report scores: expected .*`scores FOLDER \.\.\.`"):
-        report(typed(raw, ReportConfig))
+        report(parse_as(raw, ReportConfig))
 
 
 # ------------------------------------------------------------------------------------------------ printed numbers
@@ -336,7 +338,7 @@ def test_a_file_on_several_models_needs_the_one_that_is_meant(
 
 def test_lengths_and_means_over_rounds_meet_their_printed_columns(tmp_path: Path) -> None:
     an_evaluation(
-        tmp_path / "in", "dpo", "arena_hard", [50.0, 52.0, 51.0], lengths=Lengths(500.0, 2000.0, 0.25, "gpt-4o")
+        tmp_path / "in", "dpo", "arena_hard", [50.0, 52.0, 51.0], lengths=AnswerLengths(500.0, 2000.0, 0.25, "gpt-4o")
     )
     printed = tmp_path / "lengths.csv"
     printed.write_text("method,arena_hard_wr_mean,arena_hard_wr_ci95,n_tokens,other\nDPO,50.50,1.00,533,1.5\n")

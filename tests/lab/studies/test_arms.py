@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from attnpo.config.compose import groups, load
-from attnpo.lab.studies.arms import Composed, check_distinct, check_user, composer_of, counted, point_folder
+from attnpo.lab.studies.arms import Composed, arm_identity, check_distinct, check_user, composer_of, point_folder
 from attnpo.lab.studies.config import FitConfig
 from attnpo.lab.studies.runner import run_study
 from attnpo.lab.studies.study import ONLY, Arm, Grid, Point, Study, expand_arms
@@ -62,7 +62,7 @@ def test_the_arms_of_a_shipped_study_are_different_runs(name: str) -> None:
     arms, made = expanded(cfg, study)
     check_user(composer_of(cfg, study), identity_of(cfg).result)
     check_distinct(study, arms, made, dict.fromkeys(made, DEPTH))
-    values = [str(counted(identity_of(arm.config).result)) for arm in made.values()]
+    values = [str(arm_identity(identity_of(arm.config).result)) for arm in made.values()]
     assert len(set(values)) == len(values) >= 2
 
 

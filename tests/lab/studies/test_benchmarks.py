@@ -35,7 +35,7 @@ from attnpo.models.spec import ModelSpec
 from attnpo.run import run as runs
 from attnpo.run.folders import run_folder
 from attnpo.schema import Message, UserError
-from attnpo.system.files import changed
+from attnpo.system.files import describe_change
 from attnpo.training.checkpoint_folders import STATE
 from tests.evaluation.checkouts import arena_hard_auto, fastchat
 from tests.evaluation.grading.loopback import Body, Loopback
@@ -132,7 +132,7 @@ def test_models_are_those_of_the_chosen_points_after_their_last_step(finished: F
     best = {point.arm.name: point.label for world in outcome.worlds for point in _best(outcome, world)}
     assert again.parent.name.startswith("attention-") and best["attention"].replace("lr ", "lr=") in again.parent.name
     for model in (own, again):
-        assert not (model / STATE).exists() and changed(model) is None, "what is only needed to resume is gone"
+        assert not (model / STATE).exists() and describe_change(model) is None, "what is only needed to resume is gone"
         assert load_model(str(model)).config.num_hidden_layers == 2
         assert json.loads((model / "checkpoint.json").read_text())["step"] == 1
         assert not (model.parent / "best").exists()
@@ -213,7 +213,7 @@ def test_a_damaged_model_is_made_anew_and_its_grades_stand(
         again = run_study(cfg, outcome.folder)
     assert "its model is missing or damaged; it is made anew" in caplog.text
     assert again.benchmarks == outcome.benchmarks and not again.unmeasured
-    assert changed(weights.parent) is None
+    assert describe_change(weights.parent) is None
 
 
 def test_another_run_than_the_chosen_point_is_warned_of(finished: Finished, monkeypatch: pytest.MonkeyPatch) -> None:

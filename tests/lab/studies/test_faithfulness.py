@@ -17,7 +17,7 @@ from attnpo.lab.testbed.importance import decisive
 from attnpo.lab.testbed.scoring import TruthScorer
 from attnpo.run.inputs import encode
 from attnpo.run.resolve import Readers, resolve
-from attnpo.run.result import RunResult, Scores
+from attnpo.run.result import RunResult, TruthScores
 from attnpo.schema import PreferencePair, UserError
 from attnpo.weights.base import WeightSource
 from attnpo.weights.faithfulness import Ranking, rankings
@@ -138,7 +138,7 @@ def outcome(folder: Path, rewards: dict[int, dict[int, list[tuple[float, float]]
     for seed, found in rewards.items():
         for layer, grid in found.items():
             for number, (kl, reward) in enumerate(grid):
-                scores = Scores({"reward": reward, "kl": kl}, [reward] * 3)
+                scores = TruthScores({"reward": reward, "kl": kl}, [reward] * 3)
                 result = RunResult(seed, 1, {}, {}, {}, {}, {"validation": scores, "test": scores})
                 points.append((Point(arms[layer], (f"objective.beta={number}",), seed), result))
     study = Study("faithfulness", {"uniform": ["weights=uniform"], "attention": ["weights=attention"]})

@@ -7,7 +7,7 @@ import pytest
 
 from attnpo.lab.studies.outcome import CHORD, ENDS, PointResults, at_kl, difference, path_of
 from attnpo.lab.studies.study import Arm
-from attnpo.run.result import RunResult, Scores
+from attnpo.run.result import RunResult, TruthScores
 
 ARM = Arm("attention", ())
 BASE = [-1.0, 0.0]  # rewards of the base on two test prompts
@@ -15,8 +15,10 @@ BASE = [-1.0, 0.0]  # rewards of the base on two test prompts
 
 def result(kl: float, validation: float, rewards: list[float], base: list[float] | None = BASE) -> RunResult:
     scores = {
-        "validation": Scores({"reward": validation, "kl": 9.0}, []),  # another KL than on test prompts, not looked at
-        "test": Scores({"reward": float(np.mean(rewards)), "kl": kl}, rewards, base),
+        "validation": TruthScores(
+            {"reward": validation, "kl": 9.0}, []
+        ),  # another KL than on test prompts, not looked at
+        "test": TruthScores({"reward": float(np.mean(rewards)), "kl": kl}, rewards, base),
     }
     return RunResult(0, 1, {}, {}, {}, {}, scores)
 

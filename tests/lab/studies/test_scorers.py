@@ -16,7 +16,7 @@ from attnpo.lab.studies.outcome import Outcome, Reads
 from attnpo.lab.studies.page import finish_study
 from attnpo.lab.studies.plan import plan_study
 from attnpo.lab.studies.runner import run_study
-from attnpo.lab.studies.scorers import Scorers, needed, scorer_of, train_scorers
+from attnpo.lab.studies.scorers import Scorers, needed_scorers, scorer_of, train_scorers
 from attnpo.lab.studies.study import Arm, Point, Study
 from attnpo.lab.studies.tables import FORWARDS, TRAINING, WEIGHING, cost_tables
 from attnpo.lab.testbed.pretrain import new_model
@@ -127,7 +127,7 @@ def test_a_scorer_that_fails_or_cannot_be_read_loses_its_arms_alone(outcome: Out
 
 def test_scorers_that_no_arm_names_are_not_trained(study: tuple[FitConfig, World, Path], outcome: Outcome) -> None:
     cfg, world, _ = study
-    assert needed(cfg.study, "", truth=False) == ["oracle", "reward", "stranger", "lost"]
+    assert needed_scorers(cfg.study, "", truth=False) == ["oracle", "reward", "stranger", "lost"]
     assert not list((world.store / "scorers").glob("idle*"))
 
 
@@ -188,7 +188,7 @@ def test_a_damaged_scorer_is_made_anew_and_another_recipe_is_another_scorer(
     lying = plan.store, plan.workers
     made = train_scorers("tiny", runs, 0, facts, *lying)
     assert made.paths == {"oracle": str(oracle)} and weights_fingerprint(oracle) == before
-    other = {"oracle": runs["oracle"].changed({"objective.beta": 0.7}, ["objective.beta=0.7"])}
+    other = {"oracle": runs["oracle"].with_values({"objective.beta": 0.7}, ["objective.beta=0.7"])}
     assert train_scorers("tiny", other, 0, facts, *lying).paths["oracle"] != str(oracle)
     assert train_scorers("tiny", runs, 0, {**facts, "pairs": "others"}, *lying).paths["oracle"] != str(oracle)
 

@@ -11,7 +11,7 @@ import pytest
 from attnpo import fit
 from attnpo.config.compose import load
 from attnpo.lab.studies import bases
-from attnpo.lab.studies.arms import composer_of, layered, point_config, point_folder
+from attnpo.lab.studies.arms import composer_of, merge_overrides, point_config, point_folder
 from attnpo.lab.studies.bases import make_basis
 from attnpo.lab.studies.config import FitConfig
 from attnpo.lab.studies.outcome import Outcome
@@ -145,7 +145,7 @@ def test_every_arm_runs_in_every_world_one_world_at_a_time() -> None:
 
 def test_later_layers_of_overrides_win_whatever_their_mark() -> None:
     shared, user, mine = ["callbacks=none", "a.b=1"], ["+a.b=2", "seed=1", "callbacks.samples=4"], ["seed=9"]
-    assert layered(shared, user, mine) == ["callbacks=none", "+a.b=2", "callbacks.samples=4", "seed=9"]
+    assert merge_overrides(shared, user, mine) == ["callbacks=none", "+a.b=2", "callbacks.samples=4", "seed=9"]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from attnpo.lab.testbed.grammar import Grammar
 from attnpo.lab.testbed.prepare import Testbed, load_base
 from attnpo.lab.testbed.recipes import BaseRecipe, PairRecipe
-from attnpo.run.components import Prepared
+from attnpo.run.components import BuiltFolders
 
 TINY = Testbed(
     grammar=Grammar(min_clauses=1, max_clauses=2, p_sentiment=0.8),  # short reviews are learnt soonest
@@ -27,12 +27,12 @@ def tiny_testbed() -> Testbed:
 
 
 @pytest.fixture(scope="session")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> BuiltFolders:
     return TINY.prepare(tmp_path_factory.mktemp("testbed"))
 
 
 @pytest.fixture(scope="session")
-def loaded(prepared: Prepared) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+def loaded(prepared: BuiltFolders) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     return load_base(prepared.model_path)
 
 

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from attnpo.lab.testbed import prepare as module
 from attnpo.lab.testbed.prepare import REPORT, Testbed
 from attnpo.lab.testbed.pretrain import build_base
-from attnpo.run.components import Prepared
+from attnpo.run.components import BuiltFolders
 from attnpo.schema import UserError
-from attnpo.system.files import changed
+from attnpo.system.files import describe_change
 from tests.lab.testbed import racing
 
 
@@ -27,7 +27,7 @@ def lines(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def test_folders_are_plain_artefacts(prepared: Prepared, tiny_testbed: Testbed) -> None:
+def test_folders_are_plain_artefacts(prepared: BuiltFolders, tiny_testbed: Testbed) -> None:
     names = {path.name for path in prepared.model_path.iterdir()}
     assert names >= {"config.json", "model.safetensors", "generation_config.json", "tokenizer.json", REPORT}
     model = AutoModelForCausalLM.from_pretrained(prepared.model_path)
@@ -44,7 +44,7 @@ def test_folders_are_plain_artefacts(prepared: Prepared, tiny_testbed: Testbed) 
 
 
 def test_second_call_reuses_and_says_so(
-    prepared: Prepared, tiny_testbed: Testbed, caplog: pytest.LogCaptureFixture
+    prepared: BuiltFolders, tiny_testbed: Testbed, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger="attnpo.lab.testbed"):
         again = tiny_testbed.prepare(prepared.model_path.parent)
@@ -57,7 +57,7 @@ def test_second_call_reuses_and_says_so(
     assert "testbed base: reused from" in caplog.text
 
 
-def test_another_pair_count_keeps_the_base(prepared: Prepared, tiny_testbed: Testbed) -> None:
+def test_another_pair_count_keeps_the_base(prepared: BuiltFolders, tiny_testbed: Testbed) -> None:
     stamp = (prepared.model_path / "model.safetensors").stat().st_mtime_ns
     fewer = replace(tiny_testbed, pairs=replace(tiny_testbed.pairs, train=8))
     other = fewer.prepare(prepared.model_path.parent)
@@ -181,7 +181,7 @@ def test_processes_that_find_the_same_damage_all_end_well(scratch: Path) -> None
     for process in workers:
         process.join(120)
     assert [process.exitcode for process in workers] == [0, 0, 0]
-    assert changed(target) is None
+    assert describe_change(target) is None
     assert sorted(path.name for path in scratch.iterdir()) == ["base-x", "base-x.damaged"]
 
 
@@ -212,7 +212,7 @@ def test_pairs_of_another_base_are_made_anew(scratch: Path, caplog: pytest.LogCa
     assert ["it was made from another base-x" in line for line in warnings_in(caplog)] == [True]
 
 
-def test_what_is_built_may_be_read_by_whom_the_umask_allows(prepared: Prepared) -> None:
+def test_what_is_built_may_be_read_by_whom_the_umask_allows(prepared: BuiltFolders) -> None:
     """The library writes weights for their owner alone."""
     plain = prepared.model_path.parent / "plain"
     plain.write_text("x", encoding="utf-8")

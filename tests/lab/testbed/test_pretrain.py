@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from attnpo.lab.testbed import pretrain, words
-from attnpo.lab.testbed.grammar import Grammar, Prompt
+from attnpo.lab.testbed.grammar import Grammar, ReviewPrompt
 from attnpo.lab.testbed.pretrain import TaskRow, TaskSampler, build_base, judge_accuracy, pad_rows
 from attnpo.lab.testbed.recipes import BaseRecipe
 from attnpo.lab.testbed.tokenizer import build_tokenizer
@@ -128,7 +128,7 @@ def test_score_targets_are_the_digits_and_what_follows() -> None:
 
 def test_judge_accuracy_counts_both_orders(monkeypatch: pytest.MonkeyPatch, loaded: Loaded) -> None:
     """A judge that always says A is right in one order of every pair and never consistent."""
-    prompt = Prompt("soup", "the twins", "today")
+    prompt = ReviewPrompt("soup", "the twins", "today")
     pairs = [(prompt, "the broth was fine .", "the broth was poor .", 1.0), (prompt, "it .", "the .", -1.0)]
     model, tokenizer = loaded
     verdicts = torch.ones(4, dtype=torch.bool)

@@ -10,7 +10,7 @@ from attnpo.lab.testbed.grammar import Grammar
 from attnpo.lab.testbed.pairs import build_pairs
 from attnpo.lab.testbed.prepare import REPORT, Testbed, _key, load_base
 from attnpo.lab.testbed.recipes import BaseRecipe, PairRecipe, SecondRecipe
-from attnpo.run.components import Prepared
+from attnpo.run.components import BuiltFolders
 from attnpo.schema import UserError
 
 SMALL = BaseRecipe(
@@ -65,7 +65,7 @@ def test_without_a_description_there_is_no_second_base(scratch: Path) -> None:
         Testbed().prepare_judge(scratch)
 
 
-def test_preparing_builds_no_second_base(prepared: Prepared, tiny_testbed: Testbed) -> None:
+def test_preparing_builds_no_second_base(prepared: BuiltFolders, tiny_testbed: Testbed) -> None:
     before = folders(prepared.model_path.parent)
     again = replace(tiny_testbed, second=SECOND).prepare(prepared.model_path.parent)
     assert again.reused and folders(prepared.model_path.parent) == before
@@ -107,7 +107,7 @@ def test_a_knob_of_the_grammar_reaches_base_and_pairs(
     assert made.report["digest"] != tiny_testbed.grammar.digest()
 
 
-def test_noise_and_number_of_pairs_are_knobs_of_one_base(prepared: Prepared, tiny_testbed: Testbed) -> None:
+def test_noise_and_number_of_pairs_are_knobs_of_one_base(prepared: BuiltFolders, tiny_testbed: Testbed) -> None:
     """Fewer pairs are a prefix of more; noise exchanges exactly its share of them and trains no base anew."""
     root = prepared.model_path.parent
     few = replace(tiny_testbed, pairs=replace(tiny_testbed.pairs, train=10)).prepare(root)

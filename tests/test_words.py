@@ -1,0 +1,49 @@
+"""Words are code: first words of docstrings, names of functions and classes, and how much there is to read."""
+
+import ast
+import re
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+NEVER = {"The", "A", "An", "What", "Whether", "How", "Which", "Why"}
+NOUNS = {"This", "Its", "As", "Losses", "Weights", "Rows", "Tokens", "Pairs", "Digits", "Others", "Bytes"}
+"""Words in -s that begin a sentence and are no verb."""
+PARTICIPLE = re.compile(r"_?[a-z]+(ed|pt|ld|wn|eft|ost)")
+PARTICIPLES, DOC_WORDS = 30, 35_000
+SAME_PAPER = {"TISDPO"}  # one paper's objective and its form of weights; saved configurations hold both names
+
+
+def nodes() -> list[tuple[str, ast.AST]]:
+    files = [*(ROOT / "attnpo").rglob("*.py"), *(ROOT / "experiments").rglob("*.py")]
+    return [(str(file.relative_to(ROOT)), node) for file in files for node in ast.walk(ast.parse(file.read_text()))]
+
+
+def first_word(node: ast.AST) -> str:
+    """The first word of a node's docstring; empty without one."""
+    if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return ""
+    return ((ast.get_docstring(node) or "").split() or [""])[0].rstrip(",.:;")
+
+
+def test_no_docstring_begins_with_an_article_or_a_question_and_those_of_functions_with_a_verb() -> None:
+    words = [(file, node, first_word(node)) for file, node in nodes()]
+    named = [(file, getattr(node, "name", "module"), word) for file, node, word in words if word in NEVER]
+    assert named == []
+    functions = [(file, node.name, word) for file, node, word in words if isinstance(node, ast.FunctionDef) and word]
+    assert [found for found in functions if not re.fullmatch(r"[A-Z][a-z]+s", found[2]) or found[2] in NOUNS] == []
+    assert len(functions) > 2000
+
+
+def test_functions_are_seldom_named_by_a_participle_and_no_two_classes_alike() -> None:
+    package = [node for file, node in nodes() if file.startswith("attnpo/")]
+    names = [node.name for node in package if isinstance(node, ast.FunctionDef)]
+    participles = [name for name in names if PARTICIPLE.fullmatch(name)]
+    assert len(participles) <= PARTICIPLES, sorted(participles)
+    classes = Counter(node.name for node in package if isinstance(node, ast.ClassDef))
+    assert [name for name, count in classes.items() if count > 1 and name not in SAME_PAPER] == []
+
+
+def test_the_pages_can_be_read() -> None:
+    words = {page.name: len(page.read_text(encoding="utf-8").split()) for page in (ROOT / "docs").glob("*.md")}
+    assert sum(words.values()) <= DOC_WORDS, words
