@@ -47,13 +47,13 @@ from attnpo.schema import SIDES
 from attnpo.system.processes import leads
 from attnpo.system.store import Store, StoreTable
 from attnpo.text.chat import ChatFormat
+from attnpo.training.anchor_rows import AnchoredObjective, Anchors
 from attnpo.training.callbacks import Movement
 from attnpo.training.gather import LeastBudgets, SameEverywhere, WholePolicy
 from attnpo.training.module import PreferenceModule, RowMaker
 from attnpo.training.processes import as_launched, environment, require_world
 from attnpo.training.reference_cache import KeptReference
 from attnpo.training.resume_state import Continuation, random_state, set_random_state
-from attnpo.training.sampled_rows import AnchoredObjective, Anchors
 from attnpo.training.settings import total_steps
 from attnpo.training.signals import Interruption
 from attnpo.training.trainer import make_callbacks, make_trainer, quiet_lightning

@@ -17,9 +17,9 @@ from attnpo.models.layouts import packed, padded
 from attnpo.models.scored import ScoredLM
 from attnpo.objectives.tidpo import TIDPO
 from attnpo.schema import PreferenceBatch, Sampling, UserError
+from attnpo.training.anchor_rows import AnchoredObjective, Anchors, _draw, prompts_of
 from attnpo.training.module import PreferenceModule
 from attnpo.training.optimizer import Optimizer
-from attnpo.training.sampled_rows import AnchoredObjective, Anchors, _draw, prompts_of
 from attnpo.weights.sources.gradient import Gradient
 from tests.training.tiny import Copies, Fit, column, make_data, make_examples, tiny_model
 
