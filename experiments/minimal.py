@@ -136,10 +136,7 @@ def token_logps(model: nn.Module, prompt_ids: list[int], response_ids: list[int]
 
 
 def twdpo_loss(ratios: dict[str, Tensor], weighed: dict[str, tuple[Tensor, int]], beta: float) -> Tensor:
-    """Returns -log sigmoid(beta |y_w| sum_t a_wt d_wt - beta |y_l| sum_t a_lt d_lt).
-
-    d_t = log pi(y_t) - log ref(y_t).
-    """
+    """Returns -log sigmoid(beta |y_w| sum_t a_wt d_wt - beta |y_l| sum_t a_lt d_lt), d = log pi - log ref."""
     chosen, rejected = (beta * weighed[side][1] * (weighed[side][0] * ratios[side]).sum() for side in SIDES)
     return -F.logsigmoid(chosen - rejected)
 

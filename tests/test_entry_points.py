@@ -274,7 +274,7 @@ def test_a_warning_of_every_point_is_shown_once_by_a_command() -> None:
 
 CYCLE = """
 import atexit, sys
-from attnpo.cli.terminal import guarded
+from attnpo.cli.terminal import run_guarded
 class Kept:
     def __init__(self):
         self.itself = self
@@ -284,7 +284,7 @@ def main():
     Kept()
     return 0
 if sys.argv[1] == "guarded":
-    guarded(main)
+    run_guarded(main)
 else:
     main()
 atexit.register(sys.stdout.write, "last act\\n")

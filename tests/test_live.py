@@ -14,9 +14,9 @@ from attnpo.cli.progress import ProgressRow, duration, heartbeat, is_noted, note
 
 SHOWS = """
 import logging, time
-from attnpo.cli.progress import Row, display
+from attnpo.cli.progress import ProgressRow, display
 logging.basicConfig(level=logging.INFO, format="%(message)s")
-with display(lambda: [Row("attention seed=0", 3, 6, 0.6931, 12.0)]):
+with display(lambda: [ProgressRow("attention seed=0", 3, 6, 0.6931, 12.0)]):
     time.sleep(0.7)
     logging.info("one line of the log")
     time.sleep(0.7)

@@ -245,8 +245,8 @@ class LmEvalTasks:
             "own_tasks": None
             if self.include_path is None
             else {
-                path.relative_to(self._own()).as_posix(): file_digest(path)
-                for path in sorted(self._own().rglob("*"))
+                path.relative_to(self._task_folder()).as_posix(): file_digest(path)
+                for path in sorted(self._task_folder().rglob("*"))
                 if path.is_file() and "__pycache__" not in path.parts
             },
             "code": VERSION,
@@ -265,7 +265,7 @@ class LmEvalTasks:
 
         self._require_tasks()
         require_nltk(self.nltk_data)
-        runner = _Runner(self, subject, None if self.include_path is None else self._own())
+        runner = _Runner(self, subject, None if self.include_path is None else self._task_folder())
         found = [runner.task(name) for name in self.tasks]
         counts: Counter[str] = Counter()
         for one in found:
@@ -280,10 +280,10 @@ class LmEvalTasks:
             )
         if len(set(self.tasks)) < len(self.tasks):
             raise UserError(f"benchmark.tasks={list(self.tasks)} names a task twice")
-        if self.include_path is not None and not self._own().is_dir():
+        if self.include_path is not None and not self._task_folder().is_dir():
             raise UserError(f"benchmark.include_path={self.include_path}: no such folder (looked from {Path.cwd()})")
 
-    def _own(self) -> Path:
+    def _task_folder(self) -> Path:
         return Path(str(self.include_path)).expanduser().resolve()
 
 

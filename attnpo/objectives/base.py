@@ -106,7 +106,7 @@ class LengthScaled(Keys):
         """Names keys without effect as the others stand, with the reason."""
         return ({} if self.length_scale else {"length_from": "objective.length_scale=false"}) | super().unread()
 
-    def formula_inputs(
+    def weighted(
         self, rows: RowGroup
     ) -> tuple[Float[Tensor, "rows R"], Bool[Tensor, "rows R"], Float[Tensor, " rows"] | None]:
         """Returns weights, mask and lengths of the rows, as the formulas take them."""

@@ -61,7 +61,5 @@ class CPO(SftTerm, LengthScaled):
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
         """Computes losses and rewards ``beta S(p)`` of the batch."""
-        output = cpo_loss(
-            policy.logps, *self.formula_inputs(batch.main), self.beta, self.label_smoothing, self.loss_type
-        )
+        output = cpo_loss(policy.logps, *self.weighted(batch.main), self.beta, self.label_smoothing, self.loss_type)
         return self.with_sft(output, policy, batch)

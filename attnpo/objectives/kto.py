@@ -111,7 +111,7 @@ class KTO(LengthScaled):
         return kto_loss(
             policy.logps,
             logps_of(reference),
-            *self.formula_inputs(batch.main),
+            *self.weighted(batch.main),
             self.mismatched_mean(batch.state),
             self.beta,
             self.desirable_weight,

@@ -64,7 +64,7 @@ class RDPO(LengthScaled):
         return rdpo_loss(
             policy.logps,
             logps_of(reference),
-            *self.formula_inputs(batch.main),
+            *self.weighted(batch.main),
             self.beta,
             self.alpha,
             self.label_smoothing,

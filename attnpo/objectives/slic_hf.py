@@ -56,4 +56,4 @@ class SLiCHF(SftTerm, LengthScaled):
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
         """Computes losses and rewards ``S(p)`` of the batch."""
-        return self.with_sft(slic_hf_loss(policy.logps, *self.formula_inputs(batch.main), self.delta), policy, batch)
+        return self.with_sft(slic_hf_loss(policy.logps, *self.weighted(batch.main), self.delta), policy, batch)

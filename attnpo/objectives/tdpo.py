@@ -127,7 +127,7 @@ class TDPO1(LengthScaled):
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
         """Returns losses, rewards ``beta (S(d) + K)`` and both K of the batch."""
-        return tdpo1_loss(policy.logps, logps_of(reference), *self.formula_inputs(batch.main), kl_of(policy), self.beta)
+        return tdpo1_loss(policy.logps, logps_of(reference), *self.weighted(batch.main), kl_of(policy), self.beta)
 
 
 @dataclass(frozen=True)
@@ -146,5 +146,5 @@ class TDPO2(TDPO1):
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
         """Returns losses, rewards ``beta (S(d) + K)`` without alpha and both K of the batch."""
         return tdpo2_loss(
-            policy.logps, logps_of(reference), *self.formula_inputs(batch.main), kl_of(policy), self.beta, self.alpha
+            policy.logps, logps_of(reference), *self.weighted(batch.main), kl_of(policy), self.beta, self.alpha
         )

@@ -95,7 +95,7 @@ class TISDPO(LengthScaled):
         return tis_dpo_loss(
             policy.logps,
             logps_of(reference),
-            *self.formula_inputs(batch.main),
+            *self.weighted(batch.main),
             kl,
             self.beta,
             self.alpha,

@@ -104,7 +104,7 @@ class TwDPO(LengthScaled, DPO):
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
         """Computes losses, weighted rewards ``beta |y| sum a d`` and, as extras, unweighted rewards ``beta S(d)``."""
-        given = policy.logps, logps_of(reference), *self.formula_inputs(batch.main), self.beta
+        given = policy.logps, logps_of(reference), *self.weighted(batch.main), self.beta
         options = self.label_smoothing, self.loss_type, self.clip_ratio
         output = twdpo_loss(*given) if options == NO_OPTIONS else twdpo_variant_loss(*given, *options)
         shares = low_shares(batch.main) if self.anchor and self.anchor_on is AnchorOn.LOW else None

@@ -85,7 +85,7 @@ def token_factors(objective: PreferenceObjective, rows: RowGroup) -> Float[Tenso
         return torch.ones_like(rows.token_weights["reward"])
     if not isinstance(objective, LengthScaled):
         return mean_factors(rows)
-    weights, _, lengths = objective.formula_inputs(rows)
+    weights, _, lengths = objective.weighted(rows)
     return weights if lengths is None else weights * lengths.unsqueeze(-1)
 
 
