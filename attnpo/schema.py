@@ -86,7 +86,7 @@ class Message(TypedDict):
 
 
 REASONING = "reasoning_content"
-"""The key of a turn's reasoning trace, and the variable that chat templates read it by."""
+"""Key of a turn's reasoning trace, and the variable that chat templates read it by."""
 MORE = (REASONING, "tool_calls", "tool_call_id", "name", "tools")
 """Other keys of a turn, in the order of ``Message``."""
 

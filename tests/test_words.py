@@ -26,10 +26,19 @@ def first_word(node: ast.AST) -> str:
     return ((ast.get_docstring(node) or "").split() or [""])[0].rstrip(",.:;")
 
 
+def constant_text(node: ast.AST) -> list[str]:
+    """The text of a statement that is nothing else, such as what stands below a constant; empty for others."""
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        return [node.value.value] if node.value.value.split() else []
+    return []
+
+
 def test_no_docstring_begins_with_an_article_or_a_question_and_those_of_functions_with_a_verb() -> None:
     words = [(file, node, first_word(node)) for file, node in nodes()]
     named = [(file, getattr(node, "name", "module"), word) for file, node, word in words if word in NEVER]
     assert named == []
+    lines = [(file, node.lineno, text) for file, node in nodes() for text in constant_text(node)]
+    assert [(file, line, text) for file, line, text in lines if text.split()[0] in NEVER] == []
     functions = [(file, node.name, word) for file, node, word in words if isinstance(node, ast.FunctionDef) and word]
     assert [found for found in functions if not re.fullmatch(r"[A-Z][a-z]+s", found[2]) or found[2] in NOUNS] == []
     assert len(functions) > 2000

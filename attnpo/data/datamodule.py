@@ -81,7 +81,7 @@ def make_mismatched(examples: Sequence[TrainingExample], planned: PlannedBatch) 
 MAKERS: Mapping[str, Callable[[Sequence[TrainingExample], PlannedBatch], list[list[Ids]]]] = {
     "mismatched": make_mismatched
 }
-"""The rows of a rank's step by name, a list for each of its micro-batches; given any micro-batch of that step."""
+"""Rows of a rank's step by name, a list for each of its micro-batches; given any micro-batch of that step."""
 
 
 def cut(row: Ids, max_length: int) -> Ids:

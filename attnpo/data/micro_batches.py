@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 Hands = list[list[tuple[int, ...]]]
-"""The pairs of a step by rank and micro-batch; every rank has as many micro-batches."""
+"""Pairs of a step by rank and micro-batch; every rank has as many micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ class ByTokens:
 
 
 Cutting = ByCount | ByTokens
-"""What cuts the steps of a run into micro-batches."""
+"""Rule that cuts the steps of a run into micro-batches."""
 
 
 # ------------------------------------------------------------------------------------------------ a budget of tokens

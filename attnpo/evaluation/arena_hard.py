@@ -40,7 +40,7 @@ JUDGES = "utils/judge_utils.py"
 SETTINGS = "JUDGE_SETTINGS"
 PLACES = ("QUESTION", "ANSWER_A", "ANSWER_B")
 GAMES = ("game_1", "game_2")
-"""The baseline is answer A in the first one, the model in the second one."""
+"""Baseline as answer A in the first one, the model in the second one."""
 LAST, AGREE = VERDICTS = ("last", "agree")
 QUESTION, GAME = MISSING = ("question", "game")
 # Each label with what it gives answer A, and whether it is a strong verdict.

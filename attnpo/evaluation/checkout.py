@@ -13,7 +13,7 @@ from attnpo.schema import Message, UserError
 from attnpo.system.files import parse_json
 
 NAME = str | int
-"""A name in a file: a text, not empty, or a whole number."""
+"""Name in a file: a text, not empty, or a whole number."""
 _KINDS = {str: "a text", NAME: "a name or a whole number", list: "a list", dict: "an object"}
 
 

@@ -164,7 +164,7 @@ def read_chat(
 CODE_VERSION = "1"
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")  # as trainer.accelerator
 ROOM_STEP = 256
-"""A reply that does not fit as asked gets a multiple of so many tokens: prompts of similar length share batches."""
+"""Step in tokens by which a reply that does not fit is made longer: prompts of similar length share batches."""
 
 Outcome = tuple[GradingCall, GradingReply | GradingFailure]
 _Asked = tuple[GradingCall, list[int]]

@@ -41,7 +41,7 @@ class HeadRow(NamedTuple):
 
 
 Row = int | HeadRow
-"""What names a stored row: a layer (the mean over its heads), one head of a layer, or 0 for no single layer."""
+"""Name of a stored row: a layer (the mean over its heads), one head of a layer, or 0 for no single layer."""
 
 
 def layer_column(row: Row) -> str:

@@ -51,10 +51,10 @@ from attnpo.system.files import in_bytes
 log = logging.getLogger(__name__)
 
 ROW_BYTES = 16 << 20
-"""The widest activations of a row on a CPU: larger ones leave its caches and need newly cleared pages each time."""
+"""Widest activations of a row on a CPU: larger ones leave its caches and need newly cleared pages each time."""
 
 KERNEL = "sdpa"
-"""The attention kernel family a judge runs with unless told otherwise; part of its fingerprint."""
+"""Attention kernel family that a judge runs with unless told otherwise; part of its fingerprint."""
 
 
 def kernel_for(found: Described) -> str:

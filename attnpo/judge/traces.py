@@ -81,7 +81,7 @@ def _cannot(model: nn.Module, why: str) -> str:
 log = logging.getLogger(__name__)
 
 TRACES = "traces"
-"""The kind of the store's tables that traces are kept in: a row per prompt."""
+"""Kind of the store's tables that traces are kept in: a row per prompt."""
 IDS, TEXT, CLOSED = "ids", "text", "closed"
 AT_ONCE = 64
 """Traces that are stored together: an interruption loses no more."""

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 CLEAR = 2.0
-"""How many standard errors must lie between two numbers for a sample to tell them apart."""
+"""Number of standard errors that must lie between two numbers for a sample to tell them apart."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ ROUND, MOST = 256, 32768  # tokens: by how many a budget grows, and up to how ma
 FP32, BF16 = 4, 2
 PROJECTIONS = 7  # of a block, each with an adapter
 REPEATS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
-"""Whether the kernel for packed rows takes as many heads of keys and values as of queries, which are kept then."""
+"""True where the kernel for packed rows takes as many heads of keys and values as of queries, which are kept then."""
 FOUR_BITS = 0.5 + 1 / 64 + FP32 / (64 * 256)  # with a byte of scale per 64 numbers, and four per 256 of those bytes
 
 # Moments that can be the peak: a reference in memory reads the batch, the vocabulary head's backward, a block's, the

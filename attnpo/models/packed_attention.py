@@ -269,7 +269,7 @@ def boundaries(segments: Int[Tensor, "segments 4"], device: torch.device = HOST)
 
 
 BucketCore = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""The number of a bucket, its queries [n H q d], keys and values [n KV k d] to its output [n H q d]."""
+"""Number of a bucket, its queries [n H q d], keys and values [n KV k d] to its output [n H q d]."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from attnpo.models.packed_attention import PLAN, SegmentPlan
 
 WORTH = 24
-"""A common beginning of fewer tokens is computed again: looking it up costs more."""
+"""Least tokens of a common beginning that are shared: looking up a shorter one costs more."""
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ from attnpo.schema import ModelInputs, UserError
 log = logging.getLogger(__name__)
 
 ROUTER = "router"
-"""The request for the loads, under which they stand beside ``logps``."""
+"""Request for the loads, under which they stand beside ``logps``."""
 COEFFICIENT = "router_aux_loss_coef"
 CHOSEN = "num_experts_per_tok"
 RECORD = {"output_router_logits": True}
-"""What a backbone is called with so that it gives its routers' logits."""
+"""Keywords that make a backbone give its routers' logits."""
 
 
 def require_router(model: PreTrainedModel) -> None:

@@ -164,7 +164,7 @@ WORDS = 1024
 """Embeddings of a small model; a real vocabulary would take most of its memory and time."""
 
 Mode = Callable[[nn.Module], AbstractContextManager[None]]
-"""A context in which a model is in a mode."""
+"""Context in which a model is in a mode."""
 
 
 def choose(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 else:  # the tests' type checker (beartype) fails on an alias that refers to itself
     Json = None | bool | int | float | str | list | dict
-"""What a JSON text can hold."""
+"""Value that a JSON text can hold."""
 
 SEAL = "digests.json"
 WRITING = ".writing-"

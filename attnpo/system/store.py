@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 Array = npt.NDArray[np.generic]
 Cell = bool | int | float | str | Array | torch.Tensor | Mapping[str, "Cell"]
-"""A value of one pair in one column: a number, a string, a one-dimensional array (tensors are written as such, and come
+"""Value of one pair in one column: a number, a string, a one-dimensional array (tensors are written as such, and come
 back as arrays), or a dict of these."""
 Rows = Mapping[str, Mapping[str, Cell]]
 PAIR_ID = "pair_id"

@@ -72,7 +72,7 @@ class PairMeans(torchmetrics.Metric):
 
 
 RowMaker = Callable[[ScoredLM, PreferenceBatch, int], RowGroup]
-"""A row group for a batch, from the policy as it stands and the number of optimiser steps taken."""
+"""Row group for a batch, from the policy as it stands and the number of optimiser steps taken."""
 
 
 class PreferenceModule(L.LightningModule):

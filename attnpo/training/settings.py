@@ -12,7 +12,7 @@ ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")
 DEVICES = r"auto|-1|0*[1-9]\d*|\d+,(\d+(,\d+)*)?"
 STRATEGIES = ("auto", "ddp", "fsdp")
 EPOCH = "epoch"
-"""The value of ``validate_every`` that counts the epoch's steps, however many they are."""
+"""Value of ``validate_every`` that counts the epoch's steps, however many they are."""
 DIRECTIONS = {
     "loss": "min",
     "losses/preference": "min",
@@ -28,7 +28,7 @@ DIRECTIONS = {
     "logps/chosen": "max",
     "logps/rejected": "min",
 }
-"""Whether the lowest or the highest value is the best, by the metric's name below val/."""
+"""Direction in which a metric is best (lowest or highest), by the metric's name below val/."""
 
 
 def direction(monitor: str) -> str | None:

@@ -20,7 +20,7 @@ from experiments.benchmarks.shapes import typical_lengths
 
 PER_TOKEN = 4  # characters, about
 Row = Mapping[str, str]
-"""The texts of a pair: prompt, chosen and rejected response."""
+"""Texts of a pair: prompt, chosen and rejected response."""
 
 
 def read_sample(file: Path | None) -> list[Row]:

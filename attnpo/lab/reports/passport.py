@@ -81,7 +81,7 @@ LEVEL = 0.95
 IDEAL_DRAWS = 500  # of the outcomes of a perfectly calibrated judge: the mean over them is good to a few percent
 Margins = Float[np.ndarray, "pairs 2"]
 Passport = dict[str, Any]
-"""The content of passport.json, by its keys (``measure_judge``); numbers that are not known are NaN or None."""
+"""Content of passport.json, by its keys (``measure_judge``); numbers that are not known are NaN or None."""
 
 
 def write_passport(cfg: PassportConfig) -> Path:
