@@ -20,14 +20,14 @@ def nodes() -> list[tuple[str, ast.AST]]:
 
 
 def first_word(node: ast.AST) -> str:
-    """The first word of a node's docstring; empty without one."""
+    """Returns the first word of a node's docstring; empty without one."""
     if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         return ""
     return ((ast.get_docstring(node) or "").split() or [""])[0].rstrip(",.:;")
 
 
 def constant_text(node: ast.AST) -> list[str]:
-    """The text of a statement that is nothing else, such as what stands below a constant; empty for others."""
+    """Returns the text of a statement that is nothing else, such as what stands below a constant; empty for others."""
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
         return [node.value.value] if node.value.value.split() else []
     return []

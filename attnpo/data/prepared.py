@@ -346,7 +346,7 @@ def _recall(store: Store, told: Account, encoded: Mapping[str, EncodedSet], reci
         for name, kind in _STATISTICS.items()
     }
     if isinstance(recipe.reader, RunJudge) and statistics["label_mass"] is not None:
-        LabelCheck(recipe.reader, store).hold(statistics["label_mass"])
+        LabelCheck(recipe.reader, store).enforce(statistics["label_mass"])
     source = recipe.source.resolve(told["depth"] or 1)
     weighed = Weighed(
         source=source,

@@ -239,7 +239,7 @@ class LabelCheck:
     pairs: Sequence[PreferencePair] = ()
 
     @cached_property
-    def shown(self) -> list[JudgePrompt]:
+    def sample_prompts(self) -> list[JudgePrompt]:
         """Returns the prompts, two a pair, of the first ``PAIRS`` pairs that the judge can be shown."""
         found: list[JudgePrompt] = []
         for pair in self.pairs:
@@ -265,10 +265,10 @@ class LabelCheck:
         """
         mass = self.load_known()
         if mass is not None:
-            self.hold(mass)
-        elif self.shown and not self._stops:
+            self.enforce(mass)
+        elif self.sample_prompts and not self._stops:
             log.info("%s, and judge.low_label_mass=warn does not measure anew", NOT_MEASURED)
-        elif self.shown:
+        elif self.sample_prompts:
             log.info("%s: loading the judge to measure (judge.low_label_mass=warn goes on without)", NOT_MEASURED)
             self.measure(load())
 
@@ -279,8 +279,8 @@ class LabelCheck:
         cannot be read at all; with warn both are warnings.
         """
         mass = self.load_known()
-        if mass is None and self.shown:
-            prompts = [prompt.input_ids for prompt in self.shown]
+        if mass is None and self.sample_prompts:
+            prompts = [prompt.input_ids for prompt in self.sample_prompts]
             try:
                 mass = measure_labels(judge.model, prompts, self.judge.prompts.label_ids, self.judge.written)
             except UserError as unread:
@@ -290,13 +290,13 @@ class LabelCheck:
             else:
                 self._keep(mass)
         if mass is not None:
-            self.hold(mass)
+            self.enforce(mass)
 
     @property
     def _stops(self) -> bool:
         return self.judge.settings.low_label_mass == STOP
 
-    def hold(self, mass: LabelMass) -> None:
+    def enforce(self, mass: LabelMass) -> None:
         """Logs the measurement, with a warning where it is low; UserError there where low_label_mass is stop."""
         problem = mass.problem(self.judge.settings.min_label_mass)
         if problem is not None and self._stops:
@@ -321,7 +321,7 @@ class LabelCheck:
         key = {
             "judge": self.judge.fingerprint(),
             "prompts": self.judge.prompts.fingerprint(),
-            "pairs": [prompt.pair_id for prompt in self.shown[::2]],
+            "pairs": [prompt.pair_id for prompt in self.sample_prompts[::2]],
             "code": CAPTURE_VERSION,
         }
         return Path(self.store.root) / LABEL_MASS / f"{digest(key)[:20]}.json"

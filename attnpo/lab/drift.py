@@ -115,7 +115,7 @@ def measure_drift(
         split: pairs_of(inputs.pairs[split].pairs, [example.pair_id for example in examples])
         for split, examples in first.items()
     }
-    val, train = _moved(run, first["val"], pairs["val"]), _moved(run, first["train"], None)
+    val, train = _measure_movement(run, first["val"], pairs["val"]), _measure_movement(run, first["train"], None)
     out: dict[str, Json] = {"pairs": by_token([*val["chosen"], *val["rejected"]])}
     displacement: dict[str, Json] = {
         f"{split}_{side}": mean_gain(sides[side])
@@ -133,7 +133,7 @@ def measure_drift(
             accuracy[name] = ranking_accuracy(**kept)
     if sampled:
         others = weigh_others(inputs.recipe, inputs.weighed, readers, sampled)
-        answers = _moved(run, others, {pair.pair_id: pair for pair in sampled})
+        answers = _measure_movement(run, others, {pair.pair_id: pair for pair in sampled})
         out["answers"] = by_token(answers["chosen"])
         displacement["base_answers"] = mean_gain(answers["rejected"])
     out |= {"ranking_accuracy": accuracy, "displacement": displacement}
@@ -154,7 +154,7 @@ def _first(examples: Sequence[TrainingExample], count: int) -> list[TrainingExam
 # ------------------------------------------------------------------------------------------------ the models' numbers
 
 
-def _moved(
+def _measure_movement(
     run: TrainedRun, examples: Sequence[TrainingExample], pairs: Mapping[str, PreferencePair] | None
 ) -> dict[str, list[Moved]]:
     """Returns by side how far the policy moved on the responses; ``pairs``: theirs, for their decisive tokens."""

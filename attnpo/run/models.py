@@ -201,10 +201,10 @@ def load_policy(base: BaseModel) -> ScoredLM:
         require_router(model)
     else:
         say_unused(model)
-    return _recomputed(ScoredLM(model, chunk=spec.chunk), spec)
+    return _with_checkpointing(ScoredLM(model, chunk=spec.chunk), spec)
 
 
-def _recomputed(policy: ScoredLM, spec: ModelSpec) -> ScoredLM:
+def _with_checkpointing(policy: ScoredLM, spec: ModelSpec) -> ScoredLM:
     """Makes a policy compute its activations again in the backward pass where ``spec`` says so; returns it."""
     if spec.recomputes:
         policy.model.activation_checkpointing_enable(every_n_layers=spec.checkpoint_every)
@@ -223,7 +223,7 @@ def _load_reward(base: BaseModel) -> ScoredLM:
     )
     model.config.pad_token_id = base.chat.rows.pad_id  # the library's classes look for a row's end by it
     model.to(base.device)  # type: ignore[arg-type]
-    return _recomputed(RewardPolicy(model), spec)
+    return _with_checkpointing(RewardPolicy(model), spec)
 
 
 def compile_policy(base: BaseModel, policy: ScoredLM, layout: Layout, *, required: bool) -> bool:
@@ -284,7 +284,7 @@ def without_compilation(plan: Footprint, spec: ModelSpec, policy: ScoredLM) -> t
     )
     spec, batch = fit_memory(replace(plan, model=plain))
     policy.chunk = spec.chunk
-    _recomputed(policy, spec)
+    _with_checkpointing(policy, spec)
     return spec, batch
 
 

@@ -288,7 +288,7 @@ def having(*prompts: int) -> list[TrainingExample]:
     return [example(i, [prompt]) for i, prompt in enumerate(prompts)]
 
 
-def planned(step: tuple[int, ...], of_rank: tuple[tuple[int, ...], ...]) -> PlannedBatch:
+def plan_step(step: tuple[int, ...], of_rank: tuple[tuple[int, ...], ...]) -> PlannedBatch:
     return PlannedBatch(list(of_rank[0]), 0, len(step), 0, len(of_rank), whole=step, of_rank=of_rank)
 
 
@@ -338,9 +338,9 @@ def test_a_single_pair_has_no_partner() -> None:
 
 def test_a_prompt_stands_before_both_responses_of_another_pair() -> None:
     """Per micro-batch of this rank, chosen rows first; the other rank's pairs (3 and 0) are partners too."""
-    found = make_mismatched(having(1, 2, 3, 4), planned((3, 0, 2, 1), ((2,), (1,))))
+    found = make_mismatched(having(1, 2, 3, 4), plan_step((3, 0, 2, 1), ((2,), (1,))))
     assert found == [[([3], [10, 10]), ([3], [11, 11])], [([2], [30, 30]), ([2], [31, 31])]]
-    (whole,) = make_mismatched(having(1, 2, 3, 4), planned((3, 0, 2, 1), ((2, 1),)))
+    (whole,) = make_mismatched(having(1, 2, 3, 4), plan_step((3, 0, 2, 1), ((2, 1),)))
     assert whole == [found[0][0], found[1][0], found[0][1], found[1][1]]
 
 
@@ -367,7 +367,7 @@ def test_a_step_has_the_same_rows_however_it_is_split(micro: int, world: int) ->
 
 
 def test_rows_have_no_weights_and_no_stored_reference() -> None:
-    (group,) = StepRows(["mismatched"]).make(having(1, 2), planned((0, 1), ((0, 1),)), padded, 0)["mismatched"]
+    (group,) = StepRows(["mismatched"]).make(having(1, 2), plan_step((0, 1), ((0, 1),)), padded, 0)["mismatched"]
     assert group.token_weights["reward"].shape == (4, 2) and not group.token_weights["reward"].any()
     assert group.reference_logps is None and group.source_lengths.tolist() == [2.0] * 4
 
@@ -386,7 +386,7 @@ def test_responses_are_cut_to_what_the_prompt_leaves(caplog: pytest.LogCaptureFi
     caplog.set_level(logging.INFO)
     rows = StepRows(["mismatched"], max_length=8)
     for _ in range(2):
-        (group,) = rows.make(examples, planned((0, 1, 2), ((0, 1, 2),)), padded, 0)["mismatched"]
+        (group,) = rows.make(examples, plan_step((0, 1, 2), ((0, 1, 2),)), padded, 0)["mismatched"]
         found = rows_in(group)
         assert found[:3] == [([1] * 6, [30, 30]), ([2] * 9, [10]), ([3], [20] * 5)]
         assert found[3:] == [([1] * 6, [31, 31]), ([2] * 9, [11]), ([3], [21] * 5)]
@@ -399,5 +399,5 @@ def test_responses_are_cut_to_what_the_prompt_leaves(caplog: pytest.LogCaptureFi
 def test_rows_that_just_fit_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     examples = [example(0, [1] * 3, 2), example(1, [2] * 3, 2)]
-    (group,) = StepRows(["mismatched"], 5).make(examples, planned((0, 1), ((0, 1),)), padded, 0)["mismatched"]
+    (group,) = StepRows(["mismatched"], 5).make(examples, plan_step((0, 1), ((0, 1),)), padded, 0)["mismatched"]
     assert [len(response) for _, response in rows_in(group)] == [2] * 4 and not caplog.records

@@ -251,7 +251,7 @@ def lengths(num_pairs: int, seed: int = 0, most: int = 60) -> list[int]:
 
 
 def fewest(sizes: list[int], cost: RowCost, limit: int) -> int:
-    """The fewest consecutive parts of sorted sizes within the limit, by trying every last part."""
+    """Returns the fewest consecutive parts of sorted sizes within the limit, by trying every last part."""
     line, best = sorted(sizes), [0]
     for end in range(1, len(line) + 1):
         fitting = [begin for begin in range(end) if cost.together(line[begin:end]) <= limit]

@@ -92,7 +92,7 @@ def plain_choices(model: Path, documents: Sequence[dict[str, Any]]) -> list[bool
     return right
 
 
-def measured(tasks: LmEvalTasks, babbler: Path, tmp_path: Path) -> UngradedResult:
+def measure(tasks: LmEvalTasks, babbler: Path, tmp_path: Path) -> UngradedResult:
     assert isinstance(tasks, Measure)
     return tasks.measure(subject_of(babbler, tmp_path))
 
@@ -103,7 +103,7 @@ def measured(tasks: LmEvalTasks, babbler: Path, tmp_path: Path) -> UngradedResul
 def test_a_choice_on_disk_gives_the_accuracy_of_a_plain_computation(
     babbler: Path, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    found = measured(LmEvalTasks(("words",), include_path=str(folder)), babbler, tmp_path)
+    found = measure(LmEvalTasks(("words",), include_path=str(folder)), babbler, tmp_path)
     shown = capfd.readouterr()
     assert (shown.out, shown.err) == ("", "")
     right = plain_choices(babbler, DOCUMENTS)
@@ -127,12 +127,12 @@ def test_an_answer_ends_where_the_settings_say_and_is_greedy(babbler: Path, fold
     task["doc_to_target"] = target
     (folder / "going_on.yaml").write_text(yaml.safe_dump(task), encoding="utf-8")
     asked = LmEvalTasks(("going_on",), include_path=str(folder), max_gen_toks=5, limit=1)
-    found = measured(asked, babbler, tmp_path)
+    found = measure(asked, babbler, tmp_path)
     assert (found.scores[0].name, found.scores[0].mean) == ("going_on.exact_match", 1.0)
     assert found.counts["documents left out by benchmark.limit"] == 4
-    longer = measured(replace(asked, max_gen_toks=7), babbler, tmp_path)
+    longer = measure(replace(asked, max_gen_toks=7), babbler, tmp_path)
     assert longer.scores[0].mean == 0.0
-    assert measured(replace(asked, apply_chat_template=True), babbler, tmp_path).scores[0].mean == 0.0
+    assert measure(replace(asked, apply_chat_template=True), babbler, tmp_path).scores[0].mean == 0.0
 
 
 def test_a_group_is_scored_as_a_whole(babbler: Path, folder: Path, tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_a_group_is_scored_as_a_whole(babbler: Path, folder: Path, tmp_path: Pat
     group["aggregate_metric_list"] = [{"metric": "acc", "aggregation": "mean", "weight_by_size": True}]
     for name, task in (("few", few), ("both", group)):
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(task), encoding="utf-8")
-    found = measured(LmEvalTasks(("both",), include_path=str(folder)), babbler, tmp_path)
+    found = measure(LmEvalTasks(("both",), include_path=str(folder)), babbler, tmp_path)
     right = [*plain_choices(babbler, DOCUMENTS), *plain_choices(babbler, DOCUMENTS[:1])]
     (score,) = found.scores
     assert (score.name, score.mean) == ("both.acc", pytest.approx(np.mean(right)))
@@ -161,14 +161,14 @@ def test_a_perplexity_is_the_better_the_lower(babbler: Path, folder: Path, tmp_p
     task |= {"task": "stories", "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}"}
     task["metric_list"] = [{"metric": "word_perplexity"}, {"metric": "byte_perplexity"}]
     (folder / "stories.yaml").write_text(yaml.safe_dump(task), encoding="utf-8")
-    found = measured(LmEvalTasks(("stories", "words"), include_path=str(folder)), babbler, tmp_path)
+    found = measure(LmEvalTasks(("stories", "words"), include_path=str(folder)), babbler, tmp_path)
     assert {score.name: score.higher_is_better for score in found.scores} == {
         "stories.word_perplexity": False,
         "stories.byte_perplexity": False,
         "words.acc": True,
     }
     assert {row["metric"]: row["higher_is_better"] for row in found.table}["word_perplexity"] is False
-    assert measured(LmEvalTasks(("stories",), include_path=str(folder)), babbler, tmp_path).scores == found.scores[:2]
+    assert measure(LmEvalTasks(("stories",), include_path=str(folder)), babbler, tmp_path).scores == found.scores[:2]
 
 
 def test_a_finished_task_is_read_and_a_changed_one_is_not(
@@ -177,18 +177,18 @@ def test_a_finished_task_is_read_and_a_changed_one_is_not(
     import lm_eval
 
     asked = LmEvalTasks(("words",), include_path=str(folder))
-    first = measured(asked, babbler, tmp_path)
+    first = measure(asked, babbler, tmp_path)
     calls: list[int] = []
     original = lm_eval.simple_evaluate
     monkeypatch.setattr(lm_eval, "simple_evaluate", lambda **named: (calls.append(1), original(**named))[1])
     with caplog.at_level(logging.INFO):
-        again = measured(asked, babbler, tmp_path)
+        again = measure(asked, babbler, tmp_path)
     assert again == first and not calls and "words is done, read from" in caplog.text
     kept = tmp_path / "evaluation" / "task-words.json"
     kept.write_text(kept.read_text(encoding="utf-8").replace('"value"', '"other"'), encoding="utf-8")
-    assert measured(asked, babbler, tmp_path) == first and calls == [1]  # damaged: computed again
+    assert measure(asked, babbler, tmp_path) == first and calls == [1]  # damaged: computed again
     (folder / "words.jsonl").write_text(json.dumps(DOCUMENTS[0]) + "\n", encoding="utf-8")
-    changed = measured(asked, babbler, tmp_path)
+    changed = measure(asked, babbler, tmp_path)
     assert calls == [1, 1] and changed.scores[0].questions == 1 and changed.scores[0].interval is None
     assert changed.table[0]["data"] != first.table[0]["data"]
 
@@ -197,7 +197,7 @@ def test_what_is_cut_is_counted(babbler: Path, folder: Path, tmp_path: Path, cap
     long = {**DOCUMENTS[0], "text": "Once upon a time " * 300}
     (folder / "words.jsonl").write_text(json.dumps(long) + "\n", encoding="utf-8")
     with caplog.at_level(logging.WARNING):
-        found = measured(LmEvalTasks(("words",), include_path=str(folder)), babbler, tmp_path)
+        found = measure(LmEvalTasks(("words",), include_path=str(folder)), babbler, tmp_path)
     (reason,) = found.counts
     assert "exceeds model's maximum length (N)" in reason and found.counts[reason] == 2  # once for each choice
     assert "lm_eval says, 2 times: Combined length" in caplog.text
@@ -271,7 +271,7 @@ def test_what_cannot_be_had_is_named(
     asked = LmEvalTasks(**{"tasks": ("words",), "include_path": str(folder), **change})
     monkeypatch.setattr("nltk.download", lambda name, **_: False)
     with pytest.raises(UserError, match=message):
-        measured(asked, babbler, tmp_path)
+        measure(asked, babbler, tmp_path)
 
 
 def test_data_of_nltk_are_downloaded_as_the_task_would(
@@ -279,14 +279,14 @@ def test_data_of_nltk_are_downloaded_as_the_task_would(
 ) -> None:
     asked: list[str] = []
     monkeypatch.setattr("nltk.download", lambda name, **_: asked.append(name) or True)
-    found = measured(LmEvalTasks(("words",), include_path=str(folder), nltk_data=("no_such_data",)), babbler, tmp_path)
+    found = measure(LmEvalTasks(("words",), include_path=str(folder), nltk_data=("no_such_data",)), babbler, tmp_path)
     assert asked == ["no_such_data"] and found.scores
 
 
 def test_a_data_set_that_cannot_be_downloaded_is_named_with_what_to_do(babbler: Path, tmp_path: Path) -> None:
     """IFEval's own data, which no test may download."""
     with pytest.raises(UserError) as refused:
-        measured(LmEvalTasks(("ifeval",)), babbler, tmp_path)
+        measure(LmEvalTasks(("ifeval",)), babbler, tmp_path)
     text = str(refused.value)
     assert "the data set google/IFEval of ifeval of lm_eval is neither in the cache nor can it be downloaded" in text
     assert "datasets.load_dataset('google/IFEval')" in text and "benchmark.include_path" in text
@@ -309,7 +309,7 @@ def test_an_unknown_task_is_named_with_those_like_it(
     with pytest.raises(
         UserError, match=r"word is no task, group or tag of lm_eval, nor of benchmark\.include_path.*there is words"
     ):
-        measured(LmEvalTasks(("word",), include_path=str(folder)), babbler, tmp_path)
+        measure(LmEvalTasks(("word",), include_path=str(folder)), babbler, tmp_path)
     assert indexes[-1] == {"include_path": folder.resolve()}, "lm_eval's own tasks are among them"
 
 

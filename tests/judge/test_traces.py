@@ -117,7 +117,7 @@ def written(
 
 
 def test_a_trace_ends_with_a_text_of_several_tokens(tiny: tuple[Any, Any]) -> None:
-    """The text is that of two tokens of one trace; it ends with the second, and the others go on."""
+    """Checks a text of two tokens of one trace; it ends with the second, and the others go on."""
     whole = written(tiny, "never written")
     assert not any(trace.closed for trace in whole)
     ids = whole[0].ids

@@ -106,7 +106,7 @@ TEXTS = {A: " A", B: " B", OTHER: "<think>"}
 
 
 def reading(first: float, second: float, token: int) -> JudgeReading:
-    """What a judge gave whose labels have these probabilities, and whose most likely token is ``token``."""
+    """Returns a judge's reading with these probabilities of its labels and ``token`` as its most likely token."""
     logps = torch.tensor([first, second, max(first, second, 0.5)]).log()
     return JudgeReading(torch.zeros(0, 3), None, logps[:2], token, logps)
 

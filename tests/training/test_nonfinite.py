@@ -162,7 +162,7 @@ def test_bad_validation_pairs_are_warned_of_once_counted_and_refused_at_the_end(
     assert "for 2 pairs (pair1, pair3)" in told
 
 
-def scored(count: int, bad: tuple[int, ...], spoil_with: str = "policy") -> MicroBatchRecord:
+def make_record(count: int, bad: tuple[int, ...], spoil_with: str = "policy") -> MicroBatchRecord:
     batch = collate(make_examples(count), padded, 0, count)
     losses = torch.ones(count)
     logps = torch.where(batch.main.response_mask, -1.0, 0.0)
@@ -176,7 +176,7 @@ def scored(count: int, bad: tuple[int, ...], spoil_with: str = "policy") -> Micr
 
 
 def test_eight_pairs_are_named_and_the_others_counted(tmp_path: Path) -> None:
-    text = save_step([scored(12, tuple(range(10)), "weights")], {}, tmp_path / "step.pt", 5, 1, leads=True)
+    text = save_step([make_record(12, tuple(range(10)), "weights")], {}, tmp_path / "step.pt", 5, 1, leads=True)
     assert "10 of 12 pairs: pair0, pair1, pair2, pair3, pair4, pair5, pair6, pair7 and 2 more (" in text
     assert "(not finite there: token weights)" in text
     assert "trainer.precision=32-true (now bf16-mixed)" in advice(1e-6, "another objective.beta", "bf16-mixed")
@@ -186,7 +186,7 @@ def test_eight_pairs_are_named_and_the_others_counted(tmp_path: Path) -> None:
 
 def test_a_step_that_cannot_be_saved_is_told_all_the_same(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    text = save_step([scored(3, (1,))], {}, tmp_path / "file" / "step.pt", 2, 1, leads=True)
+    text = save_step([make_record(3, (1,))], {}, tmp_path / "file" / "step.pt", 2, 1, leads=True)
     assert "1 of 3 pairs: pair1 (not finite there: policy log-probs)" in text and "could not be saved" in text
 
 

@@ -91,7 +91,7 @@ class FakeJudge:
 
 
 def head_row(layer: int, head: int, places: Sequence[int]) -> list[float]:
-    """The row of one head at 1-based prompt positions."""
+    """Returns the row of one head at 1-based prompt positions."""
     return [(layer + head / 10 + 1 / place) / 7 for place in places]
 
 

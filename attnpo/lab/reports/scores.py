@@ -199,7 +199,7 @@ class ScoreColumn:
         return said.pop() if len(said) == 1 else None
 
     @property
-    def printed(self) -> dict[str, float]:
+    def printed_values(self) -> dict[str, float]:
         """Returns the means as they are printed, by label."""
         return {label: half_up(score.mean, self.digits) for label, score in self.scores.items()}
 
@@ -238,7 +238,7 @@ class Board:
         counts twice.
         """
         figures = self.rankable_figures()
-        means = [figure.printed for figure in figures]
+        means = [figure.printed_values for figure in figures]
         whole = {label: [row[label] for row in means] for label in self.labels if all(label in row for row in means)}
         if not figures or len(whole) < 2:
             return {}
@@ -379,7 +379,7 @@ def main_tables(board: Board) -> list[KeyedTable]:
             full[name] = told[name] = words[name] = None if score is None else score.mean
             wide |= zip(parts, (full[name], *half_widths(() if score is None else score.rounds)), strict=True)
             if score is not None:
-                mean = figure.printed[label]
+                mean = figure.printed_values[label]
                 text = f"{mean:.{figure.digits}f}"
                 told[name] = f"{text}*" if (label, figure.benchmark) in odd else mean
                 words[name] = f"{text} {rounds_text(score, figure.digits)}".rstrip()

@@ -301,10 +301,10 @@ def with_notes(outcome: Outcome, sections: Sequence[Section]) -> list[Section]:
     """
     worlds = {world: f"difference to the control in world {world}" for world in outcome.worlds if world}
 
-    def noted(block: Block) -> Block:
+    def add_notes(block: Block) -> Block:
         if not isinstance(block, TableBlock):
             return block
         known = {name: note for name, note in worlds.items() if name in block.columns}
         return replace(block, notes={**column_notes(block.columns), **known, **block.notes})
 
-    return [Section(section.title, [*map(noted, section.blocks)]) for section in sections]
+    return [Section(section.title, [*map(add_notes, section.blocks)]) for section in sections]

@@ -38,7 +38,7 @@ def served(server: Loopback, path: str = MODEL, **settings: Any) -> ServedAnswer
     return answerer
 
 
-def asked(*texts: str) -> list[ChatRequest]:
+def make_requests(*texts: str) -> list[ChatRequest]:
     return [ChatRequest((Message(role="user", content=text),)) for text in texts]
 
 
@@ -54,7 +54,7 @@ def test_every_setting_is_sent(world: World) -> None:
     with Loopback(echo) as server:
         answerer = served(server, str(world.model), model="mine")
         assert answerer.chat is not None
-        answers(answerer, asked("hello"))
+        answers(answerer, make_requests("hello"))
     (request,) = server.requests
     seed = request.body.pop("seed")
     assert 0 <= seed < 2**31
@@ -100,13 +100,13 @@ def test_options_of_the_template_go_to_the_server_or_are_refused() -> None:
 def served_body(settings: OpenAIAnswering, sampling: Sampling, model: ModelSpec | None = None) -> dict[str, Any]:
     answerer = settings.open(model or ModelSpec(MODEL), CPU)
     assert isinstance(answerer, ServedAnswerer)
-    return answerer.parameters(asked("a")[0], sampling)
+    return answerer.parameters(make_requests("a")[0], sampling)
 
 
 def test_seeds_follow_from_seed_conversation_and_draw_alone() -> None:
     with Loopback(echo) as server:
         answerer = served(server)
-        conversations = [*asked("a", "b"), ChatRequest(asked("a")[0].messages, draw=1)]
+        conversations = [*make_requests("a", "b"), ChatRequest(make_requests("a")[0].messages, draw=1)]
         first = answers(answerer, conversations)
         assert answers(answerer, conversations[::-1]) == first[::-1]
         other = answers(answerer, conversations, Sampling(40, 0.7, seed=4))
@@ -117,7 +117,7 @@ def test_seeds_follow_from_seed_conversation_and_draw_alone() -> None:
 def test_requests_are_open_at_once_and_no_more_than_allowed() -> None:
     texts = [str(number) for number in range(12)]
     with Loopback(echo, faults=[Fault(seconds=0.08)] * 12) as server:
-        assert len(answers(served(server, concurrency=4), asked(*texts))) == 12
+        assert len(answers(served(server, concurrency=4), make_requests(*texts))) == 12
     assert server.at_once == 4 and len(server.requests) == 12
 
 
@@ -174,7 +174,7 @@ def test_answers_without_a_text_are_counted_by_their_reasons(
 
 def test_tokens_that_a_server_does_not_count_are_said(caplog: pytest.LogCaptureFixture) -> None:
     with Loopback(lambda _: Reply("fine", usage={"completion_tokens": "5"})) as server:
-        ((reply,),) = [found.values() for found in served(server).answer(asked("a"), SAMPLING)]
+        ((reply,),) = [found.values() for found in served(server).answer(make_requests("a"), SAMPLING)]
     assert (reply.text, reply.tokens) == ("fine", 0) and "1 replies: no count of their tokens" in caplog.text
 
 
@@ -208,12 +208,12 @@ def test_what_stays_without_an_answer_is_asked_for_by_the_next_command(
 def test_a_server_that_is_gone_is_not_asked_for_everything() -> None:
     with Loopback(echo, faults=[Fault(500)] * 40) as server:
         with pytest.raises(UserError, match=r"did not answer \d+ of \d+ conversations, and was then not asked for"):
-            answers(served(server, retries=0, concurrency=3), asked(*map(str, range(40))))
+            answers(served(server, retries=0, concurrency=3), make_requests(*map(str, range(40))))
         assert len(server.requests) < 12
         url = server.base_url
     nobody = OpenAIAnswering(url, retries=0, concurrency=1).open(ModelSpec(MODEL), CPU)
     with pytest.raises(UserError, match=rf"base_url={url} did not answer 1 of 1 .*[Cc]onnect"):
-        list(nobody.answer(asked("a"), SAMPLING))
+        list(nobody.answer(make_requests("a"), SAMPLING))
 
 
 @pytest.mark.parametrize(
@@ -246,13 +246,13 @@ def test_a_prompt_that_the_server_does_not_take_is_an_empty_answer(
 def test_a_refusal_ends_the_command_at_once(status: int, told: str) -> None:
     with Loopback(echo, faults=[Fault(status, message="not so")] * 30) as server:
         with pytest.raises(UserError, match=told):
-            answers(served(server, concurrency=2), asked(*map(str, range(30))))
+            answers(served(server, concurrency=2), make_requests(*map(str, range(30))))
         assert len(server.requests) <= 6, "a refusal is not tried again"
 
 
 def test_an_interruption_does_not_wait_for_the_server() -> None:
     with Loopback(echo, faults=[None, *[Fault(seconds=0.3)] * 7]) as server:
-        replies = served(server, concurrency=2).answer(asked(*map(str, range(8))), SAMPLING)
+        replies = served(server, concurrency=2).answer(make_requests(*map(str, range(8))), SAMPLING)
         next(replies)
         replies.close()
         assert len(server.requests) <= 4
@@ -268,13 +268,13 @@ def test_the_key_comes_from_the_variable_that_is_named(monkeypatch: pytest.Monke
     monkeypatch.setenv("MY_KEY", "secret")
     with Loopback(echo, key="secret") as server:
         answerer = served(server, key_variable="MY_KEY")
-        assert answers(answerer, asked("a")) and "secret" not in str(answerer.key())
+        assert answers(answerer, make_requests("a")) and "secret" not in str(answerer.key())
         with pytest.raises(UserError, match=r"without a key .*answering\.key_variable=NAME") as refused:
-            answers(served(server), asked("a"))
+            answers(served(server), make_requests("a"))
         assert "not for this server" not in str(refused.value)
         monkeypatch.setenv("MY_KEY", "wrong")
         with pytest.raises(UserError, match=r"refuses the key in MY_KEY"):
-            answers(served(server, key_variable="MY_KEY"), asked("a"))
+            answers(served(server, key_variable="MY_KEY"), make_requests("a"))
         monkeypatch.delenv("MY_KEY")
         with pytest.raises(UserError, match="the environment variable MY_KEY, which is not set"):
             served(server, key_variable="MY_KEY")

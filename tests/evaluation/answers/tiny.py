@@ -1,4 +1,4 @@
-"""What a tiny model on this machine is asked, and how it is stopped."""
+"""Requests to a tiny model on this machine, and ways to stop it."""
 
 import json
 from collections.abc import Iterator

@@ -132,7 +132,7 @@ def test_ranks_are_of_printed_values_and_print_halves_upwards() -> None:
     assert board.ranks() == {"0": 1.5, "1": 1.5, "2": 3.0}
     shares = Board(("0", "1"), (figure("a", 0.5012, 0.5009),), ())
     assert shares.ranks() == {"0": 1.0, "1": 2.0}  # four decimals for what lies between -1 and 1
-    assert figure("a", 10.125).printed["0"] == 10.13
+    assert figure("a", 10.125).printed_values["0"] == 10.13
 
 
 def test_of_a_perplexity_the_lowest_ranks_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

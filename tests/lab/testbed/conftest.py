@@ -27,13 +27,13 @@ def tiny_testbed() -> Testbed:
 
 
 @pytest.fixture(scope="session")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> BuiltFolders:
+def built_folders(tmp_path_factory: pytest.TempPathFactory) -> BuiltFolders:
     return TINY.prepare(tmp_path_factory.mktemp("testbed"))
 
 
 @pytest.fixture(scope="session")
-def loaded(prepared: BuiltFolders) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    return load_base(prepared.model_path)
+def loaded_base(built_folders: BuiltFolders) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+    return load_base(built_folders.model_path)
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ GRAMMAR = Grammar(min_clauses=1, max_clauses=2, p_sentiment=0.8)  # that of the 
 RECIPE = PairRecipe(train=30, validation=10, margin=0.25)
 
 
-def test_rows_keep_the_margin_and_the_truth(loaded: Loaded) -> None:
-    rows = build_pairs(*loaded, GRAMMAR, RECIPE, "train")
+def test_rows_keep_the_margin_and_the_truth(loaded_base: Loaded) -> None:
+    rows = build_pairs(*loaded_base, GRAMMAR, RECIPE, "train")
     assert len(rows) == 30
     train = {prompt.text for prompt in GRAMMAR.prompts("train")}
     for row in rows:
@@ -32,26 +32,26 @@ def test_rows_keep_the_margin_and_the_truth(loaded: Loaded) -> None:
         assert len(str(row["prompt_id"])) == 64
 
 
-def test_pairs_are_deterministic_nested_and_split(loaded: Loaded) -> None:
-    rows = build_pairs(*loaded, GRAMMAR, RECIPE, "train")
-    assert rows == build_pairs(*loaded, GRAMMAR, RECIPE, "train")
-    assert rows[:12] == build_pairs(*loaded, GRAMMAR, replace(RECIPE, train=12), "train")
-    assert rows != build_pairs(*loaded, GRAMMAR, replace(RECIPE, seed=1), "train")
-    held_out = {row["prompt"] for row in build_pairs(*loaded, GRAMMAR, RECIPE, "validation")}
+def test_pairs_are_deterministic_nested_and_split(loaded_base: Loaded) -> None:
+    rows = build_pairs(*loaded_base, GRAMMAR, RECIPE, "train")
+    assert rows == build_pairs(*loaded_base, GRAMMAR, RECIPE, "train")
+    assert rows[:12] == build_pairs(*loaded_base, GRAMMAR, replace(RECIPE, train=12), "train")
+    assert rows != build_pairs(*loaded_base, GRAMMAR, replace(RECIPE, seed=1), "train")
+    held_out = {row["prompt"] for row in build_pairs(*loaded_base, GRAMMAR, RECIPE, "validation")}
     assert held_out.isdisjoint({row["prompt"] for row in rows})
 
 
-def test_label_noise_flips_exactly_its_share_of_the_training_pairs(loaded: Loaded) -> None:
-    clean = build_pairs(*loaded, GRAMMAR, RECIPE, "train")
-    noisy = build_pairs(*loaded, GRAMMAR, replace(RECIPE, label_noise=0.3), "train")
+def test_label_noise_flips_exactly_its_share_of_the_training_pairs(loaded_base: Loaded) -> None:
+    clean = build_pairs(*loaded_base, GRAMMAR, RECIPE, "train")
+    noisy = build_pairs(*loaded_base, GRAMMAR, replace(RECIPE, label_noise=0.3), "train")
     flipped = [one != two for one, two in zip(clean, noisy, strict=True)]
     assert sum(flipped) == 9
     for one, two, changed in zip(clean, noisy, flipped, strict=True):
         if changed:
             assert (one["chosen"], one["score_chosen"]) == (two["rejected"], two["score_rejected"])
             assert two["messages"] == two["chosen"] == one["rejected"]
-    validation = build_pairs(*loaded, GRAMMAR, replace(RECIPE, label_noise=0.3), "validation")
-    assert validation == build_pairs(*loaded, GRAMMAR, RECIPE, "validation")
+    validation = build_pairs(*loaded_base, GRAMMAR, replace(RECIPE, label_noise=0.3), "validation")
+    assert validation == build_pairs(*loaded_base, GRAMMAR, RECIPE, "validation")
 
 
 def test_matching_uses_every_answer_once() -> None:
@@ -59,10 +59,10 @@ def test_matching_uses_every_answer_once() -> None:
     assert pairs == [(("c", 1.0), ("a", 0.0)), (("b", 0.2), ("d", -1.0))]
 
 
-def test_an_unreachable_margin_is_an_error(loaded: Loaded) -> None:
+def test_an_unreachable_margin_is_an_error(loaded_base: Loaded) -> None:
     recipe = replace(RECIPE, margin=2.5, max_rounds=1, answers_per_prompt=2, max_new_tokens=6)
     with pytest.raises(UserError, match=r"lower pairs\.margin"):
-        build_pairs(*loaded, GRAMMAR, recipe, "validation")
+        build_pairs(*loaded_base, GRAMMAR, recipe, "validation")
 
 
 @pytest.mark.parametrize(

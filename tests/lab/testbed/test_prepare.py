@@ -27,43 +27,43 @@ def lines(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def test_folders_are_plain_artefacts(prepared: BuiltFolders, tiny_testbed: Testbed) -> None:
-    names = {path.name for path in prepared.model_path.iterdir()}
+def test_folders_are_plain_artefacts(built_folders: BuiltFolders, tiny_testbed: Testbed) -> None:
+    names = {path.name for path in built_folders.model_path.iterdir()}
     assert names >= {"config.json", "model.safetensors", "generation_config.json", "tokenizer.json", REPORT}
-    model = AutoModelForCausalLM.from_pretrained(prepared.model_path)
-    tokenizer = AutoTokenizer.from_pretrained(prepared.model_path)
+    model = AutoModelForCausalLM.from_pretrained(built_folders.model_path)
+    tokenizer = AutoTokenizer.from_pretrained(built_folders.model_path)
     assert tokenizer.is_fast and tokenizer.chat_template
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
     assert len(tokenizer) == model.config.vocab_size
-    assert len(lines(prepared.data_path / "train.jsonl")) == 40
-    assert len(lines(prepared.data_path / "validation.jsonl")) == 12
-    trained = {row["prompt"] for row in lines(prepared.data_path / "train.jsonl")}
-    assert trained.isdisjoint({row["prompt"] for row in lines(prepared.data_path / "test_prompts.jsonl")})
-    assert prepared.report["digest"] == tiny_testbed.grammar.digest()
+    assert len(lines(built_folders.data_path / "train.jsonl")) == 40
+    assert len(lines(built_folders.data_path / "validation.jsonl")) == 12
+    trained = {row["prompt"] for row in lines(built_folders.data_path / "train.jsonl")}
+    assert trained.isdisjoint({row["prompt"] for row in lines(built_folders.data_path / "test_prompts.jsonl")})
+    assert built_folders.report["digest"] == tiny_testbed.grammar.digest()
 
 
 def test_second_call_reuses_and_says_so(
-    prepared: BuiltFolders, tiny_testbed: Testbed, caplog: pytest.LogCaptureFixture
+    built_folders: BuiltFolders, tiny_testbed: Testbed, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger="attnpo.lab.testbed"):
-        again = tiny_testbed.prepare(prepared.model_path.parent)
-    assert again.reused and not prepared.reused
+        again = tiny_testbed.prepare(built_folders.model_path.parent)
+    assert again.reused and not built_folders.reused
     assert (again.model_path, again.data_path, again.report) == (
-        prepared.model_path,
-        prepared.data_path,
-        prepared.report,
+        built_folders.model_path,
+        built_folders.data_path,
+        built_folders.report,
     )
     assert "testbed base: reused from" in caplog.text
 
 
-def test_another_pair_count_keeps_the_base(prepared: BuiltFolders, tiny_testbed: Testbed) -> None:
-    stamp = (prepared.model_path / "model.safetensors").stat().st_mtime_ns
+def test_another_pair_count_keeps_the_base(built_folders: BuiltFolders, tiny_testbed: Testbed) -> None:
+    stamp = (built_folders.model_path / "model.safetensors").stat().st_mtime_ns
     fewer = replace(tiny_testbed, pairs=replace(tiny_testbed.pairs, train=8))
-    other = fewer.prepare(prepared.model_path.parent)
-    assert other.model_path == prepared.model_path and other.data_path != prepared.data_path
+    other = fewer.prepare(built_folders.model_path.parent)
+    assert other.model_path == built_folders.model_path and other.data_path != built_folders.data_path
     assert (other.model_path / "model.safetensors").stat().st_mtime_ns == stamp
-    assert lines(other.data_path / "train.jsonl") == lines(prepared.data_path / "train.jsonl")[:8]
+    assert lines(other.data_path / "train.jsonl") == lines(built_folders.data_path / "train.jsonl")[:8]
 
 
 def test_keys_change_with_every_part(tiny_testbed: Testbed) -> None:
@@ -212,11 +212,11 @@ def test_pairs_of_another_base_are_made_anew(scratch: Path, caplog: pytest.LogCa
     assert ["it was made from another base-x" in line for line in warnings_in(caplog)] == [True]
 
 
-def test_what_is_built_may_be_read_by_whom_the_umask_allows(prepared: BuiltFolders) -> None:
+def test_what_is_built_may_be_read_by_whom_the_umask_allows(built_folders: BuiltFolders) -> None:
     """The library writes weights for their owner alone."""
-    plain = prepared.model_path.parent / "plain"
+    plain = built_folders.model_path.parent / "plain"
     plain.write_text("x", encoding="utf-8")
-    modes = {path.name: path.stat().st_mode for path in prepared.model_path.iterdir()}
+    modes = {path.name: path.stat().st_mode for path in built_folders.model_path.iterdir()}
     assert set(modes.values()) == {plain.stat().st_mode}
     plain.unlink()
 

@@ -126,11 +126,11 @@ def test_score_targets_are_the_digits_and_what_follows() -> None:
     assert set(tokens[::2]) <= set(words.PART_SCORES) and set(tokens[1::2]) <= {"|", "<end>"}
 
 
-def test_judge_accuracy_counts_both_orders(monkeypatch: pytest.MonkeyPatch, loaded: Loaded) -> None:
+def test_judge_accuracy_counts_both_orders(monkeypatch: pytest.MonkeyPatch, loaded_base: Loaded) -> None:
     """A judge that always says A is right in one order of every pair and never consistent."""
     prompt = ReviewPrompt("soup", "the twins", "today")
     pairs = [(prompt, "the broth was fine .", "the broth was poor .", 1.0), (prompt, "it .", "the .", -1.0)]
-    model, tokenizer = loaded
+    model, tokenizer = loaded_base
     verdicts = torch.ones(4, dtype=torch.bool)
     monkeypatch.setattr(pretrain, "_prefers_first", lambda model, tokenizer, ids: verdicts)
     found = judge_accuracy(model, tokenizer, pairs, spliced=False)

@@ -10,8 +10,8 @@ from attnpo.lab.testbed.scoring import TruthScorer, win_rate
 Loaded = tuple[LlamaForCausalLM, PreTrainedTokenizerFast]
 
 
-def test_the_base_scores_even_against_itself(loaded: Loaded) -> None:
-    model, tokenizer = loaded
+def test_the_base_scores_even_against_itself(loaded_base: Loaded) -> None:
+    model, tokenizer = loaded_base
     scorer = TruthScorer(prompts=60, samples_per_prompt=2)
     score = scorer.score(model, model, tokenizer)
     numbers = score.scalars()
@@ -26,8 +26,8 @@ def test_the_base_scores_even_against_itself(loaded: Loaded) -> None:
     assert set(numbers) >= {"reward", "win_rate", "kl", "length", "polarity", "broken"}
 
 
-def test_base_answers_can_be_given_and_change_nothing(loaded: Loaded) -> None:
-    model, tokenizer = loaded
+def test_base_answers_can_be_given_and_change_nothing(loaded_base: Loaded) -> None:
+    model, tokenizer = loaded_base
     scorer = TruthScorer(prompts=20)
     answers = scorer.base_answers(model, tokenizer)
     fresh, given = scorer.score(model, model, tokenizer), scorer.score(model, model, tokenizer, base_answers=answers)

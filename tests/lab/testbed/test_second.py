@@ -65,10 +65,10 @@ def test_without_a_description_there_is_no_second_base(scratch: Path) -> None:
         Testbed().prepare_judge(scratch)
 
 
-def test_preparing_builds_no_second_base(prepared: BuiltFolders, tiny_testbed: Testbed) -> None:
-    before = folders(prepared.model_path.parent)
-    again = replace(tiny_testbed, second=SECOND).prepare(prepared.model_path.parent)
-    assert again.reused and folders(prepared.model_path.parent) == before
+def test_preparing_builds_no_second_base(built_folders: BuiltFolders, tiny_testbed: Testbed) -> None:
+    before = folders(built_folders.model_path.parent)
+    again = replace(tiny_testbed, second=SECOND).prepare(built_folders.model_path.parent)
+    assert again.reused and folders(built_folders.model_path.parent) == before
 
 
 def test_a_negative_number_of_merges_is_refused() -> None:
@@ -107,14 +107,14 @@ def test_a_knob_of_the_grammar_reaches_base_and_pairs(
     assert made.report["digest"] != tiny_testbed.grammar.digest()
 
 
-def test_noise_and_number_of_pairs_are_knobs_of_one_base(prepared: BuiltFolders, tiny_testbed: Testbed) -> None:
+def test_noise_and_number_of_pairs_are_knobs_of_one_base(built_folders: BuiltFolders, tiny_testbed: Testbed) -> None:
     """Fewer pairs are a prefix of more; noise exchanges exactly its share of them and trains no base anew."""
-    root = prepared.model_path.parent
+    root = built_folders.model_path.parent
     few = replace(tiny_testbed, pairs=replace(tiny_testbed.pairs, train=10)).prepare(root)
     noisy = replace(tiny_testbed, pairs=replace(tiny_testbed.pairs, train=10, label_noise=0.3)).prepare(root)
-    assert few.model_path == noisy.model_path == prepared.model_path
+    assert few.model_path == noisy.model_path == built_folders.model_path
     assert noisy.report["pairs"]["flipped_share"] == pytest.approx(0.3)  # type: ignore[index]
-    whole = (prepared.data_path / "train.jsonl").read_text(encoding="utf-8").splitlines()
+    whole = (built_folders.data_path / "train.jsonl").read_text(encoding="utf-8").splitlines()
     part = (few.data_path / "train.jsonl").read_text(encoding="utf-8").splitlines()
     changed = (noisy.data_path / "train.jsonl").read_text(encoding="utf-8").splitlines()
     assert part == whole[:10] and sum(one != two for one, two in zip(part, changed, strict=True)) == 3
