@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from attnpo.cli.terminal import CALLED, as_called
-from attnpo.system.processes import leads
+from attnpo.cli.terminal import CALLED, rewrite_commands
+from attnpo.system.processes import is_main_process
 from attnpo.system.version import VERSION
 
 COMMANDS = {
@@ -40,14 +40,16 @@ What a command takes, with examples:
 """
 
 
-def present() -> dict[str, str]:
+def available_commands() -> dict[str, str]:
     """Returns the commands of this version with a line on each; their modules are found, not imported."""
     return {name: line for name, line in COMMANDS.items() if find_spec(f"attnpo.{name}") is not None}
 
 
 def usage() -> str:
     """Returns what ``attnpo`` alone prints."""
-    return as_called(USAGE.format(commands="\n".join(f"  {name:<9} {line}" for name, line in present().items())))
+    return rewrite_commands(
+        USAGE.format(commands="\n".join(f"  {name:<9} {line}" for name, line in available_commands().items()))
+    )
 
 
 def main(words: Sequence[str]) -> int:
@@ -59,9 +61,9 @@ def main(words: Sequence[str]) -> int:
         sys.stdout.write(f"attnpo {VERSION}\n")
         return 0
     name, rest = words[0], list(words[1:])
-    if name not in (*present(), *MOVED):
-        if leads():
-            sys.stderr.write(as_called(f"error: {_refusal(words)}\n"))
+    if name not in (*available_commands(), *MOVED):
+        if is_main_process():
+            sys.stderr.write(rewrite_commands(f"error: {_unknown_command_message(words)}\n"))
         return 2
     sys.argv[1:] = rest
     # Becomes the process's main module: what starts further processes reads its name there.
@@ -69,12 +71,12 @@ def main(words: Sequence[str]) -> int:
     return 0
 
 
-def _refusal(words: Sequence[str]) -> str:
+def _unknown_command_message(words: Sequence[str]) -> str:
     from attnpo.config.reader import did_you_mean
 
     if "=" in words[0]:
         return f"{words[0]}: expected a command before it, as in `python -m attnpo.fit {shlex.quote(words[0])}`"
-    names = list(present())
+    names = list(available_commands())
     return f"{words[0]}: no such command{did_you_mean(words[0], names)}\ncommands: {', '.join(names)}"
 
 

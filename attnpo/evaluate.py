@@ -6,8 +6,8 @@
 import sys
 from typing import TYPE_CHECKING
 
-from attnpo.cli.progress import importing
-from attnpo.cli.terminal import hear_signals
+from attnpo.cli.progress import import_phase
+from attnpo.cli.terminal import install_signal_handlers
 
 if TYPE_CHECKING:
     from attnpo.evaluation.evaluate_config import EvaluateConfig
@@ -31,7 +31,7 @@ python -m attnpo.evaluate benchmark=judge setting=real_smoke model.path=MODEL da
 
 def main(cfg: "EvaluateConfig") -> int:
     """Returns 0; 1 where calls got no reply, so that the command has to be given again."""
-    with importing("loading transformers"):
+    with import_phase("loading transformers"):
         from attnpo.evaluation.evaluating import evaluate
         from attnpo.evaluation.implicit_reward import fill_from_run
 
@@ -40,9 +40,9 @@ def main(cfg: "EvaluateConfig") -> int:
     )
 
 
-def passport(cfg: "PassportConfig") -> int:
+def run_judge_passport(cfg: "PassportConfig") -> int:
     """Returns 0; the passport is printed, and written into a folder."""
-    with importing("loading transformers"):
+    with import_phase("loading transformers"):
         from attnpo.lab.reports.passport import write_passport
 
     write_passport(cfg)
@@ -50,7 +50,7 @@ def passport(cfg: "PassportConfig") -> int:
 
 
 if __name__ == "__main__":
-    hear_signals()
+    install_signal_handlers()
     from attnpo.cli.entry import run_entry
 
     words = sys.argv[1:]
@@ -60,6 +60,8 @@ if __name__ == "__main__":
 
         ready, name = (lambda cfg: cfg.prepare is None), f"evaluate {PASSPORT}"
         sys.exit(
-            run_entry(passport, "passport", rest, ON_JUDGES, JUDGES, command_name=name, complete=ready, early=early)
+            run_entry(
+                run_judge_passport, "passport", rest, ON_JUDGES, JUDGES, command_name=name, complete=ready, early=early
+            )
         )
     sys.exit(run_entry(main, "evaluate", None, DESCRIPTION, EXAMPLES, complete=lambda cfg: True))

@@ -5,9 +5,9 @@ import sys
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from attnpo.cli.progress import importing
-from attnpo.cli.terminal import command_text, hear_signals, leave, printable
-from attnpo.system.processes import leads, world_size
+from attnpo.cli.progress import import_phase
+from attnpo.cli.terminal import command_text, exit_process, install_signal_handlers, make_printable
+from attnpo.system.processes import is_main_process, world_size
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,13 +36,13 @@ def main(cfg: "FitConfig") -> int:
     from attnpo.lab.studies.config import require_one_process
     from attnpo.run.folders import make_folder, run_folder
     from attnpo.run.messages import announce
-    from attnpo.system.locks import locked
+    from attnpo.system.locks import folder_lock
 
     require_one_process(cfg.study, cfg.composed.arguments())
     folder = run_folder(cfg)
     plan: StudyPlan | None = None
     if cfg.study is None:
-        _require_ready(cfg.trainer, cfg.logger)
+        _check_before_start(cfg.trainer, cfg.logger)
     else:
         from attnpo.lab.studies.plan import plan_study
 
@@ -50,22 +50,22 @@ def main(cfg: "FitConfig") -> int:
     budget = None if plan is None else f"{plan.size()}, {plan.pace().forecast()}"
     with ExitStack() as held:
         if folder.exists():  # who works there is told first; then what it holds, before anything is said
-            held.enter_context(locked(folder, cfg.lock_timeout, leading=leads()))
+            held.enter_context(folder_lock(folder, cfg.lock_timeout, leading=is_main_process()))
             if plan is None and cfg.resume is None:
-                _refuse_folder(folder)
+                _check_folder_is_unused(folder)
             announce("fit", cfg, folder, budget)
         else:
             announce("fit", cfg, folder, budget)
-            if leads():
+            if is_main_process():
                 make_folder(folder)
-            held.enter_context(locked(folder, cfg.lock_timeout, leading=leads()))
+            held.enter_context(folder_lock(folder, cfg.lock_timeout, leading=is_main_process()))
         try:
-            return _work(cfg, folder, plan)
+            return _execute(cfg, folder, plan)
         finally:
-            _leave_group()
+            _destroy_process_group()
 
 
-def _require_ready(trainer: "TrainerSettings", logger: "LoggerSettings") -> None:
+def _check_before_start(trainer: "TrainerSettings", logger: "LoggerSettings") -> None:
     """Raises UserError for processes or a tracker that cannot be had, before anything is said or made."""
     from attnpo.training.processes import as_launched
 
@@ -76,15 +76,15 @@ def _require_ready(trainer: "TrainerSettings", logger: "LoggerSettings") -> None
         check_tracker(logger)
 
 
-def _refuse_folder(folder: "Path") -> None:
-    with importing("loading transformers"):
+def _check_folder_is_unused(folder: "Path") -> None:
+    with import_phase("loading transformers"):
         from attnpo.run.resume import check_folder, refuse_taken
 
     refuse_taken(folder)
     check_folder(folder, None)
 
 
-def _leave_group() -> None:
+def _destroy_process_group() -> None:
     """Ends this process's part in its job's process group, whose threads may else abort the process at its exit."""
     from torch import distributed
 
@@ -92,12 +92,12 @@ def _leave_group() -> None:
         distributed.destroy_process_group()
 
 
-def _work(cfg: "FitConfig", folder: "Path", plan: "StudyPlan | None") -> int:
+def _execute(cfg: "FitConfig", folder: "Path", plan: "StudyPlan | None") -> int:
     from attnpo.run.messages import again, ending
     from attnpo.training.interrupted import Interrupted
 
     if plan is None:
-        with importing("loading transformers"):
+        with import_phase("loading transformers"):
             from attnpo.run.resume import refuse_taken
             from attnpo.run.run import run
             from attnpo.training.checkpoint_folders import newest
@@ -120,14 +120,14 @@ def _work(cfg: "FitConfig", folder: "Path", plan: "StudyPlan | None") -> int:
             for line in ending(cfg.composed, cfg.seed, folder, result):
                 log.info("%s", line)
         return 0
-    from attnpo.config.compose import as_yaml
+    from attnpo.config.compose import to_yaml
     from attnpo.lab.studies.notes import ending as study_ending
     from attnpo.lab.studies.page import finish_study, publish_study, show_so_far
     from attnpo.lab.studies.runner import run_study
     from attnpo.run.folders import CONFIG
-    from attnpo.system.files import write_whole
+    from attnpo.system.files import write_atomically
 
-    write_whole(folder / CONFIG, as_yaml(cfg.values))
+    write_atomically(folder / CONFIG, to_yaml(cfg.values))
     try:
         outcome = run_study(cfg, folder, show_so_far, plan)
     except KeyboardInterrupt as stop:  # a point's in this process, or one of this process, whose points end with it
@@ -140,13 +140,15 @@ def _work(cfg: "FitConfig", folder: "Path", plan: "StudyPlan | None") -> int:
     finish_study(outcome)
     publish_study(cfg.logger.wandb, cfg.values, outcome)
     for line in study_ending(cfg.composed, outcome):
-        sys.stdout.write(f"{printable(line)}\n")
+        sys.stdout.write(f"{make_printable(line)}\n")
     return 1 if outcome.failed or outcome.unmeasured else 0
 
 
 if __name__ == "__main__":
-    hear_signals()
+    install_signal_handlers()
     from attnpo.cli.entry import run_entry
     from attnpo.data.tables import check_validation as early
 
-    leave(run_entry(main, "fit", None, DESCRIPTION, EXAMPLES, complete=lambda cfg: cfg.prepare is None, early=early))
+    exit_process(
+        run_entry(main, "fit", None, DESCRIPTION, EXAMPLES, complete=lambda cfg: cfg.prepare is None, early=early)
+    )

@@ -6,8 +6,8 @@ Any number of processes may work on one file: under torchrun or SLURM every proc
 import sys
 from typing import TYPE_CHECKING
 
-from attnpo.cli.progress import importing
-from attnpo.cli.terminal import hear_signals
+from attnpo.cli.progress import import_phase
+from attnpo.cli.terminal import install_signal_handlers
 
 if TYPE_CHECKING:
     from attnpo.evaluation.answers import AnswerConfig
@@ -21,7 +21,7 @@ python -m attnpo.generate model.path=MODEL data.path=PROMPTS.jsonl answering=ope
 
 def main(cfg: "AnswerConfig") -> int:
     """Returns 0; the path of the answers is printed."""
-    with importing("loading transformers"):
+    with import_phase("loading transformers"):
         from attnpo.evaluation.answers import answer_prompts
 
     sys.stdout.write(f"{answer_prompts(cfg)}\n")
@@ -29,7 +29,7 @@ def main(cfg: "AnswerConfig") -> int:
 
 
 if __name__ == "__main__":
-    hear_signals()
+    install_signal_handlers()
     from attnpo.cli.entry import run_entry
 
     sys.exit(run_entry(main, "generate", None, DESCRIPTION, EXAMPLES, complete=lambda cfg: True))

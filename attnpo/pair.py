@@ -6,7 +6,7 @@ Any number of processes may work on one file: under torchrun or SLURM every proc
 import sys
 from typing import TYPE_CHECKING
 
-from attnpo.cli.terminal import hear_signals
+from attnpo.cli.terminal import install_signal_handlers
 
 if TYPE_CHECKING:
     from attnpo.evaluation.pairs import PairConfig
@@ -34,7 +34,7 @@ def main(cfg: "PairConfig") -> int:
 
 
 if __name__ == "__main__":
-    hear_signals()
+    install_signal_handlers()
     from attnpo.cli.entry import run_entry
 
     sys.exit(run_entry(main, "pair", None, DESCRIPTION, EXAMPLES, complete=lambda cfg: True))

@@ -3,7 +3,7 @@
 import sys
 from typing import TYPE_CHECKING
 
-from attnpo.cli.terminal import hear_signals
+from attnpo.cli.terminal import install_signal_handlers
 
 if TYPE_CHECKING:
     from attnpo.lab.reports.report_config import ReportConfig
@@ -31,17 +31,21 @@ def main(cfg: "ReportConfig") -> int:
     return 0
 
 
-def complete(cfg: "ReportConfig") -> bool:
+def needs_complete_config(cfg: "ReportConfig") -> bool:
     """Returns whether nothing may be open any more: statistics of weights need a model and data."""
     return list(cfg.what[:1]) == ["weights"] and cfg.prepare is None
 
 
 if __name__ == "__main__":
-    hear_signals()
+    install_signal_handlers()
     if moved := MOVED.get(next((word for word in sys.argv[1:] if "=" not in word), "")):
         sys.stderr.write(f"error: this report stands beside the package: in a checkout, python -m {moved}\n")
         sys.exit(2)
     from attnpo.cli.entry import run_entry
     from attnpo.data.tables import check_validation as early
 
-    sys.exit(run_entry(main, "report", None, DESCRIPTION, EXAMPLES, positional="what", complete=complete, early=early))
+    sys.exit(
+        run_entry(
+            main, "report", None, DESCRIPTION, EXAMPLES, positional="what", complete=needs_complete_config, early=early
+        )
+    )

@@ -52,7 +52,7 @@ def join_names(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def check_least(part: str, least: int, **values: float | int | None) -> None:
+def check_at_least(part: str, least: int, **values: float | int | None) -> None:
     """Raises UserError for a setting of the config node ``part`` that is below ``least`` or not finite; None passes."""
     check_range(part, f"[{least}, inf)", **values)
 
@@ -97,7 +97,7 @@ def copy_message(turn: Message) -> Message:
     return cast(Message, {"role": turn["role"], "content": turn["content"], **more})
 
 
-def asked_by(prompt: Sequence[Message]) -> list[list[str]]:
+def prompt_identity(prompt: Sequence[Message]) -> list[list[str]]:
     """Returns what tells one prompt from another, for digests: each turn's role and content, its calls and tools."""
     more = [[turn[name] for name in ("tool_calls", "tools") if turn.get(name)] for turn in prompt]
     return [[turn["role"], turn["content"], *rest] for turn, rest in zip(prompt, more, strict=True)]
@@ -123,7 +123,7 @@ class PreferencePair:
     apart: bool = False
 
     @classmethod
-    def make(
+    def from_texts(
         cls,
         prompt: Sequence[Message],
         chosen: str,
@@ -141,7 +141,7 @@ class PreferencePair:
         return self.chosen if side == "chosen" else self.rejected
 
 
-def ids_of(pairs: Sequence[PreferencePair]) -> list[str]:
+def list_pair_ids(pairs: Sequence[PreferencePair]) -> list[str]:
     """Returns the id of every pair; those that know their ``ids`` without their texts are not read for it."""
     known: list[str] | None = getattr(pairs, "ids", None)
     return [pair.pair_id for pair in pairs] if known is None else known
@@ -185,7 +185,7 @@ class TraceLength(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Round:
+class JudgeRound:
     """Result of one judge round (one order of the two answers).
 
     ``verdict_logits`` are the logits of the label tokens (A, B) at the verdict position; ``verdict_token`` is the
@@ -211,7 +211,7 @@ class PairWeights:
     """Everything a source captured for one pair: a list of rounds, all with the same layers in the same order."""
 
     pair_id: str
-    rounds: tuple[Round, ...]
+    rounds: tuple[JudgeRound, ...]
 
 
 class Kind(Enum):
@@ -303,7 +303,7 @@ class ModelInputs:
 
     def to(self, device: torch.device | str) -> "ModelInputs":
         """Returns the same inputs on ``device``."""
-        return _move(self, torch.device(device))
+        return _move_to_device(self, torch.device(device))
 
 
 @dataclass(frozen=True)
@@ -356,7 +356,7 @@ class RowGroup:
 
     def to(self, device: torch.device | str) -> "RowGroup":
         """Returns the same rows with every tensor on ``device``."""
-        return _move(self, torch.device(device))
+        return _move_to_device(self, torch.device(device))
 
 
 @dataclass(frozen=True)
@@ -391,20 +391,22 @@ class PreferenceBatch:
 
     def to(self, device: torch.device | str) -> "PreferenceBatch":
         """Returns the same batch with every tensor on ``device``."""
-        return _move(self, torch.device(device))
+        return _move_to_device(self, torch.device(device))
 
 
-def _move(value: _T, device: torch.device) -> _T:
+def _move_to_device(value: _T, device: torch.device) -> _T:
     moved: object = value
     if isinstance(value, Tensor):
         moved = value.to(device, non_blocking=True)
     elif isinstance(value, Mapping):
-        moved = {key: _move(item, device) for key, item in value.items()}
+        moved = {key: _move_to_device(item, device) for key, item in value.items()}
     elif isinstance(value, tuple):
-        moved = tuple(_move(item, device) for item in value)
+        moved = tuple(_move_to_device(item, device) for item in value)
     elif isinstance(value, PreferenceBatch | RowGroup | ModelInputs):
         here = {each.name for each in fields(value) if each.metadata == ON_HOST}
-        moved = replace(value, **{key: _move(item, device) for key, item in vars(value).items() if key not in here})
+        moved = replace(
+            value, **{key: _move_to_device(item, device) for key, item in vars(value).items() if key not in here}
+        )
     return cast(_T, moved)
 
 

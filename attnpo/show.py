@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attnpo.cli.progress import importing
-from attnpo.cli.terminal import hear_signals, reporting, run_guarded
+from attnpo.cli.progress import import_phase
+from attnpo.cli.terminal import install_signal_handlers, log_to_terminal, run_guarded
 from attnpo.system.errors import UserError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def main(texts: dict[str, str], cfg: "ShowConfig") -> int:
     """Returns 0; the pairs are printed or written. ``texts`` are those of a typed pair."""
     for key, text in texts.items():
         cfg = cfg.with_value(key, text)
-    with importing("loading transformers"):
+    with import_phase("loading transformers"):
         from attnpo.run.show import show
 
     show(cfg)
@@ -44,14 +44,14 @@ def entry(argv: Sequence[str] | None = None) -> int:
     taken: dict[str, str] = {}
     rest: list[str] = []
 
-    def take() -> int:
-        texts, words = take_texts(sys.argv[1:] if argv is None else argv)
+    def split_arguments() -> int:
+        texts, words = parse_pair_texts(sys.argv[1:] if argv is None else argv)
         taken.update(texts)
         rest.extend(words)
         return 0
 
-    with reporting():
-        status = run_guarded(take)
+    with log_to_terminal():
+        status = run_guarded(split_arguments)
     return status or run_entry(partial(main, taken), "show", rest, DESCRIPTION, EXAMPLES)
 
 
@@ -60,7 +60,7 @@ def entry(argv: Sequence[str] | None = None) -> int:
 KEYS = ("prompt", "chosen", "rejected")
 
 
-def take_texts(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+def parse_pair_texts(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Returns the texts given as KEY=TEXT for ``KEYS``, and the other words of ``argv`` in their order.
 
     ``@FILE`` reads a file, ``-`` standard input, both without the line break at their end. A text that begins with @ is
@@ -83,11 +83,11 @@ def take_texts(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     asked = [key for key, text in given.items() if text == "-"]
     if len(asked) > 1:
         raise UserError(f"{' and '.join(f'{key}=-' for key in asked)}: standard input can be read once; name files")
-    _require_all(given, rest)
-    return {key: _text(key, text) for key, text in given.items()}, rest
+    _check_pair_is_complete(given, rest)
+    return {key: _read_text(key, text) for key, text in given.items()}, rest
 
 
-def _require_all(given: Mapping[str, str], rest: Sequence[str]) -> None:
+def _check_pair_is_complete(given: Mapping[str, str], rest: Sequence[str]) -> None:
     """Raises UserError where a pair is typed in part, naming words among ``rest`` that may be the missing key."""
     lacking = [key for key in KEYS if key not in given]
     if not given or not lacking:
@@ -101,7 +101,7 @@ def _require_all(given: Mapping[str, str], rest: Sequence[str]) -> None:
     )
 
 
-def _text(key: str, text: str) -> str:
+def _read_text(key: str, text: str) -> str:
     if text.startswith("@@"):
         return text[1:]
     if text != "-" and not text.startswith("@"):
@@ -116,5 +116,5 @@ def _text(key: str, text: str) -> str:
 
 
 if __name__ == "__main__":
-    hear_signals()
+    install_signal_handlers()
     sys.exit(entry())

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attnpo.cli.progress import importing
-from attnpo.cli.terminal import hear_signals
+from attnpo.cli.progress import import_phase
+from attnpo.cli.terminal import install_signal_handlers
 
 if TYPE_CHECKING:
     from attnpo.lab.studies.config import WeighConfig
@@ -28,7 +28,7 @@ def main(cfg: "WeighConfig") -> int:
     from attnpo.run.messages import announce
 
     announce("weigh", cfg, None)
-    with importing("loading transformers"):
+    with import_phase("loading transformers"):
         from attnpo.data.prepared_rows import prune
         from attnpo.run.folders import store_root
         from attnpo.run.weight_export import check_export, write_weights
@@ -38,7 +38,7 @@ def main(cfg: "WeighConfig") -> int:
         return 0
     if cfg.export is not None:
         check_export(cfg.weights, Path(cfg.export))
-        cfg.require_unread("export", Path(cfg.export).expanduser())
+        cfg.check_output_paths("export", Path(cfg.export).expanduser())
     fill_store(cfg)
     if cfg.export is not None:
         write_weights(cfg, Path(cfg.export))
@@ -55,7 +55,7 @@ def fill_store(cfg: "RunConfig") -> None:
     from attnpo.run.memory import log_judge, require_device
     from attnpo.run.models import fill_reference, load_start, reference_table
     from attnpo.run.resolve import resolve
-    from attnpo.system.processes import process
+    from attnpo.system.processes import rank_and_world_size
     from attnpo.weights.sources.uniform import Uniform
 
     cfg, base, readers, _ = resolve(cfg)
@@ -66,7 +66,7 @@ def fill_store(cfg: "RunConfig") -> None:
     for split, found in encoded.items():
         for line in found.tally.lines():
             log.warning("%s: %s", split, line)
-    shard = process()
+    shard = rank_and_world_size()
     if cfg.weights.requires:
         source, _ = cfg.auto_layer.settle(cfg.weights, readers, encoded["train"])
         weighed = readers.weigh(source, encoded, shard=shard)
@@ -83,7 +83,7 @@ def fill_store(cfg: "RunConfig") -> None:
 
 
 if __name__ == "__main__":
-    hear_signals()
+    install_signal_handlers()
     from attnpo.cli.entry import run_entry
     from attnpo.data.tables import check_validation as early
 

@@ -30,7 +30,7 @@ from attnpo.models.backbone import require_causal_lm
 from attnpo.models.described import describe, require_exact, stated_positions, token_rows
 from attnpo.models.loading import heads_of, inspect_model, load_model, load_tokenizer, text_config
 from attnpo.schema import EncodedResponse, Message, PairWeights, PreferencePair, UserError, check_choice
-from attnpo.system.machine import device_of
+from attnpo.system.machine import inference_device
 from attnpo.text.chat import ChatFormat
 from attnpo.weights.arrival import Arrival
 from attnpo.weights.base import OnlineSource, WeightSource
@@ -378,7 +378,7 @@ def _model(
     if isinstance(model, str | Path):
         reading = inspect_model(model, revision).reading
         loaded = load_model(model, dtype=dtype, revision=revision, attn_implementation=reading)
-        device = device_of("auto") if device is None else device
+        device = inference_device("auto") if device is None else device
     else:
         loaded = require_causal_lm(model)
     if device is not None:
@@ -413,7 +413,7 @@ def _from_row(row: Mapping[str, object], where: str) -> PreferencePair:
 def _from_texts(prompt: object, chosen: object, rejected: object, where: str) -> PreferencePair:
     """Returns the pair of three texts as they are; where messages are among them, as a row of such is read."""
     if isinstance(prompt, str) and isinstance(chosen, str) and isinstance(rejected, str):
-        return PreferencePair.make([Message(role="user", content=prompt)], chosen, rejected)
+        return PreferencePair.from_texts([Message(role="user", content=prompt)], chosen, rejected)
     return _from_row({"prompt": prompt, "chosen": chosen, "rejected": rejected}, where)
 
 

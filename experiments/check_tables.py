@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pandas
 
-from attnpo.cli.terminal import hear_signals
+from attnpo.cli.terminal import install_signal_handlers
 from attnpo.display.printed import KeyedTable, label_of, read_printed
 from attnpo.display.tables import Cell, half_up
 from attnpo.evaluation.spreads import NORMAL
@@ -275,5 +275,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    hear_signals()
+    install_signal_handlers()
     sys.exit(main())

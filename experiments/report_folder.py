@@ -5,19 +5,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from attnpo.cli.terminal import as_called, reporting, run_guarded
+from attnpo.cli.terminal import log_to_terminal, rewrite_commands, run_guarded
 from attnpo.lab.reports.output import check_free
 from attnpo.lab.reports.report import require_distinct
 from attnpo.schema import digest
-from attnpo.system.locks import locked
+from attnpo.system.locks import folder_lock
 
 
 def new_parser(module: str, description: str, example: str) -> argparse.ArgumentParser:
     """Makes the parser of a command's arguments, with ``--output``; the others are the command's own."""
     parser = argparse.ArgumentParser(
-        prog=as_called(f"python -m {module}"),
+        prog=rewrite_commands(f"python -m {module}"),
         description=description,
-        epilog=as_called(example),
+        epilog=rewrite_commands(example),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--output", type=Path, help="where the report goes; by default a folder below outputs")
@@ -31,7 +31,7 @@ def write_report(write: Callable[[], None]) -> int:
         write()
         return 0
 
-    with reporting(bars=False):
+    with log_to_terminal(bars=False):
         return run_guarded(command)
 
 
@@ -47,6 +47,6 @@ def report_folder(
     require_distinct(paths)
     mark = digest({"report": kind, "paths": [str(path) for path in paths], **settings})[:16]
     folder = output or Path("outputs") / f"{kind}-{mark[:8]}"
-    with locked(folder, instead="--output"):
+    with folder_lock(folder, instead="--output"):
         check_free(folder, mark, instead="--output another folder")
         yield folder, mark

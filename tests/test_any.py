@@ -22,9 +22,9 @@ REASONS = {
     "lab/studies/study.py::sections": "an Outcome, whose file reads this one",
     "lab/reports/passport.py::read": "the keywords of a judge's read, passed on as they come",
     "weights/faithfulness.py::score_of": "plain data of the analysis, read back from its file",
-    "config/compose.py::_changes": "a copy of any dataclass or mapping",
+    "config/compose.py::_replace_at": "a copy of any dataclass or mapping",
     "config/compose.py::load": "the configuration's _target_ says which root it is",
-    "config/compose.py::build": "the node's _target_ says which component it is",
+    "config/compose.py::instantiate": "the node's _target_ says which component it is",
     **{
         f"system/files.py::{name}": "JSON of other rooms, which take it apart" for name in ("parse_json", "read_record")
     },

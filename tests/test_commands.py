@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from attnpo import __main__ as front
-from attnpo.cli.help import Arguments, parse_groups
-from attnpo.cli.terminal import CALLED, as_called, command_text
-from attnpo.config.compose import CONFIG_DIR, groups
-from attnpo.system.packages import install_line
+from attnpo.cli.help import CommandParser, parse_groups
+from attnpo.cli.terminal import CALLED, command_text, rewrite_commands
+from attnpo.config.compose import CONFIG_DIR, list_groups
+from attnpo.system.packages import install_command
 from attnpo.system.version import VERSION
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -53,7 +53,7 @@ def test_every_command_is_listed_and_nothing_else(capsys: pytest.CaptureFixture[
 
 def test_a_command_whose_module_is_missing_is_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(front.COMMANDS, "dream", "what no module does")
-    assert "dream" not in front.present() and front.main(["dream"]) == 2
+    assert "dream" not in front.available_commands() and front.main(["dream"]) == 2
 
 
 def test_wrong_commands_get_the_nearest_name(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,9 +68,9 @@ def test_wrong_commands_get_the_nearest_name(capsys: pytest.CaptureFixture[str])
 def test_commands_are_written_as_they_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "first `python -m attnpo.weigh x=1`, then python -m attnpo.fit or python -m attnpo; torchrun -m attnpo.weigh"
     monkeypatch.delenv(CALLED, raising=False)
-    assert as_called(text) == text
+    assert rewrite_commands(text) == text
     monkeypatch.setenv(CALLED, "attnpo")
-    assert as_called(text) == "first `attnpo weigh x=1`, then attnpo fit or attnpo; torchrun -m attnpo.weigh"
+    assert rewrite_commands(text) == "first `attnpo weigh x=1`, then attnpo fit or attnpo; torchrun -m attnpo.weigh"
 
 
 @pytest.mark.parametrize(
@@ -103,12 +103,12 @@ def test_a_program_is_named_as_a_shell_finds_it(
         return whole.replace("{tmp}", str(tmp_path)).format(name)
 
     text = "python -m attnpo.fit a=1; torchrun -m attnpo.weigh; pip install openai; wandb login; start it with python"
-    made = as_called(text)
+    made = rewrite_commands(text)
     assert made == (
         f"{path('python')} -m attnpo.fit a=1; {path('torchrun')} -m attnpo.weigh; {path('pip')} install openai; "
         "wandb login; start it with python"
     )
-    assert as_called(made) == made
+    assert rewrite_commands(made) == made
     assert command_text("fit", "a=b c") == f"{path('python')} -m attnpo.fit 'a=b c'"
     monkeypatch.setenv(CALLED, str(tmp_path / place / "attnpo"))
     assert command_text("fit", "a=1") == f"{path('attnpo')} fit a=1"
@@ -183,18 +183,18 @@ def test_help_shows_the_groups_that_a_command_reads(name: str) -> None:
         for root in (name, "fit" if "- fit " in (CONFIG_DIR / f"{name}.yaml").read_text(encoding="utf-8") else name)
         for group in parse_groups(CONFIG_DIR / f"{root}.yaml")
     ]
-    text = Arguments(name, "", "", None).text(CONFIG_DIR / f"{name}.yaml", groups())
-    choices = {group.name for group in composed if groups()[group.name] != [group.default]}
-    shown = {group for group in {*groups(), "model"} if re.search(rf"^ +\[?{group}=", text, re.MULTILINE)}
+    text = CommandParser(name, "", "", None).text(CONFIG_DIR / f"{name}.yaml", list_groups())
+    choices = {group.name for group in composed if list_groups()[group.name] != [group.default]}
+    shown = {group for group in {*list_groups(), "model"} if re.search(rf"^ +\[?{group}=", text, re.MULTILINE)}
     assert shown == choices - HIDDEN[name] and shown
     assert not re.search(r"^ +\+", text, re.MULTILINE), "a hidden group must not come back as one of the user's own"
 
 
 def test_an_extra_is_installed_from_where_the_package_came(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(ROOT)
-    assert install_line("lora") == "pip install -e '.[lora]'"
-    assert as_called("set it, or pip install 'attnpo[lora]'").endswith("pip install -e '.[lora]'")
+    assert install_command("lora") == "pip install -e '.[lora]'"
+    assert rewrite_commands("set it, or pip install 'attnpo[lora]'").endswith("pip install -e '.[lora]'")
     monkeypatch.chdir(tmp_path)
-    assert install_line("lora") == f"pip install -e '{ROOT}[lora]'"
+    assert install_command("lora") == f"pip install -e '{ROOT}[lora]'"
     monkeypatch.setattr("attnpo.system.packages.__file__", str(tmp_path / "attnpo" / "system" / "packages.py"))
-    assert install_line("lora") == "pip install 'attnpo[lora]'"
+    assert install_command("lora") == "pip install 'attnpo[lora]'"

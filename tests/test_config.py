@@ -66,7 +66,7 @@ class Mixture:
 
 
 @dataclass(frozen=True)
-class Fit(config.Root):
+class Fit(config.RootConfig):
     weights: Attention | Mixture
     seed: int
     beta: object = None
@@ -118,7 +118,7 @@ def configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def refused(*overrides: str) -> str:
     with pytest.raises(UserError) as caught:
-        config.check(config.compose("fit", overrides))
+        config.validate(config.compose("fit", overrides))
     return str(caught.value)
 
 
@@ -173,7 +173,7 @@ def test_config_dir_adds_options_and_may_stand_alone(configs: Path, tmp_path: Pa
     (own / "weights" / "mine.yaml").write_text(f"{{_target_: {HERE}.Attention, layer: 7, scale: 1.0}}")
     cfg = config.compose("fit", ["weights=mine"], own)
     assert cfg.weights.layer == 7
-    assert config.groups(own)["weights"] == ["attention", "mine", "mixture"]
+    assert config.list_groups(own)["weights"] == ["attention", "mine", "mixture"]
     assert cfg.composed.config_dir == str(own)
     with pytest.raises(UserError, match=r"--config-dir .*nowhere"):
         config.compose("fit", [], tmp_path / "nowhere")
@@ -261,7 +261,7 @@ def test_a_value_read_below_a_null_is_said_in_words(reads: str) -> None:
     advice = f"`{empty}` is null in this setting: leave setting= out (testbed), or choose another option of `weights`"
     assert refused(f"weights.sink.tokens=${{{reads}}}") == f"weights.sink.tokens (read from {reads}): {advice}"
     cfg = config.compose("fit", [f"weights.sink.tokens=${{{reads}}}"])
-    for failing in (lambda: config.build(cfg.weights), lambda: config.plain(cfg)):
+    for failing in (lambda: config.instantiate(cfg.weights), lambda: config.to_container(cfg)):
         with pytest.raises(UserError, match=r"^" + re.escape(f"weights.sink.tokens: {advice}") + "$"):
             failing()
 
@@ -271,9 +271,9 @@ def test_required_fields() -> None:
     text = refused("weights=mixture", "~weights.parts", "~weights.scale", "beta=1")
     assert text == "weights.parts: required by Mixture; give weights.parts=VALUE"
     cfg = config.compose("fit", ["weights.scale=???"])
-    config.check(cfg, complete=False)  # neither weights.scale nor beta, which reads it
+    config.validate(cfg, complete=False)  # neither weights.scale nor beta, which reads it
     with pytest.raises(UserError, match=r"^weights.scale: required; give weights.scale=VALUE$"):
-        config.check(cfg)
+        config.validate(cfg)
 
 
 # --------------------------------------------------------------------------------------------- building
@@ -282,10 +282,10 @@ def test_required_fields() -> None:
 @pytest.mark.usefixtures("configs")
 def test_build_gives_the_dataclass_with_nested_ones_and_tuples() -> None:
     cfg = config.compose("fit", ["weights.layer=3", "weights.scale=2", "weights.sink.end=MEAN", "weights.limit=4"])
-    built = config.build(cfg.weights)
+    built = config.instantiate(cfg.weights)
     assert built == Attention(3, Sink(1, End.MEAN), ("A", "B"), (1, 2), 4, 2.0, False)
     assert type(built.scale) is float
-    parts = config.build(config.compose("fit", ["weights=mixture", "~weights.scale"]).weights).parts
+    parts = config.instantiate(config.compose("fit", ["weights=mixture", "~weights.scale"]).weights).parts
     assert parts == (Sink(2), Sink(3, End.MEAN))
 
 
@@ -293,13 +293,13 @@ def test_build_gives_the_dataclass_with_nested_ones_and_tuples() -> None:
 def test_build_reports_the_full_key() -> None:
     cfg = config.compose("fit", ["weights.sink.tokens=-1"])
     with pytest.raises(UserError, match=r"^weights\.sink: tokens: expected 0 or more"):
-        config.build(cfg.weights)
+        config.instantiate(cfg.weights)
     with pytest.raises(UserError, match=r"^weights\.sink: tokens"):
-        config.build(cfg.weights.sink)
+        config.instantiate(cfg.weights.sink)
     with pytest.raises(UserError, match=r"^weights: parts: expected at least one"):
-        config.build(config.compose("fit", ["weights=mixture", "~weights.scale", "weights.parts=[]"]).weights)
+        config.instantiate(config.compose("fit", ["weights=mixture", "~weights.scale", "weights.parts=[]"]).weights)
     with pytest.raises(UserError, match="expected a component"):
-        config.build(cfg.composed)
+        config.instantiate(cfg.composed)
 
 
 @dataclass(frozen=True)
@@ -339,10 +339,10 @@ class Choosing:
 
 def test_a_literal_takes_its_own_values_alone() -> None:
     cfg = OmegaConf.create({"_target_": f"{HERE}.Choosing", "mode": 3, "maybe": "on"})
-    assert config.build(cfg) == Choosing(3, "on")
+    assert config.instantiate(cfg) == Choosing(3, "on")
     cfg = OmegaConf.create({"_target_": f"{HERE}.Choosing", "mode": 3.0, "maybe": "off"})
     with pytest.raises(UserError) as caught:
-        config.build(cfg)
+        config.instantiate(cfg)
     assert str(caught.value).splitlines()[1:] == [
         "  mode: expected one of first, last, 3, got 3.0 (float)",
         "  maybe: expected one of on, got 'off' (str)",
@@ -421,7 +421,7 @@ def test_a_target_outside_attnpo_is_refused_before_it_is_imported(foreign: Path)
         message = (
             rf"(?m)^ *{key}\._target_: expected a class of attnpo, got foreign_parts\.function; .*ATTNPO_ALLOW_TARGETS"
         )
-        for look in (config.check, lambda cfg, key=key: config.build(cfg[key])):
+        for look in (config.validate, lambda cfg, key=key: config.instantiate(cfg[key])):
             with pytest.raises(UserError, match=message):
                 look(cfg)
     assert not foreign.exists() and "foreign_parts" not in sys.modules
@@ -433,7 +433,7 @@ def test_a_target_outside_attnpo_is_refused_before_it_is_imported(foreign: Path)
 def test_targets_of_other_packages_are_not_imported(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ATTNPO_ALLOW_TARGETS")
     with pytest.raises(UserError, match=r"^objective\._target_: expected a class of attnpo, got"):
-        config.check(fit_with("~objective", f"+objective={{_target_:{target}}}"), complete=False)
+        config.validate(fit_with("~objective", f"+objective={{_target_:{target}}}"), complete=False)
 
 
 @pytest.mark.parametrize(
@@ -464,7 +464,7 @@ def test_targets_of_other_packages_are_not_imported(target: str, monkeypatch: py
 )
 def test_only_a_component_of_the_role_is_made(key: str, target: str, message: str) -> None:
     with pytest.raises(UserError, match=rf"(?m)^ *{key}\._target_: {re.escape(message)}"):
-        config.check(fit_with("setting=real_smoke", f"~{key}", f"+{key}={{_target_:{target}}}"), complete=False)
+        config.validate(fit_with("setting=real_smoke", f"~{key}", f"+{key}={{_target_:{target}}}"), complete=False)
 
 
 def test_what_an_allowed_module_imports_is_not_allowed_with_it(
@@ -506,12 +506,12 @@ class Rules:
             assert import_target(f"my_parts.{name}", "function")[1] == "", name
         cfg = fit_with("~objective", "+objective={_target_:my_parts.Mine}")
         with pytest.raises(UserError, match=r"objective\._target_: .* my_parts\.Mine, which is of foreign_parts;"):
-            config.check(cfg, complete=False)
+            config.validate(cfg, complete=False)
         asked = ["weights=formula", "weights.function=my_parts.function"]
         with pytest.raises(UserError, match=r"weights\.function: .* my_parts\.function, which is of foreign_parts;"):
-            config.check(fit_with("setting=real_smoke", *asked), complete=False)
+            config.validate(fit_with("setting=real_smoke", *asked), complete=False)
         monkeypatch.setenv("ATTNPO_ALLOW_TARGETS", "my_parts,foreign_parts")
-        config.check(cfg, complete=False)
+        config.validate(cfg, complete=False)
     finally:
         sys.modules.pop("my_parts", None)
 
@@ -519,24 +519,24 @@ class Rules:
 def test_a_package_that_the_environment_names_may_be_used(foreign: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTNPO_ALLOW_TARGETS", "elsewhere, foreign_parts")
     cfg = fit_with("~objective", "+objective={_target_:foreign_parts.Mine,limit:3}")
-    assert config.build(cfg.objective).limit == 3 and foreign.exists()
-    config.check(cfg, complete=False)
+    assert config.instantiate(cfg.objective).limit == 3 and foreign.exists()
+    config.validate(cfg, complete=False)
     foreign.unlink()
     for name in ("Loose", "function", "Other"):
         with pytest.raises(
             UserError, match=r"objective\._target_: expected a .*PreferenceObjective.*, got foreign_parts"
         ):
-            config.check(fit_with("~objective", f"+objective={{_target_:foreign_parts.{name}}}"), complete=False)
+            config.validate(fit_with("~objective", f"+objective={{_target_:foreign_parts.{name}}}"), complete=False)
     assert not foreign.exists()
 
 
 @pytest.mark.usefixtures("configs")
 def test_plain_and_its_yaml_are_resolved() -> None:
     cfg = config.compose("fit", ["weights.scale=0.25", "+where=${cache_root:}/x"])
-    values = config.plain(cfg)
+    values = config.to_container(cfg)
     assert values["beta"] == 0.25
     assert values["where"] == f"{config.cache_root()}/x"
-    assert config.plain(OmegaConf.create(config.as_yaml(values))) == values
+    assert config.to_container(OmegaConf.create(config.to_yaml(values))) == values
 
 
 def test_cache_root_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -651,7 +651,7 @@ def test_positional_arguments_fill_their_key() -> None:
 
 
 def test_multirun_expands_in_order(configs: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert config.expand(["seed=1,2", "beta=0.1", "weights=glob(*)"]) == [
+    assert config.expand_sweep(["seed=1,2", "beta=0.1", "weights=glob(*)"]) == [
         ["seed=1", "beta=0.1", "weights=attention"],
         ["seed=1", "beta=0.1", "weights=mixture"],
         ["seed=2", "beta=0.1", "weights=attention"],
@@ -759,9 +759,9 @@ def test_warnings_become_lines_but_those_for_library_authors_are_dropped(configs
 # --------------------------------------------------------------------------------------------- the shipped folder
 
 
-@pytest.mark.parametrize("group", sorted(config.groups()))
+@pytest.mark.parametrize("group", sorted(config.list_groups()))
 def test_a_wrong_option_of_any_group_names_the_nearest(group: str) -> None:
-    option = max(config.groups()[group], key=len)
+    option = max(config.list_groups()[group], key=len)
     root = next((root for root in roots() if group in groups_of(root)), None)
     if root is not None:
         with pytest.raises(UserError, match=re.escape(f"; did you mean {group}={option}?")):
@@ -789,7 +789,7 @@ def test_a_wrong_option_of_any_group_names_the_nearest(group: str) -> None:
 )
 def test_what_is_wrong_in_the_whole_is_one_line(overrides: list[str], message: str) -> None:
     with pytest.raises(UserError) as caught:
-        config.check(config.compose("fit", overrides), complete=False)
+        config.validate(config.compose("fit", overrides), complete=False)
     assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
 
 
@@ -819,7 +819,7 @@ IDLE = [
 
 @pytest.mark.parametrize(("overrides", "key", "reason"), IDLE)
 def test_an_override_without_effect_is_noticed(overrides: list[str], key: str, reason: str) -> None:
-    found = config.read(config.compose("fit", overrides)).idle_overrides()
+    found = config.parse(config.compose("fit", overrides)).unused_overrides()
     assert [override.partition("=")[0] for override in found] == [key]
     assert all(reason in why for why in found.values())
 
@@ -845,7 +845,7 @@ def test_an_override_without_effect_is_noticed(overrides: list[str], key: str, r
     ],
 )
 def test_an_override_that_some_part_reads_is_not(overrides: list[str]) -> None:
-    assert config.read(config.compose("fit", overrides)).idle_overrides() == {}
+    assert config.parse(config.compose("fit", overrides)).unused_overrides() == {}
 
 
 def test_a_grid_is_warned_of_what_has_an_effect_in_none_of_its_jobs(caplog: pytest.LogCaptureFixture) -> None:
@@ -861,7 +861,7 @@ def test_a_grid_is_warned_of_what_has_an_effect_in_none_of_its_jobs(caplog: pyte
 
 
 def shipped_options() -> list[tuple[str, str]]:
-    return [(group, option) for group, options in config.groups().items() for option in options]
+    return [(group, option) for group, options in config.list_groups().items() for option in options]
 
 
 def roots() -> list[str]:
@@ -898,11 +898,11 @@ def test_every_shipped_configuration_composes_and_checks(monkeypatch: pytest.Mon
     assert files
     checked = set()
     for root in roots():
-        config.check(config.compose(root, whole(root)), complete=False)
+        config.validate(config.compose(root, whole(root)), complete=False)
         checked.add(config.CONFIG_DIR / f"{root}.yaml")
     for group, option in shipped_options():
         for root, override in composing(group, option):
-            config.check(config.compose(root, whole(root, *override.split())), complete=False)
+            config.validate(config.compose(root, whole(root, *override.split())), complete=False)
         checked.add(config.CONFIG_DIR / group / f"{option}.yaml")
     checked |= {path for path in files if path.name.startswith("_")}  # what options have in common
     assert checked == set(files)
@@ -915,7 +915,7 @@ def test_every_shipped_configuration_composes_and_checks(monkeypatch: pytest.Mon
 def test_options_of_the_testbed_say_what_they_lack_elsewhere(overrides: list[str], key: str) -> None:
     cfg = config.compose("fit", ["setting=llama3_8b_instruct", *overrides])
     with pytest.raises(UserError) as caught:
-        config.check(cfg, complete=False)
+        config.validate(cfg, complete=False)
     assert str(caught.value) == (
         f"{key} (read from prepare.grammar): `prepare` is null in this setting: leave setting= out (testbed), or "
         f"choose another option of `{key.partition('.')[0]}`"
@@ -932,7 +932,7 @@ def test_shipped_files_name_no_place_of_this_machine() -> None:
 @pytest.mark.parametrize("name", ["", ".", "..", "a/../b", "/tmp/elsewhere"])
 def test_a_name_is_a_folder_below_output(name: str) -> None:
     with pytest.raises(UserError, match="name: expected the name of a folder below `output`"):
-        config.check(config.compose("fit", [f"name='{name}'"]), complete=False)
+        config.validate(config.compose("fit", [f"name='{name}'"]), complete=False)
 
 
 @pytest.mark.parametrize(
@@ -948,7 +948,7 @@ def test_what_cannot_be_trained_is_refused_with_the_configuration(
 ) -> None:
     monkeypatch.setitem(sys.modules, "torchao", None)
     with pytest.raises(UserError, match=message):
-        config.check(config.compose("fit", [override]), complete=False)
+        config.validate(config.compose("fit", [override]), complete=False)
 
 
 @pytest.mark.parametrize(

@@ -251,10 +251,10 @@ def test_only_the_first_process_reports(world: World, tmp_path: Path) -> None:
 
 REPEATS = """
 import logging
-from attnpo.cli.terminal import reporting
+from attnpo.cli.terminal import log_to_terminal
 log = logging.getLogger("attnpo.run")
 for command in range(2):
-    with reporting():
+    with log_to_terminal():
         for point in range(2):
             log.warning("warning: the judge is at chance")
             log.info("point %d", point)
@@ -301,8 +301,8 @@ def test_a_command_ends_without_a_search_for_garbage(how: str, said: str) -> Non
 WAITS = """
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from attnpo.cli.terminal import hear_signals
-hear_signals()
+from attnpo.cli.terminal import install_signal_handlers
+install_signal_handlers()
 from attnpo.cli.entry import run_entry
 def main(cfg):
     sys.stdout.write("ready\\n")
@@ -438,8 +438,8 @@ SPELLED = "\\x1b]0;owned\\x07\\x1b[2J\\x9b2J \\u202egnp.exe"
 # A server's words in a refusal, in a line of the log, of another library's log and in a fault's traceback.
 SPEAKS = """
 import logging, os, sys, warnings
-from attnpo.cli.terminal import hear_signals
-hear_signals()
+from attnpo.cli.terminal import install_signal_handlers
+install_signal_handlers()
 from attnpo.cli.entry import run_entry
 from attnpo.system.errors import UserError
 said = os.environ["SAID"].encode().decode("unicode_escape")
@@ -475,8 +475,8 @@ def test_no_text_of_a_table_acts_on_a_terminal(capsys: pytest.CaptureFixture[str
 # The first rank starts others by their own command line, as Lightning does, and is killed.
 RANKS = """
 import os, signal, subprocess, sys, time
-from attnpo.cli.terminal import hear_signals
-hear_signals()
+from attnpo.cli.terminal import install_signal_handlers
+install_signal_handlers()
 if len(sys.argv) > 1:
     sys.stdout.write("ready\\n")
     sys.stdout.flush()
@@ -555,8 +555,8 @@ def test_a_report_of_weights_prints_tables_and_logs_beside_them(world: World, tm
 @pytest.mark.parametrize(("rank", "last"), [("0", "out\nlast act\n"), ("1", "out\n")])
 def test_processes_beside_the_leading_one_leave_at_once(rank: str, last: str) -> None:
     """A thread of theirs that is still at work must not meet an interpreter that is being taken down."""
-    script = "import atexit; from attnpo.cli.terminal import leave; atexit.register(print, 'last act'); "
-    script += "print('out'); leave(3)"
+    script = "import atexit; from attnpo.cli.terminal import exit_process; atexit.register(print, 'last act'); "
+    script += "print('out'); exit_process(3)"
     environment = {**os.environ, "RANK": rank, "WORLD_SIZE": "2"}
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True, check=False

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from attnpo.config.compose import CONFIG_DIR, groups, load
+from attnpo.config.compose import CONFIG_DIR, list_groups, load
 from attnpo.lab.studies.arms import arm_identity, composer_of
 from attnpo.lab.studies.config import FitConfig
 from attnpo.lab.studies.study import ONLY, Arm, Study, expand_arms, grid_record, settings_digest
 from attnpo.run.identity import identity_of
 from attnpo.schema import UserError
 
-EXPERIMENTS = [name for name in groups()["experiment"] if name not in ("none", "quickstart")]
-SETTINGS = groups()["setting"]
+EXPERIMENTS = [name for name in list_groups()["experiment"] if name not in ("none", "quickstart")]
+SETTINGS = list_groups()["setting"]
 PAPER = ("llama3_8b_base_sft", "llama3_8b_instruct", "mistral_7b_base_sft")
 DEPTH = {"testbed": 4, **dict.fromkeys(PAPER, 32)}
 TESTBED_ONLY = ("regimes", "why", "long_answers")  # their worlds are the testbed's knobs

@@ -10,16 +10,16 @@ import pytest
 from attnpo.system.files import (
     SEAL,
     WRITING,
+    apply_umask,
     describe_change,
     file_digest,
-    is_sealed,
+    has_checksums,
     read_record,
-    remove_unfinished,
-    seal,
-    set_aside,
-    share,
+    remove_temporary_files,
+    rename_damaged,
+    write_atomically,
+    write_checksums,
     write_record,
-    write_whole,
 )
 from tests.corruption import damages as everything
 from tests.corruption.damages import Damage
@@ -34,26 +34,26 @@ def flip(path: Path) -> None:
 def test_a_file_is_written_whole_and_readable_as_the_umask_says(tmp_path: Path) -> None:
     mask = os.umask(0)
     os.umask(mask)
-    write_whole(tmp_path / "a", "old")
-    write_whole(tmp_path / "a", b"new")
+    write_atomically(tmp_path / "a", "old")
+    write_atomically(tmp_path / "a", b"new")
     assert (tmp_path / "a").read_text() == "new"
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
     assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o666 & ~mask
-    share(tmp_path)
+    apply_umask(tmp_path)
     assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o777 & ~mask
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_whole(tmp_path / "a", "old")
+    write_atomically(tmp_path / "a", "old")
 
     def refuse(*_: object) -> None:
         raise OSError("no space")
 
     monkeypatch.setattr(os, "replace", refuse)
     with pytest.raises(OSError, match="no space"):
-        write_whole(tmp_path / "a", "new")
+        write_atomically(tmp_path / "a", "new")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a", "old")]
 
 
@@ -63,7 +63,7 @@ def sealed(tmp_path: Path) -> Path:
     (folder / "below").mkdir(parents=True)
     (folder / "a.txt").write_text("first")
     (folder / "below" / "b.txt").write_text("second")
-    seal(folder)
+    write_checksums(folder)
     return folder
 
 
@@ -90,23 +90,23 @@ def test_a_sealed_folder_says_what_has_changed(sealed: Path, name: str) -> None:
 
 def test_hidden_files_do_not_count(sealed: Path) -> None:
     (sealed / ".lock").touch()
-    assert is_sealed(sealed)
+    assert has_checksums(sealed)
     assert describe_change(sealed) is None
 
 
 def test_a_digest_taken_while_writing_is_not_taken_again(tmp_path: Path) -> None:
     (tmp_path / "state").write_text("what came to the disk")
-    seal(tmp_path, {"state": "0" * 64})
+    write_checksums(tmp_path, {"state": "0" * 64})
     assert describe_change(tmp_path) == "state is not as it was written"
-    seal(tmp_path, {"state": file_digest(tmp_path / "state")})
+    write_checksums(tmp_path, {"state": file_digest(tmp_path / "state")})
     assert describe_change(tmp_path) is None
 
 
 def test_what_is_set_aside_keeps_its_content_under_a_free_name(sealed: Path) -> None:
-    first = set_aside(sealed)
+    first = rename_damaged(sealed)
     assert (first.name, (first / "a.txt").read_text()) == ("folder.damaged", "first")
     sealed.mkdir()
-    assert set_aside(sealed).name == "folder.damaged-2"
+    assert rename_damaged(sealed).name == "folder.damaged-2"
 
 
 def test_a_record_comes_back_as_json_has_it(tmp_path: Path) -> None:
@@ -134,6 +134,6 @@ def test_a_record_with_another_digit_or_without_a_digest_is_none(tmp_path: Path)
 def test_what_a_killed_process_was_writing_is_removed_and_nothing_else(tmp_path: Path) -> None:
     for name in (f"{WRITING}abc", "config.yaml", ".hidden"):
         (tmp_path / name).write_text("x")
-    remove_unfinished(tmp_path)
-    remove_unfinished(tmp_path / "absent")
+    remove_temporary_files(tmp_path)
+    remove_temporary_files(tmp_path / "absent")
     assert {path.name for path in tmp_path.iterdir()} == {"config.yaml", ".hidden"}

@@ -57,9 +57,9 @@ def test_what_has_to_start_fast_is_light() -> None:
         "import attnpo.config.compose",
         *(f"import attnpo.{name}" for name in ("__main__", *sorted(present))),
         "import experiments.theory.__main__",
-        "from attnpo.config.compose import check, compose\n"
+        "from attnpo.config.compose import validate, compose\n"
         f"configs = [compose(n, {given!r}.get(n, ())) for n in {roots!r}]",
-        "for cfg in configs:\n    check(cfg, complete=False)\n",
+        "for cfg in configs:\n    validate(cfg, complete=False)\n",
     )
     assert light == [set()] * len(light) and composed == set()
     assert checked & {"lightning", "transformers", "datasets", "wandb"} == set()

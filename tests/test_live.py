@@ -10,13 +10,21 @@ from pathlib import Path
 import pytest
 
 from attnpo.cli import progress as live
-from attnpo.cli.progress import ProgressRow, duration, heartbeat, is_noted, note, noting_in, read_progress
+from attnpo.cli.progress import (
+    ProgressRow,
+    format_duration,
+    heartbeat,
+    is_progress_published,
+    publish_progress,
+    publish_progress_to,
+    read_progress,
+)
 
 SHOWS = """
 import logging, time
-from attnpo.cli.progress import ProgressRow, display
+from attnpo.cli.progress import ProgressRow, show_progress
 logging.basicConfig(level=logging.INFO, format="%(message)s")
-with display(lambda: [ProgressRow("attention seed=0", 3, 6, 0.6931, 12.0)]):
+with show_progress(lambda: [ProgressRow("attention seed=0", 3, 6, 0.6931, 12.0)]):
     time.sleep(0.7)
     logging.info("one line of the log")
     time.sleep(0.7)
@@ -38,15 +46,15 @@ def test_a_long_phase_says_that_it_is_at_work(
 
 def test_a_point_leaves_a_note_while_it_trains(tmp_path: Path) -> None:
     row = ProgressRow("training", 3, 6, 0.5, 2.0)
-    assert read_progress(tmp_path) is None and not is_noted()
-    with noting_in(tmp_path):
-        note(row)
-        assert is_noted() and read_progress(tmp_path) == row
+    assert read_progress(tmp_path) is None and not is_progress_published()
+    with publish_progress_to(tmp_path):
+        publish_progress(row)
+        assert is_progress_published() and read_progress(tmp_path) == row
     assert read_progress(tmp_path) is None and list(tmp_path.iterdir()) == []
 
 
 def test_times_are_for_readers() -> None:
-    assert [duration(seconds) for seconds in (4.2, 300.0, 9000.0)] == ["4 s", "5 min", "2.5 h"]
+    assert [format_duration(seconds) for seconds in (4.2, 300.0, 9000.0)] == ["4 s", "5 min", "2.5 h"]
 
 
 def test_a_file_gets_lines_without_any_escape_code() -> None:

@@ -20,14 +20,14 @@ import pytest
 
 from attnpo.schema import UserError
 from attnpo.system import locks
-from attnpo.system.locks import Holder, locked
+from attnpo.system.locks import LockHolder, folder_lock
 
 ROOT = Path(__file__).resolve().parents[1]
 HOLDS = """
 import sys
 from pathlib import Path
-from attnpo.system.locks import locked
-with locked(Path(sys.argv[1]), float(sys.argv[2])):
+from attnpo.system.locks import folder_lock
+with folder_lock(Path(sys.argv[1]), float(sys.argv[2])):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -71,7 +71,7 @@ def set_age(mark: Path, age: float) -> None:
 
 
 def refusal(folder: Path, timeout: float = SHORT) -> str:
-    with pytest.raises(UserError) as refused, locked(folder, timeout):
+    with pytest.raises(UserError) as refused, folder_lock(folder, timeout):
         pass
     assert "\n" not in str(refused.value)
     return str(refused.value)
@@ -79,7 +79,7 @@ def refusal(folder: Path, timeout: float = SHORT) -> str:
 
 def is_free(folder: Path, timeout: float = SHORT) -> bool:
     """Whether the lock can be had; nothing of it is left then."""
-    with locked(folder, timeout):
+    with folder_lock(folder, timeout):
         held = len(list((folder / ".lock").iterdir())) == 1
     return held and not (folder / ".lock").exists()
 
@@ -122,7 +122,7 @@ def test_a_killed_process_is_replaced_at_once(tmp_path: Path, caplog: pytest.Log
 
 
 def test_a_later_process_of_the_same_number_is_not_taken_for_the_holder(tmp_path: Path) -> None:
-    this = Holder.this(LONG)
+    this = LockHolder.current(LONG)
     write_lock(tmp_path, pid=this.pid, machine=this.machine, began="long ago")
     assert is_free(tmp_path, LONG)
 
@@ -138,7 +138,7 @@ def test_every_end_frees_the_folder(tmp_path: Path, ending: BaseException | None
     """A second session in the same process has it, a second one at the same time has not."""
     (tmp_path / "kept").write_text("")
     try:
-        with locked(tmp_path):
+        with folder_lock(tmp_path):
             assert f"in use by process {os.getpid()} " in refusal(tmp_path)
             if ending is not None:
                 raise ending
@@ -233,10 +233,10 @@ def test_a_sudden_end_frees_the_folder(tmp_path: Path) -> None:
     script = """
 import os, signal, sys
 from pathlib import Path
-from attnpo.cli.terminal import hear_signals
-from attnpo.system.locks import locked
-hear_signals()
-with locked(Path(sys.argv[1])):
+from attnpo.cli.terminal import install_signal_handlers
+from attnpo.system.locks import folder_lock
+install_signal_handlers()
+with folder_lock(Path(sys.argv[1])):
     os.kill(os.getpid(), signal.SIGTERM)
 """
     folder = tmp_path / "x"
@@ -259,7 +259,7 @@ def test_a_requeued_job_waits_for_its_predecessor_and_says_so_once(
         requeued(monkeypatch)
         threading.Timer(1.0, process.terminate).start()
         began = time.monotonic()
-        with locked(tmp_path, LONG):
+        with folder_lock(tmp_path, LONG):
             assert process.poll() is not None or time.monotonic() - began > 1
     assert time.monotonic() - began < 60
     assert len([line for line in caplog.messages if "waiting for its end" in line]) == 1
@@ -306,7 +306,7 @@ def test_a_requeued_job_replaces_a_predecessor_that_died_on_another_machine(
 def joined(folder: Path, timeout: float, done: list[str]) -> None:
     """Another process of a job, which comes to work in ``folder``."""
     try:
-        with locked(folder, timeout, leading=False):
+        with folder_lock(folder, timeout, leading=False):
             done.append("joined")
     except UserError as error:
         done.append(str(error))
@@ -322,7 +322,7 @@ def test_the_processes_of_a_job_share_its_lock(tmp_path: Path, monkeypatch: pyte
     time.sleep(0.5)
     assert done == []
     mark.unlink()
-    with locked(tmp_path, LONG):
+    with folder_lock(tmp_path, LONG):
         rank.join(timeout=60)
         joined(tmp_path, LONG, done)
         assert done == ["joined"] * 2
@@ -344,10 +344,10 @@ def test_jobs_on_two_machines_whose_address_is_localhost_are_two(
 ) -> None:
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", "29500")
-    here = Holder.this(LONG)
+    here = LockHolder.current(LONG)
     monkeypatch.setattr(socket, "gethostname", lambda: "node7")
-    there = Holder.this(LONG)
-    assert here.shares(Holder(job=here.job)) and not here.shares(Holder(job=there.job))
+    there = LockHolder.current(LONG)
+    assert here.is_same_job_as(LockHolder(job=here.job)) and not here.is_same_job_as(LockHolder(job=there.job))
 
 
 def test_a_process_of_another_job_does_not_join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,7 +363,7 @@ def test_a_process_of_another_job_does_not_join(tmp_path: Path, monkeypatch: pyt
 def test_what_lightning_starts_joins_the_process_that_started_it(tmp_path: Path) -> None:
     """The variables of the launch are set when the lock is held already."""
     code = HOLDS.replace("float(sys.argv[2])", "300.0, leading=False")
-    with locked(tmp_path):
+    with folder_lock(tmp_path):
         environment = {**os.environ, "MASTER_PORT": "9", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
         command = [sys.executable, "-c", code, str(tmp_path)]
         done = subprocess.run(command, cwd=ROOT, env=environment, input="", capture_output=True, text=True, timeout=60)
@@ -374,14 +374,14 @@ def test_what_lightning_starts_joins_the_process_that_started_it(tmp_path: Path)
 # ------------------------------------------------------------------------------------------------ races
 
 
-@pytest.mark.parametrize("window", ["lives", "share"])
+@pytest.mark.parametrize("window", ["is_alive", "apply_umask"])
 def test_one_that_comes_between_two_steps_of_a_starter_keeps_its_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: str
 ) -> None:
     """Between the look at a holder that is gone and its removal, and while the lock is being made."""
-    this = Holder.this(LONG)
+    this = LockHolder.current(LONG)
     write_lock(tmp_path, pid=this.pid, machine=this.machine, began="long ago")
-    place: Any = Holder if window == "lives" else locks
+    place: Any = LockHolder if window == "is_alive" else locks
     step = getattr(place, window)
     with ExitStack() as between:
         entered: list[bool] = []
@@ -390,7 +390,7 @@ def test_one_that_comes_between_two_steps_of_a_starter_keeps_its_lock(
             found = step(*arguments)
             if not entered:
                 entered.append(True)
-                between.enter_context(locked(tmp_path, LONG))
+                between.enter_context(folder_lock(tmp_path, LONG))
             return found
 
         monkeypatch.setattr(place, window, slow)
@@ -410,7 +410,7 @@ for line in sys.stdin:
     while time.monotonic() < float(start):
         pass
     try:
-        with locks.locked(Path(folder), 300.0):
+        with locks.folder_lock(Path(folder), 300.0):
             print("won", flush=True)
             sys.stdin.readline()
     except errors.UserError:
@@ -431,7 +431,7 @@ def told(racers: list[subprocess.Popen[str]], line: str) -> list[str]:
 
 def test_of_several_starters_one_takes_a_lock_whose_holder_is_gone(tmp_path: Path) -> None:
     """The winner holds it until all others were refused."""
-    this = Holder.this(LONG)
+    this = LockHolder.current(LONG)
     pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
     racers = [subprocess.Popen([sys.executable, "-c", RACES], cwd=ROOT, text=True, **pipes) for _ in range(RACERS)]
     try:

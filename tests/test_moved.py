@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from attnpo.config.moved import MOVED, find_present
+from attnpo.config.moved import MOVED, current_import_path
 from attnpo.config.reader import import_target
 from attnpo.run.identity import component
 from attnpo.run.resume import MADE
 from attnpo.run.run import run
-from attnpo.system.files import file_digest, seal
+from attnpo.system.files import file_digest, write_checksums
 from tests.run.worlds import build_world
 from tests.test_entry_points import in_turn
 
@@ -78,15 +78,15 @@ def test_every_older_beginning_is_tried() -> None:
 
 
 def test_an_older_name_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    find_present.cache_clear()
+    current_import_path.cache_clear()
     with caplog.at_level(logging.INFO):
         for _ in range(2):
-            assert find_present("attnpo.testbed.grammar.Grammar") == "attnpo.lab.testbed.grammar.Grammar"
+            assert current_import_path("attnpo.testbed.grammar.Grammar") == "attnpo.lab.testbed.grammar.Grammar"
     assert [line for line in caplog.messages if "testbed" in line] == [
         "attnpo.testbed.grammar.Grammar is attnpo.lab.testbed.grammar.Grammar now; the older name is read until "
         "version 0.2.0"
     ]
-    assert find_present("attnpo.weights.sources.attention.Attention").endswith("sources.attention.Attention")
+    assert current_import_path("attnpo.weights.sources.attention.Attention").endswith("sources.attention.Attention")
 
 
 def test_a_run_that_was_saved_with_older_names_goes_on(tmp_path: Path) -> None:
@@ -98,12 +98,14 @@ def test_a_run_that_was_saved_with_older_names_goes_on(tmp_path: Path) -> None:
     text = saved.read_text(encoding="utf-8")
     older = text
     for before in BEFORE:
-        present = find_present(before)
+        present = current_import_path(before)
         if component(before) == component(present):
             older = older.replace(f"_target_: {present}\n", f"_target_: {before}\n")
     assert older != text and "attnpo.runs.settings.Judge" in older
     saved.write_text(older, encoding="utf-8")
-    seal(folder, {"result.json": file_digest(folder / "result.json")}, only=MADE)  # as that version had written it
+    write_checksums(
+        folder, {"result.json": file_digest(folder / "result.json")}, only=MADE
+    )  # as that version had written it
     assert OmegaConf.load(saved)["judge"]["_target_"] == "attnpo.runs.settings.Judge"
     again = run(world.config(*words, "trainer.max_epochs=1", "resume=auto"), folder)
     assert first is not None and again is not None and again.to_json() == first.to_json()

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from attnpo.cli.help import WIDTH, Group, parse_groups
-from attnpo.config.compose import CONFIG_DIR, compose, groups
+from attnpo.cli.help import WIDTH, ConfigGroup, parse_groups
+from attnpo.config.compose import CONFIG_DIR, compose, list_groups
 from attnpo.run.combinations import LAYOUTS, REFERENCES
 from attnpo.schema import UserError
 from tests.test_entry_points import in_turn
@@ -33,9 +33,9 @@ def every_help() -> dict[str, list[str]]:
 
 
 def test_every_group_has_a_meaning_under_a_heading() -> None:
-    assert {group.name for group in GROUPS} == groups().keys()
+    assert {group.name for group in GROUPS} == list_groups().keys()
     assert all(group.meaning and group.heading for group in GROUPS)
-    assert all(group.default in (*UNSET, *groups()[group.name]) for group in GROUPS)
+    assert all(group.default in (*UNSET, *list_groups()[group.name]) for group in GROUPS)
 
 
 def test_help_fits_one_screen() -> None:
@@ -48,7 +48,7 @@ def test_help_begins_with_commands_and_has_every_choice() -> None:
     shown = " ".join(" ".join(every_help()["fit"]).split())
     assert shown.index("examples: python -m attnpo.fit ") < shown.index(f"{GROUPS[0].heading} (")
     for group in parse_groups(CONFIG_DIR / "fit.yaml"):
-        options = groups()[group.name]
+        options = list_groups()[group.name]
         assert options == [group.default] or f"# {group.meaning}" in shown
         assert options == [group.default] or all(re.search(rf"[=| ]{option}\b", shown) for option in options)
 
@@ -73,11 +73,11 @@ def test_the_document_has_the_headings_and_groups_of_the_help() -> None:
 
 
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.name)
-def test_the_document_has_a_row_for_every_option(group: Group) -> None:
+def test_the_document_has_a_row_for_every_option(group: ConfigGroup) -> None:
     name, default = group.name, group.default
     table = OPTIONS.partition(f"### `{name}`: ")[2].partition("\n#")[0]
     rows = re.findall(r"^\| `(\w+)` \| ", table, re.MULTILINE)
-    assert sorted(rows) == groups()[name]
+    assert sorted(rows) == list_groups()[name]
     assert default in UNSET or rows[0] == default
     assert (default == "null") == ("None unless given" in table)
 

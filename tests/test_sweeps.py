@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from attnpo.config.compose import expand, load
+from attnpo.config.compose import expand_sweep, load
 from attnpo.lab.studies.arms import yaml_value
 from attnpo.lab.studies.config import FitConfig
 from attnpo.lab.studies.study import Study
 from attnpo.run import combinations as settings
-from attnpo.run.identity import flat, identity_of
+from attnpo.run.identity import flatten, identity_of
 
 FOLDER = Path(__file__).resolve().parents[1] / "experiments" / "sweeps"
 SWEEPS = sorted(FOLDER.glob("*.yaml"))
@@ -83,7 +83,7 @@ def test_a_sweep_runs_locally_as_the_same_grid(path: Path) -> None:
     grid, _ = said(path)
     axes = {key for key, _, values in (word.partition("=") for word in grid) if "," in values}
     assert axes == AXES[path.stem]
-    local = {frozenset(job) for job in expand(grid)}
+    local = {frozenset(job) for job in expand_sweep(grid)}
     assert local == {frozenset(command) - {ACCOUNT} for command in expanded(path)}
     assert not any(word.startswith("logger") for word in grid)
 
@@ -136,7 +136,7 @@ def test_a_methods_row_is_one_run_of_its_search(name: str) -> None:
 def _set(cfg: FitConfig, word: str) -> bool:
     """Whether a configuration has what an override sets."""
     key, _, text = word.partition("=")
-    return bool(dict(flat(cfg.values)).get(key) == yaml_value(text))
+    return bool(dict(flatten(cfg.values)).get(key) == yaml_value(text))
 
 
 @pytest.mark.parametrize("setting", LLAMAS)

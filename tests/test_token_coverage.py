@@ -102,7 +102,7 @@ def test_punctuation_before_a_line_break_is_what_is_lost() -> None:
 def test_a_response_without_characters_is_left_out() -> None:
     chat = chat_of(TESTS / GPT2, PLAIN)
     (rules,) = (rules for option, rules in judge_options().items() if "testbed" in option.split(", "))
-    pair = PreferencePair.make([{"role": "user", "content": "why?"}], "", "so")
+    pair = PreferencePair.from_texts([{"role": "user", "content": "why?"}], "", "so")
     first, _ = JudgePrompts(rules, chat).build(pair)
     assert match(first, "chosen", chat.encode(pair.prompt, ""), AlignMethod.LEVENSHTEIN) is None
 

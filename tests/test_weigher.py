@@ -17,7 +17,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import attnpo
-from attnpo.config.compose import compose, read
+from attnpo.config.compose import compose, parse
 from attnpo.display.heatmap import heatmap_html
 from attnpo.display.weighed_pair import WeighedPair, WeighedPairs
 from attnpo.run.inputs import Inputs
@@ -123,7 +123,7 @@ def test_rollout_is_that_of_a_run(world: World) -> None:
 
 
 def test_the_defaults_are_those_of_the_configs() -> None:
-    root = read(compose("fit", ["~setting"])).root
+    root = parse(compose("fit", ["~setting"])).root
     judge, source = root.judge, root.weights
     given = {name: one.default for name, one in inspect.signature(Weigher.__init__).parameters.items()}
     for name in ("max_length", "max_response_length", "labels", "chat", "prefill", "verdict", "token_budget", "dtype"):

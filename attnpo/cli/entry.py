@@ -10,12 +10,21 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 
-from attnpo.cli.help import Arguments
-from attnpo.cli.progress import heartbeat, importing, waiting
-from attnpo.cli.terminal import ending_of, printable, reporting, run_guarded, stoppable
+from attnpo.cli.help import CommandParser
+from attnpo.cli.progress import heartbeat, import_phase, show_waiting
+from attnpo.cli.terminal import exit_status_and_message, handling_signals, log_to_terminal, make_printable, run_guarded
 from attnpo.config import compose as config
-from attnpo.config.compose import ParsedConfig, Root, SomeRoot, compose, expand, groups, read, report_problems
-from attnpo.config.reader import ABSENT, missing_value_message, resolve
+from attnpo.config.compose import (
+    ParsedConfig,
+    RootConfig,
+    SomeRoot,
+    compose,
+    expand_sweep,
+    list_groups,
+    parse,
+    report_problems,
+)
+from attnpo.config.reader import ABSENT, missing_value_message, to_plain_values
 from attnpo.system.errors import UserError
 from attnpo.system.processes import world_size
 
@@ -23,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 def _config_text(cfg: DictConfig, key: str) -> str:
-    node: Any = OmegaConf.create(config.plain(cfg))
+    node: Any = OmegaConf.create(config.to_container(cfg))
     if key != "job":
         node = OmegaConf.select(node, key, default=ABSENT)
     if node is ABSENT:
@@ -51,7 +60,7 @@ def run_entry(
     nothing may be ``???``. ``early``: checks the node ``data`` before torch is imported. Other errors propagate, or end
     it with their ``exit_status``.
     """
-    parser = Arguments(command_name or config_name, description, examples, positional)
+    parser = CommandParser(command_name or config_name, description, examples, positional)
 
     def command() -> int:
         try:
@@ -61,7 +70,7 @@ def run_entry(
         except MissingMandatoryValue as error:
             raise UserError(f"{str(error).splitlines()[0]}; give KEY=VALUE") from error
 
-    with reporting(), stoppable():
+    with log_to_terminal(), handling_signals():
         return run_guarded(command)
 
 
@@ -69,14 +78,14 @@ def _run(
     main: Callable[[SomeRoot], int | None],
     name: str,
     argv: list[str],
-    parser: Arguments,
+    parser: CommandParser,
     positional: str | None,
     complete: Callable[[SomeRoot], bool],
     early: Callable[[Mapping[str, object]], None],
 ) -> int:
     options = parser.parse_intermixed_args(argv)
     if options.help:
-        sys.stdout.write(parser.text(config.CONFIG_DIR / f"{name}.yaml", groups(options.config_dir)))
+        sys.stdout.write(parser.help_text(config.CONFIG_DIR / f"{name}.yaml", list_groups(options.config_dir)))
         return 0
     # Where paths are taken, one may hold an equals sign. Not Path.exists, which raises for words longer than a name.
     paths = positional is not None
@@ -85,46 +94,46 @@ def _run(
     if bare and positional is None:
         raise UserError(f"{bare[0]!r}: expected GROUP=OPTION or KEY=VALUE; see --help")
 
-    def ready(job: Sequence[str]) -> DictConfig:
+    def compose_job(job: Sequence[str]) -> DictConfig:
         cfg = compose(name, job, options.config_dir)
         if bare:
             OmegaConf.update(cfg, str(positional), bare)
         return cfg
 
     if options.cfg:
-        sys.stdout.write(_config_text(ready(overrides), options.cfg))
+        sys.stdout.write(_config_text(compose_job(overrides), options.cfg))
         return 0
     if options.multirun and world_size() > 1:
         raise UserError(
             f"--multirun: its jobs run one after the other in one process, WORLD_SIZE is {world_size()}; "
             "start one group of processes per job without -m"
         )
-    jobs = expand(overrides, options.config_dir) if options.multirun else [overrides]
-    composed = [ready(job) for job in jobs]
+    jobs = expand_sweep(overrides, options.config_dir) if options.multirun else [overrides]
+    composed = [compose_job(job) for job in jobs]
     for cfg in composed:  # other problems are told when it is read
-        early(cast(dict[str, object], resolve(cfg.get("data", {}), "data", [])))
+        early(cast(dict[str, object], to_plain_values(cfg.get("data", {}), "data", [])))
     with heartbeat(name):
         # Brings torch, which takes seconds, in a process that has not loaded it.
         said = "checking the configuration"
-        with importing(said), nullcontext() if "torch" in sys.modules else waiting(said):
-            readings = [_whole(cfg, complete) for cfg in composed]
-        _note_idle([reading.idle_overrides() for reading in readings])
+        with import_phase(said), nullcontext() if "torch" in sys.modules else show_waiting(said):
+            readings = [_parse_complete(cfg, complete) for cfg in composed]
+        _warn_unused_overrides([reading.unused_overrides() for reading in readings])
         roots = [cast(SomeRoot, reading.root) for reading in readings]  # the entry point's own, as its _target_ says
         if not options.multirun:
             return main(roots[0]) or 0
-        return _each(main, [(" ".join(job), root) for job, root in zip(jobs, roots, strict=True)])
+        return _run_jobs(main, [(" ".join(job), root) for job, root in zip(jobs, roots, strict=True)])
 
 
-def _whole(cfg: DictConfig, complete: Callable[[SomeRoot], bool]) -> ParsedConfig:
+def _parse_complete(cfg: DictConfig, complete: Callable[[SomeRoot], bool]) -> ParsedConfig:
     """Returns what a job's configuration was read as; UserError also for values that ``complete`` asks for."""
-    reading = read(cfg)
-    root = cast(SomeRoot, reading.of(Root))
+    reading = parse(cfg)
+    root = cast(SomeRoot, reading.as_type(RootConfig))
     if complete(root):
-        report_problems([missing_value_message(path) for path in reading.missing if not reading.is_idle(path)])
+        report_problems([missing_value_message(path) for path in reading.missing if not reading.is_unused(path)])
     return reading
 
 
-def _note_idle(jobs: Sequence[Mapping[str, str]]) -> None:
+def _warn_unused_overrides(jobs: Sequence[Mapping[str, str]]) -> None:
     """Warns once of every key given on the command line that has an effect in none of the jobs."""
     idle = [{override.partition("=")[0]: why for override, why in job.items()} for job in jobs]
     for key, why in idle[0].items():
@@ -132,7 +141,7 @@ def _note_idle(jobs: Sequence[Mapping[str, str]]) -> None:
             _log.warning("warning: %s has no effect: %s", key, why)
 
 
-def _each(main: Callable[[SomeRoot], int | None], jobs: Sequence[tuple[str, SomeRoot]]) -> int:
+def _run_jobs(main: Callable[[SomeRoot], int | None], jobs: Sequence[tuple[str, SomeRoot]]) -> int:
     failed = []
     for number, (job, cfg) in enumerate(jobs, start=1):
         _log.info("job %d of %d: %s", number, len(jobs), job)
@@ -142,7 +151,7 @@ def _each(main: Callable[[SomeRoot], int | None], jobs: Sequence[tuple[str, Some
             if hasattr(error, "exit_status"):  # not a failure of this job: the whole command is to end
                 raise
             status = 1  # one job's failure is reported, the others still run
-            ending = ending_of(error)
+            ending = exit_status_and_message(error)
             if ending is None:
                 _log.exception("job %d failed", number)
             else:
@@ -151,5 +160,5 @@ def _each(main: Callable[[SomeRoot], int | None], jobs: Sequence[tuple[str, Some
             failed.append(job)
     if failed:
         listed = "\n  ".join([f"error: {len(failed)} of {len(jobs)} jobs failed:", *failed])
-        sys.stderr.write(f"{printable(listed)}\n")
+        sys.stderr.write(f"{make_printable(listed)}\n")
     return 1 if failed else 0

@@ -10,7 +10,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import NoReturn
 
-from attnpo.cli.terminal import as_called
+from attnpo.cli.terminal import rewrite_commands
 from attnpo.system.errors import UserError
 
 WIDTH, NOTES = 100, 51  # columns of a line, and before the notes
@@ -21,7 +21,7 @@ _PARENT = re.compile(r" *- (?!_self_)(\w+)(?: +# without (.+))?")
 
 
 @dataclass(frozen=True)
-class Group:
+class ConfigGroup:
     """Config group as a root's defaults list has it; ``default`` is "null" for one that may be left out."""
 
     name: str
@@ -29,7 +29,7 @@ class Group:
     meaning: str
     heading: str
 
-    def lines(self, options: Sequence[str]) -> list[str]:
+    def format_lines(self, options: Sequence[str]) -> list[str]:
         """Returns the group with its options, the default first, and what it is for."""
         ordered = sorted(options, key=lambda option: option != self.default)
         text = f"{self.name}={' | '.join(ordered)}"
@@ -45,13 +45,13 @@ def wrap_line(text: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
 
 
-def parse_groups(root: Path) -> list[Group]:
+def parse_groups(root: Path) -> list[ConfigGroup]:
     """Returns the groups of a root file's defaults list in its order, with those of the roots it builds on.
 
     Comments above groups are headings; ``# no other`` leaves a group out, ``- fit  # without logger`` that of a parent.
     """
     heading = ""
-    listed: list[Group] = []
+    listed: list[ConfigGroup] = []
     lines = root.read_text(encoding="utf-8").partition("defaults:\n")[2].splitlines()
     for line in takewhile(lambda line: line.startswith(" "), lines):
         if match := _HEADING.fullmatch(line):
@@ -59,14 +59,14 @@ def parse_groups(root: Path) -> list[Group]:
         elif match := _GROUP.fullmatch(line):
             if match[3] == _ALONE:
                 continue
-            listed.append(Group(match[1], match[2], match[3] or "", heading))
+            listed.append(ConfigGroup(match[1], match[2], match[3] or "", heading))
         elif match := _PARENT.fullmatch(line):
             unread = re.findall(r"\w+", match[2] or "")
             listed += [group for group in parse_groups(root.with_name(f"{match[1]}.yaml")) if group.name not in unread]
     return listed
 
 
-def groups_text(root: Path, options: Mapping[str, Sequence[str]]) -> str:
+def format_groups(root: Path, options: Mapping[str, Sequence[str]]) -> str:
     """Returns the groups of a root with their ``options`` under headings; last those that no shipped root has.
 
     A group whose one option is the default leaves nothing to choose and is not shown.
@@ -82,7 +82,7 @@ def groups_text(root: Path, options: Mapping[str, Sequence[str]]) -> str:
             heading = group.heading
             lines.append(f"{heading}{legend}:")
             legend = ""
-        lines += group.lines(of)
+        lines += group.format_lines(of)
     known = {group.name for file in root.parent.glob("*.yaml") for group in parse_groups(file)}
     lines += [
         line for name, of in options.items() if name not in known for line in wrap_line(f"+{name}={' | '.join(of)}")
@@ -90,7 +90,7 @@ def groups_text(root: Path, options: Mapping[str, Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-class Arguments(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
     """Arguments that every command takes beside its overrides; a wrong argument is a UserError.
 
     ``name`` is the command with what of it is already said, as in ``evaluate benchmark=judge``.
@@ -119,7 +119,7 @@ class Arguments(argparse.ArgumentParser):
         """Raises a UserError that points to the help."""
         raise UserError(f"{message}; see --help")
 
-    def text(self, root: Path, options: Mapping[str, Sequence[str]]) -> str:
+    def help_text(self, root: Path, options: Mapping[str, Sequence[str]]) -> str:
         """Returns all that ``--help`` shows."""
-        self.description = f"{self.description}\n\n{groups_text(root, options)}"
-        return as_called(self.format_help())
+        self.description = f"{self.description}\n\n{format_groups(root, options)}"
+        return rewrite_commands(self.format_help())

@@ -21,8 +21,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from attnpo.cli.terminal import printable
-from attnpo.system.processes import leads
+from attnpo.cli.terminal import make_printable
+from attnpo.system.processes import is_main_process
 
 log = logging.getLogger(__name__)
 QUIET_FOR = 9.0  # seconds without a line after which a command says what it is at
@@ -42,12 +42,12 @@ class ProgressRow:
     left: float | None = None
 
 
-def on_terminal() -> bool:
+def is_interactive_terminal() -> bool:
     """Returns whether this process may draw: it reports, to a terminal that can move its cursor."""
-    return leads() and sys.stderr.isatty() and not Console(stderr=True).is_dumb_terminal
+    return is_main_process() and sys.stderr.isatty() and not Console(stderr=True).is_dumb_terminal
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Seconds for reading: 45 s, 12 min, 3.5 h."""
     if seconds < 90:
         return f"{seconds:.0f} s"
@@ -62,14 +62,14 @@ def render_rows(rows: Sequence[ProgressRow], width: int) -> Table:
             "#" * (filled := round(8 * min(1.0, row.step / row.total if row.total else 0.0))) + "." * (8 - filled),
             f"{row.step}/{row.total}",
             "" if row.loss is None else f"loss {row.loss:.4f}",
-            "" if row.left is None else f"{duration(row.left)} left",
+            "" if row.left is None else f"{format_duration(row.left)} left",
         )
         for row in rows
     ]
     taken = sum(max(len(line[place]) for line in cells) + 2 for place in range(4)) if cells else 0
     room = max(8, width - taken)
     for row, line in zip(rows, cells, strict=True):
-        label = printable(row.label)
+        label = make_printable(row.label)
         label = label if cell_len(label) <= room else f"{set_cell_size(label, room - 3)}..."
         table.add_row(Text(label), *map(Text, line))
     for column in table.columns:
@@ -81,12 +81,12 @@ _drawing: list[object] = []  # what stands at the foot of the terminal
 
 
 @contextmanager
-def display(rows: Callable[[], Sequence[ProgressRow]]) -> Iterator[None]:
+def show_progress(rows: Callable[[], Sequence[ProgressRow]]) -> Iterator[None]:
     """Opens a context in which ``rows`` are drawn at the foot of the terminal twice a second, below log lines.
 
     Draws on a terminal alone, and once where displays lie within each other.
     """
-    if _drawing or not on_terminal():
+    if _drawing or not is_interactive_terminal():
         yield
         return
     streams = [(handler, handler.stream) for handler in _handlers()]
@@ -110,7 +110,7 @@ def _handlers() -> list["logging.StreamHandler[TextIO]"]:
 
 
 @contextmanager
-def behind() -> Iterator[None]:
+def hide_info_on_terminal() -> Iterator[None]:
     """Opens a context in which a terminal that rows are drawn on gets warnings alone: a file has the other lines."""
     levels = [(handler, handler.level) for handler in _handlers()] if _drawing else []
     for handler, _ in levels:
@@ -122,7 +122,7 @@ def behind() -> Iterator[None]:
             handler.setLevel(level)
 
 
-class _Last(logging.Handler):
+class _LastLogTime(logging.Handler):
     """Notes when the last line was logged."""
 
     def __init__(self) -> None:
@@ -149,7 +149,7 @@ def phase(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def importing(what: str) -> Iterator[None]:
+def import_phase(what: str) -> Iterator[None]:
     """Opens a ``phase`` that imports packages, in which garbage is looked for rarely.
 
     What an import makes stays, and looking through hundreds of thousands of such objects takes a quarter of its time.
@@ -169,16 +169,16 @@ def heartbeat(what: str) -> Iterator[None]:
 
     Quiet: for ``QUIET_FOR`` seconds no line was logged, and nothing is drawn. Only the process that leads a job tells.
     """
-    if not leads():
+    if not is_main_process():
         yield
         return
-    over, last = threading.Event(), _Last()
+    over, last = threading.Event(), _LastLogTime()
 
     def beat() -> None:
         while not over.wait(min(1.0, QUIET_FOR)):
             if time.monotonic() - last.at >= QUIET_FOR and not _drawing:
                 now, began = _phases[-1]
-                log.info("%s: at work for %s", now, duration(time.monotonic() - began))
+                log.info("%s: at work for %s", now, format_duration(time.monotonic() - began))
 
     root = logging.getLogger("attnpo")
     root.addHandler(last)
@@ -194,9 +194,9 @@ def heartbeat(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def waiting(what: str) -> Iterator[None]:
+def show_waiting(what: str) -> Iterator[None]:
     """Opens a ``phase`` told of at once: on a terminal until it is over, elsewhere by a line of the log."""
-    if not on_terminal():
+    if not is_interactive_terminal():
         log.info(what)
         with phase(what):
             yield
@@ -219,8 +219,8 @@ _notes: list[Path] = []
 
 
 @contextmanager
-def noting_in(folder: Path) -> Iterator[None]:
-    """Opens a context in which ``note`` writes into ``folder``, for another process to show; nothing is drawn here."""
+def publish_progress_to(folder: Path) -> Iterator[None]:
+    """Lets ``publish_progress`` write into ``folder`` inside the context, for another process to display."""
     path = folder / NOTE
     _notes.append(path)
     try:
@@ -230,13 +230,13 @@ def noting_in(folder: Path) -> Iterator[None]:
         path.unlink(missing_ok=True)
 
 
-def is_noted() -> bool:
+def is_progress_published() -> bool:
     """Returns whether another one shows the progress of this process."""
     return bool(_notes)
 
 
-def note(row: ProgressRow) -> None:
-    """Leaves the row in the folder of ``noting_in``, whole or not at all."""
+def publish_progress(row: ProgressRow) -> None:
+    """Leaves the row in the folder of ``publish_progress_to``, whole or not at all."""
     for path in _notes:
         part = path.with_suffix(".part")
         part.write_text(json.dumps(asdict(row)), encoding="utf-8")

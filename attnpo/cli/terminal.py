@@ -27,10 +27,10 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NoReturn, TextIO
 
-from attnpo.system.credentials import mask
+from attnpo.system.credentials import mask_credentials
 from attnpo.system.errors import UserError
-from attnpo.system.packages import install_line, missing_package
-from attnpo.system.processes import _last_acts, leads, process, world_size
+from attnpo.system.packages import describe_missing_package, install_command
+from attnpo.system.processes import _exit_callbacks, is_main_process, rank_and_world_size, world_size
 
 FORMAT = "%(asctime)s %(message)s"
 CLOCK = "%H:%M:%S"
@@ -50,21 +50,21 @@ _FRONT = re.compile(r"(?<![\w./-])python -m attnpo(?:\.|\b)")
 _EXTRA = re.compile(r"pip install 'attnpo\[(\w+)\]'")
 
 
-def as_called(text: str) -> str:
+def rewrite_commands(text: str) -> str:
     """Returns ``text`` with commands that a shell here can run: each program by name if that finds it, else by path."""
-    text = _EXTRA.sub(lambda found: install_line(found[1]), text)
+    text = _EXTRA.sub(lambda found: install_command(found[1]), text)
     if called := os.environ.get(CALLED):
-        text = _FRONT.sub(lambda found: _shortest(called) + " " * found[0].endswith("."), text)
-    return _PROGRAM.sub(lambda found: _program(found[0]), text)
+        text = _FRONT.sub(lambda found: _shortest_command(called) + " " * found[0].endswith("."), text)
+    return _PROGRAM.sub(lambda found: _program_command(found[0]), text)
 
 
-def _program(name: str) -> str:
+def _program_command(name: str) -> str:
     """Returns how a shell here calls a program of this environment; the bare name where the environment lacks it."""
     path = sys.executable if name == "python" else os.path.join(os.path.dirname(sys.executable), name)
-    return _shortest(path) if os.path.isfile(path) else name
+    return _shortest_command(path) if os.path.isfile(path) else name
 
 
-def _shortest(path: str) -> str:
+def _shortest_command(path: str) -> str:
     """Returns the shortest text by which a shell in this folder starts the program at ``path``."""
     name = os.path.basename(path)
     found = shutil.which(name)
@@ -80,7 +80,7 @@ def _shortest(path: str) -> str:
 _ACTING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-def printable(text: str) -> str:
+def make_printable(text: str) -> str:
     """Returns ``text`` with all that would act on a terminal spelled as in Python: errors quote texts of others."""
     return _ACTING.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
@@ -90,27 +90,29 @@ class LogFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Returns the line, and what follows it of an exception."""
-        return printable(mask(as_called(super().format(record))))
+        return make_printable(mask_credentials(rewrite_commands(super().format(record))))
 
 
 class _Record(logging.LogRecord):
     """Log record whose message acts on no terminal, whichever library's handler writes it."""
 
     def getMessage(self) -> str:
-        return printable(super().getMessage())
+        return make_printable(super().getMessage())
 
 
-def _write_fault(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _write_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Writes the traceback of an error that nobody caught, as Python does."""
-    sys.stderr.write(printable("".join(traceback.format_exception(kind, error, trace))))
+    sys.stderr.write(make_printable("".join(traceback.format_exception(kind, error, trace))))
 
 
 def command_text(name: str, *arguments: str) -> str:
-    """Returns a command of this package as a shell here takes it (``as_called``), without credentials."""
-    return as_called(f"python -m attnpo.{name}") + "".join(f" {shlex.quote(mask(word))}" for word in arguments)
+    """Returns a command of this package as a shell here takes it (``rewrite_commands``), without credentials."""
+    return rewrite_commands(f"python -m attnpo.{name}") + "".join(
+        f" {shlex.quote(mask_credentials(word))}" for word in arguments
+    )
 
 
-def override(key: str, text: str) -> str:
+def format_override(key: str, text: str) -> str:
     """Returns a text as the value of ``key`` on the command line, quoted where Hydra would read more in it."""
     if re.fullmatch(r"[\w./+@-]+", text):
         return f"{key}={text}"
@@ -121,7 +123,7 @@ def override(key: str, text: str) -> str:
 _warned: set[str] = set()
 
 
-def _is_new(record: logging.LogRecord) -> bool:
+def _is_first_occurrence(record: logging.LogRecord) -> bool:
     """Returns whether a warning is worded so for the first time: the points of a study have the same to say."""
     text = record.getMessage() if record.levelno == logging.WARNING else ""
     new = not text or text not in _warned
@@ -130,20 +132,20 @@ def _is_new(record: logging.LogRecord) -> bool:
 
 
 @contextmanager
-def reporting(*, bars: bool = True) -> Iterator[None]:
+def log_to_terminal(*, bars: bool = True) -> Iterator[None]:
     """Opens a context in which attnpo logs to the error stream and libraries are quiet, in lines without repeats.
 
     There are no progress bars in a file, in processes that do not report, or with ``bars`` false.
     """
     _warned.clear()
     handler = logging.StreamHandler()
-    handler.addFilter(_is_new)
+    handler.addFilter(_is_first_occurrence)
     handler.setFormatter(LogFormatter(FORMAT, CLOCK))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     package = logging.getLogger("attnpo")
     level = package.level
-    package.setLevel(logging.INFO if leads() else logging.ERROR)
-    wanted = {**QUIET, **({} if bars and sys.stderr.isatty() and leads() else WITHOUT_BARS)}
+    package.setLevel(logging.INFO if is_main_process() else logging.ERROR)
+    wanted = {**QUIET, **({} if bars and sys.stderr.isatty() and is_main_process() else WITHOUT_BARS)}
     added = {name: value for name, value in wanted.items() if name not in os.environ}
     os.environ.update(added)
     records = logging.getLogRecordFactory()
@@ -185,7 +187,7 @@ REPEAT = 1.0
 STARTER = "ATTNPO_STARTED_BY"  # the process of the command that started this one
 
 
-class Stopped(KeyboardInterrupt):
+class SignalInterrupt(KeyboardInterrupt):
     """Signal outside training, handled wherever Ctrl-C is."""
 
     def __init__(self, number: int) -> None:
@@ -195,7 +197,7 @@ class Stopped(KeyboardInterrupt):
 
 
 @dataclass
-class _State:
+class _SignalState:
     """State that decides what a signal means now: ``asked`` is when the first one came."""
 
     training: bool = False
@@ -203,29 +205,29 @@ class _State:
     asked: float | None = None
 
 
-_state = _State()
+_state = _SignalState()
 
 
-def training_began() -> None:
+def mark_training_started() -> None:
     """Makes messages of signals no longer say that they came before training."""
     _state.training = True
 
 
-def hear_signals() -> None:
+def install_signal_handlers() -> None:
     """Makes SIGINT, SIGTERM and SIGUSR1 end this process and those it started, with one line; called before imports.
 
     Within ``guarded`` by an exception, elsewhere at once. Ignored signals stay ignored until training. A rank also ends
     when the process that started it is gone.
     """
-    sys.excepthook = _write_fault
-    parent = _starter()
+    sys.excepthook = _write_traceback
+    parent = _watched_parent()
     os.environ[STARTER] = str(os.getpid())
     if parent is not None:
-        threading.Thread(target=_outlast, args=(parent,), name="ends with its launcher", daemon=True).start()
-    _listen()
+        threading.Thread(target=_exit_with_parent, args=(parent,), name="ends with its launcher", daemon=True).start()
+    _set_signal_handlers()
 
 
-def _starter() -> int | None:
+def _watched_parent() -> int | None:
     """Finds what this rank must not outlive: torchrun's agent, SLURM's daemon, the first rank; else None."""
     parent, starter = os.getppid(), os.environ.get(STARTER)
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -235,13 +237,13 @@ def _starter() -> int | None:
     return parent if "SLURM_STEP_ID" in os.environ and world_size() > 1 else None
 
 
-def _listen() -> None:
+def _set_signal_handlers() -> None:
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, _stop)
+            signal.signal(number, _on_signal)
 
 
-def _outlast(parent: int) -> None:
+def _exit_with_parent(parent: int) -> None:
     """Ends this process when ``parent`` is no longer its parent."""
     if not _is_agent_gone():
         while os.getppid() == parent:
@@ -259,19 +261,19 @@ def _is_agent_gone() -> bool:
     return False
 
 
-def _stop(number: int, frame: FrameType | None) -> None:
+def _on_signal(number: int, frame: FrameType | None) -> None:
     first, now = _state.asked is None, time.monotonic()
     if _state.asked is not None and now - _state.asked < REPEAT:
         return
     _state.asked = now
     for child in active_children():
         child.terminate()
-    stop = Stopped(number)
+    stop = SignalInterrupt(number)
     if first and _state.raises and not _is_fragile(frame):
         raise stop
-    if leads():
+    if is_main_process():
         os.write(2, f"{stop}\n".encode())  # the stream may be in use by what was interrupted
-    for act in _last_acts:
+    for act in _exit_callbacks:
         with suppress(Exception):
             act()
     os._exit(stop.exit_status)
@@ -292,14 +294,14 @@ def _is_fragile(frame: FrameType | None) -> bool:
 
 
 @contextmanager
-def stoppable() -> Iterator[None]:
-    """Opens a context in which signals are heard as ``hear_signals`` says; training puts its own handlers in place."""
+def handling_signals() -> Iterator[None]:
+    """Handles signals inside the context as ``install_signal_handlers`` says; training installs its own handlers."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {number: signal.getsignal(number) for number in SIGNALS}
     _state.training, _state.asked = False, None
-    _listen()
+    _set_signal_handlers()
     try:
         yield
     finally:
@@ -308,7 +310,7 @@ def stoppable() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-def end_with_parent() -> None:
+def exit_with_parent() -> None:
     """Makes this process, one that multiprocessing started, end as soon as its parent is gone, which hears Ctrl-C."""
     parent = parent_process()
     if parent is None:
@@ -323,7 +325,7 @@ def end_with_parent() -> None:
 
 
 @cache
-def end_quickly() -> None:
+def skip_gc_at_exit() -> None:
     """Makes this process end without a search for garbage, which takes a second or two; atexit still runs."""
     atexit.register(gc.freeze)
 
@@ -333,7 +335,7 @@ def run_guarded(command: Callable[[], int]) -> int:
 
     For UserError, a missing package or a full disk 2, for signal n 128 + n, else the ``exit_status`` of an exception.
     """
-    end_quickly()
+    skip_gc_at_exit()
     before = _state.raises
     try:
         try:
@@ -346,14 +348,14 @@ def run_guarded(command: Callable[[], int]) -> int:
             _state.raises = before
     except BaseException as error:
         _drop_output()
-        ending = ending_of(error)
+        ending = exit_status_and_message(error)
         if ending is None:
             raise
-        status, line = ending[0], printable(mask(as_called(ending[1])))
-        if leads():
+        status, line = ending[0], make_printable(mask_credentials(rewrite_commands(ending[1])))
+        if is_main_process():
             sys.stderr.write(f"{line}\n")
         elif status == 2:  # the first process may have had no trouble
-            sys.stderr.write(f"{line} (process {process()[0]})\n")
+            sys.stderr.write(f"{line} (process {rank_and_world_size()[0]})\n")
         return status
 
 
@@ -365,9 +367,9 @@ def _drop_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def leave(status: int) -> NoReturn:
+def exit_process(status: int) -> NoReturn:
     """Exits with ``status``; processes that do not lead leave their interpreter to torch's threads."""
-    if not leads():
+    if not is_main_process():
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -375,7 +377,7 @@ def leave(status: int) -> NoReturn:
     sys.exit(status)
 
 
-def ending_of(error: BaseException) -> tuple[int, str] | None:
+def exit_status_and_message(error: BaseException) -> tuple[int, str] | None:
     """Returns the exit status and the last line for ``error``, or None for a fault that needs its traceback."""
     status = getattr(error, "exit_status", None)
     if isinstance(status, int):
@@ -384,7 +386,7 @@ def ending_of(error: BaseException) -> tuple[int, str] | None:
         return 130, "interrupted"
     if isinstance(error, UserError):
         return 2, f"error: {error}"
-    told = _of_full_disk(error) or _of_path(error) or missing_package(error)
+    told = _describe_full_disk(error) or _describe_path_error(error) or describe_missing_package(error)
     return None if told is None else (2, f"error: {told}")
 
 
@@ -396,7 +398,7 @@ KEPT = (
 )
 
 
-def _of_full_disk(error: BaseException | None) -> str | None:
+def _describe_full_disk(error: BaseException | None) -> str | None:
     """Describes a full disk below ``error``, with its notes on what is kept; None where there is another cause."""
     number, name, below = None, None, error
     while below is not None:
@@ -411,7 +413,7 @@ def _of_full_disk(error: BaseException | None) -> str | None:
     return f"{name or 'a file'} cannot be written: {os.strerror(number)}; {kept}"
 
 
-def _of_path(error: BaseException) -> str | None:
+def _describe_path_error(error: BaseException) -> str | None:
     """Describes a path that is too long, or a folder that was removed beneath the command; None for other errors."""
     if not isinstance(error, OSError):
         return None

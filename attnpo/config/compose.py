@@ -28,14 +28,22 @@ from omegaconf import Container, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from attnpo.config.fields import as_values
-from attnpo.config.reader import ABSENT, Reader, at_their_origin, did_you_mean, join, missing_value_message, resolve
+from attnpo.config.fields import to_config
+from attnpo.config.reader import (
+    ABSENT,
+    ConfigReader,
+    did_you_mean,
+    join_key,
+    missing_value_message,
+    report_at_origin,
+    to_plain_values,
+)
 from attnpo.config.reader import MISSING as MISSING
-from attnpo.system.credentials import digest_read_values, note_read, to_savable
+from attnpo.system.credentials import digest_env_values, record_env_read, to_savable
 from attnpo.system.errors import UserError
-from attnpo.system.files import Json, flat
+from attnpo.system.files import Json, flatten
 
-SomeRoot = TypeVar("SomeRoot", bound="Root")
+SomeRoot = TypeVar("SomeRoot", bound="RootConfig")
 
 CONFIG_DIR = (Path(__file__).parents[1] / "configs").resolve()  # in a checkout a link to the folder at the top
 RUNS_ROOT = Path("outputs")
@@ -56,7 +64,7 @@ def cache_root() -> Path:
 
 def _read_variable(*given: str) -> str | None:
     """Does what ``oc.env`` does by itself, and notes it."""
-    note_read(given[0])
+    record_env_read(given[0])
     try:
         return oc.env(*given)
     except KeyError as unset:
@@ -70,7 +78,7 @@ def _register_resolvers() -> None:
     OmegaConf.register_new_resolver("if_set", lambda key, then, other: other if key is None else then, replace=True)
 
 
-def _folders(config_dir: Path | None) -> list[Path]:
+def _config_folders(config_dir: Path | None) -> list[Path]:
     if config_dir is not None and not config_dir.is_dir():
         raise UserError(f"--config-dir {config_dir}: expected a folder of YAML files, there is none")
     folders = [folder.resolve() for folder in (CONFIG_DIR, config_dir) if folder is not None and folder.is_dir()]
@@ -82,10 +90,10 @@ def _folders(config_dir: Path | None) -> list[Path]:
     return folders
 
 
-def groups(config_dir: Path | None = None) -> dict[str, list[str]]:
+def list_groups(config_dir: Path | None = None) -> dict[str, list[str]]:
     """Returns the sorted options of every config group, of both folders; files named ``_...`` are none."""
     found: dict[str, set[str]] = {}
-    for folder in _folders(config_dir):
+    for folder in _config_folders(config_dir):
         for file in folder.rglob("*.yaml"):
             if file.parent != folder and not file.stem.startswith("_"):
                 found.setdefault(file.parent.relative_to(folder).as_posix(), set()).add(file.stem)
@@ -96,13 +104,13 @@ def groups(config_dir: Path | None = None) -> dict[str, list[str]]:
 
 
 @contextmanager
-def readable(file: Path) -> Iterator[None]:
+def wrap_yaml_errors(file: Path) -> Iterator[None]:
     """Opens a context in which OmegaConf reads ``file``, once its aliases are known to name no more than it can hold.
 
     UserError for a file that is not YAML, and for one that is nested too deeply or multiplies itself by aliases.
     """
     try:
-        _refuse_aliases(file)
+        _check_aliases(file)
         yield
     except (yaml.YAMLError, UnicodeError, RecursionError) as problem:
         why = "it is nested too deeply" if isinstance(problem, RecursionError) else " ".join(str(problem).split())
@@ -111,26 +119,26 @@ def readable(file: Path) -> Iterator[None]:
         ) from problem
 
 
-def _refuse_aliases(file: Path) -> None:
+def _check_aliases(file: Path) -> None:
     text = file.read_text(encoding="utf-8")
-    if "&" in text and "*" in text and _size(yaml.compose(text, yaml.SafeLoader), {}) > LARGEST:
+    if "&" in text and "*" in text and _count_values(yaml.compose(text, yaml.SafeLoader), {}) > LARGEST:
         raise UserError(f"{file}: its aliases (*NAME) stand for more than {LARGEST} values; write out what it needs")
 
 
-def _size(node: yaml.Node | None, known: dict[int, float]) -> float:
+def _count_values(node: yaml.Node | None, known: dict[int, float]) -> float:
     """Counts the values below a node, each use of an alias anew; those of one that holds itself are infinite."""
     if not isinstance(node, yaml.CollectionNode):
         return 1
     if id(node) not in known:
         known[id(node)] = math.inf
         parts = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
-        known[id(node)] = 1 + sum(_size(part, known) for part in parts)
+        known[id(node)] = 1 + sum(_count_values(part, known) for part in parts)
     return known[id(node)]
 
 
 @contextmanager
 def _initialize(config_dir: Path | None) -> Iterator[list[str]]:
-    first, *others = _folders(config_dir)
+    first, *others = _config_folders(config_dir)
     quoted = ["'file://" + str(folder).replace("'", "\\'") + "'" for folder in others]
     with hydra.initialize_config_dir(config_dir=str(first), version_base="1.3"):
         yield [f"hydra.searchpath=[{','.join(quoted)}]"] if quoted else []
@@ -143,16 +151,18 @@ def compose(name: str, overrides: Sequence[str] = (), config_dir: Path | None = 
     override, what there is in its place, and the nearest of that.
     """
     _register_resolvers()
-    folders = _folders(config_dir)
+    folders = _config_folders(config_dir)
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
     except HydraException as error:
-        raise UserError(hydra_text(error)) from error
+        raise UserError(format_hydra_error(error)) from error
     grouped = [any((folder / one.key_or_group).is_dir() for folder in folders) for one in parsed]
-    if any(map(_is_odd, parsed, grouped)):
+    if any(map(_needs_hydra, parsed, grouped)):
         return _compose(name, overrides, config_dir)
     choices = tuple(str(one.input_line) for one, group in zip(parsed, grouped, strict=True) if group)
-    cfg = _recall((name, choices, config_dir, _state(folders)), lambda: _compose(name, choices, config_dir))
+    cfg = _compose_cached(
+        (name, choices, config_dir, _files_digest(folders)), lambda: _compose(name, choices, config_dir)
+    )
     for one in (one for one, group in zip(parsed, grouped, strict=True) if not group):
         key, value, added = one.key_or_group, one.value(), one.is_add() or one.is_force_add()
         try:
@@ -164,10 +174,10 @@ def compose(name: str, overrides: Sequence[str] = (), config_dir: Path | None = 
             if added or not isinstance(error, ConfigAttributeError | ConfigKeyError):
                 return _compose(name, overrides, config_dir)
             raise UserError(_describe_unknown(key, name, overrides, config_dir)) from error
-    return _note(cfg, overrides)
+    return _with_overrides(cfg, overrides)
 
 
-def _is_odd(one: Override, grouped: bool) -> bool:
+def _needs_hydra(one: Override, grouped: bool) -> bool:
     """Tells whether an override is neither a choice for a group nor one value for a key: Hydra itself applies it."""
     if one.is_hydra_override() or one.key_or_group.partition(".")[0] == "composed" or one.is_sweep_override():
         return True
@@ -176,10 +186,12 @@ def _is_odd(one: Override, grouped: bool) -> bool:
 
 
 def _describe_unknown(key: str, name: str, overrides: Sequence[str], config_dir: Path | None) -> str:
-    return unknown_key(key, name, overrides, list(groups(config_dir)), lambda rest: compose(name, rest, config_dir))
+    return describe_unknown_key(
+        key, name, overrides, list(list_groups(config_dir)), lambda rest: compose(name, rest, config_dir)
+    )
 
 
-def _recall(key: Hashable, make: Callable[[], DictConfig]) -> DictConfig:
+def _compose_cached(key: Hashable, make: Callable[[], DictConfig]) -> DictConfig:
     """Returns a copy of what ``make`` has composed for this ``key``; pickle is faster than OmegaConf's deepcopy."""
     if key not in _composed:
         made = pickle.dumps(make())
@@ -190,7 +202,7 @@ def _recall(key: Hashable, make: Callable[[], DictConfig]) -> DictConfig:
     return cfg
 
 
-def _state(folders: Sequence[Path]) -> str:
+def _files_digest(folders: Sequence[Path]) -> str:
     """Returns a digest of the names, times and sizes of all configuration files in ``folders``."""
     files = sorted(file for folder in folders for file in folder.rglob("*.yaml"))
     found = [(str(file), file.stat()) for file in files]
@@ -198,23 +210,23 @@ def _state(folders: Sequence[Path]) -> str:
 
 
 def _compose(name: str, overrides: Sequence[str], config_dir: Path | None) -> DictConfig:
-    known, own = groups(config_dir), [] if config_dir is None else sorted(config_dir.rglob("*.yaml"))
+    known, own = list_groups(config_dir), [] if config_dir is None else sorted(config_dir.rglob("*.yaml"))
     for file in own:
         with suppress(yaml.YAMLError, UnicodeError, RecursionError):  # told where it is composed
-            _refuse_aliases(file)
+            _check_aliases(file)
     try:
         with _initialize(config_dir) as searchpath:
             cfg = hydra.compose(name, [*searchpath, *overrides], return_hydra_config=True)
     except (yaml.YAMLError, UnicodeError, RecursionError):
         for file in own:
-            with readable(file):
+            with wrap_yaml_errors(file):
                 OmegaConf.load(file)
         raise
     except (HydraException, OmegaConfBaseException, ValueError) as error:
-        text = hydra_text(error) if isinstance(error, HydraException) else f"{error} (in {' '.join(overrides)})"
+        text = format_hydra_error(error) if isinstance(error, HydraException) else f"{error} (in {' '.join(overrides)})"
         if refused := re.search(r"Could not override '([^']+)'", text):
             raise UserError(_describe_unknown(refused[1], name, overrides, config_dir)) from error
-        raise UserError(nearest_option(text, overrides, known)) from error
+        raise UserError(suggest_option(text, overrides, known)) from error
     # Hydra passes over a missing option in silence where the defaults list says `optional`.
     for key, choice in cfg.hydra.runtime.choices.items():
         group, _, option = f"{key.partition('@')[0]}/{choice}".rpartition("/")
@@ -228,24 +240,24 @@ def _compose(name: str, overrides: Sequence[str], config_dir: Path | None) -> Di
         del cfg["hydra"]
         if "composed" in cfg:
             cfg.composed = {"overrides": [], "config_dir": folder, "choices": choices}
-    return _note(cfg, overrides)
+    return _with_overrides(cfg, overrides)
 
 
-def _note(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
+def _with_overrides(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """Returns ``cfg`` with the ``overrides`` it was composed with, to be read, not resolved."""
     if "composed" in cfg:
         cfg.composed.overrides = [override.replace("${", "\\${") for override in overrides]
     return cfg
 
 
-def expand(overrides: Sequence[str], config_dir: Path | None = None) -> list[list[str]]:
+def expand_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> list[list[str]]:
     """Returns one list of overrides per job of a grid (``a=1,2 b=3,4``: four); the last key varies fastest."""
     with _initialize(config_dir):
         parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
         try:
             parsed = parser.parse_overrides(list(overrides))
         except HydraException as error:
-            raise UserError(hydra_text(error)) from error
+            raise UserError(format_hydra_error(error)) from error
         axes: dict[str, list[str]] = {}
         for one in parsed:
             key = one.get_key_element()
@@ -259,7 +271,7 @@ def expand(overrides: Sequence[str], config_dir: Path | None = None) -> list[lis
 # --------------------------------------------------------------------------------------------- what is refused
 
 
-def hydra_text(error: Exception) -> str:
+def format_hydra_error(error: Exception) -> str:
     """Returns Hydra's own text in few lines, without its tabs and links."""
     if isinstance(error, OverrideParseException):
         reason = re.sub(r"^Error parsing override .*\n", "", str(error)).partition("\n")[0]
@@ -275,7 +287,7 @@ def hydra_text(error: Exception) -> str:
     return re.sub(r"\n\s*\n", "\n", text)
 
 
-def nearest_option(text: str, overrides: Sequence[str], known: dict[str, list[str]]) -> str:
+def suggest_option(text: str, overrides: Sequence[str], known: dict[str, list[str]]) -> str:
     """Returns ``text`` with the nearest option to one not found, and null explained where an option is needed."""
     missing = re.search(r"Could not find '(.+)/([^/']+)'", text)
     if missing is not None and missing[1] in known:
@@ -288,7 +300,7 @@ def nearest_option(text: str, overrides: Sequence[str], known: dict[str, list[st
     return text
 
 
-def unknown_key(
+def describe_unknown_key(
     key: str, name: str, overrides: Sequence[str], groups: Sequence[str], compose: Callable[[list[str]], DictConfig]
 ) -> str:
     """Returns what to say of a key that there is not; ``compose`` makes what the other overrides give."""
@@ -303,13 +315,13 @@ def unknown_key(
     for part in key.split(".")[:-1]:
         if not isinstance(node, DictConfig) or part not in node:
             break
-        node, path = node[part], join(path, part)
+        node, path = node[part], join_key(path, part)
     if not isinstance(node, DictConfig):
         return f"{said}; `{path}` is a value, it has no keys"
     names = [str(key) for key in node if key != "_target_"] + ([] if path else [*groups])
     wrong = key[len(path) :].lstrip(".").partition(".")[0]
     elsewhere = sorted(
-        (found for found in _single(root) if found.endswith(f".{key}") and not found.startswith("composed.")),
+        (found for found in _leaf_keys(root) if found.endswith(f".{key}") and not found.startswith("composed.")),
         key=lambda at: at.count("."),
     )
     elsewhere = [found for found in elsewhere if found.count(".") == elsewhere[0].count(".")]
@@ -320,14 +332,14 @@ def unknown_key(
     return f"{said}\n`{path or name}` has: {', '.join(sorted(set(names)))}"
 
 
-def _single(node: DictConfig, path: str = "") -> Iterator[str]:
+def _leaf_keys(node: DictConfig, path: str = "") -> Iterator[str]:
     """Yields the dotted path of every key below ``node`` that holds a single value; no interpolation is resolved."""
     for key in node:
-        child, found = node._get_node(key), join(path, str(key))
+        child, found = node._get_node(key), join_key(path, str(key))
         if not isinstance(child, Container) or child._is_interpolation():
             yield found
         elif isinstance(child, DictConfig) and not child._is_none():
-            yield from _single(child, found)
+            yield from _leaf_keys(child, found)
 
 
 # --------------------------------------------------------------------------------------------- components
@@ -359,7 +371,7 @@ class Composition:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Root:
+class RootConfig:
     """Typed root of a configuration, which every room takes its components from.
 
     ``values`` are the plain values it was read from, for saving it and for telling runs apart alone.
@@ -371,28 +383,28 @@ class Root:
     def with_value(self: SomeRoot, key: str, value: Json | tuple[Json, ...]) -> SomeRoot:
         """Returns the same with another value at the dotted ``key``, in its component and in ``values``."""
         names = key.split(".")
-        made: SomeRoot = _changes(self, names, value)
+        made: SomeRoot = _replace_at(self, names, value)
         plain_value = list(value) if isinstance(value, tuple) else value
-        object.__setattr__(made, "values", _changes(self.values, names, plain_value))
+        object.__setattr__(made, "values", _replace_at(self.values, names, plain_value))
         return made
 
     def with_component(self: SomeRoot, key: str, component: object) -> SomeRoot:
         """Returns the same with another component at the key ``key`` of the root."""
-        made: SomeRoot = _changes(self, [key], component)
-        object.__setattr__(made, "values", {**self.values, key: as_values(component)})
+        made: SomeRoot = _replace_at(self, [key], component)
+        object.__setattr__(made, "values", {**self.values, key: to_config(component)})
         return made
 
-    def below(self, key: str) -> dict[str, Json]:
+    def node(self, key: str) -> dict[str, Json]:
         """Returns the plain values of the node ``key``."""
         node = self.values[key]
         return dict(node) if isinstance(node, dict) else {}
 
-    def require_unread(self, said: str, *paths: Path) -> None:
+    def check_output_paths(self, said: str, *paths: Path) -> None:
         """Raises UserError where the key ``said`` names a file to write that this configuration reads.
 
         That is any file a value names, and in a folder named by a ``path`` the files of its splits.
         """
-        each = ((key, one) for key, of in flat(self.values) for one in (of if isinstance(of, list) else [of]))
+        each = ((key, one) for key, of in flatten(self.values) for one in (of if isinstance(of, list) else [of]))
         texts = [(key, text) for key, text in each if isinstance(text, str) and text and key != said]
         names = {text for _, text in texts}
         for key, text in texts:
@@ -408,29 +420,29 @@ def _is_same(path: Path, other: Path) -> bool:
     return os.path.exists(path) and os.path.exists(other) and os.path.samefile(path, other)
 
 
-def _changes(node: Any, names: Sequence[str], value: object) -> Any:
+def _replace_at(node: Any, names: Sequence[str], value: object) -> Any:
     """Returns a copy of a dataclass or mapping with another value at the end of ``names``."""
     if not names:
         return value
     if isinstance(node, Mapping):
-        return {**node, names[0]: _changes(node.get(names[0], {}), names[1:], value)}
-    return replace(node, **{names[0]: _changes(getattr(node, names[0]), names[1:], value)})
+        return {**node, names[0]: _replace_at(node.get(names[0], {}), names[1:], value)}
+    return replace(node, **{names[0]: _replace_at(getattr(node, names[0]), names[1:], value)})
 
 
 @dataclass(frozen=True)
 class ParsedConfig:
     """Outcome of reading a configuration.
 
-    ``root``: ABSENT where it cannot be built; ``missing``: keys that are still ``???``; ``unread``: those without
+    ``root``: ABSENT where it cannot be built; ``missing``: keys that are still ``???``; ``unused``: those without
     effect.
     """
 
     root: object
     problems: list[str]
     missing: list[str]
-    unread: dict[str, str]
+    unused: dict[str, str]
 
-    def of(self, kind: type[SomeRoot]) -> SomeRoot:
+    def as_type(self, kind: type[SomeRoot]) -> SomeRoot:
         """Returns the root, which must be of the class ``kind``. Raises one UserError with all problems."""
         report_problems(self.problems or [missing_value_message(path) for path in self.missing if self.root is ABSENT])
         if not isinstance(self.root, kind):
@@ -438,86 +450,86 @@ class ParsedConfig:
             raise UserError(f"configuration: expected a {kind.__name__} as _target_ of its root, got {got}")
         return self.root
 
-    def is_idle(self, key: str) -> bool:
+    def is_unused(self, key: str) -> bool:
         """Returns whether ``key`` has no effect as the others stand."""
-        return any(f"{key}.".startswith(f"{path}.") for path in self.unread)
+        return any(f"{key}.".startswith(f"{path}.") for path in self.unused)
 
-    def idle_overrides(self) -> dict[str, str]:
+    def unused_overrides(self) -> dict[str, str]:
         """Returns the overrides it was composed with that have no effect in it, each with the reason."""
-        given = self.root.composed.overrides if isinstance(self.root, Root) else ()
+        given = self.root.composed.overrides if isinstance(self.root, RootConfig) else ()
         keys = {override: override.partition("=")[0].lstrip("+~") for override in given}
         return {
-            override: next(why for path, why in self.unread.items() if f"{key}.".startswith(f"{path}."))
+            override: next(why for path, why in self.unused.items() if f"{key}.".startswith(f"{path}."))
             for override, key in keys.items()
-            if self.is_idle(key)
+            if self.is_unused(key)
         }
 
 
-def read(cfg: DictConfig, *, complete: bool = False) -> ParsedConfig:
+def parse(cfg: DictConfig, *, complete: bool = False) -> ParsedConfig:
     """Reads ``cfg`` as its typed root. Texts that are still ``???`` stand for themselves, unless it is ``complete``."""
     _register_resolvers()
-    reader = Reader(complete=complete)
+    reader = ConfigReader(complete=complete)
     origins: dict[str, str] = {}
-    values = cast(dict[str, Json], resolve(cfg, "", reader.problems, origins))
+    values = cast(dict[str, Json], to_plain_values(cfg, "", reader.problems, origins))
     root = reader.read(values, Any, "")
-    if isinstance(root, Root):
+    if isinstance(root, RootConfig):
         object.__setattr__(root, "values", values)
-    return ParsedConfig(root, at_their_origin(reader.problems, origins), reader.missing, reader.unread)
+    return ParsedConfig(root, report_at_origin(reader.problems, origins), reader.missing, reader.unused)
 
 
-def check(cfg: DictConfig, *, complete: bool = True) -> None:
+def validate(cfg: DictConfig, *, complete: bool = True) -> None:
     """Raises one UserError with all problems of ``cfg``, each under its key; ``complete=False`` lets ``???`` pass."""
-    report_problems(read(cfg, complete=complete).problems)
+    report_problems(parse(cfg, complete=complete).problems)
 
 
 def load(name: str, overrides: Sequence[str] = (), config_dir: Path | None = None) -> Any:
-    """Returns the typed root of the configuration ``name`` with ``overrides``. Raises UserError like ``check``."""
-    return read(compose(name, overrides, config_dir)).of(Root)
+    """Returns the typed root of the configuration ``name`` with ``overrides``. Raises UserError like ``validate``."""
+    return parse(compose(name, overrides, config_dir)).as_type(RootConfig)
 
 
 def parse_as(cfg: DictConfig, kind: type[SomeRoot]) -> SomeRoot:
     """Returns ``cfg`` as its typed root of the class ``kind``, built once for all rooms.
 
-    Raises UserError like ``check``.
+    Raises UserError like ``validate``.
     """
-    return read(cfg).of(kind)
+    return parse(cfg).as_type(kind)
 
 
-def part(cfg: DictConfig, kind: type[SomeRoot]) -> SomeRoot:
+def parse_subset(cfg: DictConfig, kind: type[SomeRoot]) -> SomeRoot:
     """Returns a root of fewer keys, read from the same keys of ``cfg``: what the others need may be absent."""
-    values, reader = plain(cfg), Reader(complete=False)
-    root = reader.make(kind, {item.name: values[item.name] for item in fields(kind) if item.init}, "")
-    return ParsedConfig(root, reader.problems, reader.missing, reader.unread).of(kind)
+    values, reader = to_container(cfg), ConfigReader(complete=False)
+    root = reader.build(kind, {item.name: values[item.name] for item in fields(kind) if item.init}, "")
+    return ParsedConfig(root, reader.problems, reader.missing, reader.unused).as_type(kind)
 
 
-def build(node: object) -> Any:
-    """Returns the component of one ``_target_`` node with those nested in it. Raises UserError like ``check``."""
+def instantiate(node: object) -> Any:
+    """Returns the component of one ``_target_`` node with those nested in it. Raises UserError like ``validate``."""
     _register_resolvers()
-    reader = Reader()
+    reader = ConfigReader()
     path = str(node._get_full_key(None)) if isinstance(node, DictConfig) else ""
-    value = resolve(node, path, reader.problems)
+    value = to_plain_values(node, path, reader.problems)
     if not isinstance(value, dict) or "_target_" not in value:
         raise UserError(f"{path or 'configuration'}: expected a component (a node with _target_), got {value!r}")
-    built = reader.component(value, Any, path)
+    built = reader.read_component(value, Any, path)
     report_problems(reader.problems)
     return built
 
 
-def plain(cfg: DictConfig) -> dict[str, Json]:
+def to_container(cfg: DictConfig) -> dict[str, Json]:
     """Returns ``cfg`` as resolved dicts and lists, ``???`` kept.
 
     Raises UserError for interpolations that lead nowhere.
     """
     _register_resolvers()
     problems: list[str] = []
-    values = cast(dict[str, Json], resolve(cfg, "", problems))
+    values = cast(dict[str, Json], to_plain_values(cfg, "", problems))
     report_problems(problems)
     return values
 
 
-def as_yaml(values: Mapping[str, Json]) -> str:
+def to_yaml(values: Mapping[str, Json]) -> str:
     """Writes a configuration's plain values as YAML without secrets, which reads as the same."""
     saved = to_savable(values)
-    if (found := digest_read_values(values)) and isinstance(composed := saved.get("composed"), dict):
+    if (found := digest_env_values(values)) and isinstance(composed := saved.get("composed"), dict):
         composed["environment"] = found
     return OmegaConf.to_yaml(OmegaConf.create(saved))

@@ -7,7 +7,7 @@ from enum import Enum
 from types import UnionType
 from typing import Union, get_args, get_origin
 
-from attnpo.config.reader import hints_of, join, spelling
+from attnpo.config.reader import enum_text, field_hints, join_key
 from attnpo.system.files import Json
 
 
@@ -19,14 +19,14 @@ def bookkeeping_keys(part: object, path: str = "") -> Iterator[str]:
     kind = part if inspect.isclass(part) else type(part)
     if isinstance(part, Mapping):
         for key, item in part.items():
-            yield from bookkeeping_keys(item, join(path, key))
+            yield from bookkeeping_keys(item, join_key(path, key))
     elif isinstance(part, list | tuple):
         for index, item in enumerate(part):
-            yield from bookkeeping_keys(item, join(path, index))
+            yield from bookkeeping_keys(item, join_key(path, index))
     elif dataclasses.is_dataclass(kind):
-        hints = hints_of(kind) if kind is part else {}
+        hints = field_hints(kind) if kind is part else {}
         for item in dataclasses.fields(kind):
-            key = join(path, item.name)
+            key = join_key(path, item.name)
             if not item.init:
                 continue
             if not item.metadata.get("moves_numbers", True):
@@ -39,21 +39,21 @@ def bookkeeping_keys(part: object, path: str = "") -> Iterator[str]:
                 yield from bookkeeping_keys(getattr(part, item.name), key)
 
 
-def as_values(component: object) -> dict[str, Json]:
+def to_config(component: object) -> dict[str, Json]:
     """Returns a component as its configuration would say it: its keys with ``_target_``, enums by value."""
     kind = type(component)
     items = dataclasses.fields(component) if dataclasses.is_dataclass(component) else ()
-    keys = {item.name: _as_value(getattr(component, item.name)) for item in items if item.init}
+    keys = {item.name: _to_config_value(getattr(component, item.name)) for item in items if item.init}
     return {"_target_": f"{kind.__module__}.{kind.__qualname__}", **keys}
 
 
-def _as_value(value: object) -> Json:
+def _to_config_value(value: object) -> Json:
     if dataclasses.is_dataclass(value):
-        return as_values(value)
+        return to_config(value)
     if isinstance(value, Enum):
-        return spelling(value)
+        return enum_text(value)
     if isinstance(value, Mapping):
-        return {str(key): _as_value(item) for key, item in value.items()}
+        return {str(key): _to_config_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_as_value(item) for item in value]
+        return [_to_config_value(item) for item in value]
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)

@@ -50,7 +50,7 @@ MOVED = {
 
 
 @cache
-def find_present(dotted: str) -> str:
+def current_import_path(dotted: str) -> str:
     """Returns the import path that an older one stands for today, and logs it once; others as they are."""
     for before, now in MOVED.items():
         if dotted.startswith(before):

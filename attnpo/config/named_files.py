@@ -8,13 +8,13 @@ from pathlib import Path
 
 from attnpo.config.compose import CONFIG_DIR
 from attnpo.system.errors import UserError
-from attnpo.system.files import Json, file_digest, flat
+from attnpo.system.files import Json, file_digest, flatten
 from attnpo.system.source_digest import PACKAGE
 
 
 def find_file(name: str, key: str) -> Path:
     """Returns the existing file ``name``; ``key`` is the config key that names it, for the error."""
-    if (found := _file(name)) is None:
+    if (found := _existing_file(name)) is None:
         raise UserError(f"{key}={name}: no such file from {Path.cwd()} or among the configs in {CONFIG_DIR}")
     return Path(found).resolve()
 
@@ -36,39 +36,41 @@ FILES = re.compile(r"(.*\.)?\w+_(file|template)")
 FUNCTIONS = ("weights.function",)
 
 
-def below(key: str, parents: Sequence[str]) -> bool:
+def is_at_or_below(key: str, parents: Sequence[str]) -> bool:
     """Returns whether ``key`` is one of ``parents`` or lies below one."""
     return any(key == parent or key.startswith(f"{parent}.") for parent in parents)
 
 
-def files_of(values: Mapping[str, object]) -> dict[str, str]:
+def digest_named_files(values: Mapping[str, object]) -> dict[str, str]:
     """Digests of the files that flat settings name, and of the modules of components outside the package, by key.
 
     A component outside the package may name a file by any key; in the package ``FILES`` says which keys do.
     """
     texts = {key: value for key, value in values.items() if isinstance(value, str)}
-    code = {key: _module(text) for key, text in texts.items() if _names_code(key)}
+    code = {key: _module_file(text) for key, text in texts.items() if _is_import_path_key(key)}
     outside = [key.rpartition(".")[0] for key, path in code.items() if path is not None and key not in FUNCTIONS]
-    files = {key: _file(text) for key, text in texts.items() if FILES.fullmatch(key) or below(key, outside)}
+    files = {
+        key: _existing_file(text) for key, text in texts.items() if FILES.fullmatch(key) or is_at_or_below(key, outside)
+    }
     return {key: file_digest(Path(path)) for key, path in {**files, **code}.items() if path is not None}
 
 
-def code_of(values: Mapping[str, Json]) -> dict[str, str]:
+def digest_named_functions(values: Mapping[str, Json]) -> dict[str, str]:
     """Digests of the modules of functions outside the package that a config names, by key."""
-    return files_of({key: value for key, value in flat(values) if key in FUNCTIONS})
+    return digest_named_files({key: value for key, value in flatten(values) if key in FUNCTIONS})
 
 
-def _names_code(key: str) -> bool:
+def _is_import_path_key(key: str) -> bool:
     """Returns whether a key's text is the import path of a class or a function."""
     return key.endswith("_target_") or key in FUNCTIONS
 
 
-def _file(name: str) -> str | None:
+def _existing_file(name: str) -> str | None:
     """Returns the file of a name, from the working directory or among the configs; None where there is none."""
     return next(filter(os.path.isfile, (os.path.expanduser(name), str(CONFIG_DIR / name))), None)
 
 
-def _module(dotted: str) -> str | None:
+def _module_file(dotted: str) -> str | None:
     """Returns the file of the module that a component outside the package is in."""
     name = dotted.rpartition(".")[0]
     try:

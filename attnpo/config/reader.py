@@ -28,10 +28,10 @@ from typing import Any, Literal, NewType, Protocol, TypeGuard, Union, get_args, 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
-from attnpo.config.moved import find_present
-from attnpo.system.credentials import is_masked, note_reads, remember
+from attnpo.config.moved import current_import_path
+from attnpo.system.credentials import collect_env_reads, is_masked, record_interpolation
 from attnpo.system.errors import UserError
-from attnpo.system.packages import missing_package
+from attnpo.system.packages import describe_missing_package
 
 Untouched = NewType("Untouched", dict[str, Any])
 """Keys that are kept as they stand, for whom they are meant."""
@@ -52,7 +52,7 @@ BOUNDED: dict[object, tuple[float, str]] = {  # what a tensor can hold
 }
 
 
-def join(path: str, key: object) -> str:
+def join_key(path: str, key: object) -> str:
     """Returns the key below ``path`` as the user types it."""
     return f"{path}.{key}" if path else str(key)
 
@@ -70,7 +70,7 @@ def missing_value_message(path: str) -> str:
 
 def _describe(hint: object) -> str:
     if isinstance(hint, type) and issubclass(hint, Enum):
-        return "one of " + ", ".join(spelling(member) for member in hint)
+        return "one of " + ", ".join(enum_text(member) for member in hint)
     if get_origin(hint) in (Union, UnionType):
         return " or ".join(_describe(member) for member in get_args(hint))
     if get_origin(hint) is Literal:
@@ -80,7 +80,7 @@ def _describe(hint: object) -> str:
     return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
 
 
-def _is_role(hint: object) -> TypeGuard[type]:
+def _is_interface(hint: object) -> TypeGuard[type]:
     """Returns whether ``hint`` says what a component must be: a protocol for ``isinstance``, or a base class."""
     if not inspect.isclass(hint) or dataclasses.is_dataclass(hint) or issubclass(hint, Enum):
         return False
@@ -93,24 +93,24 @@ def _is_frozen(target: type) -> bool:
     return settings is not None and bool(settings.frozen)
 
 
-def _members(role: type) -> set[str]:
+def _protocol_members(role: type) -> set[str]:
     """Returns the names that an object must have to be of a role."""
     parents = [parent for parent in role.__mro__ if getattr(parent, "_is_protocol", False) and parent is not Protocol]
     named = {name for parent in parents for name in (*vars(parent), *inspect.get_annotations(parent))}
     return {name for name in named if name == "__call__" or not name.startswith("_")}
 
 
-def _can_be(target: type, role: type) -> bool:
+def _can_implement(target: type, role: type) -> bool:
     """Returns whether instances of the dataclass ``target`` can be of a role, told without making one."""
     if not getattr(role, "_is_protocol", False):
         return issubclass(target, role) and not inspect.isabstract(target)
     has = {name for parent in target.__mro__ for name in vars(parent)} | {
         item.name for item in dataclasses.fields(target)
     }
-    return _members(role) <= has
+    return _protocol_members(role) <= has
 
 
-def spelling(member: Enum) -> str:
+def enum_text(member: Enum) -> str:
     """Returns a member of an enum as a configuration writes it."""
     return member.value if isinstance(member.value, str) else member.name.lower()
 
@@ -121,7 +121,7 @@ def _may_import(dotted: str) -> bool:
     return dotted.partition(".")[0] in {"attnpo", *allowed} - {""}
 
 
-def _locate(dotted: str) -> object:
+def _import_name(dotted: str) -> object:
     """Returns what ``module.name`` or ``module.Class.name`` names, its module imported."""
     module, _, name = dotted.rpartition(".")
     try:
@@ -134,7 +134,7 @@ def _locate(dotted: str) -> object:
     return target
 
 
-def _home(target: object) -> str | None:
+def _defining_module(target: object) -> str | None:
     """Names the module that code is of, wherever else it is imported; None for what is no code."""
     while isinstance(target, partial):
         target = target.func
@@ -151,29 +151,29 @@ def import_target(dotted: str, what: str) -> tuple[object, str]:
 
     Only attnpo and packages that ATTNPO_ALLOW_TARGETS names may be, by path and by home. ``what``: expected ("class").
     """
-    dotted = find_present(dotted)
+    dotted = current_import_path(dotted)
     if not _may_import(dotted):
-        return None, _refuse(what, dotted, dotted)
+        return None, _forbidden_import_message(what, dotted, dotted)
     try:
-        target = _locate(dotted)
+        target = _import_name(dotted)
     except Exception as error:  # noqa: BLE001  whatever a module does on import is told with the key
         known = isinstance(error, ImportError | AttributeError | ValueError)
-        words = missing_package(error) or (str(error) if known else f"{type(error).__name__}: {error}")
+        words = describe_missing_package(error) or (str(error) if known else f"{type(error).__name__}: {error}")
         return None, f"cannot import {dotted}: {words}"
-    home = _home(target)
+    home = _defining_module(target)
     if home is None or _may_import(home):
         return target, ""
-    return None, _refuse(what, f"{dotted}, which is of {home}", home)
+    return None, _forbidden_import_message(what, f"{dotted}, which is of {home}", home)
 
 
-def _refuse(what: str, got: str, module: str) -> str:
+def _forbidden_import_message(what: str, got: str, module: str) -> str:
     return (
         f"expected a {what} of attnpo, got {got}; a configuration is code that is run: set the environment variable "
         f"{ALLOW}={module.partition('.')[0]} only if you trust that package"
     )
 
 
-def _parameters(target: type) -> dict[str, bool]:
+def _init_fields(target: type) -> dict[str, bool]:
     """Returns each field of a dataclass with whether it is required."""
     return {
         field.name: field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
@@ -182,7 +182,7 @@ def _parameters(target: type) -> dict[str, bool]:
     }
 
 
-def hints_of(target: type) -> dict[str, object]:
+def field_hints(target: type) -> dict[str, object]:
     """Returns the type hints of a class's fields; none where a name of them exists for type checkers alone."""
     try:
         return get_type_hints(target)
@@ -190,7 +190,7 @@ def hints_of(target: type) -> dict[str, object]:
         return {}
 
 
-def resolve(node: object, path: str, problems: list[str], origins: dict[str, str] | None = None) -> object:
+def to_plain_values(node: object, path: str, problems: list[str], origins: dict[str, str] | None = None) -> object:
     """Returns ``node`` as plain containers, ``???`` kept; interpolations resolved, or noted in ``problems``."""
     if not isinstance(node, DictConfig | ListConfig):
         return node
@@ -199,22 +199,22 @@ def resolve(node: object, path: str, problems: list[str], origins: dict[str, str
     for key in keys:
         origin = _INTERPOLATION.fullmatch(str(node._get_node(key)))
         if origins is not None and origin is not None:
-            origins[join(path, key)] = origin[1]
+            origins[join_key(path, key)] = origin[1]
         try:
-            with note_reads() as reads:
+            with collect_env_reads() as reads:
                 item = MISSING if OmegaConf.is_missing(node, key) else node[key]
             if reads and isinstance(item, str):
-                remember(join(path, key), item, str(node._get_node(key)))
+                record_interpolation(join_key(path, key), item, str(node._get_node(key)))
         except InterpolationToMissingValueError:
             item = MISSING
         except OmegaConfBaseException as error:
             why = str(error).splitlines()[0]
             if origin is not None and (empty := _null_parent(node, origin[1])) is not None:
                 why = f"`{empty}` is null in this setting: leave setting= out (testbed), or choose another option of "
-                why += f"`{join(path, key).partition('.')[0]}`"
-            problems.append(f"{join(path, key)}: {why}")
+                why += f"`{join_key(path, key).partition('.')[0]}`"
+            problems.append(f"{join_key(path, key)}: {why}")
             item = ABSENT
-        values[key] = resolve(item, join(path, key), problems, origins)
+        values[key] = to_plain_values(item, join_key(path, key), problems, origins)
     return values if isinstance(node, DictConfig) else list(values.values())
 
 
@@ -225,7 +225,7 @@ def _null_parent(node: DictConfig | ListConfig, key: str) -> str | None:
     return next((path for path in paths if OmegaConf.select(root, path, default=ABSENT) is None), None)
 
 
-def at_their_origin(problems: Sequence[str], origins: dict[str, str]) -> list[str]:
+def report_at_origin(problems: Sequence[str], origins: dict[str, str]) -> list[str]:
     """Problems of values read from another key: left out where that key has one too, else with its name."""
     told = []
     for problem in problems:
@@ -242,16 +242,16 @@ def at_their_origin(problems: Sequence[str], origins: dict[str, str]) -> list[st
     return told
 
 
-class Reader:
+class ConfigReader:
     """Reads configuration values against type hints and collects every problem on the way."""
 
     def __init__(self, *, complete: bool = True) -> None:
         self.complete = complete  # a value that is still ??? is a problem
         self.problems: list[str] = []
-        self.unread: dict[str, str] = {}  # keys without effect in this combination, with the reason
+        self.unused: dict[str, str] = {}  # keys without effect in this combination, with the reason
         self.missing: list[str] = []  # keys that are still ???
 
-    def refuse(self, problem: str) -> object:
+    def add_problem(self, problem: str) -> object:
         """Notes ``problem`` and returns ABSENT."""
         self.problems.append(problem)
         return ABSENT
@@ -263,67 +263,69 @@ class Reader:
         if isinstance(value, str) and value == MISSING:
             self.missing.append(path)
             if self.complete:
-                return self.refuse(missing_value_message(path))
+                return self.add_problem(missing_value_message(path))
             return MISSING if hint is str else ABSENT  # text can stand for itself until the value is known
         if isinstance(value, str) and is_masked(value, path) and not path.startswith("composed."):
-            return self.refuse(
+            return self.add_problem(
                 f"{path}: expected the credentials that were left out where it was saved, got {value!r}: put them "
                 "there again, best as ${oc.env:VARIABLE}, which is saved as it stands"
             )
         if hint is Untouched:
-            return value if isinstance(value, dict) else self.mismatch(value, "keys with _target_", path)
+            return value if isinstance(value, dict) else self.add_mismatch(value, "keys with _target_", path)
         origin = get_origin(hint)
         container = origin or hint
         if inspect.isclass(hint) and hint in _ACCEPTED:
             if type(value) not in _ACCEPTED[hint]:
-                return self.mismatch(value, _describe(hint), path)
+                return self.add_mismatch(value, _describe(hint), path)
             if hint in BOUNDED and not abs(value) <= BOUNDED[hint][0]:  # type: ignore[arg-type]  # NaN is not either
-                return self.mismatch(value, BOUNDED[hint][1], path)
+                return self.add_mismatch(value, BOUNDED[hint][1], path)
             kind: type[Any] = hint
             return kind(value)
         if inspect.isclass(hint) and issubclass(hint, Enum):
             names = {str(name).lower(): member for member in hint for name in (member.name, member.value)}
             member = names.get(value.lower(), ABSENT) if isinstance(value, str) else ABSENT
-            return self.mismatch(value, _describe(hint), path) if member is ABSENT else member
+            return self.add_mismatch(value, _describe(hint), path) if member is ABSENT else member
         if origin is Literal:
             same = (choice for choice in get_args(hint) if choice == value and type(choice) is type(value))
             choice = next(same, ABSENT)
-            return self.mismatch(value, _describe(hint), path) if choice is ABSENT else choice
+            return self.add_mismatch(value, _describe(hint), path) if choice is ABSENT else choice
         if container in (tuple, list, Sequence):
-            return self.sequence(value, hint, container, path)
+            return self.read_sequence(value, hint, container, path)
         if isinstance(value, dict) and "_target_" in value:
-            return self.component(value, hint, path)
+            return self.read_component(value, hint, path)
         if origin in (Union, UnionType):
-            return self.union(value, hint, path)
+            return self.read_union(value, hint, path)
         if inspect.isclass(hint) and dataclasses.is_dataclass(hint):
             if isinstance(value, dict):
-                return self.make(hint, value, path)
-            return self.mismatch(value, f"the keys of {hint.__name__}", path)
+                return self.build(hint, value, path)
+            return self.add_mismatch(value, f"the keys of {hint.__name__}", path)
         if container in (dict, Mapping) and not isinstance(value, dict):
-            return self.mismatch(value, "keys with values", path)
-        if _is_role(hint) and not isinstance(value, hint):
-            return self.mismatch(value, f"a component (keys with _target_) that is a {hint.__name__}", path)
+            return self.add_mismatch(value, "keys with values", path)
+        if _is_interface(hint) and not isinstance(value, hint):
+            return self.add_mismatch(value, f"a component (keys with _target_) that is a {hint.__name__}", path)
         if isinstance(value, dict):
             of = get_args(hint)[1] if container in (dict, Mapping) and get_args(hint) else Any
-            return self.whole({key: self.read(item, of, join(path, key)) for key, item in value.items()})
+            return self.all_or_absent({key: self.read(item, of, join_key(path, key)) for key, item in value.items()})
         if isinstance(value, list):
-            return self.whole(tuple(self.read(item, Any, join(path, index)) for index, item in enumerate(value)))
-        return self.mismatch(value, "null", path) if hint is NoneType and value is not None else value
+            return self.all_or_absent(
+                tuple(self.read(item, Any, join_key(path, index)) for index, item in enumerate(value))
+            )
+        return self.add_mismatch(value, "null", path) if hint is NoneType and value is not None else value
 
-    def mismatch(self, value: object, expected: str, path: str) -> object:
+    def add_mismatch(self, value: object, expected: str, path: str) -> object:
         """Notes what was expected and what came, and returns ABSENT."""
         kind = "" if value is None else f" ({type(value).__name__})"
         shown = "null" if value is None else repr(value)
         if isinstance(value, dict):
             shown, kind = f"keys {', '.join(map(str, value))}", ""
-        return self.refuse(f"{path}: expected {expected}, got {shown}{kind}")
+        return self.add_problem(f"{path}: expected {expected}, got {shown}{kind}")
 
-    def whole(self, value: Mapping[str, object] | Sequence[object]) -> object:
+    def all_or_absent(self, value: Mapping[str, object] | Sequence[object]) -> object:
         """Returns ``value``, or ABSENT if any item of it is."""
         items = value.values() if isinstance(value, Mapping) else value
         return ABSENT if any(item is ABSENT for item in items) else value
 
-    def union(self, value: object, hint: object, path: str) -> object:
+    def read_union(self, value: object, hint: object, path: str) -> object:
         """Returns ``value`` as the first member of a union that takes it; a value of exactly a member's type stays."""
         members = [member for member in get_args(hint) if member is not NoneType]
         if value is None and len(members) < len(get_args(hint)):
@@ -332,70 +334,75 @@ class Reader:
             return self.read(value, members[0], path)
         exact = [member for member in members if member is type(value)]
         for member in exact or [member for member in members if member not in (str, Any)]:
-            attempt = Reader(complete=self.complete)
+            attempt = ConfigReader(complete=self.complete)
             result = attempt.read(value, member, path)
             if not attempt.problems:
-                self.unread.update(attempt.unread)
+                self.unused.update(attempt.unused)
                 self.missing += attempt.missing
                 return result
-        return self.mismatch(value, _describe(hint), path)
+        return self.add_mismatch(value, _describe(hint), path)
 
-    def sequence(self, value: object, hint: object, container: object, path: str) -> object:
+    def read_sequence(self, value: object, hint: object, container: object, path: str) -> object:
         """Returns ``value`` as a list or tuple of the items the hint declares."""
         if not isinstance(value, list | tuple):
-            return self.mismatch(value, "a list", path)
+            return self.add_mismatch(value, "a list", path)
         of = list(get_args(hint))
         if container is tuple and of and of[-1] is not Ellipsis:
             if len(of) != len(value):
-                return self.mismatch(list(value), f"a list of {len(of)}", path)
+                return self.add_mismatch(list(value), f"a list of {len(of)}", path)
         else:
             of = [of[0] if of else Any] * len(value)
         items = [
-            self.read(item, kind, join(path, index)) for index, (item, kind) in enumerate(zip(value, of, strict=True))
+            self.read(item, kind, join_key(path, index))
+            for index, (item, kind) in enumerate(zip(value, of, strict=True))
         ]
-        return self.whole(items if container is list else tuple(items))
+        return self.all_or_absent(items if container is list else tuple(items))
 
-    def component(self, value: dict[object, object], hint: object, path: str) -> object:
+    def read_component(self, value: dict[object, object], hint: object, path: str) -> object:
         """Returns the component that a node with ``_target_`` names, once its package and its role are checked."""
-        dotted, key = str(value["_target_"]), join(path, "_target_")
+        dotted, key = str(value["_target_"]), join_key(path, "_target_")
         if dotted == MISSING:
-            return self.refuse(missing_value_message(key))
+            return self.add_problem(missing_value_message(key))
         target, problem = import_target(dotted, "class")
         if problem:
-            return self.refuse(f"{key}: {problem}")
+            return self.add_problem(f"{key}: {problem}")
         members = get_args(hint) or (hint,)
         wanted = tuple(item for item in members if inspect.isclass(item) and dataclasses.is_dataclass(item))
-        roles = [item for item in members if _is_role(item)]
+        roles = [item for item in members if _is_interface(item)]
         expected = _describe(hint) if wanted else f"a {_describe(hint) if roles else 'component'}"
         if not inspect.isclass(target) or not _is_frozen(target):
-            return self.refuse(f"{key}: expected {expected}, got {dotted}, which is no frozen dataclass")
-        if (wanted and not issubclass(target, wanted)) or (roles and not any(_can_be(target, role) for role in roles)):
-            return self.refuse(f"{key}: expected {expected}, got {dotted}")
-        return self.make(target, {name: item for name, item in value.items() if name != "_target_"}, path)
+            return self.add_problem(f"{key}: expected {expected}, got {dotted}, which is no frozen dataclass")
+        if (wanted and not issubclass(target, wanted)) or (
+            roles and not any(_can_implement(target, role) for role in roles)
+        ):
+            return self.add_problem(f"{key}: expected {expected}, got {dotted}")
+        return self.build(target, {name: item for name, item in value.items() if name != "_target_"}, path)
 
-    def make(self, target: type, keys: dict[object, object], path: str) -> object:
+    def build(self, target: type, keys: dict[object, object], path: str) -> object:
         """Returns the dataclass ``target`` with the values of ``keys``, once all of them hold."""
-        known = _parameters(target)
-        hints = hints_of(target)
+        known = _init_fields(target)
+        hints = field_hints(target)
         before = len(self.problems)
         values: dict[str, object] = {}
         for key, item in keys.items():
             if key not in known:
                 name = f"{target.__module__}.{target.__qualname__}"
                 close = did_you_mean(str(key), list(known), f"{path}." if path else "")
-                self.refuse(f"{join(path, key)}: unknown key of {name}; it has: {', '.join(known)}{close}")
+                self.add_problem(f"{join_key(path, key)}: unknown key of {name}; it has: {', '.join(known)}{close}")
             else:
-                values[str(key)] = self.read(item, hints.get(key, Any), join(path, key))
+                values[str(key)] = self.read(item, hints.get(key, Any), join_key(path, key))
         for key, required in known.items():
             if required and key not in keys:
-                self.refuse(f"{join(path, key)}: required by {target.__qualname__}; give {join(path, key)}=VALUE")
-        if len(self.problems) > before or self.whole(values) is ABSENT:
+                self.add_problem(
+                    f"{join_key(path, key)}: required by {target.__qualname__}; give {join_key(path, key)}=VALUE"
+                )
+        if len(self.problems) > before or self.all_or_absent(values) is ABSENT:
             return ABSENT
         try:
             built = target(**values)
         except (ValueError, UserError) as error:
-            return self.refuse(f"{path}: {error}" if path else str(error))
+            return self.add_problem(f"{path}: {error}" if path else str(error))
         unread = getattr(built, "unread", None)
         if callable(unread):
-            self.unread.update({join(path, key): reason for key, reason in unread().items()})
+            self.unused.update({join_key(path, key): reason for key, reason in unread().items()})
         return built

@@ -180,7 +180,7 @@ def adapt(row: Mapping[str, object], columns: Columns) -> AdaptedRow:
     noticed += [(_calls_functions(row, columns), Note.LEGACY)]
     apart = noted is Note.APART
     extra = {key: row[key] for key in columns.unused(row) if not _is_messages(row[key], columns)}
-    pair = PreferencePair.make(turns.history, turns.chosen, turns.rejected, extra, apart)
+    pair = PreferencePair.from_texts(turns.history, turns.chosen, turns.rejected, extra, apart)
     return AdaptedRow(pair, (*(note for holds, note in noticed if holds), *([] if noted is None else [noted])))
 
 

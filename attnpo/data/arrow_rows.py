@@ -19,7 +19,7 @@ import pyarrow as pa
 import torch
 
 from attnpo.data.collate import TrainingExample
-from attnpo.schema import SIDES, EncodedResponse, PreferencePair, ids_of
+from attnpo.schema import SIDES, EncodedResponse, PreferencePair, list_pair_ids
 from attnpo.text.ranges import Offsets, as_places
 
 AT_ONCE = 1024  # rows of a record batch
@@ -197,7 +197,7 @@ class Joined(RowsOnDemand[PreferencePair]):
     @cached_property
     def ids(self) -> list[str]:
         """Returns the id of every pair."""
-        return [pair_id for part in self._parts for pair_id in ids_of(part)]
+        return [pair_id for part in self._parts for pair_id in list_pair_ids(part)]
 
 
 class Picked(RowsOnDemand[PreferencePair]):
@@ -215,14 +215,14 @@ class Picked(RowsOnDemand[PreferencePair]):
     @cached_property
     def ids(self) -> list[str]:
         """Returns the id of every pair."""
-        every = ids_of(self._pairs)
+        every = list_pair_ids(self._pairs)
         return [every[place] for place in self._places]
 
 
 def pairs_of(pairs: Sequence[PreferencePair], ids: Collection[str]) -> dict[str, PreferencePair]:
     """Returns those of ``pairs`` that have one of ``ids``, by their ids; reads no other text of a table."""
     wanted = set(ids)
-    return {pair_id: pairs[place] for place, pair_id in enumerate(ids_of(pairs)) if pair_id in wanted}
+    return {pair_id: pairs[place] for place, pair_id in enumerate(list_pair_ids(pairs)) if pair_id in wanted}
 
 
 # ------------------------------------------------------------------------------------------------ training ids

@@ -15,7 +15,7 @@ from typing import Protocol, runtime_checkable
 
 from attnpo.data.adapters import Columns, Note, RowProblem, adapt
 from attnpo.data.tables import MemoryTable, RowTable, has_split, is_one_table, read_table, require_validation
-from attnpo.schema import PreferencePair, UserError, check_least, check_seed, digest, ids_of
+from attnpo.schema import PreferencePair, UserError, check_at_least, check_seed, digest, list_pair_ids
 from attnpo.text.traces import Traces
 
 _LOG = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class PairSet:
             return self.known
         if self.sets:
             return digest([[pair.pair_id, pair.extra[SET]] for pair in self.pairs])
-        return digest(ids_of(self.pairs))
+        return digest(list_pair_ids(self.pairs))
 
     def summary(self) -> str:
         """Returns one line with all counts, with the first row numbers of each reason and note."""
@@ -162,7 +162,7 @@ def pairs_from_rows(
             note(counts, problem.reason.value)
         else:
             pair = adapted.pair
-            exchanged = PreferencePair.make(pair.prompt, pair.rejected, pair.chosen, apart=pair.apart).pair_id
+            exchanged = PreferencePair.from_texts(pair.prompt, pair.rejected, pair.chosen, apart=pair.apart).pair_id
             again = [(pair.pair_id, Note.DUPLICATE), (exchanged, Note.EXCHANGED)]
             for noticed in [*adapted.notes, *(kind for pair_id, kind in again if pair_id in seen)]:
                 note(notes, noticed.value)
@@ -298,7 +298,7 @@ class MixedSet:
     columns: Columns | None = None
 
     def __post_init__(self) -> None:
-        check_least("data.mix", 1, count=self.count)
+        check_at_least("data.mix", 1, count=self.count)
         if self.weight is not None and not self.weight > 0:
             raise UserError(f"weight: expected a number above 0, got {self.weight:g}; leave the set out instead")
         if self.weight is not None and self.count is not None:

@@ -21,7 +21,7 @@ from attnpo.data.sampler import PlannedBatch, SamplerState, StepBatches, steps_i
 from attnpo.judge.base import WeightReader
 from attnpo.models.layouts import LAYOUTS, padded
 from attnpo.schema import PreferenceBatch, RowGroup, UserError
-from attnpo.system.machine import device_of
+from attnpo.system.machine import inference_device
 from attnpo.system.processes import world_size
 from attnpo.system.store import Store
 from attnpo.text.chat import ChatFormat
@@ -248,7 +248,7 @@ class PreferenceDataModule(L.LightningDataModule):
                 "kept in a store: give reader=... and store=Store(FOLDER)"
             )
         self.source, self.chat = source, chat
-        self._from, self._reader, self._store, self._device = pairs, reader, store, device or device_of("auto")
+        self._from, self._reader, self._store, self._device = pairs, reader, store, device or inference_device("auto")
         self._lengths = LengthRules() if lengths is None else lengths
         self._align = AlignRules() if align is None else align
         self._transforms = tuple(transforms)

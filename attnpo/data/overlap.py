@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from attnpo.data.prepare import EncodedSet
-from attnpo.schema import SIDES, EncodedResponse, Message, asked_by, digest
-from attnpo.system.files import write_whole
+from attnpo.schema import SIDES, EncodedResponse, Message, digest, prompt_identity
+from attnpo.system.files import write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ def key_of_ids(sides: Mapping[str, EncodedResponse]) -> bytes:
 
 def key_of_prompt(prompt: Sequence[Message]) -> str:
     """Returns a digest of a prompt's messages."""
-    return digest(asked_by(prompt))[:16]
+    return digest(prompt_identity(prompt))[:16]
 
 
 # ------------------------------------------------------------------------------------------------ a run's prompts
@@ -93,7 +93,7 @@ def key_of_prompt(prompt: Sequence[Message]) -> str:
 
 def write_prompts(folder: Path, prompts: Iterable[str]) -> None:
     """Writes the digests of a run's training prompts into its folder, for evaluations of its models."""
-    write_whole(folder / FILE, "".join(f"{key}\n" for key in sorted(set(prompts))))
+    write_atomically(folder / FILE, "".join(f"{key}\n" for key in sorted(set(prompts))))
 
 
 def count_seen(model: str, prompts: Iterable[Sequence[Message]]) -> dict[str, int]:

@@ -13,7 +13,7 @@ from attnpo.data.arrow_rows import EncodedRows
 from attnpo.data.collate import TrainingExample
 from attnpo.data.rules import AlignRules, Keep, LengthRules, Overlong
 from attnpo.judge.layers import Row
-from attnpo.schema import SIDES, EncodedResponse, Message, PairWeights, PreferencePair, UserError, ids_of
+from attnpo.schema import SIDES, EncodedResponse, Message, PairWeights, PreferencePair, UserError, list_pair_ids
 from attnpo.text.chat import ChatFormat, EncodedAnswers
 from attnpo.weights.base import TextSource, WeightSource, least_coverage
 from attnpo.weights.capture import Unreadable
@@ -377,7 +377,7 @@ def percentiles(counts: Sequence[int]) -> dict[str, int]:
 
 def calibration_pairs(pairs: Sequence[PreferencePair], count: int) -> list[PreferencePair]:
     """Returns the first ``count`` different pairs in the order of their ids, which is that of no file."""
-    unique = {pair_id: place for place, pair_id in enumerate(ids_of(pairs))}
+    unique = {pair_id: place for place, pair_id in enumerate(list_pair_ids(pairs))}
     return [pairs[unique[pair_id]] for pair_id in sorted(unique)[:count]]
 
 

@@ -21,8 +21,8 @@ import pyarrow as pa
 import torch
 
 from attnpo.cli.progress import phase
-from attnpo.config.fields import as_values
-from attnpo.config.named_files import files_of as named_files
+from attnpo.config.fields import to_config
+from attnpo.config.named_files import digest_named_files as named_files
 from attnpo.data.arrow_rows import (
     AT_ONCE,
     ENCODED,
@@ -61,8 +61,8 @@ from attnpo.judge.base import WeightReader
 from attnpo.judge.judge import LabelCheck, RunJudge
 from attnpo.judge.verdicts import JudgeStatistics, LabelMass, TraceStatistics
 from attnpo.models.kept_digests import unchanged_digest
-from attnpo.schema import SIDES, EncodedResponse, PreferencePair, UserError, digest, ids_of
-from attnpo.system.files import flat
+from attnpo.schema import SIDES, EncodedResponse, PreferencePair, UserError, digest, list_pair_ids
+from attnpo.system.files import flatten
 from attnpo.system.source_digest import PACKAGE, source_digest
 from attnpo.system.store import Store, StoreTable
 from attnpo.text.chat import ChatFormat
@@ -106,7 +106,7 @@ def facts_of_data(source: object) -> tuple[dict[str, object], int] | None:
         for file in files or ():
             found[str(file)] = unchanged_digest(file)
             size += file.stat().st_size
-    facts = {"data": as_values(source), "files": found, "code": source_digest()}
+    facts = {"data": to_config(source), "files": found, "code": source_digest()}
     return (facts, size) if size >= BYTES else None
 
 
@@ -168,7 +168,7 @@ def facts_of_ids(chat: ChatFormat, rules: LengthRules, pairs: Mapping[str, PairS
         "tokenizer and chat template": chat.fingerprint(),
         "date": str(datetime.date.today()) if "strftime_now" in chat.chat_template else None,
         "embeddings": chat.rows.count,
-        "lengths": as_values(rules),
+        "lengths": to_config(rules),
         "code": source_digest(),
         "versions": {name: version(name) for name in ("tokenizers", "transformers", "jinja2")},
     }
@@ -237,8 +237,8 @@ class Recipe:
         parts = [self.source, *self.transforms]
         if ids is None or any(type(part).__module__.partition(".")[0] != PACKAGE.name for part in parts):
             return None
-        transforms = {str(place): as_values(one) for place, one in enumerate(self.transforms)}
-        named = {"weights": as_values(self.source), "transforms": transforms, "align": as_values(self.align)}
+        transforms = {str(place): to_config(one) for place, one in enumerate(self.transforms)}
+        named = {"weights": to_config(self.source), "transforms": transforms, "align": to_config(self.align)}
         captured: dict[str, object] = {}
         if self.reader is not None:
             source = self.source.resolve(self.reader.num_layers or 1)
@@ -254,7 +254,7 @@ class Recipe:
             **named,
             "columns": columns[0],
             "captured": captured,
-            "files": named_files(dict(flat(named))),
+            "files": named_files(dict(flatten(named))),
             "versions": {name: version(name) for name in ("torch", "numpy", "Levenshtein")},
         }
 
@@ -300,7 +300,7 @@ def prepare_examples_of(
         account, ids = made.account[split], encoded[split].encoded
         assert isinstance(ids, EncodedRows)
         table = made.table.slice(start, account["kept"])
-        rows = ExampleRows(table, ids, ids_of(encoded[split].pairs), f"{digest(facts)[:20]} {split}")
+        rows = ExampleRows(table, ids, list_pair_ids(encoded[split].pairs), f"{digest(facts)[:20]} {split}")
         numbers = {name: account[name] for name in ("read", "dropped", "content_tokens", "unmatched_tokens")}
         sets[split] = ExampleSet(rows, _tally(account["tally"]), **numbers)
         measured[split] = SplitNumbers(account["numbers"], Arrival(**account["arrival"]))
@@ -312,7 +312,7 @@ def prepare_examples_of(
 
 
 def _find_stored(store: Store, weighed: Weighed, encoded: Mapping[str, EncodedSet]) -> CapturedRows:
-    ids = dict.fromkeys(pair_id for split in SPLITS for pair_id in ids_of(encoded[split].pairs))
+    ids = dict.fromkeys(pair_id for split in SPLITS for pair_id in list_pair_ids(encoded[split].pairs))
     return CapturedRows(store.table(WEIGHTS, weighed.key), list(ids), weighed.layers)
 
 

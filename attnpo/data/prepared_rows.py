@@ -22,7 +22,16 @@ from filelock import FileLock, Timeout
 
 from attnpo.models.kept_digests import unchanged_digest
 from attnpo.schema import UserError
-from attnpo.system.files import WRITING, digest, file_digest, in_bytes, read_record, share, to_disk, write_record
+from attnpo.system.files import (
+    WRITING,
+    apply_umask,
+    digest,
+    file_digest,
+    format_bytes,
+    fsync_path,
+    read_record,
+    write_record,
+)
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +76,7 @@ def prepared_rows(
         with _alone(file):
             found = _read(file, facts, say=True)
             if found is None:
-                log.info("%s rows are prepared: about %s in %s", kind, in_bytes(about), folder)
+                log.info("%s rows are prepared: about %s in %s", kind, format_bytes(about), folder)
                 began = time.perf_counter()
                 found = _made(file, facts, make)
                 log.info("%s rows: prepared in %.1f s", kind, time.perf_counter() - began)
@@ -136,8 +145,8 @@ def _made(file: Path, facts: Mapping[str, object], make: Callable[[Write], dict[
             writer = _Writer(sink)
             account = make(writer)
             writer.close()
-        share(temporary)
-        to_disk(temporary)
+        apply_umask(temporary)
+        fsync_path(temporary)
         record = {"of": _plain(facts), "sha256": file_digest(temporary), "account": account}
         file.with_suffix(".json").unlink(missing_ok=True)
         os.replace(temporary, file)
@@ -159,7 +168,7 @@ def prune(store: Path, days: float) -> None:
             removed, size = removed + 1, size + file.stat().st_size
             record.unlink(missing_ok=True)
             file.unlink(missing_ok=True)
-    log.info("%s: %d sets of prepared rows removed, %s", folder, removed, in_bytes(size))
+    log.info("%s: %d sets of prepared rows removed, %s", folder, removed, format_bytes(size))
 
 
 class _Writer:

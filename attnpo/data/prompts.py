@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from attnpo.data.adapters import Columns, Reason, RowProblem, adapt, require_columns
 from attnpo.data.base import format_count, row_range
 from attnpo.data.tables import read_table
-from attnpo.schema import Message, UserError, asked_by, digest
+from attnpo.schema import Message, UserError, digest, prompt_identity
 from attnpo.text.chat import ChatFormat
 
 _LOG = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ def prompt_of(row: Mapping[str, object], columns: PromptColumns) -> AnswerPrompt
         row = {**row, columns.chosen: "a", columns.rejected: "b"}
     messages = adapt(row, columns).pair.prompt
     if columns.id is None:
-        return AnswerPrompt(digest(asked_by(messages))[:32], messages)
+        return AnswerPrompt(digest(prompt_identity(messages))[:32], messages)
     if row.get(columns.id) is None:
         raise RowProblem(Reason.MISSING)
     return AnswerPrompt(str(row[columns.id]), messages)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from attnpo.schema import BOOKKEEPING, UserError, check_least
+from attnpo.schema import BOOKKEEPING, UserError, check_at_least
 from attnpo.text.alignment import AlignMethod
 
 AUTO = "auto"
@@ -82,7 +82,7 @@ class BatchPlan:
     shuffle: bool = True
 
     def __post_init__(self) -> None:
-        check_least("batch", 1, pairs=self.pairs)
+        check_at_least("batch", 1, pairs=self.pairs)
         for start in ("", "eval_"):
             micro, tokens = f"{start}micro", f"{start}tokens"
             if getattr(self, tokens) == AUTO and getattr(self, micro) is not None:

@@ -21,7 +21,7 @@ from zlib import error as ZlibError
 from attnpo.config.reader import MISSING, did_you_mean
 from attnpo.system.errors import UserError
 from attnpo.system.files import Json, parse_json
-from attnpo.system.hub_access import hub, out_of_reach
+from attnpo.system.hub_access import hub_unreachable_reason, offline_if_unreachable
 
 if TYPE_CHECKING:
     import datasets
@@ -352,13 +352,17 @@ def _from_hub(name: str, split: str, subset: str | None, revision: str | None) -
     import datasets
 
     try:
-        with _quiet(), hub():
+        with _quiet(), offline_if_unreachable():
             table: RowTable = datasets.load_dataset(
                 name, subset, split=split, revision=revision, trust_remote_code=False
             )
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         details = "".join(f", {key} {value}" for key, value in (("subset", subset), ("revision", revision)) if value)
-        why = f"there is no complete copy in the hub's cache, and {out_of_reach()}" if out_of_reach() else str(error)
+        why = (
+            f"there is no complete copy in the hub's cache, and {hub_unreachable_reason()}"
+            if hub_unreachable_reason()
+            else str(error)
+        )
         raise UserError(
             f"data.path={name}: neither a file or folder here nor a dataset that could be loaded from the hub "
             f"(split {split}{details}): {why}. To work from files, point data.path at a folder holding "

@@ -18,8 +18,8 @@ from attnpo.judge.base import LoadedJudge, WeightReader
 from attnpo.judge.judge import LabelCheck, RunJudge
 from attnpo.judge.layers import Row, layer_column, rows_in_words
 from attnpo.judge.verdicts import JudgeStatistics, LabelMass, TraceStatistics, judge_statistics, trace_statistics
-from attnpo.schema import PairWeights, PreferencePair, UserError, ids_of
-from attnpo.system.files import in_bytes
+from attnpo.schema import PairWeights, PreferencePair, UserError, list_pair_ids
+from attnpo.system.files import format_bytes
 from attnpo.system.processes import world_size
 from attnpo.system.store import Store, StoreTable
 from attnpo.weights.base import WeightSource
@@ -118,7 +118,7 @@ def weigh(
     key = weights_key(source, reader.fingerprint(), reader.fingerprint_of_prompts())
     columns = [TOKENS, *(layer_column(layer) for layer in layers), *([VERDICTS] if reader.verdict else [])]
     table = store.table(WEIGHTS, key)
-    lacking = _log_stored(table, set(ids_of(share)), encoded, columns, reader.rounds, len(layers))
+    lacking = _log_stored(table, set(list_pair_ids(share)), encoded, columns, reader.rounds, len(layers))
     labels = LabelCheck(reader, store, wanted) if isinstance(reader, RunJudge) else None
 
     def refuse_many(lacks: str) -> None:
@@ -167,7 +167,7 @@ def weigh(
         log.info("weights: %d pairs computed in %.1f s", report.computed, report.seconds)
     if labels is not None and not report.computed:
         labels.recall(load_judge)
-    _log_unreadable(table, list(dict.fromkeys(ids_of(wanted))), columns, reader)
+    _log_unreadable(table, list(dict.fromkeys(list_pair_ids(wanted))), columns, reader)
     told = captured.without_tokens if isinstance(captured, CapturedRows) else captured.values
     prompts = Counter[str]()
     seen = _counting(told(), prompts)
@@ -217,11 +217,11 @@ def _log_stored(
     table: StoreTable, wanted: set[str], encoded: Mapping[str, EncodedSet], columns: list[str], rounds: int, layers: int
 ) -> int:
     """Logs what the store holds of the wanted pairs and about how much will be written; returns how many it lacks."""
-    lacking = set(table.missing(sorted(wanted), columns))
+    lacking = set(table.missing_pairs(sorted(wanted), columns))
     tokens = 0
     for made in encoded.values():
         of_pairs = np.sum(sizes_of(made.encoded).responses, axis=0)
-        tokens += rounds * int(of_pairs[[pair_id in lacking for pair_id in ids_of(made.pairs)]].sum())
+        tokens += rounds * int(of_pairs[[pair_id in lacking for pair_id in list_pair_ids(made.pairs)]].sum())
     log_store("weights", table, len(wanted), len(lacking), estimate_bytes(tokens, layers))
     return len(lacking)
 
@@ -241,7 +241,7 @@ def _log_unreadable(table: StoreTable, wanted: list[str], columns: list[str], re
     for pair_id, pair in found.items():
         tally.add(pair.reason, pair_id)
         tally.words.setdefault(pair.reason, "" if pair.story == pair.reason else f"; the first: {pair.story}")
-    pending = len(table.missing(wanted, columns))
+    pending = len(table.missing_pairs(wanted, columns))
     stored = f" ({pending} more are still with other processes)" if pending else ""
     for reason, count in sorted(tally.counts.items()):
         log.warning(
@@ -266,5 +266,5 @@ def log_store(what: str, table: StoreTable, total: int, lacking: int, size: int)
     if lacking:
         difference = table.nearest_difference() if lacking == total else None
         nearest = f" (nearest stored: {difference})" if difference else ""
-        line += f"{nearest}; {lacking} to compute, at most about {in_bytes(size)} to write"
+        line += f"{nearest}; {lacking} to compute, at most about {format_bytes(size)} to write"
     log.info("%s", line)

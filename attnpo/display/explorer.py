@@ -20,7 +20,7 @@ from attnpo.display.heat import LEGEND, LEVELS, OCTAVES, shade_rules
 from attnpo.display.templating import render
 from attnpo.display.weighed_pair import WeighedPair
 from attnpo.schema import SIDES, UserError
-from attnpo.system.files import write_whole
+from attnpo.system.files import write_atomically
 
 TOP = 254  # the highest code of a number; 0 is the weight 0
 UNKNOWN = 255  # the code of a weight that is not finite or not there
@@ -197,7 +197,7 @@ def explorer_html(pairs: Sequence[ExplorerPair], *, title: str = "Token weights"
 
 def write_explorer(path: Path, pairs: Sequence[ExplorerPair], *, title: str = "Token weights", note: str = "") -> Path:
     """Writes ``explorer_html`` to ``path``, whole or not at all, and returns it."""
-    write_whole(path, explorer_html(pairs, title=title, note=note))
+    write_atomically(path, explorer_html(pairs, title=title, note=note))
     return path
 
 

@@ -20,7 +20,7 @@ from rich.text import Text
 from attnpo.display.heat import DARK_INK, LEGEND, RGB, level, over, readable, shade_class, shade_rules, tint, visible
 from attnpo.display.pair_record import PairRecord, WeighedResponse
 from attnpo.display.templating import render
-from attnpo.system.files import write_whole
+from attnpo.system.files import write_atomically
 
 # ------------------------------------------------------------------------------------------------ HTML
 
@@ -84,7 +84,7 @@ def write_svg(pairs: Sequence[PairRecord], path: Path | str) -> Path:
     heatmap_terminal(pairs, console, paper=True)
     target = Path(path).expanduser()
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(target, console.export_svg(theme=DEFAULT_TERMINAL_THEME, code_format=_SVG))
+    write_atomically(target, console.export_svg(theme=DEFAULT_TERMINAL_THEME, code_format=_SVG))
     return target
 
 

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from attnpo.display.page import svg_beside
-from attnpo.system.files import naming
+from attnpo.system.files import name_file_in_errors
 
 Number = float | int  # whole numbers are welcome wherever figures take numbers
 
@@ -73,10 +73,13 @@ def save(
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     drawing = io.StringIO()
-    with naming(target), matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": f"attnpo {target.stem}"}):
+    with (
+        name_file_in_errors(target),
+        matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": f"attnpo {target.stem}"}),
+    ):
         figure.savefig(target, format="png", dpi=DPI)
         figure.savefig(drawing, format="svg", facecolor="none", metadata={"Date": None})
-    with naming(svg_beside(target)):
+    with name_file_in_errors(svg_beside(target)):
         svg_beside(target).write_text(adaptive(drawing.getvalue()), encoding="utf-8")
     figure.clear()
     return target

@@ -15,7 +15,7 @@ from attnpo.data.collate import TrainingExample
 from attnpo.display.heatmap import heatmap_html, heatmap_terminal, write_svg
 from attnpo.display.pair_record import PairRecord, Verdict, WeighedResponse
 from attnpo.schema import SIDES, EncodedResponse, PairWeights, PreferencePair, UserError
-from attnpo.system.files import write_whole
+from attnpo.system.files import write_atomically
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -72,7 +72,7 @@ class _Shown(ABC):
         """Writes the heat map as a self-contained page to ``path``, and returns that."""
         target = Path(path).expanduser()
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(target, heatmap_html(self._all))
+        write_atomically(target, heatmap_html(self._all))
         return target
 
     def svg(self, path: Path | str) -> Path:

@@ -31,7 +31,7 @@ from attnpo.evaluation.base import Replies
 from attnpo.evaluation.chat import GradingReply
 from attnpo.schema import Json, Message, UserError, digest
 from attnpo.system.files import shorten
-from attnpo.system.hub_access import hub, out_of_reach
+from attnpo.system.hub_access import hub_unreachable_reason, offline_if_unreachable
 
 # What a grader can be told of the library's settings for a call; the others say how its own client goes about it.
 ASKED = {"max_tokens", "temperature", "top_p", "logprobs", "top_logprobs"}
@@ -76,7 +76,7 @@ def library() -> ModuleType:
     """Returns the package ``alpaca_eval``, imported without its traces: a .env file read, the log's level changed.
 
     Raises:
-        ImportError: it is not installed (``system.packages.missing_package`` names the extra).
+        ImportError: it is not installed (``system.packages.describe_missing_package`` names the extra).
         UserError: it is, but what it imports itself is not there.
     """
     # It reads a .env file, and asks for the user's name, which a container may not have.
@@ -134,10 +134,10 @@ def from_hub(file: str) -> Path | str:
     from huggingface_hub.errors import EntryNotFoundError
 
     try:
-        with hub(), quiet():
+        with offline_if_unreachable(), quiet():
             return Path(hf_hub_download(REPOSITORY, file, repo_type="dataset"))
     except (OSError, EntryNotFoundError) as error:
-        return out_of_reach() or shorten(str(error).splitlines()[0], 120)
+        return hub_unreachable_reason() or shorten(str(error).splitlines()[0], 120)
 
 
 def how_to_get(file: str) -> str:

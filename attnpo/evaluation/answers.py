@@ -15,16 +15,16 @@ from itertools import groupby
 from pathlib import Path
 from typing import NotRequired
 
-from attnpo.config.compose import RUNS_ROOT, Root
+from attnpo.config.compose import RUNS_ROOT, RootConfig
 from attnpo.data.prompts import AnswerPrompt, EncodedPrompts, PromptSource, encode_prompts
 from attnpo.evaluation.base import ModelAnswer, Question
 from attnpo.evaluation.chat import LENGTH, Answerer, AnsweringBackend, ChatRequest, Reply
 from attnpo.evaluation.jsonl_store import JsonlStore, KeyedRow, Name
 from attnpo.models.spec import ModelSpec
-from attnpo.schema import Message, Sampling, UserError, check_choice, check_least
-from attnpo.system.locks import locked
-from attnpo.system.machine import device_of, versions
-from attnpo.system.processes import process
+from attnpo.schema import Message, Sampling, UserError, check_at_least, check_choice
+from attnpo.system.locks import folder_lock
+from attnpo.system.machine import inference_device, package_versions
+from attnpo.system.processes import rank_and_world_size
 from attnpo.training.settings import ACCELERATORS
 
 log = logging.getLogger(__name__)
@@ -52,11 +52,11 @@ class AnswerRules:
     per_prompt: int = 1
 
     def __post_init__(self) -> None:
-        check_least("answers", 1, **asdict(self))
+        check_at_least("answers", 1, **asdict(self))
 
 
 @dataclass(frozen=True)
-class AnswerConfig(Root):
+class AnswerConfig(RootConfig):
     """Root configuration of ``attnpo.generate``."""
 
     model: ModelSpec
@@ -99,10 +99,10 @@ def answer_prompts(cfg: AnswerConfig) -> Path:
             "temperature above 0"
         )
     path = default_path(model.path, data) if cfg.output is None else Path(cfg.output).expanduser()
-    file = JsonlStore[AnswerRow](path, "answers", *process())
-    cfg.require_unread("output", path, file.sidecar)
-    with locked(path.parent, file=file.part.name, instead="output=FILE.jsonl"):
-        answerer = cfg.answering.open(model, device_of(cfg.trainer.get("accelerator", "auto")))
+    file = JsonlStore[AnswerRow](path, "answers", *rank_and_world_size())
+    cfg.check_output_paths("output", path, file.sidecar)
+    with folder_lock(path.parent, file=file.part.name, instead="output=FILE.jsonl"):
+        answerer = cfg.answering.open(model, inference_device(cfg.trainer.get("accelerator", "auto")))
         found = data.load()
         if answerer.limit is not None and sampling.max_new_tokens >= answerer.limit:
             raise UserError(
@@ -144,7 +144,7 @@ def answer_prompts(cfg: AnswerConfig) -> Path:
             log.info("this process's share is done; the last process to finish merges the parts into %s", file.path)
         else:
             facts = {
-                "versions": versions(),
+                "versions": package_versions(),
                 "model": {"path": model.path, "revision": model.revision},
                 "data": {"path": data.path, "split": data.split, "rows": data.rows, "read": found.read},
                 "prompts": {"answered": len(encoded.kept), "rows_left_out": found.left_out, "left_out": unanswered},
@@ -293,7 +293,7 @@ def answer_questions(
             raise UserError(f"question {question.id!r} has no turn: expected at least one text of the user")
         by_id[question.id] = question
     file = _round_file(folder, round_)
-    with locked(folder, file=file.part.name, instead=OUTPUT):
+    with folder_lock(folder, file=file.part.name, instead=OUTPUT):
         return _Round(by_id, sampling, answerer, file, round_).run()
 
 

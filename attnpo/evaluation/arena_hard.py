@@ -26,7 +26,7 @@ import yaml
 from attnpo.evaluation.base import Graded, ModelAnswer, Question, Replies, match_answers, select_answered, weighted_mean
 from attnpo.evaluation.chat import GradingCall
 from attnpo.evaluation.checkout import NAME, Checkout, grader_messages, read_constant
-from attnpo.schema import Sampling, UserError, check_choice, check_least
+from attnpo.schema import Sampling, UserError, check_at_least, check_choice
 
 log = logging.getLogger(__name__)
 
@@ -97,8 +97,8 @@ class ArenaHard:
     def __post_init__(self) -> None:
         check_choice("benchmark.verdicts", self.verdicts, VERDICTS)
         check_choice("benchmark.missing", self.missing, MISSING)
-        check_least("benchmark", 1, strong_weight=self.strong_weight, judge_max_tokens=self.judge_max_tokens)
-        check_least("benchmark", 0, judge_temperature=self.judge_temperature)
+        check_at_least("benchmark", 1, strong_weight=self.strong_weight, judge_max_tokens=self.judge_max_tokens)
+        check_at_least("benchmark", 0, judge_temperature=self.judge_temperature)
         if not self.figures:
             raise UserError("benchmark.figures: expected at least one score with its category, got none")
 

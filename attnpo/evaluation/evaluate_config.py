@@ -5,12 +5,12 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from attnpo.config.compose import RUNS_ROOT, Root
+from attnpo.config.compose import RUNS_ROOT, RootConfig
 from attnpo.evaluation.base import Benchmark, Measure
 from attnpo.evaluation.chat import AnsweringBackend, Grader
 from attnpo.evaluation.session import GradingLimits
 from attnpo.models.spec import ModelSpec
-from attnpo.schema import BOOKKEEPING, UserError, check_choice, check_least
+from attnpo.schema import BOOKKEEPING, UserError, check_at_least, check_choice
 from attnpo.training.settings import ACCELERATORS
 
 
@@ -29,8 +29,8 @@ class GradingRules:
     missing: int = 0
 
     def __post_init__(self) -> None:
-        check_least("grading", 1, rounds=self.rounds)
-        check_least("grading", 0, again_least=self.again_least, missing=self.missing)
+        check_at_least("grading", 1, rounds=self.rounds)
+        check_at_least("grading", 0, again_least=self.again_least, missing=self.missing)
         if not 0 <= self.again <= 1:
             raise UserError(f"grading.again: expected a share from 0 to 1, got {self.again}")
 
@@ -40,7 +40,7 @@ class GradingRules:
 
 
 @dataclass(frozen=True)
-class EvaluateConfig(Root):
+class EvaluateConfig(RootConfig):
     """Whole of what ``attnpo.evaluate`` composes; a field per key of ``configs/evaluate.yaml``."""
 
     model: ModelSpec

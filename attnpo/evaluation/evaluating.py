@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from attnpo.config.fields import as_values
+from attnpo.config.fields import to_config
 from attnpo.data.overlap import count_seen
 from attnpo.display.output import markdown, print_sections, terminal
 from attnpo.display.page import report_page
@@ -32,9 +32,9 @@ from attnpo.models.spec import ModelSpec
 from attnpo.run.identity import by_class
 from attnpo.schema import UserError, digest
 from attnpo.system.credentials import identify
-from attnpo.system.files import differences, write_whole
-from attnpo.system.locks import locked
-from attnpo.system.machine import device_of
+from attnpo.system.files import find_differences, write_atomically
+from attnpo.system.locks import folder_lock
+from attnpo.system.machine import inference_device
 from attnpo.system.processes import world_size
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ def evaluate(cfg: EvaluateConfig) -> int:
         )
     folder = cfg.folder()
     folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder, cfg.lock_timeout):
+    with folder_lock(folder, cfg.lock_timeout):
         result = run_evaluation(cfg, folder)
     if result is None:
         return 0 if cfg.limits.dry_run else 1
@@ -99,7 +99,7 @@ def run_evaluation(cfg: EvaluateConfig, folder: Path) -> EvaluationResult | None
     there = [name for name in PAGES if (folder / name).exists()]
     if before is None and len(there) == 1:  # an evaluation leaves both, after its result
         raise UserError(f"output={folder}: {there[0]} there is of no evaluation; move it away, or give another folder")
-    entrant = Entrant(cfg.model, cfg.model_label(), device_of(cfg.trainer.get("accelerator", "auto")))
+    entrant = Entrant(cfg.model, cfg.model_label(), inference_device(cfg.trainer.get("accelerator", "auto")))
     if isinstance(cfg.benchmark, Benchmark):
         grading = Grading(cfg.grader, cfg.grading, cfg.limits)
         result = _grade(cfg.benchmark, entrant, cfg.answering, grading, folder, before)
@@ -110,7 +110,7 @@ def run_evaluation(cfg: EvaluateConfig, folder: Path) -> EvaluationResult | None
         sections = result_sections(result)
         title = f"{result.label} on {result.benchmark}"
         for name, text in zip(PAGES, (markdown(sections, title), report_page(title, sections)), strict=True):
-            write_whole(folder / name, text)
+            write_atomically(folder / name, text)
     return result
 
 
@@ -118,7 +118,7 @@ def _same(before: EvaluationResult | None, key: Mapping[str, object], folder: Pa
     """Returns whether a folder's result stands; a key that differs is named, and the result is made anew."""
     if before is None:
         return False
-    for name, was, now in differences(by_class(identify(before.key)), by_class(key)):
+    for name, was, now in find_differences(by_class(identify(before.key)), by_class(key)):
         log.warning("%s stands on %s %s, this command has %s: it is made anew", folder / RESULT, name, was, now)
         return False
     log.info("%s is finished: its result stands", folder)
@@ -155,7 +155,7 @@ def _measure(measure: Measure, entrant: Entrant, folder: Path, before: Evaluatio
 
 
 def _versions(benchmark: Benchmark | Measure) -> dict[str, object]:
-    return {"name": benchmark.name, "settings": as_values(benchmark), **benchmark.versions()}
+    return {"name": benchmark.name, "settings": to_config(benchmark), **benchmark.versions()}
 
 
 # ------------------------------------------------------------------------------------------------ with a grader

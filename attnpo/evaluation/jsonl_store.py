@@ -18,17 +18,17 @@ from attnpo.evaluation.chat import GradingCall, GradingReply
 from attnpo.schema import UserError, digest
 from attnpo.system.credentials import identify
 from attnpo.system.files import (
-    differences,
+    add_row_digest,
     file_digest,
-    mend_lines,
-    naming,
+    find_differences,
+    name_file_in_errors,
     parse_json,
-    seal_row,
+    pop_row_digest,
+    remove_partial_line,
     shorten,
-    take_seal,
-    write_whole,
+    write_atomically,
 )
-from attnpo.system.locks import locked
+from attnpo.system.locks import folder_lock
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ def read_lines(file: Path, noun: str, of: str = "", row_name: Callable[[Any], ob
     for number, line in enumerate(lines, start=1):
         try:
             row = parse_json(line)
-            if not take_seal(row, of) or (name := number if row_name is None else row_name(row)) in names:
+            if not pop_row_digest(row, of) or (name := number if row_name is None else row_name(row)) in names:
                 raise ValueError("changed")
         except (ValueError, KeyError, TypeError) as error:
             raise damaged_line(file, number, noun, line.decode(errors="replace")) from error
@@ -83,7 +83,7 @@ def damaged_line(file: Path, number: int, noun: str, line: object) -> UserError:
 
 def seal_lines(rows: Iterable[Mapping[str, object]], of: str = "", ascii_only: bool = False) -> str:
     """Returns rows as lines with their digests."""
-    return "".join(json.dumps(seal_row(row, of), ensure_ascii=ascii_only) + "\n" for row in rows)
+    return "".join(json.dumps(add_row_digest(row, of), ensure_ascii=ascii_only) + "\n" for row in rows)
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class JsonlStore(Generic[SomeRow]):
                 f"away, or give another {self.instead}"
             )
         if isinstance(before, Mapping):
-            for name, was, now in differences(identify(before), key):
+            for name, was, now in find_differences(identify(before), key):
                 raise UserError(
                     f"{self.path} holds {self.noun} with {name} {was}, this command has {now}: {self.noun} of both "
                     f"cannot share a file; give another {self.instead}, or the settings of the first command"
@@ -154,7 +154,7 @@ class JsonlStore(Generic[SomeRow]):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if KEY not in stored:
             self.account(key, {})
-        if mend_lines(self.part):
+        if remove_partial_line(self.part):
             log.info("%s: its last line was cut off; what it held is computed again", self.part)
         rows = self._rows(files)
         if not self._is_as_finished(stored):
@@ -187,7 +187,7 @@ class JsonlStore(Generic[SomeRow]):
 
     def append(self, rows: Iterable[SomeRow]) -> None:
         """Adds rows to this process's part and waits until they are handed to the system."""
-        with naming(self.part), self.part.open("a", encoding="utf-8") as file:
+        with name_file_in_errors(self.part), self.part.open("a", encoding="utf-8") as file:
             file.write(seal_lines(rows, self._of()))
 
     def merge(self, order: Sequence[Name]) -> list[SomeRow] | None:
@@ -201,7 +201,7 @@ class JsonlStore(Generic[SomeRow]):
         if any(name not in rows for name in order):
             return None
         asked = [rows.pop(name) for name in order]
-        write_whole(self.path, seal_lines([*asked, *rows.values()], self._of()))
+        write_atomically(self.path, seal_lines([*asked, *rows.values()], self._of()))
         for part in set(files) - {self.path}:
             part.unlink(missing_ok=True)
         if rows:
@@ -212,7 +212,9 @@ class JsonlStore(Generic[SomeRow]):
         """Writes ``key`` and, once all rows are there, what became of the prompts beside the file."""
         finished = {DIGEST: file_digest(self.path)} if facts else {}
         stored = read_account(self.sidecar).get(KEY, identify(key))  # the same, as the rows' digests have it
-        write_whole(self.sidecar, json.dumps({KEY: stored, **facts, **finished}, indent=1, ensure_ascii=False) + "\n")
+        write_atomically(
+            self.sidecar, json.dumps({KEY: stored, **facts, **finished}, indent=1, ensure_ascii=False) + "\n"
+        )
 
     def _of(self) -> str:
         return digest(read_account(self.sidecar)[KEY])
@@ -279,8 +281,8 @@ class ReplyStore:
         Raises:
             UserError: another process is at it.
         """
-        with locked(self.folder, file=GRADES, instead="output=FOLDER"):
-            if mend_lines(self.path):
+        with folder_lock(self.folder, file=GRADES, instead="output=FOLDER"):
+            if remove_partial_line(self.path):
                 log.info("%s: its last line was cut off; that call is asked again", self.path)
             self._replies = _read(self.path)
             self._is_open = True
@@ -307,7 +309,7 @@ class ReplyStore:
             "reply": asdict(reply),
             "time": time.strftime("%Y-%m-%d %H:%M:%S"),
         }
-        with naming(self.path), self.path.open("a", encoding="utf-8") as file:
+        with name_file_in_errors(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(seal_lines([line], ascii_only=True))  # graders may send text that is no Unicode
         self._replies[key] = reply, digest(grader)
 

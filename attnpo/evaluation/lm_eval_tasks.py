@@ -27,8 +27,8 @@ import torch
 
 from attnpo.evaluation.base import BenchmarkScore, Subject, UngradedResult
 from attnpo.evaluation.spreads import NORMAL
-from attnpo.schema import BOOKKEEPING, UserError, check_least, digest
-from attnpo.system.files import clean, file_digest, read_record, write_record
+from attnpo.schema import BOOKKEEPING, UserError, check_at_least, digest
+from attnpo.system.files import file_digest, read_record, safe_filename, write_record
 
 if TYPE_CHECKING:
     from lm_eval.api.task import Task
@@ -222,8 +222,8 @@ class LmEvalTasks:
     nltk_data: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_least("benchmark", 1, limit=self.limit, batch_size=self.batch_size, max_gen_toks=self.max_gen_toks)
-        check_least("benchmark", 0, num_fewshot=self.num_fewshot)
+        check_at_least("benchmark", 1, limit=self.limit, batch_size=self.batch_size, max_gen_toks=self.max_gen_toks)
+        check_at_least("benchmark", 0, num_fewshot=self.num_fewshot)
         if self.system is not None and not self.apply_chat_template:
             raise UserError("benchmark.system is a turn of a chat: set benchmark.apply_chat_template=true as well")
 
@@ -311,7 +311,7 @@ class _Runner:
 
     def task(self, name: str) -> UngradedResult:
         """Returns the figures of one task, group or tag; read from the folder where they are there."""
-        path, key = self.subject.folder / f"task-{clean(name)}.json", digest([name, self._key])
+        path, key = self.subject.folder / f"task-{safe_filename(name)}.json", digest([name, self._key])
         kept = read_record(path)
         if kept is not None and kept.get("key") == key:
             log.info("%s: %s is done, read from %s", self.settings.name, name, path)

@@ -30,8 +30,8 @@ from attnpo.evaluation.chat import (
 from attnpo.judge.base import JudgeReading
 from attnpo.judge.prompts import label_tokens
 from attnpo.models.spec import BATCH_SIZE, DTYPES, TOKEN_BUDGET, ModelSpec
-from attnpo.schema import BOOKKEEPING, Message, Sampling, UserError, check_choice, check_least
-from attnpo.system.machine import device_of
+from attnpo.schema import BOOKKEEPING, Message, Sampling, UserError, check_at_least, check_choice
+from attnpo.system.machine import inference_device
 from attnpo.text.chat import SENTINEL, ChatFormat, RefusedText
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class HFAnswering:
     max_length: int | None = None
 
     def __post_init__(self) -> None:
-        check_least("answering", 1, **asdict(self))
+        check_at_least("answering", 1, **asdict(self))
 
     def open(self, model: ModelSpec, device: torch.device) -> Answerer:
         """Reads config and tokenizer; the weights are loaded onto ``device`` with the first answer."""
@@ -196,7 +196,9 @@ class LocalGrader:
     def __post_init__(self) -> None:
         check_choice("grader.dtype", self.dtype, DTYPES)
         check_choice("grader.accelerator", self.accelerator, ACCELERATORS)
-        check_least("grader", 1, batch_size=self.batch_size, token_budget=self.token_budget, max_length=self.max_length)
+        check_at_least(
+            "grader", 1, batch_size=self.batch_size, token_budget=self.token_budget, max_length=self.max_length
+        )
 
     # ------------------------------------------------------------------------------------------ what it is
 
@@ -257,7 +259,7 @@ class LocalGrader:
 
         reading = inspect_model(self.path, self.revision).reading
         model = load_model(self.path, dtype=self.dtype, revision=self.revision, attn_implementation=reading)
-        model.to(device_of(self.accelerator))  # type: ignore[arg-type]
+        model.to(inference_device(self.accelerator))  # type: ignore[arg-type]
         return model
 
     @cached_property

@@ -20,7 +20,7 @@ import numpy as np
 from attnpo.evaluation.base import Graded, ModelAnswer, Question, Replies, match_answers, select_answered, weighted_mean
 from attnpo.evaluation.chat import GradingCall
 from attnpo.evaluation.checkout import NAME, Checkout, grader_messages
-from attnpo.schema import Message, Sampling, UserError, check_least
+from attnpo.schema import Message, Sampling, UserError, check_at_least
 
 RULES = 1
 """Version of how calls are made and replies are read; moves when either changes."""
@@ -91,9 +91,9 @@ class MTBench:
         unknown = [category for category in self.with_reference if category not in self.temperatures]
         if unknown:
             raise UserError(f"benchmark.with_reference: {unknown[0]} is no category of benchmark.temperatures")
-        check_least("benchmark", 1, judge_max_tokens=self.judge_max_tokens)
-        check_least("benchmark", 0, judge_temperature=self.judge_temperature)
-        check_least("benchmark.temperatures", 0, **self.temperatures)
+        check_at_least("benchmark", 1, judge_max_tokens=self.judge_max_tokens)
+        check_at_least("benchmark", 0, judge_temperature=self.judge_temperature)
+        check_at_least("benchmark.temperatures", 0, **self.temperatures)
 
     @property
     def scores(self) -> tuple[str, ...]:

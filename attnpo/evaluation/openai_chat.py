@@ -35,9 +35,9 @@ from attnpo.evaluation.served import (
     warn_of,
 )
 from attnpo.models.spec import ModelSpec
-from attnpo.schema import BOOKKEEPING, Sampling, UserError, check_choice, check_least, digest
+from attnpo.schema import BOOKKEEPING, Sampling, UserError, check_at_least, check_choice, digest
 from attnpo.system.credentials import redact
-from attnpo.system.packages import install_line
+from attnpo.system.packages import install_command
 from attnpo.text.chat import ChatFormat, RefusedText
 from attnpo.text.template import tools_of, without_tools
 
@@ -158,7 +158,7 @@ class _Endpoint:
         if find_spec("openai") is None or find_spec("httpx2") is None:
             raise UserError(
                 f"{self.part}=openai needs the packages openai (3 or later) and httpx2; they come with the extra "
-                f"`eval`: {install_line('eval')}"
+                f"`eval`: {install_command('eval')}"
             )
         if variable is not None and not os.environ.get(variable):
             raise UserError(
@@ -209,8 +209,8 @@ class OpenAIAnswering:
     max_length: int | None = None
 
     def __post_init__(self) -> None:
-        check_least("answering", 1, concurrency=self.concurrency, timeout=self.timeout, max_length=self.max_length)
-        check_least("answering", 0, retries=self.retries)
+        check_at_least("answering", 1, concurrency=self.concurrency, timeout=self.timeout, max_length=self.max_length)
+        check_at_least("answering", 0, retries=self.retries)
         if not self.base_url.startswith(("http://", "https://")):
             raise UserError(
                 f"answering.base_url={self.base_url}: expected the address of a server, such as "
@@ -400,11 +400,11 @@ class OpenAIGrader:
     extra_body: dict[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_least("grader", 1, concurrency=self.concurrency)
-        check_least("grader", 0, max_retries=self.max_retries)
+        check_at_least("grader", 1, concurrency=self.concurrency)
+        check_at_least("grader", 0, max_retries=self.max_retries)
         if not 0 < self.timeout < float("inf"):
             raise UserError(f"grader.timeout: expected seconds above 0, got {self.timeout}")
-        check_least("grader", 0, price_input=self.price_input, price_output=self.price_output)
+        check_at_least("grader", 0, price_input=self.price_input, price_output=self.price_output)
         check_choice("grader.length_key", self.length_key, LENGTH_KEYS)
 
     @property

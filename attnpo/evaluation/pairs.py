@@ -15,7 +15,7 @@ from typing import NotRequired, Protocol, runtime_checkable
 
 import torch
 
-from attnpo.config.compose import RUNS_ROOT, Root
+from attnpo.config.compose import RUNS_ROOT, RootConfig
 from attnpo.data.adapters import RowProblem, require_columns
 from attnpo.data.base import row_range
 from attnpo.data.prompts import AnswerPrompt, PromptColumns, prompt_of
@@ -23,12 +23,12 @@ from attnpo.data.tables import read_table
 from attnpo.evaluation.answers import AnswerRow
 from attnpo.evaluation.chat import LENGTH
 from attnpo.evaluation.jsonl_store import DIGEST, KEY, SUFFIX, JsonlStore, KeyedRow, read_account
-from attnpo.schema import BOOKKEEPING, Message, UserError, asked_by, check_choice, check_least, digest
+from attnpo.schema import BOOKKEEPING, Message, UserError, check_at_least, check_choice, digest, prompt_identity
 from attnpo.system.credentials import identify
-from attnpo.system.files import clean, differences, file_digest, require_own, write_whole
-from attnpo.system.locks import locked
-from attnpo.system.machine import device_of, versions
-from attnpo.system.processes import process
+from attnpo.system.files import check_is_own_file, file_digest, find_differences, safe_filename, write_atomically
+from attnpo.system.locks import folder_lock
+from attnpo.system.machine import inference_device, package_versions
+from attnpo.system.processes import rank_and_world_size
 from attnpo.training.settings import ACCELERATORS
 
 log = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class AnswerSets:
         """Returns the digest of all prompts and answers that can be ranked."""
         return digest(
             [
-                digest([each.id, asked_by(each.prompt), [[one.draw, one.text] for one in each.answers]])
+                digest([each.id, prompt_identity(each.prompt), [[one.draw, one.text] for one in each.answers]])
                 for each in self.sets
             ]
         )
@@ -254,11 +254,11 @@ class PairRules:
     min_gap: float = 0.0
 
     def __post_init__(self) -> None:
-        check_least("pairs", 0, min_gap=self.min_gap)
+        check_at_least("pairs", 0, min_gap=self.min_gap)
 
 
 @dataclass(frozen=True)
-class PairConfig(Root):
+class PairConfig(RootConfig):
     """Root configuration of ``attnpo.pair``; a field per key of ``configs/pair.yaml``."""
 
     answers: AnswerSource
@@ -282,7 +282,7 @@ class PairConfig(Root):
         answers = Path(self.answers.path)
         named = answers.parent.name if answers.stem == "answers" and answers.parent.name else answers.name.split(".")[0]
         kind = self.ranker.name.split(" ")[0]
-        return RUNS_ROOT / f"pairs-{clean(named.removeprefix('answers-'))}-{kind}" / "pairs.jsonl"
+        return RUNS_ROOT / f"pairs-{safe_filename(named.removeprefix('answers-'))}-{kind}" / "pairs.jsonl"
 
 
 TIES = "ties"
@@ -305,10 +305,10 @@ def make_pairs(cfg: PairConfig) -> Path | None:
         raise UserError(f"output={path}: expected a file name that ends in {SUFFIX}")
     account = path.with_suffix(".json")
     written = [str(read_account(account)[DIGEST])] if DIGEST in read_account(account) else []
-    require_own(f"output={path}", path, account, written, "attnpo.pair")
-    file = JsonlStore[ScoreRow](path.with_name(f"{path.stem}.scores{SUFFIX}"), "scores", *process())
-    cfg.require_unread("output", path, account, file.path, file.sidecar)
-    with locked(path.parent, file=file.part.name, instead="output=FILE.jsonl"):
+    check_is_own_file(f"output={path}", path, account, written, "attnpo.pair")
+    file = JsonlStore[ScoreRow](path.with_name(f"{path.stem}.scores{SUFFIX}"), "scores", *rank_and_world_size())
+    cfg.check_output_paths("output", path, account, file.path, file.sidecar)
+    with folder_lock(path.parent, file=file.part.name, instead="output=FILE.jsonl"):
         found, ranker = cfg.answers.load(), cfg.ranker
         key = {"answers": found.fingerprint, "ranker": ranker.key(found.sets)}
         # A dry run leaves no account of its ranker, which would bind the commands after it.
@@ -319,7 +319,7 @@ def make_pairs(cfg: PairConfig) -> Path | None:
         log.info("%d prompts to rank by %s, %d of them here", len(found.sets), ranker.name, len(lacking))
         done = 0
         if lacking:
-            for some in ranker.scores(lacking, device_of(cfg.trainer.get("accelerator", "auto")), path.parent):
+            for some in ranker.scores(lacking, inference_device(cfg.trainer.get("accelerator", "auto")), path.parent):
                 if not cfg.dry_run:
                     file.append([row for row in some if (row["id"], row["draw"]) not in have])
                 done += len({row["id"] for row in some})
@@ -359,9 +359,9 @@ def _write(
     whole = json.loads(json.dumps({**identify(key), "pairs": asdict(rules) | {"take": rules.take.value}}))
     before = read_account(path.with_suffix(".json")).get(KEY)
     if isinstance(before, Mapping):
-        for name, was, now in differences(identify(before), whole):
+        for name, was, now in find_differences(identify(before), whole):
             log.warning("%s stands on %s %s, this command has %s: it is made anew", path, name, was, now)
-    write_whole(path, "".join(json.dumps(pair, ensure_ascii=False) + "\n" for pair in pairs))
+    write_atomically(path, "".join(json.dumps(pair, ensure_ascii=False) + "\n" for pair in pairs))
     facts = {
         KEY: whole,
         DIGEST: file_digest(path),
@@ -370,9 +370,9 @@ def _write(
         "prompts": {"ranked": len(found.sets) - counts[UNRANKED], "paired": len({pair["id"] for pair in pairs})},
         "pairs": len(pairs),
         "counts": {what: count for what, count in sorted(counts.items()) if count},
-        "versions": versions(),
+        "versions": package_versions(),
     }
-    write_whole(path.with_suffix(".json"), json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
+    write_atomically(path.with_suffix(".json"), json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
     log.info("%d pairs of %d prompts in %s, ranked by %s; %s", len(pairs), found.prompts, path, ranker, told)
     return path
 

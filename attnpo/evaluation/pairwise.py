@@ -19,7 +19,7 @@ from attnpo.config.named_files import find_file
 from attnpo.evaluation.base import Benchmark, Graded, ModelAnswer, Question, Replies, first_turn, match_answers
 from attnpo.evaluation.chat import GradingCall, GradingReply
 from attnpo.judge.prompts import JudgeTemplate, question_text
-from attnpo.schema import Message, Sampling, UserError, check_least, digest
+from attnpo.schema import Message, Sampling, UserError, check_at_least, digest
 
 MODEL_FIRST, MODEL_SECOND = "model first", "model second"
 ORDERS = (MODEL_FIRST, MODEL_SECOND)
@@ -59,7 +59,7 @@ class PairwiseRules:
     top_logprobs: int = 5
 
     def __post_init__(self) -> None:
-        check_least("benchmark.pairwise", 1, top_logprobs=self.top_logprobs)
+        check_at_least("benchmark.pairwise", 1, top_logprobs=self.top_logprobs)
         if self.labels[0] == self.labels[1]:
             raise UserError(f"benchmark.pairwise.labels: expected two that differ, got {self.labels[0]} twice")
 

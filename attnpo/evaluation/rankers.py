@@ -18,8 +18,8 @@ from attnpo.evaluation.pairwise import Contest, PairwiseRules
 from attnpo.evaluation.session import GradingLimits
 from attnpo.judge.prompts import question_text
 from attnpo.models.spec import DTYPES
-from attnpo.schema import BOOKKEEPING, UserError, check_choice, check_least, digest
-from attnpo.system.processes import process
+from attnpo.schema import BOOKKEEPING, UserError, check_at_least, check_choice, digest
+from attnpo.system.processes import rank_and_world_size
 from attnpo.text.chat import ChatFormat, RefusedText
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class JudgeRanker:
         from attnpo.evaluation.jsonl_store import ReplyStore
         from attnpo.evaluation.session import ask_all
 
-        rank, processes = process()
+        rank, processes = rank_and_world_size()
         own = folder / "grades" if processes == 1 else folder / f"grades-part{rank}"
         if self.limits.dry_run:
             ask_all(self._calls(sets), self.grader, ReplyStore(own), self.limits)
@@ -133,7 +133,7 @@ class RewardRanker:
 
     def __post_init__(self) -> None:
         check_choice("ranker.dtype", self.dtype, DTYPES)
-        check_least("ranker", 1, max_length=self.max_length, token_budget=self.token_budget)
+        check_at_least("ranker", 1, max_length=self.max_length, token_budget=self.token_budget)
 
     @property
     def name(self) -> str:

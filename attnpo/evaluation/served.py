@@ -15,7 +15,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from attnpo.system.credentials import mask, redact
+from attnpo.system.credentials import mask_credentials, redact
 from attnpo.system.files import Json, shorten
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def escape(text: str) -> str:
 def describe(problem: Exception) -> str:
     """Says a problem in one line, with the cause of a broken connection."""
     cause = f" ({problem.__cause__})" if problem.__cause__ is not None and str(problem.__cause__) else ""
-    return mask(" ".join(f"{problem}{cause}".split()))[:300]
+    return mask_credentials(" ".join(f"{problem}{cause}".split()))[:300]
 
 
 def warn_of(address: str, notes: Iterable[str]) -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from attnpo.evaluation.chat import Grader, GradingCall, GradingFailure, GradingReply, Price
 from attnpo.evaluation.jsonl_store import ReplyStore
-from attnpo.schema import UserError, check_least
+from attnpo.schema import UserError, check_at_least
 
 log = logging.getLogger(__name__)
 
@@ -37,8 +37,8 @@ class GradingLimits:
     dry_run: bool = False
 
     def __post_init__(self) -> None:
-        check_least("limits", 0, max_cost=self.max_cost, max_calls=self.max_calls, max_failed=self.max_failed)
-        check_least("limits", 1, max_items=self.max_items)
+        check_at_least("limits", 0, max_cost=self.max_cost, max_calls=self.max_calls, max_failed=self.max_failed)
+        check_at_least("limits", 1, max_items=self.max_items)
 
     def check_price(self, grader: Grader) -> None:
         """Raises UserError for a budget in dollars where the price of the grader's tokens is not known."""

@@ -33,7 +33,7 @@ from attnpo.models.memory import MemoryEstimate, estimate_pass, most_tokens
 from attnpo.models.spec import ModelSpec
 from attnpo.schema import PreferencePair, UserError, digest
 from attnpo.system.files import read_record, write_record
-from attnpo.system.machine import memory_of
+from attnpo.system.machine import device_memory
 from attnpo.system.store import Store, StoreTable
 from attnpo.text.chat import ChatFormat
 
@@ -172,7 +172,7 @@ class RunJudge(AttentionReader):
             self.path, dtype=self.settings.dtype, revision=self.revision, attn_implementation=found.reading
         )
         model.to(device)  # type: ignore[arg-type]
-        budget = self.budget(memory_of(device))
+        budget = self.budget(device_memory(device))
         plain = CausalJudge(model, token_budget=budget, kernel=self.kernel)
         judge = thinking(plain, self.prompts, KeptTraces(self._traces() if keep else None))
         return LoadedJudge(judge, self.prompts, self.settings.verdict)

@@ -46,7 +46,7 @@ from attnpo.models.logps import project
 from attnpo.models.prompt_rows import one_row, row_batches
 from attnpo.models.trial import EXACT, Blocks, differ, first_layers, probe_prompts, right_padded
 from attnpo.schema import UserError
-from attnpo.system.files import in_bytes
+from attnpo.system.files import format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -306,7 +306,7 @@ class CausalJudge:
             kind,
             problem,
             square,
-            in_bytes(square * 2048**2),
+            format_bytes(square * 2048**2),
         )
 
     def _reason_against_rows(self) -> str | None:

@@ -7,7 +7,7 @@ from enum import Enum
 from attnpo.config.named_files import find_file
 from attnpo.models.spec import AUTO, DTYPES
 from attnpo.objectives.base import LengthFrom
-from attnpo.schema import BOOKKEEPING, Sampling, UserError, check_choice, check_least, check_range
+from attnpo.schema import BOOKKEEPING, Sampling, UserError, check_at_least, check_choice, check_range
 from attnpo.text.alignment import AlignMethod
 from attnpo.text.traces import CLOSE
 
@@ -101,8 +101,8 @@ class JudgeRules:
     trace: TraceRules | None = None
 
     def __post_init__(self) -> None:
-        check_least("judge", 1, max_length=self.max_length, max_response_length=self.max_response_length)
-        check_least("judge", 0, span_drop=self.span_drop)
+        check_at_least("judge", 1, max_length=self.max_length, max_response_length=self.max_response_length)
+        check_at_least("judge", 0, span_drop=self.span_drop)
         if self.span_closing == "":
             raise UserError("judge.span_closing: expected text that follows both answers, or null, got an empty one")
         if self.prefill == "":
@@ -183,4 +183,4 @@ class OtherJudge:
 
     def __post_init__(self) -> None:
         check_choice("other_judge.dtype", self.dtype, DTYPES)
-        check_least("other_judge", 1, max_length=self.max_length, max_response_length=self.max_response_length)
+        check_at_least("other_judge", 1, max_length=self.max_length, max_response_length=self.max_response_length)

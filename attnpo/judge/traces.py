@@ -15,7 +15,7 @@ from attnpo.judge.prompts import AfterTrace
 from attnpo.models.backbone import require_causal_lm
 from attnpo.models.generate import Request, Until, end_ids_of, longest_first, new_tokens, padding_id, written_text
 from attnpo.schema import Sampling, UserError, digest
-from attnpo.system.store import StoreTable, array_in
+from attnpo.system.store import StoreTable, expect_array
 
 
 class TraceWriter:
@@ -106,7 +106,7 @@ class KeptTraces:
             return {key: self._held[key] for key in keys if key in self._held}
         known = [key for key, columns in self.table.columns_present(keys).items() if IDS in columns]
         return {
-            key: WrittenTrace(tuple(array_in(row[IDS]).tolist()), str(row[TEXT]), bool(row[CLOSED]))
+            key: WrittenTrace(tuple(expect_array(row[IDS]).tolist()), str(row[TEXT]), bool(row[CLOSED]))
             for key, row in self.table.read(known, [IDS, TEXT, CLOSED]).items()
         }
 

@@ -13,7 +13,7 @@ from enum import Enum
 
 from attnpo.judge.base import JudgeModel, JudgeReading
 from attnpo.judge.settings import TraceRules
-from attnpo.schema import PairWeights, Round
+from attnpo.schema import JudgeRound, PairWeights
 
 ENOUGH = 20  # pairs: with fewer, the interval of a judge that is right four times of five may hold one half
 Z95 = 1.959964  # standard deviations on either side of a 95 % interval
@@ -149,7 +149,7 @@ def with_verdicts(captured: Sequence[PairWeights]) -> list[PairWeights]:
     return [pair for pair in captured if pair.rounds and all(item.verdict_logits is not None for item in pair.rounds)]
 
 
-def margin_of(item: Round) -> float:
+def margin_of(item: JudgeRound) -> float:
     """Returns log-odds in nats of the chosen response's label over the rejected one's. ValueError without a verdict."""
     if item.verdict_logits is None:
         raise ValueError("the verdict of this round was not read")

@@ -7,7 +7,7 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attnpo.cli.terminal import override, reporting
+from attnpo.cli.terminal import format_override, log_to_terminal
 from attnpo.config.compose import load
 from attnpo.lab.results import Run, StudyResults, load_run, load_study
 from attnpo.run.folders import run_folder
@@ -37,7 +37,7 @@ def train(overrides: Sequence[str] = (), *, config_dir: str | Path | None = None
             "experiment=none, or call run_study"
         )
     if cfg.name is None:  # a time stamp in the name of its folder would be another one a second later
-        cfg = _load([*overrides, override("name", run_folder(cfg).name)], config_dir)
+        cfg = _load([*overrides, format_override("name", run_folder(cfg).name)], config_dir)
     from attnpo.fit import main
 
     with _logging_as_command(progress):
@@ -66,7 +66,7 @@ def run_study(
             "run_study: expected a study, and the configuration asks for one run; give experiment=NAME, or call train"
         )
     if cfg.name is None and cfg.kept_folder() is None:
-        cfg = _load([*overrides, override("name", run_folder(cfg).name)], config_dir)
+        cfg = _load([*overrides, format_override("name", run_folder(cfg).name)], config_dir)
     from attnpo.fit import main
 
     with _logging_as_command(progress):  # what it prints is in the folder as well
@@ -90,7 +90,7 @@ def _logging_as_command(progress: bool) -> Iterator[None]:
     ours, root = logging.getLogger("attnpo"), logging.getLogger()
     level, handlers = ours.level, [*root.handlers]
     try:
-        with reporting(bars=False), redirect_stdout(StringIO()):
+        with log_to_terminal(bars=False), redirect_stdout(StringIO()):
             if not progress:
                 ours.setLevel(logging.WARNING)
             yield

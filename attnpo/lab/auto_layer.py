@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from statistics import stdev
 
-from attnpo.config.fields import as_values
+from attnpo.config.fields import to_config
 from attnpo.data.prepare import EncodedSet, calibration_pairs, sample_of
 from attnpo.judge.base import CAPTURE_VERSION
 from attnpo.judge.judge import RunJudge
@@ -113,7 +113,7 @@ def find_layer(source: WeightSource, readers: Readers, train: EncodedSet, rules:
         "capture": CAPTURE_VERSION,
         "pairs": [pair.pair_id for pair in sample],
         "rules": asdict(rules),
-        "weights": {name: value for name, value in as_values(source).items() if name != "store_layers"},
+        "weights": {name: value for name, value in to_config(source).items() if name != "store_layers"},
         "judge": judge.fingerprint(),
         "prompts": judge.prompts.fingerprint(),
     }

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from attnpo.schema import UserError, check_least
+from attnpo.schema import UserError, check_at_least
 
 # Classes of tokens by weight, and by the truth, in what a run says of where its policy moved.
 END, NO_WEIGHT, BELOW, WEIGHTED, OTHER = "end_of_turn", "no_weight", "below_uniform", "weighted", "other"
@@ -25,6 +25,6 @@ class LayerRules:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_least("auto_layer", 1, pairs=self.pairs, draws=self.draws)
+        check_at_least("auto_layer", 1, pairs=self.pairs, draws=self.draws)
         if not self.shares or not all(0 < share < 1 for share in self.shares):
             raise UserError(f"auto_layer.shares: expected shares between 0 and 1, got {list(self.shares)}")

@@ -7,7 +7,7 @@ from typing import Any
 from attnpo.lab.light import LayerRules
 from attnpo.run.combinations import wants_auto
 from attnpo.run.components import Truth
-from attnpo.schema import Json, PreferencePair, check_least
+from attnpo.schema import Json, PreferencePair, check_at_least
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class DriftSettings:
     answers: int = 96
 
     def __post_init__(self) -> None:
-        check_least("drift", 0, pairs=self.pairs)
-        check_least("drift", 1, train_pairs=self.train_pairs, answers=self.answers)
+        check_at_least("drift", 0, pairs=self.pairs)
+        check_at_least("drift", 1, train_pairs=self.train_pairs, answers=self.answers)
 
     def unread(self) -> dict[str, str]:
         """Names the keys without effect."""

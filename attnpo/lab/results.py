@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 import pandas
 from omegaconf import DictConfig, OmegaConf
 
-from attnpo.config.compose import plain, readable
+from attnpo.config.compose import to_container, wrap_yaml_errors
 from attnpo.display.output import read_tables
 from attnpo.display.page import Paragraph, TableBlock
 from attnpo.display.tables import Cell, ordered_cells
@@ -26,7 +26,7 @@ from attnpo.run.folders import CONFIG, FIXED, STUDY_FILES, TABLES
 from attnpo.run.result import RunResult
 from attnpo.schema import UserError
 from attnpo.system.credentials import to_savable
-from attnpo.system.files import SEAL, Json, describe_change, is_sealed, parse_json, read_checksums, read_record
+from attnpo.system.files import SEAL, Json, describe_change, has_checksums, parse_json, read_checksums, read_record
 from attnpo.training.metrics_file import METRICS, read_metrics
 from attnpo.weights.arrival import COLUMNS as ARRIVED
 
@@ -104,7 +104,7 @@ def load_run(folder: str | Path) -> Run:
 
 def _run(path: Path, result: RunResult) -> Run:
     cfg = config_in(path / CONFIG)
-    values = {} if cfg is None else plain(cfg)
+    values = {} if cfg is None else to_container(cfg)
     return Run(path, result, values, tuple(warn_unsealed([path])))
 
 
@@ -299,7 +299,7 @@ def read_study(folder: Path) -> StudyResults:
     expected = [
         name for name in STUDY_FILES if name != TABLES or (folder / TABLES).exists() or TABLES in read_checksums(folder)
     ]
-    problem = describe_change(folder, only=expected) if is_sealed(folder) else None
+    problem = describe_change(folder, only=expected) if has_checksums(folder) else None
     if problem is not None:
         raise UserError(f"{folder}: {problem}; run the study's command again, which reuses its finished points")
     points = point_folders(folder)
@@ -393,12 +393,12 @@ def nothing(folder: Path, expected: str) -> UserError:
 
 def damage_of(folder: Path) -> str | None:
     """Returns what is damaged in a finished run's result or config; None for nothing, or nothing to tell by."""
-    return describe_change(folder, only=(CONFIG, RESULT)) if is_sealed(folder) else None
+    return describe_change(folder, only=(CONFIG, RESULT)) if has_checksums(folder) else None
 
 
 def warn_unsealed(folders: Sequence[Path]) -> list[str]:
     """Returns a line that names the first of those folders that hold no digests to compare their files with, if any."""
-    unsealed = [folder for folder in folders if not is_sealed(folder)]
+    unsealed = [folder for folder in folders if not has_checksums(folder)]
     more = f" (and {len(unsealed) - 1} more)" if len(unsealed) > 1 else ""
     return [f"{unsealed[0].resolve().name}: it has no {SEAL}, so its files are not checked{more}"] if unsealed else []
 
@@ -471,7 +471,7 @@ def config_in(path: Path) -> DictConfig | None:
     if not path.is_file():
         return None
     try:
-        with readable(path):
+        with wrap_yaml_errors(path):
             cfg = OmegaConf.load(path)
     except Exception as problem:  # YAML's errors, and those of a file that is no text
         words = " ".join(str(problem).split())[:120]

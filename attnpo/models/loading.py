@@ -35,8 +35,8 @@ from attnpo.models.kept_digests import unchanged_digest
 from attnpo.models.spec import ModelSpec
 from attnpo.models.trial import require_causal
 from attnpo.schema import UserError, check_choice, digest
-from attnpo.system.files import SEAL, describe_change, is_sealed, parse_json
-from attnpo.system.hub_access import hub, out_of_reach
+from attnpo.system.files import SEAL, describe_change, has_checksums, parse_json
+from attnpo.system.hub_access import hub_unreachable_reason, offline_if_unreachable
 from attnpo.text.chat import ChatFormat
 from attnpo.text.template import with_default
 
@@ -266,7 +266,7 @@ def weights_fingerprint(path: str | Path, revision: str | None = None) -> dict[s
         _refuse_adapter(source, revision)
         load_config(path, revision)  # refuses what is not there
         with _loading("model", path, revision):
-            cached = out_of_reach() is not None
+            cached = hub_unreachable_reason() is not None
             commit = resolve_revision(source, revision=revision or "main", local_files_only=cached).resolved
         return {"hub": source, "commit": commit}
     _check_folder(source)
@@ -318,7 +318,10 @@ def _check_config(folder: Path) -> None:
 
 def _check_sealed(folder: Path, patterns: tuple[str, ...]) -> None:
     """Refuses a sealed folder, such as a run's best/, when the files read of it differ from its own digests."""
-    if is_sealed(folder) and (problem := describe_change(folder, only=patterns, digest=unchanged_digest)) is not None:
+    if (
+        has_checksums(folder)
+        and (problem := describe_change(folder, only=patterns, digest=unchanged_digest)) is not None
+    ):
         raise UserError(
             f"{folder}: {problem}: copy or export the folder again; where the change is meant, remove its {SEAL}"
         )
@@ -361,7 +364,7 @@ def _loading(what: str, path: str | Path, revision: str | None) -> Iterator[None
     level = library.get_verbosity()
     library.set_verbosity(logging.CRITICAL)  # it logs tables of keys; their problems are raised or logged here
     try:
-        with nullcontext() if local else hub():
+        with nullcontext() if local else offline_if_unreachable():
             yield
     except Exception as error:  # the library raises anything from OSError to SafetensorError here
         raise UserError(_load_failure(what, path, revision, error, local)) from error
@@ -379,9 +382,9 @@ def _load_failure(what: str, path: str | Path, revision: str | None, error: Exce
         )
     if local:
         return f"{start}: {words}; where a file of this folder is damaged or missing, copy or export the folder again"
-    if out_of_reach() is not None:
+    if (reason := hub_unreachable_reason()) is not None:
         return (
-            f"{start}: there is no such folder here, no complete copy in the hub's cache, and {out_of_reach()}: give "
+            f"{start}: there is no such folder here, no complete copy in the hub's cache, and {reason}: give "
             "an existing folder, or download it where there is a network"
         )
     return (

@@ -24,7 +24,7 @@ from attnpo.models.logps import Head, to_full_tensor
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import LoraSpec
 from attnpo.schema import ModelInputs, TokenStats, UserError
-from attnpo.system.files import Json, share
+from attnpo.system.files import Json, apply_umask
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraConfig, LoraLayer
@@ -191,7 +191,7 @@ def write_adapter(
     weights = folder / "adapter_model.safetensors"
     named = {f"{PEFT_MODEL}{name}": value.contiguous() for name, value in state.items()}
     save_file(named, weights, metadata={"format": "pt"})
-    share(weights)
+    apply_umask(weights)
 
 
 class AdapterOff(ScoredLM):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from attnpo.schema import BOOKKEEPING, UserError, check_least, check_range
+from attnpo.schema import BOOKKEEPING, UserError, check_at_least, check_range
 
 ALL_LINEAR = "all-linear"
 AUTO = "auto"
@@ -28,7 +28,7 @@ class LoraSpec:
     target_modules: str | tuple[str, ...] = ALL_LINEAR
 
     def __post_init__(self) -> None:
-        check_least("model.lora", 1, rank=self.rank)
+        check_at_least("model.lora", 1, rank=self.rank)
         check_range("model.lora", "(0, inf)", alpha=self.alpha)
         if not 0 <= self.dropout < 1:
             raise UserError(f"model.lora.dropout must be from 0 up to, but below, 1; got {self.dropout}")
@@ -82,13 +82,13 @@ class ModelSpec:
             )
         if self.logps_chunk != AUTO and (isinstance(self.logps_chunk, str) or self.logps_chunk < 1):
             raise UserError(f"model.logps_chunk must be at least 1 token, or {AUTO}, got {self.logps_chunk!r}")
-        check_least("model", 1, checkpoint_every=self.checkpoint_every)
+        check_at_least("model", 1, checkpoint_every=self.checkpoint_every)
         if self.checkpoint_every > 1 and not self.gradient_checkpointing:
             raise UserError(
                 f"model.checkpoint_every={self.checkpoint_every} says which blocks are computed again, and none is: "
                 "set model.gradient_checkpointing=true as well"
             )
-        check_least("model", 0, router_aux_loss_coef=self.router_aux_loss_coef)
+        check_at_least("model", 0, router_aux_loss_coef=self.router_aux_loss_coef)
         balance = self.router_aux_loss_coef or None
         compiler = None if self.compile == AUTO else self.compile
         if balance and compiler:

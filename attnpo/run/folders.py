@@ -11,7 +11,7 @@ from tempfile import TemporaryFile
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from attnpo.config.compose import cache_root, parse_as, readable
+from attnpo.config.compose import cache_root, parse_as, wrap_yaml_errors
 from attnpo.run.run_config import RunConfig
 from attnpo.schema import UserError
 from attnpo.system.processes import world_size
@@ -54,7 +54,7 @@ def saved_config(folder: Path, said: str) -> RunConfig:
     if not path.is_file():
         raise UserError(f"{said}: no run lies there ({CONFIG} is missing); give the folder of a run")
     try:
-        with readable(path):
+        with wrap_yaml_errors(path):
             found = OmegaConf.load(path)
     except (OmegaConfBaseException, UserError, OSError) as error:
         raise UserError(f"{path} is no configuration: {error}; give the folder of a run") from error

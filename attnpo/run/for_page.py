@@ -8,7 +8,7 @@ from pathlib import Path
 
 from attnpo.display.weighed_pair import WeighedPair
 from attnpo.schema import PreferencePair
-from attnpo.system.files import parse_json, write_whole
+from attnpo.system.files import parse_json, write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def keep_for_page(folder: Path, heat: Sequence[WeighedPair], sampled: Sequence[P
             {"prompt": row["prompt"][-1]["content"], "policy": row["policy"], "base": row["reference"]} for row in rows
         ]
     record = {"pairs": [pair.to_dict() for pair in heat[:PAIRS]], "answers": answers}
-    write_whole(folder / FILE, json.dumps(record, ensure_ascii=False) + "\n")
+    write_atomically(folder / FILE, json.dumps(record, ensure_ascii=False) + "\n")
 
 
 def read_for_page(folder: Path) -> ForPage | None:

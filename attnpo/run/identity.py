@@ -10,12 +10,12 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from attnpo.config.compose import build, plain, readable
+from attnpo.config.compose import instantiate, to_container, wrap_yaml_errors
 from attnpo.config.fields import bookkeeping_keys
-from attnpo.config.named_files import below
+from attnpo.config.named_files import is_at_or_below
 from attnpo.run.combinations import AUTO, LAYER
 from attnpo.run.run_config import RunConfig
-from attnpo.system.files import Json, flat
+from attnpo.system.files import Json, flatten
 from attnpo.system.source_digest import PACKAGE
 from attnpo.training.settings import CallbackSettings, direction
 from attnpo.weights.base import WeightSource
@@ -73,9 +73,9 @@ def identity_of(cfg: RunConfig) -> Identity:
     idle, alone = (*moveless, *PATHS, *unread), (*moveless, "model.path", "data.path")
     return Identity(
         numbers=_numbers(every, moveless, unread, cfg.weights),
-        result={key: value for key, value in every.items() if not below(key, idle)},
-        settings={key: value for key, value in every.items() if not below(key, alone)},
-        paths={key: value for key, value in flat(cfg.values) if key in PATHS and not below(key, unread)},
+        result={key: value for key, value in every.items() if not is_at_or_below(key, idle)},
+        settings={key: value for key, value in every.items() if not is_at_or_below(key, alone)},
+        paths={key: value for key, value in flatten(cfg.values) if key in PATHS and not is_at_or_below(key, unread)},
         inputs={name: node for name, node in cfg.values.items() if name not in APART},
         moveless=moveless,
     )
@@ -83,9 +83,9 @@ def identity_of(cfg: RunConfig) -> Identity:
 
 def saved_numbers(path: Path, moveless: Sequence[str]) -> dict[str, object]:
     """Reads ``Identity.numbers`` of the config saved at ``path``; ``moveless``: those of the one to compare with."""
-    with readable(path):
-        values = plain(DictConfig(OmegaConf.load(path)))
-    source = build(values["weights"])
+    with wrap_yaml_errors(path):
+        values = to_container(DictConfig(OmegaConf.load(path)))
+    source = instantiate(values["weights"])
     composed = values.get("composed")
     begun = composed.get("environment") if isinstance(composed, dict) else None
     of_then = {key: f"of the environment ({was})" for key, was in begun.items()} if isinstance(begun, dict) else {}
@@ -97,7 +97,7 @@ def _numbers(
     every: Mapping[str, object], moveless: Sequence[str], unread: Sequence[str], source: WeightSource
 ) -> dict[str, object]:
     idle = (*moveless, *bookkeeping_keys(source, "weights"), *PATHS, *BESIDE, *unread)
-    return {key: value for key, value in every.items() if key in KEPT or not below(key, idle)}
+    return {key: value for key, value in every.items() if key in KEPT or not is_at_or_below(key, idle)}
 
 
 def component(value: object) -> object:
@@ -108,12 +108,12 @@ def component(value: object) -> object:
 
 def by_class(values: Mapping[str, object]) -> dict[str, object]:
     """Returns every key of a config with its value, the components of the package by their classes."""
-    return {key: component(value) if key.endswith("_target_") else value for key, value in flat(values)}
+    return {key: component(value) if key.endswith("_target_") else value for key, value in flatten(values)}
 
 
 def _unread(values: Mapping[str, Json], source: WeightSource) -> list[str]:
     """Parts that nothing reads as the others stand."""
-    read = dict(flat(values))
+    read = dict(flatten(values))
     undecayed = [] if read.get(DECAY) else [DECAY_ALL]
     replaced = [LAYER] if read.get(LAYERS) else []
     spans = [] if str(read.get("judge.span")).lower() == "reference" else SPANS

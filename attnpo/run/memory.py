@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
-from attnpo.config.compose import Root, compose, groups, part
+from attnpo.config.compose import RootConfig, compose, list_groups, parse_subset
 from attnpo.data.rules import BatchPlan, LengthRules
 from attnpo.judge.judge import RunJudge
 from attnpo.models.loading import load_config
@@ -22,7 +22,7 @@ from attnpo.objectives.base import PreferenceObjective
 from attnpo.run.messages import log_once
 from attnpo.run.run_config import RunConfig
 from attnpo.schema import UserError
-from attnpo.system.machine import device_of, memory_of
+from attnpo.system.machine import device_memory, inference_device
 from attnpo.training.optimizer import Optimizer
 from attnpo.training.processes import planned_processes
 from attnpo.training.settings import TrainerSettings
@@ -35,7 +35,7 @@ BUDGETS = ("tokens", "eval_tokens")
 
 
 @dataclass(frozen=True)
-class Planned(Root):
+class Planned(RootConfig):
     """Parts of a configuration that decide the memory of its training; the packages it needs may be absent."""
 
     model: ModelSpec
@@ -86,7 +86,7 @@ class Footprint:
 
     def capacity(self) -> int | None:
         """Returns bytes of this process's device, of several those of the node's smallest GPU; None without."""
-        own = memory_of(device_of(self.trainer.accelerator))
+        own = device_memory(inference_device(self.trainer.accelerator))
         if own is None or planned_processes(self.trainer) == 1:
             return own
         seen = (torch.cuda.get_device_properties(place).total_memory for place in range(torch.cuda.device_count()))
@@ -116,7 +116,10 @@ def log_training(
     plan: Footprint, model: ModelSpec, batch: BatchPlan, overrides: Sequence[str], config_dir: Path | None
 ) -> None:
     """Logs what training needs, whether the device holds it, and else the ``alternatives`` to ``overrides``."""
-    config, capacity = load_config(model.path, model.revision), memory_of(device_of(plan.trainer.accelerator))
+    config, capacity = (
+        load_config(model.path, model.revision),
+        device_memory(inference_device(plan.trainer.accelerator)),
+    )
     with estimating(model.path):
         found = plan.estimate(config, model, batch)
         others = {}
@@ -127,7 +130,7 @@ def log_training(
 
 def log_judge(judge: RunJudge, device: torch.device) -> None:
     """Logs what the judge pass needs, and whether the device holds it if there is one."""
-    capacity = memory_of(device)
+    capacity = device_memory(device)
     budget = judge.budget(capacity)
     if judge.settings.token_budget == AUTO:
         log_once([f"judge.token_budget={AUTO}: {budget:,} tokens per forward"])
@@ -152,9 +155,9 @@ def alternatives(
 ) -> Iterator[tuple[str, MemoryEstimate]]:
     """Yields the same command under every option of the group hardware that this machine has the devices for."""
     given = [word for word in overrides if not str(word).startswith("hardware=")]
-    for option in groups(config_dir).get("hardware", []):
+    for option in list_groups(config_dir).get("hardware", []):
         try:
-            plan = footprint(part(compose("fit", [*given, f"hardware={option}"], config_dir), Planned))
+            plan = footprint(parse_subset(compose("fit", [*given, f"hardware={option}"], config_dir), Planned))
         except UserError:  # its keys contradict those given
             continue
         if planned_processes(plan.trainer) <= max(1, torch.cuda.device_count()):
@@ -173,7 +176,7 @@ def fit_memory(plan: Footprint) -> tuple[ModelSpec, BatchPlan]:
     """
     asked, batch = plan.model, plan.least
     if asked.compile == AUTO:
-        backend, reason = asked.backend(device_of(plan.trainer.accelerator).type)
+        backend, reason = asked.backend(inference_device(plan.trainer.accelerator).type)
         asked = replace(asked, compile=backend)
         log_once([f"model.compile={AUTO}: {backend or 'blocks are not compiled'} ({reason})"])
     choices = asked.choices()

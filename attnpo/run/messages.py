@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from attnpo.cli.terminal import command_text, override
+from attnpo.cli.terminal import command_text, format_override
 from attnpo.config.compose import MISSING, Composition, load
 from attnpo.run.folders import store_root
 from attnpo.run.result import RunResult
@@ -163,7 +163,7 @@ def _replace_overrides(composed: Composition, *given: str) -> tuple[str, ...]:
 def again(composed: Composition, name: str) -> list[str]:
     """Returns what ``fit`` is given to go on with the run in the folder ``name`` below ``output``."""
     kept = [item for item in composed.overrides if _key(item) not in PLACES]
-    return replace(composed, overrides=(*kept, override("name", name), "resume=auto")).arguments()
+    return replace(composed, overrides=(*kept, format_override("name", name), "resume=auto")).arguments()
 
 
 def _key(item: str) -> str:

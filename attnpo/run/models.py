@@ -73,7 +73,7 @@ def fill_reference(
         for place, pair_id in enumerate(pair_ids_of(made.examples)):
             places[pair_id] = made.examples, place, tokens_of[place]
     wanted = list(places) if shard is None else list(places)[shard[0] :: shard[1]]
-    lacking = [places[pair_id] for pair_id in table.missing(wanted, SIDES)]
+    lacking = [places[pair_id] for pair_id in table.missing_pairs(wanted, SIDES)]
     tokens = sum(count for *_, count in lacking)
     log_store("reference log-probs", table, len(wanted), len(lacking), BYTES_PER_TOKEN * tokens)
     if lacking and shard is None and world_size() > 1:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from attnpo.cli.progress import phase
 from attnpo.config.compose import Composition
-from attnpo.config.fields import as_values
+from attnpo.config.fields import to_config
 from attnpo.data.weighing import SPLITS
 from attnpo.display.column_notes import column_notes
 from attnpo.display.figures import drift_figure, training_curves
@@ -39,9 +39,9 @@ from attnpo.run.input_summary import row_lines
 from attnpo.run.inputs import Inputs, heat_rows
 from attnpo.run.result import RunResult, TruthScores
 from attnpo.run.run_config import RunConfig
-from attnpo.system.credentials import mask
-from attnpo.system.files import Json, flat, parse_json, write_whole
-from attnpo.system.machine import versions
+from attnpo.system.credentials import mask_credentials
+from attnpo.system.files import Json, flatten, parse_json, write_atomically
+from attnpo.system.machine import package_versions
 from attnpo.text.chat import ChatFormat
 from attnpo.training.export import Exporter, warning_for
 from attnpo.training.loggers import trackers
@@ -104,7 +104,7 @@ def write_run_report(
             ],
         )
     )
-    write_whole(folder / REPORT, report_page(folder.name, blocks))
+    write_atomically(folder / REPORT, report_page(folder.name, blocks))
     log.info("report: %s", folder / REPORT)
 
 
@@ -134,7 +134,7 @@ def truth_table(truth: Mapping[str, TruthScores]) -> TableBlock:
 def inputs_section(result: RunResult) -> Section:
     """Returns what became of the inputs: a column per split, lengths in a table of their own, and what is of none."""
     every = {
-        part: {name: value for name, value in flat(result.split(part), " ") if value != {}} for part in result.inputs
+        part: {name: value for name, value in flatten(result.split(part), " ") if value != {}} for part in result.inputs
     }
     names = list(dict.fromkeys(name for split in SPLITS for name in every.get(split, {}) if name != "warning"))
     kinds = [name.removesuffix(f" {PLACES[0]}") for name in names if name.endswith(f" {PLACES[0]}")]
@@ -275,7 +275,7 @@ def numbers(node: Mapping[str, object]) -> Iterator[tuple[str, float | int]]:
 
     Lists, texts and truth values are passed over.
     """
-    for path, value in flat(node, "/"):
+    for path, value in flatten(node, "/"):
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
             yield path, value
 
@@ -314,7 +314,7 @@ def make_exporter(
 def card_facts(cfg: RunConfig, model: ModelSpec, inputs: Inputs, statistics: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what a run's model card tells apart from its metrics (``model_card.Facts``); hashes the base."""
     prepared, source = store_root(cfg.store) / "prepared", inputs.weighed.source
-    data, mix, judge = cfg.below("data"), getattr(cfg.data, "mix", None), cfg.below("judge")
+    data, mix, judge = cfg.node("data"), getattr(cfg.data, "mix", None), cfg.node("judge")
     path = judge.pop("path")
     read = "the base model itself" if path is None else _place(str(path), prepared)["name"]
     return {
@@ -331,20 +331,20 @@ def card_facts(cfg: RunConfig, model: ModelSpec, inputs: Inputs, statistics: Map
             "splits": {split: _split_facts(inputs, split, statistics[split]) for split in SPLITS},
         },
         "method": {
-            "objective": {"name": type(cfg.objective).__name__, "settings": settings_of(cfg.below("objective"))},
-            "weights": {"name": type(source).__name__, "settings": settings_of(as_values(source))},
+            "objective": {"name": type(cfg.objective).__name__, "settings": settings_of(cfg.node("objective"))},
+            "weights": {"name": type(source).__name__, "settings": settings_of(to_config(source))},
             "judge": {"name": read, "settings": settings_of(judge)} if "judge" in source.requires else None,
             "verdicts": statistics.get("judge"),
         },
         "statistics": {split: {name: statistics[split].get(name) for name in WEIGHT_NUMBERS} for split in SPLITS},
         "hyperparameters": {
-            **settings_of({node: cfg.below(node) for node in ("optimizer", "batch", "lengths", "align")}),
+            **settings_of({node: cfg.node(node) for node in ("optimizer", "batch", "lengths", "align")}),
             **{f"trainer.{name}": getattr(cfg.trainer, name) for name in TRAINER_KEYS},
-            **settings_of({"model": {k: v for k, v in cfg.below("model").items() if k not in OWN_WORDS}}),
+            **settings_of({"model": {k: v for k, v in cfg.node("model").items() if k not in OWN_WORDS}}),
             "reference": cfg.reference,
             "seed": cfg.seed,
         },
-        "versions": versions(),
+        "versions": package_versions(),
         "command": command(cfg.composed),
         "overlap": None if inputs.overlap is None else inputs.overlap.warning(),
     }
@@ -353,7 +353,7 @@ def card_facts(cfg: RunConfig, model: ModelSpec, inputs: Inputs, statistics: Map
 def command(composed: Composition) -> list[str]:
     """Returns the command that composes a run's config, without the overrides that only say where things lie."""
     kept = [
-        mask(override)
+        mask_credentials(override)
         for override in composed.overrides
         if override.lstrip("+~").partition("=")[0].partition(".")[0] not in PRIVATE
     ]
@@ -362,7 +362,7 @@ def command(composed: Composition) -> list[str]:
 
 def settings_of(node: Mapping[str, object]) -> dict[str, object]:
     """Returns the settings of a component's config node, nested ones under dotted names."""
-    return {key: value for key, value in flat(node) if value != {} and key.rpartition(".")[2] != "_target_"}
+    return {key: value for key, value in flatten(node) if value != {} and key.rpartition(".")[2] != "_target_"}
 
 
 def _split_facts(inputs: Inputs, split: str, statistics: Mapping[str, object]) -> dict[str, object]:

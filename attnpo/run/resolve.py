@@ -39,7 +39,7 @@ from attnpo.run.folders import store_root
 from attnpo.run.messages import log_once
 from attnpo.run.run_config import RunConfig
 from attnpo.schema import UserError
-from attnpo.system.machine import device_of
+from attnpo.system.machine import inference_device
 from attnpo.system.store import Store
 from attnpo.text.alignment import AlignMethod
 from attnpo.text.chat import ChatFormat
@@ -286,7 +286,7 @@ def resolve(cfg: Config) -> Resolved[Config]:
         model, chat = load_chat(cfg.model)
         log_model(model)
         require_exact(text_config(model.path, model.revision), model.path, "lengths.max_length", cfg.lengths.max_length)
-        device, store = device_of(cfg.trainer.accelerator), Store(store_root(cfg.store))
+        device, store = inference_device(cfg.trainer.accelerator), Store(store_root(cfg.store))
         base = BaseModel(model, chat, device, cfg.trainer.precision, store)
         command = command_text("weigh", *cfg.composed.arguments())
         length_from = getattr(cfg.objective, "length_from", None)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from attnpo.system.files import Json, flat, parse_json
+from attnpo.system.files import Json, flatten, parse_json
 
 REWARDS = "rewards"
 # A model is destroyed where its largest weight grew by more, or where the mean log-probability of chosen answers fell
@@ -157,5 +157,5 @@ class RunResult:
 
 def _number(node: Mapping[str, Json], name: str, between: str) -> float:
     """Returns the number at ``name``, its keys joined by ``between``; NaN where it is missing."""
-    value = dict(flat(node, between)).get(name)
+    value = dict(flatten(node, between)).get(name)
     return float(value) if isinstance(value, int | float) else math.nan

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from attnpo.config.compose import readable
+from attnpo.config.compose import wrap_yaml_errors
 from attnpo.data.overlap import FILE as PROMPTS
 from attnpo.models.loading import weights_fingerprint
 from attnpo.run.combinations import CHOICE, LAYER, is_auto
@@ -22,11 +22,11 @@ from attnpo.system.files import (
     SEAL,
     describe_change,
     file_digest,
+    fsync_path,
     read_checksums,
-    remove_unfinished,
-    seal,
-    to_disk,
-    write_whole,
+    remove_temporary_files,
+    write_atomically,
+    write_checksums,
 )
 from attnpo.system.machine import version_line
 from attnpo.training.checkpoint_folders import ACCOUNT, STATE, read_account, remove, replace_folder, tidy, whole
@@ -44,7 +44,7 @@ UNNAMED = ("log.txt", "error.txt", f"{CONFIG}.part")
 
 
 def contents_of(inputs: Inputs, base: BaseModel, modules: Mapping[str, str]) -> dict[str, str]:
-    """Digests what the paths of a config hold; ``modules``: code of components of one's own (``code_of``)."""
+    """Digests what a config's paths hold; ``modules``: code of one's own components (``digest_named_functions``)."""
     found = {
         "tokenizer and chat template": base.chat.fingerprint(),
         "model.path": weights_fingerprint(base.spec.path, base.spec.revision),
@@ -235,7 +235,7 @@ def _check_own(folder: Path) -> None:
 
 def _is_config(path: Path) -> bool:
     try:
-        with readable(path):
+        with wrap_yaml_errors(path):
             return "composed" in OmegaConf.load(path)
     except Exception:  # noqa: BLE001  not a file, not YAML, not a mapping: not ours
         return False
@@ -243,23 +243,23 @@ def _is_config(path: Path) -> bool:
 
 def write_config(folder: Path, text: str, machine: str) -> None:
     """Writes ``config.yaml``, which makes ``folder`` that of a run, and its digest; ``machine``: what it runs on."""
-    write_whole(folder / CONFIG, f"# {version_line()}\n# {machine}\n{text}")
-    seal(folder, only=(CONFIG,))
+    write_atomically(folder / CONFIG, f"# {version_line()}\n# {machine}\n{text}")
+    write_checksums(folder, only=(CONFIG,))
 
 
 def write_result(part: Path) -> None:
     """Puts the file ``part`` in its folder as the run's result, the last of all: a run that has it is finished."""
     folder = part.parent
-    seal(folder, {RESULT: file_digest(part)}, only=MADE)
-    to_disk(part)
+    write_checksums(folder, {RESULT: file_digest(part)}, only=MADE)
+    fsync_path(part)
     part.replace(folder / RESULT)
-    to_disk(folder)
+    fsync_path(folder)
 
 
 def prepare_folder(folder: Path, resume: Path | None) -> None:
     """Leaves of earlier sessions what this one goes on with, and no result: the run is not finished now."""
     for place in (folder, folder / LOGS):
-        remove_unfinished(place)
+        remove_temporary_files(place)
     if resume is None or is_fork(folder, resume):
         clear(folder)
     for name in (RESULT, FAILURES):

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
-from attnpo.cli.progress import importing, phase
-from attnpo.config.compose import as_yaml
-from attnpo.config.named_files import code_of
+from attnpo.cli.progress import import_phase, phase
+from attnpo.config.compose import to_yaml
+from attnpo.config.named_files import digest_named_functions
 from attnpo.data.arrow_rows import pair_ids_of
 from attnpo.data.prompts import AnswerPrompt, encode_prompts
 from attnpo.models.backbone import frozen
@@ -49,10 +49,10 @@ from attnpo.run.resume import (
 )
 from attnpo.run.run_config import RunConfig
 from attnpo.schema import Json, Message, PreferencePair, Sampling, UserError
-from attnpo.system.credentials import identify, mask
-from attnpo.system.files import naming
-from attnpo.system.machine import versions
-from attnpo.system.processes import leads
+from attnpo.system.credentials import identify, mask_credentials
+from attnpo.system.files import name_file_in_errors
+from attnpo.system.machine import package_versions
+from attnpo.system.processes import is_main_process
 from attnpo.training.checkpoint_folders import read_account
 from attnpo.training.metrics_file import merge_metrics
 from attnpo.training.processes import as_launched, machine_line, planned_processes
@@ -75,7 +75,7 @@ def run(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | None:
     """
     began = time.perf_counter()
     as_launched(cfg.trainer)  # refuses before anything is loaded
-    leading = leads()  # before training: Lightning takes its variables back afterwards
+    leading = is_main_process()  # before training: Lightning takes its variables back afterwards
     identity = identity_of(cfg)
     before = find_finished_result(folder, identity, point) if cfg.resume == "auto" else None
     if before is not None:
@@ -102,10 +102,10 @@ def run(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | None:
     inputs = read_inputs(cfg, base, readers)
     if inputs.layer_choice is not None:
         cfg = cfg.with_value("weights.layer", getattr(inputs.recipe.source, "layer", None))
-    numbers, contents = identity_of(cfg).numbers, contents_of(inputs, base, code_of(cfg.values))
+    numbers, contents = identity_of(cfg).numbers, contents_of(inputs, base, digest_named_functions(cfg.values))
     if resume is not None:
         check_contents(numbers, contents, resume)
-    configuration, machine = as_yaml(cfg.values), machine_line(cfg.trainer, cfg.seed)
+    configuration, machine = to_yaml(cfg.values), machine_line(cfg.trainer, cfg.seed)
     if leading:
         prepare_folder(folder, resume)
         write_config(folder, configuration, machine)
@@ -118,7 +118,7 @@ def run(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | None:
     require_budgets(inputs.examples, cfg.layout, batch)
     log_plan(inputs.examples["train"], batch, cfg.trainer, cfg.callbacks, base.tokenizer)
     # Lightning takes seconds: what inputs can be refused for is said before, and a finished run does without.
-    with importing("loading Lightning"):
+    with import_phase("loading Lightning"):
         from attnpo.run.report import card_facts
         from attnpo.run.training import train
         from attnpo.training.loggers import open_loggers
@@ -179,7 +179,15 @@ def _finish(
             )
     seconds = {"train": round(trained.seconds, 2), "all": round(time.perf_counter() - began, 2)}
     result = RunResult(
-        cfg.seed, trained.steps, seconds, trained.metrics, statistics, versions(), truth, drift, merges_of(folder)
+        cfg.seed,
+        trained.steps,
+        seconds,
+        trained.metrics,
+        statistics,
+        package_versions(),
+        truth,
+        drift,
+        merges_of(folder),
     )
     if result.training_warning is not None:
         log.warning("warning: %s", result.training_warning)
@@ -192,7 +200,7 @@ def _finish(
             shown = inputs.examples["train"].examples[: 0 if base.spec.reward else callbacks.heat_maps]
             with phase("log-probabilities of the first pairs"):
                 first = base.score(policy, shown)
-            write_run_report(inputs, result, chat, callbacks, as_yaml(cfg.values), folder, first)
+            write_run_report(inputs, result, chat, callbacks, to_yaml(cfg.values), folder, first)
     with spare(folder, "handing the run to its loggers"):
         publish_run(loggers, inputs, result, chat.tokenizer, callbacks, folder)
     return result
@@ -217,7 +225,7 @@ def spare(folder: Path, what: str, kind: type[Exception] = Exception) -> Iterato
         if not isinstance(problem, UserError):
             words = f"{type(problem).__name__}: {words}"
             with suppress(OSError), (folder / FAILURES).open("a", encoding="utf-8") as file:
-                file.write(f"{what}\n{mask(traceback.format_exc())}\n")
+                file.write(f"{what}\n{mask_credentials(traceback.format_exc())}\n")
                 place = f"; traceback in {folder / FAILURES}"
         log.warning("warning: %s failed after the last step and is left out of the result: %s%s", what, words, place)
 
@@ -245,7 +253,7 @@ def score_truth(
         rewards, of_base = (every.mean(axis=1).round(6).tolist() for every in (score.rewards, score.base_rewards))
         scores[split] = TruthScores(score.scalars(), rewards, of_base)
         sampled = [
-            PreferencePair.make([Message(role="user", content=prompt)], answer, rival)
+            PreferencePair.from_texts([Message(role="user", content=prompt)], answer, rival)
             for prompt, answer, rival in zip(score.prompts, score.answers, rivals.texts, strict=True)
         ]
     log.info(
@@ -292,7 +300,7 @@ def write_samples(
         name: chat_generator(model, base.chat).generate([pair.prompt for pair in pairs], sampling)
         for name, model in (("policy", policy), ("reference", reference))
     }
-    with naming(path), path.open("w", encoding="utf-8") as file:
+    with name_file_in_errors(path), path.open("w", encoding="utf-8") as file:
         for i, pair in enumerate(pairs):
             row = {"prompt": list(pair.prompt), **{name: texts[i] for name, texts in answers.items()}}
             file.write(json.dumps(row, ensure_ascii=False) + "\n")

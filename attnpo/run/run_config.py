@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from attnpo.config.compose import MISSING, Root
+from attnpo.config.compose import MISSING, RootConfig
 from attnpo.data.base import PairReader, PairSource
 from attnpo.data.rules import AlignRules, BatchPlan, LengthRules
 from attnpo.judge.settings import Judge, OtherJudge
@@ -51,7 +51,7 @@ def require_folder(key: str, folder: str | None) -> None:
 
 
 @dataclass(frozen=True)
-class RunConfig(Root):
+class RunConfig(RootConfig):
     """One run; a field per key of ``configs/fit.yaml`` that a run reads, where each is explained."""
 
     trains: ClassVar[bool] = True

@@ -49,9 +49,9 @@ from attnpo.schema import (
     TokenStats,
     UserError,
     check_choice,
-    ids_of,
+    list_pair_ids,
 )
-from attnpo.system.files import require_marked, write_marked
+from attnpo.system.files import check_is_marked_file, write_marked_file
 from attnpo.weights.base import OnlineSource, WeightSource
 from attnpo.weights.capture import LogpPair, Unreadable
 from attnpo.weights.pipeline import raw_weights, training_weights
@@ -99,7 +99,7 @@ def show(cfg: ShowConfig) -> None:
     """Prints the pairs that ``cfg`` asks for, or writes them to its file."""
     file = cfg.out_file()
     if file is not None:
-        require_marked(f"out={file}", file, MAKER)
+        check_is_marked_file(f"out={file}", file, MAKER)
     if cfg.bad_batch is None:
         pairs = weighed_pairs(cfg)
     else:
@@ -136,7 +136,7 @@ def _write(pairs: Sequence[WeighedPair], path: Path) -> None:
 
         frame = DataFrame([row for pair in pairs for row in pair.rows()])
         content = frame.to_csv(index=False) if path.suffix == ".csv" else frame.to_parquet(None, index=False)
-    write_marked(f"out={path}", path, content, MAKER)
+    write_marked_file(f"out={path}", path, content, MAKER)
 
 
 def weighed_pairs(cfg: ShowConfig) -> list[WeighedPair]:
@@ -149,7 +149,7 @@ def weighed_pairs(cfg: ShowConfig) -> list[WeighedPair]:
         typed = TypedPair(cfg.prompt, cfg.chosen, cfg.rejected)
     run: RunConfig = cfg if cfg.run is None else saved_config(Path(cfg.run), f"run={cfg.run}")
     if (file := cfg.out_file()) is not None:
-        run.require_unread("out", file)
+        run.check_output_paths("out", file)
     if "data.path" in open_paths(run.model, run.data) and run.prepare is None:
         if typed is None:
             raise UserError(
@@ -277,7 +277,7 @@ def _chosen(found: PairSet, split: str, rows: str, ids: Sequence[str]) -> Sequen
     """Returns the pairs that ``ids`` or ``rows`` name."""
     if not ids:
         return [found.pairs[row] for row in row_range(rows, len(found), "rows")]
-    return [found.pairs[place] for place in _places(ids_of(found.pairs), ids, f"split={split}")]
+    return [found.pairs[place] for place in _places(list_pair_ids(found.pairs), ids, f"split={split}")]
 
 
 def _places(known: Sequence[str], ids: Sequence[str], where: str) -> list[int]:

@@ -29,7 +29,7 @@ class TypedPair:
         if split != "train":
             return PairSet([])
         turn = Message(role="user", content=self.prompt)
-        return PairSet([PreferencePair.make([turn], self.chosen, self.rejected)], read=1)
+        return PairSet([PreferencePair.from_texts([turn], self.chosen, self.rejected)], read=1)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from attnpo.cli.progress import phase
-from attnpo.cli.terminal import command_text, training_began
+from attnpo.cli.terminal import command_text, mark_training_started
 from attnpo.data.arrow_rows import pair_ids_of, sizes_of
 from attnpo.data.collate import TrainingExample
 from attnpo.data.datamodule import PreferenceDataModule
@@ -44,7 +44,7 @@ from attnpo.run.report import make_exporter
 from attnpo.run.resolve import BaseModel
 from attnpo.run.run_config import RunConfig
 from attnpo.schema import SIDES
-from attnpo.system.processes import leads
+from attnpo.system.processes import is_main_process
 from attnpo.system.store import Store, StoreTable
 from attnpo.text.chat import ChatFormat
 from attnpo.training.anchor_rows import AnchoredObjective, Anchors
@@ -101,7 +101,7 @@ def train(
     L.seed_everything(cfg.seed, verbose=False)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    leading = leads()  # before training: Lightning takes its variables back afterwards
+    leading = is_main_process()  # before training: Lightning takes its variables back afterwards
     policy = load_policy(base)
     examples = {split: made.examples for split, made in inputs.examples.items()}
     reference, kept = None, None
@@ -189,7 +189,7 @@ def with_references(
 def keeper(store: Store, table: StoreTable, sets: Mapping[str, ExampleSet]) -> KeptReference | None:
     """Returns what stores a run's reference log-probabilities while it computes them; None if all are stored."""
     pair_ids = list(dict.fromkeys(pair_id for made in sets.values() for pair_id in pair_ids_of(made.examples)))
-    lacking = table.missing(pair_ids, SIDES)
+    lacking = table.missing_pairs(pair_ids, SIDES)
     tokens = sum(int(np.sum(sizes_of(made.examples).responses)) for made in sets.values())
     size = BYTES_PER_TOKEN * tokens * len(lacking) // max(1, len(pair_ids))
     log_store("reference log-probs", table, len(pair_ids), len(lacking), size)
@@ -197,7 +197,7 @@ def keeper(store: Store, table: StoreTable, sets: Mapping[str, ExampleSet]) -> K
         return None
 
     def complete() -> Mapping[str, Sequence[TrainingExample]] | None:
-        return None if table.missing(pair_ids, SIDES) else with_references(store, table, sets)
+        return None if table.missing_pairs(pair_ids, SIDES) else with_references(store, table, sets)
 
     return KeptReference(partial(store_logps, table), complete, set(pair_ids) - set(lacking))
 
@@ -243,7 +243,7 @@ def _fit(
                 trainer.validate(module, data, verbose=False)
             past.first = _metrics(trainer)
             log.info("before the first step: val/loss %.6f", past.first.get("val/loss", float("nan")))
-        training_began()
+        mark_training_started()
         before = random_state()
         enough = _has_room(trainer, module, data, resume)
     if not enough:

@@ -23,7 +23,7 @@ from attnpo.run.resolve import resolve
 from attnpo.run.run_config import RunConfig
 from attnpo.schema import SIDES, PreferencePair, UserError, check_choice, digest
 from attnpo.system.credentials import redact
-from attnpo.system.files import require_marked, write_marked
+from attnpo.system.files import check_is_marked_file, write_marked_file
 from attnpo.system.processes import world_size
 from attnpo.system.version import VERSION
 from attnpo.text.chat import ChatFormat
@@ -83,7 +83,7 @@ def export_weights(
 def write_weights(cfg: RunConfig, path: Path, split: str = "train") -> Path:
     """Returns the same for a typed configuration."""
     check_export(cfg.weights, path)
-    cfg.require_unread("export", path.expanduser())
+    cfg.check_output_paths("export", path.expanduser())
     check_choice("split", split, SPLITS)
     path = path.expanduser()
     try:
@@ -93,11 +93,11 @@ def write_weights(cfg: RunConfig, path: Path, split: str = "train") -> Path:
     cfg, base, readers, _ = resolve(cfg)
     inputs = read_inputs(cfg, base, readers)
     rows, nodes = list(rows_of(inputs, split)), ("lengths", "align", "weights", "transforms")
-    settings = {name: cfg.below(name) for name in nodes}
+    settings = {name: cfg.node(name) for name in nodes}
     meta = cast("dict[str, object]", redact(about(inputs, split, cfg.model, base.chat, settings)))
     lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     content = _parquet(rows, meta) if path.suffix == PARQUET else "".join(lines)
-    write_marked(f"export={path}", path, content, MAKER, meta)
+    write_marked_file(f"export={path}", path, content, MAKER, meta)
     log.info("%d pairs with token weights in %s", len(rows), path)
     return path
 
@@ -116,7 +116,7 @@ def check_export(source: WeightSource, path: Path) -> None:
             f"export={path}: one file is written by one process, and this job has {world_size()}; fill the store "
             "first, then give the same command with export= to a single process"
         )
-    require_marked(f"export={path}", path.expanduser(), MAKER)
+    check_is_marked_file(f"export={path}", path.expanduser(), MAKER)
 
 
 def rows_of(inputs: Inputs, split: str) -> Iterator[dict[str, object]]:

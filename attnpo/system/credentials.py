@@ -33,19 +33,19 @@ _interpolations: dict[str, dict[str | None, str]] = {}  # of a text: as it was w
 # ------------------------------------------------------------------------------------------------ the environment
 
 
-def note_read(variable: str) -> None:
+def record_env_read(variable: str) -> None:
     """Notes that a configuration has read a variable of the environment."""
     _reads.append(variable)
 
 
 @contextmanager
-def note_reads() -> Iterator[list[str]]:
+def collect_env_reads() -> Iterator[list[str]]:
     """Opens a context whose list has the names of the variables that were read in it."""
     _reads.clear()
     yield _reads
 
 
-def remember(key: str, text: str, written: str) -> None:
+def record_interpolation(key: str, text: str, written: str) -> None:
     """Notes that ``key`` has its ``text`` from the environment, by the interpolation ``written``."""
     for same in (text, text.rstrip("/")):
         _interpolations.setdefault(same, {}).update({key: written, None: written})
@@ -54,7 +54,7 @@ def remember(key: str, text: str, written: str) -> None:
 # ------------------------------------------------------------------------------------------------ masks
 
 
-def mask(text: str) -> str:
+def mask_credentials(text: str) -> str:
     """Returns a text with its credentials masked: logins and parameters of addresses, and those in ``extra_body``."""
     if "://" in text:
         text = _LOGIN.sub(lambda found: _hide(found[0], _VARIABLE.sub("", found[0]).rpartition(":")[2]), text)
@@ -83,12 +83,18 @@ def to_savable(values: Mapping[str, Json]) -> dict[str, Json]:
 
     def save(text: str, key: str, secret: bool) -> str:
         written = _interpolations.get(text, {}).get(key)
-        return mask(written) if written is not None else MASK if secret else re.sub(r"(?<!\\)\$\{", r"\\${", mask(text))
+        return (
+            mask_credentials(written)
+            if written is not None
+            else MASK
+            if secret
+            else re.sub(r"(?<!\\)\$\{", r"\\${", mask_credentials(text))
+        )
 
-    return cast(dict[str, Json], _each(dict(values), save))
+    return cast(dict[str, Json], _map_texts(dict(values), save))
 
 
-def digest_read_values(values: Mapping[str, Json]) -> dict[str, Json]:
+def digest_env_values(values: Mapping[str, Json]) -> dict[str, Json]:
     """Returns the digest of each text that its key has from the environment, credentials left out, by key."""
     found: dict[str, Json] = {}
 
@@ -97,14 +103,15 @@ def digest_read_values(values: Mapping[str, Json]) -> dict[str, Json]:
             found[key] = _digest(text)
         return text
 
-    _each(dict(values), note)
+    _map_texts(dict(values), note)
     return found
 
 
 def redact(values: object) -> object:
     """Returns values for readers: what came from the environment as its interpolation, credentials masked."""
-    return _each(
-        cast(Json, values), lambda text, key, secret: mask(_interpolation_of(text) or (MASK if secret else text))
+    return _map_texts(
+        cast(Json, values),
+        lambda text, key, secret: mask_credentials(_interpolation_of(text) or (MASK if secret else text)),
     )
 
 
@@ -113,9 +120,15 @@ def identify(values: Mapping[str, object]) -> dict[str, object]:
 
     def identify(text: str, key: str, secret: bool) -> str:
         written = _interpolation_of(text)
-        return MASK if secret else mask(text) if written is None else f"{mask(written)} ({_digest(text)})"
+        return (
+            MASK
+            if secret
+            else mask_credentials(text)
+            if written is None
+            else f"{mask_credentials(written)} ({_digest(text)})"
+        )
 
-    return cast(dict[str, object], _each(cast(Json, dict(values)), identify))
+    return cast(dict[str, object], _map_texts(cast(Json, dict(values)), identify))
 
 
 def is_same_identity(stored: object, value: object) -> bool:
@@ -123,24 +136,24 @@ def is_same_identity(stored: object, value: object) -> bool:
     if isinstance(stored, list) and isinstance(value, list | tuple):
         return len(stored) == len(value) and all(map(is_same_identity, stored, value))
     if isinstance(stored, str) and isinstance(value, str):
-        return stored in (value, mask(value)) or stored.endswith(f" ({_digest(value)})")
+        return stored in (value, mask_credentials(value)) or stored.endswith(f" ({_digest(value)})")
     return stored == value
 
 
 def _digest(text: str) -> str:
-    return hashlib.sha256(mask(text).encode()).hexdigest()[:12]
+    return hashlib.sha256(mask_credentials(text).encode()).hexdigest()[:12]
 
 
 def _interpolation_of(text: str) -> str | None:
     return _interpolations.get(text, {}).get(None)
 
 
-def _each(value: Json, change: Callable[[str, str, bool], str], key: str = "") -> Json:
+def _map_texts(value: Json, change: Callable[[str, str, bool], str], key: str = "") -> Json:
     """Returns ``value`` with its texts changed, given their keys and whether they are credentials in ``extra_body``."""
     if isinstance(value, Mapping):
-        return {name: _each(item, change, f"{key}.{name}" if key else str(name)) for name, item in value.items()}
+        return {name: _map_texts(item, change, f"{key}.{name}" if key else str(name)) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_each(item, change, f"{key}.{index}") for index, item in enumerate(value)]
+        return [_map_texts(item, change, f"{key}.{index}") for index, item in enumerate(value)]
     if not isinstance(value, str):
         return value
     return change(value, key, BODY in key and bool(_NAMED.search(key) or _TOKEN.search(value)))

@@ -30,19 +30,19 @@ _UMASK = os.umask(0)
 os.umask(_UMASK)
 
 
-def write_whole(path: Path, content: bytes | str) -> None:
+def write_atomically(path: Path, content: bytes | str) -> None:
     """Writes ``content`` to ``path``: the file is absent, old or complete at any moment, also after a crash.
 
     The content is on the disk before it replaces the old one; the file gets the permissions of the umask.
     """
-    with naming(path):
+    with name_file_in_errors(path):
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=WRITING)
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(content.encode() if isinstance(content, str) else content)
                 file.flush()
                 os.fsync(file.fileno())
-            share(Path(temporary))
+            apply_umask(Path(temporary))
             os.replace(temporary, path)
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
@@ -50,7 +50,7 @@ def write_whole(path: Path, content: bytes | str) -> None:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def name_file_in_errors(path: Path) -> Iterator[None]:
     """Names ``path`` in what the system refuses inside: where a write fails, Python names no file."""
     try:
         yield
@@ -60,12 +60,12 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
-def share(path: Path) -> None:
+def apply_umask(path: Path) -> None:
     """Gives a file or folder the permissions that the umask asks for; temporary ones are made for the owner alone."""
     path.chmod((0o777 if path.is_dir() else 0o666) & ~_UMASK)
 
 
-def to_disk(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     """Flushes a file or folder from the system's cache to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -83,26 +83,26 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def seal(folder: Path, known: Mapping[str, str] | None = None, only: Sequence[str] | None = None) -> None:
+def write_checksums(folder: Path, known: Mapping[str, str] | None = None, only: Sequence[str] | None = None) -> None:
     """Writes the digests of all files below ``folder`` to its ``digests.json``; ``changed`` compares with them.
 
     ``known``: digests taken before, by relative path. ``only``: the files that are sealed.
     """
     known = known or {}
-    names = _files(folder) if only is None else sorted(only)
+    names = _list_files(folder) if only is None else sorted(only)
     files = {name: known.get(name) or file_digest(folder / name) for name in names}
-    content = json.dumps({"files": files, "of_all": _of_all(files)}, indent=1)
-    write_whole(folder / SEAL, content + "\n")
+    content = json.dumps({"files": files, "of_all": _combined_digest(files)}, indent=1)
+    write_atomically(folder / SEAL, content + "\n")
 
 
-def is_sealed(folder: Path) -> bool:
+def has_checksums(folder: Path) -> bool:
     """Returns whether ``folder`` holds the digests of its files."""
     return (folder / SEAL).is_file()
 
 
 def read_checksums(folder: Path) -> dict[str, str]:
     """Returns the digests that ``folder`` holds of its files; none where there is no seal that can be read."""
-    digests = _read_seal(folder)
+    digests = _load_checksums(folder)
     return {} if isinstance(digests, str) else digests
 
 
@@ -114,10 +114,10 @@ def describe_change(
     A folder without a readable seal counts as changed. ``only``: names or patterns of the files that matter.
     ``digest``: replaces ``file_digest``.
     """
-    files = _read_seal(folder)
+    files = _load_checksums(folder)
     if isinstance(files, str):
         return files
-    there = set(_files(folder))
+    there = set(_list_files(folder))
     if only is not None:
         lacking = [name for name in only if "*" not in name and name not in files]
         if lacking:
@@ -140,12 +140,12 @@ def _matches(name: str, pattern: str) -> bool:
     return name.count("/") == pattern.count("/") and fnmatch(name, pattern)
 
 
-def _read_seal(folder: Path) -> dict[str, str] | str:
+def _load_checksums(folder: Path) -> dict[str, str] | str:
     """Returns the digests in a folder's seal, or what is wrong with it."""
     try:
         content = parse_json((folder / SEAL).read_text(encoding="utf-8"))
         files: dict[str, str] = content["files"]
-        if content["of_all"] != _of_all(files):
+        if content["of_all"] != _combined_digest(files):
             return f"its {SEAL} is damaged"
     except FileNotFoundError:
         return f"it has no {SEAL}"
@@ -165,14 +165,14 @@ def parse_json(text: str | bytes) -> Any:
 def write_record(path: Path, content: Mapping[str, object]) -> None:
     """Writes ``content`` as JSON to ``path``, whole or not at all, with the digest that ``read_record`` compares."""
     plain = json.loads(json.dumps(content))  # as it will be read: keys are text
-    write_whole(path, json.dumps({**plain, RECORD: _of_all(plain)}, indent=1) + "\n")
+    write_atomically(path, json.dumps({**plain, RECORD: _combined_digest(plain)}, indent=1) + "\n")
 
 
 def read_record(path: Path) -> dict[str, Any] | None:
     """Reads what ``write_record`` wrote; None when there is no such file, or it has changed since."""
     try:
         content = parse_json(path.read_text(encoding="utf-8"))
-        return content if content.pop(RECORD) == _of_all(content) else None
+        return content if content.pop(RECORD) == _combined_digest(content) else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -183,20 +183,20 @@ def digest(value: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def seal_row(row: Mapping[str, object], of: str = "") -> dict[str, object]:
-    """Returns a row with a digest of the rest of it, and of what it is ``of``, which ``take_seal`` compares."""
+def add_row_digest(row: Mapping[str, object], of: str = "") -> dict[str, object]:
+    """Returns a row with a digest of the rest of it, and of what it is ``of``, which ``pop_row_digest`` compares."""
     return {**row, RECORD: digest({**row, RECORD: of} if of else dict(row))[:16]}
 
 
-def take_seal(row: object, of: str = "") -> bool:
+def pop_row_digest(row: object, of: str = "") -> bool:
     """Takes the digest out of a row that was read; returns whether the rest is as it was sealed."""
-    return isinstance(row, dict) and row.pop(RECORD, None) == seal_row(row, of)[RECORD]
+    return isinstance(row, dict) and row.pop(RECORD, None) == add_row_digest(row, of)[RECORD]
 
 
 # --------------------------------------------------------------------------------------------- files users name
 
 
-def require_own(said: str, path: Path, mark: Path, written: Sequence[str], maker: str) -> None:
+def check_is_own_file(said: str, path: Path, mark: Path, written: Sequence[str], maker: str) -> None:
     """Raises UserError where ``maker`` would replace a file that it did not write, or that was changed since.
 
     ``written``: the digests of what it wrote, as the file ``mark`` has them; none where that is no mark of its own.
@@ -207,29 +207,29 @@ def require_own(said: str, path: Path, mark: Path, written: Sequence[str], maker
         raise UserError(f"{said}: {what}; move it away, or give another file")
 
 
-def require_marked(said: str, path: Path, maker: str) -> None:
-    """Raises UserError where ``path`` holds a file that ``write_marked`` did not write for ``maker``."""
+def check_is_marked_file(said: str, path: Path, maker: str) -> None:
+    """Raises UserError where ``path`` holds a file that ``write_marked_file`` did not write for ``maker``."""
     mark = path.with_name(f"{path.name}{MARK}")
     stored = read_record(mark) or {}
-    require_own(said, path, mark, stored["written"] if stored.get("made_by") == maker else (), maker)
+    check_is_own_file(said, path, mark, stored["written"] if stored.get("made_by") == maker else (), maker)
 
 
-def write_marked(
+def write_marked_file(
     said: str, path: Path, content: bytes | str, maker: str, facts: Mapping[str, object] | None = None
 ) -> None:
     """Writes a file that the user named, and before it FILE.meta.json: ``facts``, and what its maker knows it by.
 
     UserError where another file is in its place.
     """
-    require_marked(said, path, maker)
+    check_is_marked_file(said, path, maker)
     content = content.encode() if isinstance(content, str) else content
     # Stopped between the two, the mark is that of the old file as well.
     written = [*([file_digest(path)] if path.is_file() else []), hashlib.sha256(content).hexdigest()]
     write_record(path.with_name(f"{path.name}{MARK}"), {**(facts or {}), "made_by": maker, "written": written})
-    write_whole(path, content)
+    write_atomically(path, content)
 
 
-def mend_lines(path: Path) -> bool:
+def remove_partial_line(path: Path) -> bool:
     """Removes what stands after a file's last line end, which a stopped command was writing; whether anything did."""
     content = path.read_bytes() if path.is_file() else b""
     keep = content.rfind(b"\n") + 1
@@ -240,7 +240,7 @@ def mend_lines(path: Path) -> bool:
     return True
 
 
-def _files(folder: Path) -> list[str]:
+def _list_files(folder: Path) -> list[str]:
     """Returns the files below ``folder`` that count: not its seal, and nothing hidden."""
     names = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     return sorted(
@@ -250,11 +250,11 @@ def _files(folder: Path) -> list[str]:
     )
 
 
-def _of_all(content: Mapping[str, object]) -> str:
+def _combined_digest(content: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(dict(content), sort_keys=True).encode()).hexdigest()
 
 
-def set_aside(path: Path) -> Path:
+def rename_damaged(path: Path) -> Path:
     """Renames a damaged file or folder to a free name beside it (``NAME.damaged``), and returns its new path."""
     aside, number = path.with_name(f"{path.name}.damaged"), 1
     while aside.exists():
@@ -264,7 +264,7 @@ def set_aside(path: Path) -> Path:
     return aside
 
 
-def clean(name: str) -> str:
+def safe_filename(name: str) -> str:
     """Returns a name as part of a file's name."""
     return "".join(letter if letter.isalnum() or letter in "=.-" else "_" for letter in name)
 
@@ -274,7 +274,7 @@ def folder_size(folder: Path) -> int:
     return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def in_bytes(count: int) -> str:
+def format_bytes(count: int) -> str:
     """Returns a number of bytes for readers: ``1.4 GiB``."""
     if count < 1024:
         return f"{count} B"
@@ -286,7 +286,7 @@ def in_bytes(count: int) -> str:
     return f"{size:.1f} TiB"
 
 
-def remove_unfinished(folder: Path) -> None:
+def remove_temporary_files(folder: Path) -> None:
     """Removes what a killed process was writing into ``folder``; no other process may be writing there."""
     for path in folder.glob(f"{WRITING}*"):
         path.unlink(missing_ok=True)
@@ -295,7 +295,7 @@ def remove_unfinished(folder: Path) -> None:
 # --------------------------------------------------------------------------------------------- nested values
 
 
-def flat(values: Mapping[str, object], separator: str = ".", path: str = "") -> Iterator[tuple[str, object]]:
+def flatten(values: Mapping[str, object], separator: str = ".", path: str = "") -> Iterator[tuple[str, object]]:
     """Returns (name, value) of everything below nested mappings, names joined by ``separator``.
 
     An empty mapping is a value.
@@ -303,14 +303,14 @@ def flat(values: Mapping[str, object], separator: str = ".", path: str = "") -> 
     for key, item in values.items():
         name = f"{path}{separator}{key}" if path else str(key)
         if isinstance(item, Mapping) and item:
-            yield from flat(item, separator, name)
+            yield from flatten(item, separator, name)
         else:
             yield name, item
 
 
-def differences(stored: Mapping[str, object], asked: Mapping[str, object]) -> list[tuple[str, str, str]]:
+def find_differences(stored: Mapping[str, object], asked: Mapping[str, object]) -> list[tuple[str, str, str]]:
     """Returns (name, stored, asked) wherever nested JSON values differ, in words short enough for a message."""
-    before, now = dict(flat(stored)), dict(flat(json.loads(json.dumps(asked))))
+    before, now = dict(flatten(stored)), dict(flatten(json.loads(json.dumps(asked))))
     names = [name for name in (*now, *(before.keys() - now.keys())) if before.get(name) != now.get(name)]
     return [(name, shorten(before.get(name)), shorten(now.get(name))) for name in names]
 

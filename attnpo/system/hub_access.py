@@ -17,7 +17,7 @@ PATIENCE = 5.0
 
 
 @cache
-def out_of_reach() -> str | None:
+def hub_unreachable_reason() -> str | None:
     """Returns why the hub cannot be asked, or None when it can; asked once per process."""
     from huggingface_hub import constants
 
@@ -35,7 +35,7 @@ def out_of_reach() -> str | None:
 
 
 @contextmanager
-def hub() -> Iterator[None]:
+def offline_if_unreachable() -> Iterator[None]:
     """Opens a context in which the libraries use what they have downloaded before if the hub is out of reach."""
     from huggingface_hub import constants
 
@@ -44,7 +44,7 @@ def hub() -> Iterator[None]:
     if "datasets" in sys.modules:
         places.append(sys.modules["datasets"].config)
     before = [place.HF_HUB_OFFLINE for place in places]
-    offline = out_of_reach() is not None
+    offline = hub_unreachable_reason() is not None
     for place, was in zip(places, before, strict=True):
         place.HF_HUB_OFFLINE = was or offline
     try:

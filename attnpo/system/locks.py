@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from attnpo.system.errors import UserError
-from attnpo.system.files import parse_json, share, write_whole
-from attnpo.system.processes import before_sudden_end
+from attnpo.system.files import apply_umask, parse_json, write_atomically
+from attnpo.system.processes import before_abrupt_exit
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ HELD = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT)
 
 
 @dataclass(frozen=True)
-class Holder:
+class LockHolder:
     """Process that works in a folder, according to its lock; the defaults stand for a lock that cannot be read.
 
     ``machine`` and ``began`` tell it from later processes of its number; ``job``: the same in all processes of a job;
@@ -55,17 +55,26 @@ class Holder:
     attempts: Mapping[str, int] = field(default_factory=dict)
 
     @staticmethod
-    def this(timeout: float) -> "Holder":
+    def current(timeout: float) -> "LockHolder":
         """Returns this process, as a holder."""
         pid, beat, since = os.getpid(), min(BEAT, timeout / 10), time.strftime("%Y-%m-%d %H:%M:%S")
-        return Holder(pid, socket.gethostname(), _machine(), _began(pid), since, beat, _job(), _attempts())
+        return LockHolder(
+            pid,
+            socket.gethostname(),
+            _machine_id(),
+            _process_start_time(pid),
+            since,
+            beat,
+            _job_id(),
+            _restart_counts(),
+        )
 
     def __str__(self) -> str:
         return f"process {self.pid} on host {self.host} since {self.since}"
 
-    def lives(self) -> bool | None:
+    def is_alive(self) -> bool | None:
         """Returns whether its process is there; None where this one cannot see it."""
-        if self.machine != _machine() or self.pid < 1:
+        if self.machine != _machine_id() or self.pid < 1:
             return None
         try:
             os.kill(self.pid, 0)
@@ -73,20 +82,20 @@ class Holder:
             return False
         except PermissionError:  # another user's
             pass
-        began = _began(self.pid)
+        began = _process_start_time(self.pid)
         return None if began is None else began == self.began
 
-    def follows(self, other: "Holder") -> bool:
+    def is_retry_of(self, other: "LockHolder") -> bool:
         """Returns whether it is a later attempt of the scheduler's job that ``other`` was an attempt of."""
         return any(count > other.attempts.get(job, count) for job, count in self.attempts.items())
 
-    def shares(self, other: "Holder") -> bool:
+    def is_same_job_as(self, other: "LockHolder") -> bool:
         """Returns whether both are processes of one job; Lightning starts the others from the leading one."""
         return bool(self.job and self.job == other.job) or other.pid == os.getppid()
 
 
 @contextmanager
-def locked(
+def folder_lock(
     folder: Path, timeout: float = TIMEOUT, *, leading: bool = True, file: str = "", instead: str = "name="
 ) -> Iterator[None]:
     """Opens a context in which no other job works in ``folder``, or on its file ``file``.
@@ -97,7 +106,7 @@ def locked(
     another place), and where nothing can be written.
     """
     lock = folder / (f".{file}.lock" if file else ".lock")
-    mark, stop, this = lock / uuid.uuid4().hex, threading.Event(), Holder.this(timeout)
+    mark, stop, this = lock / uuid.uuid4().hex, threading.Event(), LockHolder.current(timeout)
 
     def release() -> None:
         stop.set()
@@ -107,7 +116,7 @@ def locked(
                 lock.rmdir()
                 folder.rmdir()  # where it is empty: a command that was refused leaves no folder
 
-    with before_sudden_end(release):
+    with before_abrupt_exit(release):
         try:
             try:
                 _acquire(mark, this, timeout, leading, str(folder / file), instead)
@@ -115,32 +124,38 @@ def locked(
                 text = f"output=: {folder} must be a folder to work in, but its {lock.name} cannot be made or read"
                 raise UserError(f"{text}: {problem.strerror}") from problem
             if leading:
-                threading.Thread(target=_keep, args=(mark, this.beat, stop), name="heartbeat", daemon=True).start()
+                threading.Thread(
+                    target=_send_heartbeats, args=(mark, this.beat, stop), name="heartbeat", daemon=True
+                ).start()
             yield
         finally:
             release()
 
 
-def _acquire(mark: Path, this: Holder, timeout: float, leading: bool, place: str, instead: str) -> None:
+def _acquire(mark: Path, this: LockHolder, timeout: float, leading: bool, place: str, instead: str) -> None:
     """Waits until this process holds the lock, or until the leading one of its job does or it is free."""
     began = at = time.monotonic()
     seen: tuple[Path, float] | None = None
     moves = said = False
-    while (lock := _read(mark.parent)) is not None or (leading and not _claim(mark, this)):
+    while (lock := _read_lock(mark.parent)) is not None or (leading and not _try_acquire(mark, this)):
         if lock is None:  # another process took it first
             time.sleep(POLL / 20)
             continue
         path, touched, holder = lock
-        if not leading and this.shares(holder):
+        if not leading and this.is_same_job_as(holder):
             return
         now = time.monotonic()
         if seen != (path, touched):
             moves = seen is not None and seen[0] == path
             seen, at = (path, touched), now
-        lives, unchanged, silence = holder.lives(), now - at, MISSED * holder.beat
+        lives, unchanged, silence = holder.is_alive(), now - at, MISSED * holder.beat
         patience = timeout if lives is not None else max(timeout, silence)
-        gone = not lives if lives is not None else _silent(_age(path, touched), unchanged, moves, patience, silence)
-        waits = not leading or this.follows(holder)
+        gone = (
+            not lives
+            if lives is not None
+            else _has_heartbeat_stopped(_seconds_since(path, touched), unchanged, moves, patience, silence)
+        )
+        waits = not leading or this.is_retry_of(holder)
         ends = now - began > patience + (0 if leading else LATE) and (lives or unchanged < silence)
         if gone and not leading:  # the leading process replaces it
             return
@@ -148,7 +163,7 @@ def _acquire(mark: Path, this: Holder, timeout: float, leading: bool, place: str
             log.info("%s: %s is gone; going on", place, holder)
             path.unlink(missing_ok=True)
         elif gone is False and (ends or not waits):
-            raise UserError(_refusal(place, holder, instead, timeout, now - began if waits else 0.0))
+            raise UserError(_lock_held_message(place, holder, instead, timeout, now - began if waits else 0.0))
         elif leading and waits and not said:
             said = True
             log.info("%s is in use by %s, started earlier for this job: waiting for its end", place, holder)
@@ -156,7 +171,7 @@ def _acquire(mark: Path, this: Holder, timeout: float, leading: bool, place: str
             time.sleep(POLL)
 
 
-def _claim(mark: Path, this: Holder) -> bool:
+def _try_acquire(mark: Path, this: LockHolder) -> bool:
     """Makes the lock this process's, where nobody holds it; returns whether it is."""
     try:
         try:
@@ -166,8 +181,8 @@ def _claim(mark: Path, this: Holder) -> bool:
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from None
         made = Path(tempfile.mkdtemp(prefix=".locking-", dir=mark.parents[1]))
         try:
-            share(made)
-            write_whole(made / mark.name, json.dumps(asdict(this)) + "\n")
+            apply_umask(made)
+            write_atomically(made / mark.name, json.dumps(asdict(this)) + "\n")
             with suppress(OSError):
                 mark.parent.rmdir()  # one that is empty: not every file system puts a folder in its place
             made.rename(mark.parent)
@@ -179,7 +194,7 @@ def _claim(mark: Path, this: Holder) -> bool:
     return mark.exists()  # a network file system may report a rename as failed that it has done
 
 
-def _read(lock: Path) -> tuple[Path, float, Holder] | None:
+def _read_lock(lock: Path) -> tuple[Path, float, LockHolder] | None:
     """Returns the lock's file, the time of its last heartbeat, and its holder; None where there is no lock."""
     try:
         path = next(lock.iterdir(), None)
@@ -189,12 +204,12 @@ def _read(lock: Path) -> tuple[Path, float, Holder] | None:
     except FileNotFoundError:
         return None
     try:
-        return path, touched, Holder(**parse_json(text))
+        return path, touched, LockHolder(**parse_json(text))
     except (ValueError, TypeError):
-        return path, touched, Holder()
+        return path, touched, LockHolder()
 
 
-def _silent(age: float, unchanged: float, moves: bool, patience: float, silence: float) -> bool | None:
+def _has_heartbeat_stopped(age: float, unchanged: float, moves: bool, patience: float, silence: float) -> bool | None:
     """Returns whether a heartbeat has stopped; None when it is too early to tell, as clocks of machines may disagree.
 
     ``age``: seconds since the last one by the file system's clock; ``unchanged``: seconds in which no new one was seen;
@@ -205,7 +220,7 @@ def _silent(age: float, unchanged: float, moves: bool, patience: float, silence:
     return True if unchanged >= silence else None
 
 
-def _age(path: Path, touched: float) -> float:
+def _seconds_since(path: Path, touched: float) -> float:
     """Seconds between ``touched`` and now, on the clock that stamps the files beside ``path``."""
     try:
         with tempfile.TemporaryFile(dir=path.parents[1], prefix=".") as file:
@@ -214,21 +229,21 @@ def _age(path: Path, touched: float) -> float:
         return abs(time.time() - touched)
 
 
-def _refusal(place: str, holder: Holder, instead: str, timeout: float, waited: float) -> str:
+def _lock_held_message(place: str, holder: LockHolder, instead: str, timeout: float, waited: float) -> str:
     wait = f"wait for its end (`while kill -0 {holder.pid}; do sleep 5; done`)"
-    if holder.lives() is None:
+    if holder.is_alive() is None:
         wait = f"wait for its end; were it killed, its place is free lock_timeout={timeout:g} seconds after that"
     still = f", still after {waited:.0f} s" if waited else ""
     return f"{place} is in use by {holder}{still}: give another {instead}, or {wait}"
 
 
-def _keep(mark: Path, beat: float, stop: threading.Event) -> None:
+def _send_heartbeats(mark: Path, beat: float, stop: threading.Event) -> None:
     """Touches the lock's file until ``stop``; ends this process when another has taken its place."""
     while not stop.wait(beat):
         try:
             os.utime(mark)
         except FileNotFoundError:
-            lock = _read(mark.parent)
+            lock = _read_lock(mark.parent)
             if stop.is_set():
                 return
             # It was suspended for so long that it was taken to be gone; its files would now mix with another's.
@@ -242,7 +257,7 @@ def _keep(mark: Path, beat: float, stop: threading.Event) -> None:
 # ------------------------------------------------------------------------------------------- who this is
 
 
-def _machine() -> str:
+def _machine_id() -> str:
     """Returns an identity of this machine since its start, or of this container, for its process numbers."""
     names = [socket.gethostname()]
     with suppress(OSError):
@@ -251,7 +266,7 @@ def _machine() -> str:
     return " ".join(names)
 
 
-def _began(pid: int) -> str | None:
+def _process_start_time(pid: int) -> str | None:
     """Returns when a process began; empty when it has ended, None when the system does not say."""
     try:
         if Path("/proc/self/stat").exists():
@@ -265,7 +280,7 @@ def _began(pid: int) -> str | None:
     return "" if state[:1] in "ZX" else start.strip()
 
 
-def _job() -> str:
+def _job_id() -> str:
     """Returns an identity shared by the processes of a job, from their launcher; empty where there is none."""
     torchrun = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
     slurm = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
@@ -275,7 +290,7 @@ def _job() -> str:
     return " ".join([*(f"{name}={os.environ[name]}" for name in names if name in os.environ), here]).strip()
 
 
-def _attempts() -> dict[str, int]:
+def _restart_counts() -> dict[str, int]:
     """Returns the jobs of SLURM and torchrun that this process is part of, each with how often it was restarted."""
     names = (("SLURM_JOB_ID", "SLURM_RESTART_COUNT"), ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"))
     return {

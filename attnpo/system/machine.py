@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def device_of(accelerator: str) -> "torch.device":
+def inference_device(accelerator: str) -> "torch.device":
     """Returns where models that are not trained run: the GPU of this process if ``trainer.accelerator`` allows one."""
     import torch
 
@@ -23,7 +23,7 @@ def device_of(accelerator: str) -> "torch.device":
     return torch.device("cuda", local_rank() % torch.cuda.device_count())
 
 
-def memory_of(device: "torch.device") -> int | None:
+def device_memory(device: "torch.device") -> int | None:
     """Returns bytes of memory that a device has; None where it is no GPU."""
     import torch
 
@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # --------------------------------------------------------------------------------------------- versions, machine
 
 
-def versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
     """Versions of Python and of the packages whose change can change a number, as far as they are installed."""
     found = {}
     for name in PACKAGES:
@@ -49,7 +49,7 @@ def versions() -> dict[str, str]:
     return {"attnpo": VERSION, "python": platform.python_version(), **found}
 
 
-def commit() -> str | None:
+def git_commit() -> str | None:
     """Returns the commit this package is checked out at, marked where files differ from it; None outside a checkout."""
     if not (ROOT / ".git").exists():
         return None
@@ -63,6 +63,6 @@ def commit() -> str | None:
 
 def version_line() -> str:
     """Returns all versions in one line."""
-    found, at = versions(), commit()
+    found, at = package_versions(), git_commit()
     own = f"{found.pop('attnpo')} (commit {at})" if at else found.pop("attnpo")
     return f"versions: attnpo {own} " + " ".join(f"{name} {version}" for name, version in found.items())

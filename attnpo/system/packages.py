@@ -7,7 +7,7 @@ from importlib import metadata
 from pathlib import Path
 
 
-def missing_package(error: BaseException) -> str | None:
+def describe_missing_package(error: BaseException) -> str | None:
     """Returns what to install when ``error`` says that a package attnpo can use is missing; None for others."""
     if not isinstance(error, ImportError):  # PackageNotFoundError is one too
         return None
@@ -18,11 +18,11 @@ def missing_package(error: BaseException) -> str | None:
         if not extras:
             return f"the package {package} is not installed; pip install {package}"
         extra = extras[0]
-        return f"the package {package} is not installed; it comes with the extra `{extra}`: {install_line(extra)}"
+        return f"the package {package} is not installed; it comes with the extra `{extra}`: {install_command(extra)}"
     return None
 
 
-def install_line(extra: str) -> str:
+def install_command(extra: str) -> str:
     """Returns the command that installs what an extra brings, in a checkout or beside a wheel."""
     checkout = Path(__file__).resolve().parents[2]
     if not (checkout / "setup.cfg").is_file():

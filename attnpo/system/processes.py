@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
-def process() -> tuple[int, int]:
+def rank_and_world_size() -> tuple[int, int]:
     """Returns (rank, number of processes) of this job as torchrun, Lightning or SLURM announce them.
 
     (0, 1) otherwise.
@@ -18,7 +18,7 @@ def process() -> tuple[int, int]:
 
 def world_size() -> int:
     """Returns the number of processes of this job."""
-    return process()[1]
+    return rank_and_world_size()[1]
 
 
 def launched_processes() -> tuple[int, int | None] | None:
@@ -41,30 +41,30 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
 
 
-def leads() -> bool:
+def is_main_process() -> bool:
     """Returns whether this process reports for its job."""
-    return process()[0] == 0 and os.environ.get("NODE_RANK", "0") == "0"
+    return rank_and_world_size()[0] == 0 and os.environ.get("NODE_RANK", "0") == "0"
 
 
-_last_acts: list[Callable[[], None]] = []
+_exit_callbacks: list[Callable[[], None]] = []
 
 
 @contextmanager
-def before_sudden_end(act: Callable[[], None]) -> Iterator[None]:
+def before_abrupt_exit(act: Callable[[], None]) -> Iterator[None]:
     """Opens a context in which ``act`` is called before a signal ends this process at once, without an exception."""
-    _last_acts.append(act)
+    _exit_callbacks.append(act)
     try:
         yield
     finally:
-        _last_acts.remove(act)
+        _exit_callbacks.remove(act)
 
 
-def by_slurm() -> bool:
+def is_slurm_task() -> bool:
     """Returns whether it is SLURM that numbers this job's processes, and no launcher inside its job."""
     return "WORLD_SIZE" not in os.environ and launched_processes() is not None
 
 
-def launcher() -> tuple[str, str]:
+def describe_launcher() -> tuple[str, str]:
     """Returns what started this job's processes, and what to put before a command that is to be one process there."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return "torchrun", ""

@@ -24,7 +24,7 @@ import torch
 
 from attnpo.system.credentials import identify
 from attnpo.system.errors import UserError
-from attnpo.system.files import differences, digest, file_digest, parse_json, write_whole
+from attnpo.system.files import digest, file_digest, find_differences, parse_json, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Store:
 
     def table(self, kind: str, key: Mapping[str, object]) -> "StoreTable":
         """Returns the one table of ``kind`` whose numbers depend on exactly ``key`` (JSON-serialisable)."""
-        folder = Path(self.root) / kind / _name(key)
+        folder = Path(self.root) / kind / _folder_name(key)
         return self._tables.setdefault(folder, StoreTable(folder, dict(key)))
 
 
@@ -62,7 +62,7 @@ class _Shard:
     seconds: float | None
 
 
-class _Stranger(Exception):
+class _ForeignShard(Exception):
     """Reason that a shard, though intact, is no part of the table."""
 
 
@@ -82,12 +82,12 @@ class StoreTable:
     def columns_present(self, pair_ids: Iterable[str]) -> dict[str, set[str]]:
         """Returns the stored columns of each pair id; an empty set for an unknown one."""
         present: dict[str, set[str]] = {pair_id: set() for pair_id in pair_ids}
-        for shard in self._index():
+        for shard in self._load_index():
             for pair_id in present.keys() & shard.rows.keys():
                 present[pair_id] |= shard.columns
         return present
 
-    def missing(self, pair_ids: Sequence[str], columns: Iterable[str]) -> list[str]:
+    def missing_pairs(self, pair_ids: Sequence[str], columns: Iterable[str]) -> list[str]:
         """Returns the pair ids that lack one of ``columns``, in their order, without repeats."""
         wanted = set(columns)
         present = self.columns_present(pair_ids)
@@ -96,7 +96,7 @@ class StoreTable:
     def seconds_per_pair(self, pair_ids: Iterable[str]) -> float | None:
         """Returns what computing one of these pairs took, by what was noted beside them; None where nothing was."""
         wanted = set(pair_ids)
-        timed = [one for one in self._index() if one.seconds is not None and wanted & one.rows.keys()]
+        timed = [one for one in self._load_index() if one.seconds is not None and wanted & one.rows.keys()]
         pairs = sum(len(one.rows) for one in timed)
         return sum(one.seconds or 0.0 for one in timed) / pairs if pairs else None
 
@@ -107,7 +107,7 @@ class StoreTable:
         """
         paths = sorted(self.folder.parent.glob(f"*/{KEY_FILE}"))
         keys = ((path, key) for path in paths if (key := _read_json(path)) is not None)
-        others = [differences(key, self.key) for path, key in keys if _name(key) == path.parent.name]
+        others = [find_differences(key, self.key) for path, key in keys if _folder_name(key) == path.parent.name]
         nearest = min(filter(None, others), key=len, default=None)
         return None if nearest is None else "{}: stored {}, asked {}".format(*nearest[0])
 
@@ -123,24 +123,24 @@ class StoreTable:
         """
         if not pair_ids:
             return {}
-        absent = self.missing(pair_ids, map(_whole, columns))
+        absent = self.missing_pairs(pair_ids, map(_base_column, columns))
         if absent:
             raise UserError(
                 f"store {self.folder}: expected {', '.join(columns)} of {len(set(pair_ids))} pairs, {len(absent)} lack "
                 f"some of it (first: {', '.join(absent[:3])}); run attnpo.weigh with the same configuration first"
             )
         cells: dict[str, dict[str, Cell]] = {pair_id: {} for pair_id in pair_ids}
-        for shard in self._index():
+        for shard in self._load_index():
             here = cells.keys() & shard.rows.keys()
             take = [
                 name
                 for name in (*columns, *where_stored)
-                if _whole(name) in shard.columns and any(_whole(name) not in cells[one] for one in here)
+                if _base_column(name) in shard.columns and any(_base_column(name) not in cells[one] for one in here)
             ]
             if not take:
                 continue
             data = self._load(shard, take)
-            for name in dict.fromkeys(map(_whole, take)):
+            for name in dict.fromkeys(map(_base_column, take)):
                 values = _Column(data.column(name))
                 for pair_id in here:
                     if name not in cells[pair_id]:
@@ -171,7 +171,7 @@ class StoreTable:
         for pair_id, row in rows.items():
             groups.setdefault(tuple(sorted(row)), []).append(pair_id)
         for columns, pair_ids in groups.items():
-            arrays = [_array([rows[pair_id][name] for pair_id in pair_ids]) for name in columns]
+            arrays = [_to_arrow([rows[pair_id][name] for pair_id in pair_ids]) for name in columns]
             data = pa.table([pa.array(pair_ids, pa.string()), *arrays], names=[PAIR_ID, *columns])
             data = data.replace_schema_metadata({KEY_MARK: self._digest})
             share = None if seconds is None else seconds * len(pair_ids) / len(rows)
@@ -192,8 +192,8 @@ class StoreTable:
             self.folder.mkdir(parents=True, exist_ok=True)
             if not (self.folder / KEY_FILE).exists():
                 self._write_key()
-            write_whole(self.folder / f"{name}.parquet", content)
-            write_whole(self.folder / f"{name}.json", json.dumps(entry).encode())
+            write_atomically(self.folder / f"{name}.parquet", content)
+            write_atomically(self.folder / f"{name}.json", json.dumps(entry).encode())
         except OSError as error:
             raise UserError(
                 f"store: {len(content)} bytes cannot be written to {self.folder} ({error}); what was stored before is "
@@ -203,7 +203,7 @@ class StoreTable:
 
     # ------------------------------------------------------------------------------------------- index
 
-    def _index(self) -> list[_Shard]:
+    def _load_index(self) -> list[_Shard]:
         """Returns every sound shard, by name; an entry is read and its shard's checksum tested once per process."""
         names = {path.stem for path in self.folder.glob("*.json")} - {Path(KEY_FILE).stem}
         for name in self._shards.keys() - names:
@@ -212,9 +212,9 @@ class StoreTable:
         for name in sorted(names - self._shards.keys() - self._refused):
             self._refused.add(name)
             try:
-                self._shards[name] = self._check(name)
+                self._shards[name] = self._check_shard(name)
                 self._refused.discard(name)
-            except _Stranger as stranger:
+            except _ForeignShard as stranger:
                 strangers.setdefault(str(stranger), []).append(name)
             except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
                 told = "store %s: shard %s.parquet is ignored, its rows count as missing: %s"
@@ -237,10 +237,15 @@ class StoreTable:
             self._write_key()
 
     def _write_key(self) -> None:
-        write_whole(self.folder / KEY_FILE, json.dumps(identify(self.key), indent=1, sort_keys=True))
+        write_atomically(self.folder / KEY_FILE, json.dumps(identify(self.key), indent=1, sort_keys=True))
 
-    def _check(self, name: str) -> _Shard:
-        """Returns the shard of an entry; ``_Stranger`` when it is of another key, else an error when it is damaged."""
+    def _check_shard(self, name: str) -> _Shard:
+        """Reads and verifies an entry and its shard.
+
+        Raises:
+            _ForeignShard: the shard is intact and belongs to another key.
+            ValueError: the shard or its entry is damaged.
+        """
         path = self.folder / f"{name}.parquet"
         entry: Any = _read_json(self.folder / f"{name}.json")  # what it lacks is found by reading it
         if entry is None:
@@ -252,11 +257,11 @@ class StoreTable:
         with pq.ParquetFile(path) as stored:
             mark = (stored.schema_arrow.metadata or {}).get(KEY_MARK)
             if mark is None and "key" not in entry:
-                raise _Stranger("an older version wrote them, without the key they belong to; they may be removed")
+                raise _ForeignShard("an older version wrote them, without the key they belong to; they may be removed")
             if mark != str(entry.get("key")).encode():
                 raise ValueError("its key differs from the one in its entry")
             if entry["key"] != self._digest:
-                raise _Stranger("they are of another key and belong in the folder of that key alone")
+                raise _ForeignShard("they are of another key and belong in the folder of that key alone")
             if set(stored.schema_arrow.names) != shard.columns | {PAIR_ID}:
                 raise ValueError("its columns differ from those in its entry")
             if stored.read(columns=[PAIR_ID]).column(PAIR_ID).to_pylist() != entry["pairs"]:
@@ -269,7 +274,7 @@ class StoreTable:
 # --------------------------------------------------------------------------------------------- files
 
 
-def _name(key: Mapping[str, object]) -> str:
+def _folder_name(key: Mapping[str, object]) -> str:
     """Returns the name of the folder of a key."""
     return digest(dict(key))[:20]
 
@@ -286,31 +291,31 @@ def _read_json(path: Path) -> dict[str, object] | None:
 # --------------------------------------------------------------------------------------------- columns
 
 
-def _whole(column: str) -> str:
+def _base_column(column: str) -> str:
     """Returns the column of which ``"column.field"`` names a field."""
     return column.partition(".")[0]
 
 
-def array_in(cell: Cell) -> Array:
+def expect_array(cell: Cell) -> Array:
     """Returns the array that a cell holds. TypeError when it holds something else."""
     if not isinstance(cell, np.ndarray):
         raise TypeError(f"expected a column of arrays, got {type(cell).__name__}")
     return cell
 
 
-def fields_in(cell: Cell) -> Mapping[str, Cell]:
+def expect_mapping(cell: Cell) -> Mapping[str, Cell]:
     """Returns the dict that a cell holds. TypeError when it holds something else."""
     if not isinstance(cell, Mapping):
         raise TypeError(f"expected a column of dicts, got {type(cell).__name__}")
     return cell
 
 
-def _array(values: Sequence[Cell]) -> pa.Array:
+def _to_arrow(values: Sequence[Cell]) -> pa.Array:
     """Returns an Arrow column of scalars, of one-dimensional arrays (as lists), or of dicts of these (as structs)."""
     if isinstance(values[0], Mapping):
         names = list(values[0])
         return pa.StructArray.from_arrays(
-            [_array([fields_in(row)[name] for row in values]) for name in names], names=names
+            [_to_arrow([expect_mapping(row)[name] for row in values]) for name in names], names=names
         )
     if isinstance(values[0], str | bool | int | float):
         return pa.array(list(values))
@@ -322,7 +327,7 @@ def _array(values: Sequence[Cell]) -> pa.Array:
     return pa.LargeListArray.from_arrays(pa.array(ends, pa.int64()), pa.array(np.concatenate(arrays)))
 
 
-def _numbers(array: pa.Array) -> Array:
+def _to_numpy(array: pa.Array) -> Array:
     """Returns ``array`` in NumPy.
 
     Arrow's own ``to_numpy``, for which nulls and bits are left, imports pandas: a second.
@@ -334,7 +339,7 @@ def _numbers(array: pa.Array) -> Array:
 
 
 class _Column:
-    """Random access to the rows of a column that ``_array`` made."""
+    """Random access to the rows of a column that ``_to_arrow`` made."""
 
     def __init__(self, column: pa.ChunkedArray | pa.Array) -> None:
         array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
@@ -343,8 +348,8 @@ class _Column:
         if pa.types.is_struct(array.type):
             self._fields = {field.name: _Column(array.field(field.name)) for field in array.type}
         elif pa.types.is_large_list(array.type):
-            self._ends = _numbers(array.offsets)
-            self._values = _numbers(array.values)
+            self._ends = _to_numpy(array.offsets)
+            self._values = _to_numpy(array.values)
         else:
             self._scalars = array.to_pylist()
 

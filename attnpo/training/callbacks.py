@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from attnpo.cli.progress import WRITTEN_EVERY, ProgressRow, display, is_noted, note, on_terminal
+from attnpo.cli.progress import (
+    WRITTEN_EVERY,
+    ProgressRow,
+    is_interactive_terminal,
+    is_progress_published,
+    publish_progress,
+    show_progress,
+)
 from attnpo.training.gather import from_all_ranks
 from attnpo.training.nonfinite import check_validation, check_weights, peak
 from attnpo.training.signals import step_ended
@@ -36,9 +43,9 @@ class ProgressDisplay(L.Callback):
         self._start, self._first = time.perf_counter(), trainer.global_step
         self._said = self._start
         self._row = ProgressRow(self.label, trainer.global_step, int(trainer.estimated_stepping_batches))
-        note(self._row)
-        if not is_noted():
-            self._drawing.enter_context(display(lambda: [self._row]))
+        publish_progress(self._row)
+        if not is_progress_published():
+            self._drawing.enter_context(show_progress(lambda: [self._row]))
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
@@ -50,11 +57,11 @@ class ProgressDisplay(L.Callback):
         pace = (now - self._start) / max(1, step - self._first)
         loss = float(trainer.callback_metrics.get("train/loss", float("nan")))
         self._row = ProgressRow(self.label, step, total, loss, pace * (total - step))
-        if is_noted() and now - self._noted > WRITTEN_EVERY:
+        if is_progress_published() and now - self._noted > WRITTEN_EVERY:
             self._noted = now
-            note(self._row)
+            publish_progress(self._row)
         due = step % max(1, total // 8) == 0 or step == total or now - self._said > self.EVERY
-        if due and (is_noted() or not on_terminal()):
+        if due and (is_progress_published() or not is_interactive_terminal()):
             self._said = now
             log.info("step %d/%d  loss %.4f  %.2f s/step  %.0f s left", step, total, loss, pace, pace * (total - step))
 

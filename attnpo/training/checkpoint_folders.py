@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypedDict
 
-from attnpo.system.files import Json, parse_json, to_disk
+from attnpo.system.files import Json, fsync_path, parse_json
 
 STATE = "state.ckpt"
 ACCOUNT = "checkpoint.json"
@@ -51,15 +51,15 @@ def replace_folder(folder: Path) -> Iterator[Path]:
     try:
         yield new
         for path in sorted(new.rglob("*")):
-            to_disk(path)
-        to_disk(new)
+            fsync_path(path)
+        fsync_path(new)
     except BaseException:  # from the first rename on, the new folder may be the only one: it stays
         shutil.rmtree(new, ignore_errors=True)
         raise
     if folder.exists():
         folder.rename(old)
     new.rename(folder)
-    to_disk(folder.parent)
+    fsync_path(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 

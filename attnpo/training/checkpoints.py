@@ -19,7 +19,7 @@ from torch import Tensor
 
 from attnpo.models.lora import Rounding
 from attnpo.schema import UserError
-from attnpo.system.files import seal
+from attnpo.system.files import write_checksums
 from attnpo.training.checkpoint_folders import STATE, newest, read_account, replace_folder, whole, write_account
 from attnpo.training.export import ADAPTER, Exporter
 from attnpo.training.metrics_file import METRICS, merge_metrics
@@ -155,7 +155,7 @@ class CheckpointFolder(L.Callback):
                 if rows.is_file():
                     shutil.copyfile(rows, new / METRICS)
                 digest = writer.digest if state is None and isinstance(writer, StraightIO) else None
-                seal(new, None if digest is None else {STATE: digest})
+                write_checksums(new, None if digest is None else {STATE: digest})
         return export, merge
 
     def _keep_state_alone(self, new: Path, writes: bool, problem: Exception) -> None:

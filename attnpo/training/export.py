@@ -18,7 +18,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, Pr
 
 from attnpo.models.loading import DTYPES
 from attnpo.models.lora import Rounding, adapter_state, format_name, merged_state, write_adapter
-from attnpo.system.files import share, write_whole
+from attnpo.system.files import apply_umask, write_atomically
 from attnpo.text.template import with_default
 from attnpo.training.model_card import Facts, model_card
 
@@ -176,9 +176,9 @@ def open_to_readers(folder: Path) -> None:
     for name, older in (("config.json", older_config), ("tokenizer_config.json", older_tokenizer)):
         path = folder / name
         content = json.loads(path.read_text(encoding="utf-8"))
-        write_whole(path, json.dumps(older(content), indent=2, ensure_ascii=False) + "\n")
+        write_atomically(path, json.dumps(older(content), indent=2, ensure_ascii=False) + "\n")
     for path in folder.glob("*.safetensors"):
-        share(path)
+        apply_umask(path)
 
 
 def older_config(config: dict[str, object]) -> dict[str, object]:

@@ -18,8 +18,8 @@ from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from attnpo.schema import UserError
-from attnpo.system.credentials import mask, to_savable
-from attnpo.system.files import Json, parse_json, write_whole
+from attnpo.system.credentials import mask_credentials, to_savable
+from attnpo.system.files import Json, parse_json, write_atomically
 from attnpo.training.metrics_file import LOGS, RUN_ID
 from attnpo.training.settings import LoggerSettings, WandbSettings, check_tracker
 
@@ -61,7 +61,7 @@ class TrackedRun(WandbLogger):
         quiet = wandb.Settings(console="off", silent=True, reinit="create_new")  # Lightning's would join an open run
         given = {name: value for name, value in self._wandb_init.items() if name != "anonymous"}  # W&B warns of it
         self.folder.mkdir(parents=True, exist_ok=True)
-        typed, sys.argv = sys.argv, list(map(mask, sys.argv))  # W&B keeps the command line
+        typed, sys.argv = sys.argv, list(map(mask_credentials, sys.argv))  # W&B keeps the command line
         try:
             run = wandb.init(**{**given, "id": kept_id(self.folder), "mode": mode, "settings": quiet})
         except wandb.errors.Error as problem:
@@ -97,7 +97,7 @@ def kept_id(folder: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError):
         new_id = os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps({"id": new_id}) + "\n")
+    write_atomically(path, json.dumps({"id": new_id}) + "\n")
     return new_id
 
 

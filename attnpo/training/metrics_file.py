@@ -9,7 +9,7 @@ import io
 import shutil
 from pathlib import Path
 
-from attnpo.system.files import write_whole
+from attnpo.system.files import write_atomically
 
 METRICS = "metrics.csv"
 LOGS = "logs"
@@ -43,7 +43,7 @@ def merge_metrics(folder: Path) -> list[Row]:
     writer = csv.DictWriter(table, ["step", "epoch", *names])
     writer.writeheader()
     writer.writerows({**row, "step": int(row["step"]), "epoch": int(row["epoch"])} for row in rows)
-    write_whole(folder / METRICS, table.getvalue())
+    write_atomically(folder / METRICS, table.getvalue())
     return rows
 
 

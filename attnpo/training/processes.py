@@ -6,7 +6,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from attnpo.schema import UserError
-from attnpo.system.processes import by_slurm, launched_processes, launcher, local_rank, process
+from attnpo.system.processes import (
+    describe_launcher,
+    is_slurm_task,
+    launched_processes,
+    local_rank,
+    rank_and_world_size,
+)
 from attnpo.training.settings import TrainerSettings
 
 if TYPE_CHECKING:
@@ -55,8 +61,8 @@ def as_launched(settings: TrainerSettings) -> TrainerSettings:
         _require_possible(settings)
         return settings
     each, rest = divmod(total, nodes)
-    name = launcher()[0]
-    if by_slurm() and "SLURM_STEP_ID" not in os.environ:
+    name = describe_launcher()[0]
+    if is_slurm_task() and "SLURM_STEP_ID" not in os.environ:
         raise UserError(
             f"SLURM_NTASKS is {total} and srun has not started this process, which would wait for the others for ever: "
             "put srun before the command, or run it as one process with srun --ntasks=1"
@@ -75,7 +81,7 @@ def as_launched(settings: TrainerSettings) -> TrainerSettings:
             "or start as many processes as they ask for"
         )
     gpus = visible_gpus(settings)
-    if 0 < gpus < each and not (gpus == 1 and by_slurm()):  # SLURM may show each task a GPU of its own
+    if 0 < gpus < each and not (gpus == 1 and is_slurm_task()):  # SLURM may show each task a GPU of its own
         raise UserError(
             f"{name} started {each} processes on this node, and {gpus} GPU{'s are' if gpus > 1 else ' is'} visible: "
             "start as many processes as there are GPUs, or set trainer.accelerator=cpu"
@@ -86,14 +92,14 @@ def as_launched(settings: TrainerSettings) -> TrainerSettings:
 def _require_place(total: int, nodes: int) -> None:
     """Refuses variables of a rank without a launcher: it would wait for the others for ever, or write no result."""
     given = [f"{name}={os.environ[name]}" for name in PLACE if name in os.environ]
-    if not given or "TORCHELASTIC_RUN_ID" in os.environ or by_slurm():
+    if not given or "TORCHELASTIC_RUN_ID" in os.environ or is_slurm_task():
         return
     needed = ["LOCAL_RANK"] if launched_processes() is not None else []
     needed += ["MASTER_ADDR", "MASTER_PORT"] if needed or nodes > 1 or "LOCAL_RANK" in os.environ else []
     lacking = [name for name in needed if total > 1 and name not in os.environ]
     node = int(os.environ.get("NODE_RANK", os.environ.get("GROUP_RANK", "0")))
     place = node * (total // nodes) + local_rank()
-    if lacking or place >= total or ("RANK" in os.environ and process()[0] != place):
+    if lacking or place >= total or ("RANK" in os.environ and rank_and_world_size()[0] != place):
         why = f"{', '.join(lacking)} not set" if lacking else f"NODE_RANK and LOCAL_RANK make it rank {place}"
         raise UserError(
             f"the environment ({', '.join(given)}) makes this process one of {total} on {nodes} "
@@ -123,7 +129,7 @@ def environment() -> "ClusterEnvironment | None":
 
     from attnpo.training.trainer import SlurmTasks
 
-    if by_slurm():
+    if is_slurm_task():
         return SlurmTasks()
     alone = "SLURM_NTASKS" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
     return LightningEnvironment() if alone else None

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from attnpo.config.reader import Untouched
 from attnpo.models.spec import DTYPES
-from attnpo.schema import BOOKKEEPING, UserError, check_choice, check_least
+from attnpo.schema import BOOKKEEPING, UserError, check_at_least, check_choice
 
 PRECISIONS = ("32-true", "bf16-mixed")
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")
@@ -84,9 +84,9 @@ class TrainerSettings:
                 "trainer.max_epochs must be at least 1, or -1 to leave the end to trainer.max_steps where that is set, "
                 f"got {self.max_epochs}"
             )
-        check_least("trainer", 0, gradient_clip_val=self.gradient_clip_val)
+        check_at_least("trainer", 0, gradient_clip_val=self.gradient_clip_val)
         for name in ("num_nodes", "log_every_n_steps", "threads"):
-            check_least("trainer", 1, **{name: getattr(self, name)})
+            check_at_least("trainer", 1, **{name: getattr(self, name)})
 
     def unread(self) -> dict[str, str]:
         """Names keys without effect as the others stand: where steps end a run, epochs do not."""
@@ -139,8 +139,8 @@ class CallbackSettings:
     def __post_init__(self) -> None:
         if self.mode is not None:
             check_choice("callbacks.mode", self.mode, ("min", "max"))
-        check_least("callbacks", 0, samples=self.samples, heat_maps=self.heat_maps)
-        check_least("callbacks", 1, sample_tokens=self.sample_tokens, save_every=self.save_every)
+        check_at_least("callbacks", 0, samples=self.samples, heat_maps=self.heat_maps)
+        check_at_least("callbacks", 1, sample_tokens=self.sample_tokens, save_every=self.save_every)
         if self.checkpoints:
             self._check_monitor()
         if self.export_dtype is not None:

@@ -19,8 +19,17 @@ from torch import Tensor
 
 from attnpo.judge.base import CAPTURE_VERSION
 from attnpo.judge.layers import Row, layer_column
-from attnpo.schema import SIDES, PairWeights, PreferencePair, Round, TokenWeights, TraceLength, UserError, ids_of
-from attnpo.system.store import Array, Cell, Store, StoreTable, array_in, fields_in
+from attnpo.schema import (
+    SIDES,
+    JudgeRound,
+    PairWeights,
+    PreferencePair,
+    TokenWeights,
+    TraceLength,
+    UserError,
+    list_pair_ids,
+)
+from attnpo.system.store import Array, Cell, Store, StoreTable, expect_array, expect_mapping
 from attnpo.text.chat import RefusedText
 from attnpo.weights.base import WeightSource
 
@@ -176,7 +185,7 @@ def unreadable_pairs(table: StoreTable, pair_ids: Sequence[str]) -> dict[str, Un
     refused = [pair_id for pair_id, columns in table.columns_present(pair_ids).items() if REFUSED in columns]
     unreadable = {}
     for pair_id, row in table.read(refused, [REFUSED]).items():
-        why = fields_in(row[REFUSED])
+        why = expect_mapping(row[REFUSED])
         unreadable[pair_id] = Unreadable(pair_id, (), str(why["reason"]), str(why["story"]))
     return unreadable
 
@@ -226,9 +235,9 @@ def ensure_captured(
     """
     begin = time.perf_counter()
     table = store.table(WEIGHTS, key)
-    unique = {pair_id: place for place, pair_id in enumerate(ids_of(pairs))}
+    unique = {pair_id: place for place, pair_id in enumerate(list_pair_ids(pairs))}
     columns = [TOKENS, *(layer_column(layer) for layer in layers), *([VERDICTS] if verdicts else [])]
-    lacking = table.missing(list(unique), columns)
+    lacking = table.missing_pairs(list(unique), columns)
     difference = None
     if lacking:
         difference = table.nearest_difference() if len(lacking) == len(unique) else None
@@ -302,7 +311,7 @@ def load_logps(
     """
     logps = {}
     for pair_id, row in table.read(pair_ids, list(SIDES)).items():
-        chosen, rejected = (torch.from_numpy(array_in(row[side])) for side in SIDES)
+        chosen, rejected = (torch.from_numpy(expect_array(row[side])) for side in SIDES)
         if lengths is not None and (chosen.numel(), rejected.numel()) != tuple(lengths[pair_id]):
             raise UserError(
                 f"store {table.folder}: pair {pair_id} has log-probabilities of {chosen.numel()} and "
@@ -371,13 +380,13 @@ def unpack(stored: Mapping[str, Mapping[str, Cell]], layers: Sequence[Row]) -> d
     totals = np.diff(np.concatenate([[0], np.cumsum(counts)])[np.concatenate([[0], np.cumsum(by_pair)])]).tolist()
     for layer in layers:
         for (pair_id, row), total in zip(stored.items(), totals, strict=True):
-            found = array_in(row[layer_column(layer)]).size
+            found = expect_array(row[layer_column(layer)]).size
             if found != total:
                 raise UserError(
                     f"store: pair {pair_id} has {found} weights on {total} tokens, so its shards do not belong "
                     "together; delete the folder of this key and run attnpo.weigh again"
                 )
-    stacked = [np.concatenate([array_in(row[layer_column(layer)]) for row in stored.values()]) for layer in layers]
+    stacked = [np.concatenate([expect_array(row[layer_column(layer)]) for row in stored.values()]) for layer in layers]
     weights = torch.from_numpy(np.stack(stacked) if stacked else np.zeros((0, sum(totals)), dtype=np.float32))
     sizes = counts.tolist()
     ids = torch.from_numpy(np.concatenate([part["ids"] for part in tokens])).long().split_with_sizes(sizes)
@@ -404,7 +413,9 @@ def unpack_rounds(stored: Mapping[str, Mapping[str, Cell]]) -> Iterator[PairWeig
         yield PairWeights(pair_id, tuple(_rounds(row, [(first, cut, _NO_TOKENS, _NO_TOKENS) for first, cut in rounds])))
 
 
-def _rounds(row: Mapping[str, Cell], rounds: Sequence[tuple[int, int, TokenWeights, TokenWeights]]) -> Iterator[Round]:
+def _rounds(
+    row: Mapping[str, Cell], rounds: Sequence[tuple[int, int, TokenWeights, TokenWeights]]
+) -> Iterator[JudgeRound]:
     """Yields the rounds of a pair with the verdicts and traces that ``row`` has."""
     judged = None if VERDICTS not in row else _arrays(row[VERDICTS])
     traced = None if TRACES not in row else _arrays(row[TRACES])
@@ -419,8 +430,8 @@ def _rounds(row: Mapping[str, Cell], rounds: Sequence[tuple[int, int, TokenWeigh
         if traced is not None:
             trace = TraceLength(int(traced["tokens"][place]), bool(traced["closed"][place]))
         token = None if read[place] == -1 else read[place]
-        yield Round(bool(chosen_is_a), chosen, rejected, logits[place], token, bool(cut), trace)
+        yield JudgeRound(bool(chosen_is_a), chosen, rejected, logits[place], token, bool(cut), trace)
 
 
 def _arrays(cell: Cell) -> dict[str, Array]:
-    return {name: array_in(part) for name, part in fields_in(cell).items()}
+    return {name: expect_array(part) for name, part in expect_mapping(cell).items()}

@@ -356,7 +356,7 @@ def _built(
         if (place, chosen, rejected) != last:
             last, rounds = (place, chosen, rejected), None
             with suppress(UserError):  # characters that only meet now may spell what no prompt may hold
-                text = PreferencePair.make(pairs[place].prompt, chosen, rejected, apart=pairs[place].apart)
+                text = PreferencePair.from_texts(pairs[place].prompt, chosen, rejected, apart=pairs[place].apart)
                 rounds = prompts.build(text)
         if rounds is not None:
             yield number, rounds[order]

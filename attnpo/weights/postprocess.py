@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attnpo.schema import Kind, UserError, check_least
+from attnpo.schema import Kind, UserError, check_at_least
 
 
 class RoundOrder(Enum):
@@ -89,8 +89,8 @@ class Postprocess:
     end_token: EndToken = EndToken.ZERO
 
     def __post_init__(self) -> None:
-        check_least("weights.postprocess", 0, sink_tokens=self.sink_tokens)
-        check_least("weights.postprocess", 1, sink_min_length=self.sink_min_length)
+        check_at_least("weights.postprocess", 0, sink_tokens=self.sink_tokens)
+        check_at_least("weights.postprocess", 1, sink_min_length=self.sink_min_length)
 
     def __call__(self, rows: Sequence[Float[Tensor, " n"]], where: str = "weights") -> Float[Tensor, " n"]:
         """Returns the distribution (sum 1) of one response from its raw rows, one per round.

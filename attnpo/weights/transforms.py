@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from attnpo.schema import SIDES, UserError, check_choice, check_least, check_range, digest
+from attnpo.schema import SIDES, UserError, check_at_least, check_choice, check_range, digest
 
 _Some = TypeVar("_Some")
 
@@ -173,7 +173,7 @@ class Sharpness(_Pure):
     tau: float = 2.0
 
     def __post_init__(self) -> None:
-        check_least("transform Sharpness", 0, tau=self.tau)
+        check_at_least("transform Sharpness", 0, tau=self.tau)
 
     def __call__(self, row: WeightRow) -> Float[Tensor, " n"]:
         """Returns the sharpened row; zeros stay zeros."""
@@ -292,7 +292,7 @@ class PositionProfile:
     needs_fit: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_least("transform PositionProfile", 1, bins=self.bins)
+        check_at_least("transform PositionProfile", 1, bins=self.bins)
 
     def fit(self, rows: Iterable[WeightRow]) -> "PositionProfile":
         """Returns a copy with the mean mass of each bin over all rows, each row counted alike."""
@@ -323,7 +323,7 @@ class TokenProfile:
     needs_fit: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_least("transform TokenProfile", 1, bins=self.bins)
+        check_at_least("transform TokenProfile", 1, bins=self.bins)
 
     def fit(self, rows: Iterable[WeightRow]) -> "TokenProfile":
         """Returns a copy with the mean factor of every token id among the training rows."""
@@ -365,7 +365,7 @@ class Branched:
     needs_fit: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_least("transform Branched", 1, reach=self.reach)
+        check_at_least("transform Branched", 1, reach=self.reach)
 
     def fit(self, rows: Iterable[WeightRow]) -> "Branched":
         """Returns a copy with the entropy, in nats, of what follows each token id; START stands before a response."""

@@ -16,8 +16,8 @@ from attnpo.schema import (
     PreferencePair,
     Sampling,
     UserError,
+    check_at_least,
     check_choice,
-    check_least,
     digest,
 )
 from attnpo.text.chat import ChatFormat, RefusedText
@@ -167,7 +167,7 @@ class Verbalizer:
     def __post_init__(self) -> None:
         check_choice("verbalizer.dtype", self.dtype, DTYPES)
         for name in ("batch_size", "token_budget", "max_length"):
-            check_least("verbalizer", 1, **{name: getattr(self, name)})
+            check_at_least("verbalizer", 1, **{name: getattr(self, name)})
 
     def template(self) -> ScoreTemplate:
         """Returns the wording, read from its files."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from transformers import LlamaConfig
 
-from attnpo.config.compose import compose, part
+from attnpo.config.compose import compose, parse_subset
 from attnpo.judge.settings import TOKEN_BUDGET, Judge
 from attnpo.models.memory import GIB, MemoryEstimate, estimate_pass
 from attnpo.models.spec import ModelSpec
@@ -50,7 +50,7 @@ class Recipe(Planned):
 def recipe(length: str, hardware: str, method: str) -> Recipe:
     """Returns a recipe as a user composes it."""
     words = ["setting=llama3_8b_base_sft", f"hardware={hardware}", f"lengths={length}", *METHODS[method]]
-    return part(compose("fit", words), Recipe)
+    return parse_subset(compose("fit", words), Recipe)
 
 
 def decide(made: Recipe, capacity: int) -> tuple[ModelSpec, MemoryEstimate]:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from attnpo.config.compose import build, compose, groups
+from attnpo.config.compose import compose, instantiate, list_groups
 from attnpo.config.named_files import read_template
 from attnpo.data.base import PairSource
 from attnpo.judge.base import JudgePrompt
@@ -114,8 +114,8 @@ def judge_options() -> dict[str, JudgeRules]:
     Options of equal wording are one.
     """
     named: dict[tuple[str, JudgeRules], tuple[list[str], JudgeRules]] = {}
-    for option in groups()["judge"]:
-        rules = build(compose("fit", [f"judge={option}"]).judge).rules()
+    for option in list_groups()["judge"]:
+        rules = instantiate(compose("fit", [f"judge={option}"]).judge).rules()
         rules = replace(rules, max_length=UNLIMITED, max_response_length=UNLIMITED, assembly=Assembly.TEXT)
         wording = Path(rules.template_file).read_text(encoding="utf-8")
         same = replace(rules, template_file="", span_closing=None)  # where a reference span ends: none is measured

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pandas
 
-from attnpo.cli.terminal import hear_signals
+from attnpo.cli.terminal import install_signal_handlers
 from attnpo.display.page import Image, Section, TableBlock
 from attnpo.display.printed import KeyedTable
 from attnpo.display.tables import Cell
@@ -245,5 +245,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    hear_signals()
+    install_signal_handlers()
     sys.exit(main())

@@ -24,7 +24,7 @@ from attnpo.objectives.twdpo import TwDPO
 from attnpo.run.identity import by_class, component
 from attnpo.run.result import RunResult
 from attnpo.schema import UserError, digest
-from attnpo.system.files import Json, clean, read_record, write_record
+from attnpo.system.files import Json, read_record, safe_filename, write_record
 from attnpo.weights.faithfulness import score_of
 from attnpo.weights.sources.attention import Attention
 from attnpo.weights.sources.rollout import Rollout
@@ -93,7 +93,7 @@ def collect(study: StudyResults, name: str, level: float, harvest: Harvest) -> l
                 continue
             point, result = one[0]
             place = f"{name}: {point.arm.world}" if point.arm.world else name
-            known = known_before(result, arms[label], measured.get((clean(point.arm.world), seed), {}))
+            known = known_before(result, arms[label], measured.get((safe_filename(point.arm.world), seed), {}))
             grids = [sorted(point.values for point, _ in runs) for runs in (one, control_one)]
             key = digest({"arm": with_paths(arms[label]), "base": base, "grids": grids, "seed": seed})
             harvest.add(key, harvest.names.setdefault(base, place), seed, f"{place}, seed {seed}", gain, known)

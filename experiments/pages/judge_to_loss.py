@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from attnpo.cli.terminal import reporting
+from attnpo.cli.terminal import log_to_terminal
 from attnpo.config.compose import load
 from attnpo.data.collate import TrainingExample, collate
 from attnpo.judge.judge import RunJudge
@@ -34,8 +34,8 @@ from attnpo.objectives.twdpo import twdpo_loss
 from attnpo.run.inputs import Inputs, read_inputs
 from attnpo.run.resolve import resolve
 from attnpo.schema import SIDES, PreferencePair
-from attnpo.system.files import Json, write_whole
-from attnpo.system.machine import device_of
+from attnpo.system.files import Json, write_atomically
+from attnpo.system.machine import inference_device
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 NAME = "judge_to_loss"
@@ -93,7 +93,7 @@ def _trained(
     pair: PreferencePair,
 ) -> dict[str, Json]:
     """Returns tokens, rows, weights and log-ratios of both responses, and the loss before and after the steps."""
-    loaded = load_model(spec.path, dtype="float32", revision=spec.revision).to(device_of("cpu"))  # type: ignore[arg-type]
+    loaded = load_model(spec.path, dtype="float32", revision=spec.revision).to(inference_device("cpu"))  # type: ignore[arg-type]
     reference, policy = ScoredLM(loaded).eval(), ScoredLM(copy.deepcopy(loaded)).eval()
     batch = collate([replace(example, reference_logps=None)], padded, pad, 1)
     rows = batch.main
@@ -307,13 +307,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, default=DOCS)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as of attnpo.fit")
     given = parser.parse_args(argv)
-    with reporting():
+    with log_to_terminal():
         record = record_of(given.overrides)
-        write_whole(given.folder / f"{NAME}.json", json.dumps(record, indent=1, ensure_ascii=False) + "\n")
-        write_whole(given.folder / f"{NAME}.svg", svg(record))
+        write_atomically(given.folder / f"{NAME}.json", json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+        write_atomically(given.folder / f"{NAME}.svg", svg(record))
         page = given.folder / "judge_prompts.md"
         if page.is_file():
-            write_whole(page, placed(page.read_text(encoding="utf-8"), block(record)))
+            write_atomically(page, placed(page.read_text(encoding="utf-8"), block(record)))
     return 0
 
 

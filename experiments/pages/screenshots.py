@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from attnpo.display.explorer import write_explorer
-from attnpo.system.files import clean
+from attnpo.system.files import safe_filename
 from experiments.pages.judge_to_loss import DOCS, NAME
 from tests.display.browser import Browser, browser
 from tests.display.explored import hard, many
@@ -51,7 +51,7 @@ def explorers() -> Iterator[dict[str, Path]]:
 def main(given: Sequence[str]) -> None:
     """Takes all pictures and prints their names."""
     folder, *others = (Path(one).resolve() for one in given)
-    drawn = {NAME: DOCS / f"{NAME}.svg", **{clean(f"{page.parent.name}-{page.stem}"): page for page in others}}
+    drawn = {NAME: DOCS / f"{NAME}.svg", **{safe_filename(f"{page.parent.name}-{page.stem}"): page for page in others}}
     with browser() as tab, explorers() as pages:
         taken = take(tab, pages, folder, ready="document.documentElement.dataset.ready", whole=False)
         taken += take(tab, drawn, folder)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from attnpo.cli.terminal import as_called, hear_signals, reporting, run_guarded
+from attnpo.cli.terminal import install_signal_handlers, log_to_terminal, rewrite_commands, run_guarded
 
 EXAMPLE = """\
 example:
@@ -16,9 +16,9 @@ example:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the tables and draws the figures into the folder named (``outputs/theory`` by default); returns 0."""
     parser = argparse.ArgumentParser(
-        prog=as_called("python -m experiments.theory"),
+        prog=rewrite_commands("python -m experiments.theory"),
         description="Check the paper's theory on policies small enough to enumerate: what holds, fails, says nothing.",
-        epilog=as_called(EXAMPLE),
+        epilog=rewrite_commands(EXAMPLE),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("folder", nargs="?", type=Path, default=Path("outputs/theory"), help="where the figures go")
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--markdown", action="store_true", help="print the tables as Markdown, as experiments/theory/tables.md has them"
     )
     chosen = parser.parse_args(arguments)
-    with reporting(bars=False):
+    with log_to_terminal(bars=False):
         return run_guarded(lambda: _study(chosen.folder, markdown=chosen.markdown))
 
 
@@ -49,5 +49,5 @@ def _study(folder: Path, *, markdown: bool) -> int:
 
 
 if __name__ == "__main__":
-    hear_signals()
+    install_signal_handlers()
     sys.exit(main())

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from attnpo.system.hub_access import out_of_reach
+from attnpo.system.hub_access import hub_unreachable_reason
 from tests.bad_input.attempts import Attempts
 from tests.bad_input.table import PROPERTY
 from tests.bad_input.table import pytest_terminal_summary as pytest_terminal_summary
@@ -56,6 +56,6 @@ def library_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def hub_forgotten() -> Iterator[None]:
     """The question whether the hub can be reached, open again before and after a test."""
     assert os.environ["HF_HUB_OFFLINE"] == "1", "no test may ask the network"
-    out_of_reach.cache_clear()
+    hub_unreachable_reason.cache_clear()
     yield
-    out_of_reach.cache_clear()
+    hub_unreachable_reason.cache_clear()

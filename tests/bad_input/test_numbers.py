@@ -66,7 +66,7 @@ def taken(number: Number, value: Any) -> bool:
     before = number.node[number.key]
     number.node[number.key] = value
     try:
-        config.build(number.node)
+        config.instantiate(number.node)
     except UserError as problem:
         assert number.key in str(problem) and "\n" not in str(problem)
         return False

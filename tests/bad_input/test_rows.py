@@ -29,7 +29,7 @@ def first_id(attempts: Attempts, chosen: str | None = None, rejected: str | None
     row = attempts.rows[0]
     good, bad = (row[side][-1]["content"] if new is None else new
                  for side, new in (("chosen", chosen), ("rejected", rejected)))  # fmt: skip
-    return PreferencePair.make(row["chosen"][:-1], good, bad).pair_id[:8]
+    return PreferencePair.from_texts(row["chosen"][:-1], good, bad).pair_id[:8]
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,9 @@ def test_special_tokens_spelled_out_are_counted(attempts: Attempts, record: Reco
     for row, text in zip(rows, texts, strict=False):
         row["rejected"][-1]["content"] = text
     message = attempts.fit("weights=uniform", world=attempts.with_rows(rows)).noted("special token spelled out")
-    said = [PreferencePair.make(row["chosen"][:-1], *(row[side][-1]["content"] for side in SIDES)) for row in rows[:3]]
+    said = [
+        PreferencePair.from_texts(row["chosen"][:-1], *(row[side][-1]["content"] for side in SIDES)) for row in rows[:3]
+    ]
     assert "in the rejected response" in message and counted(message) == 3
     assert all(pair.pair_id[:8] in message for pair in said)
     for text in texts:
@@ -279,7 +281,9 @@ def test_a_template_that_refuses_one_rows_roles(attempts: Attempts, record: Reco
     for side in ("chosen", "rejected"):
         row[side].insert(0, {"role": "system", "content": "be brief"})
     answer = attempts.fit(world=attempts.with_first(row))
-    pair_id = PreferencePair.make(row["chosen"][:-1], row["chosen"][-1]["content"], row["rejected"][-1]["content"])
+    pair_id = PreferencePair.from_texts(
+        row["chosen"][:-1], row["chosen"][-1]["content"], row["rejected"][-1]["content"]
+    )
     message = answer.noted("train: dropped: the chat template refuses its turns")
     assert counted(message) == 1 and pair_id.pair_id[:8] in message
     first = answer.noted("dropped, and so are others like it")

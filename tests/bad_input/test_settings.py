@@ -189,7 +189,7 @@ def test_a_response_cut_to_nothing(record: Record) -> None:
     """No legal setting leaves a response without a token; should one ever, the pair goes and is counted."""
     rules = LengthRules(20, 9)
     object.__setattr__(rules, "max_length", 9)
-    pair = PreferencePair.make([{"role": "user", "content": "good " * 30}], "good .", "bad .")
+    pair = PreferencePair.from_texts([{"role": "user", "content": "good " * 30}], "good .", "bad .")
     tally = Tally()
     assert encode_pair(pair, ChatFormat(build_tokenizer(Grammar())), rules, tally) is None
     assert tally.lines() == [f"dropped: a response was cut to nothing: 1 ({pair.pair_id[:8]})"]

@@ -173,7 +173,7 @@ def test_a_source_that_gives_no_weights_names_the_pair(
 ) -> None:
     """All-zero attention says nothing about its response and becomes uniform, counted; the others end the run."""
     row = attempts.rows[3]
-    pair = PreferencePair.make(row["chosen"][:-1], row["chosen"][-1]["content"], row["rejected"][-1]["content"])
+    pair = PreferencePair.from_texts(row["chosen"][:-1], row["chosen"][-1]["content"], row["rejected"][-1]["content"])
     chosen = ["~weights", f"+weights={{_target_:{__name__}.{kind},value:{value},pair:{pair.pair_id}}}"]
     answer = attempts.fit(*chosen)
     case = f"{'captured' if kind == 'Spoilt' else 'native'} weights of {value} in one response"

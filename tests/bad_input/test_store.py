@@ -133,5 +133,5 @@ def test_what_was_stored_before_survives_a_write_that_fails(tmp_path: Path, monk
     monkeypatch.setattr("os.replace", full)
     with pytest.raises(UserError, match=r"cannot be written .*No space left on device.*store=FOLDER"):
         table.append({"q": {"a": 2}})
-    assert table.read(["p"], ["a"]) == {"p": {"a": 1}} and table.missing(["q"], ["a"]) == ["q"]
+    assert table.read(["p"], ["a"]) == {"p": {"a": 1}} and table.missing_pairs(["q"], ["a"]) == ["q"]
     assert not list(table.folder.glob(".writing-*"))

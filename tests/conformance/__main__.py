@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from shutil import get_terminal_size
 from textwrap import fill
 
-from attnpo.cli.terminal import as_called, hear_signals, printable, reporting, run_guarded
+from attnpo.cli.terminal import install_signal_handlers, log_to_terminal, make_printable, rewrite_commands, run_guarded
 
 FAMILIES = "families"
 DESCRIPTION = "Recompute golden records with the objects that training builds from its configuration."
@@ -32,16 +32,16 @@ FAMILY_KEYS = ("keep", "only", "records", "table")
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints a line per record as it is done, and the counts; returns the exit status."""
     parser = argparse.ArgumentParser(
-        prog=as_called("python -m tests.conformance"),
+        prog=rewrite_commands("python -m tests.conformance"),
         description=DESCRIPTION,
-        epilog=as_called(EPILOG),
+        epilog=rewrite_commands(EPILOG),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("paths", nargs="+", metavar="PATH", help="golden records, or `families`")
     parser.add_argument("--only", action="append", default=[], metavar="PATTERN", help="records by 'name case'")
     options = parser.parse_args(argv)
 
-    with reporting(bars=False):
+    with log_to_terminal(bars=False):
         if options.paths[0] == FAMILIES:
             return run_guarded(lambda: _families(options.paths[1:]))
         return run_guarded(lambda: _verify(options.paths, options.only))
@@ -62,7 +62,7 @@ def _write(line: str) -> None:
     """Writes a line at once; what it says beyond a terminal's edge goes on below it, set in."""
     if sys.stdout.isatty():
         line = fill(line, get_terminal_size().columns, subsequent_indent=" " * 6, break_on_hyphens=False)
-    sys.stdout.write(f"{printable(line)}\n")
+    sys.stdout.write(f"{make_printable(line)}\n")
     sys.stdout.flush()
 
 
@@ -72,7 +72,7 @@ def _families(words: Sequence[str]) -> int:
 
     from attnpo.config.reader import did_you_mean
     from attnpo.schema import UserError
-    from attnpo.system.machine import commit, versions
+    from attnpo.system.machine import git_commit, package_versions
     from tests.conformance.families import matching, verify_families
     from tests.conformance.family_table import FAILED, append, recorded, require_page, share, summary, write_page
 
@@ -89,7 +89,7 @@ def _families(words: Sequence[str]) -> int:
     names = matching([name for name in given.get("only", "").split(",") if name])
     done = {} if records is None else {name: one for name, one in recorded(records).items() if name in names}
     left = [name for name in names if name not in done]
-    at = commit() or ""
+    at = git_commit() or ""
     for family in verify_families(left, places.get("keep")) if left else ():
         family = replace(family, commit=at)
         done[family.name] = family
@@ -99,10 +99,12 @@ def _families(words: Sequence[str]) -> int:
     ordered = [done[name] for name in names]
     sys.stdout.write(f"{summary(ordered)}. {share(ordered)}\n")
     if table is not None:
-        write_page(table, ordered, versions(), shlex.join(["python", "-m", "tests.conformance", "families", *words]))
+        write_page(
+            table, ordered, package_versions(), shlex.join(["python", "-m", "tests.conformance", "families", *words])
+        )
     return 1 if any(one.status == FAILED for one in ordered) else 0
 
 
 if __name__ == "__main__":
-    hear_signals()
+    install_signal_handlers()
     sys.exit(main())

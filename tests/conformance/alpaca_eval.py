@@ -25,7 +25,7 @@ from attnpo.evaluation.alpaca_library import (
 )
 from attnpo.schema import Json, UserError
 from attnpo.system.files import parse_json
-from attnpo.system.packages import missing_package
+from attnpo.system.packages import describe_missing_package
 from tests.conformance.records import Check, Comparison, Outcome, Status
 
 NAME = "alpaca_eval"
@@ -44,7 +44,7 @@ class NeedsLibrary(Check):
         try:
             library()
         except ImportError as error:
-            return Outcome(self.name, self.case, Status.NOT_BUILT, note=missing_package(error) or str(error))
+            return Outcome(self.name, self.case, Status.NOT_BUILT, note=describe_missing_package(error) or str(error))
         return super().run()
 
 

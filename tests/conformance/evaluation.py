@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 
-from attnpo.config.compose import CONFIG_DIR, build
+from attnpo.config.compose import CONFIG_DIR, instantiate
 from attnpo.evaluation.arena_hard import AGREE, GAME, GAMES, LAST, QUESTION, ArenaHard
 from attnpo.evaluation.base import Graded, Question, Replies
 from attnpo.evaluation.chat import GradingCall, GradingReply
@@ -149,7 +149,7 @@ def _configured(option: str, kind: type[SomeBenchmark]) -> SomeBenchmark:
     """The benchmark that ``benchmark=option`` builds, its checkout's path apart: no file of it is read here."""
     node = OmegaConf.load(CONFIG_DIR / "benchmark" / f"{option}.yaml")
     node.path = "a checkout"
-    benchmark = build(DictConfig({"benchmark": node}).benchmark)
+    benchmark = instantiate(DictConfig({"benchmark": node}).benchmark)
     if not isinstance(benchmark, kind):
         raise TypeError(f"configs/benchmark/{option}.yaml builds a {type(benchmark).__name__}, not a {kind.__name__}")
     return benchmark

@@ -76,7 +76,7 @@ class GoldenPair:
 
 def preference(prompt: str, chosen: str, rejected: str) -> PreferencePair:
     """A pair with a single user turn."""
-    return PreferencePair.make([Message(role="user", content=prompt)], chosen, rejected)
+    return PreferencePair.from_texts([Message(role="user", content=prompt)], chosen, rejected)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from attnpo.schema import UserError
-from attnpo.system.files import parse_json, write_whole
+from attnpo.system.files import parse_json, write_atomically
 
 EQUAL, NO_JUDGE, REFUSED, NOT_BUILT, FAILED = "equal", "policy only", "refused", "not built", "FAIL"
 OWN = (
@@ -157,7 +157,7 @@ def write_page(file: Path, done: Sequence[Family], versions: Mapping[str, str], 
     rows = "".join(f"| {', '.join(f'`{name}`' for name in groups[group])} | {' | '.join(group)} |\n" for group in order)
     named = ", ".join(f"{name} {version}" for name, version in versions.items())
     found = {"summary": f"{summary(done)}. {share(done)}", "commits": commits(done), "rows": rows}
-    write_whole(file, PAGE.format(command=command, versions=named, **found))
+    write_atomically(file, PAGE.format(command=command, versions=named, **found))
 
 
 def shared_reason(family: Family) -> str:

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 
-from attnpo.config.compose import build, compose, groups
+from attnpo.config.compose import compose, instantiate, list_groups
 from attnpo.schema import UserError
 from attnpo.system.files import shorten
 from tests.conformance.fields import Record
@@ -219,7 +219,7 @@ def _composed(choice: str) -> DictConfig:
 
 @cache
 def _options() -> dict[str, list[str]]:
-    return groups()
+    return list_groups()
 
 
 def has_option(group: str, option: str) -> bool:
@@ -236,4 +236,4 @@ def built(component: str, choice: str = "", **values: object) -> Any:
     cfg = deepcopy(_composed(choice))
     for key, value in values.items():
         OmegaConf.update(cfg, f"{component}.{key.replace('__', '.')}", value)
-    return build(cfg[component])
+    return instantiate(cfg[component])

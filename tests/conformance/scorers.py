@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from attnpo.objectives.base import PreferenceObjective
-from attnpo.schema import SIDES, EncodedResponse, Kind, PairWeights, Round, TokenStats, TokenWeights
+from attnpo.schema import SIDES, EncodedResponse, JudgeRound, Kind, PairWeights, TokenStats, TokenWeights
 from attnpo.text.alignment import AlignMethod
 from attnpo.training.pair_values import pair_values
 from attnpo.weights.base import WeightSource
@@ -53,7 +53,7 @@ def response_weights(
             )
             for side, row in sides.items()
         ]
-        captured = PairWeights("golden", (Round(True, parts[0], parts[1]),))
+        captured = PairWeights("golden", (JudgeRound(True, parts[0], parts[1]),))
         weighed.append(training_weights(source, captured, encoded, AlignMethod.LEVENSHTEIN, layers=(0,)))
     found = [pair.chosen for pair in weighed] + [pair.rejected for pair in weighed]
     padded = pad_sequence(found, batch_first=True)

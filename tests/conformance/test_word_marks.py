@@ -118,7 +118,7 @@ def test_the_mistral_setting_reproduces_their_spans_as_its_header_says(
         keys += [f"judge.template_file={tmp_path}/theirs.txt", 'judge.span_closing="\n<|The End of Answer"']
     rules = load("fit", keys).judge.rules()
     chat = ChatFormat(load_tokenizer(vectors / "extraction_sentencepiece/tokenizer"))
-    pair = PreferencePair.make([{"role": "user", "content": "Why?"}], "It is because of rain.", "So.")
+    pair = PreferencePair.from_texts([{"role": "user", "content": "Why?"}], "It is because of rain.", "So.")
     whole = JudgePrompts(load("fit", [*keys, "judge.span=touch"]).judge.rules(), chat).build(pair)
     for short, full in zip(JudgePrompts(rules, chat).build(pair), whole, strict=True):
         begin, end = full.spans["chosen"]

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attnpo.judge.attention import GivenMap, rollout_row
-from attnpo.schema import SIDES, EncodedResponse, PairWeights, Round, TokenWeights
+from attnpo.schema import SIDES, EncodedResponse, JudgeRound, PairWeights, TokenWeights
 from attnpo.text.alignment import AlignMethod, align
 from attnpo.weights.base import WeightSource
 from attnpo.weights.pipeline import TrainingWeights, training_weights
@@ -84,7 +84,7 @@ def recompute_layer(record: Record, comparison: Comparison) -> None:
     for number in (1, 2):
         heads = [record.inputs.tensor(f"round{number}_{side}_attention_per_head") for side in SIDES]
         chosen, rejected = (_row(range(rows.shape[1]), rows.mean(0)) for rows in heads)
-        rounds.append(Round(number == 1, chosen, rejected))
+        rounds.append(JudgeRound(number == 1, chosen, rejected))
     compare_combined("attention", 1, tuple(rounds), {}, record, comparison)
 
 
@@ -97,7 +97,7 @@ def recompute_rollout(record: Record, comparison: Comparison) -> None:
         row = rollout_row((GivenMap(layer[None, None]) for layer in maps.flip(0)), last)[0]
         spans = [record.inputs[f"round{number}_{side}_span"] for side in SIDES]
         chosen, rejected = (_row(range(end - start), row[start:end]) for start, end in spans)
-        rounds.append(Round(number == 1, chosen, rejected))
+        rounds.append(JudgeRound(number == 1, chosen, rejected))
         last_rows[f"round{number}_last_row"] = row
     compare_combined("rollout", None, tuple(rounds), last_rows, record, comparison)
 
@@ -105,7 +105,7 @@ def recompute_rollout(record: Record, comparison: Comparison) -> None:
 def compare_combined(
     option: str,
     layer: int | None,
-    rounds: tuple[Round, ...],
+    rounds: tuple[JudgeRound, ...],
     others: Mapping[str, Tensor],
     record: Record,
     comparison: Comparison,
@@ -137,7 +137,7 @@ def recompute_credit(record: Record, comparison: Comparison) -> None:
     ids = list(range(count))
     row = credit(maps[-1:], EncodedResponse(list(range(before)), ids, _places(count)))
     source = weight_source("reward_attention", 0, layer=1).resolve(1)
-    captured = PairWeights("golden", (Round(True, row, row),))
+    captured = PairWeights("golden", (JudgeRound(True, row, row),))
     found = on_training_tokens(source, captured, dict.fromkeys(SIDES, ids), source.capture_layers(1)).chosen
     beta, reward = given["beta"], given["terminal_reward"]
     dense = beta * reward * found
@@ -183,7 +183,7 @@ def _check_added(judge_ids: list[int], weights: Tensor, ids: list[int], target: 
 def align_weights(judge_ids: list[int], weights: Float[Tensor, " n"], ids: list[int]) -> Float[Tensor, " m"]:
     """Weights of judge tokens on training ids, times the judge's token count."""
     row = _row(judge_ids, weights)
-    captured = PairWeights("golden", (Round(True, row, row),))
+    captured = PairWeights("golden", (JudgeRound(True, row, row),))
     source = weight_source("attention", 0, layer=1).resolve(1)
     aligned = on_training_tokens(source, captured, dict.fromkeys(SIDES, ids), (1,))
     # The source makes a distribution of its row; a record's weights are moved as they are.

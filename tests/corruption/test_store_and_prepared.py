@@ -198,7 +198,7 @@ def filled(root: Path, kind: str) -> dict[str, Any]:
     table = Store(root).table(kind, KEY)
     for rows in KINDS[kind]:
         columns = list(next(iter(rows.values())))
-        lacking = table.missing(list(rows), columns)
+        lacking = table.missing_pairs(list(rows), columns)
         if lacking:
             table.append({name: rows[name] for name in lacking})
     return {

@@ -114,7 +114,7 @@ def test_content_in_text_parts_is_text() -> None:
         "chosen": [{"role": "assistant", "content": in_parts("Red")}],
         "rejected": [{"role": "assistant", "content": "Two"}],
     }
-    assert row_to_pair(row) == PreferencePair.make([USER], "Red", "Two")
+    assert row_to_pair(row) == PreferencePair.from_texts([USER], "Red", "Two")
 
 
 @pytest.mark.parametrize("part", [{"type": "image", "text": "x"}, {"type": "text", "text": None}, {"text": "x"}, "x"])
@@ -191,7 +191,7 @@ def test_convention(name: str) -> None:
     row, history, responses = (*CONVENTIONS[name], ("Red", "Two"))[:3]
     columns = Columns(role="from", content="value") if name == "ShareGPT" else Columns()
     adapted = adapt(row, columns)
-    assert adapted.pair == PreferencePair.make(history, *responses)
+    assert adapted.pair == PreferencePair.from_texts(history, *responses)
     assert (Note.SPLIT in adapted.notes) == name.startswith("shared start"), "only a guessed split is noted"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from attnpo.config.compose import compose, load, read
+from attnpo.config.compose import compose, load, parse
 from attnpo.data.base import SET, MixedSet, PairSource
 from attnpo.run.identity import identity_of
 from attnpo.run.resolve import open_paths
@@ -120,11 +120,11 @@ def test_more_than_a_set_has_or_less_than_a_pair_is_refused(tmp_path: Path) -> N
 
 def test_a_mixture_needs_no_path_and_says_where_a_problem_is(tmp_path: Path) -> None:
     mix = f"data.mix={{chat: {{path: {sheet(tmp_path, 'chat', 8)}, weight: 2}}, code: {{path: X, weight: 1}}}}"
-    reading = read(compose("fit", ["setting=real_smoke", "model.path=M", mix, "data.val_share=0.2"]))
-    assert [path for path in reading.missing if not reading.is_idle(path)] == []
-    cfg = reading.of(RunConfig)
+    reading = parse(compose("fit", ["setting=real_smoke", "model.path=M", mix, "data.val_share=0.2"]))
+    assert [path for path in reading.missing if not reading.is_unused(path)] == []
+    cfg = reading.as_type(RunConfig)
     assert open_paths(cfg.model, cfg.data) == []
-    wrong = read(compose("fit", ["setting=real_smoke", "model.path=M", "data.mix={chat: {path: X, wieght: 2}}"]))
+    wrong = parse(compose("fit", ["setting=real_smoke", "model.path=M", "data.mix={chat: {path: X, wieght: 2}}"]))
     assert any("data.mix.chat.wieght: unknown key" in problem for problem in wrong.problems)
 
 

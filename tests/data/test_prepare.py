@@ -25,7 +25,7 @@ from attnpo.data.prepare import (
 from attnpo.data.rules import AlignRules, Keep, LengthRules, Overlong
 from attnpo.lab.testbed.grammar import Grammar
 from attnpo.lab.testbed.tokenizer import build_tokenizer
-from attnpo.schema import SIDES, EncodedResponse, PairWeights, PreferencePair, Round, TokenWeights, UserError
+from attnpo.schema import SIDES, EncodedResponse, JudgeRound, PairWeights, PreferencePair, TokenWeights, UserError
 from attnpo.text.chat import ChatFormat
 from attnpo.weights.capture import Unreadable
 from attnpo.weights.sources.attention import Attention
@@ -46,7 +46,7 @@ def chat() -> ChatFormat:
 def make_pair(chosen: int, rejected: int, shift: int = 0, question: int = 4) -> PreferencePair:
     """A pair whose sides are that many distinct words, one token each."""
     words = WORDS[shift:]
-    return PreferencePair.make(
+    return PreferencePair.from_texts(
         [{"role": "user", "content": " ".join(words[:question])}],
         " ".join(words[:chosen]),
         " ".join(words[20 : 20 + rejected]),
@@ -59,7 +59,7 @@ PROMPT = 7
 
 def test_the_share_of_unknown_tokens(chat: ChatFormat) -> None:
     """Of the pair's 7 response tokens, ends of turn among them, the two of foreign words."""
-    pair = PreferencePair.make(
+    pair = PreferencePair.from_texts(
         [{"role": "user", "content": WORDS[0]}], f"{WORDS[1]} qwzx qzzx", f"{WORDS[2]} {WORDS[3]}"
     )
     known = encode_pairs([make_pair(3, 6)], chat, LengthRules())
@@ -195,8 +195,8 @@ def test_responses_of_the_same_tokens_are_dropped_and_counted(chat: ChatFormat) 
     """By blanks that the tokenizer does not keep, and by a cut of what tells them apart; others stay."""
     words = " ".join(WORDS[:9])
     turns = make_pair(3, 6).prompt
-    trimmed = PreferencePair.make(turns, f"{words} ", words)
-    cut = PreferencePair.make(turns, f"{words} {WORDS[20]}", f"{words} {WORDS[21]}")
+    trimmed = PreferencePair.from_texts(turns, f"{words} ", words)
+    cut = PreferencePair.from_texts(turns, f"{words} {WORDS[20]}", f"{words} {WORDS[21]}")
     good = make_pair(3, 6)
     found = encode_pairs([good, trimmed, cut], chat, LengthRules(PROMPT + 9, PROMPT))
     assert [pair.pair_id for pair in found.pairs] == [good.pair_id]
@@ -213,7 +213,9 @@ def test_prompts_that_are_rendered_already(
 ) -> None:
     pairs = [make_pair(3, 6, shift) for shift in range(3)]
     written = [chat.render(pair.prompt, add_generation_prompt=True) for pair in pairs[:rendered]]
-    asked = [PreferencePair.make([{"role": "user", "content": text}], "a good seat", "a bad seat") for text in written]
+    asked = [
+        PreferencePair.from_texts([{"role": "user", "content": text}], "a good seat", "a bad seat") for text in written
+    ]
     found = encode_pairs([*asked, *pairs[rendered:]], chat, LengthRules(200, 100))
     assert found.tally.counts["special token spelled out in the prompt"] == rendered and len(found.pairs) == 3
     assert (f"{rendered} of 3 prompts (first: " in caplog.text) is warned
@@ -228,7 +230,9 @@ def captured(pair: PreferencePair, sides: dict[str, EncodedResponse], known: dic
         rows[side] = TokenWeights(
             torch.tensor(ids), torch.tensor(sides[side].offsets[:content]), torch.full((1, content), 0.01)
         )
-    return PairWeights(pair.pair_id, tuple(Round(first, rows["chosen"], rows["rejected"]) for first in (True, False)))
+    return PairWeights(
+        pair.pair_id, tuple(JudgeRound(first, rows["chosen"], rows["rejected"]) for first in (True, False))
+    )
 
 
 def weighed(chat: ChatFormat, known: list[tuple[int, int]], min_coverage: float) -> tuple[EncodedSet, ExampleSet]:
@@ -352,7 +356,7 @@ def scored(
             row = torch.tensor([[2.0] * count + [0.0] * (content - count)])
             ids, places = sides[side].response_ids[:content], sides[side].offsets[:content]
             parts.append(TokenWeights(torch.tensor(ids), torch.tensor(places), row))
-        rows[pair.pair_id] = PairWeights(pair.pair_id, (Round(True, *parts),))
+        rows[pair.pair_id] = PairWeights(pair.pair_id, (JudgeRound(True, *parts),))
     return encoded, prepare_examples(encoded, Verbalized(), rows, AlignRules(**align), layers=(0,)), rows
 
 
@@ -397,7 +401,7 @@ def test_weights_that_became_uniform_are_counted_and_named(chat: ChatFormat) -> 
     pair = encoded.pairs[0]
     found = captured(pair, encoded.encoded[0], {"chosen": 4, "rejected": 8})
     silent = tuple(
-        Round(item.chosen_is_a, item.chosen, TokenWeights(item.rejected.token_ids, item.rejected.offsets,
+        JudgeRound(item.chosen_is_a, item.chosen, TokenWeights(item.rejected.token_ids, item.rejected.offsets,
               torch.zeros_like(item.rejected.weights)))
         for item in found.rounds
     )  # fmt: skip
@@ -411,12 +415,12 @@ def test_many_judged_pairs_take_few_calls_each() -> None:
     """Their weights are computed by arrays over many pairs: a call a token, a protocol's check a pair are not there."""
     encoded, captured = EncodedSet([], [], Tally(), 300), {}
     for number in range(300):
-        pair = PreferencePair.make([{"role": "user", "content": str(number)}], "a" * 60, "b" * 60)
+        pair = PreferencePair.from_texts([{"role": "user", "content": str(number)}], "a" * 60, "b" * 60)
         ids, places = list(range(60)), [(at, at + 1) for at in range(60)]
         own = TokenWeights(torch.tensor(ids), torch.tensor(places), torch.rand(1, 60))
         encoded.pairs.append(pair)
         encoded.encoded.append({side: EncodedResponse([1], [*ids, 99], [*places, (60, 60)]) for side in SIDES})
-        captured[pair.pair_id] = PairWeights(pair.pair_id, (Round(True, own, own), Round(False, own, own)))
+        captured[pair.pair_id] = PairWeights(pair.pair_id, (JudgeRound(True, own, own), JudgeRound(False, own, own)))
     with Profile() as profile:
         made = prepare_examples(encoded, Attention(1), captured, AlignRules(), (1,))
     assert len(made.examples) == 300

@@ -18,7 +18,7 @@ from attnpo.display.heat import level, over, readable, tint, visible
 from attnpo.display.heatmap import heatmap_html, heatmap_terminal, write_svg
 from attnpo.display.pair_record import Verdict
 from attnpo.display.weighed_pair import WeighedPair, pair_with_weights
-from attnpo.schema import EncodedResponse, Message, PairWeights, PreferencePair, Round, TokenWeights, UserError
+from attnpo.schema import EncodedResponse, JudgeRound, Message, PairWeights, PreferencePair, TokenWeights, UserError
 from tests.display.sides import END, pair_of, response
 
 VOID = {"meta", "br", "img"}
@@ -118,9 +118,9 @@ def test_visible() -> None:
 
 
 def test_pair_from_a_training_example() -> None:
-    pair = PreferencePair.make([Message(role="user", content="q")], "ab cd é!", "no")
+    pair = PreferencePair.from_texts([Message(role="user", content="q")], "ab cd é!", "no")
     rows = TokenWeights(torch.tensor([1]), torch.tensor([[0, 1]]), torch.ones(1, 1))
-    rounds = (Round(True, rows, rows, torch.tensor([1.0, 0.0]), 3), Round(False, rows, rows))
+    rounds = (JudgeRound(True, rows, rows, torch.tensor([1.0, 0.0]), 3), JudgeRound(False, rows, rows))
     example = TrainingExample(
         pair.pair_id,
         EncodedResponse([1], [5, 6, 7, 8, 9], [(0, 2), (3, 5), (6, 7), (6, 7), (8, 8)]),

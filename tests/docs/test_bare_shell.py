@@ -18,9 +18,9 @@ import pytest
 from attnpo import __main__ as front
 from attnpo import fit
 from attnpo.cli.entry import run_entry
-from attnpo.cli.help import Arguments
-from attnpo.cli.terminal import as_called
-from attnpo.config.compose import CONFIG_DIR, groups
+from attnpo.cli.help import CommandParser
+from attnpo.cli.terminal import rewrite_commands
+from attnpo.config.compose import CONFIG_DIR, list_groups
 from tests.docs.commands import HEADED, NOTEBOOKS, PAGES, ROOT, Command, of_header, of_line, of_markdown, of_notebook
 from tests.docs.test_commands import ENTRIES
 from tests.run.worlds import World, build_world
@@ -96,10 +96,10 @@ def inactive(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_commands_of_the_help_find_their_programs(tmp_path: Path) -> None:
     helps = {name: import_module(f"attnpo.{name}") for name in sorted(ENTRIES)}
     texts = [
-        Arguments(name, "", module.EXAMPLES, None).text(CONFIG_DIR / f"{name}.yaml", groups())
+        CommandParser(name, "", module.EXAMPLES, None).text(CONFIG_DIR / f"{name}.yaml", list_groups())
         for name, module in helps.items()
     ]
-    texts += [front.usage(), as_called(import_module("tests.conformance.__main__").EPILOG)]
+    texts += [front.usage(), rewrite_commands(import_module("tests.conformance.__main__").EPILOG)]
     lines = [line.strip().removeprefix("usage: ") for text in texts for line in text.splitlines()]
     found = [command for line in lines for command in of_line(line)]
     assert len(found) > 30 and {command.split()[0].rpartition("/")[2] for command in found} == {"python", "torchrun"}

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from attnpo.cli.entry import run_entry
-from attnpo.config.compose import CONFIG_DIR, Root, check, compose, expand, read
+from attnpo.config.compose import CONFIG_DIR, RootConfig, compose, expand_sweep, parse, validate
 from attnpo.lab.studies.arms import composer_of
 from attnpo.run import combinations as settings
 from attnpo.schema import digest
@@ -223,14 +223,14 @@ def test_a_command_is_sound(command: Command, reader: Path) -> None:
         assert reason(command) or "--help" in rest
         return
     config_dir = reader / rest[rest.index("--config-dir") + 1] if "--config-dir" in rest else None
-    jobs = expand(overrides, config_dir) if "-m" in rest else [overrides]
+    jobs = expand_sweep(overrides, config_dir) if "-m" in rest else [overrides]
     for job in (jobs[0], jobs[-1])[: len(jobs)]:
         cfg = compose(name, job, config_dir)
         if name == "report":
             cfg.what = [word for word in rest if not word.startswith("-")]
-        check(cfg, complete=False)
+        validate(cfg, complete=False)
     if name == "fit" and any(word.startswith(("study.", "+study.")) for word in overrides):
-        root = read(cfg, complete=False).of(Root)  # the arms are composed from the same overrides
+        root = parse(cfg, complete=False).as_type(RootConfig)  # the arms are composed from the same overrides
         for arm in root.study.arms.values():
             composer_of(root, root.study).arm(arm)
             break

@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from attnpo import __version__
-from attnpo.config.compose import groups
+from attnpo.config.compose import list_groups
 from tests.docs.commands import FENCE, INLINE, PAGES, ROOT
 
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
@@ -71,7 +71,7 @@ def test_files_that_are_named_exist() -> None:
 
 def test_options_that_are_named_exist() -> None:
     """``group=option`` in backticks names an option that is there; capitals stand for any."""
-    known = groups()
+    known = list_groups()
 
     def wrong(page: Path) -> list[str]:
         pairs = [word.split("=", 1) for text in INLINE.findall(prose(page)) for word in text.split() if "=" in word]
@@ -133,7 +133,7 @@ def test_an_entry_of_the_map_names_code_that_exists() -> None:
 
 def test_an_entry_of_the_map_names_a_config_that_exists() -> None:
     """An option, a key, a command or a folder of a table."""
-    known, keys = groups(), all_keys()
+    known, keys = list_groups(), all_keys()
     for cell in of_column(2):
         sound = 0
         for word in [each for text in re.findall(r"`([^`]+)`", cell) for each in text.split()]:

@@ -88,7 +88,9 @@ def run_command(words: list[str], given: list[str]) -> None:
         assert run_entry(fit.main, name, [*rest, *given, *BRIEF], "", "") == 0
     else:
         rest.remove("benchmark=judge")
-        assert run_entry(evaluate.passport, "passport", [*rest, *given, "passport.removal_pairs=0"], "", "") == 0
+        assert (
+            run_entry(evaluate.run_judge_passport, "passport", [*rest, *given, "passport.removal_pairs=0"], "", "") == 0
+        )
 
 
 def judged_texts(tokenizer: PreTrainedTokenizerBase) -> set[str]:

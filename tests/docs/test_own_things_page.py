@@ -48,7 +48,7 @@ def test_the_commands_compose(own: Path) -> None:
 
 def test_the_source_weighs_the_first_sentence(own: Path) -> None:
     source = load("fit", [*SMALL, "weights=first_sentence", "weights.rest=0.5"], own).weights
-    pair = PreferencePair.make([{"role": "user", "content": "q"}], "Red. Or blue", "Two")
+    pair = PreferencePair.from_texts([{"role": "user", "content": "q"}], "Red. Or blue", "Two")
     encoded = EncodedResponse([1], [5, 6, 7, 2], [(0, 3), (3, 4), (4, 12), (12, 12)])
     assert source.weigh(pair, "chosen", encoded).tolist() == [1, 1, 0.5, 0.5]
 

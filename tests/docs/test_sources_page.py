@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from attnpo.config.compose import CONFIG_DIR, groups
+from attnpo.config.compose import CONFIG_DIR, list_groups
 
 PAGE = (Path(__file__).parents[2] / "docs" / "sources.md").read_text(encoding="utf-8")
 
@@ -29,5 +29,5 @@ def row(option: str) -> str:
 def test_the_table_is_what_the_headers_say() -> None:
     rows = [line for line in PAGE.splitlines() if line.startswith("| `")]
     named = [line.split("`")[1] for line in rows]
-    assert sorted(named) == groups()["weights"]
+    assert sorted(named) == list_groups()["weights"]
     assert rows == [row(option) for option in named], "\n".join(row(option) for option in named)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from attnpo.config.compose import CONFIG_DIR, build
+from attnpo.config.compose import CONFIG_DIR, instantiate
 from attnpo.evaluation.base import Benchmark, Graded, ModelAnswer, Question
 from attnpo.evaluation.chat import GradingReply
 from attnpo.schema import UserError
@@ -133,7 +133,7 @@ def configured(option: str, **values: object) -> Benchmark:
     node = OmegaConf.load(CONFIG_DIR / "benchmark" / f"{option}.yaml")
     for key, value in values.items():
         node[key] = value
-    benchmark: Benchmark = build(DictConfig({"benchmark": node}).benchmark)
+    benchmark: Benchmark = instantiate(DictConfig({"benchmark": node}).benchmark)
     return benchmark
 
 

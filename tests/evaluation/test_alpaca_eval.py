@@ -15,7 +15,7 @@ import pytest
 from omegaconf import OmegaConf
 from pytest import approx
 
-from attnpo.config.compose import CONFIG_DIR, build
+from attnpo.config.compose import CONFIG_DIR, instantiate
 from attnpo.evaluation import alpaca_eval as module
 from attnpo.evaluation import alpaca_library
 from attnpo.evaluation.alpaca_eval import NO_LENGTHS, NO_REPLY, NO_VERDICT, SAME, TEXT_ONLY, AlpacaEval
@@ -462,7 +462,7 @@ def test_versions_change_with_every_source(reference: str, auxiliary: str, tmp_p
 
 
 def test_the_config_has_the_papers_sampling() -> None:
-    built: AlpacaEval = build(OmegaConf.load(CONFIG_DIR / "benchmark" / "alpaca_eval.yaml"))
+    built: AlpacaEval = instantiate(OmegaConf.load(CONFIG_DIR / "benchmark" / "alpaca_eval.yaml"))
     paper = {"max_new_tokens": 4096, "temperature": 0.7, "top_k": 50, "top_p": 0.9}
     assert paper.items() <= asdict(built.sampling).items()
     assert (built.sampling.presence_penalty, built.sampling.frequency_penalty) == (0.1, 0.1)

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from pandas import DataFrame
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from attnpo.config.compose import CONFIG_DIR, build
+from attnpo.config.compose import CONFIG_DIR, instantiate
 from attnpo.data.rules import LengthRules, Overlong
 from attnpo.evaluation.base import Measure, Subject, UngradedResult
 from attnpo.evaluation.implicit_reward import SECTION_OF, SECTIONS, ImplicitReward, Orders, Ties, UnseenPairs, interval
@@ -276,6 +276,6 @@ def test_a_broken_model_is_named(world: World, tmp_path: Path) -> None:
 
 def test_the_config_takes_pairs_and_reference_from_the_run() -> None:
     node = OmegaConf.load(CONFIG_DIR / "benchmark" / "implicit_reward.yaml")
-    assert build(node) == ImplicitReward(UnseenPairs("auto"), "auto")
+    assert instantiate(node) == ImplicitReward(UnseenPairs("auto"), "auto")
     node.reference, node.data.path = None, "x.jsonl"
-    assert build(node) == ImplicitReward(UnseenPairs("x.jsonl"), None)
+    assert instantiate(node) == ImplicitReward(UnseenPairs("x.jsonl"), None)

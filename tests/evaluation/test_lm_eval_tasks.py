@@ -229,9 +229,9 @@ def test_configs_compose_and_ask_for_tasks(tmp_path: Path, monkeypatch: pytest.M
     shutil.copytree(config.CONFIG_DIR / "benchmark", tmp_path / "benchmark")
     (tmp_path / "measured.yaml").write_text('defaults: [{benchmark: "???"}]\n', encoding="utf-8")
     monkeypatch.setattr(config, "CONFIG_DIR", tmp_path)
-    ifeval = config.build(config.compose("measured", ["benchmark=ifeval"]).benchmark)
+    ifeval = config.instantiate(config.compose("measured", ["benchmark=ifeval"]).benchmark)
     assert ifeval == LmEvalTasks(("ifeval",), "ifeval", apply_chat_template=True, nltk_data=("punkt_tab",))
-    plain = config.build(config.compose("measured", ["benchmark=lm_eval"]).benchmark)
+    plain = config.instantiate(config.compose("measured", ["benchmark=lm_eval"]).benchmark)
     assert plain == LmEvalTasks()
     with pytest.raises(UserError, match=r"benchmark\.tasks is empty: name tasks of lm_eval, as in benchmark\.tasks=\["):
         plain.versions()

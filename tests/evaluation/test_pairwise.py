@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from attnpo.config.compose import CONFIG_DIR, build, compose
+from attnpo.config.compose import CONFIG_DIR, compose, instantiate
 from attnpo.evaluation import pairwise
 from attnpo.evaluation.base import Benchmark, Graded, ModelAnswer, Question, Replies
 from attnpo.evaluation.chat import GradingCall, GradingReply
@@ -212,7 +212,7 @@ def test_the_questions_of_any_benchmark_with_a_baseline_can_be_judged() -> None:
 
 def test_a_shipped_benchmark_is_judged_by_labels(tmp_path: Path) -> None:
     overrides = ["benchmark=arena_hard_labels", f"benchmark.of.path={arena_hard_auto(tmp_path)}"]
-    bench = build(compose("evaluate", overrides).benchmark)
+    bench = instantiate(compose("evaluate", overrides).benchmark)
     assert isinstance(bench, PairwiseBenchmark) and bench.name == "arena_hard_labels"
     answers = answers_to(bench.questions())
     calls = bench.calls(answers, 0)

@@ -255,7 +255,7 @@ def test_a_baseline_that_is_not_there_is_named_by_its_key(tmp_path: Path, answer
 
 def composed(grader: str, *overrides: str) -> tuple[TestbedBenchmark, Grader]:
     cfg = config.compose("generate", ["+benchmark=testbed", f"+grader={grader}", *overrides])
-    return config.build(cfg.benchmark), config.build(cfg.grader)
+    return config.instantiate(cfg.benchmark), config.instantiate(cfg.grader)
 
 
 def test_the_shipped_configs_fit_together(world: World) -> None:

@@ -15,7 +15,7 @@ from attnpo.display.output import tables_json
 from attnpo.display.page import Section, TableBlock
 from attnpo.lab.results import read_study
 from attnpo.schema import UserError
-from attnpo.system.files import clean, write_record
+from attnpo.system.files import safe_filename, write_record
 from experiments.gains.__main__ import main, report_gains
 from experiments.gains.cases import (
     EFFECTIVE,
@@ -70,7 +70,7 @@ def a_study(
     rows, runs = [], []
     for number, ((label, seed), one) in enumerate(ran.items()):
         named = label.split(": ") if worlds else [label]
-        place = folder / "points" / f"{clean('-'.join(named))}-lr=5e-05-beta=0.3-seed{seed}-{number:08x}"
+        place = folder / "points" / f"{safe_filename('-'.join(named))}-lr=5e-05-beta=0.3-seed{seed}-{number:08x}"
         a_point(place, seed, one)
         keys = ["world", "arm"] if worlds else ["arm"]
         grid = {"optimizer.lr": "5e-05", "objective.beta": "0.3"}
@@ -112,7 +112,7 @@ def an_analysis(folder: Path, world: str, seed: int, layers: Mapping[int, tuple[
         for layer, (score, mass) in layers.items()
     }
     (folder / "analyses").mkdir(exist_ok=True)
-    name = clean("-".join(["faithfulness", *([world] if world else []), f"seed{seed}"]))
+    name = safe_filename("-".join(["faithfulness", *([world] if world else []), f"seed{seed}"]))
     path = folder / "analyses" / f"{name}-{at:016x}.json"
     write_record(path, {"of": "x", "found": {"weights": weights}})
     os.utime(path, (1_000_000 - at, 1_000_000 - at))  # a later ``at`` is older

@@ -28,7 +28,7 @@ SMALL = "Asked: {question}\n\n### First\n{answer_a}\n### Second\n{answer_b}\n###
 
 
 def pair_of(question: str, chosen: str, rejected: str) -> PreferencePair:
-    return PreferencePair.make([{"role": "user", "content": question}], chosen, rejected)
+    return PreferencePair.from_texts([{"role": "user", "content": question}], chosen, rejected)
 
 
 @pytest.fixture(scope="session")

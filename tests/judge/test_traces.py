@@ -16,7 +16,7 @@ from tests.run.worlds import build_world
 from tests.text.formats import CHATML, Formats
 
 WORDING = "Which is better?\n{question}\n### A\n{answer_a}\n### B\n{answer_b}\n###\nA or B?"
-PAIR = PreferencePair.make([Message(role="user", content="Which?")], "the first one", "the second one, longer")
+PAIR = PreferencePair.from_texts([Message(role="user", content="Which?")], "the first one", "the second one, longer")
 THINKS = TraceRules(40)
 PREFILL = "\n\nThe better letter:"
 
@@ -46,7 +46,7 @@ def test_the_prompt_is_that_without_a_prefill_which_comes_after_the_trace(
 
 @pytest.mark.parametrize("assembly", list(Assembly))
 def test_max_length_holds_for_prompt_trace_and_prefill(formats: Formats, rules: JudgeRules, assembly: Assembly) -> None:
-    long = PreferencePair.make([Message(role="user", content="why " * 60)], "yes " * 80, "no " * 80)
+    long = PreferencePair.from_texts([Message(role="user", content="why " * 60)], "yes " * 80, "no " * 80)
     cuts = replace(rules, assembly=assembly, max_length=200, trace=THINKS, prefill=PREFILL)
     prompts = JudgePrompts(cuts, formats("gpt2_chatml"))
     assert prompts.after_trace is not None

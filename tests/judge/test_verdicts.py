@@ -15,7 +15,7 @@ from attnpo.judge.verdicts import (
     mass_of,
     wilson,
 )
-from attnpo.schema import PairWeights, Round, TokenWeights
+from attnpo.schema import JudgeRound, PairWeights, TokenWeights
 
 A, B, OTHER = 5, 6, 7
 EMPTY = TokenWeights(torch.zeros(0, dtype=torch.long), torch.zeros(0, 2, dtype=torch.long), torch.zeros(1, 0))
@@ -26,8 +26,8 @@ def pair(
 ) -> PairWeights:
     """Label logits (A, B) with the chosen response as A, then as B."""
     return PairWeights(name, (
-        Round(True, EMPTY, EMPTY, torch.tensor(first), tokens[0]),
-        Round(False, EMPTY, EMPTY, torch.tensor(second), tokens[1]),
+        JudgeRound(True, EMPTY, EMPTY, torch.tensor(first), tokens[0]),
+        JudgeRound(False, EMPTY, EMPTY, torch.tensor(second), tokens[1]),
     ))  # fmt: skip
 
 
@@ -49,7 +49,7 @@ def test_shares_by_hand() -> None:
 
 
 def test_pairs_without_verdicts_are_left_out() -> None:
-    silent = PairWeights("silent", (Round(True, EMPTY, EMPTY), Round(False, EMPTY, EMPTY)))
+    silent = PairWeights("silent", (JudgeRound(True, EMPTY, EMPTY), JudgeRound(False, EMPTY, EMPTY)))
     assert judge_statistics([silent, pair("p", (1.0, 0.0), (0.0, 1.0))], (A, B)).pairs == 1
     nothing = judge_statistics([silent], (A, B))
     assert nothing.pairs == 0

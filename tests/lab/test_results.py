@@ -12,7 +12,7 @@ from attnpo.lab.results import read_study
 from attnpo.lab.studies.tables import main_table
 from attnpo.run.result import RunResult
 from attnpo.schema import UserError
-from attnpo.system.files import clean
+from attnpo.system.files import safe_filename
 from experiments.gains.cases import LENGTH, Harvest, collect
 from tests.docs.test_own_data import write_model
 from tests.gains.test_gains import Ran, a_study, record
@@ -31,7 +31,7 @@ def study(true_study: Finished) -> Path:
 
 def point_of(study: Path) -> Path:
     """The folder of one of its points."""
-    (folder,) = study.glob(f"points/{clean('attention L2')}-*-beta=0.2-*")
+    (folder,) = study.glob(f"points/{safe_filename('attention L2')}-*-beta=0.2-*")
     return folder
 
 

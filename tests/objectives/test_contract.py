@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnpo.config.compose import groups
+from attnpo.config.compose import list_groups
 from attnpo.objectives.base import PreferenceObjective, Reduction, StepObjective, reduce
 from tests.objectives.inputs import (
     COUNTS,
@@ -25,7 +25,7 @@ from tests.objectives.inputs import (
     with_gradient,
 )
 
-OPTIONS = groups()["objective"]
+OPTIONS = list_groups()["objective"]
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("dpo", {"beta": 0.2, "label_smoothing": 0.1}),
     ("dpo", {"beta": 0.2, "loss_type": "hinge", "sft_coef": 0.3}),

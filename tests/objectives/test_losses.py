@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attnpo import losses
-from attnpo.config.compose import groups
+from attnpo.config.compose import list_groups
 from attnpo.models.layouts import padded
 from attnpo.models.scored import ScoredLM
 from attnpo.objectives.base import PreferenceObjective
@@ -15,7 +15,7 @@ from attnpo.schema import ObjectiveOutput, UserError
 from tests.models.conftest import tiny_model
 from tests.objectives.inputs import Case, call, make_case, objective_of
 
-OPTIONS = groups()["objective"]
+OPTIONS = list_groups()["objective"]
 MEANS = ("ipo", "orpo", "rrhf", "simpo")  # of a response's tokens: no |y|
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import CanineTokenizer
 
-from attnpo.config.compose import check, compose, load
+from attnpo.config.compose import compose, load, validate
 from attnpo.lab.studies.bases import make_basis
 from attnpo.lab.studies.config import FitConfig
 from attnpo.lab.studies.plan import plan_study
@@ -162,11 +162,11 @@ def test_a_judge_of_the_same_vocabulary_is_read_as_the_own_model_is(world: World
 def test_the_study_holds_under_every_setting(name: str) -> None:
     given = [f"setting={name}", "experiment=cross_model"]
     cfg = load("fit", given)
-    check(compose("fit", given), complete=cfg.prepare is None)
+    validate(compose("fit", given), complete=cfg.prepare is None)
     arms = cfg.study.arms
     expected = f"align.method={cfg.other_judge.align.value}"
     assert all(expected in arm for label, arm in arms.items() if label.startswith("other judge"))
-    check(compose("fit", [f"setting={name}", "experiment=none", *arms["other judge shuffled"]]), complete=False)
+    validate(compose("fit", [f"setting={name}", "experiment=none", *arms["other judge shuffled"]]), complete=False)
 
 
 SMALL = """

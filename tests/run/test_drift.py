@@ -151,8 +151,8 @@ def test_an_answer_the_judge_cannot_be_shown_counts_without_weights(
     made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = made.inputs.pairs["val"].pairs[0]
-    empty = PreferencePair.make(pair.prompt, "", pair.rejected)
-    same = PreferencePair.make(pair.prompt, pair.chosen, pair.chosen)  # a policy that answers as its base did
+    empty = PreferencePair.from_texts(pair.prompt, "", pair.rejected)
+    same = PreferencePair.from_texts(pair.prompt, pair.chosen, pair.chosen)  # a policy that answers as its base did
     found = weighed_again(made, [pair, empty, same])
     assert [example.pair_id for example in found] == [pair.pair_id, empty.pair_id, same.pair_id]
     assert bool(found[2].weights[0].any())

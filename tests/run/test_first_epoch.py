@@ -44,7 +44,7 @@ def stored(cfg: FitConfig) -> int:
     made = make(cfg)
     ids = {example.pair_id for part in made.inputs.examples.values() for example in part.examples}
     table = reference_table(made.base, made.cfg.lengths)
-    return len(ids) - len(table.missing(list(ids), ["chosen", "rejected"]))
+    return len(ids) - len(table.missing_pairs(list(ids), ["chosen", "rejected"]))
 
 
 def test_the_second_epoch_reads_what_the_first_has_stored(

@@ -11,7 +11,7 @@ import torch
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM
 
-from attnpo.config.compose import CONFIG_DIR, as_yaml, load
+from attnpo.config.compose import CONFIG_DIR, load, to_yaml
 from attnpo.data.rules import LengthRules
 from attnpo.evaluate import main
 from attnpo.evaluation.base import Measure, Subject
@@ -40,7 +40,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 def run_folder(world: World, folder: Path, *overrides: str) -> Path:
     """The folder of a run as far as its weights are concerned: its configuration."""
     folder.mkdir()
-    (folder / "config.yaml").write_text(as_yaml(world.config("experiment=none", *overrides).values), encoding="utf-8")
+    (folder / "config.yaml").write_text(to_yaml(world.config("experiment=none", *overrides).values), encoding="utf-8")
     return folder
 
 

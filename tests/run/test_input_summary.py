@@ -26,8 +26,8 @@ from attnpo.run.run import run
 from attnpo.run.run_config import RunConfig
 from attnpo.schema import UserError
 from attnpo.system import machine, processes
-from attnpo.system.files import in_bytes
-from attnpo.system.machine import versions
+from attnpo.system.files import format_bytes
+from attnpo.system.machine import package_versions
 from attnpo.training.processes import planned_processes
 from tests.run.made import make, make_inputs
 from tests.run.worlds import TRAIN, VAL, World, judge_loads
@@ -95,7 +95,7 @@ def test_a_study_is_announced_by_what_it_compares(caplog: pytest.LogCaptureFixtu
 
 def test_versions_are_those_installed_and_the_checkouts_commit() -> None:
     line = machine.version_line()
-    for name, version in versions().items():
+    for name, version in package_versions().items():
         assert f"{name} {version}" in line
     if (machine.ROOT / ".git").exists():
         assert re.search(r"\(commit [0-9a-f]{7,}(, changed)?\)", line)
@@ -103,11 +103,11 @@ def test_versions_are_those_installed_and_the_checkouts_commit() -> None:
 
 def test_no_commit_is_claimed_outside_a_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(machine, "ROOT", tmp_path)
-    assert machine.commit() is None and "commit" not in machine.version_line()
+    assert machine.git_commit() is None and "commit" not in machine.version_line()
 
 
 def test_sizes_are_for_readers() -> None:
-    assert [in_bytes(count) for count in (0, 1023, 1536, 5 * 2**30, 3 * 2**40)] == [
+    assert [format_bytes(count) for count in (0, 1023, 1536, 5 * 2**30, 3 * 2**40)] == [
         "0 B",
         "1023 B",
         "1.5 KiB",
@@ -141,7 +141,7 @@ def test_one_process_of_a_job_reports(
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert (processes.process(), processes.leads()) == (place, reports)
+    assert (processes.rank_and_world_size(), processes.is_main_process()) == (place, reports)
 
 
 # ------------------------------------------------------------------------------------------------ the inputs

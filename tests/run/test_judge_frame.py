@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from attnpo.config.compose import compose, read
+from attnpo.config.compose import compose, parse
 from attnpo.judge.base import JudgePrompt
 from attnpo.run.resolve import resolve
 from attnpo.schema import Message, PreferencePair, UserError
@@ -13,7 +13,7 @@ from attnpo.weigher import Weigher
 from tests.run.worlds import World, build_world
 
 OFF = "chat_template_kwargs={enable_thinking: false}"
-PAIR = PreferencePair.make([Message(role="user", content="review the film .")], "it was good .", "it was awful .")
+PAIR = PreferencePair.from_texts([Message(role="user", content="review the film .")], "it was good .", "it was awful .")
 THINKING_OFF = "{% if add_generation_prompt and enable_thinking is defined and not enable_thinking %} it was{% endif %}"
 
 
@@ -84,5 +84,5 @@ def test_what_has_no_effect_and_what_is_refused(world: World, tmp_path: Path) ->
         with pytest.raises(UserError, match=r"judge\.chat_template_kwargs\.enable_thinkin\b"):
             asked(world, "judge.chat_template_kwargs={enable_thinkin: false}", *path)
     assert asked(world, "judge.chat=false", f"judge.{OFF}")[1] != "was"
-    reading = read(compose("fit", world.overrides("judge.chat=false", f"judge.{OFF}")))
-    assert reading.unread["judge.chat_template_kwargs"] == "judge.chat=false"
+    reading = parse(compose("fit", world.overrides("judge.chat=false", f"judge.{OFF}")))
+    assert reading.unused["judge.chat_template_kwargs"] == "judge.chat=false"

@@ -21,7 +21,7 @@ from attnpo.config.compose import load
 from attnpo.fit import main
 from attnpo.run.folders import STAMP
 from attnpo.schema import UserError
-from attnpo.system.machine import device_of
+from attnpo.system.machine import inference_device
 from attnpo.training.checkpoint_folders import STATE, read_account
 from attnpo.training.metrics_file import read_metrics
 from attnpo.training.processes import as_launched, environment, planned_processes, require_world
@@ -212,10 +212,10 @@ def test_tasks_that_see_one_gpu_each_are_one_group(monkeypatch: pytest.MonkeyPat
     settings = as_launched(TrainerSettings())
     trainer = trainer_of(settings, tmp_path)
     assert (trainer.world_size, trainer.local_rank, trainer.strategy.root_device) == (2, 1, torch.device("cuda", 0))
-    assert device_of(load("fit", ["trainer.accelerator=auto"]).trainer.accelerator) == torch.device("cuda", 0)
+    assert inference_device(load("fit", ["trainer.accelerator=auto"]).trainer.accelerator) == torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert trainer_of(settings, tmp_path).strategy.root_device == torch.device("cuda", 1)
-    assert device_of(load("fit", ["trainer.accelerator=auto"]).trainer.accelerator) == torch.device("cuda", 1)
+    assert inference_device(load("fit", ["trainer.accelerator=auto"]).trainer.accelerator) == torch.device("cuda", 1)
 
 
 def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,10 +233,10 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
 RANK = """
 import sys, time
 from pathlib import Path
-from attnpo.cli.terminal import hear_signals
+from attnpo.cli.terminal import install_signal_handlers
 if len(sys.argv) < 2:
     sys.stdin.read()
-hear_signals()
+install_signal_handlers()
 for folder in sys.argv[1:]:
     Path(folder, str(time.monotonic_ns())).touch()
 time.sleep(600)

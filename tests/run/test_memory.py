@@ -115,7 +115,7 @@ def test_hardware_that_would_hold_the_run_is_named_where_this_does_not(
     plan = planned(cfg)
     totals = {option: estimate.total for option, estimate in others_of(cfg, load_config(str(world.model))).items()}
     room = sorted({*totals.values(), estimated(footprint(cfg)).total})[1] * 1.1  # the two least fit
-    monkeypatch.setattr(memory, "memory_of", lambda device: int(room))
+    monkeypatch.setattr(memory, "device_memory", lambda device: int(room))
     caplog.set_level(logging.INFO)
     log_training(plan, plan.model, plan.least, cfg.composed.overrides, cfg.composed.config_dir)
     fitting = [option for option, total in totals.items() if total * 1.06 < room]
@@ -162,7 +162,7 @@ def test_the_quickest_that_fits_is_taken_and_said_once(
     by_choice = dict(zip(ORDER, found, strict=True))
     monkeypatch.setattr(Footprint, "estimate", lambda plan, config, model, batch: by_choice[made(model)])
     capacity = int(found[place].total / (1 - FREE_SHARE)) + 1
-    monkeypatch.setattr(memory, "memory_of", lambda device: capacity)
+    monkeypatch.setattr(memory, "device_memory", lambda device: capacity)
     caplog.set_level(logging.INFO)
     for _ in range(2):
         assert made(fit_memory(plan)[0]) == ORDER[place]
@@ -188,7 +188,7 @@ def test_least_is_taken_where_none_fits_or_memory_is_not_known(
     caplog.set_level(logging.INFO)
     assert made(fit_memory(plan)[0]) == ORDER[-1]
     assert "of least memory: there is no GPU whose memory could be read" in caplog.text
-    monkeypatch.setattr(memory, "memory_of", lambda device: 1)
+    monkeypatch.setattr(memory, "device_memory", lambda device: 1)
     assert made(fit_memory(plan)[0]) == ORDER[-1]
     assert "of least memory: none fits" in caplog.text
 
@@ -213,7 +213,7 @@ def test_what_is_set_stays_and_nothing_is_said(world: World, caplog: pytest.LogC
 def test_the_estimate_of_the_log_is_that_of_the_choice(
     cfg: RunConfig, plan: Footprint, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(memory, "memory_of", lambda device: 1 << 40)
+    monkeypatch.setattr(memory, "device_memory", lambda device: 1 << 40)
     caplog.set_level(logging.INFO)
     log_training(plan, *fit_memory(plan), cfg.composed.overrides, cfg.composed.config_dir)
     total = f"{estimates(cfg)[0].total / (1 << 20):8.2f}  at its peak"
@@ -247,7 +247,7 @@ def test_a_run_with_auto_trains_what_was_chosen_and_keeps_auto(
 
 def test_the_smallest_gpu_of_a_node_decides(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = [80, 40, 80]
-    monkeypatch.setattr(memory, "memory_of", lambda device: 80)
+    monkeypatch.setattr(memory, "device_memory", lambda device: 80)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(sizes))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda place: SimpleNamespace(total_memory=sizes[place]))
     alone, several = world.config(), world.config("trainer.devices=3")
@@ -290,7 +290,7 @@ def test_budgets_are_as_large_as_a_step_where_there_is_room_and_the_least_where_
     plan = planned(world.config(*FILL))
     assert (plan.least.budget, plan.least.eval_budget) == (128, 256)
     assert fit_memory(plan)[1] == plan.least
-    monkeypatch.setattr(memory, "memory_of", lambda device: 1 << 40)
+    monkeypatch.setattr(memory, "device_memory", lambda device: 1 << 40)
     _, batch = fit_memory(plan)
     assert (batch.budget, batch.eval_budget) == (512 - 128, MOST)
     said = [line for line in caplog.messages if "batch.tokens=auto" in line]
@@ -313,9 +313,9 @@ def test_the_judge_reads_as_many_tokens_as_fit(
     assert judge.budget(None) == judge.budget(1) == TOKEN_BUDGET
     room = int(judge.estimate(20000).total / (1 - FREE_SHARE)) + 1
     assert 20000 - ROUND < judge.budget(room) <= 20000 and judge.budget(1 << 40) == MOST
-    monkeypatch.setattr(judges, "memory_of", lambda device: room)
+    monkeypatch.setattr(judges, "device_memory", lambda device: room)
     assert judge.load(torch.device("cpu")).model.token_budget == judge.budget(room)
-    monkeypatch.setattr(memory, "memory_of", lambda device: room)
+    monkeypatch.setattr(memory, "device_memory", lambda device: room)
     log_judge(judge, made.base.device)
     assert f"judge.token_budget=auto: {judge.budget(room):,} tokens per forward" in caplog.messages
     with pytest.raises(UserError, match=r"judge\.token_budget must be at least 1, or auto, got 0"):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from attnpo.config.compose import check, load
+from attnpo.config.compose import load, validate
 from attnpo.models.backbone import layer_stack
 from attnpo.models.layouts import LAYOUTS, Layout
 from attnpo.models.loading import load_model
@@ -162,16 +162,16 @@ def test_what_the_settings_build(world: World) -> None:
 def test_adapter_off_without_an_adapter_is_refused_before_anything_loads(world: World, tmp_path: Path) -> None:
     cfg = world.composed("reference=adapter_off")
     with pytest.raises(UserError, match=r"reference=adapter_off needs a fresh adapter, and model.lora is null"):
-        check(cfg)
+        validate(cfg)
     with pytest.raises(UserError, match="reference=adapter: expected one of live, cached, first_epoch, adapter_off"):
-        check(world.composed("reference=adapter"))
+        validate(world.composed("reference=adapter"))
 
 
 def test_adapters_without_peft_are_refused_before_anything_loads(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
-    check(world.composed())
+    validate(world.composed())
     with pytest.raises(UserError, match=r"pip install 'attnpo\[lora\]'"):
-        check(world.composed(*LORA))
+        validate(world.composed(*LORA))
 
 
 def test_wrong_settings_are_named_under_their_keys(world: World) -> None:
@@ -182,7 +182,7 @@ def test_wrong_settings_are_named_under_their_keys(world: World) -> None:
         ("+model.lora.alfa=1", r"model.lora.alfa: unknown key .*did you mean model.lora.alpha"),
     ):
         with pytest.raises(UserError, match=text):
-            check(world.composed("model=lora", override))
+            validate(world.composed("model=lora", override))
     assert world.config("model=lora").model.lora == LoraSpec()
 
 
@@ -279,8 +279,8 @@ def test_four_bits_have_log_probs_of_their_own_in_the_store(world: World) -> Non
 def test_weights_in_one_piece_are_not_sharded(world: World) -> None:
     cfg = world.composed(*LORA, "model.quantize=nf4", "trainer.strategy=fsdp")
     with pytest.raises(UserError, match=r"model\.quantize=nf4 works on whole weights, and trainer\.strategy=fsdp"):
-        check(cfg)
-    check(world.composed(*LORA, "model.compile=inductor", "trainer.strategy=fsdp"))
+        validate(cfg)
+    validate(world.composed(*LORA, "model.compile=inductor", "trainer.strategy=fsdp"))
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor")  # torch's, as it traces

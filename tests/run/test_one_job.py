@@ -15,12 +15,12 @@ import pytest
 from omegaconf import OmegaConf
 
 from attnpo import fit
-from attnpo.config.compose import check, compose, load
+from attnpo.config.compose import compose, load, validate
 from attnpo.evaluation.answers import AnswerConfig
 from attnpo.generate import main as generate
 from attnpo.report import main as report
 from attnpo.schema import UserError
-from attnpo.system.locks import locked
+from attnpo.system.locks import folder_lock
 from tests import warm
 from tests.run.worlds import World, build_world
 from tests.training.processes import of_torchrun
@@ -122,7 +122,7 @@ def test_a_refused_start_reads_and_writes_nothing(world: World, tmp_path: Path) 
     """A run that is over, or that has other settings, is told who works there all the same."""
     cfg = world.config(*PLAIN, f"output={tmp_path}", "trainer.max_steps=1")
     assert fit.main(cfg) == 0
-    with locked(tmp_path / "x"):
+    with folder_lock(tmp_path / "x"):
         before = contents(tmp_path)
         for more in ([], ["seed=1"], ["resume=auto"], ["resume=nowhere"]):
             with pytest.raises(UserError, match="is in use by process"):
@@ -145,7 +145,7 @@ def test_the_other_processes_of_a_job_come_in(world: World, tmp_path: Path, monk
     assert fit.main(cfg) == 0
     for name, value in {**of_torchrun(1), "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    with locked(tmp_path / "x"):
+    with folder_lock(tmp_path / "x"):
         assert fit.main(cfg) == 0
         monkeypatch.setenv("RANK", "0")
         with pytest.raises(UserError, match="is in use by process"):
@@ -155,7 +155,7 @@ def test_the_other_processes_of_a_job_come_in(world: World, tmp_path: Path, monk
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "soon"])
 def test_a_timeout_is_a_number_of_seconds(value: str) -> None:
     with pytest.raises(UserError, match="lock_timeout: expected"):
-        check(compose("fit", [f"lock_timeout={value}"]), complete=False)
+        validate(compose("fit", [f"lock_timeout={value}"]), complete=False)
 
 
 # ------------------------------------------------------------------------------------------------ other commands
@@ -168,16 +168,16 @@ def answering(world: World, output: Path, *more: str) -> AnswerConfig:
 
 def test_a_file_of_answers_is_written_by_one_job(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other files beside it are free; each process of a job has a part of its own."""
-    with locked(tmp_path, file="answers.jsonl"):
+    with folder_lock(tmp_path, file="answers.jsonl"):
         with pytest.raises(UserError, match=r"/answers\.jsonl is in use by process .* give another output=FILE\.jsonl"):
             generate(answering(world, tmp_path / "answers.jsonl"))
         assert generate(answering(world, tmp_path / "others.jsonl")) == 0
     assert generate(answering(world, tmp_path / "answers.jsonl")) == 0
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
-    with locked(tmp_path, file="shared.part0.jsonl"):
+    with folder_lock(tmp_path, file="shared.part0.jsonl"):
         assert generate(answering(world, tmp_path / "shared.jsonl")) == 0
-    with locked(tmp_path, file="shared.part1.jsonl"), pytest.raises(UserError, match="is in use by process"):
+    with folder_lock(tmp_path, file="shared.part1.jsonl"), pytest.raises(UserError, match="is in use by process"):
         generate(answering(world, tmp_path / "shared.jsonl"))
 
 
@@ -185,7 +185,7 @@ def test_a_report_is_written_by_one_job(world: World, tmp_path: Path) -> None:
     def asked(*more: str) -> Any:
         return load("report", ["what=[weights]", *world.overrides("name=r", f"output={tmp_path}", *more)])
 
-    with locked(tmp_path / "r"), pytest.raises(UserError, match="/r is in use by process"):
+    with folder_lock(tmp_path / "r"), pytest.raises(UserError, match="/r is in use by process"):
         report(asked())
     assert list(tmp_path.iterdir()) == []
     assert report(asked()) == 0

@@ -17,7 +17,7 @@ from attnpo.run.result import RunResult
 from attnpo.run.resume import find_finished_result, find_resume, refuse_taken
 from attnpo.run.run import run
 from attnpo.schema import UserError
-from attnpo.system.files import seal
+from attnpo.system.files import write_checksums
 from attnpo.training.checkpoint_folders import STATE, read_account
 from attnpo.training.interrupted import Interrupted
 from tests.run.worlds import World
@@ -118,7 +118,7 @@ def test_a_checkpoint_of_an_earlier_version_is_refused_by_name(
         account = json.loads((place / file).read_text())
         account.get("config", {}).pop("optimizer.warmup_from", None)
         (place / file).write_text(json.dumps(account))
-        seal(place)
+        write_checksums(place)
         if file == "digests.json":
             (place / file).unlink()
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}

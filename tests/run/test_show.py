@@ -49,7 +49,7 @@ TYPED = (
     "chosen=the film was great . it was raining today .",
     "rejected=the film was awful .",
 )
-PAIR = PreferencePair.make([{"role": "user", "content": TYPED[0][7:]}], TYPED[1][7:], TYPED[2][9:])
+PAIR = PreferencePair.from_texts([{"role": "user", "content": TYPED[0][7:]}], TYPED[1][7:], TYPED[2][9:])
 
 
 @pytest.fixture(scope="module")
@@ -109,15 +109,15 @@ def test_files_and_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("sys.stdin", io.StringIO("said\n"))
     (tmp_path / "a.txt").write_text("two\nlines, =[x]\n\n", encoding="utf-8")
     argv = ["column=weight", f"prompt=@{tmp_path}/a.txt", "chosen=-", "rejected=@@x", "model.path=M"]
-    texts, rest = show.take_texts(argv)
+    texts, rest = show.parse_pair_texts(argv)
     assert texts == {"prompt": "two\nlines, =[x]\n", "chosen": "said", "rejected": "@x"}
     assert rest == ["column=weight", "model.path=M"]
     with pytest.raises(UserError, match=r"prompt=@none\.txt: cannot be read .* typed as @@none\.txt"):
-        show.take_texts(["prompt=@none.txt", "chosen=a", "rejected=b"])
+        show.parse_pair_texts(["prompt=@none.txt", "chosen=a", "rejected=b"])
     with pytest.raises(UserError, match=r"prompt=- and chosen=-: standard input can be read once"):
-        show.take_texts(["prompt=-", "chosen=-", "rejected=b"])
+        show.parse_pair_texts(["prompt=-", "chosen=-", "rejected=b"])
     with pytest.raises(UserError, match="prompt= is given twice"):
-        show.take_texts(["prompt=a", "prompt=b"])
+        show.parse_pair_texts(["prompt=a", "prompt=b"])
 
 
 def test_a_pair_typed_in_part_names_what_lacks_and_what_is_near(capsys: pytest.CaptureFixture[str]) -> None:

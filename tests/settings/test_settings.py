@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, MistralConfig, PretrainedConfig
 
-from attnpo.config.compose import CONFIG_DIR, check, compose, groups, load
+from attnpo.config.compose import CONFIG_DIR, compose, list_groups, load, validate
 from attnpo.data.base import pairs_from_rows
 from attnpo.data.rules import BatchPlan
 from attnpo.judge.prompts import JudgePrompts
@@ -224,14 +224,14 @@ CHANGES: dict[str, dict[str, str]] = {
 
 
 def test_every_hardware_option_is_tested_here() -> None:
-    assert groups()["hardware"] == sorted(HARDWARE)
+    assert list_groups()["hardware"] == sorted(HARDWARE)
 
 
 @pytest.mark.parametrize("option", HARDWARE)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_hardware_changes_only_what_its_header_says(name: str, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "find_spec", lambda package: package)  # peft and torchao are extras
-    check(compose("fit", [f"setting={name}", f"hardware={option}"]))
+    validate(compose("fit", [f"setting={name}", f"hardware={option}"]))
     alone, with_it = leaves(setting(name)), leaves(setting(name, f"hardware={option}"))
     changed = {key for key in alone.keys() | with_it.keys() if alone.get(key) != with_it.get(key)}
     changed = {re.sub(r"^model\.lora\..*", "model.lora", key) for key in changed if not key.startswith("composed.")}
@@ -368,7 +368,7 @@ FRAME = 512  # tokens that are left for the judge's wording and the chat around 
 
 
 def test_every_length_is_tested_here() -> None:
-    assert groups()["lengths"] == ["16k", "8k"]
+    assert list_groups()["lengths"] == ["16k", "8k"]
 
 
 @pytest.mark.parametrize("length", [8, 16])
@@ -399,7 +399,7 @@ def test_the_judge_reads_prompts_and_answers_of_that_length_whole(length: int) -
 
     def pair(more: int) -> PreferencePair:
         question = [Message(role="user", content="word" + " word" * (prompt - 1 + more))]
-        return PreferencePair.make(question, "good" + " good" * (answers - 1), "bad" + " bad" * (answers - 1))
+        return PreferencePair.from_texts(question, "good" + " good" * (answers - 1), "bad" + " bad" * (answers - 1))
 
     for seen in prompts.build(pair(0)):
         assert length * 1024 - FRAME < len(seen.input_ids) < length * 1024 and not seen.cut
@@ -408,7 +408,7 @@ def test_the_judge_reads_prompts_and_answers_of_that_length_whole(length: int) -
     assert first.cut and len(first.input_ids) < length * 1024
 
 
-@pytest.mark.parametrize("name", groups()["setting"])
+@pytest.mark.parametrize("name", list_groups()["setting"])
 def test_a_setting_leaves_what_a_model_brings(name: str) -> None:
     """Its chat template, with the values of its variables; only a template for a tokenizer without one may be named."""
     for hardware in (None, *HARDWARE):

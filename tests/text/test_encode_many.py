@@ -84,7 +84,7 @@ def prompts(draw: st.DrawFn) -> list[Message]:
     return [*turns, *(CALLED[1:] if kind == "calls" else ())]
 
 
-PAIRS = st.lists(st.builds(PreferencePair.make, prompts(), TEXTS, TEXTS), min_size=1, max_size=8)
+PAIRS = st.lists(st.builds(PreferencePair.from_texts, prompts(), TEXTS, TEXTS), min_size=1, max_size=8)
 
 
 class OneAtATime(ChatFormat):

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from attnpo.judge.prompts import JudgePrompts
 from attnpo.judge.settings import Assembly, JudgeRules
-from attnpo.schema import SIDES, PairWeights, PreferencePair, Round, TokenWeights
+from attnpo.schema import SIDES, JudgeRound, PairWeights, PreferencePair, TokenWeights
 from attnpo.text.alignment import AlignMethod
 from attnpo.text.chat import ChatFormat
 from attnpo.weights.pipeline import training_weights
@@ -98,7 +98,7 @@ def captured_by(judge: ChatFormat, rules: JudgeRules, pair: PreferencePair) -> P
             first, last = prompt.spans[side]
             ids, row = torch.tensor(prompt.input_ids[first:last]), torch.rand(1, last - first, generator=dice)
             sides[side] = TokenWeights(ids, torch.tensor(prompt.offsets[side]).reshape(-1, 2), row)
-        rounds.append(Round(prompt.chosen_is_a, sides["chosen"], sides["rejected"]))
+        rounds.append(JudgeRound(prompt.chosen_is_a, sides["chosen"], sides["rejected"]))
     return PairWeights(pair.pair_id, tuple(rounds))
 
 
@@ -113,7 +113,7 @@ def rules(tmp_path: Path) -> JudgeRules:
 @pytest.mark.parametrize(("judge", "policy"), [("none", "nfc"), ("nfc", "none"), ("no joiners", "no accents")])
 def test_no_weight_is_lost_between_vocabularies(judge: str, policy: str, text: str, rules: JudgeRules) -> None:
     """Both sides hold all text, so all of a distribution arrives, whichever of them composes its characters."""
-    pair = PreferencePair.make(QUESTION, text, "no")
+    pair = PreferencePair.from_texts(QUESTION, text, "no")
     trained = chat(policy)
     encoded = {side: trained.encode(pair.prompt, pair.response(side)) for side in SIDES}
     source = Attention(1, postprocess=Postprocess(sink_tokens=0))
@@ -128,7 +128,7 @@ def test_no_weight_is_lost_between_vocabularies(judge: str, policy: str, text: s
 def test_a_cut_never_parts_an_accent_from_its_letter(rules: JudgeRules, assembly: Assembly) -> None:
     """Whatever the judge has room for, it reads whole characters: é, not e."""
     text = "e\u0301" * 30
-    pair = PreferencePair.make(QUESTION, text, "o" * 60)
+    pair = PreferencePair.from_texts(QUESTION, text, "o" * 60)
     for room in range(40, 70):
         small = JudgeRules(rules.template_file, assembly, max_length=room, chat=False)
         for prompt in JudgePrompts(small, chat("nfc")).build(pair):

@@ -11,7 +11,7 @@ from attnpo.text.chat import ChatFormat, RefusedText
 from attnpo.weights.verbalizer_settings import ScoreQuestions, ScoreTemplate
 
 PLAIN = ScoreTemplate("score {question} : {answer}")
-PAIR = PreferencePair.make([{"role": "user", "content": "the soup"}], "the broth was good .", " ")
+PAIR = PreferencePair.from_texts([{"role": "user", "content": "the soup"}], "the broth was good .", " ")
 
 
 @pytest.fixture(scope="module")

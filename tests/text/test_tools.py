@@ -81,9 +81,9 @@ def test_the_judge_reads_calls_and_results_and_not_the_tools() -> None:
 
 
 def test_tools_are_part_of_a_pairs_id_and_move_no_other() -> None:
-    plain, asked = (PreferencePair.make(turns, "No.", "Yes.") for turns in (PLAIN, ASKED))
+    plain, asked = (PreferencePair.from_texts(turns, "No.", "Yes.") for turns in (PLAIN, ASKED))
     assert plain.pair_id == "ed8fd198c755998e3c0ab3da5745d469" != asked.pair_id
-    assert PreferencePair.make(asked.prompt, "No.", "Yes.") == asked
+    assert PreferencePair.from_texts(asked.prompt, "No.", "Yes.") == asked
 
 
 def test_words_of_tools() -> None:

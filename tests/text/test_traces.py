@@ -103,10 +103,10 @@ def test_words_of_traces() -> None:
 
 @pytest.mark.parametrize("response", SPELLINGS)
 def test_what_a_judge_reads_of_a_trace_weighed_apart(response: str) -> None:
-    apart = PreferencePair.make(TURNS, response, ANSWER, apart=True)
+    apart = PreferencePair.from_texts(TURNS, response, ANSWER, apart=True)
     assert judged_text(apart, "chosen") == judged_text(apart, "rejected") == ANSWER
     assert response[start_apart(apart, "chosen") :] == ANSWER and start_apart(apart, "rejected") == 0
-    assert judged_text(PreferencePair.make(TURNS, response, ANSWER), "chosen") == response
+    assert judged_text(PreferencePair.from_texts(TURNS, response, ANSWER), "chosen") == response
 
 
 def test_the_tokens_before_an_answer() -> None:

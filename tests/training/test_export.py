@@ -32,7 +32,7 @@ from attnpo.models.loading import load_model, load_tokenizer
 from attnpo.models.lora import add_lora, has_adapters, merged_state
 from attnpo.models.spec import LoraSpec
 from attnpo.schema import UserError
-from attnpo.system.files import seal
+from attnpo.system.files import write_checksums
 from attnpo.text.chat import ChatFormat
 from attnpo.training.export import Exporter
 from attnpo.training.module import shard
@@ -91,7 +91,7 @@ def test_templates_that_the_base_has_by_name_are_exported(tokenizer: Tokenizer, 
     exported = AutoTokenizer.from_pretrained(tmp_path)
     assert exported.chat_template == {"default": "{{ bos_token }}" + default, "tool_use": tools}
     assert tokenizer.chat_template["default"] == default, "the run's own tokenizer stays as it is"
-    seal(tmp_path)
+    write_checksums(tmp_path)
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
     with pytest.raises(UserError, match=r"tool_use\.jinja"):
         load_tokenizer(tmp_path)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnpo.config.compose import check
+from attnpo.config.compose import validate
 from attnpo.data.collate import collate
 from attnpo.data.rules import BatchPlan
 from attnpo.models.backbone import frozen
@@ -203,6 +203,6 @@ def test_a_run_trains_with_transport_weights(world: Any, tmp_path: Path) -> None
 
 def test_a_transform_that_reads_shares_of_them_is_refused(world: Any) -> None:
     chosen = ("weights=transport", "objective=otpo")
-    check(world.composed(*chosen, "transform=mixture"))
+    validate(world.composed(*chosen, "transform=mixture"))
     with pytest.raises(UserError, match=r"Smeared.*Transport computes its own in every step"):
-        check(world.composed(*chosen, "transform=smeared"))
+        validate(world.composed(*chosen, "transform=smeared"))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import Trainer, get_scheduler
 
-from attnpo.config.compose import check, compose, load
+from attnpo.config.compose import compose, load, validate
 from attnpo.data.rules import BatchPlan
 from attnpo.models.lora import add_lora
 from attnpo.models.scored import ScoredLM
@@ -152,7 +152,7 @@ def test_the_papers_settings_warm_up_as_the_authors_did(setting: str, start: str
     cfg = load("fit", [f"setting={setting}"])
     assert cfg.optimizer.warmup_from == start
     with pytest.raises(UserError, match=r"optimizer.warmup_from must be one of first, zero, got 'one'"):
-        check(compose("fit", [f"setting={setting}", "optimizer.warmup_from=one"]), complete=False)
+        validate(compose("fit", [f"setting={setting}", "optimizer.warmup_from=one"]), complete=False)
 
 
 # ------------------------------------------------------------------------------------------------------ weight decay

@@ -13,7 +13,7 @@ LABELS = (900, 901)
 
 
 def make_pair(number: int, chosen: str = "good words here", rejected: str = "bad") -> PreferencePair:
-    return PreferencePair.make([{"role": "user", "content": f"question {number}"}], chosen, rejected)
+    return PreferencePair.from_texts([{"role": "user", "content": f"question {number}"}], chosen, rejected)
 
 
 def words(text: str) -> list[tuple[int, int]]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attnpo.data.prepare import EncodedSet, Tally, fit_transforms
-from attnpo.schema import EncodedResponse, Kind, PairWeights, PreferencePair, Round, TokenWeights, UserError
+from attnpo.schema import EncodedResponse, JudgeRound, Kind, PairWeights, PreferencePair, TokenWeights, UserError
 from attnpo.text.alignment import AlignMethod
 from attnpo.weights.pipeline import beside_trace, check_apart, training_weights
 from attnpo.weights.postprocess import EndToken, Postprocess, RoundOrder
@@ -25,8 +25,8 @@ EOS = 99
 # An answer of two characters per token behind its trace.
 TRACE = "<think>b</think>\n"
 AT = len(TRACE)
-PAIR = PreferencePair.make([{"role": "user", "content": "letters"}], TRACE + "aabbcc", "xx", apart=True)
-KEPT = PreferencePair.make(PAIR.prompt, PAIR.chosen, PAIR.rejected)
+PAIR = PreferencePair.from_texts([{"role": "user", "content": "letters"}], TRACE + "aabbcc", "xx", apart=True)
+KEPT = PreferencePair.from_texts(PAIR.prompt, PAIR.chosen, PAIR.rejected)
 # <think>, b, </think>, the line break; then the answer, and the end of the turn.
 CHOSEN = EncodedResponse(
     [1],
@@ -45,7 +45,7 @@ def judge_row(*weights: float, ids: tuple[int, ...] = (10, 11, 12)) -> TokenWeig
 
 def captured(*rounds: TokenWeights) -> PairWeights:
     other = TokenWeights(torch.tensor([20]), torch.tensor([(0, 2)]), torch.tensor([[3.0]]))
-    return PairWeights(PAIR.pair_id, tuple(Round(not place, row, other) for place, row in enumerate(rounds)))
+    return PairWeights(PAIR.pair_id, tuple(JudgeRound(not place, row, other) for place, row in enumerate(rounds)))
 
 
 def test_the_trace_has_its_share_and_the_judge_the_rest() -> None:
@@ -99,7 +99,7 @@ def test_uniform_weights_stay_uniform_to_the_last_bit(trace: int, answer: int) -
     text = "<think>" + "t" * trace + "</think>" + "a" * answer
     offsets = [(0, 7 + trace), (7 + trace, 15 + trace), *((15 + trace + i, 16 + trace + i) for i in range(answer))]
     encoded = EncodedResponse([1], list(range(answer + 3)), [*offsets, (len(text), len(text))])
-    pair = PreferencePair.make(PAIR.prompt, text, "xx", apart=True)
+    pair = PreferencePair.from_texts(PAIR.prompt, text, "xx", apart=True)
     both = {**BOTH, "chosen": encoded}
     apart, kept = (training_weights(Uniform(), None, both, pair=one) for one in (pair, KEPT))
     assert torch.equal(apart.chosen, kept.chosen) and apart.lengths == kept.lengths
@@ -109,11 +109,11 @@ def test_uniform_weights_stay_uniform_to_the_last_bit(trace: int, answer: int) -
 def test_weights_that_lie_on_the_training_tokens_are_those_of_the_answer() -> None:
     column = Column(kind=Kind.DISTRIBUTION, end_token=2.0)
     values = {"chosen_weights": [8.0, 8.0, 8.0, 8.0, 3.0, 0.0, 1.0], "rejected_weights": [1.0]}
-    pair = PreferencePair.make(PAIR.prompt, PAIR.chosen, PAIR.rejected, values, apart=True)
+    pair = PreferencePair.from_texts(PAIR.prompt, PAIR.chosen, PAIR.rejected, values, apart=True)
     found = training_weights(column, None, BOTH, pair=pair).chosen
     # 8 tokens; (3, 0, 1, 2) / 6 of 4/8.
     torch.testing.assert_close(found, torch.tensor([1, 1, 1, 1, 2.0, 0.0, 2 / 3, 4 / 3]) / 8)
-    silent = PreferencePair.make(
+    silent = PreferencePair.from_texts(
         pair.prompt, pair.chosen, pair.rejected, {**values, "chosen_weights": [8.0, 8, 8, 8, 0, 0, 0]}, apart=True
     )
     column = Column(kind=Kind.DISTRIBUTION)
@@ -134,7 +134,8 @@ def test_transforms_change_the_answer_alone() -> None:
 
 def test_coverage_is_the_answers() -> None:
     stored = PairWeights(
-        PAIR.pair_id, (Round(True, judge_row(3.0, 0.0, 1.0), captured(judge_row(1.0, 1.0, 1.0)).rounds[0].rejected),)
+        PAIR.pair_id,
+        (JudgeRound(True, judge_row(3.0, 0.0, 1.0), captured(judge_row(1.0, 1.0, 1.0)).rounds[0].rejected),),
     )
     found = training_weights(Verbalized(), stored, BOTH, layers=(0,), pair=PAIR)
     assert found.coverage == (2 / 3, 1.0) and found.content == (3, 1)

@@ -93,8 +93,8 @@ def test_columns_of_several_shards_and_rows_are_merged(table: StoreTable) -> Non
     table.append({"p": {"L01": np.array([1.0]), "b": 2}, "q": {"L01": np.array([2.0])}})
     table.append({"p": {"L02": np.array([3.0])}})
     assert table.columns_present(["p", "q", "r"]) == {"p": {"L01", "L02", "b"}, "q": {"L01"}, "r": set()}
-    assert table.missing(["r", "q", "p", "r"], ["L01", "L02"]) == ["r", "q"]
-    assert table.missing(["q", "p"], ["L01"]) == []
+    assert table.missing_pairs(["r", "q", "p", "r"], ["L01", "L02"]) == ["r", "q"]
+    assert table.missing_pairs(["q", "p"], ["L01"]) == []
     assert table.read(["p"], ["L02", "L01"]) == {"p": {"L01": 1.0, "L02": 3.0}}
     assert table.read(["p", "q"], ["L01"]) == {"p": {"L01": 1.0}, "q": {"L01": 2.0}}
 
@@ -124,7 +124,7 @@ def test_only_the_wanted_columns_leave_the_disk(table: StoreTable, monkeypatch: 
 def test_mixed_types_in_a_column_are_refused_and_leave_nothing(table: StoreTable) -> None:
     with pytest.raises(ValueError, match="one-dimensional arrays of one type"):
         table.append({"p": {"a": np.array([1.0])}, "q": {"a": np.array([1])}})
-    assert table.missing(["p"], ["a"]) == ["p"]
+    assert table.missing_pairs(["p"], ["a"]) == ["p"]
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -144,7 +144,7 @@ def test_every_part_of_the_key_changes_the_folder(tmp_path: Path, path: tuple[st
     stored, asked = store.table("weights", KEY), store.table("weights", other)
     stored.append({"p": {"a": 1}})
     assert asked.folder != stored.folder
-    assert asked.missing(["p"], ["a"]) == ["p"]
+    assert asked.missing_pairs(["p"], ["a"]) == ["p"]
     assert asked.nearest_difference() == f"{'.'.join(path)}: stored {was}, asked changed"
 
 
@@ -170,7 +170,7 @@ def test_folders_of_two_workers_merge_by_copying(tmp_path: Path) -> None:
     tables = [Store(tmp_path / name).table("weights", KEY) for name in ("one", "two")]
     tables[0].append({"p": {"a": 1}, "both": {"a": 9}})
     tables[1].append({"q": {"a": 2}, "both": {"a": 9}})
-    assert fresh(tables[0]).missing(["q", "p"], ["a"]) == ["q"]
+    assert fresh(tables[0]).missing_pairs(["q", "p"], ["a"]) == ["q"]
     shutil.copytree(tmp_path / "two", tmp_path / "one", dirs_exist_ok=True)
     assert tables[0].read(["p", "q", "both"], ["a"]) == {"p": {"a": 1}, "q": {"a": 2}, "both": {"a": 9}}
     assert len(shards(tables[0])) == 2
@@ -190,8 +190,8 @@ def test_shards_of_another_key_are_not_taken_by_copying(tmp_path: Path, caplog: 
         shutil.copyfile(path, own.folder / path.name)
     again = fresh(own)
     with caplog.at_level(logging.WARNING):
-        assert again.missing(["p", "q", "r"], ["a"]) == ["q", "r"]
-        assert again.missing(["p", "q", "r"], ["a"]) == ["q", "r"]
+        assert again.missing_pairs(["p", "q", "r"], ["a"]) == ["q", "r"]
+        assert again.missing_pairs(["p", "q", "r"], ["a"]) == ["q", "r"]
     said = [line for line in caplog.messages if "another key" in line]
     assert len(said) == 1 and "2 shards" in said[0] and shards(other)[0].name in said[0]
     again.append({"q": {"a": 2.0}, "r": {"a": 3.0}})
@@ -208,7 +208,7 @@ def test_an_entry_alone_does_not_make_a_shard_ones_own(tmp_path: Path, caplog: p
     shutil.copyfile(shard, own.folder / shard.name)
     (own.folder / entry.name).write_text(json.dumps({**json.loads(entry.read_text()), "key": digest(KEY)}))
     with caplog.at_level(logging.WARNING):
-        assert fresh(own).missing(["p", "q"], ["a"]) == ["q"]
+        assert fresh(own).missing_pairs(["p", "q"], ["a"]) == ["q"]
     assert len(caplog.messages) == 1
 
 
@@ -223,7 +223,7 @@ def test_shards_without_a_key_are_those_of_an_older_version(
     del entry["key"]
     path.with_suffix(".json").write_text(json.dumps({**entry, "sha256": file_digest(path)}))
     with caplog.at_level(logging.WARNING):
-        assert fresh(table).missing(["p"], ["a"]) == ["p"]
+        assert fresh(table).missing_pairs(["p"], ["a"]) == ["p"]
     assert [path.name in line and "an older version" in line for line in caplog.messages] == [True]
 
 
@@ -238,8 +238,8 @@ def test_a_key_file_that_does_not_hold_the_key_is_written_anew(
     else:
         path.write_text(content)
     with caplog.at_level(logging.WARNING):
-        assert fresh(table).missing(["p"], ["a"]) == []
-        assert fresh(table).missing(["p"], ["a"]) == []
+        assert fresh(table).missing_pairs(["p"], ["a"]) == []
+        assert fresh(table).missing_pairs(["p"], ["a"]) == []
     assert json.loads(path.read_text()) == KEY
     assert ["key.json" in line for line in caplog.messages] == [True]
 
@@ -272,19 +272,19 @@ def test_a_damaged_shard_is_named_and_its_rows_count_as_missing(
         victim.with_suffix(".json").write_text('{"bytes": 3}')
     again = fresh(table)
     with caplog.at_level(logging.WARNING):
-        assert again.missing(["p", "q"], ["a"]) == ["p"]
-        assert again.missing(["p", "q"], ["a"]) == ["p"]
+        assert again.missing_pairs(["p", "q"], ["a"]) == ["p"]
+        assert again.missing_pairs(["p", "q"], ["a"]) == ["p"]
     assert [victim.name in record.message for record in caplog.records] == [True]  # said once
     with pytest.raises(UserError, match="first: p"):
         again.read(["p"], ["a"])
     again.append({"p": {"a": np.arange(500.0)}})  # the same content under the same name
     assert again.read(["p"], ["a"])["p"]["a"].tolist() == list(range(500))
-    assert fresh(table).missing(["p", "q"], ["a"]) == []
+    assert fresh(table).missing_pairs(["p", "q"], ["a"]) == []
 
 
 def test_damage_after_the_first_look_is_an_error_that_names_the_file(table: StoreTable) -> None:
     table.append({"p": {"a": 1}})
-    assert table.missing(["p"], ["a"]) == []
+    assert table.missing_pairs(["p"], ["a"]) == []
     shards(table)[0].write_bytes(b"no parquet")
     with pytest.raises(UserError, match=shards(table)[0].name):
         table.read(["p"], ["a"])
@@ -293,7 +293,7 @@ def test_damage_after_the_first_look_is_an_error_that_names_the_file(table: Stor
 def test_a_shard_without_an_entry_is_an_interrupted_write(table: StoreTable) -> None:
     table.append({"p": {"a": 1}})
     shards(table)[0].with_suffix(".json").unlink()
-    assert fresh(table).missing(["p"], ["a"]) == ["p"]
+    assert fresh(table).missing_pairs(["p"], ["a"]) == ["p"]
 
 
 def test_an_interrupted_write_leaves_no_file_and_no_row(table: StoreTable, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,14 +307,14 @@ def test_an_interrupted_write_leaves_no_file_and_no_row(table: StoreTable, monke
     with pytest.raises(KeyboardInterrupt):
         table.append({"q": {"a": 2}})
     assert sorted(table.folder.iterdir()) == before
-    assert table.missing(["p", "q"], ["a"]) == ["q"]
+    assert table.missing_pairs(["p", "q"], ["a"]) == ["q"]
 
 
 def _append_many(root: str, worker: int, rounds: int) -> None:
     table = Store(Path(root)).table("weights", KEY)
     for turn in range(rounds):
         table.append({f"{worker}-{turn}": {"a": np.array([worker, turn])}, "same": {"a": np.array([7, 7])}})
-        assert table.missing([f"{worker}-{turn}"], ["a"]) == []
+        assert table.missing_pairs([f"{worker}-{turn}"], ["a"]) == []
 
 
 def test_two_processes_append_at_once(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from attnpo.config.named_files import code_of
+from attnpo.config.named_files import digest_named_functions
 from attnpo.data.prepare import make_example
 from attnpo.run.other_pairs import weigh_others
 from attnpo.run.resume import contents_of
@@ -25,7 +25,7 @@ SPANS = Column(form=Form.SPANS)
 
 
 def pair_with(cell: object, rejected: object = (1.0,)) -> PreferencePair:
-    return PreferencePair.make(
+    return PreferencePair.from_texts(
         [{"role": "user", "content": "q"}], TEXT, "xx", {"chosen_weights": cell, "rejected_weights": rejected}
     )
 
@@ -65,7 +65,7 @@ def test_a_cut_response_takes_the_numbers_of_what_is_left() -> None:
 
 
 def test_a_template_that_strips_the_response_cuts_nothing() -> None:
-    pair = PreferencePair.make([{"role": "user", "content": "q"}], " ab ", "x", {"chosen_weights": [1, 2]})
+    pair = PreferencePair.from_texts([{"role": "user", "content": "q"}], " ab ", "x", {"chosen_weights": [1, 2]})
     row = EncodedResponse([1], [5, 6, 99], [(1, 2), (2, 3), (4, 4)])
     assert Column().weigh(pair, "chosen", row).tolist() == [1, 2, 0]
     with pytest.raises(UserError, match="expected 1 numbers"):
@@ -173,7 +173,7 @@ def with_columns(world: World, weight: float = 1.0) -> None:
 
 def contents(made: Made) -> dict[str, str]:
     """Digests of what the paths of a configuration hold."""
-    return contents_of(made.inputs, made.base, code_of(made.cfg.values))
+    return contents_of(made.inputs, made.base, digest_named_functions(made.cfg.values))
 
 
 CHOSEN = ("weights=column", "weights.form=spans", "weights.chosen=chosen_spans", "weights.rejected=rejected_spans")
@@ -192,7 +192,7 @@ def test_a_run_trains_on_its_data_s_spans(tmp_path: Path, caplog: pytest.LogCapt
     example = inputs.examples["train"].examples[0]
     assert example.factors and 0 < float(example.weights[0].mean()) < 1
     # Pairs of sampled answers have no such columns: no weights, and no error.
-    bare = [PreferencePair.make(pair.prompt, pair.chosen, pair.rejected) for pair in inputs.pairs["val"].pairs]
+    bare = [PreferencePair.from_texts(pair.prompt, pair.chosen, pair.rejected) for pair in inputs.pairs["val"].pairs]
     assert all(not row.any() for one in weigh_others(*others, bare) for row in one.weights)
     assert all(row.any() for one in weigh_others(*others, inputs.pairs["val"].pairs) for row in one.weights)
     # Another column is another run, though the pairs' ids are the same.

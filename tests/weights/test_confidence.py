@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnpo.config.compose import groups
+from attnpo.config.compose import list_groups
 from attnpo.run.combinations import require_reader
 from attnpo.schema import Kind, PreferenceBatch, PreferencePair, TokenStats, UserError
 from attnpo.training.module import weigh_online
@@ -156,7 +156,7 @@ def test_mwpo_weighs_margins_and_lengths() -> None:
 
 
 def pair_with(**extra: object) -> PreferencePair:
-    return PreferencePair.make([{"role": "user", "content": "q"}], "yes", "no", extra)
+    return PreferencePair.from_texts([{"role": "user", "content": "q"}], "yes", "no", extra)
 
 
 def test_a_column_weighs_pairs_as_it_is() -> None:
@@ -200,7 +200,7 @@ def read(option: str, objective: str) -> tuple[Case, PreferenceBatch]:
     return case, weigh_online(case.batch, source, case.policy, case.reference)
 
 
-@pytest.mark.parametrize("objective", groups()["objective"])
+@pytest.mark.parametrize("objective", list_groups()["objective"])
 @pytest.mark.parametrize("option", ["confidence", "selective"])  # tokens and pairs, and factors
 def test_it_works_with_every_objective(option: str, objective: str) -> None:
     """Weights are numbers of 0 or more on the response alone, and the losses they make are finite."""

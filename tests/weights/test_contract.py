@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnpo.config.compose import groups, load
+from attnpo.config.compose import list_groups, load
 from attnpo.data.collate import collate
 from attnpo.models.layouts import padded
 from attnpo.models.scored import ScoredLM
 from attnpo.objectives.dpo import DPO
 from attnpo.objectives.twdpo import OTPO, TwDPO
 from attnpo.run.combinations import require_reader
-from attnpo.schema import SIDES, EncodedResponse, Kind, PairWeights, PreferencePair, Round, TokenWeights, UserError
+from attnpo.schema import SIDES, EncodedResponse, JudgeRound, Kind, PairWeights, PreferencePair, TokenWeights, UserError
 from attnpo.training.module import PreferenceModule, weigh_online
 from attnpo.training.optimizer import Optimizer
 from attnpo.weights.base import OnlineSource, TextSource, WeightSource, is_neutral, online_reads
@@ -48,7 +48,7 @@ def by_length(tokens: ResponseTokens) -> list[float]:
     return [float(len(text)) for text in tokens.texts]
 
 
-PAIR = PreferencePair.make(
+PAIR = PreferencePair.from_texts(
     [{"role": "user", "content": "q"}],
     *TEXTS,
     {"chosen_weights": list(range(CHOSEN)), "rejected_weights": list(range(REJECTED)), "trust": 2.0},
@@ -60,9 +60,9 @@ NEEDED: dict[str, dict[str, Any]] = {
     "formula": {"function": "tests.weights.test_contract.by_length"},
 }
 # true_importance reads prompts of the testbed alone: tests/testbed.
-OPTIONS = [option for option in groups()["weights"] if option != "true_importance"]
+OPTIONS = [option for option in list_groups()["weights"] if option != "true_importance"]
 CONFIG = ["setting=real_smoke", "model.path=unset", "data.path=unset"]
-TRANSFORMS: dict[str, object] = load("fit", [*CONFIG, f"transform=[{','.join(groups()['transform'])}]"]).transforms
+TRANSFORMS: dict[str, object] = load("fit", [*CONFIG, f"transform=[{','.join(list_groups()['transform'])}]"]).transforms
 
 
 def source_of(option: str) -> WeightSource:
@@ -93,7 +93,7 @@ def captured(source: WeightSource) -> PairWeights | None:
         ids, places = torch.tensor(SIDED[side].response_ids)[kept], torch.tensor(SIDED[side].offsets)[kept]
         raw = torch.rand(len(source.rows_read()), len(ids), generator=generator)
         rows.append(TokenWeights(ids, places, -raw if "scorers" in source.requires else raw))
-    return PairWeights(PAIR.pair_id, (Round(True, *rows),))
+    return PairWeights(PAIR.pair_id, (JudgeRound(True, *rows),))
 
 
 def offline(source: WeightSource, *transforms: object) -> TrainingWeights:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnpo.config.compose import groups
-from attnpo.schema import SIDES, EncodedResponse, PairWeights, PreferencePair, Round, TokenWeights, UserError
+from attnpo.config.compose import list_groups
+from attnpo.schema import SIDES, EncodedResponse, JudgeRound, PairWeights, PreferencePair, TokenWeights, UserError
 from attnpo.text.chat import RefusedText
 from attnpo.weights.base import ScorerModel, WeightSource
 from attnpo.weights.capture import Unreadable
@@ -239,7 +239,7 @@ def raw_pair(chosen: list[float], rejected: list[float]) -> tuple[PairWeights, d
         TokenWeights(torch.tensor(encoded[side].response_ids), torch.tensor(encoded[side].offsets), torch.tensor([row]))
         for side, row in zip(SIDES, (chosen, rejected), strict=True)
     ]
-    return PairWeights("by hand", (Round(True, *rows),)), encoded
+    return PairWeights("by hand", (JudgeRound(True, *rows),)), encoded
 
 
 def test_the_extremes_are_kept_and_the_first_token_never() -> None:
@@ -266,7 +266,7 @@ def test_a_side_that_keeps_nothing_silences_the_pair(short: list[float]) -> None
 
 
 @pytest.mark.parametrize("source", [Contrast(A, B, TokenGuided()), Selection(A, B)])  # signed ones, and many zeros
-@pytest.mark.parametrize("name", groups()["objective"])
+@pytest.mark.parametrize("name", list_groups()["objective"])
 def test_every_objective_that_reads_weights_takes_them(name: str, source: WeightSource) -> None:
     """Factors move the loss of every objective that reads weights, of no other, and the loss stays finite."""
     objective = objective_of(name)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from attnpo.config.compose import groups, load
-from attnpo.config.named_files import code_of, files_of
+from attnpo.config.compose import list_groups, load
+from attnpo.config.named_files import digest_named_files, digest_named_functions
 from attnpo.schema import EncodedResponse, Kind, PreferencePair, UserError
 from attnpo.system.files import file_digest
 from attnpo.weights.capture import weights_key
@@ -40,7 +40,7 @@ def huge(tokens): return [1e300] * len(tokens.ids)
 
 NUMBER = 3
 """
-PAIR = PreferencePair.make([{"role": "user", "content": "q"}], "good ok", "bad")
+PAIR = PreferencePair.from_texts([{"role": "user", "content": "q"}], "good ok", "bad")
 CHOSEN = EncodedResponse([1], [5, 6, 7], [(0, 4), (4, 7), (7, 7)])
 REJECTED = EncodedResponse([1], [8, 7], [(0, 3), (3, 3)])
 
@@ -132,11 +132,11 @@ def test_the_digest_of_its_source_is_in_keys_and_identities(module: Path) -> Non
     assert before["source"] == {"source": "formula", "function": "my_formulas.by_place", "kind": "factor",
                                 "signed": False, "code": [file_digest(module)]}  # fmt: skip
     values = {"weights": {"function": "my_formulas.by_place", "kind": "factor"}}
-    point = files_of({"weights.function": "my_formulas.by_place"})
-    assert point == code_of(values) == {"weights.function": file_digest(module)}
+    point = digest_named_files({"weights.function": "my_formulas.by_place"})
+    assert point == digest_named_functions(values) == {"weights.function": file_digest(module)}
     module.write_text(CODE.replace("1 / (1 + place)", "2 / (1 + place)"))
     assert weights_key(source, None, None) != before
-    assert code_of(values) != point and code_of({"weights": {"layer": "last"}}) == {}
+    assert digest_named_functions(values) != point and digest_named_functions({"weights": {"layer": "last"}}) == {}
 
 
 def test_the_documented_example_is_an_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +148,7 @@ def test_the_documented_example_is_an_option(tmp_path: Path, monkeypatch: pytest
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("ATTNPO_ALLOW_TARGETS", "my_rules")
     asked = ["setting=real_smoke", "model.path=unset", "data.path=unset", "weights=mine", "transform=shuffled"]
-    assert " ".join(asked[-2:]) in text and "mine" in groups(tmp_path)["weights"]
+    assert " ".join(asked[-2:]) in text and "mine" in list_groups(tmp_path)["weights"]
     source = load("fit", asked, tmp_path).weights
     assert source.weigh(PAIR, "chosen", CHOSEN).tolist() == pytest.approx([1.0, 0.2, 0.0])
     sys.modules.pop("my_rules")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from attnpo.schema import SIDES, EncodedResponse, PairWeights, Round, TokenWeights
+from attnpo.schema import SIDES, EncodedResponse, JudgeRound, PairWeights, TokenWeights
 from attnpo.text.alignment import AlignMethod
 from attnpo.weights.pipeline import training_weights
 from attnpo.weights.postprocess import Postprocess, RoundOrder
@@ -42,7 +42,7 @@ def stored(pair: dict[str, Any], expected: dict[str, torch.Tensor]) -> PairWeigh
             places = torch.arange(end - start)
             ids = torch.tensor(info["judge_ids"][start:end])
             sides[side] = TokenWeights(ids, torch.stack([places, places + 1], dim=1), rows[:, start:end])
-        rounds.append(Round(order == "cr", sides["chosen"], sides["rejected"]))
+        rounds.append(JudgeRound(order == "cr", sides["chosen"], sides["rejected"]))
     return PairWeights(pair["name"], tuple(rounds))
 
 

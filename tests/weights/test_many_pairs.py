@@ -14,7 +14,7 @@ from attnpo.data import prepare
 from attnpo.data.prepare import EncodedSet, ExampleSet, Tally, fit_transforms, prepare_examples
 from attnpo.data.rules import AlignRules
 from attnpo.judge.layers import Row
-from attnpo.schema import SIDES, EncodedResponse, Kind, PairWeights, PreferencePair, Round, TokenWeights, UserError
+from attnpo.schema import SIDES, EncodedResponse, JudgeRound, Kind, PairWeights, PreferencePair, TokenWeights, UserError
 from attnpo.system.store import Store
 from attnpo.text.alignment import AlignMethod
 from attnpo.text.traces import answer_start
@@ -78,7 +78,7 @@ class World:
         sort = number % 12 if self.odd else 0
         apart = self.traced and number % 3 == 0
         texts = {side: TRACE * apart + "".join(rng.choice(list("abcd "), int(rng.integers(1, 130)))) for side in SIDES}
-        pair = PreferencePair.make([{"role": "user", "content": f"{number}"}], *texts.values(), apart=apart)
+        pair = PreferencePair.from_texts([{"role": "user", "content": f"{number}"}], *texts.values(), apart=apart)
         encoded, rounds = {}, [dict[str, TokenWeights]() for _ in range(self.rounds)]
         for side, text in texts.items():
             ids, places = tokens(rng, text)
@@ -102,7 +102,7 @@ class World:
         if sort == 4:
             self.captured[pair.pair_id] = Unreadable(pair.pair_id, (), "too long", "a story")
         else:
-            made = tuple(Round(at == 0, one["chosen"], one["rejected"]) for at, one in enumerate(rounds))
+            made = tuple(JudgeRound(at == 0, one["chosen"], one["rejected"]) for at, one in enumerate(rounds))
             self.captured[pair.pair_id] = PairWeights(pair.pair_id, made)
         self.set.pairs.append(pair)
         self.set.encoded.append(encoded)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnpo.schema import EncodedResponse, Kind, PairWeights, PreferencePair, Round, TokenWeights, UserError
+from attnpo.schema import EncodedResponse, JudgeRound, Kind, PairWeights, PreferencePair, TokenWeights, UserError
 from attnpo.text.alignment import AlignMethod
 from attnpo.weights.base import is_neutral
 from attnpo.weights.pipeline import finished_weights, fit_in_order, training_weights
@@ -39,11 +39,11 @@ def captured(
     one: Sequence[Sequence[float]], two: Sequence[Sequence[float]], ids: Sequence[int] = (10, 11, 12)
 ) -> PairWeights:
     other = side([20], [[1.0]] * len(one))
-    return PairWeights("p1", (Round(True, side(ids, one), other), Round(False, side(ids, two), other)))
+    return PairWeights("p1", (JudgeRound(True, side(ids, one), other), JudgeRound(False, side(ids, two), other)))
 
 
 BOTH = {"chosen": encoded([10, 11, 12]), "rejected": encoded([20])}
-PAIR = PreferencePair.make([{"role": "user", "content": "letters"}], "aabbcc", "xx")
+PAIR = PreferencePair.from_texts([{"role": "user", "content": "letters"}], "aabbcc", "xx")
 
 
 def test_select_average_normalise_align_and_the_end_of_turn() -> None:
@@ -100,7 +100,9 @@ def test_rounds_cut_into_different_tokens_meet_on_the_first_rounds_tokens() -> N
     # Round 2 has one token over the characters of the last two tokens of round 1.
     other = side([20], [[1.0]])
     merged = TokenWeights(torch.tensor([10, 55]), torch.tensor([[0, 2], [2, 6]]), torch.tensor([[1.0, 4.0]]).double())
-    stored = PairWeights("p1", (Round(True, side([10, 11, 12], [[1.0, 2.0, 2.0]]), other), Round(False, merged, other)))
+    stored = PairWeights(
+        "p1", (JudgeRound(True, side([10, 11, 12], [[1.0, 2.0, 2.0]]), other), JudgeRound(False, merged, other))
+    )
     found = training_weights(Attention(1, postprocess=PLAIN), stored, BOTH, layers=(1,))
     assert found.realigned == 1
     torch.testing.assert_close(found.chosen, torch.tensor([0.2, 0.4, 0.4, 0.0], dtype=torch.float64))
@@ -191,7 +193,7 @@ class Processed(Native):
 
 def factor(values: Sequence[float], ids: Sequence[int] = (10, 11, 12, EOS)) -> PairWeights:
     rejected = side([20, EOS], [[1.0, 1.0]])
-    return PairWeights("p1", (Round(True, side(ids, [values]), rejected),))
+    return PairWeights("p1", (JudgeRound(True, side(ids, [values]), rejected),))
 
 
 def test_a_factor_on_training_tokens_is_used_as_it_is() -> None:
@@ -255,7 +257,7 @@ def test_a_source_of_ones_own_is_no_neutral_one() -> None:
 
 
 def scored(chosen: Sequence[float], rejected: Sequence[float] = (3.0,)) -> PairWeights:
-    one = Round(True, side([10, 11, 12], [chosen]), side([20], [rejected]))
+    one = JudgeRound(True, side([10, 11, 12], [chosen]), side([20], [rejected]))
     return PairWeights("p1", (one,))
 
 

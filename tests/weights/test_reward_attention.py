@@ -57,7 +57,7 @@ class Squares:
 
 
 def pair_of(chosen: str, rejected: str) -> PreferencePair:
-    return PreferencePair.make([{"role": "user", "content": "q"}], chosen, rejected)
+    return PreferencePair.from_texts([{"role": "user", "content": "q"}], chosen, rejected)
 
 
 TOOLS = LoadedReward(model=Squares(), conversations=Letters())

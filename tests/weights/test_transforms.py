@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnpo.config.compose import CONFIG_DIR, check, compose, load
+from attnpo.config.compose import CONFIG_DIR, compose, load, validate
 from attnpo.schema import UserError, digest
 from attnpo.weights.pipeline import check_transforms
 from attnpo.weights.sources.decay import Decay
@@ -212,7 +212,7 @@ def test_what_a_transform_learns_is_no_key_of_a_configuration(file: Path) -> Non
     assert sorted(item.name for item in fields(transform) if item.init) == sorted(name for name in shown if name)
     for item in (item for item in fields(transform) if not item.init):
         with pytest.raises(UserError, match=rf"transforms\.{file.stem}\.{item.name}: unknown key"):
-            check(compose("fit", [*asked, f"+transforms.{file.stem}.{item.name}={{1: 2.0}}"]))
+            validate(compose("fit", [*asked, f"+transforms.{file.stem}.{item.name}={{1: 2.0}}"]))
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS, ids=lambda item: type(item).__name__)

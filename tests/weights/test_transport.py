@@ -158,7 +158,7 @@ def test_nothing_is_looked_at_on_the_way() -> None:
 
 
 def test_equal_weights_stand_in_until_training() -> None:
-    pair = PreferencePair.make([{"role": "user", "content": "q"}], "ab", "abc")
+    pair = PreferencePair.from_texts([{"role": "user", "content": "q"}], "ab", "abc")
     encoded = {
         side: EncodedResponse([1], list(range(count)), [(i, i + 1) for i in range(count)])
         for side, count in (("chosen", 2), ("rejected", 3))

@@ -21,8 +21,8 @@ from attnpo.weights.sources.verbalized import LoadedVerbalizer, Verbalized, spre
 from attnpo.weights.verbalizer_settings import ScoreQuestions
 
 GREEDY = Sampling(max_new_tokens=64, temperature=0.0)
-GOOD = PreferencePair.make([{"role": "user", "content": "eggs"}], "Boil them. Then peel.", "No idea.")
-LONG = PreferencePair.make([{"role": "user", "content": "eggs"}], "Boil " * 40, "No idea.")
+GOOD = PreferencePair.from_texts([{"role": "user", "content": "eggs"}], "Boil them. Then peel.", "No idea.")
+LONG = PreferencePair.from_texts([{"role": "user", "content": "eggs"}], "Boil " * 40, "No idea.")
 
 
 @dataclass

@@ -26,7 +26,7 @@ from attnpo.weights.sources.rollout import Rollout
 from attnpo.weights.sources.verbalized import READER, spread
 from tests.conformance.drawn import model_folder
 
-PAIR = PreferencePair.make(
+PAIR = PreferencePair.from_texts(
     [Message(role="user", content="Why is the sky blue? Say it in two sentences, please.")],
     "Short waves are scattered more.\n\nSo blue light comes from everywhere.",
     " I do not know, ask 日本 ",

@@ -12,7 +12,7 @@ from attnpo.display.printed import KeyedTable, for_reading, unmet
 from attnpo.display.tables import DEFAULT_DIGITS, Cell, format_cell, table_csv
 from attnpo.run.folders import make_folder
 from attnpo.schema import UserError
-from attnpo.system.files import parse_json, write_whole
+from attnpo.system.files import parse_json, write_atomically
 
 MARK = "report.json"  # of a report's folder: the command that wrote it
 RUNS = ("run",)  # the keys of a listing of runs
@@ -52,7 +52,7 @@ def publish(
     }
     make_folder(folder)
     for name, text in {MARK: json.dumps({"mark": mark, "files": sorted(texts)}) + "\n", **texts}.items():
-        write_whole(folder / name, text)
+        write_atomically(folder / name, text)
     console.print(f"  {folder}/report.html, {stem}.md, {stem}.tex, {stem}.csv", highlight=False, markup=False)
 
 

@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float
 
 from attnpo.cli.terminal import command_text
-from attnpo.config.compose import as_yaml
+from attnpo.config.compose import to_yaml
 from attnpo.data.base import PairSet
 from attnpo.data.prepare import EncodedSet, ExampleSet, Tally, prepare_examples, sample_of
 from attnpo.data.prepared import read_pairs
@@ -62,9 +62,9 @@ from attnpo.run.input_summary import describe_loss
 from attnpo.run.inputs import encode
 from attnpo.run.resolve import resolve
 from attnpo.schema import SIDES, PairWeights, PreferencePair, UserError, digest
-from attnpo.system.files import folder_size, in_bytes, write_record, write_whole
-from attnpo.system.locks import locked
-from attnpo.system.machine import versions
+from attnpo.system.files import folder_size, format_bytes, write_atomically, write_record
+from attnpo.system.locks import folder_lock
+from attnpo.system.machine import package_versions
 from attnpo.system.processes import world_size
 from attnpo.system.store import Store
 from attnpo.weights.arrival import Arrival
@@ -94,7 +94,7 @@ def write_passport(cfg: PassportConfig) -> Path:
     log.info("%s", command_text("evaluate", "benchmark=judge", *cfg.composed.arguments()))
     folder, mark = cfg.folder(), cfg.mark()
     make_folder(folder)
-    with locked(folder, float(cfg.lock_timeout)):
+    with folder_lock(folder, float(cfg.lock_timeout)):
         check_free(folder, mark)
         run, base, readers, built = resolve(cfg)
         judge, grammar = readers.make_judge(), getattr(run.truth, "grammar", None)
@@ -112,12 +112,14 @@ def write_passport(cfg: PassportConfig) -> Path:
         found = measure_judge(judged, labels, pairs, encoded, known, run.passport)
         setting = run.composed.choices.get("setting", "prepared") if built else None
         title = f"Judge passport: {model_label(run.judge, base.spec, setting)}"
-        content = {"judge": judge.path, "rule": RULE, **found, "versions": versions()}
+        content = {"judge": judge.path, "rule": RULE, **found, "versions": package_versions()}
         text = json.dumps(content, default=asdict)
-        write_whole(folder / MARK, json.dumps({"mark": mark}) + "\n")
+        write_atomically(folder / MARK, json.dumps({"mark": mark}) + "\n")
         write_record(folder / f"{STEM}.json", json.loads(text, parse_constant=lambda _: None))  # null for NaN
-        about = Section("Versions and configuration", [KeyValues(versions()), Preformatted(as_yaml(run.values))])
-        write_whole(folder / f"{STEM}.html", report_page(title, [*sections(found), about]))
+        about = Section(
+            "Versions and configuration", [KeyValues(package_versions()), Preformatted(to_yaml(run.values))]
+        )
+        write_atomically(folder / f"{STEM}.html", report_page(title, [*sections(found), about]))
         console = terminal()
         console.print(title, highlight=False, markup=False, style="bold")
         print_sections(console, sections(found, short=True))
@@ -654,7 +656,7 @@ def _cost(found: Passport) -> Section:
         "prompts (two a pair)": cost["prompts"],
         "prompt tokens": cost["tokens"],
         "seconds": f"{cost['seconds']:.1f} on {cost['device']}, and {cost['loading']:.1f} to load the judge",
-        "in the store": in_bytes(cost["store"]),
+        "in the store": format_bytes(cost["store"]),
         "coverage of the training tokens": found["coverage"],
         "coverage of the judge's tokens": found["source_coverage"],
     }

@@ -7,7 +7,7 @@ from typing import ClassVar
 from attnpo.lab.reports.report_config import PLACES
 from attnpo.lab.studies.config import FitConfig
 from attnpo.run.run_config import TRAINING
-from attnpo.schema import UserError, check_least, check_seed, digest
+from attnpo.schema import UserError, check_at_least, check_seed, digest
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class PassportSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_least("passport", 1, pairs=self.pairs, draws=self.draws, bins=self.bins)
-        check_least("passport", 0, removal_pairs=self.removal_pairs)
+        check_at_least("passport", 1, pairs=self.pairs, draws=self.draws, bins=self.bins)
+        check_at_least("passport", 0, removal_pairs=self.removal_pairs)
         check_seed("passport.seed", self.seed)
         if not self.shares or not all(0 < share < 1 for share in self.shares):
             raise UserError(f"passport.shares: expected shares between 0 and 1, got {list(self.shares)}")

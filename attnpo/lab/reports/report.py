@@ -8,7 +8,7 @@ from attnpo.cli.terminal import command_text
 from attnpo.lab.reports.output import check_free
 from attnpo.lab.reports.report_config import PLACES, SCORES, WEIGHTS, ReportConfig, files, kind_of
 from attnpo.schema import UserError, digest
-from attnpo.system.locks import locked
+from attnpo.system.locks import folder_lock
 from attnpo.system.processes import world_size
 
 log = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ def report(cfg: ReportConfig) -> None:
     setting = f"-{cfg.composed.choices.get('setting', 'setting')}" if kind == WEIGHTS else ""
     folder = Path(cfg.output) / (f"{kind or 'report'}{setting}-{mark[:8]}" if cfg.name is None else cfg.name)
     given = [Path(name).expanduser() for name in (cfg.what[1:] if kind else cfg.what)]
-    with locked(folder, float(cfg.lock_timeout)):
+    with folder_lock(folder, float(cfg.lock_timeout)):
         check_free(folder, mark)
         require_distinct(given)
         require_distinct(printed)

@@ -37,7 +37,7 @@ from attnpo.lab.reports.report_config import SCORES
 from attnpo.lab.results import nothing
 from attnpo.run.identity import by_class
 from attnpo.schema import UserError, join_names
-from attnpo.system.files import differences
+from attnpo.system.files import find_differences
 
 MAIN = ""
 """Stands for the score of a benchmark that counts, whatever its name."""
@@ -152,7 +152,7 @@ def find_mixed(results: Sequence[EvaluationResult]) -> list[Mixed]:
         usual = max(made.values(), key=list(made.values()).count)
         ways: dict[tuple[tuple[str, str, str], ...], list[str]] = {}
         for label, one in made.items():
-            if how := tuple(differences(usual, one)):
+            if how := tuple(find_differences(usual, one)):
                 ways.setdefault(how, []).append(label)
         names = tuple(label for label, one in made.items() if one == usual)
         out += [Mixed(benchmark, names, tuple(odd), how) for how, odd in ways.items()]

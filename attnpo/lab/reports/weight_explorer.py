@@ -145,7 +145,7 @@ def with_logps(pairs: Mapping[str, ExplorerPair], table: StoreTable) -> list[Exp
     first = {pair_id: next(iter(pair)) for pair_id, pair in pairs.items()}
     sides = {pair_id: [side for _, side in pairs[pair_id][view].sides] for pair_id, view in first.items()}
     lengths = {pair_id: (len(chosen.tokens), len(rejected.tokens)) for pair_id, (chosen, rejected) in sides.items()}
-    lacking = set(table.missing(list(lengths), SIDES))
+    lacking = set(table.missing_pairs(list(lengths), SIDES))
     present = [pair_id for pair_id in lengths if pair_id not in lacking]
     known = load_logps(table, present, lengths) if present else {}
     found = dict(pairs)

@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from attnpo.config.compose import as_yaml
+from attnpo.config.compose import to_yaml
 from attnpo.data.prepare import EncodedSet, fit_transforms, prepare_examples
 from attnpo.data.prepared import Recipe, Texts, read_pairs
 from attnpo.data.weighing import Weighed
@@ -43,8 +43,8 @@ from attnpo.run.input_summary import describe_split_loss
 from attnpo.run.inputs import Inputs, encode, heat_rows
 from attnpo.run.resolve import Readers, resolve
 from attnpo.schema import SIDES, UserError
-from attnpo.system.files import clean
-from attnpo.system.machine import versions
+from attnpo.system.files import safe_filename
+from attnpo.system.machine import package_versions
 from attnpo.weights.arrival import COLUMNS as ARRIVED
 from attnpo.weights.arrival import Arrival
 from attnpo.weights.base import WeightSource
@@ -127,12 +127,12 @@ def weight_report(cfg: ReportConfig, folder: Path, mark: str) -> None:
             if one.heat
         ),
         *(Section(f"Account: {one.label}", [KeyValues(one.account)]) for one in measured),
-        Section("Versions and configuration", [KeyValues(versions()), Preformatted(as_yaml(run.values))]),
+        Section("Versions and configuration", [KeyValues(package_versions()), Preformatted(to_yaml(run.values))]),
     ]
     publish(f"Token weights: {model}", [*chain(*shown)], notes, folder, "weights", mark, sections, by="side")
     for one in measured:
         if one.heat:
-            path = write_svg(one.heat[:1], folder / f"heat-{clean(one.label)}.svg")
+            path = write_svg(one.heat[:1], folder / f"heat-{safe_filename(one.label)}.svg")
             terminal().print(f"  {path}", highlight=False, markup=False)
 
 

@@ -10,8 +10,8 @@ from typing import TypedDict, cast
 
 from omegaconf import DictConfig, OmegaConf
 
-from attnpo.config.compose import compose, load, parse_as, plain
-from attnpo.config.named_files import below, files_of
+from attnpo.config.compose import compose, load, parse_as, to_container
+from attnpo.config.named_files import digest_named_files, is_at_or_below
 from attnpo.judge.layers import resolve_layer
 from attnpo.lab.studies.config import FitConfig
 from attnpo.lab.studies.study import BETA, LR, ONLY, Arm, Grid, Point, Study, quote, scorers_of, short
@@ -19,7 +19,7 @@ from attnpo.run.combinations import LAYER, is_auto
 from attnpo.run.identity import LAYERS, identity_of
 from attnpo.run.resolve import open_paths
 from attnpo.schema import UserError, digest
-from attnpo.system.files import Json, clean
+from attnpo.system.files import Json, safe_filename
 
 log = logging.getLogger(__name__)
 
@@ -242,7 +242,9 @@ def _grids(composer: Composer) -> Iterator[tuple[str, Grid]]:
 
 def _touches(key: str, others: set[str]) -> bool:
     """Returns whether overrides of ``key`` and of one of ``others`` meet; a group's choice meets none."""
-    return key in others or ("." in key and any(below(key, [other]) or below(other, [key]) for other in others))
+    return key in others or (
+        "." in key and any(is_at_or_below(key, [other]) or is_at_or_below(other, [key]) for other in others)
+    )
 
 
 def _refuse(study: Study, of: str, chosen: set[str], clash: Sequence[str]) -> None:
@@ -295,7 +297,7 @@ def point_config(arm: Composed, point: Point, scorers: Mapping[str, str] | None 
 
 def yaml_value(text: str) -> Json:
     """Returns the value an override's text stands for."""
-    return plain(DictConfig(OmegaConf.create(f"value: {text}")))["value"]
+    return to_container(DictConfig(OmegaConf.create(f"value: {text}")))["value"]
 
 
 def point_folder(folder: Path, point: Point, result: Mapping[str, object], facts: Mapping[str, object]) -> Path:
@@ -307,12 +309,12 @@ def point_folder(folder: Path, point: Point, result: Mapping[str, object], facts
     settings = [value.partition("=") for value in point.values]
     world = [point.arm.world] if point.arm.world else []
     name = "-".join([*world, point.arm.name, *(f"{key.rpartition('.')[-1]}={value}" for key, _, value in settings)])
-    return folder / "points" / f"{clean(name)}-seed{point.seed}-{run_digest(result, facts)[:8]}"
+    return folder / "points" / f"{safe_filename(name)}-seed{point.seed}-{run_digest(result, facts)[:8]}"
 
 
 def run_digest(result: Mapping[str, object], facts: Mapping[str, object]) -> str:
     """Returns the digest of all that moves a number of a run: see ``point_folder``."""
-    return digest({"config": result, "files": files_of(result), "facts": dict(facts)})
+    return digest({"config": result, "files": digest_named_files(result), "facts": dict(facts)})
 
 
 # Options that came later: what a config that lacks one of them meant.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from attnpo.cli.terminal import command_text
-from attnpo.config.named_files import below, files_of
+from attnpo.config.named_files import digest_named_files, is_at_or_below
 from attnpo.data.prepare import EncodedSet
 from attnpo.data.prepared import read_pairs
 from attnpo.data.weighing import Weighed
@@ -24,8 +24,8 @@ from attnpo.run.identity import APART, identity_of
 from attnpo.run.inputs import encode
 from attnpo.run.resolve import Readers, Resolved, make_judge, report_of, resolve, settle
 from attnpo.schema import digest
-from attnpo.system.files import clean, file_digest, read_record, write_record
-from attnpo.system.machine import versions
+from attnpo.system.files import file_digest, read_record, safe_filename, write_record
+from attnpo.system.machine import package_versions
 from attnpo.system.source_digest import source_digest
 from attnpo.weights.base import OnlineSource, WeightSource, online_reads
 from attnpo.weights.pipeline import finished_weights
@@ -116,7 +116,7 @@ def make_basis(plan: StudyPlan, seed: int, world: str = ONLY, folder: Path | Non
     pairs = read_pairs(cfg.data, cfg.weights, base.store)
     basis.model = base.spec
     basis.facts = {
-        "code": {**versions(), "source": source_digest()},
+        "code": {**package_versions(), "source": source_digest()},
         "world": report.get("digest"),
         "model": weights_fingerprint(base.spec.path, base.spec.revision),
         "chat": base.chat.fingerprint(),
@@ -215,12 +215,14 @@ def measure(
                 "facts": {**basis.facts, "analysis": file_digest(Path(inspect.getfile(type(analysis))))},
                 "weights": basis.keys,
                 "config": values,
-                "files": files_of(values),
-                "settings": {key: value for key, value in plan.analyses.items() if below(key, [f"analyses.{name}"])},
+                "files": digest_named_files(values),
+                "settings": {
+                    key: value for key, value in plan.analyses.items() if is_at_or_below(key, [f"analyses.{name}"])
+                },
             }
         )
         parts = [name, *([basis.world] if basis.world else []), f"seed{basis.seed}", same[:16]]
-        path = folder / ANALYSES / f"{clean('-'.join(parts))}.json"
+        path = folder / ANALYSES / f"{safe_filename('-'.join(parts))}.json"
         if path.is_file():
             known = read_record(path)
             if known is not None and known.get("of") == same:

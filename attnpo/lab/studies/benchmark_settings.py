@@ -7,7 +7,7 @@ from typing import cast
 
 from omegaconf import OmegaConf
 
-from attnpo.config.compose import compose, groups, read
+from attnpo.config.compose import compose, list_groups, parse
 from attnpo.config.reader import did_you_mean
 from attnpo.evaluation.base import Benchmark
 from attnpo.evaluation.evaluate_config import EvaluateConfig
@@ -59,7 +59,7 @@ class Evaluations:
             for key, value in found.items():
                 if key not in given:
                     OmegaConf.update(raw, key, value)
-            made: EvaluateConfig = read(raw, complete=True).of(EvaluateConfig)
+            made: EvaluateConfig = parse(raw, complete=True).as_type(EvaluateConfig)
         except UserError as problem:
             raise UserError(_explain_error(self.study, benchmark, problem)) from problem
         kwargs = {**(made.model.chat_template_kwargs or {}), **(model.chat_template_kwargs or {})}
@@ -99,7 +99,7 @@ def check_benchmarks(evaluations: Evaluations, base: ModelSpec | None) -> None:
             dollars without a price, a published model that cannot be read.
     """
     study = evaluations.study
-    known_names = groups(evaluations.config_dir)["benchmark"]
+    known_names = list_groups(evaluations.config_dir)["benchmark"]
     for name in study.benchmarks:
         if name not in known_names:
             raise UserError(

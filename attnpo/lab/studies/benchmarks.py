@@ -33,8 +33,8 @@ from attnpo.run.identity import identity_of
 from attnpo.run.result import RunResult
 from attnpo.run.resume import read_result
 from attnpo.schema import UserError, digest
-from attnpo.system.files import Json, clean
-from attnpo.system.locks import locked
+from attnpo.system.files import Json, safe_filename
+from attnpo.system.locks import folder_lock
 
 log = logging.getLogger(__name__)
 
@@ -161,7 +161,7 @@ def _of_published(outcome: Outcome, bases: Mapping[WorldSeed, Basis]) -> Iterato
         for path in outcome.study.published:
             folder = lost = ""
             try:
-                folder = f"{clean(path)}-{digest(weights_fingerprint(path))[:8]}"
+                folder = f"{safe_filename(path)}-{digest(weights_fingerprint(path))[:8]}"
             except UserError as problem:
                 lost = str(problem)
             yield Measurement(world, path, path, folder, ModelSpec(path), base, lost)
@@ -175,7 +175,7 @@ def _measure(
     try:
         made = evaluations.config(benchmark, one.model, one.base, grammar, label=one.label, output=str(folder))
         folder.mkdir(parents=True, exist_ok=True)
-        with locked(folder, made.lock_timeout):
+        with folder_lock(folder, made.lock_timeout):
             for key, left in bounds_left(made.limits, made.grader, folder).items():
                 made = made.with_value(key, left)
             result = run_evaluation(made, folder)

@@ -8,7 +8,7 @@ from attnpo.lab.studies.study import Grid, Study
 from attnpo.run.run_config import RunConfig
 from attnpo.run.show_config import ShowConfig
 from attnpo.schema import BOOKKEEPING, UserError
-from attnpo.system.processes import launcher, world_size
+from attnpo.system.processes import describe_launcher, world_size
 
 
 def require_one_process(study: Study | None, arguments: list[str]) -> None:
@@ -18,7 +18,7 @@ def require_one_process(study: Study | None, arguments: list[str]) -> None:
     """
     if study is None or world_size() == 1:
         return
-    name, instead = launcher()
+    name, instead = describe_launcher()
     raise UserError(
         f"study {study.name} was started with {world_size()} processes by {name}, and a study starts its own: run "
         f"it as one process (`{instead}{command_text('fit', *arguments)}`), or a single run "

@@ -28,8 +28,8 @@ from attnpo.lab.testbed.grammar import Grammar
 from attnpo.lab.testbed.importance import decisive
 from attnpo.run.components import Truth
 from attnpo.run.resolve import Readers
-from attnpo.schema import PreferencePair, UserError, check_least
-from attnpo.system.files import clean
+from attnpo.schema import PreferencePair, UserError, check_at_least
+from attnpo.system.files import safe_filename
 from attnpo.weights.base import WeightSource
 from attnpo.weights.faithfulness import Mode, Rankings, Removal, measure, rankings, score_of
 from attnpo.weights.sources.attention import Attention
@@ -63,8 +63,8 @@ class Faithfulness:
     kl_limit: float = 1.0
 
     def __post_init__(self) -> None:
-        check_least("faithfulness", 2, pairs=self.pairs)
-        check_least("faithfulness", 1, draws=self.draws)
+        check_at_least("faithfulness", 2, pairs=self.pairs)
+        check_at_least("faithfulness", 1, draws=self.draws)
         if not self.kl_limit > 0:
             raise UserError(f"faithfulness.kl_limit: expected a KL above 0, got {self.kl_limit}")
         if not self.shares or not all(0 < share < 1 for share in self.shares):
@@ -357,6 +357,8 @@ class _World:
         for column, (title, ylabel, name) in others.items():
             if layers[column].notna().any():
                 panels.append(LayerPanel(title, ylabel, {name: by_seed(column)}))
-        path = self.outcome.folder / (f"faithfulness-{clean(self.world)}.png" if self.world else "faithfulness.png")
+        path = self.outcome.folder / (
+            f"faithfulness-{safe_filename(self.world)}.png" if self.world else "faithfulness.png"
+        )
         caption = "by layer: faithfulness, true importance and trained reward, as far as known; thin lines are seeds"
         return Image(layer_panels(panels, path), caption)

@@ -16,7 +16,7 @@ from attnpo.lab.studies.study import BASE_ROW, WorldAxis
 from attnpo.lab.studies.tables import Row, at_levels, by_world, columns_of
 from attnpo.run.result import RunResult
 from attnpo.schema import SIDES
-from attnpo.system.files import clean
+from attnpo.system.files import safe_filename
 
 MOST, FEW = 16, 8  # arms in one figure; other arms beside the control in each of several
 TRANSFORM = "transform="
@@ -65,7 +65,7 @@ def _title(outcome: Outcome, world: str) -> str:
 
 
 def _file(outcome: Outcome, stem: str, world: str, number: str = "") -> Path:
-    return outcome.folder / f"{stem}{f'-{clean(world)}' if world else ''}{number}.png"
+    return outcome.folder / f"{stem}{f'-{safe_filename(world)}' if world else ''}{number}.png"
 
 
 def _others(
@@ -210,7 +210,7 @@ def layer_figures(outcome: Outcome, world: str, looks: Looks) -> Iterator[Image]
     for name, rows in outcome.benchmarks.items():
         scored = {row: score for (at, row), score in rows.items() if at == world and not score.failure}
         levels = {row: Level(score.mean, *score.bounds) for row, score in scored.items()}
-        path = _file(outcome, f"layers-{clean(name)}", world)
+        path = _file(outcome, f"layers-{safe_filename(name)}", world)
         title = f"{_title(outcome, world)}: {name}, each arm at its chosen point"
         ylabel = f"{name} ({scored[next(iter(scored))].name})" if scored else name
         if _over_layers(outcome, world, levels, path, looks, ylabel=ylabel, title=title):

@@ -47,7 +47,7 @@ from attnpo.run.for_page import ForPage, read_for_page
 from attnpo.run.report import REPORT, numbers, wandb_table
 from attnpo.run.result import RunResult
 from attnpo.system.credentials import redact
-from attnpo.system.files import Json, describe_change, is_sealed, parse_json, seal, write_whole
+from attnpo.system.files import Json, describe_change, has_checksums, parse_json, write_atomically, write_checksums
 from attnpo.training.loggers import TrackedRun
 from attnpo.training.settings import WandbSettings
 
@@ -142,15 +142,15 @@ def finish_study(outcome: Outcome) -> None:
     title = outcome.study.title or outcome.study.name
     shown = [short_table(outcome) if isinstance(block, TableBlock) else block for block in arms.blocks]
     print_sections(console, [Section(title, shown), *sections[1:]])
-    write_whole(folder / "table.md", markdown(sections))
-    write_whole(folder / TABLES, tables_json(sections))
-    write_whole(folder / "results.csv", all_points(outcome.results))
+    write_atomically(folder / "table.md", markdown(sections))
+    write_atomically(folder / TABLES, tables_json(sections))
+    write_atomically(folder / "results.csv", all_points(outcome.results))
     if outcome.benchmarks:
-        write_whole(folder / SCORES, table_csv(*scores_table(outcome)))
+        write_atomically(folder / SCORES, table_csv(*scores_table(outcome)))
     else:
         (folder / SCORES).unlink(missing_ok=True)
     keep_record(outcome, write_study_report(outcome, sections))
-    seal(folder, only=STUDY_FILES)
+    write_checksums(folder, only=STUDY_FILES)
     console.print(f"  {folder}/report.html, table.md, {TABLES}, results.csv; {outcome.seconds:.0f} s", highlight=False)
     for place in sorted([*folder.glob("points/*/best"), *folder.glob(f"{EXPORTS}/*/{MODEL}")]):
         console.print(f"  Hugging Face folder: {place}", highlight=False, markup=False)
@@ -162,7 +162,7 @@ def keep_record(outcome: Outcome, figures: Sequence[str]) -> None:
     ``figures``: the names of those that belong to this one.
     """
     path = outcome.folder / "study.json"
-    damaged = is_sealed(outcome.folder) and describe_change(outcome.folder, only=(path.name,)) is not None
+    damaged = has_checksums(outcome.folder) and describe_change(outcome.folder, only=(path.name,)) is not None
     try:
         earlier = [] if damaged else parse_json(path.read_text(encoding="utf-8"))["figures"]
     except (OSError, ValueError, KeyError, TypeError):  # there is none, or it was cut short
@@ -181,7 +181,7 @@ def keep_record(outcome: Outcome, figures: Sequence[str]) -> None:
     ]
     told = {"digest": outcome.digest, "seconds": round(outcome.seconds, 1), "figures": [*figures], "runs": runs}
     record = {**outcome.record, **told}
-    write_whole(path, json.dumps(redact(record), indent=1) + "\n")
+    write_atomically(path, json.dumps(redact(record), indent=1) + "\n")
 
 
 # ------------------------------------------------------------------------------------------------ every run
@@ -233,7 +233,7 @@ def write_study_report(outcome: Outcome, tables: Sequence[Section]) -> list[str]
     below = [*tables[1:], *answers_sections(outcome), runs_section(outcome)]
     sections = with_notes(outcome, [*tables[:1], *compared, *figures, *below])
     title = outcome.study.title or outcome.study.name
-    write_whole(outcome.folder / REPORT, report_page(title, sections))
+    write_atomically(outcome.folder / REPORT, report_page(title, sections))
     drawn = [block.source for section in sections for block in section.blocks if isinstance(block, Image)]
     kept = [path for path in drawn if path.parent == outcome.folder]
     return sorted({path.name for png in kept for path in (png, svg_beside(png)) if path.is_file()})

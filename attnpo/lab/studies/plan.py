@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from attnpo.cli.progress import ProgressRow, display, duration, phase, read_progress
+from attnpo.cli.progress import ProgressRow, format_duration, phase, read_progress, show_progress
 from attnpo.lab.studies.arms import Composed, Composer, check_distinct, check_user, composer_of
 from attnpo.lab.studies.benchmark_settings import Evaluations, check_benchmarks, grammar_of
 from attnpo.lab.studies.config import FitConfig, require_one_process
@@ -42,7 +42,9 @@ class Pace:
         if self._stored is None:
             return UNKNOWN
         seconds = self._stored["point"] * self.points + self._stored["base"] * self.seeds
-        return f"about {duration(seconds)} as this study took on this machine before, less what is finished already"
+        return (
+            f"about {format_duration(seconds)} as this study took on this machine before, less what is finished already"
+        )
 
     def count_base(self, seconds: float) -> None:
         """Counts the base, pairs and judge pass of one seed."""
@@ -71,7 +73,7 @@ class Pace:
     def time_left(self) -> str:
         """Returns the time that is left, for a log line."""
         seconds = self.seconds_left
-        return UNKNOWN if seconds is None else f"about {duration(seconds)} left"
+        return UNKNOWN if seconds is None else f"about {format_duration(seconds)} left"
 
 
 @contextmanager
@@ -96,7 +98,7 @@ def watching(labels: Sequence[str], folders: Sequence[Path], pace: Pace) -> Iter
         return [*found, ProgressRow("all points", pace.over, pace.points, None, pace.seconds_left)]
 
     at_work = f"points {labels[0]} ..." if labels else "points"
-    with display(rows), phase(at_work):
+    with show_progress(rows), phase(at_work):
         yield count_end
 
 
@@ -177,7 +179,7 @@ def plan_study(cfg: FitConfig) -> StudyPlan:
         seeds,
         composed,
         compose_scorers(composer),
-        by_class({"analyses": cfg.below("study").get("analyses")}),
+        by_class({"analyses": cfg.node("study").get("analyses")}),
         evaluations,
         Workers(study.workers, config_dir, cfg.store, cfg.lock_timeout),
         store_root(cfg.store),

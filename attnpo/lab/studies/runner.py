@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from attnpo.cli.progress import phase
-from attnpo.cli.terminal import training_began
+from attnpo.cli.terminal import mark_training_started
 from attnpo.lab.studies.arms import Composed, arm_identity, check_distinct, point_config, point_folder
 from attnpo.lab.studies.bases import Basis, keep_costs, make_basis
 from attnpo.lab.studies.benchmark_settings import check_benchmarks
@@ -193,7 +193,7 @@ class StudyProgress:
         at_work = [points[i] for i in places]
         labels = [f"{point.arm.label} {label_of(point.values)} seed {point.seed}" for point in at_work]
         try:
-            training_began()
+            mark_training_started()
             with watching(labels, [at for _, at in jobs.values()], pace) as ended:
                 for job, result, error in execute(list(jobs.values()), self.plan.workers, on_gpu(accelerators)):
                     i = places[job]

@@ -24,8 +24,8 @@ from attnpo.run.resolve import open_paths
 from attnpo.run.result import RunResult
 from attnpo.run.resume import read_result
 from attnpo.schema import UserError
-from attnpo.system.files import clean, read_checksums, seal
-from attnpo.system.locks import locked
+from attnpo.system.files import read_checksums, safe_filename, write_checksums
+from attnpo.system.locks import folder_lock
 from attnpo.training.checkpoint_folders import STATE, remove
 from attnpo.weights.base import online_reads
 
@@ -100,7 +100,7 @@ def train_scorers(
         for place in places.values():
             if not is_whole(place):
                 make_folder(place)
-                locks.enter_context(locked(place, workers.lock_timeout, instead="store="))
+                locks.enter_context(folder_lock(place, workers.lock_timeout, instead="store="))
         lacking = [name for name, place in places.items() if not is_whole(place)]
         for name in lacking:
             if read_result(places[name])[0] is not None:
@@ -144,7 +144,7 @@ def _name(name: str, seed: int, made: Composed, facts: Mapping[str, object]) -> 
     facts = {**facts, "scorer": own}
     if "model.path" not in open_paths(run.model, run.data):
         facts["model"] = weights_fingerprint(run.model.path, run.model.revision)
-    return f"{clean(name)}-seed{seed}-{run_digest(identity_of(run).result, facts)[:16]}"
+    return f"{safe_filename(name)}-seed{seed}-{run_digest(identity_of(run).result, facts)[:16]}"
 
 
 # ------------------------------------------------------------------------------------------------ model folders
@@ -173,6 +173,6 @@ def keep_model(run: Path) -> None:
     files = read_checksums(model)
     if STATE in files:
         kept = {name: found for name, found in files.items() if name != STATE}
-        seal(model, kept, only=list(kept))
+        write_checksums(model, kept, only=list(kept))
     (model / STATE).unlink(missing_ok=True)
     remove(run / "best")

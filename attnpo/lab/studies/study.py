@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from attnpo.cli.terminal import ending_of
+from attnpo.cli.terminal import exit_status_and_message
 from attnpo.config.reader import did_you_mean
 from attnpo.judge.layers import distinct_layers
 from attnpo.schema import UserError, digest
@@ -475,7 +475,7 @@ def settings_digest(record: Mapping[str, object]) -> str:
 
 def error_text(error: Exception) -> str:
     """Returns an error as it is reported: what a user can mend as a command says it, else with its traceback."""
-    ending = ending_of(error)
+    ending = exit_status_and_message(error)
     return "".join(traceback.format_exception(error)).strip() if ending is None else ending[1].removeprefix("error: ")
 
 

@@ -17,11 +17,11 @@ from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attnpo.cli.progress import behind, importing, noting_in
-from attnpo.cli.terminal import LogFormatter, end_quickly, end_with_parent, ending_of
+from attnpo.cli.progress import hide_info_on_terminal, import_phase, publish_progress_to
+from attnpo.cli.terminal import LogFormatter, exit_status_and_message, exit_with_parent, skip_gc_at_exit
 from attnpo.config.compose import load
 from attnpo.run.result import RunResult
-from attnpo.system.credentials import mask
+from attnpo.system.credentials import mask_credentials
 from attnpo.system.source_digest import source_digest
 
 if TYPE_CHECKING:
@@ -126,8 +126,8 @@ def _until_broken(calls: Sequence[Call], left: deque[int], workers: int) -> Gene
 
 def _begin(source: str) -> None:
     """Readies a worker, which ends with its parent and runs points with that one's ``source`` alone."""
-    end_with_parent()
-    end_quickly()
+    exit_with_parent()
+    skip_gc_at_exit()
     _source.append(source)
     if source_digest() != source:
         _edited.append(EDITED)
@@ -148,7 +148,7 @@ def run_point(
         raise _ended[0]
     if _edited:
         return None, _edited[0]
-    with importing("loading transformers"):
+    with import_phase("loading transformers"):
         import torch
 
         from attnpo.run.point_cache import remembering
@@ -172,7 +172,7 @@ def run_point(
         if store is not None:
             cfg = cfg.with_value("store", store)
         cfg = cfg.with_value("resume", "auto")  # the folder is named by all that moves a number
-        with remembering(), noting_in(folder), behind():
+        with remembering(), publish_progress_to(folder), hide_info_on_terminal():
             return run(cfg, folder, point=True), None
     except KeyboardInterrupt as stop:
         if threads is not None:
@@ -180,10 +180,10 @@ def run_point(
             _end_soon()
         raise
     except Exception as error:  # noqa: BLE001  one point's failure is reported with the others' results
-        ending = ending_of(error)
+        ending = exit_status_and_message(error)
         if ending is not None:
-            return None, mask(ending[1].removeprefix("error: "))
-        text = mask(traceback.format_exc())
+            return None, mask_credentials(ending[1].removeprefix("error: "))
+        text = mask_credentials(traceback.format_exc())
         (folder / "error.txt").write_text(text, encoding="utf-8")
         return None, text.strip()
     finally:

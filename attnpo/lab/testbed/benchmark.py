@@ -12,7 +12,7 @@ from attnpo.evaluation.base import Graded, ModelAnswer, Question, Replies, match
 from attnpo.evaluation.chat import GradingCall, GradingFailure, GradingReply, Price
 from attnpo.evaluation.pairwise import Contest, PairwiseRules
 from attnpo.lab.testbed.grammar import Grammar
-from attnpo.schema import SEEDS, Message, Sampling, UserError, check_choice, check_least
+from attnpo.schema import SEEDS, Message, Sampling, UserError, check_at_least, check_choice
 
 SPLITS = ("test", "validation")
 TIE = "tie"
@@ -46,7 +46,7 @@ class TestbedBenchmark:
 
     def __post_init__(self) -> None:
         check_choice("benchmark.split", self.split, SPLITS)
-        check_least("benchmark", 1, prompts=self.prompts)
+        check_at_least("benchmark", 1, prompts=self.prompts)
 
     @property
     def name(self) -> str:

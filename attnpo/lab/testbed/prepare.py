@@ -23,14 +23,14 @@ from attnpo.lab.testbed.grammar import Grammar
 from attnpo.lab.testbed.recipes import BaseRecipe, PairRecipe, SecondRecipe
 from attnpo.run.components import BuiltFolders, PreparedJudge
 from attnpo.system.files import (
+    apply_umask,
     describe_change,
     file_digest,
+    fsync_path,
     parse_json,
     read_checksums,
-    seal,
-    set_aside,
-    share,
-    to_disk,
+    rename_damaged,
+    write_checksums,
 )
 
 if TYPE_CHECKING:
@@ -151,12 +151,12 @@ def _ensure(target: Path, what: str, build: Callable[[Path], Mapping[str, object
     try:
         report = {**build(scratch), **({} if base is None else {MADE_FROM: _identity(base)})}
         (scratch / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        seal(scratch)
+        write_checksums(scratch)
         for path in (*scratch.rglob("*"), scratch):
-            share(path)
-            to_disk(path)
+            apply_umask(path)
+            fsync_path(path)
         _move_in(scratch, target, what, base)
-        to_disk(target.parent)
+        fsync_path(target.parent)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     logger.info("testbed %s: built in %.0f s, %s", what, time.monotonic() - started, target)
@@ -182,7 +182,7 @@ def _identity(folder: Path) -> str:
 def _out_of_the_way(target: Path, what: str, problem: str, base: Path | None) -> Path | None:
     """Returns where the damaged folder went, with a warning; None where another process was faster."""
     try:
-        aside = set_aside(target)
+        aside = rename_damaged(target)
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnpo.judge.base import JudgePrompt, JudgeReading, LoadedJudge, PromptBuilder
 from attnpo.judge.layers import HeadRow, Row, attending, distinct_layers, layer_column, resolve_layer
-from attnpo.schema import BOOKKEEPING, SIDES, PairWeights, PreferencePair, Round, TokenWeights, UserError
+from attnpo.schema import BOOKKEEPING, SIDES, JudgeRound, PairWeights, PreferencePair, TokenWeights, UserError
 from attnpo.text.chat import RefusedText
 from attnpo.weights.base import CapturedSource
 from attnpo.weights.capture import show_pairs
@@ -116,7 +116,7 @@ class Attention(CapturedSource):
         return replace(captured, rounds=tuple(_mean_of(item, places) for item in captured.rounds))
 
 
-def _mean_of(item: Round, places: Sequence[int]) -> Round:
+def _mean_of(item: JudgeRound, places: Sequence[int]) -> JudgeRound:
     """Returns a round with one row left, the mean of those at ``places``."""
     chosen, rejected = (
         TokenWeights(part.token_ids, part.offsets, part.weights[places].mean(dim=0, keepdim=True))
@@ -196,7 +196,7 @@ def _show(pair: PreferencePair, builder: PromptBuilder) -> tuple[JudgePrompt, Ju
     return rounds
 
 
-def _cut(prompt: JudgePrompt, rows: Float[Tensor, "layers T"], reading: JudgeReading) -> Round:
+def _cut(prompt: JudgePrompt, rows: Float[Tensor, "layers T"], reading: JudgeReading) -> JudgeRound:
     """Returns the round of one prompt: the spans of both responses cut out of ``rows``, and the verdict."""
     sides = {}
     for side in SIDES:
@@ -213,4 +213,4 @@ def _cut(prompt: JudgePrompt, rows: Float[Tensor, "layers T"], reading: JudgeRea
         )
     logits = None if reading.verdict_logits is None else reading.verdict_logits.detach().to("cpu", torch.float32)
     token = None if reading.verdict_token is None else int(reading.verdict_token)
-    return Round(prompt.chosen_is_a, sides["chosen"], sides["rejected"], logits, token, prompt.cut, reading.trace)
+    return JudgeRound(prompt.chosen_is_a, sides["chosen"], sides["rejected"], logits, token, prompt.cut, reading.trace)

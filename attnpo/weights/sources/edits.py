@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attnpo.schema import SIDES, EncodedResponse, Kind, PreferencePair, UserError, check_least
+from attnpo.schema import SIDES, EncodedResponse, Kind, PreferencePair, UserError, check_at_least
 from attnpo.text.alignment import differing
 from attnpo.weights.base import TextSource
 
@@ -34,10 +34,10 @@ class Edits(TextSource):
     kind: ClassVar[Kind] = Kind.FACTOR
 
     def __post_init__(self) -> None:
-        check_least("weights", 0, changed=self.changed, same=self.same)
+        check_at_least("weights", 0, changed=self.changed, same=self.same)
         if self.changed == self.same == 0:
             raise UserError("weights.changed and weights.same are both 0, so that no token would count: raise one")
-        check_least("weights", 1, min_match=self.min_match)
+        check_at_least("weights", 1, min_match=self.min_match)
 
     def weigh_pair(
         self, pair: PreferencePair, encoded: Mapping[str, EncodedResponse]

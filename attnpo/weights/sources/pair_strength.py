@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from attnpo.schema import PreferenceBatch, PreferencePair, TokenStats, UserError, check_least, check_range
+from attnpo.schema import PreferenceBatch, PreferencePair, TokenStats, UserError, check_at_least, check_range
 from attnpo.weights.base import OnlineSource, PairedWeights
 from attnpo.weights.sources.uniform import Uniform
 
@@ -74,7 +74,7 @@ class MWPO(OnlineSource):
     def __post_init__(self) -> None:
         check_range("weights", "(0, inf)", beta=self.beta)
         for name in ("alpha", "gamma", "length_scale", "margin_scale"):
-            check_least("weights", 0, **{name: getattr(self, name)})
+            check_at_least("weights", 0, **{name: getattr(self, name)})
 
     def unread(self) -> dict[str, str]:
         """Keys without effect as the others stand, with the reason."""

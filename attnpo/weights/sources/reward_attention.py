@@ -14,12 +14,12 @@ from attnpo.schema import (
     BOOKKEEPING,
     SIDES,
     EncodedResponse,
+    JudgeRound,
     PairWeights,
     PreferencePair,
-    Round,
     TokenWeights,
     UserError,
-    check_least,
+    check_at_least,
 )
 from attnpo.text.chat import ChatFormat, RefusedText
 from attnpo.text.traces import judged_text, start_apart
@@ -58,7 +58,7 @@ class RewardAttention(Attention):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_least("weights", 1, max_length=self.max_length, token_budget=self.token_budget)
+        check_at_least("weights", 1, max_length=self.max_length, token_budget=self.token_budget)
         if isinstance(self.layer, str) and self.layer.strip().lower() == "auto":
             raise UserError("weights.layer=auto asks a judge, and there is none: set weights.layer=last or a number")
 
@@ -87,7 +87,7 @@ class RewardAttention(Attention):
         captured: dict[str, PairWeights] = {**refused}
         for place, (pair_id, both) in enumerate(shown.items()):
             chosen, rejected = (credit(rows[2 * place + side].float(), both[side]) for side in (0, 1))
-            captured[pair_id] = PairWeights(pair_id, (Round(True, chosen, rejected),))
+            captured[pair_id] = PairWeights(pair_id, (JudgeRound(True, chosen, rejected),))
         return [captured[pair.pair_id] for pair in pairs]
 
     def _show(self, pair: PreferencePair, conversations: ChatFormat) -> list[EncodedResponse]:

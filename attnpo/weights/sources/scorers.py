@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from attnpo.judge.layers import Row
-from attnpo.schema import SIDES, EncodedResponse, PairWeights, PreferencePair, Round, TokenWeights, UserError
+from attnpo.schema import SIDES, EncodedResponse, JudgeRound, PairWeights, PreferencePair, TokenWeights, UserError
 from attnpo.text.ranges import as_places
 from attnpo.weights.base import ScoredSource, ScorerModel
 from attnpo.weights.capture import show_pairs
@@ -155,7 +155,7 @@ def _to_pair_weights(asked: _Asked, rows: Mapping[str, Float[Tensor, " n"]]) -> 
             torch.from_numpy(as_places(encoded.offsets)),
             rows[side].unsqueeze(0),
         )
-    return PairWeights(asked.pair_id, (Round(True, sides["chosen"], sides["rejected"], cut=asked.cut),))
+    return PairWeights(asked.pair_id, (JudgeRound(True, sides["chosen"], sides["rejected"], cut=asked.cut),))
 
 
 def weighed_by(captured: PairWeights, rule: Rule) -> PairWeights:

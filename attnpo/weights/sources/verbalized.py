@@ -16,9 +16,9 @@ from attnpo.judge.layers import Row
 from attnpo.schema import (
     SIDES,
     Generator,
+    JudgeRound,
     PairWeights,
     PreferencePair,
-    Round,
     Sampling,
     TokenWeights,
     UserError,
@@ -81,7 +81,7 @@ class Verbalized(CapturedSource):
         found: dict[str, PairWeights] = {**refused}
         for pair in {pair.pair_id: pair for pair in pairs if pair.pair_id in asked}.values():
             chosen, rejected = (_row(pair, side, next(answers), questions) for side in SIDES)
-            found[pair.pair_id] = PairWeights(pair.pair_id, (Round(True, chosen, rejected),))
+            found[pair.pair_id] = PairWeights(pair.pair_id, (JudgeRound(True, chosen, rejected),))
         return [found[pair.pair_id] for pair in pairs]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from attnpo.config.compose import check, compose, load, parse_as
+from attnpo.config.compose import compose, load, parse_as, validate
 from attnpo.data.prompts import REFUSED, PromptSource
 from attnpo.evaluation.answers import AnswerConfig, AnswerRow, AnswerRules, answer_prompts, default_path
 from attnpo.evaluation.jsonl_store import JsonlStore
@@ -46,7 +46,7 @@ def config(world: World, data: Path, output: Path, *more: str) -> AnswerConfig:
         *more,
     ]
     raw = compose("generate", overrides)
-    check(raw)
+    validate(raw)
     cfg = parse_as(raw, AnswerConfig)
     return cfg
 

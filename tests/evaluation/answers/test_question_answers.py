@@ -16,7 +16,7 @@ from attnpo.models.generate import chat_generator
 from attnpo.models.loading import load_model
 from attnpo.models.spec import ModelSpec
 from attnpo.schema import Message, Sampling, UserError
-from attnpo.system.files import digest, seal_row, take_seal
+from attnpo.system.files import add_row_digest, digest, pop_row_digest
 from tests.evaluation.answers.tiny import batches, rows_of
 from tests.run.worlds import GRAMMAR, World
 
@@ -125,8 +125,8 @@ def test_an_answer_given_anew_takes_the_later_turns_with_it(world: World, tmp_pa
     path = round_path(tmp_path, 0)
     of = digest(json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))["key"])
     rows = rows_of(path)
-    assert take_seal(rows[0], of)
-    rows[0] = seal_row({**rows[0], "answer": "another first answer"}, of)
+    assert pop_row_digest(rows[0], of)
+    rows[0] = add_row_digest({**rows[0], "answer": "another first answer"}, of)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     with batches() as made:
         found = answered(world, tmp_path)

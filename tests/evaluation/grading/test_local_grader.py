@@ -102,7 +102,7 @@ def test_the_prompt_of_a_comparison_is_that_of_attentionpos_judge(world: World, 
     """Both orders: the very ids of ``JudgePrompts``, so the verdict is the one that training reads."""
     file = str(CONFIG_DIR / "judge" / "testbed.txt")
     answers = ("the broth was nice .", " it had a poor bread .\n")
-    pair = PreferencePair.make([Message(role="user", content=PROMPTS[0])], *answers)
+    pair = PreferencePair.from_texts([Message(role="user", content=PROMPTS[0])], *answers)
     prompts = JudgePrompts(JudgeRules(file, max_length=512), ChatFormat(load_tokenizer(world.model)))
     built = [prompt.input_ids for prompt in prompts.build(pair)]
     asked = PairwiseRules(file).calls("bench", 0, [Contest("q", PROMPTS[0], *answers)])

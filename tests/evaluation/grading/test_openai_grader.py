@@ -13,7 +13,7 @@ import openai
 import pytest
 import tiktoken
 
-from attnpo.config.compose import CONFIG_DIR, build
+from attnpo.config.compose import CONFIG_DIR, instantiate
 from attnpo.evaluation import openai_chat
 from attnpo.evaluation.chat import Grader, GradingCall, GradingFailure, GradingReply, Price
 from attnpo.evaluation.jsonl_store import ReplyStore
@@ -376,7 +376,7 @@ def test_identity_and_price(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_config_has_the_defaults_of_the_class() -> None:
     from omegaconf import OmegaConf
 
-    assert build(OmegaConf.load(CONFIG_DIR / "grader" / "openai.yaml")) == OpenAIGrader()
+    assert instantiate(OmegaConf.load(CONFIG_DIR / "grader" / "openai.yaml")) == OpenAIGrader()
 
 
 def test_its_settings_are_checked() -> None:

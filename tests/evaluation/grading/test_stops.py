@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from attnpo.cli.terminal import hear_signals, leave, run_guarded
+from attnpo.cli.terminal import exit_process, install_signal_handlers, run_guarded
 from attnpo.evaluation.jsonl_store import GRADES, ReplyStore
 from attnpo.evaluation.openai_chat import OpenAIGrader
 from attnpo.evaluation.session import ask_all
@@ -89,5 +89,5 @@ def test_what_is_stored_is_not_asked_again(number: signal.Signals, tmp_path: Pat
 
 
 if __name__ == "__main__":
-    hear_signals()
-    leave(run_guarded(main))
+    install_signal_handlers()
+    exit_process(run_guarded(main))

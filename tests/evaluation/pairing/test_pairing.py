@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from attnpo.config.compose import check, compose, load
+from attnpo.config.compose import compose, load, validate
 from attnpo.data.base import PairSource
 from attnpo.evaluation import rankers
 from attnpo.evaluation.chat import GradingCall, GradingFailure, GradingReply
@@ -325,4 +325,4 @@ def test_every_ranker_composes() -> None:
         ["ranker=reward", "ranker.path=R"],
         ["ranker=column", "ranker.column=points", "pairs.take=all"],
     ):
-        check(compose("pair", ["answers.path=X", *words]))
+        validate(compose("pair", ["answers.path=X", *words]))

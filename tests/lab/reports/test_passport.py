@@ -217,7 +217,7 @@ def test_what_was_dropped_before_judging_is_told(world: World, tmp_path: Path) -
 
 
 def test_the_draw_depends_on_its_seed_and_not_on_the_order() -> None:
-    pairs = [PreferencePair.make([{"role": "user", "content": str(n)}], "good", "bad") for n in range(30)]
+    pairs = [PreferencePair.from_texts([{"role": "user", "content": str(n)}], "good", "bad") for n in range(30)]
     mixed = random.Random(1).sample(pairs, 30)
     assert draw_sample(pairs, 10, 0) == draw_sample([*mixed, pairs[0]], 10, 0)
     assert draw_sample(pairs, 10, 0) != draw_sample(pairs, 10, 1)

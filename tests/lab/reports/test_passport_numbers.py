@@ -20,7 +20,7 @@ from attnpo.lab.reports.passport import (
     mean,
     share,
 )
-from attnpo.schema import PairWeights, Round, TokenWeights, UserError
+from attnpo.schema import JudgeRound, PairWeights, TokenWeights, UserError
 
 A, B = 5, 6
 EMPTY = TokenWeights(torch.zeros(0, dtype=torch.long), torch.zeros(0, 2, dtype=torch.long), torch.zeros(1, 0))
@@ -32,8 +32,8 @@ FOUND = np.array([[1.0, 3.0], [4.0, -2.0], [-1.0, -2.0], [1.0, -1.0]])
 def pair(name: str, first: float, second: float) -> PairWeights:
     """Margins as logits of the labels (A, B), the round with the chosen answer second coming first."""
     return PairWeights(name, (
-        Round(False, EMPTY, EMPTY, torch.tensor([0.0, second]), A),
-        Round(True, EMPTY, EMPTY, torch.tensor([first, 0.0]), B),
+        JudgeRound(False, EMPTY, EMPTY, torch.tensor([0.0, second]), A),
+        JudgeRound(True, EMPTY, EMPTY, torch.tensor([first, 0.0]), B),
     ))  # fmt: skip
 
 
@@ -42,7 +42,7 @@ def stats(accuracy: float, pairs: int, other: float = 0.0) -> JudgeStatistics:
 
 
 def test_margins_are_ordered_by_the_chosen_answers_place() -> None:
-    silent = PairWeights("silent", (Round(True, EMPTY, EMPTY), Round(False, EMPTY, EMPTY)))
+    silent = PairWeights("silent", (JudgeRound(True, EMPTY, EMPTY), JudgeRound(False, EMPTY, EMPTY)))
     captured = [*(pair(str(row), *row) for row in FOUND.tolist()), silent, PairWeights("unreadable", ())]
     assert margins(captured).tolist() == FOUND.tolist()
     assert margins([silent]).shape == (0, 2)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from attnpo.config.compose import groups, load
+from attnpo.config.compose import list_groups, load
 from attnpo.lab.studies.arms import Composed, arm_identity, check_distinct, check_user, composer_of, point_folder
 from attnpo.lab.studies.config import FitConfig
 from attnpo.lab.studies.runner import run_study
@@ -15,7 +15,7 @@ from attnpo.run.identity import identity_of
 from attnpo.schema import UserError
 from tests.run.worlds import World
 
-STUDIES = [name for name in groups()["experiment"] if name != "none"]
+STUDIES = [name for name in list_groups()["experiment"] if name != "none"]
 DEPTH = 4  # layers of the testbed's base
 
 

@@ -13,7 +13,7 @@ import pytest
 from omegaconf import DictConfig
 
 from attnpo import fit
-from attnpo.config.compose import groups, load
+from attnpo.config.compose import list_groups, load
 from attnpo.evaluation.chat import GradingCall, GradingReply
 from attnpo.evaluation.evaluate_config import EvaluateConfig
 from attnpo.evaluation.jsonl_store import ReplyStore
@@ -250,7 +250,7 @@ def test_a_changed_point_is_exported_and_measured_anew(
 
 def test_the_base_file_names_every_benchmark() -> None:
     study = load("fit", ["experiment=layer_sweep", "model.path=m", "data.path=d"]).study
-    assert set(groups()["benchmark"]) <= set(study.evaluate) and set(study.evaluate.values()) == {None}
+    assert set(list_groups()["benchmark"]) <= set(study.evaluate) and set(study.evaluate.values()) == {None}
     assert not study.benchmarks and not study.published
 
 

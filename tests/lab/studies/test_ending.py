@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from attnpo.cli import terminal as console
-from attnpo.cli.terminal import command_text, override
-from attnpo.config.compose import groups, load
+from attnpo.cli.terminal import command_text, format_override
+from attnpo.config.compose import list_groups, load
 from attnpo.display.output import print_sections
 from attnpo.display.page import Section
 from attnpo.lab.studies import notes
@@ -143,7 +143,7 @@ SMOKE = ("setting=real_smoke", "experiment=none", "model.path=MODEL", "data.path
 NO_ANSWERS = ("model=reward", "callbacks.samples=0", "objective.sft_coef=0", "objective.beta=1", "reference=live")
 
 
-@pytest.mark.parametrize("objective", groups()["objective"])
+@pytest.mark.parametrize("objective", list_groups()["objective"])
 def test_a_run_suggests_only_what_fit_takes(objective: str, tmp_path: Path) -> None:
     """After every objective, with weights of every kind, and after reward models."""
     tried = [(f"weights={name}",) for name in ("uniform", "attention", "gradient")]
@@ -204,5 +204,5 @@ def test_commands_are_spelled_as_they_were_called(monkeypatch: pytest.MonkeyPatc
     assert command_text("fit", "a=b c") == "attnpo fit 'a=b c'"
     monkeypatch.delenv(console.CALLED)
     assert command_text("fit", "a=1") == "python -m attnpo.fit a=1"
-    assert (override("name", "it's"), override("name", "a-b/c")) == ("name='it\\'s'", "name=a-b/c")
+    assert (format_override("name", "it's"), format_override("name", "a-b/c")) == ("name='it\\'s'", "name=a-b/c")
     assert console.command_text is command_text

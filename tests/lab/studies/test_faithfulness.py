@@ -91,7 +91,7 @@ def test_mass_is_the_share_on_decisive_words() -> None:
     prompt = GRAMMAR.prompts("train")[0]
     topic = prompt.topic
     texts = [f"the {word} was superb ." for word in aspects(topic)[:1]]
-    pair = PreferencePair.make([{"role": "user", "content": prompt.text}], texts[0], "we went there yesterday .")
+    pair = PreferencePair.from_texts([{"role": "user", "content": prompt.text}], texts[0], "we went there yesterday .")
     edges, at = [], 0
     for word in texts[0].split():
         edges.append((at, at + len(word)))
@@ -101,7 +101,7 @@ def test_mass_is_the_share_on_decisive_words() -> None:
     nothing = Ranking(((0, 2),), (1.0,))
     rows = {pair.pair_id: {"chosen": row, "rejected": nothing}}
     assert true_mass([pair], rows, GRAMMAR) == pytest.approx(4 / (4 + len(edges) - 1), abs=1e-4)
-    foreign = PreferencePair.make([{"role": "user", "content": "hello"}], texts[0], "no")
+    foreign = PreferencePair.from_texts([{"role": "user", "content": "hello"}], texts[0], "no")
     with pytest.raises(UserError, match="truth=null"):
         true_mass([foreign], {foreign.pair_id: {"chosen": row, "rejected": nothing}}, GRAMMAR)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from attnpo.config.compose import compose, load, read
+from attnpo.config.compose import compose, load, parse
 from attnpo.judge.judge import RunJudge
 from attnpo.lab.studies import bases
 from attnpo.lab.studies.arms import check_user, composer_of
@@ -91,7 +91,7 @@ def test_a_named_grid_has_an_effect_where_an_arm_gets_it(
 ) -> None:
     cfg = compose("fit", [f"experiment={experiment}", OTHER, *more])
     cfg.composed.overrides = [*cfg.composed.overrides[:1], "+grids.other.beta=[0.7]"]
-    assert read(cfg).idle_overrides() == idle
+    assert parse(cfg).unused_overrides() == idle
 
 
 def test_facts_follow_the_content_of_the_judges_file(world: World, tmp_path: Path) -> None:

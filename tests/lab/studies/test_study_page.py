@@ -126,7 +126,9 @@ def rows(text: str) -> list[WeighedPair]:
 
 def sampled(name: str) -> list[PreferencePair]:
     prompts = [[Message(role="user", content=f"prompt {number} {HOSTILE}")] for number in range(9)]
-    return [PreferencePair.make(prompt, f"answer of {name} {HOSTILE}", "answer of the base") for prompt in prompts]
+    return [
+        PreferencePair.from_texts(prompt, f"answer of {name} {HOSTILE}", "answer of the base") for prompt in prompts
+    ]
 
 
 def test_what_a_run_keeps_is_read_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

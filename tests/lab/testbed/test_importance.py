@@ -19,7 +19,7 @@ REJECTED = "the broth was large . we went there yesterday ."
 
 
 def make_pair(question: str = PROMPT.text) -> PreferencePair:
-    return PreferencePair.make([{"role": "user", "content": question}], CHOSEN, REJECTED)
+    return PreferencePair.from_texts([{"role": "user", "content": question}], CHOSEN, REJECTED)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def test_a_prompt_of_another_kind_names_the_pair(chat: ChatFormat) -> None:
 def test_the_prompt_is_one_question(chat: ChatFormat) -> None:
     """A prompt with a turn before the question has another topic in view, for the weights as for the measure of it."""
     turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
-    pair = PreferencePair.make([*turns, {"role": "user", "content": PROMPT.text}], CHOSEN, REJECTED)
+    pair = PreferencePair.from_texts([*turns, {"role": "user", "content": PROMPT.text}], CHOSEN, REJECTED)
     for read in (
         lambda: decisive(pair, "chosen", [(0, 3)], GRAMMAR),
         lambda: SOURCE.weigh(pair, "chosen", chat.encode(pair.prompt, pair.chosen)),

@@ -144,7 +144,7 @@ def test_a_damaged_folder_that_cannot_be_moved_is_an_error(scratch: Path, monkey
     def refuse(path: Path) -> Path:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(module, "set_aside", refuse)
+    monkeypatch.setattr(module, "rename_damaged", refuse)
     with pytest.raises(UserError, match=r"\(numbers is not as it was written\) and cannot be moved aside .*remove it"):
         module._ensure(scratch / "base-x", "base", numbers)
 
@@ -156,14 +156,14 @@ def test_what_another_process_has_built_meanwhile_is_put_back_and_used(
     target = scratch / "base-x"
     module._ensure(target, "base", numbers)
     numbers(target, "1 2 4")
-    move = module.set_aside
+    move = module.rename_damaged
 
     def late(path: Path) -> Path:
-        monkeypatch.setattr(module, "set_aside", move)
+        monkeypatch.setattr(module, "rename_damaged", move)
         module._ensure(target, "base", numbers)
         return move(path)
 
-    monkeypatch.setattr(module, "set_aside", late)
+    monkeypatch.setattr(module, "rename_damaged", late)
     assert module._ensure(target, "base", numbers)
     assert (target / "numbers").read_text(encoding="utf-8") == "1 2 3"
     assert sorted(path.name for path in scratch.iterdir()) == ["base-x", "base-x.damaged"]

@@ -128,7 +128,7 @@ def test_the_base_learns_the_very_prompts_and_labels_that_the_judge_reads(
     assert list(prompts.label_ids) == token_ids(tokenizer, VERDICTS)
     prompt = GRAMMAR.prompts("train")[3]
     first, second = GRAMMAR.sample_review(rng, prompt), GRAMMAR.sample_review(rng, prompt)
-    pair = PreferencePair.make([Message(role="user", content=prompt.text)], first, second)
+    pair = PreferencePair.from_texts([Message(role="user", content=prompt.text)], first, second)
     forward, backward = prompts.build(pair)
     rows = [(prompt.text, first, second), (prompt.text, second, first)]
     taught = judge_prompts(tokenizer, rows, [assembly is Assembly.IDS] * 2)
