@@ -3,7 +3,7 @@
 Pairs -> judge -> token weights -> objective -> training: ``PreferenceDataModule`` weighs pairs with a judge's attention
 (``attnpo.judge``, ``attnpo.weights``), ``PreferenceModule`` trains on them with an objective (``attnpo.objectives``).
 
-The names of the Python API (docs/python_api.md) are importable from here; each loads its module when it is first used.
+Exports the Python API (docs/python_api.md); each name loads its module on first use.
 """
 
 from importlib import import_module
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from attnpo.training.module import PreferenceModule as PreferenceModule
     from attnpo.weigher import Weigher as Weigher
 
-# Public name -> the module that holds it, or that it is.
+# Public name -> the module that defines it; `losses` is a module itself.
 _HOLDS = {
     "PreferenceDataModule": "attnpo.data.datamodule",
     "PreferenceModule": "attnpo.training.module",
@@ -39,7 +39,11 @@ __all__ = ["__version__", *_HOLDS]
 
 
 def __getattr__(name: str) -> object:
-    """Loads the module of a public name. AttributeError, with the names there are, for any other."""
+    """Loads the module of a public name.
+
+    Raises:
+        AttributeError: ``name`` is not public; the message lists the public names.
+    """
     if name not in _HOLDS:
         raise AttributeError(f"module 'attnpo' has no attribute {name!r}; its public names: {', '.join(_HOLDS)}")
     module = import_module(_HOLDS[name])
@@ -49,5 +53,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """Returns the public names beside what is loaded."""
+    """Lists the public names and those already loaded."""
     return sorted({*globals(), *_HOLDS})

@@ -1,6 +1,6 @@
-"""``attnpo COMMAND ...``, and the same as ``python -m attnpo COMMAND ...``: finds a command and becomes it.
+"""Dispatcher for ``attnpo COMMAND ...`` and ``python -m attnpo COMMAND ...``.
 
-A command runs as ``python -m attnpo.COMMAND`` does, so exit statuses, signals and further processes are the same.
+Runs a command exactly like ``python -m attnpo.COMMAND``: same exit statuses, signals and child processes.
 """
 
 import os
@@ -16,15 +16,15 @@ from attnpo.system.version import VERSION
 
 COMMANDS = {
     "fit": "train one run, or all runs of a study",
-    "weigh": "compute token weights ahead of training, in any number of processes",
+    "weigh": "compute token weights before training, in any number of processes",
     "show": "look at pairs: tokens, weights and log-probs of both answers",
     "generate": "let a model answer prompts",
-    "pair": "rank several answers to a prompt and make preference pairs of them",
+    "pair": "rank several answers to a prompt and build preference pairs from them",
     "evaluate": "measure a model on a benchmark, or a judge before it is used",
     "report": "tables and figures of finished runs, studies and evaluations",
 }
 MOVED = ("theory", "verify")
-"""Commands that say where they went; until 0.2.0."""
+"""Former commands that only print their new location; removed in 0.2.0."""
 USAGE = """\
 usage: python -m attnpo COMMAND [...]
 
@@ -33,27 +33,27 @@ Token-weighted preference optimisation of causal language models.
 commands:
 {commands}
 
-Type this first; it trains a small model here, without a network or a GPU:
+Start here; this trains a small model, without a network or a GPU:
   python -m attnpo.fit
-What a command takes, with examples:
+Options of a command, with examples:
   python -m attnpo.fit --help
 """
 
 
 def available_commands() -> dict[str, str]:
-    """Returns the commands of this version with a line on each; their modules are found, not imported."""
+    """Returns the available commands with a one-line description each, without importing their modules."""
     return {name: line for name, line in COMMANDS.items() if find_spec(f"attnpo.{name}") is not None}
 
 
 def usage() -> str:
-    """Returns what ``attnpo`` alone prints."""
+    """Returns the text printed by ``attnpo`` without arguments."""
     return rewrite_commands(
         USAGE.format(commands="\n".join(f"  {name:<9} {line}" for name, line in available_commands().items()))
     )
 
 
 def main(words: Sequence[str]) -> int:
-    """Returns the exit status of the command that ``words`` begin with; 2 for one that there is not."""
+    """Runs the command named by the first of ``words``; returns its exit status, or 2 for an unknown command."""
     if not words or words[0] in ("-h", "--help"):
         sys.stdout.write(usage())
         return 0
@@ -66,7 +66,7 @@ def main(words: Sequence[str]) -> int:
             sys.stderr.write(rewrite_commands(f"error: {_unknown_command_message(words)}\n"))
         return 2
     sys.argv[1:] = rest
-    # Becomes the process's main module: what starts further processes reads its name there.
+    # The command becomes the main module, because code that starts child processes reads its name there.
     runpy.run_module(f"attnpo.{name}", run_name="__main__", alter_sys=True)
     return 0
 
@@ -75,13 +75,13 @@ def _unknown_command_message(words: Sequence[str]) -> str:
     from attnpo.config.reader import did_you_mean
 
     if "=" in words[0]:
-        return f"{words[0]}: expected a command before it, as in `python -m attnpo.fit {shlex.quote(words[0])}`"
+        return f"{words[0]}: expected a command first, for example `python -m attnpo.fit {shlex.quote(words[0])}`"
     names = list(available_commands())
     return f"{words[0]}: no such command{did_you_mean(words[0], names)}\ncommands: {', '.join(names)}"
 
 
 def script() -> int:
-    """Runs as the command ``attnpo`` of an installation; returns its exit status."""
+    """Entry point of the installed ``attnpo`` script."""
     os.environ[CALLED] = sys.argv[0]
     return main(sys.argv[1:])
 

@@ -1,6 +1,6 @@
-"""``python -m attnpo.evaluate``: a model on a benchmark, from its answers to a table's row; repeated, it goes on.
+"""``python -m attnpo.evaluate``: evaluates a model on a benchmark; an interrupted evaluation can be resumed.
 
-``benchmark=judge`` is the judge's passport, which is composed like a run.
+``benchmark=judge`` writes the judge's passport instead; its config is composed like a run's.
 """
 
 import sys
@@ -14,23 +14,23 @@ if TYPE_CHECKING:
     from attnpo.lab.reports.passport_config import PassportConfig
 
 DESCRIPTION = """\
-Measure a model on a benchmark: its answers, their grades, scores with their spreads.
-benchmark=judge says before training whether a judge is worth reading;
+Evaluate a model on a benchmark: generate answers, grade them, report scores with their spread.
+benchmark=judge checks before training whether a judge is worth using;
 `benchmark=judge --help` lists its groups.
-A grader's key comes from the environment alone; limits.max_cost bounds what it may cost."""
+A grader's API key is read from the environment only; limits.max_cost caps its cost."""
 EXAMPLES = """\
 python -m attnpo.evaluate benchmark=mt_bench benchmark.path=FastChat model.path=RUN/best
 python -m attnpo.evaluate benchmark=testbed grader=truth model.path=outputs/RUN/best
 python -m attnpo.evaluate benchmark=judge"""
 PASSPORT = "benchmark=judge"
-ON_JUDGES = "Say before training whether a judge is worth reading: its verdicts, and what its attention rests on."
+ON_JUDGES = "Check before training whether a judge is worth using: its verdicts, and where its attention goes."
 JUDGES = """\
 python -m attnpo.evaluate benchmark=judge
 python -m attnpo.evaluate benchmark=judge setting=real_smoke model.path=MODEL data.path=PAIRS"""
 
 
 def main(cfg: "EvaluateConfig") -> int:
-    """Returns 0; 1 where calls got no reply, so that the command has to be given again."""
+    """Runs the evaluation; returns 0, or 1 if some calls got no reply and the command must be repeated."""
     with import_phase("loading transformers"):
         from attnpo.evaluation.evaluating import evaluate
         from attnpo.evaluation.implicit_reward import fill_from_run
@@ -41,7 +41,7 @@ def main(cfg: "EvaluateConfig") -> int:
 
 
 def run_judge_passport(cfg: "PassportConfig") -> int:
-    """Returns 0; the passport is printed, and written into a folder."""
+    """Prints the judge's passport and writes it to a folder; returns 0."""
     with import_phase("loading transformers"):
         from attnpo.lab.reports.passport import write_passport
 

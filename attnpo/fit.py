@@ -1,4 +1,4 @@
-"""``python -m attnpo.fit``: one run, or the study that the setting or an experiment asks for."""
+"""``python -m attnpo.fit``: trains one run, or runs the study defined by the setting or an experiment."""
 
 import logging
 import sys
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from attnpo.lab.studies.plan import StudyPlan
     from attnpo.training.settings import LoggerSettings, TrainerSettings
 
-log = logging.getLogger("attnpo.fit")  # __main__ where it is the command
+log = logging.getLogger("attnpo.fit")  # __name__ is "__main__" when run as a command
 
 DESCRIPTION = "Train with token-weighted preference optimisation: judge, weights, training, report."
 EXAMPLES = """\
@@ -27,11 +27,11 @@ python -m attnpo.fit setting=llama3_8b_instruct hardware=1x141gb   a run of the 
 
 
 def main(cfg: "FitConfig") -> int:
-    """Returns 0 when everything ran; 1 when a point, a world or an analysis of a study failed.
+    """Trains a run or a study; returns 0, or 1 if a sweep point, a world or an analysis of the study failed.
 
     Raises:
-        Interrupted: a signal ended training; what there is is saved.
-        UserError: another job works in the folder, or something is not as it must be.
+        Interrupted: a signal ended training; progress was saved.
+        UserError: another job uses the folder, or the config or its inputs are invalid.
     """
     from attnpo.lab.studies.config import require_one_process
     from attnpo.run.folders import make_folder, run_folder
@@ -49,7 +49,7 @@ def main(cfg: "FitConfig") -> int:
         plan = plan_study(cfg)
     budget = None if plan is None else f"{plan.size()}, {plan.pace().forecast()}"
     with ExitStack() as held:
-        if folder.exists():  # who works there is told first; then what it holds, before anything is said
+        if folder.exists():  # check for another job first, then the folder's content, before printing anything
             held.enter_context(folder_lock(folder, cfg.lock_timeout, leading=is_main_process()))
             if plan is None and cfg.resume is None:
                 _check_folder_is_unused(folder)
@@ -66,7 +66,11 @@ def main(cfg: "FitConfig") -> int:
 
 
 def _check_before_start(trainer: "TrainerSettings", logger: "LoggerSettings") -> None:
-    """Raises UserError for processes or a tracker that cannot be had, before anything is said or made."""
+    """Checks the launcher and the experiment tracker before anything is printed or created.
+
+    Raises:
+        UserError: the processes or the tracker are not available.
+    """
     from attnpo.training.processes import as_launched
 
     as_launched(trainer)
@@ -85,7 +89,7 @@ def _check_folder_is_unused(folder: "Path") -> None:
 
 
 def _destroy_process_group() -> None:
-    """Ends this process's part in its job's process group, whose threads may else abort the process at its exit."""
+    """Destroys torch's process group, whose threads could otherwise abort the process at exit."""
     from torch import distributed
 
     if distributed.is_available() and distributed.is_initialized():
@@ -109,12 +113,14 @@ def _execute(cfg: "FitConfig", folder: "Path", plan: "StudyPlan | None") -> int:
             result = run(cfg, folder)
         except Interrupted as stop:
             if stop.saved is not None and world_size() == 1:
-                stop.advice = f"go on with {command_text('fit', *again(cfg.composed, name))}"
+                stop.advice = f"continue with {command_text('fit', *again(cfg.composed, name))}"
             raise
-        except OSError as problem:  # a full disk is told with it
+        except OSError as problem:  # such as a full disk
             if (saved := newest(folder)) is not None:
                 more = command_text("fit", *again(cfg.composed, name)) if world_size() == 1 else "resume=auto"
-                problem.add_note(f"saved last is step {saved[0]}, in {saved[1]}: make room, then go on with {more}")
+                problem.add_note(
+                    f"the last saved step is {saved[0]}, in {saved[1]}: free space, then continue with {more}"
+                )
             raise
         if result is not None:
             for line in ending(cfg.composed, cfg.seed, folder, result):
@@ -130,8 +136,8 @@ def _execute(cfg: "FitConfig", folder: "Path", plan: "StudyPlan | None") -> int:
     write_atomically(folder / CONFIG, to_yaml(cfg.values))
     try:
         outcome = run_study(cfg, folder, show_so_far, plan)
-    except KeyboardInterrupt as stop:  # a point's in this process, or one of this process, whose points end with it
-        advice = f"what has ended is kept; go on with {command_text('fit', *cfg.composed.arguments())}"
+    except KeyboardInterrupt as stop:  # raised by a sweep point in this process, or by this process itself
+        advice = f"finished runs are kept; continue with {command_text('fit', *cfg.composed.arguments())}"
         if isinstance(stop, Interrupted):
             stop.advice = advice
         else:

@@ -1,6 +1,6 @@
-"""``python -m attnpo.generate``: answers of a model to prompts, as JSON lines; repeated, it adds what is missing.
+"""``python -m attnpo.generate``: a model's answers to prompts, as JSON lines; running it again adds missing answers.
 
-Any number of processes may work on one file: under torchrun or SLURM every process takes its share of the prompts.
+Several processes can write one file: under torchrun or SLURM each process answers its share of the prompts.
 """
 
 import sys
@@ -12,7 +12,7 @@ from attnpo.cli.terminal import install_signal_handlers
 if TYPE_CHECKING:
     from attnpo.evaluation.answers import AnswerConfig
 
-DESCRIPTION = "Answer prompts with a model (a folder, a run's best/, a hub name) into a JSONL file; resumable."
+DESCRIPTION = "Answer prompts with a model (a folder, a run's best/, a hub name) and write a JSONL file; resumable."
 EXAMPLES = """\
 python -m attnpo.generate model.path=outputs/RUN/best data.path=PROMPTS.jsonl
 python -m attnpo.generate model.path=MODEL data.path=PROMPTS.jsonl sampling.temperature=0
@@ -20,7 +20,7 @@ python -m attnpo.generate model.path=MODEL data.path=PROMPTS.jsonl answering=ope
 
 
 def main(cfg: "AnswerConfig") -> int:
-    """Returns 0; the path of the answers is printed."""
+    """Generates the answers and prints the path of their file; returns 0."""
     with import_phase("loading transformers"):
         from attnpo.evaluation.answers import answer_prompts
 

@@ -1,32 +1,32 @@
-"""Every objective as a function of plain tensors, for a trainer of your own: ``from attnpo import losses``.
+"""Every objective as a function of plain tensors, for use in your own trainer: ``from attnpo import losses``.
 
-``losses.NAME_loss`` is the formula of ``objective=NAME`` (docs/objectives.md), the very function that training calls.
-It takes what a trainer has anyway, with P pairs as 2P rows, all chosen responses first, then the rejected ones in the
-same order: log-probabilities of the tokens under policy and reference ``[rows T]`` in nats, a mask that is true on the
-response's tokens, token weights ``[rows T]`` (a distribution over each response, such as ``uniform_weights(mask)``) and
-``lengths`` ``[rows]``, the |y| that a distribution is multiplied by (None for factors, which are used as they are).
-What stands off the response never matters. It gives an ``ObjectiveOutput``: ``losses`` of the pairs, which carry
-gradient, ``chosen_rewards`` and ``rejected_rewards``, detached.
+``losses.NAME_loss`` is the formula of ``objective=NAME`` (docs/objectives.md); training calls the same function. P
+pairs are passed as 2P rows: all chosen responses first, then the rejected ones in the same order. The arguments are
+log-probabilities of the tokens under policy and reference ``[rows T]`` in nats, a mask that is true on response tokens,
+token weights ``[rows T]`` (a distribution over each response, such as ``uniform_weights(mask)``) and ``lengths``
+``[rows]``, the |y| that a distribution is multiplied by (None for factors, which are used as they are). Values outside
+the response are ignored. The result is an ``ObjectiveOutput``: ``losses`` per pair, with gradient, and the detached
+``chosen_rewards`` and ``rejected_rewards``.
 
-``token_logps`` and ``token_kl`` make the log-probabilities, the mask and the KL of TDPO, TI-DPO and TIS-DPO from the
-logits and labels of a Hugging Face causal LM.
+``token_logps`` and ``token_kl`` compute the log-probabilities, the mask, and the KL used by TDPO, TI-DPO and TIS-DPO
+from the logits and labels of a Hugging Face causal LM.
 
 Example:
     >>> import torch
     >>> from attnpo import losses
-    >>> logits = torch.zeros(2, 4, 10)  # of a policy that knows nothing; rows: chosen, rejected
+    >>> logits = torch.zeros(2, 4, 10)  # an untrained policy; rows: chosen, rejected
     >>> labels = torch.tensor([[-100, 3, 4, 5], [-100, 3, 6, -100]])  # -100 on the prompt and on padding
     >>> logps, mask = losses.token_logps(logits, labels)
     >>> weights, lengths = losses.uniform_weights(mask), mask.sum(-1).float()
     >>> output = losses.twdpo_loss(logps, logps, weights, mask, lengths, beta=0.1)
-    >>> output.losses  # log 2: policy and reference are the same
+    >>> output.losses  # log 2: policy and reference are equal
     tensor([0.6931])
 """
 
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from attnpo.models.logps import statistics_of_logits
+from attnpo.models.logps import statistics_from_logits
 from attnpo.objectives.cpo import cpo_loss as cpo_loss
 from attnpo.objectives.dpo import dpo_loss as dpo_loss
 from attnpo.objectives.ipo import ipo_loss as ipo_loss
@@ -51,20 +51,20 @@ from attnpo.objectives.twdpo import twdpo_variant_loss as twdpo_variant_loss
 from attnpo.schema import ObjectiveOutput as ObjectiveOutput
 from attnpo.schema import UserError, check_choice
 
-IGNORED = -100  # the label that Hugging Face's models leave out of a loss
+IGNORED = -100  # the label that Hugging Face models ignore in the loss
 KLS = ("kl_ref_policy", "kl_policy_ref")
 
 
 def token_logps(
     logits: Float[Tensor, "rows T vocab"], labels: Int[Tensor, "rows T"]
 ) -> tuple[Float[Tensor, "rows T"], Bool[Tensor, "rows T"]]:
-    """Returns log-probabilities of the labelled tokens, each in its label's place, and the mask of these places.
+    """Returns the log-probability of each labelled token, at the label's position, and the mask of those positions.
 
-    ``logits`` are what a causal LM gives, so that place t predicts the label of place t + 1; ``labels`` are the input
-    ids with -100 off the response. 0 off the mask; float32 at least, whatever the logits are in.
+    ``logits`` come from a causal LM, so position t predicts the label at position t + 1; ``labels`` are the input ids,
+    with -100 outside the response. Values outside the mask are 0. The result is at least float32 for any input dtype.
 
     Raises:
-        UserError: the first place has a label, which no logit predicts.
+        UserError: the first position has a label, which no logit predicts.
 
     Example:
         >>> import torch
@@ -74,7 +74,7 @@ def token_logps(
     """
     mask = _label_mask(labels)
     kept = mask[:, 1:]
-    values = statistics_of_logits(logits[:, :-1][kept], labels[:, 1:][kept])["logps"]
+    values = statistics_from_logits(logits[:, :-1][kept], labels[:, 1:][kept])["logps"]
     return values.new_zeros(mask.shape).masked_scatter(mask, values), mask
 
 
@@ -84,10 +84,10 @@ def token_kl(
     labels: Int[Tensor, "rows T"],
     kind: str = "kl_ref_policy",
 ) -> Float[Tensor, "rows T"]:
-    """Returns the KL over the whole vocabulary at each labelled token in nats, laid out as ``token_logps``.
+    """Returns the KL over the whole vocabulary at each labelled token, in nats and in the layout of ``token_logps``.
 
-    ``kind``: "kl_ref_policy" is KL(reference || policy), which TDPO and TI-DPO read as ``position_kl``; "kl_policy_ref"
-    the other way round, for TIS-DPO. Carries gradient to the policy's logits alone.
+    ``kind``: "kl_ref_policy" is KL(reference || policy), the ``position_kl`` of TDPO and TI-DPO; "kl_policy_ref" is the
+    reverse, for TIS-DPO. Gradient flows to the policy's logits only.
 
     Example:
         >>> import torch
@@ -100,12 +100,12 @@ def token_kl(
     mask = _label_mask(labels)
     kept = mask[:, 1:]
     policy, reference = policy_logits[:, :-1][kept], reference_logits[:, :-1][kept]
-    values = statistics_of_logits(policy, labels[:, 1:][kept], joint=(kind,), other=reference)[f"joint:{kind}"]
+    values = statistics_from_logits(policy, labels[:, 1:][kept], joint=(kind,), other=reference)[f"joint:{kind}"]
     return values.new_zeros(mask.shape).masked_scatter(mask, values)
 
 
 def uniform_weights(mask: Bool[Tensor, "rows T"]) -> Float[Tensor, "rows T"]:
-    """Returns 1/n on each of the n tokens of a response: with them every objective is its published, unweighted form.
+    """Returns weights of 1/n for the n tokens of each response; they reduce every objective to its unweighted form.
 
     Example:
         >>> import torch
@@ -120,7 +120,7 @@ def _label_mask(labels: Int[Tensor, "rows T"]) -> Bool[Tensor, "rows T"]:
     mask = labels != IGNORED
     if bool(mask[:, :1].any()):
         raise UserError(
-            f"labels: expected {IGNORED} in the first place of every row, whose token no logit predicts, got a label "
-            f"in row {int(mask[:, 0].nonzero()[0])}; put {IGNORED} there, or a token in front (BOS)"
+            f"labels: no logit predicts the first token of a row, so its label must be {IGNORED}; row "
+            f"{int(mask[:, 0].nonzero()[0])} has a label there: set it to {IGNORED}, or put a BOS token in front"
         )
     return mask

@@ -1,6 +1,6 @@
-"""``python -m attnpo.pair``: preference pairs of several answers to each prompt; repeated, it goes on.
+"""``python -m attnpo.pair``: builds preference pairs from several answers to each prompt; it can be resumed.
 
-Any number of processes may work on one file: under torchrun or SLURM every process takes its share of the prompts.
+Several processes can write one file: under torchrun or SLURM each process ranks its share of the prompts.
 """
 
 import sys
@@ -19,9 +19,9 @@ python -m attnpo.pair answers.path=ANSWERS.jsonl ranker=column ranker.column=sco
 
 
 def main(cfg: "PairConfig") -> int:
-    """Returns 0, the path of the pairs is printed.
+    """Builds the pairs and prints the path of their file.
 
-    1 where answers got no score, so that the command has to be given again.
+    Returns 0, or 1 if some answers got no score and the command must be repeated.
     """
     from attnpo.evaluation.pairs import make_pairs
     from attnpo.system.processes import world_size

@@ -1,6 +1,6 @@
-"""Plain data that the rooms hand to each other, and the protocols through which they use each other.
+"""Plain data classes and protocols shared by the package's subpackages.
 
-Owns no behaviour beyond checks of its own fields.
+Contains no behaviour beyond validation of fields.
 
 Axis names used throughout: ``pairs`` P, ``rows`` 2P (all chosen rows first, then all rejected rows), ``R`` response
 positions, ``T`` model tokens, ``n`` source tokens of one response, ``m`` training tokens of one response.
@@ -24,20 +24,23 @@ _T = TypeVar("_T")
 
 
 BOOKKEEPING = {"moves_numbers": False}
-"""Metadata of a field of a component that moves no number beyond rounding, nor does anything below it."""
+"""Metadata of a component's field that changes no number beyond rounding; the same holds for everything below it."""
 
 ON_HOST = {"on_host": True}
-"""Metadata of a field of tensors that stays where it is when the others are moved to a device."""
+"""Metadata of a tensor field that stays on the CPU when the other fields are moved to a device."""
 
 SEEDS = 2**32
-"""Seeds lie below it: what NumPy takes."""
+"""Exclusive upper bound of seeds, as in NumPy."""
 
 
 def check_range(part: str, bounds: str, **values: float | int | None) -> None:
-    """Raises UserError for a setting of the config node ``part`` outside ``bounds``; None passes, NaN never does.
+    """Checks that settings of the config node ``part`` lie within ``bounds``; None passes, NaN does not.
 
-    ``bounds``: an interval as in mathematics, "[0, 1]" with its ends, "(0, 1)" without; "[1, inf)" and "(0, inf)" have
-    no upper end, and infinity is outside.
+    ``bounds`` is an interval in mathematical notation: "[0, 1]" includes its ends, "(0, 1)" excludes them. "[1, inf)"
+    and "(0, inf)" have no upper bound, but infinity itself is rejected.
+
+    Raises:
+        UserError: a value is out of bounds.
     """
     low, high = (float(end) for end in bounds[1:-1].split(","))
     for name, value in values.items():
@@ -48,32 +51,44 @@ def check_range(part: str, bounds: str, **values: float | int | None) -> None:
 
 
 def join_names(names: Sequence[str], most: int = 3) -> str:
-    """Returns names as a list in words: all of them, or the first ``most`` and how many more there are."""
+    """Joins names with commas; beyond ``most`` names, the rest are only counted ("and 4 more")."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def check_at_least(part: str, least: int, **values: float | int | None) -> None:
-    """Raises UserError for a setting of the config node ``part`` that is below ``least`` or not finite; None passes."""
+    """Checks that settings of the config node ``part`` are finite and at least ``least``; None passes.
+
+    Raises:
+        UserError: a value is too small or not finite.
+    """
     check_range(part, f"[{least}, inf)", **values)
 
 
 def check_seed(key: str, seed: int, count: int = 1) -> None:
-    """Raises UserError unless ``count`` seeds counted from ``seed``, the value of ``key``, are ones NumPy takes."""
+    """Checks that NumPy accepts ``count`` consecutive seeds that start at ``seed``, the value of the key ``key``.
+
+    Raises:
+        UserError: the first or the last seed is out of range.
+    """
     if not 0 <= seed <= SEEDS - count:
         raise UserError(f"{key}: expected a whole number from 0 to {SEEDS - count}, got {seed}")
 
 
 def check_choice(key: str, value: str, choices: Sequence[str]) -> None:
-    """Raises UserError for a value of ``key`` that is none of ``choices``."""
+    """Checks that ``value``, given for ``key``, is one of ``choices``.
+
+    Raises:
+        UserError: it is not.
+    """
     if value not in choices:
         raise UserError(f"{key} must be one of {', '.join(choices)}, got {value!r}")
 
 
 class Message(TypedDict):
-    """One chat turn in the Hugging Face convention; an assistant's may have its reasoning trace beside the content.
+    """Chat turn in the Hugging Face convention; an assistant turn may carry a reasoning trace besides its content.
 
-    ``tool_calls``, of an assistant's turn, and ``tools``, the functions that may be called, on a prompt's first turn,
-    are JSON texts of lists. A turn of the role "tool" has the result of a call and may name it.
+    ``tool_calls`` (on an assistant turn) and ``tools`` (the callable functions, on a prompt's first turn) are JSON
+    lists as text. A turn with role "tool" holds the result of a call and may name the call.
     """
 
     role: str
@@ -86,19 +101,19 @@ class Message(TypedDict):
 
 
 REASONING = "reasoning_content"
-"""Key of a turn's reasoning trace, and the variable that chat templates read it by."""
+"""Key of a turn's reasoning trace; chat templates use the same variable name."""
 MORE = (REASONING, "tool_calls", "tool_call_id", "name", "tools")
-"""Other keys of a turn, in the order of ``Message``."""
+"""Optional keys of a turn, in the order of ``Message``."""
 
 
 def copy_message(turn: Message) -> Message:
-    """Returns a new turn with the role, the content and what else ``turn`` has, in the order of ``Message``."""
+    """Copies a turn: role, content and the optional keys that are set, in the order of ``Message``."""
     more = {name: turn[name] for name in MORE if turn.get(name)}  # type: ignore[literal-required]
     return cast(Message, {"role": turn["role"], "content": turn["content"], **more})
 
 
 def prompt_identity(prompt: Sequence[Message]) -> list[list[str]]:
-    """Returns what tells one prompt from another, for digests: each turn's role and content, its calls and tools."""
+    """Returns the parts of a prompt that identify it in digests: role, content, tool calls and tools of each turn."""
     more = [[turn[name] for name in ("tool_calls", "tools") if turn.get(name)] for turn in prompt]
     return [[turn["role"], turn["content"], *rest] for turn, rest in zip(prompt, more, strict=True)]
 
@@ -110,9 +125,9 @@ def prompt_identity(prompt: Sequence[Message]) -> list[list[str]]:
 class PreferencePair:
     """One prompt with a chosen and a rejected response.
 
-    ``pair_id`` is a digest of the content, so the same pair met twice has the same id (duplicates are legal).
-    ``extra`` keeps further columns of the row (scores, topics); it never enters the id. ``apart``: reasoning traces
-    that begin its responses are weighed apart from the answers after them, and judges read the answers alone.
+    ``pair_id`` is a digest of the content, so duplicates share an id (they are allowed). ``extra`` keeps other columns
+    of the row (scores, topics) and is not part of the id. ``apart``: reasoning traces at the start of the responses are
+    weighed separately from the answers that follow, and judges read only the answers.
     """
 
     pair_id: str
@@ -131,7 +146,7 @@ class PreferencePair:
         extra: Mapping[str, object] | None = None,
         apart: bool = False,
     ) -> "PreferencePair":
-        """Returns the pair with its content digest as id, another one where traces are weighed apart."""
+        """Builds a pair; its id is a digest of the content and of ``apart``."""
         turns = tuple(copy_message(turn) for turn in prompt)
         key = digest([[list(turn.values()) for turn in turns], chosen, rejected, *(["apart"] if apart else [])])
         return cls(key[:32], turns, chosen, rejected, dict(extra or {}), apart)
@@ -142,7 +157,7 @@ class PreferencePair:
 
 
 def list_pair_ids(pairs: Sequence[PreferencePair]) -> list[str]:
-    """Returns the id of every pair; those that know their ``ids`` without their texts are not read for it."""
+    """Returns the id of every pair; a sequence with an attribute ``ids`` is not read for it."""
     known: list[str] | None = getattr(pairs, "ids", None)
     return [pair.pair_id for pair in pairs] if known is None else known
 
@@ -151,10 +166,10 @@ SIDES = ("chosen", "rejected")
 
 
 class EncodedResponse(NamedTuple):
-    """Training ids of one response and the prompt before it.
+    """Training token ids of a response and its prompt.
 
-    ``offsets`` are half-open character ranges in the response text as it stands in the pair; tokens that hold no
-    character of it (end of turn) have an empty range at the text's end.
+    ``offsets`` are half-open character ranges in the pair's response text; tokens without any character of the text
+    (end of turn) have an empty range at its end.
     """
 
     prompt_ids: list[int]
@@ -167,9 +182,9 @@ class EncodedResponse(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenWeights:
-    """Raw weights of one response on the source's own tokens, a row per captured layer.
+    """Raw weights of one response on the weight source's own tokens, one row per captured layer.
 
-    ``offsets`` are characters of the response as it stands in the pair, half open.
+    ``offsets`` are half-open character ranges in the pair's response text.
     """
 
     token_ids: Int[Tensor, " n"]
@@ -178,7 +193,7 @@ class TokenWeights:
 
 
 class TraceLength(NamedTuple):
-    """Tokens of a trace that a judge wrote, and whether it ended it itself."""
+    """Number of tokens in a judge's reasoning trace; ``closed``: the judge ended the trace itself."""
 
     tokens: int
     closed: bool
@@ -188,9 +203,9 @@ class TraceLength(NamedTuple):
 class JudgeRound:
     """Result of one judge round (one order of the two answers).
 
-    ``verdict_logits`` are the logits of the label tokens (A, B) at the verdict position; ``verdict_token`` is the
-    arg max over the vocabulary there; both None when the verdict was not read. ``cut``: the prompt was too long and was
-    shortened, so that the judge did not see all of it. ``trace``: what the judge wrote before its verdict, if it did.
+    ``verdict_logits`` are the logits of the label tokens (A, B) at the verdict position and ``verdict_token`` is the
+    argmax over the vocabulary there; both are None if the verdict was not read. ``cut``: the prompt was too long and
+    was truncated. ``trace``: length of the reasoning that the judge wrote before its verdict, if any.
     """
 
     chosen_is_a: bool
@@ -208,14 +223,14 @@ class JudgeRound:
 
 @dataclass(frozen=True)
 class PairWeights:
-    """Everything a source captured for one pair: a list of rounds, all with the same layers in the same order."""
+    """Weights captured by a source for one pair: judge rounds, all with the same layers in the same order."""
 
     pair_id: str
     rounds: tuple[JudgeRound, ...]
 
 
 class Kind(Enum):
-    """Kind of a weight row: a distribution sums to 1, a factor is used as it is."""
+    """Kind of a weight row: a distribution sums to 1, factors are used as they are."""
 
     DISTRIBUTION = "distribution"
     FACTOR = "factor"
@@ -228,9 +243,9 @@ class Kind(Enum):
 class Sampling:
     """Decoding settings; ``temperature`` 0 is greedy.
 
-    ``presence_penalty`` is taken off the logit of every token that the answer has already, ``frequency_penalty`` as
-    many times as it has it; the prompt's tokens do not count. ``stop_ids``: token ids that end an answer, beside those
-    that the model and its chat format name.
+    ``presence_penalty`` is subtracted from the logit of every token that the answer already contains,
+    ``frequency_penalty`` once per occurrence; prompt tokens do not count. ``stop_ids``: token ids that end an answer,
+    in addition to those of the model and its chat format.
     """
 
     max_new_tokens: int = 256
@@ -253,12 +268,12 @@ class Sampling:
             raise UserError(f"top_k must be 0 (off) or positive, got {self.top_k}")
         for name, penalty in (("presence", self.presence_penalty), ("frequency", self.frequency_penalty)):
             if not -2 <= penalty <= 2:
-                raise UserError(f"{name}_penalty must be from -2 to 2 (0 is none), got {penalty}")
+                raise UserError(f"{name}_penalty must be between -2 and 2 (0 is off), got {penalty}")
         if any(token < 0 for token in self.stop_ids):
-            raise UserError(f"stop_ids must be token ids, none of them negative, got {list(self.stop_ids)}")
+            raise UserError(f"stop_ids must be non-negative token ids, got {list(self.stop_ids)}")
 
     def fingerprint(self) -> dict[str, object]:
-        """Returns what identifies the settings in a store; those that came later only where they change something."""
+        """Returns the settings that identify stored answers; newer ones are included only if set, so old keys stay."""
         first = ("max_new_tokens", "temperature", "top_p", "top_k", "seed")
         later = {
             "presence_penalty": self.presence_penalty,
@@ -270,10 +285,10 @@ class Sampling:
 
 @runtime_checkable
 class Generator(Protocol):
-    """Answers prompts with text."""
+    """Text generator that answers chat prompts."""
 
     def generate(self, prompts: Sequence[Sequence[Message]], sampling: Sampling) -> list[str]:
-        """Returns one answer per prompt, in their order, special tokens removed."""
+        """Returns one answer per prompt, in the same order and without special tokens."""
 
 
 # --------------------------------------------------------------------------------------------- training
@@ -281,16 +296,17 @@ class Generator(Protocol):
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """Model inputs that a layout makes.
+    """Model inputs in a layout.
 
     ``input_ids``, ``position_ids`` [batch T]; ``attention_mask`` [batch T] (1 = token) or None; ``predict_index``
     [rows R] is the flat index (into batch*T) of the hidden state that predicts each response token.
 
-    ``segments``: None for one sequence per row; else the batch is one row of many sequences, and each line holds
-    (start, count, prefix, shared): the tokens start..start+count-1 follow the ``shared`` tokens from ``prefix`` on, and
-    see, causally, those and each other. Every token of the row is in exactly one segment. ``segment_rows`` is the
-    response row of each segment; None: their order. Both stay on the CPU: plans are made there, so that no step waits
-    for a GPU. ``scored``: row and position of every response token, for the same reason; None: the response mask says.
+    ``segments``: None for one sequence per row. Otherwise the batch is a single row of many sequences, described by
+    (start, count, prefix, shared) per segment: tokens start..start+count-1 continue the ``shared`` tokens that begin at
+    ``prefix``, and attend causally to those and to each other. Every token of the row is in exactly one segment.
+    ``segment_rows``: response row of each segment; None means in order. Both stay on the CPU, where plans are made, so
+    that no step waits for the GPU. ``scored``: row and position of every response token, precomputed for the same
+    reason; None means they follow from the response mask.
     """
 
     input_ids: Int[Tensor, "batch T"]
@@ -302,16 +318,16 @@ class ModelInputs:
     scored: Int[Tensor, "N 2"] | None = None
 
     def to(self, device: torch.device | str) -> "ModelInputs":
-        """Returns the same inputs on ``device``."""
+        """Moves the inputs to ``device``."""
         return _move_to_device(self, torch.device(device))
 
 
 @dataclass(frozen=True)
 class InputGradient:
-    """Influence of each input token on a model's next token: the L1 norm of a gradient at its embedding.
+    """Influence of each input token on a model's next token: the L1 norm of the gradient at the token's embedding.
 
-    ``response``: per response token, 0 off the response; ``prompt``: the sum over the row's prompt tokens, whose number
-    is ``prompt_tokens``.
+    ``response``: per response token, 0 elsewhere; ``prompt``: sum over the prompt tokens of a row; ``prompt_tokens``:
+    their number.
     """
 
     response: Float[Tensor, "rows R"]
@@ -321,11 +337,11 @@ class InputGradient:
 
 @dataclass(frozen=True)
 class TokenStats:
-    """Per-token statistics in response space; positions under a false response mask hold 0.
+    """Per-token statistics in response space; positions outside the response mask hold 0.
 
-    ``vocab`` has statistics of one model's distribution at each position (entropy, collision), ``joint`` those
-    of two models (kl_ref_policy, ...). ``groups`` has the statistics of the batch's other row groups, by their names.
-    ``routing``: of a mixture's routers, how often each row's tokens chose each expert and the sum of its probabilities.
+    ``vocab`` has statistics of one model's distribution at each position (entropy, collision), ``joint`` those of two
+    models (kl_ref_policy, ...). ``groups`` has the statistics of the batch's other row groups by name. ``routing``: for
+    a mixture of experts, how often each row's tokens chose each expert, and the summed router probabilities.
     """
 
     logps: Float[Tensor, "rows R"]
@@ -339,11 +355,11 @@ class TokenStats:
 
 @dataclass(frozen=True)
 class RowGroup:
-    """Response rows in response space: of the main group 2P, all chosen rows first.
+    """Response rows in response space; the main group has 2P rows, all chosen rows first.
 
-    ``token_weights`` maps a channel to its weights; "reward" is always there for distributions or factors aligned on
-    the response tokens. ``factors``: those weights are factors, used as they are, and no distribution.
-    ``source_lengths`` is |y| as the weight source counts it.
+    ``token_weights`` maps a channel to its weights; the channel "reward" always holds the distributions or factors
+    aligned with the response tokens. ``factors``: these weights are factors instead of distributions and are used as
+    they are. ``source_lengths`` is |y| as counted by the weight source.
     """
 
     response_ids: Int[Tensor, "rows R"]
@@ -355,18 +371,18 @@ class RowGroup:
     factors: bool = False
 
     def to(self, device: torch.device | str) -> "RowGroup":
-        """Returns the same rows with every tensor on ``device``."""
+        """Moves every tensor of the rows to ``device``."""
         return _move_to_device(self, torch.device(device))
 
 
 @dataclass(frozen=True)
 class PreferenceBatch:
-    """One micro-batch of P pairs; ``step_pairs`` is the number of pairs in its whole optimiser step (all ranks).
+    """Micro-batch of P pairs; ``step_pairs`` is the number of pairs in its whole optimizer step (all ranks).
 
-    ``step_tokens``: the chosen and the rejected response tokens of that step, void pairs left out; (0, 0) where nobody
-    counted them. ``ahead``: row groups of this rank's whole step that are looked at before it, with its first
-    micro-batch only. ``state``: what an objective summed over those. ``step``: optimiser steps taken before this one,
-    None outside training.
+    ``step_tokens``: numbers of chosen and rejected response tokens in that step, without void pairs; (0, 0) if they
+    were not counted. ``ahead``: row groups of this rank's whole step that are scored before it; only the first
+    micro-batch carries them. ``state``: sums of an objective over those groups. ``step``: number of optimizer steps
+    taken so far; None outside training.
     """
 
     groups: Mapping[str, RowGroup]
@@ -381,16 +397,16 @@ class PreferenceBatch:
 
     @property
     def main(self) -> RowGroup:
-        """Returns the group of the pairs themselves."""
+        """Returns the row group of the pairs themselves."""
         return self.groups["main"]
 
     @property
     def pairs(self) -> int:
-        """Returns P."""
+        """Returns the number of pairs, P."""
         return len(self.pair_ids)
 
     def to(self, device: torch.device | str) -> "PreferenceBatch":
-        """Returns the same batch with every tensor on ``device``."""
+        """Moves every tensor of the batch to ``device``."""
         return _move_to_device(self, torch.device(device))
 
 
@@ -412,7 +428,7 @@ def _move_to_device(value: _T, device: torch.device) -> _T:
 
 @dataclass(frozen=True)
 class ObjectiveOutput:
-    """Per-pair results of an objective. ``losses`` carries gradient; rewards and extras are detached."""
+    """Per-pair results of an objective. ``losses`` carry gradient; rewards and extras are detached."""
 
     losses: Float[Tensor, " pairs"]
     chosen_rewards: Float[Tensor, " pairs"]

@@ -1,4 +1,4 @@
-"""``python -m attnpo.show``: a pair token by token, typed in or out of data, a run or a saved step."""
+"""``python -m attnpo.show``: shows a pair token by token; the pair is typed in or comes from data, a run or a step."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Show pairs token by token, chosen and rejected side by side: weights, log-probs, parts of the margin.
-prompt=, chosen= and rejected= take a text as typed; @FILE reads a file, - standard input, @@ is an @.
-column= is the number shown: relative, weight, logp, reference_logp, log_ratio or contribution;
-layers=[all] rounds=[mean,1,2] stages=[all] show it by layer, judge round and step of processing;
-rows= and ids= choose pairs of data.path, of run= or (ids=) of bad_batch=; out= writes a file."""
+prompt=, chosen= and rejected= take text; @FILE reads a file, - standard input, and @@ is a literal @.
+column= selects the number: relative, weight, logp, reference_logp, log_ratio or contribution;
+layers=[all] rounds=[mean,1,2] stages=[all] split it by layer, judge round and processing step;
+rows= and ids= select pairs of data.path or run=, ids= also those of bad_batch=; out= writes a file."""
 EXAMPLES = """\
 python -m attnpo.show model.path=MODEL prompt='Why?' chosen='Because, as 2=2.' rejected=@answer.txt
 python -m attnpo.show run=outputs/RUN rows=3 column=contribution
@@ -27,7 +27,7 @@ python -m attnpo.show run=outputs/RUN rows=100 layers=[all] out=weights.parquet"
 
 
 def main(texts: dict[str, str], cfg: "ShowConfig") -> int:
-    """Returns 0; the pairs are printed or written. ``texts`` are those of a typed pair."""
+    """Prints the pairs or writes them to a file; returns 0. ``texts``: prompt and responses of a typed pair."""
     for key, text in texts.items():
         cfg = cfg.with_value(key, text)
     with import_phase("loading transformers"):
@@ -38,7 +38,7 @@ def main(texts: dict[str, str], cfg: "ShowConfig") -> int:
 
 
 def entry(argv: Sequence[str] | None = None) -> int:
-    """Returns the command's exit status."""
+    """Runs the command; returns its exit status."""
     from attnpo.cli.entry import run_entry
 
     taken: dict[str, str] = {}
@@ -61,14 +61,14 @@ KEYS = ("prompt", "chosen", "rejected")
 
 
 def parse_pair_texts(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Returns the texts given as KEY=TEXT for ``KEYS``, and the other words of ``argv`` in their order.
+    """Extracts the texts given as KEY=TEXT for ``KEYS``; returns them and the remaining words of ``argv`` in order.
 
-    ``@FILE`` reads a file, ``-`` standard input, both without the line break at their end. A text that begins with @ is
-    typed with two.
+    ``@FILE`` reads a file and ``-`` standard input, both without the final line break. ``@@`` stands for a literal @ at
+    the start of a text.
 
     Raises:
-        UserError: a text is given twice, standard input is asked for twice, a file cannot be read as UTF-8, or some of
-            the three are given and others are not.
+        UserError: a text is given twice, standard input is used twice, a file is not readable UTF-8, or only some of
+            the three texts are given.
     """
     given: dict[str, str] = {}
     rest = []
@@ -77,18 +77,22 @@ def parse_pair_texts(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         if not equals or key not in KEYS:
             rest.append(word)
         elif key in given:
-            raise UserError(f"{key}= is given twice; a pair has one {key}")
+            raise UserError(f"{key}= is given twice: give one {key} per pair")
         else:
             given[key] = text
     asked = [key for key, text in given.items() if text == "-"]
     if len(asked) > 1:
-        raise UserError(f"{' and '.join(f'{key}=-' for key in asked)}: standard input can be read once; name files")
+        raise UserError(f"{' and '.join(f'{key}=-' for key in asked)}: standard input can be read only once; use files")
     _check_pair_is_complete(given, rest)
     return {key: _read_text(key, text) for key, text in given.items()}, rest
 
 
 def _check_pair_is_complete(given: Mapping[str, str], rest: Sequence[str]) -> None:
-    """Raises UserError where a pair is typed in part, naming words among ``rest`` that may be the missing key."""
+    """Checks that a typed pair has all three texts.
+
+    Raises:
+        UserError: some texts are missing; the message points to words in ``rest`` that look like a misspelled key.
+    """
     lacking = [key for key in KEYS if key not in given]
     if not given or not lacking:
         return
@@ -96,8 +100,8 @@ def _check_pair_is_complete(given: Mapping[str, str], rest: Sequence[str]) -> No
     near = [f"{close[0]}= looks like {key}=" for key in lacking if (close := get_close_matches(key, words, 1))]
     wanted = " ".join(f"{key}=TEXT" for key in lacking)
     raise UserError(
-        f"a pair is {', '.join(f'{key}=' for key in KEYS)}: got {', '.join(f'{key}=' for key in given)}; "
-        f"give {wanted} as well{''.join(f' ({words})' for words in near)}"
+        f"a pair needs {', '.join(f'{key}=' for key in KEYS)}; got only {', '.join(f'{key}=' for key in given)}: "
+        f"add {wanted}{''.join(f' ({words})' for words in near)}"
     )
 
 
@@ -110,7 +114,7 @@ def _read_text(key: str, text: str) -> str:
         read = sys.stdin.read() if text == "-" else Path(text[1:]).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as problem:
         raise UserError(
-            f"{key}={text}: cannot be read as UTF-8 text ({problem}); a text that begins with @ is typed as @{text}"
+            f"{key}={text} cannot be read as UTF-8 text ({problem}); for a literal text that begins with @, use @{text}"
         ) from problem
     return read.removesuffix("\n")
 

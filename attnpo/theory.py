@@ -1,12 +1,12 @@
-"""Says, until 0.2.0, where the paper's theory went: it is no part of the package."""
+"""Placeholder until 0.2.0: points to the new location of the paper's theory, outside the package."""
 
 import sys
 
-MOVED = "the paper's theory stands beside the package: in a checkout, python -m experiments.theory (docs/theory.md)"
+MOVED = "the theory is no longer part of the package: in a checkout, run python -m experiments.theory (docs/theory.md)"
 
 
 def __getattr__(name: str) -> object:
-    """Raises AttributeError that says where the names of before are."""
+    """Raises an AttributeError that gives the new location."""
     raise AttributeError(f"attnpo.theory.{name}: {MOVED}")
 
 

@@ -1,12 +1,12 @@
-"""Says, until 0.2.0, where the golden records went: recomputing them is a test, which no wheel has."""
+"""Placeholder until 0.2.0: points to the tests that recompute the golden records, which no wheel contains."""
 
 import sys
 
-MOVED = "golden records are recomputed by the tests: in a checkout, python -m tests.conformance PATH (CONTRIBUTING.md)"
+MOVED = "the tests recompute golden records: in a checkout, run python -m tests.conformance PATH (CONTRIBUTING.md)"
 
 
 def __getattr__(name: str) -> object:
-    """Raises AttributeError that says where the names of before are."""
+    """Raises an AttributeError that gives the new location."""
     raise AttributeError(f"attnpo.verify.{name}: {MOVED}")
 
 

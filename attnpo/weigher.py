@@ -27,8 +27,8 @@ from attnpo.judge.settings import Assembly, Judge, TraceRules
 from attnpo.judge.traces import KeptTraces
 from attnpo.judge.verdicts import measure_labels
 from attnpo.models.backbone import require_causal_lm
-from attnpo.models.described import describe, require_exact, stated_positions, token_rows
-from attnpo.models.loading import heads_of, inspect_model, load_model, load_tokenizer, text_config
+from attnpo.models.described import check_exact_length, describe_model, stated_positions, token_rows
+from attnpo.models.loading import inspect_model, load_model, load_text_config, load_tokenizer, num_heads_from_config
 from attnpo.schema import EncodedResponse, Message, PairWeights, PreferencePair, UserError, check_choice
 from attnpo.system.machine import inference_device
 from attnpo.text.chat import ChatFormat
@@ -151,13 +151,15 @@ class Weigher:
         self.both_orders = both_orders
         self.lengths = LengthRules() if lengths is None else lengths
         self.tokenizer = _tokenizer(model, tokenizer, revision)
-        stated = text_config(model, revision) if isinstance(model, str | Path) else require_causal_lm(model).config
+        stated = load_text_config(model, revision) if isinstance(model, str | Path) else require_causal_lm(model).config
         template_of_chat = read_template(chat_template)
         self.chat = ChatFormat(self.tokenizer, template_of_chat, kwargs=chat_template_kwargs, rows=token_rows(stated))
         loaded = _model(model, dtype, revision, device)
-        found = describe(type(loaded.config).from_dict(loaded.config.to_dict()))  # not the kernel it was loaded with
+        found = describe_model(
+            type(loaded.config).from_dict(loaded.config.to_dict())
+        )  # not the kernel it was loaded with
         config, name = loaded.config.get_text_config(), str(loaded.config.name_or_path or found.name)
-        require_exact(config, name, "max_length", max_length)
+        check_exact_length(config, name, "max_length", max_length)
         template_text = None if wording is None else JudgeTemplate(wording)
         self.prompts = JudgePrompts(settings.rules(stated_positions(config)), self.chat, template_text)
         if not found.layers:
@@ -167,7 +169,7 @@ class Weigher:
         judge = CausalJudge(loaded, token_budget=token_budget, kernel=kernel_for(found))
         self.depth = Depth(judge.num_layers, found.layers)
         self.source = chosen_source.resolve(self.depth)
-        self._rows = self.source.rows_to_store(self.depth, partial(heads_of, config, name))
+        self._rows = self.source.rows_to_store(self.depth, partial(num_heads_from_config, config, name))
         asked = thinking(judge, self.prompts, KeptTraces(None))
         self._judge = LoadedJudge(asked, self.prompts, verdict)
         self._least: float | None = settings.min_label_mass  # of the labels' probability; None once it was looked at
@@ -376,7 +378,7 @@ def _model(
     model: str | Path | nn.Module, dtype: str, revision: str | None, device: str | torch.device | None
 ) -> PreTrainedModel:
     if isinstance(model, str | Path):
-        reading = inspect_model(model, revision).reading
+        reading = inspect_model(model, revision).judge_attention
         loaded = load_model(model, dtype=dtype, revision=revision, attn_implementation=reading)
         device = inference_device("auto") if device is None else device
     else:

@@ -21,7 +21,7 @@ from transformers.utils import logging as library
 
 from attnpo.config.compose import load
 from attnpo.judge.base import JudgeReading
-from attnpo.models.layouts import LAYOUTS, padded
+from attnpo.models.layouts import LAYOUTS, padded_layout
 from attnpo.models.scored import ScoredLM
 from attnpo.run.run import run
 from experiments.benchmarks import extraction, gpu, gpu_step, harness, long_memory, pipeline, start, step, step_length
@@ -592,14 +592,14 @@ def test_the_gpu_form_keeps_rotary_frequencies_in_full_precision() -> None:
 
 def test_the_gpu_form_refuses_a_layout_with_other_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(rows: Any, pad_id: int) -> Any:
-        return padded([([*prompt[:-1], 5], response) for prompt, response in rows], pad_id)
+        return padded_layout([([*prompt[:-1], 5], response) for prompt, response in rows], pad_id)
 
     monkeypatch.setitem(LAYOUTS, "packed", wrong)
     rows = tiny_gpu(tmp_path / "gpu.json", "--steps", "step", "--settings", "full:packed:4096")["step"]["results"][
         "rows"
     ]
     assert "refused: LlamaForCausalLM gives other numbers" in rows[0]["note"]
-    monkeypatch.setattr(gpu_step, "reason_against", lambda *_: None)
+    monkeypatch.setattr(gpu_step, "find_layout_problem", lambda *_: None)
     rows = tiny_gpu(tmp_path / "gpu.json", "--steps", "step", "--settings", "full:packed:4096")["step"]["results"][
         "rows"
     ]

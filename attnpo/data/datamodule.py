@@ -19,7 +19,7 @@ from attnpo.data.prepared import Examples, Recipe, Texts, encode, make_examples,
 from attnpo.data.rules import AlignRules, BatchPlan, LengthRules
 from attnpo.data.sampler import PlannedBatch, SamplerState, StepBatches, steps_in
 from attnpo.judge.base import WeightReader
-from attnpo.models.layouts import LAYOUTS, padded
+from attnpo.models.layouts import LAYOUTS, padded_layout
 from attnpo.schema import PreferenceBatch, RowGroup, UserError
 from attnpo.system.machine import inference_device
 from attnpo.system.processes import world_size
@@ -233,7 +233,7 @@ class PreferenceDataModule(L.LightningDataModule):
         align: AlignRules | None = None,
         transforms: Sequence[WeightTransform] = (),
         plan: BatchPlan | None = None,
-        layout: Layout = padded,
+        layout: Layout = padded_layout,
         seed: int = 0,
         ahead: Collection[str] = (),
         epochs: int | None = None,
@@ -263,7 +263,7 @@ class PreferenceDataModule(L.LightningDataModule):
         cls,
         train: Sequence[TrainingExample],
         val: Sequence[TrainingExample],
-        layout: Layout = padded,
+        layout: Layout = padded_layout,
         pad_id: int = 0,
         plan: BatchPlan | None = None,
         seed: int = 0,

@@ -60,7 +60,7 @@ from attnpo.data.weighing import REFILL, Weighed, weigh
 from attnpo.judge.base import WeightReader
 from attnpo.judge.judge import LabelCheck, RunJudge
 from attnpo.judge.verdicts import JudgeStatistics, LabelMass, TraceStatistics
-from attnpo.models.kept_digests import unchanged_digest
+from attnpo.models.kept_digests import cached_digest
 from attnpo.schema import SIDES, EncodedResponse, PreferencePair, UserError, digest, list_pair_ids
 from attnpo.system.files import flatten
 from attnpo.system.source_digest import PACKAGE, source_digest
@@ -104,7 +104,7 @@ def facts_of_data(source: object) -> tuple[dict[str, object], int] | None:
             found[f"{path} {split}"] = table._fingerprint
             size += table.data.nbytes
         for file in files or ():
-            found[str(file)] = unchanged_digest(file)
+            found[str(file)] = cached_digest(file)
             size += file.stat().st_size
     facts = {"data": to_config(source), "files": found, "code": source_digest()}
     return (facts, size) if size >= BYTES else None

@@ -20,7 +20,7 @@ from typing import IO, Any
 import pyarrow as pa
 from filelock import FileLock, Timeout
 
-from attnpo.models.kept_digests import unchanged_digest
+from attnpo.models.kept_digests import cached_digest
 from attnpo.schema import UserError
 from attnpo.system.files import (
     WRITING,
@@ -114,7 +114,7 @@ def _read(file: Path, facts: Mapping[str, object], *, say: bool = False) -> Prep
         if record["of"] == _plain(facts):
             problem = "is not as it was written"
             with suppress(OSError, pa.ArrowException):
-                if unchanged_digest(file) == record["sha256"]:
+                if cached_digest(file) == record["sha256"]:
                     os.utime(path)  # what ``prune`` goes by
                     log.info("%s: prepared before", file.name)
                     return PreparedRows(_map(file), record["account"], anew=False)

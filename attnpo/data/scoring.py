@@ -12,9 +12,9 @@ from attnpo.data.prepare import Tally, encode_pair
 from attnpo.data.rules import LengthRules
 from attnpo.judge.base import WeightReader
 from attnpo.models.described import token_rows
-from attnpo.models.generate import longest_first
-from attnpo.models.layouts import Layout, padded
-from attnpo.models.loading import attention_of, load_model, load_tokenizer, text_config, weights_fingerprint
+from attnpo.models.generate import batch_longest_first
+from attnpo.models.layouts import Layout, padded_layout
+from attnpo.models.loading import load_model, load_text_config, load_tokenizer, resolve_attention, weights_fingerprint
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import DTYPES, ModelSpec
 from attnpo.schema import (
@@ -36,7 +36,7 @@ TOKENS_PER_FORWARD = 16384  # padded, both branches of each pair
 
 
 def score_examples(
-    model: ScoredLM, examples: Sequence[TrainingExample], pad_id: int, layout: Layout = padded
+    model: ScoredLM, examples: Sequence[TrainingExample], pad_id: int, layout: Layout = padded_layout
 ) -> Iterator[tuple[str, LogpPair]]:
     """Returns pair id and log-probabilities (chosen, rejected) of every example, in eval mode, shortest first."""
     was_training = model.training
@@ -98,7 +98,7 @@ class ModelScorer:
         for scorer in (self, *([] if other is None else [other])):
             scorer.model.eval()
         lengths = [len(row.prompt_ids) + len(row.response_ids) for row in ids]
-        for batch in longest_first(lengths, lambda length: TOKENS_PER_FORWARD // length):
+        for batch in batch_longest_first(lengths, lambda length: TOKENS_PER_FORWARD // length):
             stats = self._batch([ids[place] for place in batch], frozenset({"logps", *names}), other)
             by_name = {"logps": stats.logps}
             by_name |= {f"vocab:{name}": rows for name, rows in stats.vocab.items()}
@@ -111,7 +111,7 @@ class ModelScorer:
     @torch.no_grad()
     def _batch(self, rows: Sequence[EncodedResponse], names: frozenset[str], other: "ModelScorer | None") -> TokenStats:
         device = next(self.model.parameters()).device
-        inputs, response_ids, mask = padded([(row.prompt_ids, row.response_ids) for row in rows], self.pad_id)
+        inputs, response_ids, mask = padded_layout([(row.prompt_ids, row.response_ids) for row in rows], self.pad_id)
         read = (inputs.to(device), response_ids.to(device), mask.to(device))
         second = None
         if other is not None:
@@ -226,7 +226,7 @@ class RunScorers(WeightReader):
             )
 
     def _check_sizes(self, source: ScoredSource) -> None:
-        sizes = {name: token_rows(text_config(*self.place(scorer))) for name, scorer in self.models.items()}
+        sizes = {name: token_rows(load_text_config(*self.place(scorer))) for name, scorer in self.models.items()}
         longest = max(self.chat.tokenizer.get_vocab().values())
         if self.chat.rows.count is not None:
             longest = min(longest, self.chat.rows.count - 1)  # training reads no others
@@ -262,7 +262,7 @@ class RunScorers(WeightReader):
             described[rank] = {
                 "weights": self._weights(scorer),
                 "dtype": scorer.dtype,
-                "kernel": attention_of(*self.place(scorer), "sdpa"),
+                "kernel": resolve_attention(*self.place(scorer), "sdpa"),
             }
         return described
 

@@ -458,11 +458,11 @@ def _plain(lengths: LengthRules) -> dict[str, object]:
 
 
 def _require_room(model: ModelSpec, lengths: LengthRules) -> None:
-    from attnpo.models.generate import longest_sequence
+    from attnpo.models.generate import max_sequence_length
 
     key = f"{KEY}lengths.max_length"
-    longest_sequence(model.path, model.revision, key, lengths.max_length)
-    positions = longest_sequence(model.path, model.revision, key, None)
+    max_sequence_length(model.path, model.revision, key, lengths.max_length)
+    positions = max_sequence_length(model.path, model.revision, key, None)
     if positions is not None and positions < lengths.max_length:
         raise UserError(
             f"{key}={lengths.max_length}: {model.path} has {positions} positions; set {key}={positions} and "
@@ -475,10 +475,10 @@ def _require_same_tokens(
 ) -> None:
     """Raises UserError where a token of the pairs is another one for the reference, or one without a row there."""
     from attnpo.models.described import token_rows
-    from attnpo.models.loading import load_tokenizer, text_config
+    from attnpo.models.loading import load_text_config, load_tokenizer
 
     own, other = subject.chat.tokenizer, load_tokenizer(reference, revision)
-    rows = token_rows(text_config(reference, revision))
+    rows = token_rows(load_text_config(reference, revision))
     used = {index for one in examples for side in one.sides for index in (*side.prompt_ids, *side.response_ids)}
     known = other.get_vocab()
     wrong = [

@@ -294,7 +294,7 @@ class _Runner:
     """Runs the tasks of one measure on one model, which is loaded when the first task needs it."""
 
     def __init__(self, settings: LmEvalTasks, subject: Subject, own: Path | None) -> None:
-        from attnpo.models.loading import attention_of, weights_fingerprint
+        from attnpo.models.loading import resolve_attention, weights_fingerprint
 
         self.settings, self.subject, self.own = settings, subject, own
         self._lm: HFLM | None = None
@@ -305,7 +305,7 @@ class _Runner:
             **{name: value for name, value in settings.versions().items() if name != "tasks"},
             "model": weights_fingerprint(model.path, model.revision),
             "dtype": model.dtype,
-            "attention": attention_of(model.path, model.revision, model.attn_implementation),
+            "attention": resolve_attention(model.path, model.revision, model.attn_implementation),
             "chat": subject.chat.fingerprint(),
         }
 

@@ -60,10 +60,10 @@ class HFAnswering:
 
     def open(self, model: ModelSpec, device: torch.device) -> Answerer:
         """Reads config and tokenizer; the weights are loaded onto ``device`` with the first answer."""
-        from attnpo.models.generate import longest_sequence
+        from attnpo.models.generate import max_sequence_length
 
         spec, chat = describe_model(model)
-        limit = longest_sequence(spec.path, spec.revision, "answering.max_length", self.max_length)
+        limit = max_sequence_length(spec.path, spec.revision, "answering.max_length", self.max_length)
         return LocalAnswerer(self, spec, chat, limit, device)
 
 
@@ -84,20 +84,20 @@ class LocalAnswerer:
 
     def key(self) -> dict[str, object]:
         """Returns weights, ends of answers, number format, attention kernel, chat format."""
-        from attnpo.models.generate import ends_of_folder
-        from attnpo.models.loading import attention_of, weights_fingerprint
+        from attnpo.models.generate import extra_end_ids
+        from attnpo.models.loading import resolve_attention, weights_fingerprint
 
         model = self.model
         return {
-            "model": {**weights_fingerprint(model.path, model.revision), **ends_of_folder(model.path)},
+            "model": {**weights_fingerprint(model.path, model.revision), **extra_end_ids(model.path)},
             "model.dtype": model.dtype,
-            "model.attn_implementation": attention_of(model.path, model.revision, model.attn_implementation),
+            "model.attn_implementation": resolve_attention(model.path, model.revision, model.attn_implementation),
             "chat": self.chat.fingerprint(),
         }
 
     @cached_property
     def _generator(self) -> "HFGenerator":
-        from attnpo.models.generate import chat_generator
+        from attnpo.models.generate import make_chat_generator
         from attnpo.models.loading import load_model
 
         model = self.model
@@ -105,15 +105,15 @@ class LocalAnswerer:
             model.path, dtype=model.dtype, attn_implementation=model.attn_implementation, revision=model.revision
         )
         loaded.to(self.device)  # type: ignore[arg-type]
-        return chat_generator(loaded, self.chat, self.settings.batch_size, self.settings.token_budget)
+        return make_chat_generator(loaded, self.chat, self.settings.batch_size, self.settings.token_budget)
 
     def answer(self, asked: Sequence[ChatRequest], sampling: Sampling) -> Iterator[Mapping[int, Reply]]:
         """Replies batch by batch, the longest prompts first."""
-        from attnpo.models.generate import Request
+        from attnpo.models.generate import GenerationRequest
 
         if not asked:
             return
-        requests = [Request(one.ids, one.draw) for one in asked]
+        requests = [GenerationRequest(one.ids, one.draw) for one in asked]
         for batch in self._generator.batches(requests, sampling):
             answers = self._generator.answer([requests[index] for index in batch], sampling)
             yield {
@@ -150,11 +150,11 @@ def read_chat(
 ) -> ChatFormat:
     """Returns the chat format of a model whose ``path`` and ``chat_template`` a ``part`` of the configuration names."""
     from attnpo.models.described import token_rows
-    from attnpo.models.loading import load_tokenizer, text_config
+    from attnpo.models.loading import load_text_config, load_tokenizer
 
     template = read_template(chat_template, f"{part}.chat_template")
     try:
-        tokenizer, rows = load_tokenizer(path, revision), token_rows(text_config(path, revision))
+        tokenizer, rows = load_tokenizer(path, revision), token_rows(load_text_config(path, revision))
         return ChatFormat(tokenizer, template, fold_system=fold_system, part=part, rows=rows)
     except UserError as problem:
         raise UserError(f"{part}.path={path}: {problem}".replace("model.chat_", f"{part}.chat_")) from problem
@@ -216,12 +216,12 @@ class LocalGrader:
 
         Raises UserError for a model or a tokenizer that cannot be read.
         """
-        from attnpo.models.generate import ends_of_folder
+        from attnpo.models.generate import extra_end_ids
         from attnpo.models.loading import weights_fingerprint
 
         return {
             "grader": "local",
-            "weights": {**weights_fingerprint(self.path, self.revision), **ends_of_folder(self.path)},
+            "weights": {**weights_fingerprint(self.path, self.revision), **extra_end_ids(self.path)},
             "dtype": self.dtype,
             "kernel": self._kernel,
             "chat": self._chat.fingerprint(),
@@ -249,15 +249,15 @@ class LocalGrader:
 
     @cached_property
     def _limit(self) -> int | None:
-        from attnpo.models.generate import longest_sequence
+        from attnpo.models.generate import max_sequence_length
 
-        return longest_sequence(self.path, self.revision, "grader.max_length", self.max_length)
+        return max_sequence_length(self.path, self.revision, "grader.max_length", self.max_length)
 
     @cached_property
     def _model(self) -> "PreTrainedModel":
         from attnpo.models.loading import inspect_model, load_model
 
-        reading = inspect_model(self.path, self.revision).reading
+        reading = inspect_model(self.path, self.revision).judge_attention
         model = load_model(self.path, dtype=self.dtype, revision=self.revision, attn_implementation=reading)
         model.to(inference_device(self.accelerator))  # type: ignore[arg-type]
         return model
@@ -270,9 +270,9 @@ class LocalGrader:
 
     @cached_property
     def _generator(self) -> "HFGenerator":
-        from attnpo.models.generate import chat_generator
+        from attnpo.models.generate import make_chat_generator
 
-        return chat_generator(self._model, self._chat, self.batch_size, self.token_budget)
+        return make_chat_generator(self._model, self._chat, self.batch_size, self.token_budget)
 
     # ------------------------------------------------------------------------------------------ asking
 
@@ -356,10 +356,10 @@ class LocalGrader:
 
     def _write(self, asked: Sequence[_Asked]) -> Iterator[Outcome]:
         """Replies by generation; calls with the same sampling share batches."""
-        from attnpo.models.generate import Request
+        from attnpo.models.generate import GenerationRequest
 
         for sampling, group in _group_by(asked, lambda item: self._sampling(item[0], len(item[1]))):
-            requests = [Request(ids, call.repeat) for call, ids in group]
+            requests = [GenerationRequest(ids, call.repeat) for call, ids in group]
             for batch in self._generator.batches(requests, sampling):
                 began = time.perf_counter()
                 answers = self._generator.answer([requests[index] for index in batch], sampling)

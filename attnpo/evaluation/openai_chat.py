@@ -222,7 +222,7 @@ class OpenAIAnswering:
 
         UserError without the package openai, or without the key that ``key_variable`` promises.
         """
-        from attnpo.models.generate import longest_sequence
+        from attnpo.models.generate import max_sequence_length
 
         self.endpoint(self.model or model.path).require_ready(self.key_variable)
         if model.fold_system:
@@ -234,7 +234,7 @@ class OpenAIAnswering:
             log.info("%s is no folder here: its name on the server stands for its weights", model.path)
             return ServedAnswerer(self, model, None, self.max_length)
         spec, chat = describe_model(model)
-        limit = longest_sequence(spec.path, spec.revision, "answering.max_length", self.max_length)
+        limit = max_sequence_length(spec.path, spec.revision, "answering.max_length", self.max_length)
         return ServedAnswerer(self, spec, chat, limit)
 
     def endpoint(self, model: str) -> _Endpoint:

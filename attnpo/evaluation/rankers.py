@@ -170,7 +170,7 @@ class RewardRanker:
             log.info("rewards: %d of %d prompts", start + len(some), len(sets))
 
     def _score_sets(self, model: "PreTrainedModel", sets: Sequence[AnswerSet]) -> list[ScoreRow]:
-        from attnpo.models.reward_policy import rewards_of
+        from attnpo.models.reward_policy import score_conversations
 
         rows: list[ScoreRow] = []
         shown: list[tuple[AnswerSet, list[list[int]]]] = []
@@ -186,7 +186,9 @@ class RewardRanker:
             else:
                 shown.append((one, ids))
         try:
-            rewards = iter(rewards_of(model, [ids for _, each in shown for ids in each], self.token_budget).tolist())
+            rewards = iter(
+                score_conversations(model, [ids for _, each in shown for ids in each], self.token_budget).tolist()
+            )
         except UserError as problem:
             raise UserError(str(problem).replace("model.reward=true", f"ranker.path={self.path}")) from problem
         for one, each in shown:

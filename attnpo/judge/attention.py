@@ -27,8 +27,16 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from attnpo.models.backbone import Parts
 from attnpo.models.described import attending_layers, backbone_of
-from attnpo.models.logps import project
-from attnpo.models.packed_attention import FAR, Bucket, SegmentPlan, fused_attention, softmax, whole, window_of
+from attnpo.models.logps import compute_logits
+from attnpo.models.packed_attention import (
+    FAR,
+    Bucket,
+    SegmentPlan,
+    check_whole_mask,
+    describe_window,
+    fused_attention,
+    softmax,
+)
 from attnpo.schema import UserError
 
 BLOCK_ELEMENTS = 1 << 23  # scores held at once by a block of queries: 32 MiB in float32
@@ -51,7 +59,7 @@ class MaskRule:
 
     def __getitem__(self, index: object) -> "MaskRule":
         """Returns the rule itself, for models that slice their whole mask; raises ``UserError`` for a part of it."""
-        return whole(self, index)
+        return check_whole_mask(self, index)
 
     def bounds(self, start: int, stop: int, length: int) -> tuple[int, int]:
         """Returns the half-open range of keys that queries start..stop-1 can see."""
@@ -64,9 +72,9 @@ class MaskRule:
         return self.causal and self.padding is None and (self.local_size is None or longest <= self.local_size)
 
     def window(self, longest: int) -> tuple[int, int] | None:
-        """Describes the mask as a window (``window_of``) for sequences of at most ``longest`` tokens, None if none."""
+        """Describes the mask as a window for sequences of at most ``longest`` tokens, or None (``describe_window``)."""
         plain = self.causal and self.padding is None
-        return window_of(self.function, self.local_size, longest) if plain else None
+        return describe_window(self.function, self.local_size, longest) if plain else None
 
     def block(self, batch: int, queries: Tensor, keys: Tensor) -> Tensor:
         """Returns allowed entries [batch 1 q k]; ``queries`` [q] or [batch q], ``keys`` [k] or [batch k], positions."""
@@ -486,7 +494,7 @@ def take_maps(
         return None
     if parts is None:
         return output.logits[:, -1]  # type: ignore[no-any-return]
-    return project(output.last_hidden_state[:, -1], parts.projection())
+    return compute_logits(output.last_hidden_state[:, -1], parts.projection())
 
 
 def _number_maps(given: Sequence[object], probe: Probe, attending: Sequence[int]) -> dict[int, GivenMap]:

@@ -17,19 +17,19 @@ from attnpo.judge.reader import CausalJudge, kernel_for
 from attnpo.judge.settings import STOP, TOKEN_BUDGET, Judge
 from attnpo.judge.traces import TRACES, KeptTraces, ThinkingJudge, TraceWriter, trace_key
 from attnpo.judge.verdicts import LabelMass, measure_labels
-from attnpo.models.described import describe, stated_positions, token_rows
-from attnpo.models.generate import ends_of_folder
+from attnpo.models.described import describe_model, stated_positions, token_rows
+from attnpo.models.generate import extra_end_ids
 from attnpo.models.loading import (
     inspect_model,
     load_config,
     load_model,
+    load_text_config,
     load_tokenizer,
-    model_depth,
-    model_heads,
-    text_config,
+    num_heads,
+    num_layers,
     weights_fingerprint,
 )
-from attnpo.models.memory import MemoryEstimate, estimate_pass, most_tokens
+from attnpo.models.memory import MemoryEstimate, estimate_pass, max_token_budget
 from attnpo.models.spec import ModelSpec
 from attnpo.schema import PreferencePair, UserError, digest
 from attnpo.system.files import read_record, write_record
@@ -50,7 +50,7 @@ class AttentionReader(WeightReader):
     @property
     def num_heads(self) -> int:
         """Returns the query heads of each layer, from the model's config alone; UserError when layers differ in it."""
-        return model_heads(self.path, self.revision)
+        return num_heads(self.path, self.revision)
 
     @property
     def kernel(self) -> str:
@@ -94,7 +94,7 @@ class RunJudge(AttentionReader):
                     f"{type(self.tokenizer).__name__}, which does not, so its weights cannot be carried onto the "
                     "training tokens: name a model folder with a tokenizer.json, or another judge"
                 )
-        config = text_config(self.path, self.revision)
+        config = load_text_config(self.path, self.revision)
         options, rows = judge.chat_template_kwargs, token_rows(config)
         if not own:
             template, fallback = read_template(judge.chat_template, "judge.chat_template"), model.fallback_template
@@ -131,7 +131,7 @@ class RunJudge(AttentionReader):
 
         UserError when there is none to read.
         """
-        found, depth = inspect_model(self.path, self.revision), model_depth(self.path, self.revision)
+        found, depth = inspect_model(self.path, self.revision), num_layers(self.path, self.revision)
         if not found.layers:
             raise UserError(
                 f"judge: no layer of {self.path} ({found.name}) has softmax attention that can be read: {found.why}; "
@@ -146,7 +146,7 @@ class RunJudge(AttentionReader):
     def estimate(self, budget: int) -> MemoryEstimate:
         """Estimates what the judge pass needs with so many tokens in a forward, and one prompt at least."""
         config, length = load_config(self.path, self.revision), self.settings.max_length
-        mapped = length if describe(config).mapped else 0
+        mapped = length if describe_model(config).mapped else 0
         return estimate_pass(config, dtype=self.settings.dtype, tokens=max(budget, length), mapped=mapped)
 
     def budget(self, capacity: int | None) -> int:
@@ -159,7 +159,7 @@ class RunJudge(AttentionReader):
             return asked
         if capacity is not None and self.settings.trace is None:
             with suppress(Exception):  # a config that cannot be read for it, which is said with the estimate
-                return most_tokens(lambda tokens: self.estimate(tokens).fits(capacity), TOKEN_BUDGET)
+                return max_token_budget(lambda tokens: self.estimate(tokens).fits(capacity), TOKEN_BUDGET)
         return TOKEN_BUDGET
 
     def load(self, device: torch.device, *, keep: bool = True) -> LoadedJudge:
@@ -169,7 +169,7 @@ class RunJudge(AttentionReader):
         """
         found = inspect_model(self.path, self.revision)
         model = load_model(
-            self.path, dtype=self.settings.dtype, revision=self.revision, attn_implementation=found.reading
+            self.path, dtype=self.settings.dtype, revision=self.revision, attn_implementation=found.judge_attention
         )
         model.to(device)  # type: ignore[arg-type]
         budget = self.budget(device_memory(device))
@@ -182,7 +182,7 @@ class RunJudge(AttentionReader):
         if self.settings.trace is None or self._store is None:
             return None
         key = {
-            "judge": {**self.fingerprint(), **ends_of_folder(self.path)},
+            "judge": {**self.fingerprint(), **extra_end_ids(self.path)},
             "chat": self.prompts.chat.fingerprint(),
             "trace": self.settings.trace.fingerprint(),
         }

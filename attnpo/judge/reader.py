@@ -33,18 +33,18 @@ from attnpo.judge.base import JudgeReading
 from attnpo.models.backbone import (
     Parts,
     eval_mode,
-    final_hidden,
+    final_hidden_states,
     find_parts,
-    parts_agree,
+    has_exact_parts,
     probe_bound,
     require_causal_lm,
-    vocabulary,
+    vocabulary_size,
 )
-from attnpo.models.described import Described, attending_layers, backbone_of, widest
-from attnpo.models.generate import longest_first
-from attnpo.models.logps import project
-from attnpo.models.prompt_rows import one_row, row_batches
-from attnpo.models.trial import EXACT, Blocks, differ, first_layers, probe_prompts, right_padded
+from attnpo.models.described import ModelDescription, attending_layers, backbone_of, max_over_layers
+from attnpo.models.generate import batch_longest_first
+from attnpo.models.logps import compute_logits
+from attnpo.models.prompt_rows import pack_prompts, row_batches
+from attnpo.models.trial import EXACT, BlockRecorder, is_different, make_small_copy, probe_prompts, right_pad_prompts
 from attnpo.schema import UserError
 from attnpo.system.files import format_bytes
 
@@ -57,7 +57,7 @@ KERNEL = "sdpa"
 """Attention kernel family that a judge runs with unless told otherwise; part of its fingerprint."""
 
 
-def kernel_for(found: Described) -> str:
+def kernel_for(found: ModelDescription) -> str:
     """Returns the kernel family for a class: blocks where torch's fused kernel cannot do it, or maps."""
     return MAPS if found.mapped else KERNEL if found.attention == KERNEL else "blocks"
 
@@ -139,7 +139,7 @@ class CausalJudge:
         with torch.inference_mode(), eval_mode(self.model), tap_attention(self._backbone, self.kernel):
             shared = len(prompts) > 1 and self.kernel != MAPS and self._follows_rows()
             most = 0 if self.kernel == MAPS and (layers or rollout) else self.token_budget
-            padded = longest_first([len(prompt) for prompt in prompts], lambda length: most // length)
+            padded = batch_longest_first([len(prompt) for prompt in prompts], lambda length: most // length)
             for batch in row_batches(prompts, self._row(prompts)) if shared else padded:
                 answers = asked([prompts[index] for index in batch], shared=shared)
                 readings.update(zip(batch, answers, strict=True))
@@ -150,7 +150,7 @@ class CausalJudge:
         if self.model.device.type != "cpu":
             return self.token_budget
         config = self.model.config.get_text_config()
-        inner = widest(config, "intermediate_size") or 4 * (widest(config, "hidden_size") or 1)
+        inner = max_over_layers(config, "intermediate_size") or 4 * (max_over_layers(config, "hidden_size") or 1)
         near = ROW_BYTES // (inner * self.model.dtype.itemsize)
         return min(self.token_budget, max(near, 2 * max(map(len, prompts), default=0)))
 
@@ -160,7 +160,7 @@ class CausalJudge:
 
     def _parts(self) -> Parts | None:
         if self._split is None:
-            self._split = parts_agree(self.model)
+            self._split = has_exact_parts(self.model)
         return find_parts(self.model) if self._split else None
 
     def _read(
@@ -193,10 +193,10 @@ class CausalJudge:
         """Returns the keyword arguments of the model, and the probe among them."""
         inputs: Mapping[str, object]
         if shared:
-            row = one_row(prompts, self.model.device)
+            row = pack_prompts(prompts, self.model.device)
             inputs, last, branches = row.inputs(), row.last, row.branches
         else:
-            ids, last = right_padded(prompts, self.model.device)
+            ids, last = right_pad_prompts(prompts, self.model.device)
             inputs, branches = {"input_ids": ids}, None
         probe = Probe(
             last, wanted, depth=self.num_layers, per_head=per_head, rollout=rollout, stop=stop, branches=branches
@@ -219,14 +219,14 @@ class CausalJudge:
             with self._last_positions_only():
                 if parts is None:
                     return self.model(**inputs).logits[0]  # type: ignore[no-any-return]
-                return project(self._backbone(**inputs).last_hidden_state[0], parts.projection())
+                return compute_logits(self._backbone(**inputs).last_hidden_state[0], parts.projection())
         batch = torch.arange(len(probe.last), device=probe.last.device)
         if parts is None:
             positions, inverse = torch.unique(probe.last, return_inverse=True)
             logits = self.model(**inputs, logits_to_keep=positions).logits
             return logits[batch, inverse]  # type: ignore[no-any-return]
         hidden = self._backbone(**inputs).last_hidden_state
-        return project(hidden[batch, probe.last], parts.projection())
+        return compute_logits(hidden[batch, probe.last], parts.projection())
 
     def _last_positions_only(self) -> AbstractContextManager[None]:
         stacks = [module for module in self._backbone.modules() if isinstance(module, nn.ModuleList)]
@@ -246,8 +246,8 @@ class CausalJudge:
         """Raises ``UserError`` unless reading the attention leaves the model's numbers as they are; tried once."""
         if self._readable:
             return
-        prompts, at = probe_prompts(vocabulary(self.model)), Blocks(self._backbone)
-        ids, last = right_padded(prompts, self.model.device)
+        prompts, at = probe_prompts(vocabulary_size(self.model)), BlockRecorder(self._backbone)
+        ids, last = right_pad_prompts(prompts, self.model.device)
         with eval_mode(self.model), at.record():
             rows = torch.arange(len(prompts), device=last.device)
             expected = self.model(input_ids=ids, use_cache=False).logits[rows, last]
@@ -258,7 +258,7 @@ class CausalJudge:
                 self._take_maps(prompts, problem)
         self._readable = True
 
-    def _problem(self, prompts: Sequence[Sequence[int]], expected: Tensor, at: Blocks) -> str | None:
+    def _problem(self, prompts: Sequence[Sequence[int]], expected: Tensor, at: BlockRecorder) -> str | None:
         """Returns why the attention function cannot be read, with the layer; None where it can."""
         untapped = at.outputs.copy()
         try:
@@ -270,8 +270,8 @@ class CausalJudge:
         except Exception as error:  # noqa: BLE001  # code of any model
             return f"layer {at.number} has attention that cannot be read ({_in_words(error)})"
         assert logits is not None
-        if differ(logits, expected):
-            changed = (number for number, states in untapped.items() if differ(at.outputs[number], states))
+        if is_different(logits, expected):
+            changed = (number for number, states in untapped.items() if is_different(at.outputs[number], states))
             layer, gap = next(changed, at.number), float((logits - expected).abs().max())
             return f"layer {layer} gives other numbers when its attention is read (logits differ by {gap:.3g})"
         silent = [layer for layer in attending_layers(self._backbone) if layer - 1 not in probe.rows]
@@ -288,7 +288,7 @@ class CausalJudge:
                 expected = self.model(input_ids=ids, use_cache=False).logits[:, -1]
                 with tap_attention(self._backbone, MAPS):
                     logits = self._run(inputs, probe, verdict=True)
-                if logits is None or differ(logits, expected):
+                if logits is None or is_different(logits, expected):
                     raise UserError("its logits are others: load it with attn_implementation=eager")
                 require_distributions(probe, attending_layers(self._backbone))
         except torch.OutOfMemoryError:
@@ -312,7 +312,7 @@ class CausalJudge:
     def _reason_against_rows(self) -> str | None:
         """Returns why rows of several prompts do not give the numbers of a padded batch, or None."""
         kind = type(self.model).__name__
-        prompts = probe_prompts(vocabulary(self.model))
+        prompts = probe_prompts(vocabulary_size(self.model))
         expected = self._run(*self._laid(prompts, (), False), verdict=True)
         assert expected is not None
         try:
@@ -332,7 +332,7 @@ class CausalJudge:
         if self._reach(prompts, logits, True) and not self._reach(prompts, expected, False):
             return f"{kind} changes the verdict on a prompt with the tokens of others in its row"
         try:
-            small = CausalJudge(first_layers(self.model, self.model.device, torch.float32), kernel=self.kernel)
+            small = CausalJudge(make_small_copy(self.model, self.model.device, torch.float32), kernel=self.kernel)
         except Exception as error:  # noqa: BLE001  # the config of any model
             return f"{kind} cannot be tried in float32 ({type(error).__name__}: {error})"
         with tap_attention(small._backbone, self.kernel):
@@ -342,7 +342,7 @@ class CausalJudge:
         """Returns whether other tokens in the other prompts change a bit of a verdict; False where bits cannot tell."""
         row = cast(Tensor, self._laid(prompts, (), shared)[0]["input_ids"])
         for index in range(len(prompts)):
-            inputs, probe = self._laid(probe_prompts(vocabulary(self.model), index), (), shared)
+            inputs, probe = self._laid(probe_prompts(vocabulary_size(self.model), index), (), shared)
             changed = self._run(inputs, probe, verdict=True)
             assert changed is not None
             alike = cast(Tensor, inputs["input_ids"]).shape == row.shape  # they share their beginnings by chance, too
@@ -434,12 +434,12 @@ class RewardModel(CausalJudge):
     def _require_readable(self) -> None:
         if self._readable:
             return
-        kind, prompts = type(self.model).__name__, probe_prompts(vocabulary(self._backbone))
-        ids, last = right_padded(prompts, self.model.device)
+        kind, prompts = type(self.model).__name__, probe_prompts(vocabulary_size(self._backbone))
+        ids, last = right_pad_prompts(prompts, self.model.device)
         rows = torch.arange(len(last), device=last.device)
         inputs, probe = self._laid(prompts, range(self.num_layers), False)
         with eval_mode(self.model):
-            expected = final_hidden(self._backbone, ids)[rows, last]
+            expected = final_hidden_states(self._backbone, ids)[rows, last]
             try:
                 with tap_attention(self._backbone, self.kernel):
                     hidden = self._backbone(**inputs).last_hidden_state[rows, last]
@@ -450,7 +450,7 @@ class RewardModel(CausalJudge):
                     f"weights.path: the attention of {kind} cannot be read ({_in_words(error)}); name another reward "
                     "model"
                 ) from error
-        if not probe.rows or differ(hidden, expected):
+        if not probe.rows or is_different(hidden, expected):
             raise UserError(
                 f"weights.path: {kind} gives other numbers when its attention is read, so it is more than a softmax "
                 "over the keys in view; name another reward model"

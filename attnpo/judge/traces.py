@@ -13,7 +13,15 @@ from transformers import PreTrainedTokenizerBase
 from attnpo.judge.base import JudgeModel, JudgeReading, WrittenTrace
 from attnpo.judge.prompts import AfterTrace
 from attnpo.models.backbone import require_causal_lm
-from attnpo.models.generate import Request, Until, end_ids_of, longest_first, new_tokens, padding_id, written_text
+from attnpo.models.generate import (
+    GenerationRequest,
+    StopAtText,
+    batch_longest_first,
+    collect_end_ids,
+    decode_with_special_tokens,
+    generate_tokens,
+    padding_id,
+)
 from attnpo.schema import Sampling, UserError, digest
 from attnpo.system.store import StoreTable, expect_array
 
@@ -40,8 +48,8 @@ class TraceWriter:
         self.tokenizer, self.sampling, self.token_budget = tokenizer, sampling, token_budget
         if not self.model.can_generate():
             raise UserError(_cannot(self.model, "transformers gives its class no generate"))
-        self._until = Until(until, tokenizer)
-        self._ends = end_ids_of(self.model, tokenizer, end_ids)
+        self._until = StopAtText(until, tokenizer)
+        self._ends = collect_end_ids(self.model, tokenizer, end_ids)
 
     def write(self, prompts: Sequence[Sequence[int]]) -> Iterator[dict[int, WrittenTrace]]:
         """Yields the traces by the prompt's place, batch by batch, longest prompts first.
@@ -50,15 +58,15 @@ class TraceWriter:
         """
         most = self.sampling.max_new_tokens
         lengths = [len(prompt) for prompt in prompts]
-        for batch in longest_first(lengths, lambda longest: self.token_budget // (longest + most)):
-            rows = self._rows([Request(prompts[place]) for place in batch])
+        for batch in batch_longest_first(lengths, lambda longest: self.token_budget // (longest + most)):
+            rows = self._rows([GenerationRequest(prompts[place]) for place in batch])
             yield {place: self._trace(row, index) for index, (place, row) in enumerate(zip(batch, rows, strict=True))}
 
-    def _rows(self, requests: Sequence[Request]) -> list[list[int]]:
+    def _rows(self, requests: Sequence[GenerationRequest]) -> list[list[int]]:
         pad_id = padding_id(self.model, self.tokenizer, self._ends)
         most = self.sampling.max_new_tokens
         try:
-            return new_tokens(self.model, requests, self.sampling, most, self._ends, pad_id, self._until)
+            return generate_tokens(self.model, requests, self.sampling, most, self._ends, pad_id, self._until)
         except (torch.OutOfMemoryError, UserError):
             raise
         except Exception as error:  # code of any model
@@ -68,7 +76,7 @@ class TraceWriter:
     def _trace(self, row: list[int], index: int) -> WrittenTrace:
         closed = index in self._until.found and self._until.found[index] == len(row)
         ids = row if closed or row[-1] not in self._ends else row[:-1]
-        return WrittenTrace(tuple(ids), written_text(self.tokenizer, ids), closed)
+        return WrittenTrace(tuple(ids), decode_with_special_tokens(self.tokenizer, ids), closed)
 
 
 def _cannot(model: nn.Module, why: str) -> str:

@@ -20,7 +20,7 @@ from attnpo.cli.progress import phase
 from attnpo.data.arrow_rows import pair_ids_of, pairs_of
 from attnpo.data.collate import TrainingExample, bare_rows, collate
 from attnpo.lab.light import BELOW, DECISIVE, END, NO_WEIGHT, OTHER, WEIGHTED
-from attnpo.models.layouts import Sequences, padded
+from attnpo.models.layouts import Sequences, padded_layout
 from attnpo.models.scored import ScoredLM
 from attnpo.objectives.base import PreferenceObjective
 from attnpo.run.components import Truth
@@ -197,7 +197,7 @@ def _score_responses(run: TrainedRun, sides: Sequence[EncodedResponse]) -> list[
 def _on_base(run: TrainedRun, sequences: Sequences) -> tuple[RowGroup, TokenStats]:
     """Returns the rows of one forward with the base's statistics, which most points of a study ask for again."""
     base = run.readers.base
-    group = bare_rows(sequences, padded, base.chat.rows.pad_id).to(base.device)
+    group = bare_rows(sequences, padded_layout, base.chat.rows.pad_id).to(base.device)
 
     def make() -> TokenStats:
         with base.autocast():
@@ -250,7 +250,7 @@ def _factors(objective: PreferenceObjective, inputs: Inputs) -> Iterator[Row]:
     examples = inputs.examples["train"].examples
     for start in range(0, len(examples), EXAMPLES_AT_ONCE):
         chunk = examples[start : start + EXAMPLES_AT_ONCE]
-        rows = collate(chunk, padded, 0, len(chunk)).main
+        rows = collate(chunk, padded_layout, 0, len(chunk)).main
         rows = replace(rows, factors=inputs.weighed.source.kind is Kind.FACTOR)
         yield token_factors(objective, rows)[rows.response_mask].double().numpy()
 

@@ -1,6 +1,6 @@
-"""Parts of a Hugging Face causal language model: backbone, vocabulary head, and how logits follow from them.
+"""Backbone and vocabulary head of a Hugging Face causal language model, and how they produce its logits.
 
-They are located through the library's accessors and the config's fields, never by model name, and tried.
+Both are found through the library's accessors and config fields, never by model name, and checked on a few tokens.
 """
 
 import logging
@@ -15,35 +15,36 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from attnpo.models.described import backbone_of
-from attnpo.models.logps import Head, project
+from attnpo.models.logps import LMHead, compute_logits
 from attnpo.schema import UserError
 
 logger = logging.getLogger(__name__)
 
 PROBE_LENGTH = 4
-# Both ways run the same backbone kernels, so they differ by rounding of the head's product only.
+# Both paths run the same backbone kernels, so they differ only by rounding in the head's matrix product.
 PROBE_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
 PROBE_TOLERANCE_LOW_PRECISION = 3e-2
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Backbone (ids to final hidden states) and head (hidden states to logits) of one model."""
+    """Backbone (token ids to final hidden states) and head (hidden states to logits) of a model."""
 
     backbone: nn.Module
     head: nn.Linear
     scale: float
     softcap: float | None
 
-    def projection(self) -> Head:
+    def projection(self) -> LMHead:
         """Returns the head as a map from hidden states to final logits."""
-        return Head.of(self.head, scale=self.scale, softcap=self.softcap)
+        return LMHead.from_linear(self.head, scale=self.scale, softcap=self.softcap)
 
 
 def find_parts(model: PreTrainedModel) -> Parts | None:
-    """Returns backbone and head of a causal LM; None when its head is not one plain linear layer (adapters, 4-bit).
+    """Finds backbone and head of a causal LM; returns None unless the head is a single plain linear layer.
 
-    Cap, divisor and factor of the logits are read from the text config (``final_logit_softcapping``, ...).
+    A head with adapters or 4-bit weights is not plain. Soft-cap, divisor and factor of the logits are read from the
+    text config (``final_logit_softcapping``, ...).
     """
     backbone = backbone_of(model)
     head: object = model.get_output_embeddings()  # type: ignore[no-untyped-call]
@@ -58,7 +59,7 @@ def find_parts(model: PreTrainedModel) -> Parts | None:
 
 
 def layer_stack(model: nn.Module) -> nn.ModuleList:
-    """Returns the module list with the most parameters, the decoder blocks; ValueError without any."""
+    """Returns the decoder blocks: the module list with the most parameters. Raises ValueError if there is none."""
     stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
     if not stacks:
         raise ValueError(f"{type(model).__name__} has no list of layers")
@@ -66,80 +67,81 @@ def layer_stack(model: nn.Module) -> nn.ModuleList:
 
 
 def parameter_count(module: nn.Module) -> int:
-    """Returns the number of parameters, trained or not; tied ones count once."""
+    """Counts all parameters, trainable or frozen; tied parameters count once."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def vocabulary(model: PreTrainedModel) -> int:
-    """Returns the number of token ids that the model's input embeddings hold; 2 where these are no plain table."""
+def vocabulary_size(model: PreTrainedModel) -> int:
+    """Returns the number of rows of the input embeddings; 2 if they are not a plain embedding table."""
     table: object = model.get_input_embeddings()
     return int(table.num_embeddings) if isinstance(table, nn.Embedding) else 2
 
 
-def final_hidden(backbone: nn.Module, input_ids: Tensor, **inputs: object) -> Tensor:
-    """Returns hidden states [batch T d] after the final norm; no cache is kept."""
+def final_hidden_states(backbone: nn.Module, input_ids: Tensor, **inputs: object) -> Tensor:
+    """Computes hidden states [batch T d] after the final norm, without a key-value cache."""
     hidden: Tensor = backbone(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state
     return hidden
 
 
 def is_materialised(model: nn.Module) -> bool:
-    """Returns whether every parameter is a plain tensor with data: not on the meta device and not sharded."""
+    """Checks that every parameter is a plain tensor with data, neither on the meta device nor sharded."""
     return not any(parameter.is_meta or isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 @torch.no_grad()
-def parts_agree(model: PreTrainedModel) -> bool:
-    """Returns whether backbone and head give the model's own logits on four tokens; warns once by how much not."""
+def has_exact_parts(model: PreTrainedModel) -> bool:
+    """Checks on four tokens that backbone and head reproduce the model's logits; logs the difference otherwise."""
     parts = find_parts(model)
     if parts is None:
-        logger.warning("%s: the vocabulary head is no plain linear layer; whole logits are used", _kind(model))
+        logger.warning("%s: the vocabulary head is not a plain linear layer; full logits are used", _class_name(model))
         return False
     with eval_mode(model):
         ids = torch.arange(PROBE_LENGTH, device=parts.head.weight.device)[None] % parts.head.weight.shape[0]
         expected = model(input_ids=ids, use_cache=False).logits[0]
-        ours = project(final_hidden(parts.backbone, ids)[0], parts.projection())
+        ours = compute_logits(final_hidden_states(parts.backbone, ids)[0], parts.projection())
     bound = probe_bound(expected)
     gap = float((ours - expected).abs().max())
     if gap > bound:
         logger.warning(
-            "%s: backbone and head differ from its own logits by %.3g (bound %.3g); whole logits are used: slower, "
-            "more memory, same numbers",
-            *(_kind(model), gap, bound),
+            "%s: logits of backbone and head differ from the model's by %.3g (bound %.3g); full logits are used, which "
+            "is slower and needs more memory",
+            *(_class_name(model), gap, bound),
         )
     return gap <= bound
 
 
 @torch.no_grad()
 def first_position(model: PreTrainedModel) -> int:
-    """Returns the position of a text's first token, by trying: 0, or the one after the padding id (RoBERTa's kind).
+    """Finds by trial the position id of a text's first token: 0, or the padding id plus 1 (as in RoBERTa).
 
-    Raises ``UserError`` for a model that counts in another way.
+    Raises:
+        UserError: the model numbers positions in another way.
     """
     backbone, padding = backbone_of(model), getattr(model.config.get_text_config(), "pad_token_id", None)
     start = padding + 1 if isinstance(padding, int) else 0
-    ids = torch.arange(start, start + PROBE_LENGTH, device=model.device)[None] % vocabulary(model)
+    ids = torch.arange(start, start + PROBE_LENGTH, device=model.device)[None] % vocabulary_size(model)
     with eval_mode(model):
-        own = final_hidden(backbone, ids)
+        own = final_hidden_states(backbone, ids)
         for first in dict.fromkeys((0, start)):
             positions = torch.arange(first, first + PROBE_LENGTH, device=ids.device)[None]
-            ours = final_hidden(backbone, ids, position_ids=positions)
-            if not float((ours - own).abs().max()) > probe_bound(own):  # NaN, of a broken model, is told elsewhere
+            ours = final_hidden_states(backbone, ids, position_ids=positions)
+            if not float((ours - own).abs().max()) > probe_bound(own):  # NaN from a broken model is reported elsewhere
                 return first
     raise UserError(
-        f"{_kind(model)} counts the positions of its tokens neither from 0 nor from the one after its padding id, so "
-        "prompts and responses cannot be laid out as it would; take another model"
+        f"{_class_name(model)} numbers token positions neither from 0 nor from its padding id plus 1, so prompts and "
+        "responses cannot be laid out for it: choose another model"
     )
 
 
 def probe_bound(expected: Tensor) -> float:
-    """Returns how far numbers of a probe may lie from ``expected`` by rounding alone."""
+    """Returns the largest deviation from ``expected`` that rounding can explain."""
     tolerance = PROBE_TOLERANCE.get(expected.dtype, PROBE_TOLERANCE_LOW_PRECISION)
     return tolerance * max(1.0, float(expected.abs().max()))
 
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Opens a context in which ``model`` is in eval mode; each module's own mode is restored, after errors too."""
+    """Puts ``model`` in eval mode inside the context; each module's own mode is restored, even after an error."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -151,7 +153,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def training_mode(model: nn.Module) -> Iterator[None]:
-    """Opens a context in training mode without dropout modules; random state and buffers are restored."""
+    """Puts ``model`` in training mode inside the context, except dropout; restores modes, buffers and random state."""
     modes = {module: module.training for module in model.modules()}
     kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
@@ -169,20 +171,24 @@ def training_mode(model: nn.Module) -> Iterator[None]:
 
 
 def require_causal_lm(model: nn.Module) -> PreTrainedModel:
-    """Returns ``model`` as a Hugging Face causal LM, or a ``UserError`` naming what is missing."""
+    """Checks that ``model`` is a Hugging Face causal LM and returns it.
+
+    Raises:
+        UserError: an accessor is missing; the message names it.
+    """
     for needed in ("get_decoder", "get_output_embeddings", "config"):
         if not hasattr(model, needed):
             raise UserError(
-                f"expected a Hugging Face causal language model, got {_kind(model)} without {needed!r}; load it with "
-                "attnpo.models.loading.load_model"
+                f"expected a Hugging Face causal language model, got {_class_name(model)} without {needed!r}: load the "
+                "model with attnpo.models.loading.load_model"
             )
     return cast(PreTrainedModel, model)
 
 
-def _kind(model: nn.Module) -> str:
+def _class_name(model: nn.Module) -> str:
     return type(model).__name__
 
 
-def frozen(model: nn.Module) -> nn.Module:
-    """Returns the same model in eval mode with every gradient switched off."""
+def freeze(model: nn.Module) -> nn.Module:
+    """Puts the model in eval mode, disables all gradients, and returns it."""
     return model.eval().requires_grad_(False)

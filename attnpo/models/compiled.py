@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from attnpo.models.backbone import layer_stack, vocabulary
+from attnpo.models.backbone import layer_stack, vocabulary_size
 from attnpo.models.layouts import Layout
-from attnpo.models.packed_attention import keep_out_of_graphs, prepare_graph
+from attnpo.models.packed_attention import exclude_from_compile, prepare_graph
 from attnpo.models.scored import ScoredLM
-from attnpo.models.trial import EXACT, first_layers
+from attnpo.models.trial import EXACT, make_small_copy
 from attnpo.schema import UserError
 
 log = logging.getLogger(__name__)
@@ -45,8 +45,8 @@ def compile_blocks(model: PreTrainedModel, backend: str) -> None:
 
     Call it after ``activation_checkpointing_enable``. Raises ``UserError`` for a backend that torch does not know.
     """
-    require_backend(backend)
-    keep_out_of_graphs()
+    check_backend(backend)
+    exclude_from_compile()
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # an option named float32 gives float32
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
     for block in layer_stack(model):
@@ -58,7 +58,7 @@ def compile_blocks(model: PreTrainedModel, backend: str) -> None:
         block.forward = _without_cache(run, block.forward)
 
 
-def require_backend(backend: str) -> None:
+def check_backend(backend: str) -> None:
     """Raises ``UserError`` for a backend that torch does not know."""
     from torch._dynamo import list_backends  # seconds of import
 
@@ -69,7 +69,7 @@ def require_backend(backend: str) -> None:
         )
 
 
-def require_same_numbers(
+def check_compiled_blocks(
     model: PreTrainedModel, backend: str, layout: Layout, device: torch.device, *, autocast: bool
 ) -> None:
     """Raises ``UserError`` unless compiled blocks give the log-probabilities and gradients of plain ones.
@@ -83,7 +83,7 @@ def require_same_numbers(
     trials = [(model.dtype if exact else torch.float32, False), *([] if exact and not autocast else [(None, autocast)])]
     for dtype, mixed in trials:
         try:
-            worst, gap = _find_problem(first_layers(model, device, dtype), backend, layout, autocast=mixed)
+            worst, gap = _find_problem(make_small_copy(model, device, dtype), backend, layout, autocast=mixed)
         except Exception as error:  # of any compiler, toolchain or model
             # After an empty line torch says how to see more of its own traces.
             reason = str(error).partition("\n\n")[0]
@@ -108,7 +108,7 @@ def _find_problem(small: PreTrainedModel, backend: str, layout: Layout, *, autoc
     policy = ScoredLM(small)
     expected = _run_probe(policy, layout, autocast)
     compile_blocks(small, backend)
-    gaps = _gaps(_run_probe(policy, layout, autocast), expected)
+    gaps = _relative_gaps(_run_probe(policy, layout, autocast), expected)
     del policy, small
     gc.collect()  # compiled blocks refer to themselves, which keeps their memory on the device
     return max(gaps.items(), key=lambda pair: pair[1])
@@ -117,7 +117,7 @@ def _find_problem(small: PreTrainedModel, backend: str, layout: Layout, *, autoc
 def _run_probe(policy: ScoredLM, layout: Layout, autocast: bool) -> dict[str, Tensor]:
     """Returns log-probabilities of pairs of several lengths, and their gradients in every weight of the blocks."""
     names, weights = zip(*layer_stack(policy.model).named_parameters(), strict=True)
-    words, device = vocabulary(policy.model), weights[0].device
+    words, device = vocabulary_size(policy.model), weights[0].device
     probed = {}
     for length in LENGTHS:
         ids = [(7 * place + place // 5) % words for place in range(length)]
@@ -133,7 +133,7 @@ def _run_probe(policy: ScoredLM, layout: Layout, autocast: bool) -> dict[str, Te
     return probed
 
 
-def _gaps(computed: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+def _relative_gaps(computed: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
     """Returns the relative norm of each difference by name.
 
     Relative to the expected norm, or to ``SMALLEST`` times the largest gradient's.

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from attnpo.schema import UserError
 
 
-class Described(NamedTuple):
+class ModelDescription(NamedTuple):
     """Class of a causal LM, its attention ("sdpa", or "eager" where the class has no other), and where it has any.
 
     ``layers``: numbers, from 1 and rising, of the layers whose attention can be read; ``mapped``: as maps of eager
@@ -27,7 +27,7 @@ class Described(NamedTuple):
     why: str = ""
 
     @property
-    def reading(self) -> str:
+    def judge_attention(self) -> str:
         """Returns the ``attn_implementation`` that a judge is loaded with: maps need eager attention from the start."""
         return "eager" if self.mapped else "sdpa"
 
@@ -38,21 +38,21 @@ NO_ROWS = "it gives no softmax attention: asked for maps (output_attentions), it
 _on_meta: dict[tuple[str, str | None], PreTrainedModel] = {}
 
 
-def describe(config: PretrainedConfig) -> Described:
+def describe_model(config: PretrainedConfig) -> ModelDescription:
     """Returns the description of the causal LM that ``config`` makes. Raises ``UserError`` when it makes none."""
-    model = on_meta(config)
+    model = build_on_meta(config)
     backbone = backbone_of(model)
     name, attention = type(model).__name__, str(backbone.config._attn_implementation)
     layers = attending_layers(backbone)
     if layers:
-        return Described(name, attention, layers)
+        return ModelDescription(name, attention, layers)
     layers, why = _mapped_layers(config)
-    return Described(name, attention, layers, mapped=bool(layers), why=why)
+    return ModelDescription(name, attention, layers, mapped=bool(layers), why=why)
 
 
 def attending_layers(backbone: PreTrainedModel) -> tuple[int, ...]:
     """Numbers, from 1 and rising, of the layers whose attention goes through transformers' ``AttentionInterface``."""
-    numbers = {getattr(part, "layer_idx", None) for part in backbone.modules() if _calls_the_interface(part)}
+    numbers = {getattr(part, "layer_idx", None) for part in backbone.modules() if _uses_attention_interface(part)}
     return tuple(sorted(number + 1 for number in numbers if isinstance(number, int) and number >= 0))
 
 
@@ -61,7 +61,7 @@ def _mapped_layers(config: PretrainedConfig) -> tuple[tuple[int, ...], str]:
     ids = torch.zeros(1, TRIED, dtype=torch.long, device="meta")
     try:
         asked = {"attention_mask": torch.ones_like(ids), "output_attentions": True, "use_cache": False}
-        model = on_meta(config, "eager").train(False)
+        model = build_on_meta(config, "eager").train(False)
         given = model(input_ids=ids, **asked).get("attentions") or ()
     except Exception as error:  # noqa: BLE001  # code of any model, which may look at numbers that there are none of
         if not _can_give_maps(model):
@@ -92,7 +92,7 @@ def _can_give_maps(model: PreTrainedModel) -> bool:
     )
 
 
-def on_meta(config: PretrainedConfig, attention: str | None = None) -> PreTrainedModel:
+def build_on_meta(config: PretrainedConfig, attention: str | None = None) -> PreTrainedModel:
     """Returns the module tree of the causal LM that ``config`` describes, without memory; shared, not to be changed.
 
     ``attention``: an implementation that must be possible. Raises ``UserError`` when there is no such model.
@@ -130,12 +130,12 @@ def token_rows(config: PretrainedConfig) -> int | None:
     return rows if isinstance(rows, int) else None
 
 
-def widest(config: PretrainedConfig, name: str) -> int | None:
+def max_over_layers(config: PretrainedConfig, name: str) -> int | None:
     """Returns the largest value of a width over the layers; None where none is stated."""
-    return max(per_layer(config, name), default=None)
+    return max(values_per_layer(config, name), default=None)
 
 
-def per_layer(config: PretrainedConfig, name: str) -> list[int]:
+def values_per_layer(config: PretrainedConfig, name: str) -> list[int]:
     """Returns the values of a width, one for all layers or one for each; empty where the config states none."""
     try:
         stated = getattr(config, name, None)
@@ -149,7 +149,7 @@ def exact_length(config: PretrainedConfig) -> tuple[int, str] | None:
     """Returns the length up to which rows do not depend on their batch, with the rope type; None without one."""
     text = config.get_text_config()
     lengths = []
-    for rope in _ropes(text):
+    for rope in _rope_settings(text):
         kind = str(rope.get("rope_type", ""))
         if kind == "longrope":
             limit = rope.get("original_max_position_embeddings") or text.max_position_embeddings
@@ -159,7 +159,7 @@ def exact_length(config: PretrainedConfig) -> tuple[int, str] | None:
     return min(lengths, default=None)
 
 
-def require_exact(config: PretrainedConfig, path: str, key: str, length: int) -> None:
+def check_exact_length(config: PretrainedConfig, path: str, key: str, length: int) -> None:
     """Refuses rows of ``length`` tokens, set by ``key``, past the exact length of the model at ``path``."""
     exact = exact_length(config)
     if exact is not None and length > exact[0]:
@@ -173,23 +173,23 @@ def require_exact(config: PretrainedConfig, path: str, key: str, length: int) ->
 def stated_positions(config: PretrainedConfig) -> int | None:
     """Returns the number of positions that a config states, stretched ones included; None where it states none."""
     text = config.get_text_config()
-    stated = widest(text, "max_position_embeddings")
+    stated = max_over_layers(text, "max_position_embeddings")
     if stated is None:
         return None
     stretched = (
         int((rope.get("original_max_position_embeddings") or stated) * (rope.get("factor") or 1))
-        for rope in _ropes(text)
+        for rope in _rope_settings(text)
     )
     return max(stated, *stretched)
 
 
-def _ropes(text: PretrainedConfig) -> list[dict[str, Any]]:
+def _rope_settings(text: PretrainedConfig) -> list[dict[str, Any]]:
     """Returns the settings of rotary positions: of all layers, or by kind of layer."""
     stated = getattr(text, "rope_parameters", None) or {}
     return [rope for rope in (stated, *stated.values()) if isinstance(rope, dict)]
 
 
-def beyond_positions(config: PretrainedConfig, path: str, key: str, length: int) -> str | None:
+def position_warning(config: PretrainedConfig, path: str, key: str, length: int) -> str | None:
     """Returns a warning of ``length`` tokens, bounded by ``key``, where a model states fewer positions; else None."""
     positions = stated_positions(config)
     if positions is None or length <= positions:
@@ -200,6 +200,6 @@ def beyond_positions(config: PretrainedConfig, path: str, key: str, length: int)
     )
 
 
-def _calls_the_interface(part: torch.nn.Module) -> bool:
+def _uses_attention_interface(part: torch.nn.Module) -> bool:
     code = getattr(inspect.unwrap(type(part).forward), "__code__", None)
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names

@@ -29,7 +29,7 @@ from transformers import (
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from attnpo.models.backbone import eval_mode, require_causal_lm
-from attnpo.models.described import exact_length, require_exact, token_rows
+from attnpo.models.described import check_exact_length, exact_length, token_rows
 from attnpo.models.loading import load_config
 from attnpo.models.spec import BATCH_SIZE, TOKEN_BUDGET
 from attnpo.schema import Message, Sampling, UserError, digest
@@ -37,7 +37,7 @@ from attnpo.text.chat import ChatFormat
 
 
 @dataclass(frozen=True)
-class Request:
+class GenerationRequest:
     """Prompt's ids, up to where the answer begins; ``draw`` tells several answers to one prompt apart."""
 
     ids: Sequence[int]
@@ -81,7 +81,7 @@ class HFGenerator:
         self.encode_prompt = encode_prompt
         self.batch_size = batch_size
         self.token_budget = token_budget
-        self.end_ids = end_ids_of(self.model, tokenizer, end_ids)
+        self.end_ids = collect_end_ids(self.model, tokenizer, end_ids)
 
     def generate(self, prompts: Sequence[Sequence[Message]], sampling: Sampling) -> list[str]:
         """Returns one answer per prompt, in their order, special tokens removed; a repeated prompt is drawn anew.
@@ -93,13 +93,13 @@ class HFGenerator:
         for prompt in prompts:
             ids = tuple(self.encode_prompt(prompt))
             seen[ids] = seen.get(ids, -1) + 1
-            requests.append(Request(ids, seen[ids]))
+            requests.append(GenerationRequest(ids, seen[ids]))
         answers: dict[int, GeneratedAnswer] = {}
         for batch in self.batches(requests, sampling):
             answers.update(zip(batch, self.answer([requests[i] for i in batch], sampling), strict=True))
         return [answers[index].text for index in range(len(requests))]
 
-    def batches(self, requests: Sequence[Request], sampling: Sampling) -> list[list[int]]:
+    def batches(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> list[list[int]]:
         """Returns indices of ``requests`` in batches, longest prompts first; ``UserError`` for an empty prompt."""
         empty = [index for index, request in enumerate(requests) if not request.ids]
         if empty:
@@ -109,26 +109,26 @@ class HFGenerator:
             room = None if self.token_budget is None else self.token_budget // (longest + sampling.max_new_tokens)
             return self.batch_size if room is None else min(self.batch_size, room)
 
-        return list(longest_first([len(request.ids) for request in requests], size))
+        return list(batch_longest_first([len(request.ids) for request in requests], size))
 
-    def answer(self, requests: Sequence[Request], sampling: Sampling) -> list[GeneratedAnswer]:
+    def answer(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> list[GeneratedAnswer]:
         """Returns the answers to one batch, in its order; torch's own random state is neither read nor moved."""
         pad_id = padding_id(self.model, self.tokenizer, self.end_ids)
-        made = new_tokens(self.model, requests, sampling, sampling.max_new_tokens, self.end_ids, pad_id)
+        made = generate_tokens(self.model, requests, sampling, sampling.max_new_tokens, self.end_ids, pad_id)
         ends = self.end_ids.union(sampling.stop_ids)
         rows = [(row[:-1], True) if row[-1] in ends else (row, False) for row in made]
         texts = self.tokenizer.batch_decode([new for new, _ in rows], skip_special_tokens=True)
         return [GeneratedAnswer(text, len(new), ended) for text, (new, ended) in zip(texts, rows, strict=True)]
 
 
-def new_tokens(
+def generate_tokens(
     model: PreTrainedModel,
-    requests: Sequence[Request],
+    requests: Sequence[GenerationRequest],
     sampling: Sampling,
     most: int,
     end_ids: Collection[int],
     pad_id: int,
-    until: "Until | None" = None,
+    until: "StopAtText | None" = None,
 ) -> list[list[int]]:
     """Returns new ids for each request: up to the first that ends an answer, which is the last then; ``most`` at most.
 
@@ -146,13 +146,13 @@ def new_tokens(
         eos_token_id=sorted(ends) or None,
         pad_token_id=pad_id,
     )
-    with torch.no_grad(), eval_mode(model), own_settings(model, config):
+    with torch.no_grad(), eval_mode(model), replace_generation_config(model, config):
         output: Tensor = model.generate(  # type: ignore[operator]
             input_ids=torch.tensor(ids, dtype=torch.long, device=model.device),
             attention_mask=torch.tensor(mask, dtype=torch.long, device=model.device),
             generation_config=config,
-            logits_processor=processors(requests, sampling, width, model.device),
-            stopping_criteria=StoppingCriteriaList([] if until is None else [until.after(width)]),
+            logits_processor=make_logits_processors(requests, sampling, width, model.device),
+            stopping_criteria=StoppingCriteriaList([] if until is None else [until.prepare(width)]),
         )
     rows = output[:, width:].tolist()
     stops = [next((place for place, token in enumerate(row, 1) if token in ends), most) for row in rows]
@@ -161,7 +161,7 @@ def new_tokens(
     return [row[:stop] for row, stop in zip(rows, stops, strict=True)]
 
 
-class Until(StoppingCriteria):
+class StopAtText(StoppingCriteria):
     """Ends each answer of a batch once it has ``text``; ``found``: by place in the batch, its number of tokens then."""
 
     def __init__(self, text: str, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -171,7 +171,7 @@ class Until(StoppingCriteria):
         # A token holds a byte at least; some more, since the first of several may lose a blank.
         self._window = len(text.encode()) + 4
 
-    def after(self, width: int) -> "Until":
+    def prepare(self, width: int) -> "StopAtText":
         """Returns the same, made ready for a batch of prompts that are ``width`` tokens wide."""
         self._width = width
         self.found.clear()
@@ -181,18 +181,18 @@ class Until(StoppingCriteria):
         """Returns which of the rows are done."""
         written = input_ids.shape[1] - self._width
         for row, ids in enumerate(input_ids[:, self._width :][:, -self._window :].tolist()):
-            if row not in self.found and self.text in written_text(self.tokenizer, ids):
+            if row not in self.found and self.text in decode_with_special_tokens(self.tokenizer, ids):
                 self.found[row] = written
         done = [row in self.found for row in range(input_ids.shape[0])]
         return torch.tensor(done, dtype=torch.bool, device=input_ids.device)
 
 
-def written_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+def decode_with_special_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     """Returns tokens as text, special ones among them."""
     return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
-def longest_first(lengths: Sequence[int], size: Callable[[int], int]) -> Iterator[list[int]]:
+def batch_longest_first(lengths: Sequence[int], size: Callable[[int], int]) -> Iterator[list[int]]:
     """Yields indices in batches of similar length, longest first; ``size``: how many of a length it may hold."""
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     start = 0
@@ -211,16 +211,16 @@ def context_length(config: PretrainedConfig) -> int | None:
     return stated if isinstance(stated, int) else None
 
 
-def longest_sequence(path: str, revision: str | None, key: str, asked: int | None) -> int | None:
+def max_sequence_length(path: str, revision: str | None, key: str, asked: int | None) -> int | None:
     """Returns the most tokens of prompt and answer: ``asked``, set by ``key``, or the positions; else UserError."""
     config = load_config(path, revision)
     if asked is None:
         return context_length(config)
-    require_exact(config, path, key, asked)
+    check_exact_length(config, path, key, asked)
     return asked
 
 
-class Penalties(LogitsProcessor):
+class RepetitionPenalties(LogitsProcessor):
     """Lowers the logits of tokens that an answer has already: by ``presence``, and by ``frequency`` per occurrence.
 
     Counts what follows the first ``width`` tokens. Source: the API reference of OpenAI; vLLM follows it.
@@ -238,7 +238,7 @@ class Penalties(LogitsProcessor):
         return scores - self.frequency * counts - self.presence * (counts > 0)
 
 
-class _Draw(LogitsProcessor):
+class _InverseSampling(LogitsProcessor):
     """Leaves one token per row possible: where the cumulative distribution passes the row's uniform of this step."""
 
     def __init__(self, uniforms: Float[Tensor, "rows steps"], width: int) -> None:
@@ -253,13 +253,13 @@ class _Draw(LogitsProcessor):
         return torch.full_like(scores, float("-inf")).scatter_(1, drawn, 0.0)
 
 
-def processors(
-    requests: Sequence[Request], sampling: Sampling, width: int, device: torch.device
+def make_logits_processors(
+    requests: Sequence[GenerationRequest], sampling: Sampling, width: int, device: torch.device
 ) -> LogitsProcessorList:
     """Returns the processors that turn logits into a draw: penalties, then the library's; greedy: penalties alone."""
     steps = LogitsProcessorList()
     if sampling.presence_penalty or sampling.frequency_penalty:
-        steps.append(Penalties(sampling.presence_penalty, sampling.frequency_penalty, width))
+        steps.append(RepetitionPenalties(sampling.presence_penalty, sampling.frequency_penalty, width))
     if sampling.temperature == 0:
         return steps
     if sampling.temperature != 1:
@@ -268,12 +268,12 @@ def processors(
         steps.append(TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1:
         steps.append(TopPLogitsWarper(sampling.top_p))
-    uniforms = torch.stack([uniforms_of(request, sampling) for request in requests])
-    steps.append(_Draw(uniforms.to(device), width))
+    uniforms = torch.stack([draw_uniforms(request, sampling) for request in requests])
+    steps.append(_InverseSampling(uniforms.to(device), width))
     return steps
 
 
-def uniforms_of(request: Request, sampling: Sampling) -> Float[Tensor, " steps"]:
+def draw_uniforms(request: GenerationRequest, sampling: Sampling) -> Float[Tensor, " steps"]:
     """Returns one number in [0, 1) per step, from the seed, the prompt and the draw alone."""
     seed = int(digest([sampling.seed, list(request.ids), request.draw])[:15], 16)
     generator = torch.Generator().manual_seed(seed)
@@ -287,7 +287,7 @@ def padding_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, end_i
     return known[0] if known else 0
 
 
-def end_ids_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, more: Sequence[int]) -> frozenset[int]:
+def collect_end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, more: Sequence[int]) -> frozenset[int]:
     """Returns the ids that end an answer: those of the model's folder, that of the tokenizer, and ``more``."""
     ids = set(more) | _end_ids(model.generation_config)
     if tokenizer.eos_token_id is not None:
@@ -295,7 +295,7 @@ def end_ids_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, more:
     return frozenset(ids)
 
 
-def ends_of_folder(path: str | Path) -> dict[str, list[int]]:
+def extra_end_ids(path: str | Path) -> dict[str, list[int]]:
     """Returns, for a cache key, the EOS ids that generation_config.json adds to config.json; {} for a hub name."""
     if not (Path(path).expanduser() / GENERATION_CONFIG_NAME).is_file():
         return {}
@@ -313,7 +313,7 @@ def _end_ids(config: GenerationConfig | PretrainedConfig | None) -> set[int]:
 
 
 @contextmanager
-def own_settings(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
+def replace_generation_config(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
     """Opens a context in which ``config`` replaces the folder's generation config, which would fill unset values."""
     folder = model.generation_config
     model.generation_config = config
@@ -323,7 +323,7 @@ def own_settings(model: PreTrainedModel, config: GenerationConfig) -> Iterator[N
         model.generation_config = folder
 
 
-def chat_generator(
+def make_chat_generator(
     model: PreTrainedModel,
     chat: ChatFormat,
     batch_size: int = BATCH_SIZE,

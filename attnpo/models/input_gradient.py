@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.utils.generic import ModelOutput
 
 from attnpo.models.backbone import eval_mode
-from attnpo.models.logps import project
+from attnpo.models.logps import compute_logits
 from attnpo.models.scored import ScoredLM
 from attnpo.schema import InputGradient, ModelInputs, RowGroup, UserError
 
@@ -38,7 +38,7 @@ def input_gradient(policy: ScoredLM, rows: RowGroup) -> InputGradient:
         target, embedded = _last_logits(policy, _clone_inputs(rows))
         (gradient,) = torch.autograd.grad(target.max(-1).values.sum(), [embedded])
     wide = torch.promote_types(gradient.dtype, torch.float32)
-    return _split(gradient.to(wide).abs().sum(-1), prompts, rows)
+    return _split_prompt_response(gradient.to(wide).abs().sum(-1), prompts, rows)
 
 
 @contextmanager
@@ -48,7 +48,7 @@ def _without_dropout(policy: ScoredLM) -> Iterator[None]:
         layers = [
             layer
             for layer in policy.modules()
-            if getattr(layer, "gradient_checkpointing", False) and not layer.training and not _drops(layer)
+            if getattr(layer, "gradient_checkpointing", False) and not layer.training and not _has_dropout(layer)
         ]
         for layer in layers:
             layer.training = True
@@ -59,7 +59,7 @@ def _without_dropout(policy: ScoredLM) -> Iterator[None]:
                 layer.training = False
 
 
-def _drops(layer: nn.Module) -> bool:
+def _has_dropout(layer: nn.Module) -> bool:
     """Returns whether a layer applies dropout in training mode, by a module or by a rate it holds."""
     held = any(isinstance(module, nn.Dropout) and module.p > 0 for module in layer.modules())
     return held or any("dropout" in name and bool(value) for name, value in vars(layer).items())
@@ -97,7 +97,7 @@ def _last_logits(policy: ScoredLM, inputs: ModelInputs) -> tuple[Float[Tensor, "
     embeddings: list[Tensor] = []
     whole: list[Tensor] = []
 
-    def cut_off(made: Tensor) -> Tensor:
+    def detach_embeddings(made: Tensor) -> Tensor:
         """Returns the embeddings apart from their table, so that a gradient ends here."""
         embeddings.append(made.detach().requires_grad_())
         return embeddings[-1]
@@ -105,7 +105,7 @@ def _last_logits(policy: ScoredLM, inputs: ModelInputs) -> tuple[Float[Tensor, "
     def keep(made: ModelOutput) -> None:
         whole.append(made["logits"])
 
-    with _hook_output(_embedding(policy), cut_off), _hook_output(policy.model, keep):
+    with _hook_output(_embedding_module(policy), detach_embeddings), _hook_output(policy.model, keep):
         at_last = replace(inputs, predict_index=last[:, None], scored=None)
         hidden = policy(at_last, one, one == 0, frozenset({"hidden"})).hidden
     if len(embeddings) != 1 or embeddings[0].shape[:2] != inputs.input_ids.shape:
@@ -115,10 +115,10 @@ def _last_logits(policy: ScoredLM, inputs: ModelInputs) -> tuple[Float[Tensor, "
         )
     if whole:  # a model that is called whole: backbone and head do not give its logits
         return whole[0].flatten(0, 1).index_select(0, last), embeddings[0]
-    return project(hidden[:, 0], policy.head()), embeddings[0]
+    return compute_logits(hidden[:, 0], policy.head()), embeddings[0]
 
 
-def _embedding(policy: ScoredLM) -> nn.Module:
+def _embedding_module(policy: ScoredLM) -> nn.Module:
     try:
         return policy.model.get_input_embeddings()
     except (AttributeError, NotImplementedError) as error:
@@ -148,7 +148,9 @@ def _clone_inputs(rows: RowGroup) -> ModelInputs:
     )
 
 
-def _split(scores: Float[Tensor, "rows T"], prompts: Int[Tensor, " rows"], rows: RowGroup) -> InputGradient:
+def _split_prompt_response(
+    scores: Float[Tensor, "rows T"], prompts: Int[Tensor, " rows"], rows: RowGroup
+) -> InputGradient:
     """Splits the scores of a row's tokens into those of its response and the sum over its prompt."""
     width = scores.shape[1]
     places = prompts[:, None] + torch.arange(rows.response_mask.shape[1], device=scores.device)

@@ -24,21 +24,21 @@ _known: dict[tuple[str | int, ...], str] = {}
 _places: list[tuple[Path, bool]] = []
 
 
-def keep_digests(folder: Path, *, full: bool = False) -> None:
+def set_digest_folder(folder: Path, *, full: bool = False) -> None:
     """Keeps the digests of this process in ``folder`` from now on, and takes those there; ``full`` hashes again."""
     _places[:] = [(folder.absolute(), full)]  # whatever becomes the working directory
 
 
-def unchanged_digest(file: Path) -> str:
+def cached_digest(file: Path) -> str:
     """Returns the sha256 of a file's bytes; reads it once per process and state on disk, or not at all if kept."""
-    facts = _facts(file)
+    facts = _file_facts(file)
     key = tuple(facts.values())
     if key not in _known:
-        _known[key] = _read(facts) or _hash(file, facts)
+        _known[key] = _read_cached_digest(facts) or _hash_and_store(file, facts)
     return _known[key]
 
 
-def _facts(file: Path) -> dict[str, str | int]:
+def _file_facts(file: Path) -> dict[str, str | int]:
     found = file.stat()
     # Copies may keep size and time of modification, but not the inode's number and time of change.
     return {
@@ -51,7 +51,7 @@ def _facts(file: Path) -> dict[str, str | int]:
     }
 
 
-def _place(facts: dict[str, str | int]) -> Path | None:
+def _record_path(facts: dict[str, str | int]) -> Path | None:
     """Returns where the digest of a file is kept, one record a path; None for small files and unsure file systems."""
     sure = os.name == "posix" and facts["inode"] and facts["ctime_ns"]  # on Windows ctime is the time of creation
     if not _places or not sure or int(facts["size"]) < LARGE:
@@ -59,8 +59,8 @@ def _place(facts: dict[str, str | int]) -> Path | None:
     return _places[0][0] / f"{digest(facts['path'])[:20]}.json"
 
 
-def _read(facts: dict[str, str | int]) -> str | None:
-    place = _place(facts)
+def _read_cached_digest(facts: dict[str, str | int]) -> str | None:
+    place = _record_path(facts)
     if place is None or _places[0][1]:
         return None
     record = read_record(place) or {}
@@ -71,10 +71,10 @@ def _read(facts: dict[str, str | int]) -> str | None:
     return found
 
 
-def _hash(file: Path, facts: dict[str, str | int]) -> str:
-    place, settled = _place(facts), time.time_ns() - int(facts["ctime_ns"]) > SETTLED
+def _hash_and_store(file: Path, facts: dict[str, str | int]) -> str:
+    place, settled = _record_path(facts), time.time_ns() - int(facts["ctime_ns"]) > SETTLED
     found = file_digest(file)
-    if place is not None and settled and _facts(file) == facts:
+    if place is not None and settled and _file_facts(file) == facts:
         with suppress(OSError):  # no room, or a store that is only read: it is hashed again next time
             place.parent.mkdir(parents=True, exist_ok=True)
             write_record(place, {**facts, "sha256": found})

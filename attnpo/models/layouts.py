@@ -22,7 +22,7 @@ Sequences = Sequence[tuple[Sequence[int], Sequence[int]]]
 """(prompt ids, response ids) per row."""
 
 
-class Laid(NamedTuple):
+class LayoutOutput(NamedTuple):
     """Model inputs with the response tokens they score: ids and mask in response space."""
 
     inputs: ModelInputs
@@ -30,11 +30,11 @@ class Laid(NamedTuple):
     response_mask: Bool[Tensor, "rows R"]
 
 
-Layout = Callable[[Sequences, int], Laid]
+Layout = Callable[[Sequences, int], LayoutOutput]
 """Rows and the padding id to model inputs with their response tokens."""
 
 
-def padded(sequences: Sequences, pad_id: int) -> Laid:
+def padded_layout(sequences: Sequences, pad_id: int) -> LayoutOutput:
     """Returns one right-padded model row per (prompt ids, response ids): the layout that any model can take.
 
     ``position_ids`` count on through the padding, so that no library takes it for a second packed sequence.
@@ -43,35 +43,35 @@ def padded(sequences: Sequences, pad_id: int) -> Laid:
     empty prompt.
     """
     check_rows(sequences)
-    input_ids, mask = padded_right([[*prompt, *response] for prompt, response in sequences], pad_id)
+    input_ids, mask = right_pad([[*prompt, *response] for prompt, response in sequences], pad_id)
     rows, width = input_ids.shape
     starts = [row * width + len(prompt) for row, (prompt, _) in enumerate(sequences)]
-    response_ids, response_mask = padded_right([response for _, response in sequences], pad_id)
+    response_ids, response_mask = right_pad([response for _, response in sequences], pad_id)
     inputs = ModelInputs(
         input_ids=input_ids,
         position_ids=torch.arange(width).repeat(rows, 1),
         attention_mask=mask.long(),
-        predict_index=_predict(sequences, [start - 1 for start in starts], starts),
+        predict_index=_predict_index(sequences, [start - 1 for start in starts], starts),
         scored=response_mask.nonzero(),
     )
-    return Laid(inputs, response_ids, response_mask)
+    return LayoutOutput(inputs, response_ids, response_mask)
 
 
-def packed(sequences: Sequences, pad_id: int) -> Laid:
-    """Returns all sequences one after the other in one row, positions restarting. UserError as ``padded``."""
+def packed_layout(sequences: Sequences, pad_id: int) -> LayoutOutput:
+    """Returns all sequences one after the other in one row, positions restarting. UserError as ``padded_layout``."""
     return _in_one_row(sequences, pad_id, 0)
 
 
-def shared_prefix(sequences: Sequences, pad_id: int) -> Laid:
+def shared_prefix_layout(sequences: Sequences, pad_id: int) -> LayoutOutput:
     """Returns one row of pairs, each its prompt once, then the chosen and then the rejected response; no padding.
 
     Rows i and P+i of 2P are a pair. The rejected response sees the prompt and itself, and its positions go on after the
-    prompt. Pairs whose prompts differ lie as two sequences. Raises ``UserError`` as ``padded`` does.
+    prompt. Pairs whose prompts differ lie as two sequences. Raises ``UserError`` as ``padded_layout`` does.
     """
     return _in_one_row(sequences, pad_id, len(sequences) // 2 if len(sequences) % 2 == 0 else 0)
 
 
-LAYOUTS: dict[str, Layout] = {"padded": padded, "packed": packed, "shared_prefix": shared_prefix}
+LAYOUTS: dict[str, Layout] = {"padded": padded_layout, "packed": packed_layout, "shared_prefix": shared_prefix_layout}
 NAMES = ("auto", *LAYOUTS)
 
 
@@ -87,14 +87,14 @@ def check_rows(sequences: Sequences) -> None:
             )
 
 
-def _in_one_row(sequences: Sequences, pad_id: int, pairs: int) -> Laid:
-    """Returns the row of ``packed``; unless ``pairs`` is 0, rows i and ``pairs``+i of one prompt share it."""
+def _in_one_row(sequences: Sequences, pad_id: int, pairs: int) -> LayoutOutput:
+    """Returns the row of ``packed_layout``; unless ``pairs`` is 0, rows i and ``pairs``+i of one prompt share it."""
     check_rows(sequences)
     ids: list[int] = []
     positions: list[int] = []
     segments: list[tuple[int, int, int, int]] = []
     before, starts = [0] * len(sequences), [0] * len(sequences)
-    order = list(_order(sequences, pairs))
+    order = list(_row_order(sequences, pairs))
     for row, prefix in order:
         prompt, response = sequences[row]
         stretch = response if prefix is not None else [*prompt, *response]
@@ -105,39 +105,39 @@ def _in_one_row(sequences: Sequences, pad_id: int, pairs: int) -> Laid:
         starts[row] = first + len(prompt) - shared
         ids += stretch
         positions += range(shared, shared + len(stretch))
-    response_ids, response_mask = padded_right([response for _, response in sequences], pad_id)
+    response_ids, response_mask = right_pad([response for _, response in sequences], pad_id)
     inputs = ModelInputs(
         input_ids=torch.tensor([ids], dtype=torch.long),
         position_ids=torch.tensor([positions], dtype=torch.long),
         attention_mask=None,
-        predict_index=_predict(sequences, before, starts),
+        predict_index=_predict_index(sequences, before, starts),
         segments=torch.tensor(segments, dtype=torch.long),
         segment_rows=torch.tensor([row for row, _ in order]),
         scored=response_mask.nonzero(),
     )
-    return Laid(inputs, response_ids, response_mask)
+    return LayoutOutput(inputs, response_ids, response_mask)
 
 
-def _order(sequences: Sequences, pairs: int) -> Iterator[tuple[int, int | None]]:
+def _row_order(sequences: Sequences, pairs: int) -> Iterator[tuple[int, int | None]]:
     """Returns rows in the order they lie in, each with the row before it whose prompt it shares."""
     for row in range(pairs or len(sequences)):
         yield row, None
         if pairs:
             same = list(sequences[row][0]) == list(sequences[pairs + row][0])
             if not same:
-                _say_unshared()
+                _log_unshared_prompts()
             yield pairs + row, row if same else None
 
 
 @cache
-def _say_unshared() -> None:
+def _log_unshared_prompts() -> None:
     log.info(
         "layout shared_prefix: the prompts of a pair differ (each branch is truncated by itself); such pairs lie in "
         "the row as two sequences"
     )
 
 
-def _predict(sequences: Sequences, before: Sequence[int], starts: Sequence[int]) -> Int[Tensor, "rows R"]:
+def _predict_index(sequences: Sequences, before: Sequence[int], starts: Sequence[int]) -> Int[Tensor, "rows R"]:
     """Returns the flat index of the state that predicts each token: ``before`` for the first, then that to its left."""
     index = torch.zeros(len(sequences), max(len(response) for _, response in sequences), dtype=torch.long)
     for row, (_, response) in enumerate(sequences):
@@ -147,7 +147,7 @@ def _predict(sequences: Sequences, before: Sequence[int], starts: Sequence[int])
     return index
 
 
-def padded_right(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Int[Tensor, "rows T"], Bool[Tensor, "rows T"]]:
+def right_pad(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Int[Tensor, "rows T"], Bool[Tensor, "rows T"]]:
     """Returns ids of the rows, padded at their right, and a mask of those that are no padding."""
     each = [torch.tensor(list(row), dtype=torch.long) for row in rows]
     mask = pad_sequence([torch.ones_like(ids, dtype=torch.bool) for ids in each], batch_first=True)

@@ -30,8 +30,8 @@ from transformers.utils import logging as library
 from transformers.utils.peft_utils import ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME, find_adapter_config_file
 
 from attnpo.config.named_files import read_template
-from attnpo.models.described import Described, describe, on_meta, per_layer, token_rows
-from attnpo.models.kept_digests import unchanged_digest
+from attnpo.models.described import ModelDescription, build_on_meta, describe_model, token_rows, values_per_layer
+from attnpo.models.kept_digests import cached_digest
 from attnpo.models.spec import ModelSpec
 from attnpo.models.trial import require_causal
 from attnpo.schema import UserError, check_choice, digest
@@ -75,14 +75,14 @@ def load_model(
     incomplete, of another shape or an adapter, for a hub out of reach, and for a model whose tokens see later ones.
     """
     check_choice("dtype", dtype, list(DTYPES))
-    source = _locate(path, "model")
+    source = _resolve_source(path, "model")
     if isinstance(source, Path):
         _check_folder(source)
     else:
-        _refuse_adapter(source, revision)
-    more = {} if quantize is None else _four_bits(quantize, DTYPES[dtype], device)
+        _check_no_adapter(source, revision)
+    more = {} if quantize is None else _quantization_kwargs(quantize, DTYPES[dtype], device)
     try:
-        with _loading("model", path, revision):
+        with _wrap_loading_errors("model", path, revision):
             kind = AutoModelForSequenceClassification if reward else AutoModelForCausalLM
             loaded: Any = kind.from_pretrained(
                 source,
@@ -97,13 +97,13 @@ def load_model(
                 **more,
             )
     except UserError:
-        _require_attention(path, revision, attn_implementation)
+        _check_attention(path, revision, attn_implementation)
         raise
     model: PreTrainedModel = loaded[0]
     for part in model.modules():
         if hasattr(part, CPU_REPACKING):
             setattr(part, CPU_REPACKING, False)
-    _check_loaded(path, model, loaded[1], fresh_head)
+    _check_loading_info(path, model, loaded[1], fresh_head)
     check_rotary(model)
     model.train(False)
     if not tried:
@@ -111,19 +111,19 @@ def load_model(
     return model
 
 
-def attention_of(path: str | Path, revision: str | None, asked: str) -> str:
+def resolve_attention(path: str | Path, revision: str | None, asked: str) -> str:
     """Returns the attention implementation that ``load_model`` gives a model, read from its config."""
     return inspect_model(path, revision).attention if asked == "sdpa" else asked
 
 
-def _require_attention(path: str | Path, revision: str | None, attention: str) -> None:
+def _check_attention(path: str | Path, revision: str | None, attention: str) -> None:
     """Raises ``UserError`` for an attention that the class of a model, which can otherwise be made, does not have."""
     if attention in ("sdpa", "eager"):
         return
     config = load_config(path, revision)
-    description = describe(config)
+    description = describe_model(config)
     try:
-        on_meta(config, attention)
+        build_on_meta(config, attention)
     except UserError as error:
         reason = error.__cause__ or error
         words = shorten(str(reason) or type(reason).__name__, 200, placeholder=" ...").rstrip(".")
@@ -133,7 +133,7 @@ def _require_attention(path: str | Path, revision: str | None, attention: str) -
         ) from error
 
 
-def _four_bits(quantize: str, compute: torch.dtype, device: torch.device | str) -> dict[str, object]:
+def _quantization_kwargs(quantize: str, compute: torch.dtype, device: torch.device | str) -> dict[str, object]:
     """Returns the library's arguments for weights of 4 bits with scales quantised too (Dettmers et al. 2023)."""
     if find_spec("bitsandbytes") is None:
         raise UserError(
@@ -153,7 +153,7 @@ _Report = Mapping[str, Any]
 """Names of missing and unexpected parameters; of a mismatched one its name, and its shapes in files and model."""
 
 
-def _check_loaded(path: str | Path, model: PreTrainedModel, info: _Report, fresh_head: bool) -> None:
+def _check_loading_info(path: str | Path, model: PreTrainedModel, info: _Report, fresh_head: bool) -> None:
     """Raises ``UserError`` unless every parameter came from the files in its shape, but for a head to be drawn."""
     what = type(model).__name__
     other = sorted(info["mismatched_keys"])
@@ -191,10 +191,10 @@ def check_rotary(model: nn.Module) -> None:
 
 def load_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedTokenizerBase:
     """Returns the tokenizer of a folder or hub name; without a padding token it pads with its end or unknown token."""
-    source = _locate(path, "tokenizer")
+    source = _resolve_source(path, "tokenizer")
     if isinstance(source, Path):
-        _check_sealed(source, TEXT_PATTERNS)
-    with _loading("tokenizer", path, revision):
+        _verify_checksums(source, TEXT_PATTERNS)
+    with _wrap_loading_errors("tokenizer", path, revision):
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision or "main", trust_remote_code=False)
     if tokenizer.pad_token_id is None:
         fallback = tokenizer.eos_token or tokenizer.unk_token
@@ -204,25 +204,27 @@ def load_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedT
     return tokenizer
 
 
-def model_depth(path: str | Path, revision: str | None = None) -> int:
+def num_layers(path: str | Path, revision: str | None = None) -> int:
     """Returns the number of layers of a model, read from its config alone.
 
     Raises ``UserError`` when there is none to read.
     """
-    depth = getattr(text_config(path, revision), "num_hidden_layers", None)
+    depth = getattr(load_text_config(path, revision), "num_hidden_layers", None)
     if not isinstance(depth, int):
         raise UserError(f"{path}: its config.json states no num_hidden_layers; take a causal language model of text")
     return depth
 
 
-def model_heads(path: str | Path, revision: str | None = None) -> int:
+def num_heads(path: str | Path, revision: str | None = None) -> int:
     """Returns the query heads of each layer, by its config; ``UserError`` where layers differ or none is stated."""
-    return heads_of(text_config(path, revision), path)
+    return num_heads_from_config(load_text_config(path, revision), path)
 
 
-def heads_of(config: PretrainedConfig, path: str | Path) -> int:
+def num_heads_from_config(config: PretrainedConfig, path: str | Path) -> int:
     """Returns the same from a config of the text part; ``path`` names the model in errors."""
-    counts = per_layer(config, "num_attention_heads_per_layer") or per_layer(config, "num_attention_heads")
+    counts = values_per_layer(config, "num_attention_heads_per_layer") or values_per_layer(
+        config, "num_attention_heads"
+    )
     if len(set(counts)) > 1:
         raise UserError(
             f"weights.heads: the layers of {path} differ in their number of query heads "
@@ -234,22 +236,22 @@ def heads_of(config: PretrainedConfig, path: str | Path) -> int:
     return counts[0]
 
 
-def text_config(path: str | Path, revision: str | None) -> PretrainedConfig:
+def load_text_config(path: str | Path, revision: str | None) -> PretrainedConfig:
     """Returns the config of a model's text part. Raises ``UserError`` as ``load_config`` does."""
     return load_config(path, revision).get_text_config()
 
 
-def inspect_model(path: str | Path, revision: str | None = None) -> Described:
+def inspect_model(path: str | Path, revision: str | None = None) -> ModelDescription:
     """Returns the class of a model, its attention and the layers that have any; ``UserError`` for no causal LM."""
-    return describe(load_config(path, revision))
+    return describe_model(load_config(path, revision))
 
 
 def load_config(path: str | Path, revision: str | None = None) -> PretrainedConfig:
     """Returns a model's config with all its parts, its weights untouched; ``UserError`` where it cannot be read."""
-    source = _locate(path, "model")
+    source = _resolve_source(path, "model")
     if isinstance(source, Path):
         _check_config(source)
-    with _loading("config of the model", path, revision):
+    with _wrap_loading_errors("config of the model", path, revision):
         config: PretrainedConfig = AutoConfig.from_pretrained(
             source, revision=revision or "main", trust_remote_code=False
         )
@@ -261,20 +263,20 @@ def weights_fingerprint(path: str | Path, revision: str | None = None) -> dict[s
 
     Raises ``UserError`` as ``load_model`` does for what is not there, is written in part, or brings an adapter.
     """
-    source = _locate(path, "model")
+    source = _resolve_source(path, "model")
     if isinstance(source, str):
-        _refuse_adapter(source, revision)
+        _check_no_adapter(source, revision)
         load_config(path, revision)  # refuses what is not there
-        with _loading("model", path, revision):
+        with _wrap_loading_errors("model", path, revision):
             cached = hub_unreachable_reason() is not None
             commit = resolve_revision(source, revision=revision or "main", local_files_only=cached).resolved
         return {"hub": source, "commit": commit}
     _check_folder(source)
-    files = {file.name: unchanged_digest(file) for file in _weight_files(source)}
-    return {"config": unchanged_digest(source / "config.json"), "weights": digest(files)}
+    files = {file.name: cached_digest(file) for file in _weight_files(source)}
+    return {"config": cached_digest(source / "config.json"), "weights": digest(files)}
 
 
-def _locate(path: str | Path, what: str) -> Path | str:
+def _resolve_source(path: str | Path, what: str) -> Path | str:
     """Returns an existing folder, or a hub name; else a ``UserError``."""
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -291,9 +293,9 @@ def _locate(path: str | Path, what: str) -> Path | str:
     return text
 
 
-def _refuse_adapter(source: Path | str, revision: str | None = None) -> None:
+def _check_no_adapter(source: Path | str, revision: str | None = None) -> None:
     """Raises ``UserError`` for a folder or a hub name with an adapter, which the library would apply in silence."""
-    with _loading("config of the model", source, revision):
+    with _wrap_loading_errors("config of the model", source, revision):
         found = find_adapter_config_file(str(source), revision=revision or "main")
     if found is None:
         return
@@ -310,18 +312,15 @@ def _refuse_adapter(source: Path | str, revision: str | None = None) -> None:
 
 
 def _check_config(folder: Path) -> None:
-    _refuse_adapter(folder)
+    _check_no_adapter(folder)
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder}: no config.json, so this is no model folder (or it was written only in part)")
-    _check_sealed(folder, TEXT_PATTERNS)
+    _verify_checksums(folder, TEXT_PATTERNS)
 
 
-def _check_sealed(folder: Path, patterns: tuple[str, ...]) -> None:
+def _verify_checksums(folder: Path, patterns: tuple[str, ...]) -> None:
     """Refuses a sealed folder, such as a run's best/, when the files read of it differ from its own digests."""
-    if (
-        has_checksums(folder)
-        and (problem := describe_change(folder, only=patterns, digest=unchanged_digest)) is not None
-    ):
+    if has_checksums(folder) and (problem := describe_change(folder, only=patterns, digest=cached_digest)) is not None:
         raise UserError(
             f"{folder}: {problem}: copy or export the folder again; where the change is meant, remove its {SEAL}"
         )
@@ -329,7 +328,7 @@ def _check_sealed(folder: Path, patterns: tuple[str, ...]) -> None:
 
 def _check_folder(folder: Path) -> None:
     _check_config(folder)
-    _check_sealed(folder, WEIGHT_PATTERNS)
+    _verify_checksums(folder, WEIGHT_PATTERNS)
     files = _weight_files(folder)
     if not files:
         raise UserError(
@@ -358,7 +357,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 @contextmanager
-def _loading(what: str, path: str | Path, revision: str | None) -> Iterator[None]:
+def _wrap_loading_errors(what: str, path: str | Path, revision: str | None) -> Iterator[None]:
     """Opens a context in which transformers logs critical events alone and its errors become ``UserError``."""
     local = Path(path).expanduser().is_dir()
     level = library.get_verbosity()
@@ -367,12 +366,12 @@ def _loading(what: str, path: str | Path, revision: str | None) -> Iterator[None
         with nullcontext() if local else offline_if_unreachable():
             yield
     except Exception as error:  # the library raises anything from OSError to SafetensorError here
-        raise UserError(_load_failure(what, path, revision, error, local)) from error
+        raise UserError(_describe_load_error(what, path, revision, error, local)) from error
     finally:
         library.set_verbosity(level)
 
 
-def _load_failure(what: str, path: str | Path, revision: str | None, error: Exception, local: bool) -> str:
+def _describe_load_error(what: str, path: str | Path, revision: str | None, error: Exception, local: bool) -> str:
     words = shorten(str(error) or type(error).__name__, 300, placeholder=" ...").rstrip(".")
     start = f"could not load the {what} {str(path)!r}" + (f" at revision {revision!r}" if revision else "")
     if "trust_remote_code" in str(error):

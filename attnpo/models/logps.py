@@ -19,7 +19,7 @@ from attnpo.schema import UserError
 
 
 @dataclass(frozen=True)
-class Head:
+class LMHead:
     """Map from hidden states to logits: ``cap(scale * (hidden @ weight.T + bias))``.
 
     ``cap(x) = softcap * tanh(x / softcap)`` when ``softcap`` is set (Gemma-2), else the identity.
@@ -31,12 +31,12 @@ class Head:
     softcap: float | None = None
 
     @classmethod
-    def of(cls, module: nn.Linear, *, scale: float = 1.0, softcap: float | None = None) -> "Head":
+    def from_linear(cls, module: nn.Linear, *, scale: float = 1.0, softcap: float | None = None) -> "LMHead":
         """Returns the head of a linear layer; sharded parameters are gathered once, here."""
         bias = None if module.bias is None else to_full_tensor(module.bias)
         return cls(weight=to_full_tensor(module.weight), bias=bias, scale=scale, softcap=softcap)
 
-    def cast(self, dtype: torch.dtype) -> "Head":
+    def cast(self, dtype: torch.dtype) -> "LMHead":
         """Returns the same map with its parameters in ``dtype``."""
         return replace(self, weight=self.weight.to(dtype), bias=None if self.bias is None else self.bias.to(dtype))
 
@@ -68,14 +68,14 @@ class Statistic(NamedTuple):
     gradient: Callable[[Distributions, Tensor], Tensor]
 
 
-def _second(d: Distributions) -> Tensor:
+def _other_logps(d: Distributions) -> Tensor:
     if d.other is None:
         raise UserError("a joint statistic compares two models: pass other=(hidden, head) of the second model")
     return d.other
 
 
-def _contrast(d: Distributions) -> Tensor:
-    return torch.log_softmax(2 * d.logp - _second(d), -1)
+def _contrast_logp(d: Distributions) -> Tensor:
+    return torch.log_softmax(2 * d.logp - _other_logps(d), -1)
 
 
 STATISTICS: Mapping[str, Statistic] = {
@@ -92,17 +92,17 @@ STATISTICS: Mapping[str, Statistic] = {
         gradient=lambda d, value: (-value[:, None] * d.p).scatter_add_(1, d.p.argmax(-1, keepdim=True), value[:, None]),
     ),
     "joint:kl_ref_policy": Statistic(
-        value=lambda d: (_second(d).exp() * (_second(d) - d.logp)).sum(-1),
-        gradient=lambda d, value: d.p - _second(d).exp(),
+        value=lambda d: (_other_logps(d).exp() * (_other_logps(d) - d.logp)).sum(-1),
+        gradient=lambda d, value: d.p - _other_logps(d).exp(),
     ),
     "joint:kl_policy_ref": Statistic(
-        value=lambda d: (d.p * (d.logp - _second(d))).sum(-1),
-        gradient=lambda d, value: d.p * (d.logp - _second(d) - value[:, None]),
+        value=lambda d: (d.p * (d.logp - _other_logps(d))).sum(-1),
+        gradient=lambda d, value: d.p * (d.logp - _other_logps(d) - value[:, None]),
     ),
     "joint:contrast": Statistic(
-        value=lambda d: _contrast(d).gather(1, d.labels[:, None])[:, 0],
+        value=lambda d: _contrast_logp(d).gather(1, d.labels[:, None])[:, 0],
         gradient=lambda d, value: (
-            _contrast(d).exp_().mul_(-2).scatter_add_(1, d.labels[:, None], torch.full_like(value[:, None], 2.0))
+            _contrast_logp(d).exp_().mul_(-2).scatter_add_(1, d.labels[:, None], torch.full_like(value[:, None], 2.0))
         ),
     ),
 }
@@ -113,12 +113,12 @@ contrast softmax(2 z - z'), z and z' the two models' logits."""
 
 def token_statistics(
     hidden: Float[Tensor, "N d"],
-    head: Head,
+    head: LMHead,
     labels: Int[Tensor, " N"],
     *,
     vocab: Sequence[str] = (),
     joint: Sequence[str] = (),
-    other: tuple[Float[Tensor, "N e"], Head] | None = None,
+    other: tuple[Float[Tensor, "N e"], LMHead] | None = None,
     chunk: int = 1024,
 ) -> dict[str, Float[Tensor, " N"]]:
     """Returns statistics per token under the keys "logps", "vocab:<name>" and "joint:<name>", all from one chunk loop.
@@ -131,8 +131,11 @@ def token_statistics(
     statistics = [STATISTICS[name] for name in names[1:]]
     if chunk < 1:
         raise UserError(f"the chunk of the vocabulary head must hold at least one token, got {chunk}")
-    first, second = _Model.of(hidden, head), None if other is None or not joint else _Model.of(*other)
-    plan = _Plan(tuple(statistics), max(1, chunk // 2) if joint else chunk, first, second)
+    first, second = (
+        _LogitSettings.from_tensors(hidden, head),
+        None if other is None or not joint else _LogitSettings.from_tensors(*other),
+    )
+    plan = _ChunkPlan(tuple(statistics), max(1, chunk // 2) if joint else chunk, first, second)
     beside = (None, None, None) if second is None or other is None else (other[0], other[1].weight, other[1].bias)
     detached = [None if tensor is None else tensor.detach() for tensor in beside]
     arguments = (hidden, head.weight, head.bias, labels, *detached, plan)
@@ -140,7 +143,7 @@ def token_statistics(
     return dict(zip(names, stacked.unbind(0), strict=True))
 
 
-def statistics_of_logits(
+def statistics_from_logits(
     logits: Float[Tensor, "N vocab"],
     labels: Int[Tensor, " N"],
     *,
@@ -149,7 +152,7 @@ def statistics_of_logits(
     other: Float[Tensor, "N vocab"] | None = None,
 ) -> dict[str, Float[Tensor, " N"]]:
     """Returns the same statistics from whole logits, by ordinary autograd: for models without a plain head."""
-    logp = torch.log_softmax(logits.to(_accumulate(logits.dtype)), -1)
+    logp = torch.log_softmax(logits.to(_accumulation_dtype(logits.dtype)), -1)
     second = None if other is None else torch.log_softmax(other.detach().to(logp.dtype), -1)
     distributions = Distributions(logp, logp.exp(), second, labels)
     values = {"logps": logp.gather(1, labels[:, None])[:, 0]}
@@ -158,12 +161,12 @@ def statistics_of_logits(
     return values
 
 
-def project(hidden: Float[Tensor, "N d"], head: Head) -> Float[Tensor, "N vocab"]:
+def compute_logits(hidden: Float[Tensor, "N d"], head: LMHead) -> Float[Tensor, "N vocab"]:
     """Logits of a few positions in float32 (float64 for float64 models); scale and soft-cap applied."""
     return _logits(hidden, head.cast(_compute_dtype(hidden, head.weight)))
 
 
-def _accumulate(dtype: torch.dtype) -> torch.dtype:
+def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -174,7 +177,7 @@ def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     return torch.promote_types(hidden.dtype, weight.dtype)
 
 
-class _Model(NamedTuple):
+class _LogitSettings(NamedTuple):
     """Settings of one model's logits; its tensors go through autograd. ``compute``: the dtype of the products."""
 
     scale: float
@@ -182,25 +185,25 @@ class _Model(NamedTuple):
     compute: torch.dtype
 
     @classmethod
-    def of(cls, hidden: Tensor, head: Head) -> "_Model":
+    def from_tensors(cls, hidden: Tensor, head: LMHead) -> "_LogitSettings":
         return cls(head.scale, head.softcap, _compute_dtype(hidden, head.weight))
 
-    def head(self, weight: Tensor, bias: Tensor | None) -> Head:
+    def head(self, weight: Tensor, bias: Tensor | None) -> LMHead:
         """Returns the head in the dtype of the products, cast once for all chunks."""
-        return Head(weight, bias, self.scale, self.softcap).cast(self.compute)
+        return LMHead(weight, bias, self.scale, self.softcap).cast(self.compute)
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _ChunkPlan:
     statistics: tuple[Statistic, ...]
     chunk: int
-    model: _Model
-    second: _Model | None
+    model: _LogitSettings
+    second: _LogitSettings | None
 
     @property
     def dtype(self) -> torch.dtype:
         """Returns the dtype of log-probabilities, normalisers and the head's gradient."""
-        return _accumulate(self.model.compute)
+        return _accumulation_dtype(self.model.compute)
 
     @property
     def part(self) -> int:
@@ -218,15 +221,15 @@ class _Plan:
         return lambda rows: _logits(hidden[rows], head).to(self.dtype)
 
 
-def _logits(hidden: Tensor, head: Head) -> Tensor:
+def _logits(hidden: Tensor, head: LMHead) -> Tensor:
     """Returns the final logits of one chunk in the accumulation dtype; the only place that multiplies by the head."""
     dtype = head.weight.dtype
-    logits = nn.functional.linear(hidden.to(dtype), head.weight, head.bias).to(_accumulate(dtype))
+    logits = nn.functional.linear(hidden.to(dtype), head.weight, head.bias).to(_accumulation_dtype(dtype))
     if head.scale != 1.0:
         logits.mul_(head.scale)
     if head.softcap is not None:
         logits.div_(head.softcap).tanh_()
-        # tanh keeps its result where autograd runs (``project``), so that must not be overwritten there.
+        # tanh keeps its result where autograd runs (``compute_logits``), so that must not be overwritten there.
         logits = logits * head.softcap if logits.requires_grad else logits.mul_(head.softcap)
     return logits
 
@@ -254,7 +257,7 @@ class _ChunkedStatistics(torch.autograd.Function):
         other_hidden: Tensor | None,
         other_weight: Tensor | None,
         other_bias: Tensor | None,
-        plan: _Plan,
+        plan: _ChunkPlan,
     ) -> Tensor:
         count = hidden.shape[0]
         values = torch.zeros(1 + len(plan.statistics), count, dtype=plan.dtype, device=hidden.device)
@@ -264,7 +267,7 @@ class _ChunkedStatistics(torch.autograd.Function):
             for rows in _slices(count, plan.chunk):
                 logits, other = _logits(hidden[rows], head), second(rows)
                 values[0, rows] = logits.gather(1, labels[rows, None])[:, 0]
-                _evaluate(logits, other, labels[rows], values[1:, rows], normalisers[:, rows], plan)
+                _fill_statistics(logits, other, labels[rows], values[1:, rows], normalisers[:, rows], plan)
                 del logits, other  # before the next chunk's are made
             values[0] -= normalisers[0, :, 0]
         ctx.plan = plan
@@ -275,7 +278,7 @@ class _ChunkedStatistics(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (coefficients,) = gradients
         hidden, weight, bias, labels, other_hidden, other_weight, other_bias, normalisers, values = ctx.saved_tensors
-        plan: _Plan = ctx.plan
+        plan: _ChunkPlan = ctx.plan
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         d_hidden = torch.empty_like(hidden) if need_hidden else None
         d_weight = torch.zeros(weight.shape, dtype=plan.dtype, device=weight.device) if need_weight else None
@@ -285,7 +288,7 @@ class _ChunkedStatistics(torch.autograd.Function):
             for rows in _slices(hidden.shape[0], plan.chunk):
                 states = hidden[rows].to(plan.model.compute)
                 logits, other = _logits(states, head), second(rows)
-                _differentiate(
+                _fill_logit_gradient(
                     logits, other, labels[rows], coefficients[:, rows], values[:, rows], normalisers[:, rows], plan
                 )
                 del other
@@ -305,8 +308,8 @@ class _ChunkedStatistics(torch.autograd.Function):
         return d_hidden, cast_weight, cast_bias, None, None, None, None, None
 
 
-def _evaluate(
-    logits: Tensor, other: Tensor | None, labels: Tensor, values: Tensor, normalisers: Tensor, plan: _Plan
+def _fill_statistics(
+    logits: Tensor, other: Tensor | None, labels: Tensor, values: Tensor, normalisers: Tensor, plan: _ChunkPlan
 ) -> None:
     """Fills the statistics and normalisers of one chunk, part by part. Overwrites both models' logits."""
     if not plan.statistics:
@@ -330,14 +333,14 @@ def _distributions(
     return Distributions(logits, logits.exp(), other, labels)
 
 
-def _differentiate(
+def _fill_logit_gradient(
     logits: Tensor,
     other: Tensor | None,
     labels: Tensor,
     coefficients: Tensor,
     values: Tensor,
     normalisers: Tensor,
-    plan: _Plan,
+    plan: _ChunkPlan,
 ) -> None:
     """Replaces one chunk's final logits by the gradient before cap and scale, part by part; overwrites the second's."""
     for part in _slices(len(logits), plan.part):

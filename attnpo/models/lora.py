@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from attnpo.models.backbone import eval_mode
-from attnpo.models.logps import Head, to_full_tensor
+from attnpo.models.logps import LMHead, to_full_tensor
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import LoraSpec
 from attnpo.schema import ModelInputs, TokenStats, UserError
@@ -73,13 +73,13 @@ def has_adapters(model: nn.Module) -> bool:
     return bool(getattr(model, "peft_config", None))
 
 
-def format_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """Returns the name of a number format as a configuration has it."""
     return str(dtype).removeprefix("torch.")
 
 
 @dataclass
-class Rounding:
+class MergeRounding:
     """Part of the adapters' update that was lost when the merged weights were rounded; sums over all adapted weights.
 
     ``update``, ``lost``: squared norms; ``unchanged`` of the ``weights`` are equal to the base's in the same format.
@@ -93,10 +93,10 @@ class Rounding:
     unchanged: int = 0
 
     @classmethod
-    def of(cls, model: PreTrainedModel, dtype: torch.dtype) -> "Rounding":
+    def for_merge(cls, model: PreTrainedModel, dtype: torch.dtype) -> "MergeRounding":
         """Returns the empty count of one merge of a model's adapters into weights in ``dtype``."""
         quantized = getattr(model.config, "quantization_config", None) is not None
-        return cls("4 bits" if quantized else format_name(model.dtype), format_name(dtype))
+        return cls("4 bits" if quantized else dtype_name(model.dtype), dtype_name(dtype))
 
     def add(self, base: Tensor, merged: Tensor, written: Tensor) -> None:
         """Counts in a weight, by pieces: ``merged`` is base and update before the rounding, ``written`` after it."""
@@ -119,12 +119,12 @@ class Rounding:
         """Returns the share of the adapted weights that are equal to the base's."""
         return self.unchanged / max(1, self.weights)
 
-    def account(self) -> dict[str, Json]:
+    def to_json(self) -> dict[str, Json]:
         """Returns what a checkpoint's account and a run's result keep of it."""
         shares = {"lost_share": self.lost_share, "unchanged_share": self.unchanged_share}
         return {"base": self.base, "dtype": self.dtype, **shares}
 
-    def text(self) -> str:
+    def describe(self) -> str:
         """Returns what the rounding took, in words."""
         return (
             f"rounding the merged weights to {self.dtype} took {100 * self.lost_share:.3g} % of the adapters' update "
@@ -132,8 +132,8 @@ class Rounding:
         )
 
 
-def merged_state(
-    model: nn.Module, *, keep: bool = True, dtype: torch.dtype | None = None, rounding: Rounding | None = None
+def merge_state_dict(
+    model: nn.Module, *, keep: bool = True, dtype: torch.dtype | None = None, rounding: MergeRounding | None = None
 ) -> dict[str, Tensor]:
     """Merges the adapters into the state dict of the plain base model, under its own names, on the CPU.
 
@@ -147,10 +147,10 @@ def merged_state(
     state = {}
     for name, value in model.state_dict().items():
         # Several where more than one tensor of a module is adapted: each adapter is put around the one before.
-        owners = [path for path in parents(name) if path in adapted]
+        owners = [path for path in parent_paths(name) if path in adapted]
         if any(not name.startswith(f"{owner}.{BASE}") for owner in owners):
             continue  # the adapter's own
-        if not packed.keys().isdisjoint(parents(name)):
+        if not packed.keys().isdisjoint(parent_paths(name)):
             continue  # the scales of 4-bit weights
         whole = _dequantize(packed[name]) if name in packed else to_full_tensor(value).detach()
         plain = name
@@ -194,7 +194,7 @@ def write_adapter(
     apply_umask(weights)
 
 
-class AdapterOff(ScoredLM):
+class AdapterDisabledReference(ScoredLM):
     """Reference without weights of its own: the policy with its adapters disabled, in eval mode, without gradient.
 
     Owns no parameter; follows the policy to its device and into its shards. UserError for a policy without adapters.
@@ -212,11 +212,11 @@ class AdapterOff(ScoredLM):
         self.chunk = policy.chunk
         self.training = False
 
-    def train(self, mode: bool = True) -> "AdapterOff":
+    def train(self, mode: bool = True) -> "AdapterDisabledReference":
         """Returns self, always in eval mode; the policy's mode is left alone."""
         return self
 
-    def head(self) -> Head:
+    def head(self) -> LMHead:
         """Returns the vocabulary head, which policy and reference share."""
         return self.policy.head()
 
@@ -226,16 +226,16 @@ class AdapterOff(ScoredLM):
         response_ids: Int[Tensor, "rows R"],
         response_mask: Bool[Tensor, "rows R"],
         requests: Collection[str] = frozenset({"logps"}),
-        other: tuple[Float[Tensor, "rows R e"], Head] | None = None,
+        other: tuple[Float[Tensor, "rows R e"], LMHead] | None = None,
     ) -> TokenStats:
         """Statistics of every response token under the base; the policy's mode and adapters are restored."""
-        with torch.no_grad(), eval_mode(self.policy), adapters_disabled(self.policy.model):
+        with torch.no_grad(), eval_mode(self.policy), disable_adapters(self.policy.model):
             stats: TokenStats = self.policy(inputs, response_ids, response_mask, requests, other)
         return stats
 
 
 @contextmanager
-def adapters_disabled(model: nn.Module) -> Iterator[None]:
+def disable_adapters(model: nn.Module) -> Iterator[None]:
     """Opens a context in which the adapters of ``model`` add nothing.
 
     Only the flag that peft's layers read is turned: its own switch would make frozen adapters train.
@@ -266,16 +266,16 @@ def _linear_modules(model: nn.Module) -> dict[str, nn.Linear | Conv1D]:
 def target_names(model: PreTrainedModel, spec: LoraSpec) -> list[str]:
     """Returns the full names of the linear modules that get an adapter; ``UserError`` for a target that names none."""
     head: object = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    linear, refused = _linear_modules(model), refused_names(model)
+    linear, refused = _linear_modules(model), unadaptable_names(model)
     allowed = [name for name, part in linear.items() if part is not head and name.rpartition(".")[2] not in refused]
     experts = expert_names(model, spec)
     if isinstance(spec.target_modules, str):
         chosen = allowed
     else:
-        chosen = [name for name in allowed if any(_ends_with(name, target) for target in spec.target_modules)]
+        chosen = [name for name in allowed if any(_is_target(name, target) for target in spec.target_modules)]
         for target in spec.target_modules:
-            if not any(_ends_with(name, target) for name in (*chosen, *experts)):
-                is_head = any(_ends_with(name, target) for name in linear)
+            if not any(_is_target(name, target) for name in (*chosen, *experts)):
+                is_head = any(_is_target(name, target) for name in linear)
                 what = "is the vocabulary head, which is never adapted" if is_head else "names no linear module"
                 if target.rpartition(".")[2] in refused:
                     what = "is a module whose weight is used otherwise than by a plain product, past any adapter"
@@ -302,11 +302,11 @@ def expert_names(model: PreTrainedModel, spec: LoraSpec) -> list[str]:
         if hasattr(module, "is_transposed")
         for name, parameter in module.named_parameters(recurse=False)
         if parameter.dim() == FUSED and len(parameter) > 1 and parameter.is_floating_point()
-        if isinstance(spec.target_modules, str) or any(_ends_with(f"{owner}.{name}", t) for t in spec.target_modules)
+        if isinstance(spec.target_modules, str) or any(_is_target(f"{owner}.{name}", t) for t in spec.target_modules)
     ]
 
 
-def refused_names(model: PreTrainedModel) -> list[str]:
+def unadaptable_names(model: PreTrainedModel) -> list[str]:
     """Returns the last names of linear modules that can have no adapter: their weight is used past any adapter."""
     if find_spec("peft") is None:
         return []
@@ -325,7 +325,7 @@ def refused_names(model: PreTrainedModel) -> list[str]:
     return refused
 
 
-def reach(model: PreTrainedModel, spec: LoraSpec) -> str:
+def describe_adapter_coverage(model: PreTrainedModel, spec: LoraSpec) -> str:
     """Says for the log which share of a model's parameters lies in modules that get an adapter, and what does not."""
     targets, experts = target_names(model, spec), expert_names(model, spec)
     owned = {f"{name}.weight" for name in targets} | set(experts)
@@ -343,17 +343,17 @@ def reach(model: PreTrainedModel, spec: LoraSpec) -> str:
     if stacked:
         words += f"; {stacked / total:.0%} are weights of several experts in one tensor, which none reaches ({first})"
         words += "; set model.lora.dropout=0 to reach those that can be" if spec.dropout else ""
-    refused = refused_names(model)
+    refused = unadaptable_names(model)
     return words + (
         f"; none on {', '.join(refused)}, whose weight is used otherwise than by a plain product" if refused else ""
     )
 
 
-def _ends_with(name: str, target: str) -> bool:
+def _is_target(name: str, target: str) -> bool:
     return f".{name}".endswith(f".{target}")
 
 
-def parents(name: str) -> Iterator[str]:
+def parent_paths(name: str) -> Iterator[str]:
     """Yields every module path above a tensor's name, the longest first."""
     while "." in name:
         name = name.rpartition(".")[0]
@@ -366,7 +366,7 @@ def _dequantize(weight: nn.Parameter) -> Tensor:
     return dequantize_bnb_weight(weight).detach()
 
 
-def _merge_weight(base: Tensor, layer: "LoraLayer", dtype: torch.dtype, rounding: Rounding | None) -> Tensor:
+def _merge_weight(base: Tensor, layer: "LoraLayer", dtype: torch.dtype, rounding: MergeRounding | None) -> Tensor:
     """Adds the adapters' product to the weight in float32 or better and rounds once to ``dtype``."""
     total = base.to(torch.promote_types(base.dtype, torch.float32), copy=True)
     for adapter in layer.active_adapters:

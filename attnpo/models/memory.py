@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from attnpo.models.backbone import layer_stack, parameter_count
-from attnpo.models.described import backbone_of, on_meta, widest
+from attnpo.models.described import backbone_of, build_on_meta, max_over_layers
 from attnpo.models.loading import DTYPES
 from attnpo.models.lora import expert_names, target_names
 from attnpo.models.spec import LoraSpec, ModelSpec
@@ -38,7 +38,7 @@ STEP = (REFERENCE, HEAD, BLOCK)  # while activations are held
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """Parameter counts and widths of a model.
 
     ``block``: the largest; ``cast``: of the blocks' matrices (what autocast copies); ``linear``: of their linear layers
@@ -62,15 +62,15 @@ class Shape:
     vocab: int
 
     @classmethod
-    def of(cls, config: PretrainedConfig, lora: LoraSpec | None = None) -> "Shape":
+    def from_config(cls, config: PretrainedConfig, lora: LoraSpec | None = None) -> "ModelShape":
         """Returns the shape of the causal LM that ``config`` describes, of its widest layers; UserError for none."""
-        model = on_meta(config)
+        model = build_on_meta(config)
         stack = layer_stack(backbone_of(model))
         text = config.get_text_config()
-        hidden = widest(text, "hidden_size") or 1
-        heads = widest(text, "num_attention_heads") or 1
-        width = widest(text, "head_dim") or hidden // heads
-        inner = widest(text, "intermediate_size") or 4 * hidden
+        hidden = max_over_layers(text, "hidden_size") or 1
+        heads = max_over_layers(text, "num_attention_heads") or 1
+        width = max_over_layers(text, "head_dim") or hidden // heads
+        inner = max_over_layers(text, "intermediate_size") or 4 * hidden
         return cls(
             parameters=parameter_count(model),
             blocks=parameter_count(stack),
@@ -78,19 +78,19 @@ class Shape:
             cast=sum(parameter.numel() for parameter in stack.parameters() if parameter.dim() > 1),
             linear=sum(part.weight.numel() for part in stack.modules() if isinstance(part, nn.Linear | Conv1D)),
             largest=max(parameter.numel() for parameter in model.parameters()),
-            adapters=0 if lora is None else adapters_of(model, lora),
+            adapters=0 if lora is None else count_adapter_parameters(model, lora),
             rank=0 if lora is None else lora.rank,
             layers=len(stack),
             hidden=hidden,
-            inner=inner * (widest(text, "num_experts_per_tok") or 1),
+            inner=inner * (max_over_layers(text, "num_experts_per_tok") or 1),
             queries=heads * width,
-            keys=(widest(text, "num_key_value_heads") or heads) * width,
+            keys=(max_over_layers(text, "num_key_value_heads") or heads) * width,
             heads=heads,
-            vocab=widest(text, "vocab_size") or 1,
+            vocab=max_over_layers(text, "vocab_size") or 1,
         )
 
 
-def adapters_of(model: PreTrainedModel, lora: LoraSpec) -> int:
+def count_adapter_parameters(model: PreTrainedModel, lora: LoraSpec) -> int:
     """Counts the parameters LoRA adds: rank x (inputs + outputs) of every linear layer or expert with an adapter."""
     weights = (model.get_submodule(name).get_parameter("weight") for name in target_names(model, lora))
     experts = (model.get_parameter(name).shape for name in expert_names(model, lora))
@@ -99,8 +99,8 @@ def adapters_of(model: PreTrainedModel, lora: LoraSpec) -> int:
 
 def count_parameters(config: PretrainedConfig, lora: LoraSpec | None = None) -> tuple[int, int]:
     """Parameters of the causal LM that ``config`` describes, and those LoRA would add. UserError when it is none."""
-    model = on_meta(config)
-    return parameter_count(model), 0 if lora is None else adapters_of(model, lora)
+    model = build_on_meta(config)
+    return parameter_count(model), 0 if lora is None else count_adapter_parameters(model, lora)
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class MemoryEstimate:
         return [*lines, f"  does not fit: the device has {capacity / GIB:.1f} GiB, of which {kept}; {advice}"]
 
 
-def activation_bytes_per_token(shape: Shape, compute: int, stream: int) -> int:
+def activation_bytes_per_token(shape: ModelShape, compute: int, stream: int) -> int:
     """Counts the bytes per token that one block keeps for its backward.
 
     ``compute`` and ``stream``: bytes per number inside the products and on the residual stream, of which autocast
@@ -189,20 +189,20 @@ def activation_bytes_per_token(shape: Shape, compute: int, stream: int) -> int:
     return norms + 2 * FP32 + attention + compute * 4 * shape.inner + adapter_bytes_per_token(shape, compute)
 
 
-def compiled_bytes_per_token(shape: Shape, compute: int, stream: int) -> int:
+def compiled_bytes_per_token(shape: ModelShape, compute: int, stream: int) -> int:
     """Counts the bytes per token that one compiled block keeps, as torch's partitioner leaves them."""
     attention = compute * (2 * shape.queries + 2 * shape.keys) + FP32 * shape.heads
     products = compute * 3 * (shape.hidden + shape.inner)
     return stream * shape.hidden + 2 * FP32 + attention + products + adapter_bytes_per_token(shape, compute)
 
 
-def adapter_bytes_per_token(shape: Shape, compute: int) -> int:
+def adapter_bytes_per_token(shape: ModelShape, compute: int) -> int:
     """Counts those that a block's adapters keep: what is inside each, and under autocast attention's output anew."""
     copied = shape.queries if compute == BF16 else 0
     return compute * (PROJECTIONS * shape.rank + copied) if shape.rank else 0
 
 
-def most_tokens(fits: Callable[[int], bool], least: int, most: int = MOST) -> int:
+def max_token_budget(fits: Callable[[int], bool], least: int, most: int = MOST) -> int:
     """Finds the largest budget of tokens that ``fits``, from ``least``, which is taken as it is, up to ``most``."""
     steps = range(1, max(0, most - least) // ROUND + 1)
     return least + ROUND * bisect_left(steps, True, key=lambda step: not fits(least + ROUND * step))
@@ -228,10 +228,10 @@ def estimate_training(
     ``tokens`` and ``eval_tokens`` are budgets in place of such rows. ``reference``: its kind, None without one; the
     other values are those of the run's config. Raises UserError when ``config`` describes no causal LM.
     """
-    shape, chunk = Shape.of(config, model.lora), model.chunk
+    shape, chunk = ModelShape.from_config(config, model.lora), model.chunk
     weight = DTYPES[model.dtype].itemsize
     compute = BF16 if precision == "bf16-mixed" else weight
-    step = _Step(
+    step = _MicroBatch(
         shape,
         weight,
         max(compute, BF16),
@@ -250,9 +250,9 @@ def estimate_training(
     buckets = (shape.parameters * weight if whole else shape.adapters * FP32) if several and not fsdp else 0
     # A compiled block's backward gives them all at its end, to be added then; sharded ones are among those gathered.
     of_block = weight * shape.block if whole else FP32 * shape.adapters // shape.layers
-    logits = _logits(shape, chunk, step.compute)
+    logits = _logit_bytes(shape, chunk, step.compute)
     rows = [
-        *_states(step, model, moments, sharded, over),
+        *_state_rows(step, model, moments, sharded, over),
         MemoryRow("gradient buckets", buckets, "DDP's copy of all gradients"),
         MemoryRow(
             "gathered weights", gathered, f"embeddings and head, two blocks x {weight} B, whole", (*STEP, FORWARD)
@@ -263,7 +263,7 @@ def estimate_training(
         ),
         MemoryRow(
             "reference forward",
-            _forward(step, step.tokens) * (copied or reference == "adapter_off"),
+            _forward_bytes(step, step.tokens) * (copied or reference == "adapter_off"),
             f"{step.tokens:,} tokens without gradients",
             (REFERENCE,),
         ),
@@ -282,7 +282,9 @@ def estimate_training(
             "of the largest tensor, float32",
             (UPDATE,),
         ),
-        MemoryRow("validation forward", _forward(step, validated) + logits, f"{rows_of} without gradients", (FORWARD,)),
+        MemoryRow(
+            "validation forward", _forward_bytes(step, validated) + logits, f"{rows_of} without gradients", (FORWARD,)
+        ),
     ]
     return MemoryEstimate("training", tuple(row for row in rows if row.size), devices)
 
@@ -299,13 +301,13 @@ def estimate_pass(
     ``mapped``: tokens of the longest prompt whose whole attention maps are kept, if they are. Raises UserError when
     ``config`` describes no causal LM.
     """
-    shape = Shape.of(config)
+    shape = ModelShape.from_config(config)
     weight = DTYPES[dtype].itemsize
-    step = _Step(shape, weight, weight, tokens, recomputed=0, last_recomputed=False)
+    step = _MicroBatch(shape, weight, weight, tokens, recomputed=0, last_recomputed=False)
     how = f"{tokens:,} tokens in the widest place of one block"
     rows = (
         MemoryRow("weights", shape.parameters * weight, f"{shape.parameters:,} parameters x {weight} B ({dtype})"),
-        MemoryRow("activations", _forward(step, tokens), how, (FORWARD,)),
+        MemoryRow("activations", _forward_bytes(step, tokens), how, (FORWARD,)),
         MemoryRow(
             "attention maps",
             shape.layers * shape.heads * mapped**2 * weight,
@@ -320,10 +322,10 @@ def estimate_pass(
 
 
 @dataclass(frozen=True)
-class _Step:
+class _MicroBatch:
     """Micro-batch: the model's shape, bytes per weight and per product, tokens, which blocks are recomputed."""
 
-    shape: Shape
+    shape: ModelShape
     weight: int
     compute: int
     tokens: int
@@ -357,14 +359,14 @@ class _Step:
         return self.weight > self.compute
 
 
-def _checkpointed_blocks(shape: Shape, model: ModelSpec) -> tuple[int, bool]:
+def _checkpointed_blocks(shape: ModelShape, model: ModelSpec) -> tuple[int, bool]:
     """Returns how many blocks keep their input alone, and whether the last is one of them."""
-    if not model.recomputes:
+    if not model.uses_checkpointing:
         return 0, False
     return -(-shape.layers // model.checkpoint_every), (shape.layers - 1) % model.checkpoint_every == 0
 
 
-def _states(step: _Step, model: ModelSpec, moments: str, sharded: int, over: str) -> list[MemoryRow]:
+def _state_rows(step: _MicroBatch, model: ModelSpec, moments: str, sharded: int, over: str) -> list[MemoryRow]:
     """Returns weights, gradients and moments; sharded over ``sharded`` devices."""
     shape, weight = step.shape, step.weight
     base = f"{shape.parameters:,} parameters x {weight} B ({model.dtype}){over}"
@@ -388,7 +390,7 @@ def _states(step: _Step, model: ModelSpec, moments: str, sharded: int, over: str
     ]
 
 
-def _step_rows(step: _Step) -> list[MemoryRow]:
+def _step_rows(step: _MicroBatch) -> list[MemoryRow]:
     """Activations of the longest micro-batch and the half-precision copies of weights that wait for its backward."""
     shape, tokens = step.shape, step.tokens
     stream = step.weight
@@ -417,11 +419,11 @@ def _step_rows(step: _Step) -> list[MemoryRow]:
     return rows
 
 
-def _head_row(step: _Step, chunk: int, *, trained: bool) -> MemoryRow:
+def _head_row(step: _MicroBatch, chunk: int, *, trained: bool) -> MemoryRow:
     """Estimates the vocabulary head's backward: a chunk of logits, the head's gradient, its states and theirs."""
     shape = step.shape
     matrix = shape.vocab * shape.hidden
-    size = _logits(shape, chunk, step.compute) + step.tokens * 3 * FP32 * shape.hidden
+    size = _logit_bytes(shape, chunk, step.compute) + step.tokens * 3 * FP32 * shape.hidden
     if step.copies:
         size += step.compute * matrix
     if trained:
@@ -430,13 +432,13 @@ def _head_row(step: _Step, chunk: int, *, trained: bool) -> MemoryRow:
     return MemoryRow("vocabulary head", size, f"{chunk} tokens x {shape.vocab:,} words, the head's gradient", (HEAD,))
 
 
-def _forward(step: _Step, tokens: int) -> int:
+def _forward_bytes(step: _MicroBatch, tokens: int) -> int:
     """Returns a forward without gradients: one block in its widest place, its MLP, with copies of its widest weight."""
     shape = step.shape
     copy = step.compute * shape.hidden * shape.inner if step.copies and not step.quantized else 0
     return tokens * (3 * step.compute * shape.inner + (2 * step.weight + step.compute) * shape.hidden) + copy
 
 
-def _logits(shape: Shape, chunk: int, compute: int) -> int:
+def _logit_bytes(shape: ModelShape, chunk: int, compute: int) -> int:
     """Returns one chunk, in float32 and in a shorter format."""
     return chunk * shape.vocab * (FP32 + (compute if compute < FP32 else 0))

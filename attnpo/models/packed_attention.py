@@ -103,17 +103,19 @@ class SegmentPlan:
     device: torch.device
 
     @classmethod
-    def of(cls, segments: Int[Tensor, "segments 4"], length: int, device: torch.device = HOST) -> "SegmentPlan":
+    def from_segments(
+        cls, segments: Int[Tensor, "segments 4"], length: int, device: torch.device = HOST
+    ) -> "SegmentPlan":
         """Returns the plan of a row of ``length`` tokens; ValueError when the segments do not cover the row once."""
         lines = segments[segments[:, 1] > 0]
         start, count, prefix, shared = lines.t()[:, :, None]
         seen = shared + count
         step = torch.minimum(torch.arange(int(seen.max()) if len(seen) else 0)[None], seen - 1)
         branches = torch.where(step < shared, prefix + step, start + step - shared)
-        return cls.over(lines[:, [0, 1, 3]], branches, length, device)
+        return cls.from_branches(lines[:, [0, 1, 3]], branches, length, device)
 
     @classmethod
-    def over(
+    def from_branches(
         cls, alone: Int[Tensor, "n 3"], branches: Int[Tensor, "n T"], length: int, device: torch.device
     ) -> "SegmentPlan":
         """Plans n branches in a row of ``length`` tokens; each has at least one token alone.
@@ -198,7 +200,7 @@ class SegmentPlan:
         assert isinstance(output, Tensor)
         return output[None]
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, core: "BucketCore") -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, core: "BucketAttention") -> Tensor:
         """Returns attention output [1 N H d] of a row [1 H N d], bucket by bucket.
 
         ``core`` computes that of one bucket.
@@ -232,7 +234,7 @@ def find_kernel(device: torch.device) -> Callable[..., object] | None:
 
 
 @lru_cache(maxsize=4)  # layers of a kind share the function
-def window_of(
+def describe_window(
     function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], local: int | None, longest: int
 ) -> tuple[int, int] | None:
     """Describes a causal mask by how many keys before and after its own a query sees, -1 for all; None for no window.
@@ -253,7 +255,7 @@ def window_of(
     return (local - 1, 0) if torch.equal(seen.expand_as(plain), plain) else None
 
 
-def boundaries(segments: Int[Tensor, "segments 4"], device: torch.device = HOST) -> dict[str, Tensor]:
+def sequence_boundaries(segments: Int[Tensor, "segments 4"], device: torch.device = HOST) -> dict[str, Tensor]:
     """Returns where the sequences of a row begin, in transformers' keywords for such rows; {} where a prefix is shared.
 
     For layers with a state that runs along the row (convolutions, linear attention).
@@ -268,7 +270,7 @@ def boundaries(segments: Int[Tensor, "segments 4"], device: torch.device = HOST)
     return {name: each.to(device, non_blocking=True) for name, each in told.items()}
 
 
-BucketCore = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+BucketAttention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """Number of a bucket, its queries [n H q d], keys and values [n KV k d] to its output [n H q d]."""
 
 
@@ -280,7 +282,7 @@ class _Segment:
     shared: int
 
     @property
-    def seen(self) -> int:
+    def num_visible(self) -> int:
         return self.shared + self.count
 
 
@@ -289,10 +291,12 @@ def _group_by_size(segments: Sequence[_Segment]) -> list[list[_Segment]]:
     groups: list[list[_Segment]] = []
     for prefixed in (False, True):
         group: list[_Segment] = []
-        for segment in sorted((s for s in segments if (s.shared > 0) == prefixed), key=lambda s: (-s.seen, -s.count)):
+        for segment in sorted(
+            (s for s in segments if (s.shared > 0) == prefixed), key=lambda s: (-s.num_visible, -s.count)
+        ):
             together = [*group, segment]
-            whole = len(together) * max(s.count for s in together) * together[0].seen
-            needed = sum(s.count * s.seen for s in together)
+            whole = len(together) * max(s.count for s in together) * together[0].num_visible
+            needed = sum(s.count * s.num_visible for s in together)
             if group and whole > WASTE * needed and whole - needed > SMALL:
                 groups.append(group)
                 together = [segment]
@@ -307,7 +311,7 @@ def _bucket(members: Sequence[_Segment], branches: Int[Tensor, "n T"]) -> tuple[
     start, count, shared = torch.tensor([[m.start, m.count, m.shared] for m in members]).t()[:, :, None]
     step = torch.arange(max(m.count for m in members))[None]
     inner = torch.minimum(step, count - 1)
-    place = torch.arange(max(m.seen for m in members))[None]
+    place = torch.arange(max(m.num_visible for m in members))[None]
     bucket = Bucket(
         queries=start + inner,
         keys=branches[[m.row for m in members], : place.shape[1]],
@@ -321,7 +325,7 @@ def _bucket(members: Sequence[_Segment], branches: Int[Tensor, "n T"]) -> tuple[
 AnyRule = TypeVar("AnyRule")
 
 
-def whole(rule: AnyRule, index: object) -> AnyRule:
+def check_whole_mask(rule: AnyRule, index: object) -> AnyRule:
     """Returns ``rule`` when ``index`` takes the whole mask it stands for; raises ``UserError`` for a part of it."""
     parts = index if isinstance(index, tuple) else (index,)
     if any(not isinstance(part, slice) or part.start or part.stop is not None or part.step for part in parts):
@@ -329,7 +333,7 @@ def whole(rule: AnyRule, index: object) -> AnyRule:
     return rule
 
 
-class MaskSettings(TypedDict, total=False):
+class MaskArguments(TypedDict, total=False):
     """Arguments of transformers' mask functions that are read here."""
 
     batch_size: Required[int]
@@ -347,7 +351,7 @@ class SegmentMask:
     Stands where transformers expects a mask function. Built once per forward and kind of layer.
     """
 
-    def __init__(self, **described: Unpack[MaskSettings]) -> None:
+    def __init__(self, **described: Unpack[MaskArguments]) -> None:
         self.described = described
         self._whole: dict[bool, Tensor | None] = {}
         self._masks: dict[tuple[int, torch.dtype], Tensor] = {}
@@ -355,17 +359,17 @@ class SegmentMask:
 
     def __getitem__(self, index: object) -> "SegmentMask":
         """Returns the rule itself, for models that slice their whole mask; raises ``UserError`` for a part of it."""
-        return whole(self, index)
+        return check_whole_mask(self, index)
 
-    def whole(self, skip: bool) -> Tensor | None:
+    def full_mask(self, skip: bool) -> Tensor | None:
         """Returns the mask of the whole batch; None for a causal one if ``skip`` allows."""
         if skip not in self._whole:
             allowed = self.described.get("allow_is_causal_skip", True) and skip
-            described: MaskSettings = {**self.described, "allow_is_causal_skip": allowed}
+            described: MaskArguments = {**self.described, "allow_is_causal_skip": allowed}
             self._whole[skip] = sdpa_mask(**described)
         return self._whole[skip]
 
-    def causal(self, longest: int) -> bool:
+    def is_causal(self, longest: int) -> bool:
         """Returns whether the rule is plain causal masking for sequences of at most ``longest`` tokens."""
         local = self.described.get("local_size")
         return bool(self.described.get("allow_is_causal_skip", True)) and (local is None or longest <= local)
@@ -375,10 +379,10 @@ class SegmentMask:
         if self._window is None:
             told = self.described
             plain = told.get("allow_is_causal_skip", True) and not told.get("use_vmap", False)
-            self._window = (window_of(told["mask_function"], told.get("local_size"), longest) if plain else None,)
+            self._window = (describe_window(told["mask_function"], told.get("local_size"), longest) if plain else None,)
         return self._window[0]
 
-    def mask(self, plan: SegmentPlan, index: int, dtype: torch.dtype, *, skip: bool) -> Tensor | None:
+    def bucket_mask(self, plan: SegmentPlan, index: int, dtype: torch.dtype, *, skip: bool) -> Tensor | None:
         """Returns the mask added to a bucket's scores, [n 1 q k] in ``dtype``: 0 or -inf; None if causal and ``skip``.
 
         Evaluated at positions within a branch. Raises ``UserError`` for a rule that is no plain function of positions.
@@ -386,11 +390,11 @@ class SegmentMask:
         if self.described.get("use_vmap", False):
             raise UserError("its mask is no plain function of positions")
         bucket = plan.buckets[index]
-        if skip and not bucket.has_prefix and self.causal(bucket.keys.shape[1]):
+        if skip and not bucket.has_prefix and self.is_causal(bucket.keys.shape[1]):
             return None
         if (index, dtype) not in self._masks:
             query, key = bucket.query_at[:, None, :, None], bucket.key_at[:, None, None, :]
-            if self.causal(bucket.keys.shape[1]):
+            if self.is_causal(bucket.keys.shape[1]):
                 allowed = key <= query
             else:
                 first = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=query.device)
@@ -401,8 +405,8 @@ class SegmentMask:
         return self._masks[index, dtype]
 
 
-def attend_in_segments(model: PreTrainedModel) -> None:
-    """Makes the model's attention follow a plan in every forward that brings one, until ``attend_as_before``.
+def enable_segment_attention(model: PreTrainedModel) -> None:
+    """Makes the model's attention follow a plan in every forward that brings one, until ``restore_attention``.
 
     Set for good: a backward that recomputes activations runs after a context would have ended. Raises ``UserError`` for
     a model whose attention cannot be replaced.
@@ -418,8 +422,8 @@ def attend_in_segments(model: PreTrainedModel) -> None:
     backbone.set_attn_implementation(NAMES[before])
 
 
-def attend_as_before(model: PreTrainedModel) -> None:
-    """Gives the model the attention back that it had before ``attend_in_segments``."""
+def restore_attention(model: PreTrainedModel) -> None:
+    """Gives the model the attention back that it had before ``enable_segment_attention``."""
     backbone = backbone_of(model)
     for before, name in NAMES.items():
         if backbone.config._attn_implementation == name:
@@ -450,7 +454,7 @@ def _attend(
             at_once = segment_plan.attend_at_once(query, key, value, scale, attention_mask.window)
             if at_once is not None:
                 return at_once, None
-    core = _Core(scale, dropout, softcap, s_aux, fused)
+    core = _SoftmaxAttention(scale, dropout, softcap, s_aux, fused)
     return _outside(module, query, key, value, attention_mask, core, position_bias, segment_plan, **more), None
 
 
@@ -460,7 +464,7 @@ def _attend_by_parts(
     key: Tensor,
     value: Tensor,
     mask: SegmentMask | Tensor | None,
-    core: "_Core",
+    core: "_SoftmaxAttention",
     position_bias: Tensor | None,
     plan: SegmentPlan | None,
     **more: object,
@@ -469,7 +473,7 @@ def _attend_by_parts(
     fused = (core.fused or plan is not None) and core.softcap is None and core.sinks is None
     core = replace(core, fused=fused)
     if plan is None:
-        whole = mask.whole(fused) if isinstance(mask, SegmentMask) else mask
+        whole = mask.full_mask(fused) if isinstance(mask, SegmentMask) else mask
         if not fused and position_bias is None:
             return core(query, key, value, whole).transpose(1, 2).contiguous()
         rest = {"position_bias": position_bias, "softcap": core.softcap, **more}
@@ -477,10 +481,10 @@ def _attend_by_parts(
     assert isinstance(mask, SegmentMask)
     rule = mask
 
-    def one(index: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        return core(queries, keys, values, rule.mask(plan, index, queries.dtype, skip=core.fused))
+    def attend_bucket(index: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return core(queries, keys, values, rule.bucket_mask(plan, index, queries.dtype, skip=core.fused))
 
-    return plan.attend(query, key, value, one)
+    return plan.attend(query, key, value, attend_bucket)
 
 
 def fused_attention(
@@ -509,7 +513,7 @@ def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Core:
+class _SoftmaxAttention:
     """Softmax attention [n H q d] of one call; a mask of None is the causal one."""
 
     scale: float
@@ -536,7 +540,7 @@ class _Core:
         return (weights.view(count, groups, -1, seen) @ value).view(count, heads, width, value.shape[3])
 
 
-def keep_out_of_graphs() -> None:
+def exclude_from_compile() -> None:
     """Makes ``torch.compile`` trace attention that is one call, and call any other, of new shapes, as it is."""
     import torch.compiler
 

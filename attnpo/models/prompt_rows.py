@@ -1,6 +1,6 @@
-"""Prompts in one row without padding, what several of them begin with only once (``segments``).
+"""Packs prompts into one row without padding; a beginning shared by several prompts is stored once (``segments``).
 
-Both rounds of a judged pair share everything up to the first answer, all pairs the instruction before them.
+Both rounds of a judged pair share everything up to the first answer, and all pairs share the instruction.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,15 +15,15 @@ from torch import Tensor
 from attnpo.models.packed_attention import PLAN, SegmentPlan
 
 WORTH = 24
-"""Least tokens of a common beginning that are shared: looking up a shorter one costs more."""
+"""Minimum length of a shared beginning in tokens; sharing a shorter one costs more than it saves."""
 
 
 @dataclass(frozen=True)
-class PromptRow:
-    """Prompts (n) as one row of N tokens.
+class PackedPrompts:
+    """``n`` prompts packed into one row of ``N`` tokens.
 
-    ``branches``: places of each prompt's tokens (padding repeats the last); ``last``: index of each prompt's last
-    token.
+    ``branches``: positions of each prompt's tokens in the row (padding repeats the last one); ``last``: index of each
+    prompt's last token.
     """
 
     input_ids: Int[Tensor, "1 N"]
@@ -33,23 +33,23 @@ class PromptRow:
     plan: SegmentPlan
 
     def inputs(self) -> dict[str, Tensor | SegmentPlan]:
-        """Returns the keyword arguments of a backbone; without the mask transformers would cut the row itself."""
+        """Returns the keyword arguments for a backbone; without the mask, transformers would split the row itself."""
         ones = torch.ones_like(self.input_ids)
         return {"input_ids": self.input_ids, "position_ids": self.position_ids, "attention_mask": ones, PLAN: self.plan}
 
 
-def in_order(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """Returns the indices of ``prompts`` such that those which begin alike stand together."""
+def sort_by_prefix(prompts: Sequence[Sequence[int]]) -> list[int]:
+    """Returns indices of ``prompts`` in an order that puts prompts with the same beginning next to each other."""
     return sorted(range(len(prompts)), key=lambda index: tuple(prompts[index]))
 
 
 def row_batches(prompts: Sequence[Sequence[int]], budget: int) -> Iterator[list[int]]:
-    """Yields indices in batches whose rows hold at most ``budget`` tokens (one prompt at least), in order.
+    """Yields batches of indices, in order, whose rows have at most ``budget`` tokens (but at least one prompt).
 
-    A prompt that begins more like the next one is not cut off from it where both fit: they are the rounds of a pair.
-    What a batch looks up for its prompts, padded, is held to twice the budget.
+    The two rounds of a pair share a long beginning and stay in one batch if they fit. The padded index of a batch is
+    limited to twice the budget.
     """
-    order = in_order(prompts)
+    order = sort_by_prefix(prompts)
     lengths = [len(prompts[index]) for index in order]
     begun = [0, *(_shared_prefix_length(prompts[one], prompts[other]) for one, other in pairwise(order)), 0]
     batch: list[int] = []
@@ -68,8 +68,8 @@ def row_batches(prompts: Sequence[Sequence[int]], budget: int) -> Iterator[list[
         yield batch
 
 
-def one_row(prompts: Sequence[Sequence[int]], device: torch.device) -> PromptRow:
-    """Prompts, in the order of ``in_order``, as one row: each shares its common beginning with the one before it."""
+def pack_prompts(prompts: Sequence[Sequence[int]], device: torch.device) -> PackedPrompts:
+    """Packs prompts, sorted by ``sort_by_prefix``, into one row; each shares its beginning with the previous prompt."""
     ids: list[int] = []
     positions: list[int] = []
     places: list[Tensor] = []
@@ -85,20 +85,17 @@ def one_row(prompts: Sequence[Sequence[int]], device: torch.device) -> PromptRow
     last = torch.tensor([len(place) - 1 for place in places])
     step = torch.minimum(torch.arange(int(last.max()) + 1)[None], last[:, None])
     branches = torch.nn.utils.rnn.pad_sequence(places, batch_first=True).gather(1, step)
-    return PromptRow(
+    return PackedPrompts(
         input_ids=torch.tensor([ids], device=device),
         position_ids=torch.tensor([positions], device=device),
         branches=branches.to(device),
         last=last.to(device),
-        plan=SegmentPlan.over(torch.tensor(stretches), branches, len(ids), device),
+        plan=SegmentPlan.from_branches(torch.tensor(stretches), branches, len(ids), device),
     )
 
 
 def _shared_prefix_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """Returns the number of tokens that both begin with; 0 when not worth sharing.
-
-    The last token of ``other`` is never shared.
-    """
+    """Returns the length of the common beginning, or 0 if it is too short to share; never all of ``other``."""
     width = min(len(one), len(other) - 1)
     differing = np.flatnonzero(np.asarray(one[:width]) != np.asarray(other[:width]))
     common = int(differing[0]) if differing.size else width

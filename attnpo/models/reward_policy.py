@@ -11,11 +11,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attnpo.models.backbone import eval_mode, final_hidden, first_position, probe_bound
-from attnpo.models.generate import longest_first
-from attnpo.models.logps import Head
+from attnpo.models.backbone import eval_mode, final_hidden_states, first_position, probe_bound
+from attnpo.models.generate import batch_longest_first
+from attnpo.models.logps import LMHead
 from attnpo.models.scored import ScoredLM
-from attnpo.models.trial import right_padded
+from attnpo.models.trial import right_pad_prompts
 from attnpo.schema import ModelInputs, TokenStats, UserError
 
 
@@ -28,10 +28,10 @@ class RewardPolicy(ScoredLM):
     def __init__(self, model: PreTrainedModel) -> None:
         nn.Module.__init__(self)
         self.model = model
-        _require_plain(model, _head(model))
+        _check_plain_head(model, _reward_head(model))
         self._first = first_position(model)
 
-    def head(self) -> Head:
+    def head(self) -> LMHead:
         """Raises UserError: there is no vocabulary to compare."""
         raise UserError(
             f"{type(self.model).__name__} is a reward model, which gives no distribution over tokens: set model.reward="
@@ -44,7 +44,7 @@ class RewardPolicy(ScoredLM):
         response_ids: Int[Tensor, "rows R"],
         response_mask: Bool[Tensor, "rows R"],
         requests: Collection[str] = frozenset({"logps"}),
-        other: tuple[Float[Tensor, "rows R e"], Head] | None = None,
+        other: tuple[Float[Tensor, "rows R e"], LMHead] | None = None,
     ) -> TokenStats:
         """Returns ``logps`` with each row's reward on its last response token and 0 elsewhere.
 
@@ -55,31 +55,31 @@ class RewardPolicy(ScoredLM):
             asked = ", ".join(more) or "packed rows"
             raise UserError(f"a reward model gives rewards of padded rows and nothing else, asked for {asked}")
         places = {"attention_mask": None, "position_ids": inputs.position_ids + self._first}
-        states = final_hidden(self.model.base_model, inputs.input_ids, **places).flatten(0, 1)
+        states = final_hidden_states(self.model.base_model, inputs.input_ids, **places).flatten(0, 1)
         rows = torch.arange(len(response_mask), device=response_mask.device)
         last = response_mask.sum(-1) - 1
         # The state that predicts a token is that of the token before it.
-        rewards = _head(self.model)(states.index_select(0, inputs.predict_index[rows, last] + 1)).squeeze(-1)
+        rewards = _reward_head(self.model)(states.index_select(0, inputs.predict_index[rows, last] + 1)).squeeze(-1)
         return TokenStats(logps=rewards.new_zeros(response_mask.shape).index_put((rows, last), rewards))
 
 
 @torch.inference_mode()
-def rewards_of(
+def score_conversations(
     model: PreTrainedModel, conversations: Sequence[Sequence[int]], token_budget: int
 ) -> Float[Tensor, " conversations"]:
     """Returns each conversation's reward, float64 on the CPU, in batches of ``token_budget`` tokens or one row."""
-    head = _head(model)
-    _require_plain(model, head)
+    head = _reward_head(model)
+    _check_plain_head(model, head)
     found = torch.zeros(len(conversations), dtype=torch.float64)
     with eval_mode(model):
-        for batch in longest_first([len(ids) for ids in conversations], lambda length: token_budget // length):
-            ids, last = right_padded([conversations[index] for index in batch], head.weight.device)
-            states = final_hidden(model.base_model, ids)
+        for batch in batch_longest_first([len(ids) for ids in conversations], lambda length: token_budget // length):
+            ids, last = right_pad_prompts([conversations[index] for index in batch], head.weight.device)
+            states = final_hidden_states(model.base_model, ids)
             found[batch] = head(states[torch.arange(len(batch), device=ids.device), last]).squeeze(-1).double().cpu()
     return found
 
 
-def _head(model: PreTrainedModel) -> nn.Linear:
+def _reward_head(model: PreTrainedModel) -> nn.Linear:
     """Returns the linear layer with one output beside the backbone."""
     heads = [part for part in model.children() if isinstance(part, nn.Linear) and part.out_features == 1]
     if len(heads) != 1:
@@ -91,14 +91,14 @@ def _head(model: PreTrainedModel) -> nn.Linear:
 
 
 @torch.no_grad()
-def _require_plain(model: PreTrainedModel, head: nn.Linear) -> None:
+def _check_plain_head(model: PreTrainedModel, head: nn.Linear) -> None:
     """Raises UserError unless the model's own reward is ``head`` on the last token's final state; tried on one row."""
     ids = torch.arange(3, 9, device=head.weight.device)[None]
     pad, model.config.pad_token_id = model.config.pad_token_id, None  # one row, of which every token counts
     try:
         with eval_mode(model):
             expected = model(input_ids=ids, use_cache=False).logits[0]
-            found = head(final_hidden(model.base_model, ids)[0, -1])
+            found = head(final_hidden_states(model.base_model, ids)[0, -1])
     finally:
         model.config.pad_token_id = pad
     gap = float((found - expected).abs().max())

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attnpo.models.backbone import PROBE_LENGTH, eval_mode, is_materialised, vocabulary
+from attnpo.models.backbone import PROBE_LENGTH, eval_mode, is_materialised, vocabulary_size
 from attnpo.models.described import backbone_of
 from attnpo.schema import ModelInputs, UserError
 
@@ -22,7 +22,7 @@ RECORD = {"output_router_logits": True}
 """Keywords that make a backbone give its routers' logits."""
 
 
-def require_router(model: PreTrainedModel) -> None:
+def check_router(model: PreTrainedModel) -> None:
     """Raises ``UserError`` for a model without routers, or without a load-balancing loss of its own to follow."""
     what, config = type(model).__name__, model.config.get_text_config()
     asked = f"model.{COEFFICIENT}: expected a mixture of experts with a load-balancing loss, and {what}"
@@ -31,14 +31,14 @@ def require_router(model: PreTrainedModel) -> None:
             raise UserError(f"{asked} has no {name} in its config; set model.{COEFFICIENT}=0")
     if not is_materialised(model):
         return
-    ids = torch.arange(PROBE_LENGTH, device=model.device)[None] % vocabulary(model)
+    ids = torch.arange(PROBE_LENGTH, device=model.device)[None] % vocabulary_size(model)
     with torch.no_grad(), eval_mode(model):
         output = backbone_of(model)(input_ids=ids, use_cache=False, **RECORD)
     if not getattr(output, "router_logits", None):
         raise UserError(f"{asked} gives no router logits (output_router_logits); set model.{COEFFICIENT}=0")
 
 
-def say_unused(model: PreTrainedModel) -> None:
+def log_unused_coefficient(model: PreTrainedModel) -> None:
     """Logs that the coefficient in a model's config is not used, if it has one and experts that it speaks of."""
     config = model.config.get_text_config()
     if (own := getattr(config, COEFFICIENT, None)) and getattr(config, CHOSEN, None):
@@ -46,7 +46,9 @@ def say_unused(model: PreTrainedModel) -> None:
         log.info(told, COEFFICIENT, type(model).__name__, own)
 
 
-def loads(logits: Sequence[Float[Tensor, "..."]], inputs: ModelInputs, chosen: int) -> Float[Tensor, "rows 2 experts"]:
+def expert_loads(
+    logits: Sequence[Float[Tensor, "..."]], inputs: ModelInputs, chosen: int
+) -> Float[Tensor, "rows 2 experts"]:
     """Returns how often each sequence's tokens chose each expert in all layers, and their summed probabilities of it.
 
     ``logits``: of each layer's router, [tokens experts] or [batch T experts]; ``chosen``: experts per token. Padding
@@ -54,7 +56,7 @@ def loads(logits: Sequence[Float[Tensor, "..."]], inputs: ModelInputs, chosen: i
     """
     counts: list[Tensor] = []
     sums: list[Tensor] = []
-    tokens = sequence_tokens(inputs)
+    tokens = sequence_token_mask(inputs)
     for layer in logits:
         probabilities = torch.softmax(layer.flatten(0, -2).float(), -1)
         mask = tokens.to(probabilities)
@@ -64,7 +66,7 @@ def loads(logits: Sequence[Float[Tensor, "..."]], inputs: ModelInputs, chosen: i
     return torch.stack([torch.stack(counts).sum(0), torch.stack(sums).sum(0)], 1)
 
 
-def sequence_tokens(inputs: ModelInputs) -> Bool[Tensor, "rows tokens"]:
+def sequence_token_mask(inputs: ModelInputs) -> Bool[Tensor, "rows tokens"]:
     """Returns which tokens (flat over batch and T) are part of each response row's sequence."""
     batch, width = inputs.input_ids.shape
     place = torch.arange(batch * width, device=inputs.input_ids.device)
@@ -77,7 +79,7 @@ def sequence_tokens(inputs: ModelInputs) -> Bool[Tensor, "rows tokens"]:
     return rows if inputs.attention_mask is None else rows & inputs.attention_mask.flatten().bool()
 
 
-def load_balancing(routing: Float[Tensor, "rows 2 experts"]) -> Float[Tensor, " pairs"]:
+def load_balancing_loss(routing: Float[Tensor, "rows 2 experts"]) -> Float[Tensor, " pairs"]:
     """Returns the load-balancing loss of each pair's two sequences: chosen experts per token when the load is even.
 
     Equations 4 to 6 of Switch Transformer (https://huggingface.co/papers/2101.03961) as in

@@ -14,19 +14,19 @@ from torch import Tensor, nn
 from attnpo.models.backbone import (
     find_parts,
     first_position,
+    has_exact_parts,
     is_materialised,
-    parts_agree,
     require_causal_lm,
 )
 from attnpo.models.logps import (
     STATISTICS,
-    Head,
-    project,
-    statistics_of_logits,
+    LMHead,
+    compute_logits,
+    statistics_from_logits,
     token_statistics,
 )
-from attnpo.models.packed_attention import PLAN, SegmentPlan, attend_in_segments, boundaries
-from attnpo.models.router import CHOSEN, RECORD, ROUTER, loads
+from attnpo.models.packed_attention import PLAN, SegmentPlan, enable_segment_attention, sequence_boundaries
+from attnpo.models.router import CHOSEN, RECORD, ROUTER, expert_loads
 from attnpo.schema import ModelInputs, TokenStats, UserError
 
 logger = logging.getLogger(__name__)
@@ -48,13 +48,13 @@ class ScoredLM(nn.Module):
         self._split: bool | None = None
         self._first = 0
         if is_materialised(model):
-            self._try()
+            self._probe_model()
 
-    def _try(self) -> None:
+    def _probe_model(self) -> None:
         """Finds out once how logits follow from the parts and where positions begin."""
-        self._split, self._first = parts_agree(self.model), first_position(self.model)
+        self._split, self._first = has_exact_parts(self.model), first_position(self.model)
 
-    def head(self) -> Head:
+    def head(self) -> LMHead:
         """Returns the vocabulary head, for another model's ``other``; ``UserError`` when logits follow from none."""
         parts = None if self._split is False else find_parts(self.model)
         if parts is None:
@@ -71,7 +71,7 @@ class ScoredLM(nn.Module):
         response_ids: Int[Tensor, "rows R"],
         response_mask: Bool[Tensor, "rows R"],
         requests: Collection[str] = frozenset({"logps"}),
-        other: tuple[Float[Tensor, "rows R e"], Head] | None = None,
+        other: tuple[Float[Tensor, "rows R e"], LMHead] | None = None,
     ) -> TokenStats:
         """Returns statistics of every response token; positions under a false mask hold 0 and pass no gradient.
 
@@ -80,21 +80,21 @@ class ScoredLM(nn.Module):
         attention for good. Raises ``UserError`` for an unknown request, one that lacks ``other``, and segments that it
         cannot follow.
         """
-        vocab, joint = _parse(requests, other is not None)
+        vocab, joint = _split_requests(requests, other is not None)
         keep = torch.where(response_mask) if inputs.scored is None else inputs.scored.unbind(1)
         labels, index = response_ids[keep], inputs.predict_index[keep]
         second = None if other is None else (other[0][keep], other[1])
         if self._split is None:
-            self._try()
+            self._probe_model()
         parts = find_parts(self.model) if self._split else None
-        reads = {**self._reads(inputs), **(RECORD if ROUTER in requests else {})}
+        reads = {**self._forward_kwargs(inputs), **(RECORD if ROUTER in requests else {})}
         if parts is None:
             hidden_too = "hidden" in requests
             output = self.model(input_ids=inputs.input_ids, use_cache=False, output_hidden_states=hidden_too, **reads)
             logits = output.logits.flatten(0, 1).index_select(0, index)
             hidden = output.hidden_states[-1].flatten(0, 1).index_select(0, index) if hidden_too else None
-            compared = None if second is None or not joint else project(*second)
-            values = statistics_of_logits(logits, labels, vocab=vocab, joint=joint, other=compared)
+            compared = None if second is None or not joint else compute_logits(*second)
+            values = statistics_from_logits(logits, labels, vocab=vocab, joint=joint, other=compared)
         else:
             output = parts.backbone(input_ids=inputs.input_ids, use_cache=False, **reads)
             hidden = output.last_hidden_state.flatten(0, 1).index_select(0, index)
@@ -103,31 +103,31 @@ class ScoredLM(nn.Module):
             )
         routers, config = output.get("router_logits", ()), self.model.config.get_text_config()
         shape = response_mask.shape
-        spread = {name: _spread(value, keep, shape) for name, value in values.items()}
+        spread = {name: _scatter_rows(value, keep, shape) for name, value in values.items()}
         return TokenStats(
             logps=spread["logps"],
-            hidden=_spread(hidden, keep, shape) if hidden is not None and "hidden" in requests else None,
+            hidden=_scatter_rows(hidden, keep, shape) if hidden is not None and "hidden" in requests else None,
             vocab={name: spread[f"vocab:{name}"] for name in vocab},
             joint={name: spread[f"joint:{name}"] for name in joint},
-            routing=loads(routers, inputs, getattr(config, CHOSEN)) if ROUTER in requests else None,
+            routing=expert_loads(routers, inputs, getattr(config, CHOSEN)) if ROUTER in requests else None,
         )
 
-    def _reads(self, inputs: ModelInputs) -> dict[str, object]:
+    def _forward_kwargs(self, inputs: ModelInputs) -> dict[str, object]:
         """Returns mask, positions and plan of segments; no mask for right-padded rows, so that the kernel is causal."""
         mask, places = inputs.attention_mask, inputs.position_ids
         positions = {"position_ids": places + self._first if self._first else places}
         if inputs.segments is not None:
-            attend_in_segments(self.model)
+            enable_segment_attention(self.model)
             device = inputs.input_ids.device
-            plan = SegmentPlan.of(inputs.segments, inputs.input_ids.shape[1], device)
+            plan = SegmentPlan.from_segments(inputs.segments, inputs.input_ids.shape[1], device)
             mask = torch.ones_like(inputs.input_ids)
-            return {"attention_mask": mask, PLAN: plan, **boundaries(inputs.segments, device), **positions}
+            return {"attention_mask": mask, PLAN: plan, **sequence_boundaries(inputs.segments, device), **positions}
         if mask is not None and mask.dim() == 2 and bool((mask[:, 1:] <= mask[:, :-1]).all()):
             mask = None
         return {"attention_mask": mask, **positions}
 
 
-def _parse(requests: Collection[str], has_other: bool) -> tuple[list[str], list[str]]:
+def _split_requests(requests: Collection[str], has_other: bool) -> tuple[list[str], list[str]]:
     unknown = sorted(set(requests) - KNOWN_REQUESTS)
     if unknown:
         raise UserError(f"unknown token statistic {unknown[0]!r}; known: {', '.join(sorted(KNOWN_REQUESTS))}")
@@ -138,7 +138,7 @@ def _parse(requests: Collection[str], has_other: bool) -> tuple[list[str], list[
     return vocab, joint
 
 
-def _spread(values: Tensor, keep: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
+def _scatter_rows(values: Tensor, keep: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
     """Returns values [N ...] of the kept (row, position) put into zeros of response space [rows R ...].
 
     Never a view.

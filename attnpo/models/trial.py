@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attnpo.models.backbone import eval_mode, is_materialised, layer_stack, probe_bound, training_mode, vocabulary
-from attnpo.models.layouts import LAYOUTS, NAMES, Layout, Sequences, padded, padded_right
-from attnpo.models.packed_attention import attend_as_before
+from attnpo.models.backbone import eval_mode, is_materialised, layer_stack, probe_bound, training_mode, vocabulary_size
+from attnpo.models.layouts import LAYOUTS, NAMES, Layout, Sequences, padded_layout, right_pad
+from attnpo.models.packed_attention import restore_attention
 from attnpo.models.prompt_rows import WORTH
 from attnpo.models.scored import ScoredLM
 from attnpo.schema import TokenStats, UserError
@@ -36,7 +36,7 @@ LOW_PRECISION_SLACK = 10
 """Two kernels in bfloat16 may differ this many times more than a head's product does (``probe_bound``)."""
 
 
-class Blocks:
+class BlockRecorder:
     """Follows which block a forward is in, counted from 1, and keeps the output of each block."""
 
     def __init__(self, backbone: nn.Module) -> None:
@@ -50,7 +50,7 @@ class Blocks:
         handles = []
         for number, block in enumerate(self.blocks, 1):
             handles.append(block.register_forward_pre_hook(partial(self._enter, number)))
-            handles.append(block.register_forward_hook(partial(self._leave, number)))
+            handles.append(block.register_forward_hook(partial(self._record_output, number)))
         try:
             yield
         finally:
@@ -60,13 +60,13 @@ class Blocks:
     def _enter(self, number: int, module: nn.Module, inputs: object) -> None:
         self.number = number
 
-    def _leave(self, number: int, module: nn.Module, inputs: object, output: object) -> None:
+    def _record_output(self, number: int, module: nn.Module, inputs: object, output: object) -> None:
         states = output[0] if isinstance(output, tuple) else output
         if isinstance(states, Tensor):
             self.outputs[number] = states
 
 
-def differ(actual: Tensor, expected: Tensor) -> bool:
+def is_different(actual: Tensor, expected: Tensor) -> bool:
     """Tells whether numbers differ by more than two kernels may, which is much in low precision."""
     slack = 1 if expected.dtype in (torch.float32, torch.float64) else LOW_PRECISION_SLACK
     return not float((actual - expected).abs().max()) <= slack * probe_bound(expected)  # NaN is no match either
@@ -85,9 +85,9 @@ def probe_prompts(words: int, kept: int | None = None) -> list[list[int]]:
     return [start + ends[0], start + ends[1], start[:WORTH] + ends[2], ends[3]]
 
 
-def right_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+def right_pad_prompts(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """Returns ids [batch T] and last positions [batch]. Padding is id 0; nothing reads it."""
-    ids, mask = padded_right(prompts, 0)
+    ids, mask = right_pad(prompts, 0)
     return ids.to(device), (mask.sum(1) - 1).to(device)
 
 
@@ -103,10 +103,10 @@ def require_causal(model: PreTrainedModel, path: str) -> None:
     ids = torch.arange(3, 9, device=model.device).repeat(4, 1)
     ids[1:, -1] += torch.arange(1, 4, device=model.device)
     change = bound = 0.0
-    with _running(model, path, "cannot be run on token ids alone", "take a causal language model of text"):
-        change, bound = _moved_by_last(model, ids)
+    with _wrap_run_errors(model, path, "cannot be run on token ids alone", "take a causal language model of text"):
+        change, bound = _last_token_effect(model, ids)
         if change > 0 and model.dtype not in EXACT:
-            change, bound = _moved_by_last(first_layers(model, model.device, torch.float32), ids)
+            change, bound = _last_token_effect(make_small_copy(model, model.device, torch.float32), ids)
     if change > bound:
         raise UserError(
             f"{path}: {type(model).__name__} is not causal: another last token moves the logits of the tokens before "
@@ -120,15 +120,15 @@ def require_trainable(model: PreTrainedModel, path: str) -> None:
     """Raises UserError for a model whose forward in training mode fails on six tokens; random state and mode stay."""
     if model.device.type == "cpu" and torch.cuda.is_available():
         return  # it may need kernels that only a GPU has, and is moved there before use
-    ids = torch.arange(3, 9, device=model.device)[None] % vocabulary(model)
+    ids = torch.arange(3, 9, device=model.device)[None] % vocabulary_size(model)
     mend = "change what that names in its config.json, or take another model"
     what = f"cannot run in training mode, tried on {ids.shape[1]} tokens"
-    with _running(model, path, what, mend), training_mode(model):
+    with _wrap_run_errors(model, path, what, mend), training_mode(model):
         model(input_ids=ids, use_cache=False)
 
 
 @contextmanager
-def _running(model: PreTrainedModel, path: str, what: str, mend: str) -> Iterator[None]:
+def _wrap_run_errors(model: PreTrainedModel, path: str, what: str, mend: str) -> Iterator[None]:
     """Opens a context in which what a model's code raises becomes a ``UserError``."""
     try:
         yield
@@ -141,9 +141,9 @@ def _running(model: PreTrainedModel, path: str, what: str, mend: str) -> Iterato
         raise UserError(f"{path}: {type(model).__name__} {what} ({words}); {mend}") from error
 
 
-def _moved_by_last(model: PreTrainedModel, ids: Tensor) -> tuple[float, float]:
+def _last_token_effect(model: PreTrainedModel, ids: Tensor) -> tuple[float, float]:
     """Returns how far other last tokens move the numbers before them, at least, and how far rounding may."""
-    output = model(input_ids=ids % vocabulary(model), use_cache=False)
+    output = model(input_ids=ids % vocabulary_size(model), use_cache=False)
     # A backbone alone gives hidden states.
     numbers = (output.logits if "logits" in output else output.last_hidden_state)[:, :-1]
     return float((numbers[1:] - numbers[:1]).abs().amax((1, 2)).min()), probe_bound(numbers)
@@ -167,7 +167,7 @@ Mode = Callable[[nn.Module], AbstractContextManager[None]]
 """Context in which a model is in a mode."""
 
 
-def choose(
+def select_layout(
     name: str, models: Sequence[ScoredLM], requests: Collection[str] = (), device: torch.device | str = "cpu"
 ) -> Layout:
     """Returns the layout ``name`` if every model gives the same numbers with it as with ``padded``; else another.
@@ -181,14 +181,14 @@ def choose(
         raise UserError(f"layout={name!r} is not known; one of {', '.join(NAMES)}")
     for model in models:
         if is_materialised(model.model):
-            _require_padding_without_effect(model)
+            _check_padding_invariance(model)
     order = ["shared_prefix", "packed", "padded"] if name == "auto" else [name, "padded"]
     for wanted, instead in itertools.pairwise(order):
-        reason = reason_against(wanted, models, requests, device) if wanted != "padded" else None
+        reason = find_layout_problem(wanted, models, requests, device) if wanted != "padded" else None
         if reason is None:
             return LAYOUTS[wanted]
         for model in models:
-            attend_as_before(model.model)
+            restore_attention(model.model)
         log.log(
             logging.INFO if name == "auto" else logging.WARNING,
             "layout %s: %s; %s rows are used instead: the same numbers, more work",
@@ -196,17 +196,17 @@ def choose(
             reason,
             instead,
         )
-    return padded
+    return padded_layout
 
 
-def _require_padding_without_effect(model: ScoredLM) -> None:
+def _check_padding_invariance(model: ScoredLM) -> None:
     """Raises ``UserError`` when a row's numbers depend on those beside it; a small model decides for low precision."""
     what = type(model.model).__name__
     gap, bound = _gap_beside_rows(model)
     if not gap > bound:  # numbers that are not finite are refused elsewhere
         return
     if (dtype := model.model.dtype) not in EXACT:
-        rounded, small = gap, ScoredLM(first_layers(model.model, model.model.device, torch.float32))
+        rounded, small = gap, ScoredLM(make_small_copy(model.model, model.model.device, torch.float32))
         gap, bound = _gap_beside_rows(small)
         if not gap > bound:
             log.info(
@@ -223,36 +223,36 @@ def _require_padding_without_effect(model: ScoredLM) -> None:
 
 def _gap_beside_rows(model: ScoredLM) -> tuple[float, float]:
     """Returns how far rows alone are from rows of a padded batch, and how far rounding allows."""
-    together = _run_probe(model, padded)
+    together = _run_probe(model, padded_layout)
     assert together.hidden is not None
     gaps = []
     for row in range(len(together.logps)):
-        alone = _run_probe(model, padded, row).logps[0]
+        alone = _run_probe(model, padded_layout, row).logps[0]
         gaps.append(float((alone - together.logps[row, : len(alone)]).abs().max()))
     return max(gaps), probe_bound(together.logps.to(together.hidden.dtype))
 
 
-def reason_against(
+def find_layout_problem(
     wanted: str, models: Sequence[ScoredLM], requests: Collection[str] = (), device: torch.device | str = "cpu"
 ) -> str | None:
-    """Returns why the models cannot take a layout in training on ``device``, or None; arguments as ``choose``."""
+    """Returns why the models cannot train with a layout on ``device``, or None; arguments as in ``select_layout``."""
     device = torch.device(device)
     for request in sorted(requests):
-        if asks_for_rows(request):
+        if needs_separate_rows(request):
             return f"{request} is made from rows of one sequence each"
     for model in models:
         what = type(model.model).__name__
         if not is_materialised(model.model):
             return f"{what} is sharded or has no weights yet, so it cannot be tried"
-        if wanted == "shared_prefix" and (rate := _dropout(model.model)):
+        if wanted == "shared_prefix" and (rate := _max_dropout(model.model)):
             return f"{what} drops out with rate {rate:g}, and branches that share a prompt would share its draws"
-        reason = _find_problem(wanted, model) or _tried_in_small(wanted, model, device)
+        reason = _find_problem(wanted, model) or _find_problem_in_small_copy(wanted, model, device)
         if reason is not None:
             return f"{what} {reason}"
     return None
 
 
-def asks_for_rows(request: str) -> bool:
+def needs_separate_rows(request: str) -> bool:
     """Returns whether what an objective or source asks for is made from rows of one sequence each."""
     return request == "input_gradient" or request.startswith("group:")
 
@@ -260,9 +260,9 @@ def asks_for_rows(request: str) -> bool:
 def _find_problem(wanted: str, model: ScoredLM, dtype: torch.dtype | None = None) -> str | None:
     """Returns why the model cannot take a layout in eval or training mode, or None; ``dtype``: under autocast."""
     for mode, where in ((eval_mode, ""), (training_mode, "in training mode ")):
-        if mode is training_mode and not _repeats(model):
+        if mode is training_mode and not _is_deterministic_in_training(model):
             return None
-        expected = _run_probe(model, padded, mode=mode)
+        expected = _run_probe(model, padded_layout, mode=mode)
         try:
             stats = _run_probe(model, LAYOUTS[wanted], mode=mode)
         except Exception as error:  # noqa: BLE001  # code of any model; whatever it raises, it cannot take the layout
@@ -270,10 +270,10 @@ def _find_problem(wanted: str, model: ScoredLM, dtype: torch.dtype | None = None
         assert expected.hidden is not None and stats.hidden is not None
         dtype = dtype or expected.hidden.dtype
         if dtype in EXACT:
-            gap = _gap(stats, expected)
+            gap = _describe_gap(stats, expected)
             if gap is not None:
                 return f"{where}gives other numbers ({gap}): some layer does not keep to the segments of a row"
-        elif (rows := _reached_rows(model, LAYOUTS[wanted], mode)) and not _reached_rows(model, padded, mode):
+        elif (rows := _reached_rows(model, LAYOUTS[wanted], mode)) and not _reached_rows(model, padded_layout, mode):
             return (
                 f"{where}changes the numbers of a sequence with the tokens of others ({len(rows)} of {2 * len(PROBE)} "
                 "sequences): some layer does not keep to the segments of a row"
@@ -293,7 +293,7 @@ def _find_problem(wanted: str, model: ScoredLM, dtype: torch.dtype | None = None
     return None
 
 
-def _repeats(model: ScoredLM) -> bool:
+def _is_deterministic_in_training(model: ScoredLM) -> bool:
     """Returns whether training mode gives the same numbers, up to the order of sums, whatever the random state."""
     devices = [each for each in {part.device for part in model.parameters()} if each.type == "cuda"]
     found = []
@@ -301,10 +301,10 @@ def _repeats(model: ScoredLM) -> bool:
         with torch.random.fork_rng(devices):
             for seed in range(2):
                 torch.manual_seed(seed)
-                found.append(_run_probe(model, padded, mode=training_mode))
+                found.append(_run_probe(model, padded_layout, mode=training_mode))
     except Exception:  # noqa: BLE001  # as above; kernels of training may need another device than the model is on
         return False
-    return _gap(found[1], found[0]) is None
+    return _describe_gap(found[1], found[0]) is None
 
 
 def _reached_rows(model: ScoredLM, layout: Layout, mode: Mode) -> list[int]:
@@ -334,13 +334,13 @@ def _same_bits(one: TokenStats, other: TokenStats, row: int, count: int | None) 
     return torch.equal(one.hidden[row, :count], other.hidden[row, :count])
 
 
-def _tried_in_small(wanted: str, model: ScoredLM, device: torch.device) -> str | None:
+def _find_problem_in_small_copy(wanted: str, model: ScoredLM, device: torch.device) -> str | None:
     """Returns why a few layers like the model's cannot take a layout on ``device``, or None."""
     dtype = model.model.dtype
     if device.type == "cpu" and dtype in EXACT:
         return None
     try:
-        small = ScoredLM(first_layers(model.model, device, torch.float32))
+        small = ScoredLM(make_small_copy(model.model, device, torch.float32))
     except Exception as error:  # noqa: BLE001  # as above: the config of any model
         return f"cannot be tried on {device}: no small model of its kind ({type(error).__name__}: {error})"
     reason = _find_problem(wanted, small)
@@ -348,11 +348,11 @@ def _tried_in_small(wanted: str, model: ScoredLM, device: torch.device) -> str |
         with torch.autocast(device.type, torch.bfloat16):
             reason = _find_problem(wanted, small, torch.bfloat16)
     elif reason is None and device.type != "cpu":
-        reason = _find_problem(wanted, ScoredLM(first_layers(model.model, device)))
+        reason = _find_problem(wanted, ScoredLM(make_small_copy(model.model, device)))
     return None if reason is None else f"on {device} {reason}"
 
 
-def first_layers(model: PreTrainedModel, device: torch.device, dtype: torch.dtype | None = None) -> PreTrainedModel:
+def make_small_copy(model: PreTrainedModel, device: torch.device, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """Makes a model of the same class and widths, of as few layers as hold one of every kind, on ``device``.
 
     Its random weights are the same each time; its vocabulary is cut to ``WORDS``. ``dtype``: None takes the model's.
@@ -370,12 +370,12 @@ def first_layers(model: PreTrainedModel, device: torch.device, dtype: torch.dtyp
         made: PreTrainedModel = type(model)._from_config(  # type: ignore[no-untyped-call]
             config, dtype=dtype or model.dtype
         )
-    attend_as_before(made)
+    restore_attention(made)
     made.train(False)
     return made
 
 
-def _gap(stats: TokenStats, expected: TokenStats) -> str | None:
+def _describe_gap(stats: TokenStats, expected: TokenStats) -> str | None:
     """Describes how far numbers are from those of padded rows; None when rounding explains it."""
     assert expected.hidden is not None
     for name, ours, theirs in (
@@ -401,7 +401,7 @@ def _run_probe(
 ) -> TokenStats:
     """Returns statistics of the probe's rows, or of one alone; ``kept``: parts that keep their tokens (None: all)."""
     device = next(model.model.parameters()).device
-    words = vocabulary(model.model)
+    words = vocabulary_size(model.model)
     starts = [0, *accumulate(itertools.chain.from_iterable(PROBE))]
     parts = []
     for index, (start, end) in enumerate(itertools.pairwise(starts)):
@@ -416,7 +416,7 @@ def _run_probe(
     return stats
 
 
-def _dropout(model: nn.Module) -> float:
+def _max_dropout(model: nn.Module) -> float:
     """Returns the largest rate at which a module of the model drops out in training."""
     rates: list[object] = []
     for module in model.modules():

@@ -16,8 +16,8 @@ from attnpo.data.prepared import Examples, Recipe, Texts
 from attnpo.data.rules import LengthRules
 from attnpo.data.weighing import Weighed
 from attnpo.display.weighed_pair import WeighedPair, pair_with_weights
-from attnpo.models.described import beyond_positions
-from attnpo.models.loading import text_config
+from attnpo.models.described import position_warning
+from attnpo.models.loading import load_text_config
 from attnpo.models.spec import ModelSpec
 from attnpo.run.identity import identity_of
 from attnpo.run.point_cache import Memory
@@ -58,7 +58,9 @@ def check_positions(model: ModelSpec, encoded: Mapping[str, EncodedSet]) -> None
     for split, found in encoded.items():
         lengths = sizes_of(found.encoded).longest.tolist()
         longest = max(lengths, default=0)
-        beyond = beyond_positions(text_config(model.path, model.revision), model.path, "lengths.max_length", longest)
+        beyond = position_warning(
+            load_text_config(model.path, model.revision), model.path, "lengths.max_length", longest
+        )
         if beyond is not None:
             pair = found.pairs[lengths.index(longest)].pair_id
             raise UserError(f"{split}: a row of pair {pair} has {longest} tokens: {beyond}")

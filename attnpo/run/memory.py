@@ -16,7 +16,7 @@ from attnpo.config.compose import RootConfig, compose, list_groups, parse_subset
 from attnpo.data.rules import BatchPlan, LengthRules
 from attnpo.judge.judge import RunJudge
 from attnpo.models.loading import load_config
-from attnpo.models.memory import GIB, MIB, MOST, MemoryEstimate, estimate_training, most_tokens
+from attnpo.models.memory import GIB, MIB, MOST, MemoryEstimate, estimate_training, max_token_budget
 from attnpo.models.spec import AUTO, ModelSpec
 from attnpo.objectives.base import PreferenceObjective
 from attnpo.run.messages import log_once
@@ -170,16 +170,16 @@ def alternatives(
 def fit_memory(plan: Footprint) -> tuple[ModelSpec, BatchPlan]:
     """Decides every ``auto`` of model and batch by the memory estimate, and logs the reason once.
 
-    The first of ``ModelSpec.choices`` that the device holds with the least budgets, then budgets as large as they have
-    room; the choice of least memory where none fits and where there is no estimate. The saved configuration keeps
-    ``auto``.
+    Takes the first of ``ModelSpec.memory_choices`` that fits the device with the smallest budgets, then the largest
+    budgets that still fit. Takes the choice of least memory if none fits or there is no estimate. The saved config
+    keeps ``auto``.
     """
     asked, batch = plan.model, plan.least
     if asked.compile == AUTO:
         backend, reason = asked.backend(inference_device(plan.trainer.accelerator).type)
         asked = replace(asked, compile=backend)
         log_once([f"model.compile={AUTO}: {backend or 'blocks are not compiled'} ({reason})"])
-    choices = asked.choices()
+    choices = asked.memory_choices()
     if batch == plan.batch and len(choices) == 1:
         return asked, batch
     estimates: list[MemoryEstimate] = []
@@ -205,9 +205,11 @@ def fill_card(plan: Footprint, config: PretrainedConfig, model: ModelSpec, capac
 
     made, floors = least, (least.budget, least.eval_budget)
     if plan.batch.tokens == AUTO and floors[0] is not None:
-        made = replace(made, tokens=most_tokens(lambda most: fits(replace(least, tokens=most)), floors[0], share))
+        made = replace(made, tokens=max_token_budget(lambda most: fits(replace(least, tokens=most)), floors[0], share))
     if plan.batch.eval_tokens == AUTO and floors[1] is not None:
-        made = replace(made, eval_tokens=most_tokens(lambda most: fits(replace(least, eval_tokens=most)), floors[1]))
+        made = replace(
+            made, eval_tokens=max_token_budget(lambda most: fits(replace(least, eval_tokens=most)), floors[1])
+        )
     return made
 
 
@@ -225,7 +227,7 @@ def decision(asked: ModelSpec, made: ModelSpec) -> tuple[str, str, str]:
     """Returns what was left to the estimate, what it became, and what to set instead, in words."""
     keys = [key for key in (*KEYS, "compile") if getattr(asked, key) == AUTO]
     what = _name_parts([f"model.{key}" for key in keys])
-    least = replace(asked.choices()[-1], compile=None)
+    least = replace(asked.memory_choices()[-1], compile=None)
     instead = " ".join(f"model.{key}={str(getattr(least, key)).lower().replace('none', 'null')}" for key in keys)
     return what, _words(made), f"set {instead} for all processes"
 
@@ -237,7 +239,7 @@ def _name_parts(keys: Sequence[str]) -> str:
 
 def _words(choice: ModelSpec) -> str:
     blocks = "activations kept"
-    if choice.recomputes:
+    if choice.uses_checkpointing:
         every = "" if choice.checkpoint_every == 1 else f" of one block in {choice.checkpoint_every}"
         blocks = f"activations{every} computed again"
     compiled = "" if choice.compile is None else ", blocks compiled"

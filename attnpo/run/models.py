@@ -23,16 +23,16 @@ from attnpo.data.prepare import ExampleSet
 from attnpo.data.prepared import prepare_logps
 from attnpo.data.rules import BatchPlan, LengthRules
 from attnpo.data.weighing import log_store
-from attnpo.models.backbone import frozen, is_materialised
-from attnpo.models.compiled import compile_blocks, require_same_numbers
+from attnpo.models.backbone import freeze, is_materialised
+from attnpo.models.compiled import check_compiled_blocks, compile_blocks
 from attnpo.models.layouts import LAYOUTS, Layout
 from attnpo.models.loading import load_model
-from attnpo.models.lora import AdapterOff, add_lora
+from attnpo.models.lora import AdapterDisabledReference, add_lora
 from attnpo.models.reward_policy import RewardPolicy
-from attnpo.models.router import require_router, say_unused
+from attnpo.models.router import check_router, log_unused_coefficient
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import AUTO, ModelSpec
-from attnpo.models.trial import VERSION, asks_for_rows, choose, require_trainable
+from attnpo.models.trial import VERSION, needs_separate_rows, require_trainable, select_layout
 from attnpo.run.memory import Footprint, fit_memory
 from attnpo.run.resolve import BaseModel
 from attnpo.schema import SIDES, UserError, digest
@@ -102,19 +102,19 @@ def choose_layout(
     ``reference``: its kind; ``models`` and ``requests``: as for ``trial.choose``, which also says what is refused.
     """
     if layout == "padded" or not all(is_materialised(model.model) for model in models):
-        return choose(layout, models, requests, base.device)
+        return select_layout(layout, models, requests, base.device)
     facts = {
         "layout": layout,
         "lora": None if base.spec.lora is None else asdict(base.spec.lora),
         "reference": reference,
-        "requests": [name for name in sorted(requests) if asks_for_rows(name)],
+        "requests": [name for name in sorted(requests) if needs_separate_rows(name)],
     }
     trial = _Trial.of(base, LAYOUT_TRIALS, facts)
     kept = (read_record(trial.path) or {}).get("taken")
     if kept in LAYOUTS:
         log.info("layout %s: tried before with this model, device and versions, as the store says", kept)
         return LAYOUTS[kept]
-    taken = choose(layout, models, requests, base.device)
+    taken = select_layout(layout, models, requests, base.device)
     trial.keep(taken=_name(taken))
     return taken
 
@@ -198,15 +198,15 @@ def load_policy(base: BaseModel) -> ScoredLM:
     if spec.lora is not None:
         add_lora(model, spec.lora)
     if spec.router_aux_loss_coef:
-        require_router(model)
+        check_router(model)
     else:
-        say_unused(model)
+        log_unused_coefficient(model)
     return _with_checkpointing(ScoredLM(model, chunk=spec.chunk), spec)
 
 
 def _with_checkpointing(policy: ScoredLM, spec: ModelSpec) -> ScoredLM:
     """Makes a policy compute its activations again in the backward pass where ``spec`` says so; returns it."""
-    if spec.recomputes:
+    if spec.uses_checkpointing:
         policy.model.activation_checkpointing_enable(every_n_layers=spec.checkpoint_every)
     return policy
 
@@ -260,7 +260,7 @@ def _require_right(base: BaseModel, policy: ScoredLM, backend: str, layout: Layo
     against = None if kept is None else kept.get("against")
     if kept is None:
         try:
-            require_same_numbers(policy.model, backend, layout, base.device, autocast=base.is_mixed)
+            check_compiled_blocks(policy.model, backend, layout, base.device, autocast=base.is_mixed)
         except UserError as error:
             if error.__cause__ is not None:
                 raise
@@ -291,7 +291,7 @@ def without_compilation(plan: Footprint, spec: ModelSpec, policy: ScoredLM) -> t
 def load_reference(base: BaseModel, kind: str, policy: ScoredLM) -> ScoredLM:
     """Returns the reference that is run during training: a frozen copy, or the policy without its adapters."""
     if kind == "adapter_off":
-        return AdapterOff(policy)
+        return AdapterDisabledReference(policy)
     reference = ScoredLM(load_start(base), chunk=base.spec.chunk)
-    frozen(reference)
+    freeze(reference)
     return reference

@@ -15,7 +15,7 @@ from attnpo.data.prepare import EncodedSet, encode_pairs, prepare_examples
 from attnpo.data.prepared import Recipe
 from attnpo.data.weighing import Weighed
 from attnpo.judge.base import LoadedJudge
-from attnpo.models.layouts import padded
+from attnpo.models.layouts import padded_layout
 from attnpo.objectives.base import LengthScaled, PreferenceObjective, mean_factors
 from attnpo.run.resolve import Readers
 from attnpo.schema import SIDES, Kind, PairWeights, PreferencePair, RowGroup
@@ -102,7 +102,7 @@ def reward_factors(
     for example in weigh_others(recipe, weighed, readers, pairs, ask=True):
         if not any(bool(row.any()) for row in example.weights):
             continue
-        rows = replace(collate([example], padded, 0, 1).main, factors=factors)
+        rows = replace(collate([example], padded_layout, 0, 1).main, factors=factors)
         made = token_factors(objective, rows)
         chosen, rejected = (row[mask].double() for row, mask in zip(made, rows.response_mask, strict=True))
         ids = (example.chosen.response_ids, example.rejected.response_ids)

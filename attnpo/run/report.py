@@ -32,7 +32,7 @@ from attnpo.display.page import (
     report_page,
 )
 from attnpo.display.tables import Cell
-from attnpo.models.loading import text_config, weights_fingerprint
+from attnpo.models.loading import load_text_config, weights_fingerprint
 from attnpo.models.spec import ModelSpec
 from attnpo.run.folders import store_root
 from attnpo.run.input_summary import row_lines
@@ -304,7 +304,7 @@ def make_exporter(
         told = ", ".join(f"model.{key}={json.dumps(value)}" for key, value in options.items() if value)
         notes.append(f"the exported chat template sets what training had: {told}")
         log.info("checkpoints: %s", notes[-1])
-    older = warning_for(text_config(model.path, model.revision))
+    older = warning_for(load_text_config(model.path, model.revision))
     if older is not None:
         notes.append(older)
         log.warning("checkpoints: %s", older)

@@ -23,13 +23,20 @@ from attnpo.data.weighing import Weighed
 from attnpo.judge.base import WeightReader
 from attnpo.judge.judge import RunJudge
 from attnpo.judge.settings import Judge
-from attnpo.models.compiled import require_backend
-from attnpo.models.described import on_meta, require_exact
-from attnpo.models.kept_digests import keep_digests
-from attnpo.models.layouts import Layout, padded
-from attnpo.models.loading import attention_of, load_chat, load_config, model_depth, text_config, weights_fingerprint
-from attnpo.models.lora import reach
-from attnpo.models.memory import Shape, count_parameters
+from attnpo.models.compiled import check_backend
+from attnpo.models.described import build_on_meta, check_exact_length
+from attnpo.models.kept_digests import set_digest_folder
+from attnpo.models.layouts import Layout, padded_layout
+from attnpo.models.loading import (
+    load_chat,
+    load_config,
+    load_text_config,
+    num_layers,
+    resolve_attention,
+    weights_fingerprint,
+)
+from attnpo.models.lora import describe_adapter_coverage
+from attnpo.models.memory import ModelShape, count_parameters
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import AUTO, ModelSpec
 from attnpo.objectives.base import LengthFrom
@@ -78,7 +85,7 @@ class BaseModel:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.is_mixed)
 
     def score(
-        self, model: ScoredLM, examples: Sequence[TrainingExample], layout: Layout = padded
+        self, model: ScoredLM, examples: Sequence[TrainingExample], layout: Layout = padded_layout
     ) -> dict[str, LogpPair]:
         """Returns the log-probabilities of the examples' response tokens, chosen and rejected, by pair id."""
         model.to(self.device)
@@ -90,7 +97,7 @@ class BaseModel:
         return {
             "weights": weights_fingerprint(self.spec.path, self.spec.revision),
             "dtype": self.spec.dtype,
-            "kernel": attention_of(self.spec.path, self.spec.revision, self.spec.attn_implementation),
+            "kernel": resolve_attention(self.spec.path, self.spec.revision, self.spec.attn_implementation),
             "precision": self.precision,
             **({} if self.spec.quantize is None else {"quantize": self.spec.quantize}),
         }
@@ -138,7 +145,7 @@ class Readers:
         """Returns the run's judge, not loaded. UserError when its tokens cannot be matched with those of training."""
         judge = RunJudge(self.judge, self.base.spec, self.base.chat, self.base.store)
         key, length = "judge.max_length", judge.settings.max_length
-        require_exact(text_config(judge.path, judge.revision), judge.path, key, length)
+        check_exact_length(load_text_config(judge.path, judge.revision), judge.path, key, length)
         if (most := judge.prompts.rules.max_length) < length:
             log_once([f"{key}={length}: prompts are cut to the {most} positions that the judge has"])
         if judge.settings.path is not None:
@@ -178,7 +185,9 @@ class Readers:
                 f"weights {type(source).__name__} need a reward model and name none: set weights=reward_attention"
             )
         reward = RunReward(source, self.base.spec.fallback_template)
-        require_exact(text_config(reward.path, reward.revision), reward.path, "weights.max_length", source.max_length)
+        check_exact_length(
+            load_text_config(reward.path, reward.revision), reward.path, "weights.max_length", source.max_length
+        )
         self._check_vocabulary(reward.tokenizer, reward.path, "weights.path")
         return reward
 
@@ -278,14 +287,16 @@ def resolve(cfg: Config) -> Resolved[Config]:
     """
     # Model folders load and save in moments; their bars bury the log.
     quiet.disable_progress_bar()  # type: ignore[no-untyped-call]
-    keep_digests(store_root(cfg.store) / "digests", full=cfg.digests == "full")
+    set_digest_folder(store_root(cfg.store) / "digests", full=cfg.digests == "full")
     cfg, report = settle(cfg)
     with phase("reading the model's configuration and tokenizer"):
         if cfg.model.compile not in (None, AUTO):
-            require_backend(cfg.model.compile)
+            check_backend(cfg.model.compile)
         model, chat = load_chat(cfg.model)
         log_model(model)
-        require_exact(text_config(model.path, model.revision), model.path, "lengths.max_length", cfg.lengths.max_length)
+        check_exact_length(
+            load_text_config(model.path, model.revision), model.path, "lengths.max_length", cfg.lengths.max_length
+        )
         device, store = inference_device(cfg.trainer.accelerator), Store(store_root(cfg.store))
         base = BaseModel(model, chat, device, cfg.trainer.precision, store)
         command = command_text("weigh", *cfg.composed.arguments())
@@ -315,19 +326,19 @@ def check_readers(readers: Readers, source: WeightSource) -> str:
 
 def log_model(spec: ModelSpec) -> None:
     """Logs what a model's config says: class, parameters, layers. UserError when there is no such config."""
-    layers = model_depth(spec.path, spec.revision)
+    layers = num_layers(spec.path, spec.revision)
     config = load_config(spec.path, spec.revision)
     parameters, adapters = count_parameters(config, spec.lora)
     name = (config.architectures or [type(config).__name__])[0]
     trained = f" ({adapters:,} more in adapters, which alone are trained)" if adapters else ""
-    attention = attention_of(spec.path, spec.revision, spec.attn_implementation)
+    attention = resolve_attention(spec.path, spec.revision, spec.attn_implementation)
     instead = "" if attention == spec.attn_implementation else f", {attention} attention (its class has no other)"
     stored = str(config.dtype or spec.dtype).removeprefix("torch.")
     held = spec.dtype if stored == spec.dtype else f"{spec.dtype} (its folder: {stored})"
     lines = [f"model: {spec.path}, {name}, {parameters:,} parameters{trained}, {held}, {layers} layers{instead}"]
     if spec.lora is not None:
-        lines.append(reach(on_meta(config), spec.lora))
+        lines.append(describe_adapter_coverage(build_on_meta(config), spec.lora))
     if spec.quantize is not None:
-        packed = Shape.of(config).linear / parameters
+        packed = ModelShape.from_config(config).linear / parameters
         lines.append(f"model.quantize: {packed:.0%} of the parameters, the blocks' linear modules, are kept in 4 bits")
     log_once(lines)

@@ -17,9 +17,9 @@ from attnpo.config.compose import to_yaml
 from attnpo.config.named_files import digest_named_functions
 from attnpo.data.arrow_rows import pair_ids_of
 from attnpo.data.prompts import AnswerPrompt, encode_prompts
-from attnpo.models.backbone import frozen
-from attnpo.models.generate import chat_generator, context_length
-from attnpo.models.packed_attention import attend_as_before
+from attnpo.models.backbone import freeze
+from attnpo.models.generate import context_length, make_chat_generator
+from attnpo.models.packed_attention import restore_attention
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import ModelSpec
 from attnpo.run.components import Truth
@@ -159,7 +159,7 @@ def _finish(
             keep_last(folder, resume)
     with spare(folder, "moving the policy back to its device"):
         policy.to(base.device)  # one that was sharded was put together on the CPU
-        attend_as_before(policy.model)  # what is scored and sampled runs as any other model
+        restore_attention(policy.model)  # what is scored and sampled runs as any other model
     truth, sampled, drift = None, list[PreferencePair](), dict[str, Json]()
     with nullcontext() if point else spare(folder, "scoring by the truth"):
         truth, sampled = score_truth(cfg.truth, base, policy)
@@ -240,8 +240,8 @@ def score_truth(
     """
     if scorer is None:
         return None, []
-    model = frozen(policy.model)
-    base, tokenizer = frozen(load_start(start)), start.tokenizer
+    model = freeze(policy.model)
+    base, tokenizer = freeze(load_start(start)), start.tokenizer
     scores: dict[str, TruthScores] = {}
     sampled: list[PreferencePair] = []
     for split in ("validation", "test"):
@@ -297,7 +297,7 @@ def write_samples(
     reference = load_start(base)
     reference.to(policy.device)  # type: ignore[arg-type]
     answers = {
-        name: chat_generator(model, base.chat).generate([pair.prompt for pair in pairs], sampling)
+        name: make_chat_generator(model, base.chat).generate([pair.prompt for pair in pairs], sampling)
         for name, model in (("policy", policy), ("reference", reference))
     }
     with name_file_in_errors(path), path.open("w", encoding="utf-8") as file:

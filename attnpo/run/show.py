@@ -29,7 +29,7 @@ from attnpo.display.token_table import print_pairs
 from attnpo.display.weighed_pair import WeighedPair, pair_with_weights
 from attnpo.judge.layers import attending, distinct_layers
 from attnpo.judge.settings import WARN
-from attnpo.models.layouts import padded
+from attnpo.models.layouts import padded_layout
 from attnpo.models.loading import load_model, load_tokenizer
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import ModelSpec
@@ -413,7 +413,7 @@ def _margins(
 ) -> Float[Tensor, " _"]:
     """Returns the margin with each token (side, place) as the reference has it; with None as the policy has all."""
     copies = len(left_out)
-    batch = collate([example] * copies, padded, 0, copies)
+    batch = collate([example] * copies, padded_layout, 0, copies)
     shape = batch.main.response_mask.shape
     policy, reference = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
     for side in range(2):

@@ -24,7 +24,7 @@ from attnpo.data.datamodule import PreferenceDataModule
 from attnpo.data.prepare import ExampleSet
 from attnpo.data.rules import AUTO, BatchPlan
 from attnpo.data.weighing import log_store
-from attnpo.models.layouts import padded
+from attnpo.models.layouts import padded_layout
 from attnpo.models.scored import ScoredLM
 from attnpo.objectives.base import PreferenceObjective
 from attnpo.run.inputs import Inputs
@@ -119,7 +119,7 @@ def train(
             reference = load_reference(base, cfg.reference, policy)
     online = source if isinstance(source, OnlineSource) else None
     models = [model for model in (policy, reference) if model is not None]
-    layout = padded if base.spec.reward else choose_layout(base, cfg.layout, cfg.reference, models, reads)
+    layout = padded_layout if base.spec.reward else choose_layout(base, cfg.layout, cfg.reference, models, reads)
     if not compile_policy(base, policy, layout, required=cfg.model.compile != AUTO):
         spec, batch = without_compilation(footprint(cfg), base.spec, policy)
         base = replace(base, spec=spec)
@@ -145,7 +145,7 @@ def train(
     exporter = make_exporter(base.spec, base.chat, callbacks.export_dtype, facts)
     gathered = WholePolicy()
     watched: list[L.Callback] = [gathered, *([kept] if kept else [])]
-    if len(cfg.model.choices()) > 1 or cfg.model.compile == AUTO:
+    if len(cfg.model.memory_choices()) > 1 or cfg.model.compile == AUTO:
         watched.append(SameEverywhere(*decision(cfg.model, base.spec)))
     if batch != cfg.batch:
         watched.append(LeastBudgets(data))

@@ -10,9 +10,9 @@ from typing import Protocol, runtime_checkable
 
 from attnpo.data.collate import bare_rows
 from attnpo.models.backbone import is_materialised
-from attnpo.models.generate import Request, context_length, new_tokens
+from attnpo.models.generate import GenerationRequest, context_length, generate_tokens
 from attnpo.models.input_gradient import prompt_lengths
-from attnpo.models.layouts import padded
+from attnpo.models.layouts import padded_layout
 from attnpo.models.scored import ScoredLM
 from attnpo.schema import PreferenceBatch, RowGroup, Sampling, UserError, digest
 
@@ -48,15 +48,16 @@ class Anchors:
             )
         prompts = prompts_of(batch)
         requests = [
-            Request(prompt, _draw(step, pair_id)) for prompt, pair_id in zip(prompts, batch.pair_ids, strict=True)
+            GenerationRequest(prompt, _draw(step, pair_id))
+            for prompt, pair_id in zip(prompts, batch.pair_ids, strict=True)
         ]
         responses: list[list[int]] = [[] for _ in requests]
         for room, indices in self._by_room(policy, prompts).items():
             alike = [requests[index] for index in indices]
-            sampled = new_tokens(policy.model, alike, self.sampling, room, self.end_ids, self.pad_id)
+            sampled = generate_tokens(policy.model, alike, self.sampling, room, self.end_ids, self.pad_id)
             for index, response in zip(indices, sampled, strict=True):
                 responses[index] = response
-        rows = replace(bare_rows(list(zip(prompts, responses, strict=True)), padded, self.pad_id), factors=True)
+        rows = replace(bare_rows(list(zip(prompts, responses, strict=True)), padded_layout, self.pad_id), factors=True)
         return replace(batch, groups={"anchor": rows}).to(batch.main.response_mask.device).groups["anchor"]
 
     def _by_room(self, policy: ScoredLM, prompts: Sequence[Sequence[int]]) -> dict[int, list[int]]:

@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import CSVLogger
 from safetensors import SafetensorError
 from torch import Tensor
 
-from attnpo.models.lora import Rounding
+from attnpo.models.lora import MergeRounding
 from attnpo.schema import UserError
 from attnpo.system.files import write_checksums
 from attnpo.training.checkpoint_folders import STATE, newest, read_account, replace_folder, whole, write_account
@@ -110,7 +110,7 @@ class CheckpointFolder(L.Callback):
             log.log(
                 logging.WARNING if lossy and not self._warned else logging.INFO,
                 "%s: %s; %s/ holds the adapters whole%s",
-                *(self.folder, merge.text(), self.folder / ADAPTER),
+                *(self.folder, merge.describe(), self.folder / ADAPTER),
                 ", and callbacks.export_dtype=float32 merges them without loss" if lossy else "",
             )
             self._warned = self._warned or lossy
@@ -122,7 +122,7 @@ class CheckpointFolder(L.Callback):
         metrics: Mapping[str, Tensor | float],
         state: Path | None,
         facts: Mapping[str, float],
-    ) -> tuple[bool, Rounding | None]:
+    ) -> tuple[bool, MergeRounding | None]:
         """Returns whether there is an export, which may fail after the last step, and what merging adapters took."""
         module: Any = trainer.lightning_module
         merge = None
@@ -149,7 +149,7 @@ class CheckpointFolder(L.Callback):
                     export = False
                     self._keep_state_alone(new, writes, problem)
             if trainer.is_global_zero:
-                merged = {} if merge is None else {"merge": merge.account()}
+                merged = {} if merge is None else {"merge": merge.to_json()}
                 write_account(new, {"step": trainer.global_step, **facts, **merged, **self.account})
                 rows, writer = self.folder.parent / METRICS, trainer.strategy.checkpoint_io
                 if rows.is_file():

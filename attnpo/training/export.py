@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from attnpo.models.loading import DTYPES
-from attnpo.models.lora import Rounding, adapter_state, format_name, merged_state, write_adapter
+from attnpo.models.lora import MergeRounding, adapter_state, dtype_name, merge_state_dict, write_adapter
 from attnpo.system.files import apply_umask, write_atomically
 from attnpo.text.template import with_default
 from attnpo.training.model_card import Facts, model_card
@@ -97,15 +97,15 @@ class Exporter:
         write: bool = True,
         metrics: Mapping[str, float] | None = None,
         step: int | None = None,
-    ) -> Rounding | None:
+    ) -> MergeRounding | None:
         """Writes weights, configs, tokenizer, chat template and model card that from_pretrained loads.
 
         Returns what merging adapters, which lie in ``adapter/`` too, rounded off. ``write`` is false on ranks that only
         gather shards. ``metrics`` and ``step`` go into the card.
         """
         dtype = model.dtype if self.dtype is None else DTYPES[self.dtype]
-        rounding = Rounding.of(model, dtype)
-        state = merged_state(model, keep=write, dtype=dtype, rounding=rounding if write else None)
+        rounding = MergeRounding.for_merge(model, dtype)
+        state = merge_state_dict(model, keep=write, dtype=dtype, rounding=rounding if write else None)
         adapters = adapter_state(model, keep=write)
         if not write:
             return None
@@ -128,10 +128,14 @@ class Exporter:
                 f'{rounding.base}: `PeftModel.from_pretrained(base, "FOLDER/{ADAPTER}")`',
                 f"the numbers of this card are of the policy as it was trained, adapters beside the base in "
                 f"{rounding.base}",
-                *([f"the merged weights differ from that policy: {rounding.text()}"] if rounding.lost_share else ()),
+                *(
+                    [f"the merged weights differ from that policy: {rounding.describe()}"]
+                    if rounding.lost_share
+                    else ()
+                ),
             ]
         if self.facts is not None:
-            card = model_card(facts, metrics or {}, step=step, dtype=format_name(dtype), notes=notes)
+            card = model_card(facts, metrics or {}, step=step, dtype=dtype_name(dtype), notes=notes)
             (folder / "README.md").write_text(card, encoding="utf-8")
         log.debug("exported the policy to %s", folder)
         return rounding if adapters else None

@@ -19,12 +19,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from attnpo.models.backbone import frozen, layer_stack
+from attnpo.models.backbone import freeze, layer_stack
 from attnpo.models.input_gradient import input_gradient
 from attnpo.models.loading import check_rotary
 from attnpo.models.logps import to_full_tensor
-from attnpo.models.lora import parents
-from attnpo.models.router import ROUTER, load_balancing
+from attnpo.models.lora import parent_paths
+from attnpo.models.router import ROUTER, load_balancing_loss
 from attnpo.models.scored import ScoredLM
 from attnpo.objectives.base import PreferenceObjective, StepObjective
 from attnpo.schema import Kind, ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats, UserError, join_names
@@ -183,7 +183,7 @@ class PreferenceModule(L.LightningModule):
         """Sets the policy's mode (from_pretrained leaves it in eval mode) and freezes the reference."""
         self.train(training)
         if self.reference is not None:
-            frozen(self.reference)
+            freeze(self.reference)
 
     def on_fit_start(self) -> None:
         """Starts an empty step; refuses models that are not as training needs them."""
@@ -231,7 +231,7 @@ class PreferenceModule(L.LightningModule):
             batch = weigh_online(batch, self.online, policy, reference, self.transforms)
         output = self.objective(policy, reference, batch)
         if policy.routing is not None:
-            load = load_balancing(policy.routing)
+            load = load_balancing_loss(policy.routing)
             extras = {**output.extras, "losses/router": load.detach()}
             output = replace(output, losses=output.losses + self.router_coef * load, extras=extras)
         return batch, policy, reference, output
@@ -465,7 +465,7 @@ def keep_trained(module: nn.Module, checkpoint: Checkpoint) -> None:
     """Removes what is not trained from ``checkpoint["state_dict"]``, and notes names and shapes of what is left."""
     state = checkpoint["state_dict"]
     frozen = frozen_names(module)
-    for name in [name for name in state if not frozen.isdisjoint({name, *parents(name)})]:
+    for name in [name for name in state if not frozen.isdisjoint({name, *parent_paths(name)})]:
         del state[name]
     checkpoint["trained"] = {name: list(value.shape) for name, value in state.items()}
 

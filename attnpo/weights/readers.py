@@ -15,13 +15,13 @@ from attnpo.judge.judge import AttentionReader
 from attnpo.judge.layers import Depth
 from attnpo.judge.reader import RewardModel
 from attnpo.models.described import token_rows
-from attnpo.models.generate import chat_generator, ends_of_folder, longest_sequence
+from attnpo.models.generate import extra_end_ids, make_chat_generator, max_sequence_length
 from attnpo.models.loading import (
     inspect_model,
     load_model,
+    load_text_config,
     load_tokenizer,
-    model_depth,
-    text_config,
+    num_layers,
     weights_fingerprint,
 )
 from attnpo.models.spec import ModelSpec
@@ -125,7 +125,7 @@ class RunVerbalizer(WeightReader):
         self.chat = chat
         if not own:
             tokenizer = load_tokenizer(self.path, self.revision)
-            rows = token_rows(text_config(self.path, self.revision))
+            rows = token_rows(load_text_config(self.path, self.revision))
             template = read_template(verbalizer.chat_template, "verbalizer.chat_template")
             fallback = model.fallback_template
             self.chat = ChatFormat(tokenizer, template, fallback=fallback, part="verbalizer", rows=rows)
@@ -134,7 +134,7 @@ class RunVerbalizer(WeightReader):
 
     def _prompt_room(self) -> int | None:
         """Returns tokens that a prompt may have; UserError when the answer alone takes all there are."""
-        limit = longest_sequence(self.path, self.revision, "verbalizer.max_length", self.settings.max_length)
+        limit = max_sequence_length(self.path, self.revision, "verbalizer.max_length", self.settings.max_length)
         new = self.settings.sampling.max_new_tokens
         if limit is not None and limit <= new:
             source = "verbalizer.max_length" if self.settings.max_length is not None else f"positions of {self.path}"
@@ -148,7 +148,7 @@ class RunVerbalizer(WeightReader):
         """Returns what identifies the answers to given prompts: model weights, number format, decoding, chat format."""
         maker = self.settings.known_parts
         return {
-            "weights": {**weights_fingerprint(self.path, self.revision), **ends_of_folder(self.path)},
+            "weights": {**weights_fingerprint(self.path, self.revision), **extra_end_ids(self.path)},
             "dtype": self.settings.dtype,
             "sampling": self.settings.sampling.fingerprint(),
             "chat": self.chat.fingerprint(),
@@ -173,7 +173,7 @@ class RunVerbalizer(WeightReader):
         model.to(device)  # type: ignore[arg-type]
         if self.settings.known_parts is not None:
             return self.settings.known_parts.generator(model, self.chat.tokenizer)
-        return chat_generator(model, self.chat, self.settings.batch_size, self.settings.token_budget)
+        return make_chat_generator(model, self.chat, self.settings.batch_size, self.settings.token_budget)
 
     def describe_pass(self, rows: str) -> str:
         """Returns in words what a pass does."""
@@ -260,7 +260,7 @@ class RunReward(AttentionReader):
             )
         self.settings, self.path, self.revision, self.dtype = source, source.path, source.revision, source.dtype
         self.tokenizer = load_tokenizer(self.path, self.revision)
-        rows = token_rows(text_config(self.path, self.revision))
+        rows = token_rows(load_text_config(self.path, self.revision))
         template = read_template(source.chat_template, "weights.chat_template")
         self.chat = ChatFormat(self.tokenizer, template, fallback=fallback, part="weights", rows=rows)
 
@@ -276,7 +276,7 @@ class RunReward(AttentionReader):
                 f"weights.path={self.path}: no layer of {found.name} has softmax attention that can be read, since "
                 "none goes through transformers' AttentionInterface; name another reward model"
             )
-        return Depth(model_depth(self.path, self.revision), found.layers)
+        return Depth(num_layers(self.path, self.revision), found.layers)
 
     def describe_pass(self, rows: str) -> str:
         """Returns in words what a pass does that reads ``rows``."""

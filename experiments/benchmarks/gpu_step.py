@@ -19,14 +19,14 @@ from transformers import PreTrainedModel
 
 from attnpo.data.micro_batches import COSTS, fill, partition
 from attnpo.models.backbone import layer_stack
-from attnpo.models.compiled import compile_blocks, require_same_numbers
-from attnpo.models.layouts import LAYOUTS, Layout, padded
+from attnpo.models.compiled import check_compiled_blocks, compile_blocks
+from attnpo.models.layouts import LAYOUTS, Layout, padded_layout
 from attnpo.models.lora import add_lora, has_adapters
 from attnpo.models.memory import UPDATE, MemoryEstimate, estimate_training
-from attnpo.models.packed_attention import attend_as_before
+from attnpo.models.packed_attention import restore_attention
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import LoraSpec, ModelSpec
-from attnpo.models.trial import reason_against
+from attnpo.models.trial import find_layout_problem
 from attnpo.objectives.twdpo import TwDPO
 from attnpo.schema import PreferenceBatch, RowGroup, TokenStats
 from attnpo.training.optimizer import Optimizer
@@ -146,7 +146,7 @@ class Step:
 
     def run(self) -> float:
         """Returns the loss of the step."""
-        attend_as_before(self.policy.model)  # rows of another layout may have run before
+        restore_attention(self.policy.model)  # rows of another layout may have run before
         loss = torch.zeros((), device=self.device)
         for batch in self.batches:
             stats = stats_of(self.policy, batch)
@@ -201,7 +201,7 @@ class Bench:
         self.options, self.shape, self.device, self.pairs = options, shape, device, pairs
         self.policy = ScoredLM(make_model(options, shape, device), chunk=options.chunk).train()
         self.probe = sorted(pairs, key=lambda pair: pair.tokens)[-PROBE:]
-        self.expected = self._logps(padded)
+        self.expected = self._logps(padded_layout)
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self.tried: dict[tuple[str, ...], str | None] = {}
 
@@ -283,13 +283,15 @@ class Bench:
             add_lora(model, LoraSpec())
         elif setting.method == FULL and has_adapters(model):
             raise Refused("the model has adapters by now")
-        self._try(("layout", setting.layout), partial(reason_against, setting.layout, [self.policy], (), self.device))
+        self._try(
+            ("layout", setting.layout), partial(find_layout_problem, setting.layout, [self.policy], (), self.device)
+        )
         if setting.compiled:
             backend, layout = self.options.backend, LAYOUTS[setting.layout]
             say(f"compiling by {backend}: the first time takes about a minute on a GPU")
-            attend_as_before(model)
+            restore_attention(model)
             half = self.options.dtype == "bfloat16"
-            check = partial(require_same_numbers, model, backend, layout, self.device, autocast=half)
+            check = partial(check_compiled_blocks, model, backend, layout, self.device, autocast=half)
             self._try(("compiled", setting.layout), check)
         # Newer transformers call it activation checkpointing, and warn under the older name.
         names = ("activation_checkpointing_enable", "activation_checkpointing_disable")
@@ -324,6 +326,6 @@ class Bench:
 
         With a graph, as compiled blocks are run in training.
         """
-        attend_as_before(self.policy.model)
+        restore_attention(self.policy.model)
         batch = batch_of(self.probe, layout, len(self.probe)).to(self.device)
         return stats_of(self.policy, batch).logps.detach()[batch.main.response_mask].float()

@@ -55,7 +55,7 @@ def recipe(length: str, hardware: str, method: str) -> Recipe:
 
 def decide(made: Recipe, capacity: int) -> tuple[ModelSpec, MemoryEstimate]:
     """Returns what a recipe's ``auto`` becomes on devices of so many bytes, and the estimate of that."""
-    choices, plan = made.model.choices(), footprint(made)
+    choices, plan = made.model.memory_choices(), footprint(made)
     estimates = [plan.estimate(SHAPE, choice, plan.least) for choice in choices]
     place, _ = chosen(estimates, capacity)
     return choices[place], estimates[place]
@@ -79,7 +79,7 @@ def rows() -> Iterator[list[str]]:
                     f"{length}, {hardware}, {method}",
                     f"{training.total / GIB:.1f}",
                     f"{judged.total / GIB:.1f}",
-                    "computed again" if model.recomputes else "kept",
+                    "computed again" if model.uses_checkpointing else "kept",
                     str(model.chunk),
                     "yes" if fits else f"does not fit {size} GiB",
                 ]

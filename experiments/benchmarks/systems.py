@@ -9,12 +9,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attnpo.data.collate import TrainingExample, collate
-from attnpo.models.layouts import LAYOUTS, padded
+from attnpo.models.layouts import LAYOUTS, padded_layout
 from attnpo.models.scored import ScoredLM
-from attnpo.models.trial import choose
+from attnpo.models.trial import select_layout
 from attnpo.objectives.twdpo import TwDPO
 from attnpo.schema import EncodedResponse, PreferenceBatch
-from attnpo.training.module import PreferenceModule, frozen
+from attnpo.training.module import PreferenceModule, freeze
 from attnpo.training.optimizer import Optimizer
 from experiments.benchmarks.shapes import PAD, Pair
 
@@ -49,7 +49,7 @@ def with_reference(made: Sequence[TrainingExample], reference: ScoredLM) -> list
     """Returns the examples with the reference's log-probabilities of every token, as a store would give them."""
     out = []
     for example in made:
-        laid = padded([(side.prompt_ids, side.response_ids) for side in example.sides], PAD)
+        laid = padded_layout([(side.prompt_ids, side.response_ids) for side in example.sides], PAD)
         with torch.no_grad():
             rows = reference(*laid).logps
         chosen, rejected = (row[: len(side.response_ids)] for row, side in zip(rows, example.sides, strict=True))
@@ -69,8 +69,8 @@ class Ours:
     ) -> None:
         scored, live = ScoredLM(policy), None if reference is None else ScoredLM(reference)
         if live is not None:
-            frozen(live)
-        if choose(layout, [scored, *([] if live is None else [live])]) is not LAYOUTS[layout]:
+            freeze(live)
+        if select_layout(layout, [scored, *([] if live is None else [live])]) is not LAYOUTS[layout]:
             raise SystemExit(f"layout {layout}: expected that the model can take it, it cannot; see the log above")
         self.batches = [collate(batch, LAYOUTS[layout], PAD, len(batch)) for batch in batches]
         self.module = PreferenceModule(scored, live, TwDPO(beta=BETA), Optimizer(), 1)
@@ -119,7 +119,7 @@ class Plain:
 
     def __init__(self, policy: PreTrainedModel, reference: PreTrainedModel, batches: list[list[TrainingExample]]):
         self.policy, self.reference = policy.train(), reference.eval().requires_grad_(False)
-        self.batches = [collate(batch, padded, PAD, len(batch)) for batch in batches]
+        self.batches = [collate(batch, padded_layout, PAD, len(batch)) for batch in batches]
 
     def losses(self) -> list[float]:
         """Returns the loss of every micro-batch."""

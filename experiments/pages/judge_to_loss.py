@@ -25,7 +25,7 @@ from attnpo.cli.terminal import log_to_terminal
 from attnpo.config.compose import load
 from attnpo.data.collate import TrainingExample, collate
 from attnpo.judge.judge import RunJudge
-from attnpo.models.layouts import padded
+from attnpo.models.layouts import padded_layout
 from attnpo.models.loading import load_model
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import ModelSpec
@@ -95,7 +95,7 @@ def _trained(
     """Returns tokens, rows, weights and log-ratios of both responses, and the loss before and after the steps."""
     loaded = load_model(spec.path, dtype="float32", revision=spec.revision).to(inference_device("cpu"))  # type: ignore[arg-type]
     reference, policy = ScoredLM(loaded).eval(), ScoredLM(copy.deepcopy(loaded)).eval()
-    batch = collate([replace(example, reference_logps=None)], padded, pad, 1)
+    batch = collate([replace(example, reference_logps=None)], padded_layout, pad, 1)
     rows = batch.main
     beta = float(getattr(objective, "beta"))  # noqa: B009
     with torch.no_grad():

@@ -31,7 +31,7 @@ from attnpo.judge.prompts import JudgePrompts
 from attnpo.judge.settings import Assembly, JudgeRules
 from attnpo.lab.testbed.grammar import Grammar
 from attnpo.lab.testbed.tokenizer import build_tokenizer
-from attnpo.models.layouts import padded
+from attnpo.models.layouts import padded_layout
 from attnpo.schema import SIDES, PreferencePair, UserError
 from attnpo.system.store import Store
 from attnpo.text.alignment import AlignMethod
@@ -252,7 +252,7 @@ def batched(found: EncodedSet, account: Account, captured: dict[str, Any] | None
     assert made.dropped == dropped(made.tally.counts)
     account.events += made.tally.counts
     for start in range(0, len(made.examples), 4):
-        batch = collate(made.examples[start : start + 4], padded, 0, 4)
+        batch = collate(made.examples[start : start + 4], padded_layout, 0, 4)
         weights = batch.main.token_weights["reward"]
         assert bool(torch.isfinite(weights).all()) and bool((weights >= 0).all())
         assert bool((weights.sum(dim=-1) <= 1 + 1e-5).all())

@@ -130,8 +130,10 @@ def test_a_run_whose_steps_are_saved_says_how_to_go_on(
     argv = place[0].overrides(f"output={tmp_path}", "name=r", "trainer.max_steps=1", "callbacks.report=false")
     assert run_entry(fit.main, "fit", [*argv, "experiment=none"], "", "") == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"error: result.json cannot be written: {os.strerror(number)}; saved last is step 1, in ")
-    assert "make room, then go on with " in said and "name=r resume=auto" in said and said.count("\n") == 1
+    assert said.startswith(
+        f"error: result.json cannot be written: {os.strerror(number)}; the last saved step is 1, in "
+    )
+    assert "free space, then continue with " in said and "name=r resume=auto" in said and said.count("\n") == 1
 
 
 def test_a_grade_that_does_not_fit_leaves_those_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from huggingface_hub import constants
 
 from attnpo import Weigher, generate
 from attnpo.cli.entry import run_entry
-from attnpo.models.loading import load_model, load_tokenizer, model_depth, weights_fingerprint
+from attnpo.models.loading import load_model, load_tokenizer, num_layers, weights_fingerprint
 from attnpo.schema import UserError
 from attnpo.system import hub_access
 from attnpo.text import chat
@@ -176,10 +176,10 @@ def test_weights_of_a_deeper_model_are_said_to_be_left_out(attempts: Attempts, r
 
 
 def test_depth_is_asked_of_a_config_that_is_there(attempts: Attempts) -> None:
-    assert model_depth(attempts.world.model) == 2
+    assert num_layers(attempts.world.model) == 2
     for damage, message in (DAMAGE["no config.json"], DAMAGE["a config of an unknown architecture"]):
         with pytest.raises(UserError) as caught:
-            model_depth(attempts.broken_model(damage).model)
+            num_layers(attempts.broken_model(damage).model)
         assert message in str(caught.value)
 
 
@@ -242,7 +242,7 @@ def test_an_adapter_beside_the_weights_is_refused_by_everything_that_loads(attem
         lambda: load_model(folder, reward=True, fresh_head=True),
         lambda: Weigher(folder),
         lambda: weights_fingerprint(folder),  # so that rows in the store are not found without it
-        lambda: model_depth(folder),
+        lambda: num_layers(folder),
     ]
     for way in ways:
         with pytest.raises(UserError, match="it holds an adapter"):
@@ -413,7 +413,7 @@ def test_a_hub_name_while_offline_fails_at_once(attempts: Attempts, record: Reco
 
 
 @pytest.mark.usefixtures("hub_forgotten")
-@pytest.mark.parametrize("load", [load_model, load_tokenizer, weights_fingerprint, model_depth])
+@pytest.mark.parametrize("load", [load_model, load_tokenizer, weights_fingerprint, num_layers])
 def test_a_hub_that_does_not_answer_is_asked_once(
     load: Callable[[str], object], monkeypatch: pytest.MonkeyPatch, record: Record
 ) -> None:

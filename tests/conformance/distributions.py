@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from attnpo.models.logps import Head, statistics_of_logits, token_statistics
+from attnpo.models.logps import LMHead, statistics_from_logits, token_statistics
 from attnpo.objectives.base import PreferenceObjective
 from attnpo.schema import SIDES, ObjectiveOutput, PreferenceBatch, TokenStats
 from attnpo.training.pair_values import pair_values
@@ -28,12 +28,12 @@ Way = Callable[[Float[Tensor, "N vocab"], Int[Tensor, " N"], Float[Tensor, "N vo
 
 def through_logits(logits: Tensor, labels: Tensor, other: Tensor, joint: tuple[str, ...]) -> Statistics:
     """The statistics by autograd from whole logits, as for a model without a plain head."""
-    return statistics_of_logits(logits, labels, joint=joint, other=other)
+    return statistics_from_logits(logits, labels, joint=joint, other=other)
 
 
 def through_chunks(logits: Tensor, labels: Tensor, other: Tensor, joint: tuple[str, ...]) -> Statistics:
     """The statistics from the chunk loop, as in training: the logits are hidden states of an identity head."""
-    head = Head(torch.eye(logits.shape[-1], dtype=logits.dtype))
+    head = LMHead(torch.eye(logits.shape[-1], dtype=logits.dtype))
     return token_statistics(logits, head, labels, joint=joint, other=(other, head), chunk=CHUNK)
 
 

@@ -15,13 +15,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from attnpo.judge.base import JudgeReading
 from attnpo.judge.reader import CausalJudge, kernel_for
-from attnpo.models.described import Described
-from attnpo.models.layouts import LAYOUTS, Layout, Sequences, padded
+from attnpo.models.described import ModelDescription
+from attnpo.models.layouts import LAYOUTS, Layout, Sequences, padded_layout
 from attnpo.models.loading import inspect_model, load_config, load_model
-from attnpo.models.memory import Shape
-from attnpo.models.packed_attention import attend_as_before
+from attnpo.models.memory import ModelShape
+from attnpo.models.packed_attention import restore_attention
 from attnpo.models.scored import ScoredLM
-from attnpo.models.trial import choose, reason_against, require_trainable
+from attnpo.models.trial import find_layout_problem, require_trainable, select_layout
 from attnpo.schema import UserError
 
 WORDS = 90  # ids 5 to 94 are words in every tiny vocabulary
@@ -70,11 +70,11 @@ class Held:
     @cached_property
     def read(self) -> PreTrainedModel:
         """The model as a judge loads it."""
-        reading = self.description.reading
+        reading = self.description.judge_attention
         return self.model if reading == "sdpa" else load_model(self.folder, attn_implementation=reading)
 
     @cached_property
-    def description(self) -> Described:
+    def description(self) -> ModelDescription:
         """The class, its attention, and the layers that have one to read."""
         return inspect_model(self.folder)
 
@@ -214,17 +214,17 @@ def laid(held: Held) -> Iterator[Finding]:
         yield Finding("step", reason=f"the library's own step fails: {type(error).__name__}: {error}")
         return
     try:
-        taken = choose("auto", [policy])
+        taken = select_layout("auto", [policy])
     except UserError as error:
         yield Finding("layouts", reason=str(error))
         return
     yield Finding(f"auto is {next(name for name, layout in LAYOUTS.items() if layout is taken)}", 0.0)
     for name, layout in LAYOUTS.items():
-        against = None if layout is padded else reason_against(name, [policy])
+        against = None if layout is padded_layout else find_layout_problem(name, [policy])
         if against is None:
             yield from _step(held, policy, name, layout, own)
         else:
-            attend_as_before(held.model)
+            restore_attention(held.model)
             yield Finding(name, reason=against)
 
 
@@ -277,7 +277,7 @@ def _signs() -> list[float]:
 def counted(held: Held) -> Finding:
     """Whether the memory estimate counts the parameters that there are."""
     try:
-        said = Shape.of(load_config(held.folder)).parameters
+        said = ModelShape.from_config(load_config(held.folder)).parameters
     except UserError as error:
         return Finding("memory", reason=str(error))
     there = sum(part.numel() for part in held.model.parameters())

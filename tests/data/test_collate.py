@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from attnpo.data.collate import TrainingExample, collate
-from attnpo.models.layouts import padded
+from attnpo.models.layouts import padded_layout
 from attnpo.schema import EncodedResponse, PreferenceBatch
 from tests.training.tiny import make_examples, make_module
 
@@ -40,7 +40,7 @@ SECOND = TrainingExample(
 
 @pytest.fixture
 def batch() -> PreferenceBatch:
-    return collate([FIRST, SECOND], padded, PAD, step_pairs=16)
+    return collate([FIRST, SECOND], padded_layout, PAD, step_pairs=16)
 
 
 def test_chosen_rows_first_then_rejected_rows(batch: PreferenceBatch) -> None:
@@ -83,11 +83,11 @@ def test_weights_lengths_and_pair_weights_follow_their_rows(batch: PreferenceBat
 def test_reference_rows_are_padded_with_zeros() -> None:
     stored = replace(FIRST, reference_logps=(torch.tensor([-1.0, -2.0]), torch.tensor([-3.0])))
     other = replace(SECOND, reference_logps=(torch.tensor([-4.0]), torch.tensor([-5.0, -6.0, -7.0])))
-    found = collate([stored, other], padded, PAD, 2).main.reference_logps
+    found = collate([stored, other], padded_layout, PAD, 2).main.reference_logps
     assert found is not None and found.dtype == torch.float32
     assert found.tolist() == [[-1.0, -2.0, 0.0], [-4.0, 0.0, 0.0], [-3.0, 0.0, 0.0], [-5.0, -6.0, -7.0]]
-    assert collate([FIRST, SECOND], padded, PAD, 2).main.reference_logps is None
-    assert collate([stored, SECOND], padded, PAD, 2).main.reference_logps is None
+    assert collate([FIRST, SECOND], padded_layout, PAD, 2).main.reference_logps is None
+    assert collate([stored, SECOND], padded_layout, PAD, 2).main.reference_logps is None
 
 
 def losses(examples: list[TrainingExample]) -> tuple[Tensor, dict[str, float]]:
@@ -96,7 +96,7 @@ def losses(examples: list[TrainingExample]) -> tuple[Tensor, dict[str, float]]:
     with torch.no_grad():
         for parameter in module.policy.parameters():
             parameter.mul_(1.1)
-        batch = collate(examples, padded, PAD, len(examples))
+        batch = collate(examples, padded_layout, PAD, len(examples))
         *_, output = module.score(batch)
     return output.losses, dict(zip(batch.pair_ids, output.losses.tolist(), strict=True))
 

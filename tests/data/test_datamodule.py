@@ -10,7 +10,7 @@ from attnpo.data.datamodule import PreferenceDataModule, StepRows, make_mismatch
 from attnpo.data.micro_batches import COSTS, PACKED, PADDED, ByCount, RowCost, costs_of
 from attnpo.data.rules import BatchPlan
 from attnpo.data.sampler import PlannedBatch, StepBatches
-from attnpo.models.layouts import LAYOUTS, padded
+from attnpo.models.layouts import LAYOUTS, padded_layout
 from attnpo.schema import EncodedResponse, PreferenceBatch, RowGroup, UserError
 from tests.training.tiny import make_examples
 
@@ -21,7 +21,7 @@ def module(
     train: list[TrainingExample], val: int = 5, ahead: tuple[str, ...] = ("mismatched",)
 ) -> PreferenceDataModule:
     return PreferenceDataModule.from_examples(
-        train, make_examples(val, seed=99), padded, 0, PLAN, 0, ahead=ahead, max_length=16
+        train, make_examples(val, seed=99), padded_layout, 0, PLAN, 0, ahead=ahead, max_length=16
     )
 
 
@@ -56,7 +56,9 @@ def test_pairs_in_the_order_of_their_rows(tokens: int | None) -> None:
     examples = make_examples(20)
 
     def ordered() -> PreferenceDataModule:
-        return PreferenceDataModule.from_examples(examples, make_examples(5, seed=99), padded, 0, plan, 0, epochs=2)
+        return PreferenceDataModule.from_examples(
+            examples, make_examples(5, seed=99), padded_layout, 0, plan, 0, epochs=2
+        )
 
     data = ordered()
     loader = data.train_dataloader()
@@ -79,7 +81,7 @@ def test_pairs_in_the_order_of_their_rows(tokens: int | None) -> None:
     rest = list(again.train_dataloader())
     assert [b.pair_ids for b in rest] == [b.pair_ids for b in epochs[1][data.sampler.split.accumulation :]]
     shuffled = PreferenceDataModule.from_examples(
-        examples, make_examples(5, seed=99), padded, 0, BatchPlan(8, 2), 0, epochs=2
+        examples, make_examples(5, seed=99), padded_layout, 0, BatchPlan(8, 2), 0, epochs=2
     )
     shuffled.load_state_dict(state)
     with pytest.raises(UserError, match="another order of the data: shuffle was False, is True"):
@@ -261,7 +263,7 @@ def test_rows_ahead_that_are_longer_than_any_pair_stand_alone() -> None:
     """Long prompts with short answers and the reverse: after a long prompt comes a long answer, 2 x 18 tokens."""
     examples = [of_lengths(f"pair{i}", *((9, 1) if i % 2 else (1, 9))) for i in range(6)]
     data = PreferenceDataModule.from_examples(
-        examples, examples, padded, 0, BatchPlan(6, tokens=20), 0, ahead=("mismatched",)
+        examples, examples, padded_layout, 0, BatchPlan(6, tokens=20), 0, ahead=("mismatched",)
     )
     first = next(data.train_batches[planned] for planned in data._sampler(0, 1))
     groups = first.ahead["mismatched"]
@@ -353,7 +355,7 @@ def test_a_step_has_the_same_rows_however_it_is_split(micro: int, world: int) ->
     for rank in range(world):
         for batch in StepBatches(20, 8, ByCount(micro), seed=1, rank=rank, world_size=world):
             if batch.micro == 0:
-                made = StepRows(["mismatched"]).make(examples, batch, padded, 0)["mismatched"]
+                made = StepRows(["mismatched"]).make(examples, batch, padded_layout, 0)["mismatched"]
                 found.setdefault(batch.step, []).extend(row for group in made for row in rows_in(group))
                 groups.setdefault(batch.step, set()).add(len(made))
                 assert len(made) == batch.micros
@@ -367,7 +369,7 @@ def test_a_step_has_the_same_rows_however_it_is_split(micro: int, world: int) ->
 
 
 def test_rows_have_no_weights_and_no_stored_reference() -> None:
-    (group,) = StepRows(["mismatched"]).make(having(1, 2), plan_step((0, 1), ((0, 1),)), padded, 0)["mismatched"]
+    (group,) = StepRows(["mismatched"]).make(having(1, 2), plan_step((0, 1), ((0, 1),)), padded_layout, 0)["mismatched"]
     assert group.token_weights["reward"].shape == (4, 2) and not group.token_weights["reward"].any()
     assert group.reference_logps is None and group.source_lengths.tolist() == [2.0] * 4
 
@@ -386,7 +388,7 @@ def test_responses_are_cut_to_what_the_prompt_leaves(caplog: pytest.LogCaptureFi
     caplog.set_level(logging.INFO)
     rows = StepRows(["mismatched"], max_length=8)
     for _ in range(2):
-        (group,) = rows.make(examples, plan_step((0, 1, 2), ((0, 1, 2),)), padded, 0)["mismatched"]
+        (group,) = rows.make(examples, plan_step((0, 1, 2), ((0, 1, 2),)), padded_layout, 0)["mismatched"]
         found = rows_in(group)
         assert found[:3] == [([1] * 6, [30, 30]), ([2] * 9, [10]), ([3], [20] * 5)]
         assert found[3:] == [([1] * 6, [31, 31]), ([2] * 9, [11]), ([3], [21] * 5)]
@@ -399,5 +401,5 @@ def test_responses_are_cut_to_what_the_prompt_leaves(caplog: pytest.LogCaptureFi
 def test_rows_that_just_fit_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     examples = [example(0, [1] * 3, 2), example(1, [2] * 3, 2)]
-    (group,) = StepRows(["mismatched"], 5).make(examples, plan_step((0, 1), ((0, 1),)), padded, 0)["mismatched"]
+    (group,) = StepRows(["mismatched"], 5).make(examples, plan_step((0, 1), ((0, 1),)), padded_layout, 0)["mismatched"]
     assert [len(response) for _, response in rows_in(group)] == [2] * 4 and not caplog.records

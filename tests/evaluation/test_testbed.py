@@ -19,7 +19,7 @@ from attnpo.evaluation.pairwise import Contest, PairwiseRules
 from attnpo.lab.testbed.benchmark import TestbedBenchmark, TruthGrader
 from attnpo.lab.testbed.grammar import Grammar
 from attnpo.lab.testbed.scoring import win_rate
-from attnpo.models.generate import chat_generator
+from attnpo.models.generate import make_chat_generator
 from attnpo.models.loading import load_model, load_tokenizer
 from attnpo.schema import Message, Sampling, UserError
 from attnpo.text.chat import ChatFormat
@@ -120,7 +120,7 @@ def test_an_unchanged_model_wins_half(bench: TestbedBenchmark) -> None:
 
 
 def test_the_baselines_reviews_are_not_those_of_the_models_own_numbers(world: World, bench: TestbedBenchmark) -> None:
-    generator = chat_generator(load_model(world.model), ChatFormat(load_tokenizer(world.model)))
+    generator = make_chat_generator(load_model(world.model), ChatFormat(load_tokenizer(world.model)))
     prompts = [[Message(role="user", content=question.id)] for question in bench.questions()]
     assert generator.generate(prompts, SAMPLING) != list(bench.baseline_answers().values())
     assert dict(replace(bench, prompts=COUNT).baseline_answers()) == dict(bench.baseline_answers())

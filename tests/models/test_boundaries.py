@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attnpo.models.layouts import packed, padded
-from attnpo.models.packed_attention import boundaries
+from attnpo.models.layouts import packed_layout, padded_layout
+from attnpo.models.packed_attention import sequence_boundaries
 from attnpo.models.scored import ScoredLM
-from attnpo.models.trial import choose
+from attnpo.models.trial import select_layout
 from tests.conformance.family_models import tiny_model
 
 ROWS = [([5, 9, 3], [8, 2, 4, 7]), ([11, 2], [6]), ([4], [12, 13, 3]), ([7, 7, 9, 10], [3, 5])]
@@ -76,10 +76,12 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[..., PreTrainedModel]:
 
 
 def test_a_row_tells_where_its_sequences_begin() -> None:
-    told = boundaries(torch.tensor([[5, 2, 0, 0], [0, 5, 0, 0], [7, 0, 0, 0], [7, 1, 0, 0]]))
+    told = sequence_boundaries(torch.tensor([[5, 2, 0, 0], [0, 5, 0, 0], [7, 0, 0, 0], [7, 1, 0, 0]]))
     assert told["cu_seq_lens_q"].tolist() == told["cu_seq_lens_k"].tolist() == [0, 5, 7, 8]
     assert told["seq_idx"].tolist() == [[0, 0, 0, 0, 0, 1, 1, 2]] and told["seq_idx"].dtype == torch.int32
-    assert boundaries(torch.tensor([[0, 5, 0, 0], [5, 2, 0, 2]])) == {}, "what follows a shared prefix begins nowhere"
+    assert sequence_boundaries(torch.tensor([[0, 5, 0, 0], [5, 2, 0, 2]])) == {}, (
+        "what follows a shared prefix begins nowhere"
+    )
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "bamba", "lfm2_moe"])
@@ -87,16 +89,16 @@ def test_kernels_that_keep_sequences_apart_take_packed_rows(
     kind: str, kernels: Callable[..., PreTrainedModel], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "attnpo"):
-        assert choose("auto", [ScoredLM(tiny_model(kind))]) is padded
+        assert select_layout("auto", [ScoredLM(tiny_model(kind))]) is padded_layout
     shared, alone = [record.getMessage() for record in caplog.records if record.name.startswith("attnpo")]
     assert "layout shared_prefix: " in shared and "gives other numbers" in shared
     assert "`causal_conv1d_fn` can't keep packed sequences apart without `causal_conv1d`" in alone
 
     model = kernels(kind)
     policy = ScoredLM(model)
-    assert choose("auto", [policy]) is packed
+    assert select_layout("auto", [policy]) is packed_layout
     found = []
-    for layout in (padded, packed):
+    for layout in (padded_layout, packed_layout):
         model.train()
         logps = policy(*layout(ROWS, 0)).logps
         gradients = torch.autograd.grad(
@@ -116,5 +118,5 @@ def test_kernels_of_training_are_tried_too(
 ) -> None:
     model = kernels("bamba", keep=lambda model: not model.training)
     with caplog.at_level(logging.INFO, "attnpo"):
-        assert choose("packed", [ScoredLM(model)]) is padded
+        assert select_layout("packed", [ScoredLM(model)]) is padded_layout
     assert "BambaForCausalLM in training mode gives other numbers" in caplog.text and not model.training

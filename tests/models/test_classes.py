@@ -10,12 +10,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, BloomConfig, LlamaConfig
 
 from attnpo.judge.reader import CausalJudge, kernel_for
-from attnpo.models.described import beyond_positions, describe, exact_length, require_exact, stated_positions
+from attnpo.models.described import check_exact_length, describe_model, exact_length, position_warning, stated_positions
 from attnpo.models.generate import context_length
-from attnpo.models.loading import inspect_model, load_model, model_heads
-from attnpo.models.memory import Shape, count_parameters
+from attnpo.models.loading import inspect_model, load_model, num_heads
+from attnpo.models.memory import ModelShape, count_parameters
 from attnpo.models.scored import ScoredLM
-from attnpo.models.trial import choose, require_trainable
+from attnpo.models.trial import require_trainable, select_layout
 from attnpo.schema import UserError
 from tests.conformance.family_models import tiny_config
 from tests.conformance.family_models import tiny_model as family
@@ -29,7 +29,7 @@ PROMPTS = [[*START, 5, 6, 7], [*START, 50, 51, 52, 53], START[:9]]
 def judge_of(folder: Path) -> CausalJudge:
     """The judge as a run builds it, with the kernel that goes with what the class has."""
     found = inspect_model(folder)
-    return CausalJudge(load_model(folder, attn_implementation=found.reading), kernel=kernel_for(found))
+    return CausalJudge(load_model(folder, attn_implementation=found.judge_attention), kernel=kernel_for(found))
 
 
 def test_rows_of_keys_that_an_indexer_keeps_are_those_of_eager_attention(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_attention_with_something_beside_what_is_read_is_refused(
     [("mamba2", "its class has no maps to hand out"), ("rwkv", "1 x 6 x 64, none of tokens x tokens")],
 )
 def test_the_reason_why_no_layer_can_be_read_says_what_was_looked_for(kind: str, words: str) -> None:
-    found = describe(tiny_config(kind))
+    found = describe_model(tiny_config(kind))
     assert found.layers == () and words in found.why and "output_attentions" in found.why and "meta" not in found.why
 
 
@@ -164,10 +164,10 @@ def test_numbers_that_change_with_padding_are_refused(tmp_path: Path, caplog: py
 
     policy.model.model.forward = by_width
     with pytest.raises(UserError, match=r"LlamaForCausalLM change by .* with the longer rows beside them"):
-        choose("auto", [policy])
+        select_layout("auto", [policy])
     policy.model.to(torch.bfloat16)
     with caplog.at_level(logging.INFO):
-        choose("padded", [policy])
+        select_layout("padded", [policy])
     assert "with the longer rows beside them: rounding of bfloat16, as those of a few layers" in caplog.text
 
 
@@ -209,9 +209,9 @@ def test_rows_do_not_depend_on_their_batch_up_to_the_exact_length_and_would_beyo
     alone = row(short)
     torch.testing.assert_close(row(short, limit), alone, rtol=0, atol=1e-6)
     assert float((row(short, beyond) - alone).abs().max()) > 1e-3
-    require_exact(config, "here", "judge.max_length", 64)
+    check_exact_length(config, "here", "judge.max_length", 64)
     with pytest.raises(UserError, match=rf"judge\.max_length=65: beyond 64 tokens .*{rope}.*set judge\.max_length=64"):
-        require_exact(config, "here", "judge.max_length", 65)
+        check_exact_length(config, "here", "judge.max_length", 65)
 
 
 def test_rope_by_kind_of_layer_is_read() -> None:
@@ -233,8 +233,8 @@ def test_positions_are_those_stated_or_those_that_a_stretched_rope_was_made_for(
     assert stated_positions(llama(rope_parameters=rope)) == 8192
     assert stated_positions(llama(rope_parameters={**rope, "factor": 1.5})) == 4096
     assert stated_positions(BloomConfig()) is None  # no positions, whose attention falls off with the distance
-    assert beyond_positions(llama(), "here", "lengths.max_length", 4096) is None
-    said = beyond_positions(llama(), "here", "lengths.max_length", 4097)
+    assert position_warning(llama(), "here", "lengths.max_length", 4096) is None
+    said = position_warning(llama(), "here", "lengths.max_length", 4097)
     assert said is not None and "here has 4096 positions" in said and "set lengths.max_length=4096 or lower" in said
 
 
@@ -246,8 +246,8 @@ def test_shapes_of_layers_that_differ_are_read(tmp_path: Path) -> None:
     for kind in ("gemma3n_text", "gemma4_text"):
         folder = tiny_folder(kind, tmp_path / kind)
         config = AutoConfig.from_pretrained(folder)
-        found[kind] = shape = Shape.of(config)
+        found[kind] = shape = ModelShape.from_config(config)
         assert shape.parameters == count_parameters(config)[0] and shape.hidden == 32 and shape.layers == 4
-        assert model_heads(folder) == 4
+        assert num_heads(folder) == 4
     assert found["gemma3n_text"].inner == 64, "the widest of a list"
     assert found["gemma4_text"].queries == 4 * 16, "the widest of layers with configs of their own"

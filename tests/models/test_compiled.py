@@ -13,13 +13,13 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from transformers import PreTrainedModel
 
-from attnpo.models.compiled import compile_blocks, require_same_numbers
-from attnpo.models.layouts import LAYOUTS, Sequences, shared_prefix
+from attnpo.models.compiled import check_compiled_blocks, compile_blocks
+from attnpo.models.layouts import LAYOUTS, Sequences, shared_prefix_layout
 from attnpo.models.loading import load_model
-from attnpo.models.lora import add_lora, merged_state
+from attnpo.models.lora import add_lora, merge_state_dict
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import LoraSpec
-from attnpo.models.trial import choose
+from attnpo.models.trial import select_layout
 from attnpo.schema import UserError
 from tests.models.varlen import put_operator
 
@@ -186,7 +186,7 @@ def test_the_usual_backend_gives_the_same_numbers(exact_llama: Build) -> None:
 def test_the_usual_backend_gives_the_same_numbers_on_a_gpu(tiny: Build) -> None:
     """By the trial of a run: a few layers in float32, which decide, and in bfloat16."""
     model = tiny("llama").to("cuda", torch.bfloat16)
-    require_same_numbers(model, "inductor", shared_prefix, torch.device("cuda"), autocast=False)
+    check_compiled_blocks(model, "inductor", shared_prefix_layout, torch.device("cuda"), autocast=False)
 
 
 @pytest.mark.parametrize("quantize", [None, "nf4"])
@@ -199,10 +199,10 @@ def test_adapters_are_compiled_with_their_block(
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
     policy = ScoredLM(model)
-    names, expected = list(merged_state(model)), numbers(policy, "padded")
+    names, expected = list(merge_state_dict(model)), numbers(policy, "padded")
     compile_blocks(model, "counting")
     assert gap(numbers(policy, "padded"), expected) < 2e-5 and graphs
-    assert list(merged_state(model)) == names, "names in checkpoints and exports stay"
+    assert list(merge_state_dict(model)) == names, "names in checkpoints and exports stay"
 
 
 def test_sampling_with_a_cache_compiles_nothing(tiny: Build, graphs: list[int]) -> None:
@@ -216,14 +216,14 @@ def test_sampling_with_a_cache_compiles_nothing(tiny: Build, graphs: list[int]) 
 def test_a_compiled_model_takes_the_usual_layout(tiny: Build, graphs: list[int]) -> None:
     model = tiny("qwen3", num_hidden_layers=1)
     compile_blocks(model, "counting")
-    assert choose("auto", [ScoredLM(model)]) is shared_prefix and graphs
+    assert select_layout("auto", [ScoredLM(model)]) is shared_prefix_layout and graphs
 
 
 # ------------------------------------------------------------------------------------------------ the trial
 
 
 def tried(model: PreTrainedModel, backend: str, *, autocast: bool = False) -> None:
-    require_same_numbers(model, backend, shared_prefix, torch.device("cpu"), autocast=autocast)
+    check_compiled_blocks(model, backend, shared_prefix_layout, torch.device("cpu"), autocast=autocast)
 
 
 @pytest.mark.parametrize(("family", "autocast"), [("llama", True), ("gemma2", False)])

@@ -7,7 +7,13 @@ import pytest
 import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from attnpo.models.generate import HFGenerator, Penalties, Request, context_length, processors
+from attnpo.models.generate import (
+    GenerationRequest,
+    HFGenerator,
+    RepetitionPenalties,
+    context_length,
+    make_logits_processors,
+)
 from attnpo.models.loading import load_model, load_tokenizer
 from attnpo.schema import Generator, Message, Sampling, UserError
 
@@ -86,7 +92,7 @@ def test_draws_follow_the_models_distribution(babbling: Babbler, sampling: Sampl
         expected[tokenizer.decode([token])] += share
     draws = 2000
     generator = HFGenerator(model, tokenizer, encode, batch_size=draws)
-    answers = generator.answer([Request(ids, draw) for draw in range(draws)], sampling)
+    answers = generator.answer([GenerationRequest(ids, draw) for draw in range(draws)], sampling)
     texts = [answer.text for answer in answers]
     likely = [text for text in list(expected)[:4] if text != ""]
     assert len(likely) >= 3
@@ -99,7 +105,7 @@ def test_draws_follow_the_models_distribution(babbling: Babbler, sampling: Sampl
 
 
 def test_batches_keep_to_size_and_budget(babbling: Babbler) -> None:
-    requests = [Request([5] * length) for length in (3, 9, 1, 4, 4, 30)]
+    requests = [GenerationRequest([5] * length) for length in (3, 9, 1, 4, 4, 30)]
     sampling = Sampling(max_new_tokens=6)
     assert HFGenerator(*babbling, batch_size=2).batches(requests, sampling) == [[5, 1], [3, 4], [0, 2]]
     # 36 tokens: one prompt of 30 alone; at 15 tokens two fit; at 10 three do.
@@ -141,8 +147,8 @@ def test_new_tokens_are_counted_and_end_ids_end(babbling: Babbler) -> None:
     stopping = HFGenerator(*babbling, end_ids=[wanted[1]])
     (one,) = stopping.generate(PROMPTS[:1], Sampling(max_new_tokens=9, temperature=0.0))
     assert one == tokenizer.decode(wanted[:1])
-    (ended,) = stopping.answer([Request(ids)], Sampling(max_new_tokens=9, temperature=0.0))
-    (cut,) = stopping.answer([Request(ids)], Sampling(max_new_tokens=1, temperature=0.0))
+    (ended,) = stopping.answer([GenerationRequest(ids)], Sampling(max_new_tokens=9, temperature=0.0))
+    (cut,) = stopping.answer([GenerationRequest(ids)], Sampling(max_new_tokens=1, temperature=0.0))
     assert (ended.text, ended.tokens, ended.ended) == (one, 1, True)
     assert (cut.text, cut.tokens, cut.ended) == (one, 1, False)
 
@@ -168,16 +174,16 @@ def test_penalties_count_what_was_written_and_not_the_prompt() -> None:
     """Row 0 wrote 3, 1, 3; row 1 wrote 0, 0, 0; the first two tokens are prompt. presence 0.5, frequency 0.25."""
     logits = torch.tensor([[1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0, 4.0]])
     ids = torch.tensor([[2, 2, 3, 1, 3], [3, 1, 0, 0, 0]])
-    lowered = Penalties(0.5, 0.25, width=2)(ids, logits)
+    lowered = RepetitionPenalties(0.5, 0.25, width=2)(ids, logits)
     assert lowered.tolist() == [[1.0, 1.25, 3.0, 3.0], [-0.25, 2.0, 3.0, 4.0]]
-    assert Penalties(0.5, 0.25, width=5)(ids, logits).tolist() == logits.tolist()
+    assert RepetitionPenalties(0.5, 0.25, width=5)(ids, logits).tolist() == logits.tolist()
 
 
 @pytest.mark.parametrize(("presence", "frequency"), [(2.0, 0.0), (0.0, 0.7), (-0.5, -0.2)])
 def test_penalised_greedy_decoding_is_the_one_by_hand(babbling: Babbler, presence: float, frequency: float) -> None:
     model, tokenizer, encode = babbling
     sampling = Sampling(24, 0.0, presence_penalty=presence, frequency_penalty=frequency)
-    made = HFGenerator(*babbling).answer([Request(encode(prompt)) for prompt in PROMPTS], sampling)
+    made = HFGenerator(*babbling).answer([GenerationRequest(encode(prompt)) for prompt in PROMPTS], sampling)
     for prompt, answer in zip(PROMPTS, made, strict=True):
         ids = decoded_by_hand(model, encode(prompt), 24, presence, frequency)
         expected = tokenizer.decode(ids, skip_special_tokens=True)
@@ -186,7 +192,9 @@ def test_penalised_greedy_decoding_is_the_one_by_hand(babbling: Babbler, presenc
 
 def test_penalties_come_before_the_temperature(babbling: Babbler) -> None:
     """At temperature 0.25 a penalty of 0.5 costs 2 after the division."""
-    steps = processors([Request([5])], Sampling(2, 0.25, presence_penalty=0.5), 1, torch.device("cpu"))
+    steps = make_logits_processors(
+        [GenerationRequest([5])], Sampling(2, 0.25, presence_penalty=0.5), 1, torch.device("cpu")
+    )
     scores = torch.zeros(1, 6)
     for step in list(steps)[:-1]:
         scores = step(torch.tensor([[5, 3]]), scores)
@@ -207,9 +215,9 @@ def test_every_stop_id_ends_an_answer(babbling: Babbler) -> None:
     words = decoded_by_hand(model, ids, 8, 0.0, 0.0)
     first, second = words[3], words[6]
     assert {first, second}.isdisjoint(words[:3])
-    (answer,) = HFGenerator(*babbling).answer([Request(ids)], Sampling(8, 0.0, stop_ids=(second, first)))
+    (answer,) = HFGenerator(*babbling).answer([GenerationRequest(ids)], Sampling(8, 0.0, stop_ids=(second, first)))
     assert (answer.text, answer.tokens, answer.ended) == (tokenizer.decode(words[:3]), 3, True)
-    (later,) = HFGenerator(*babbling).answer([Request(ids)], Sampling(8, 0.0, stop_ids=(second,)))
+    (later,) = HFGenerator(*babbling).answer([GenerationRequest(ids)], Sampling(8, 0.0, stop_ids=(second,)))
     assert later.tokens == words.index(second) > 3
 
 
@@ -239,9 +247,9 @@ def test_mode_is_restored(babbler: Path) -> None:
         ({"temperature": -1.0}, "temperature must be 0"),
         ({"top_p": 0.0}, r"top_p must be in \(0, 1\]"),
         ({"top_k": -1}, "top_k must be 0"),
-        ({"presence_penalty": 2.1}, "presence_penalty must be from -2 to 2"),
-        ({"frequency_penalty": float("nan")}, "frequency_penalty must be from -2 to 2"),
-        ({"stop_ids": (3, -1)}, "stop_ids must be token ids"),
+        ({"presence_penalty": 2.1}, "presence_penalty must be between -2 and 2"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty must be between -2 and 2"),
+        ({"stop_ids": (3, -1)}, "stop_ids must be non-negative token ids"),
     ],
 )
 def test_settings_out_of_range(babbling: Babbler, setting: dict[str, Any], message: str) -> None:

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from attnpo.models.input_gradient import input_gradient, prompt_lengths
-from attnpo.models.layouts import packed, padded
+from attnpo.models.layouts import packed_layout, padded_layout
 from attnpo.models.scored import ScoredLM
 from attnpo.schema import RowGroup, UserError
 from tests.models.conftest import shard_all
@@ -27,7 +27,7 @@ def sequences(seed: int = 0) -> list[tuple[list[int], list[int]]]:
 
 
 def rows_of(given: list[tuple[list[int], list[int]]]) -> RowGroup:
-    laid = padded(given, 0)
+    laid = padded_layout(given, 0)
     mask = laid.response_mask
     return RowGroup(
         response_ids=laid.response_ids,
@@ -168,7 +168,7 @@ def test_other_layouts_are_refused(tiny: Build, spoil: str) -> None:
     bad = {
         "left": replace(made, attention_mask=made.attention_mask.flip(1)),
         "no mask": replace(made, attention_mask=None),
-        "packed": packed([([4, 5], [6, 7, 8]), ([4], [9])], 0).inputs,
+        "packed": packed_layout([([4, 5], [6, 7, 8]), ([4], [9])], 0).inputs,
         "order": replace(made, predict_index=made.predict_index.flip(0)),
     }[spoil]
     with pytest.raises(UserError, match="expects the padded layout"):

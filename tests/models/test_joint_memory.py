@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from attnpo.data.collate import TrainingExample, collate
-from attnpo.models.backbone import frozen
-from attnpo.models.layouts import padded
-from attnpo.models.logps import Head, token_statistics
+from attnpo.models.backbone import freeze
+from attnpo.models.layouts import padded_layout
+from attnpo.models.logps import LMHead, token_statistics
 from attnpo.models.scored import ScoredLM
 from attnpo.objectives.base import PreferenceObjective
 from attnpo.objectives.dpo import DPO
@@ -92,14 +92,16 @@ def pair() -> PreferenceBatch:
         sides.append(EncodedResponse([5, 6, 7], ids, [(i, i + 1) for i in range(length)]))
     weights = tuple(torch.full((length,), 1 / length) for length in LENGTHS)
     lengths = (float(LENGTHS[0]), float(LENGTHS[1]))
-    return collate([TrainingExample("pair", *sides, (weights[0], weights[1]), lengths, (1.0, 1.0))], padded, 0, 1)
+    return collate(
+        [TrainingExample("pair", *sides, (weights[0], weights[1]), lengths, (1.0, 1.0))], padded_layout, 0, 1
+    )
 
 
 @cache
 def step(name: str) -> Found:
     """One training step with a live reference."""
     policy, reference = model(0), model(1)
-    frozen(reference)
+    freeze(reference)
     module = PreferenceModule(policy, reference, OBJECTIVES[name], Optimizer(lr=1e-3), 1)
     module.establish(training=True)
     batch = pair()
@@ -129,7 +131,7 @@ def test_two_distributions_and_their_statistics_take_less_than_one_and_a_half_ch
     """Forward and backward with a frozen head: both models' logits and all that the statistics make of them."""
     torch.manual_seed(0)
     hidden, labels = torch.randn(64, 4, requires_grad=True), torch.randint(0, 20_000, (64,))
-    head, second = (Head(torch.randn(20_000, 4), softcap=softcap) for _ in range(2))
+    head, second = (LMHead(torch.randn(20_000, 4), softcap=softcap) for _ in range(2))
     statistics = {"vocab": ("entropy",), "joint": ("kl_ref_policy", "kl_policy_ref")}
     with Live() as seen:
         found = token_statistics(hidden, head, labels, other=(torch.randn(64, 4), second), chunk=32, **statistics)

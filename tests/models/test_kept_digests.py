@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from attnpo.models import kept_digests
-from attnpo.models.kept_digests import keep_digests, unchanged_digest
+from attnpo.models.kept_digests import cached_digest, set_digest_folder
 from attnpo.system.files import file_digest
 
 BYTES = b"weights" * 10
@@ -30,7 +30,7 @@ def reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path
     monkeypatch.setattr(kept_digests, "SETTLED", 0)
     monkeypatch.setattr(kept_digests, "_places", [])
     monkeypatch.setattr(kept_digests, "_known", {})
-    keep_digests(tmp_path / "store" / "digests")
+    set_digest_folder(tmp_path / "store" / "digests")
     yield seen
 
 
@@ -44,22 +44,22 @@ def model(tmp_path: Path) -> Path:
 def start_anew(folder: Path, **more: bool) -> None:
     """What a new process knows: nothing but what lies in the store."""
     kept_digests._known.clear()
-    keep_digests(folder / "store" / "digests", **more)
+    set_digest_folder(folder / "store" / "digests", **more)
 
 
 def test_a_later_process_reads_nothing(model: Path, tmp_path: Path, reads: list[Path]) -> None:
-    found = unchanged_digest(model)
+    found = cached_digest(model)
     start_anew(tmp_path)
-    assert unchanged_digest(model) == unchanged_digest(model) == found == file_digest(model)
+    assert cached_digest(model) == cached_digest(model) == found == file_digest(model)
     assert reads == [model]
 
 
 def test_full_hashes_again_and_keeps_what_it_found(model: Path, tmp_path: Path, reads: list[Path]) -> None:
-    unchanged_digest(model)
+    cached_digest(model)
     start_anew(tmp_path, full=True)
-    assert unchanged_digest(model) == unchanged_digest(model) == file_digest(model) and len(reads) == 2
+    assert cached_digest(model) == cached_digest(model) == file_digest(model) and len(reads) == 2
     start_anew(tmp_path)
-    assert unchanged_digest(model) == file_digest(model) and len(reads) == 2
+    assert cached_digest(model) == file_digest(model) and len(reads) == 2
 
 
 def overwrite(model: Path) -> None:
@@ -99,24 +99,24 @@ CHANGES = (overwrite, copy_over, rename_over, restore, link_elsewhere)
 def test_other_bytes_of_the_same_size_and_time_are_read(
     model: Path, tmp_path: Path, change: Callable[[Path], None]
 ) -> None:
-    before, found = model.stat(), unchanged_digest(model)
+    before, found = model.stat(), cached_digest(model)
     change(model)
     os.utime(model, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert model.stat().st_size == before.st_size and model.stat().st_mtime_ns == before.st_mtime_ns
     start_anew(tmp_path)
-    assert unchanged_digest(model) == file_digest(model) != found
+    assert cached_digest(model) == file_digest(model) != found
 
 
 @pytest.mark.parametrize("field", ["device", "inode", "size", "mtime_ns", "ctime_ns", "path"])
 def test_every_part_of_the_key_counts(
     field: str, model: Path, tmp_path: Path, reads: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unchanged_digest(model)
-    facts = kept_digests._facts(model)
+    cached_digest(model)
+    facts = kept_digests._file_facts(model)
     other = str(model.with_name("other")) if field == "path" else int(facts[field]) + 1
-    monkeypatch.setattr(kept_digests, "_facts", lambda file: {**facts, field: other})
+    monkeypatch.setattr(kept_digests, "_file_facts", lambda file: {**facts, field: other})
     start_anew(tmp_path)
-    unchanged_digest(model)
+    cached_digest(model)
     assert len(reads) == 2
 
 
@@ -124,11 +124,11 @@ def test_every_part_of_the_key_counts(
 def test_file_systems_without_inodes_or_ctime_keep_nothing(
     nothing: str, model: Path, tmp_path: Path, reads: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    facts = kept_digests._facts(model)
-    monkeypatch.setattr(kept_digests, "_facts", lambda file: {**facts, nothing: 0})
-    unchanged_digest(model)
+    facts = kept_digests._file_facts(model)
+    monkeypatch.setattr(kept_digests, "_file_facts", lambda file: {**facts, nothing: 0})
+    cached_digest(model)
     start_anew(tmp_path)
-    unchanged_digest(model)
+    cached_digest(model)
     assert len(reads) == 2 and not (tmp_path / "store").exists()
 
 
@@ -136,9 +136,9 @@ def test_a_file_that_changed_just_now_is_hashed_by_the_next_process_too(
     model: Path, tmp_path: Path, reads: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kept_digests, "SETTLED", 3600 * 10**9)
-    unchanged_digest(model)
+    cached_digest(model)
     start_anew(tmp_path)
-    unchanged_digest(model)
+    cached_digest(model)
     assert len(reads) == 2 and not (tmp_path / "store").exists()
 
 
@@ -151,13 +151,13 @@ def test_a_file_that_changes_while_it_is_read_is_not_kept(
         return found
 
     monkeypatch.setattr(kept_digests, "file_digest", disturb)
-    unchanged_digest(model)
+    cached_digest(model)
     assert not (tmp_path / "store").exists()
 
 
 def test_small_files_leave_no_record(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_digests, "LARGE", len(BYTES) + 1)
-    unchanged_digest(model)
+    cached_digest(model)
     assert not (tmp_path / "store").exists()
 
 
@@ -174,22 +174,22 @@ def test_small_files_leave_no_record(model: Path, tmp_path: Path, monkeypatch: p
 def test_a_damaged_record_is_ignored_and_replaced(
     damage: Callable[[str], str], model: Path, tmp_path: Path, reads: list[Path]
 ) -> None:
-    unchanged_digest(model)
+    cached_digest(model)
     (record,) = (tmp_path / "store" / "digests").iterdir()
     record.write_text(damage(record.read_text()))
     start_anew(tmp_path)
-    assert unchanged_digest(model) == file_digest(model) and len(reads) == 2
+    assert cached_digest(model) == file_digest(model) and len(reads) == 2
     start_anew(tmp_path)
-    assert unchanged_digest(model) == file_digest(model) and len(reads) == 2
+    assert cached_digest(model) == file_digest(model) and len(reads) == 2
 
 
 def test_a_store_that_cannot_be_written_costs_another_reading_alone(
     model: Path, tmp_path: Path, reads: list[Path]
 ) -> None:
     (tmp_path / "store").write_text("a file in its place")
-    assert unchanged_digest(model) == file_digest(model)
+    assert cached_digest(model) == file_digest(model)
     start_anew(tmp_path)
-    assert unchanged_digest(model) == file_digest(model) and len(reads) == 2
+    assert cached_digest(model) == file_digest(model) and len(reads) == 2
 
 
 def test_many_writers_leave_whole_records(tmp_path: Path, reads: list[Path]) -> None:
@@ -198,10 +198,13 @@ def test_many_writers_leave_whole_records(tmp_path: Path, reads: list[Path]) -> 
         file.write_bytes(bytes([number]) * 100)
     with ThreadPoolExecutor(8) as pool:
         list(
-            pool.map(lambda turn: kept_digests._hash(files[turn % 8], kept_digests._facts(files[turn % 8])), range(64))
+            pool.map(
+                lambda turn: kept_digests._hash_and_store(files[turn % 8], kept_digests._file_facts(files[turn % 8])),
+                range(64),
+            )
         )
     reads.clear()
     start_anew(tmp_path)
-    assert [unchanged_digest(file) for file in files] == [file_digest(file) for file in files] and not reads
+    assert [cached_digest(file) for file in files] == [file_digest(file) for file in files] and not reads
     records = list((tmp_path / "store" / "digests").iterdir())
     assert len(records) == 8 and all(stat.S_ISREG(record.stat().st_mode) for record in records)

@@ -7,18 +7,18 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attnpo.models import trial
-from attnpo.models.layouts import LAYOUTS, _say_unshared, packed, padded, shared_prefix
-from attnpo.models.lora import AdapterOff, add_lora
+from attnpo.models.layouts import LAYOUTS, _log_unshared_prompts, packed_layout, padded_layout, shared_prefix_layout
+from attnpo.models.lora import AdapterDisabledReference, add_lora
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import LoraSpec
-from attnpo.models.trial import choose, first_layers
+from attnpo.models.trial import make_small_copy, select_layout
 from attnpo.schema import UserError
 
 Build = Callable[..., PreTrainedModel]
 
 
 def test_rows_and_predict_index_by_hand() -> None:
-    inputs, ids, mask = padded([([1, 5], [7, 8, 9]), ([1], [6])], 0)
+    inputs, ids, mask = padded_layout([([1, 5], [7, 8, 9]), ([1], [6])], 0)
     assert inputs.input_ids.tolist() == [[1, 5, 7, 8, 9], [1, 6, 0, 0, 0]]
     assert inputs.attention_mask is not None
     assert inputs.attention_mask.tolist() == [[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]]
@@ -31,7 +31,7 @@ def test_rows_and_predict_index_by_hand() -> None:
 
 
 def test_packed_by_hand() -> None:
-    laid = packed([([1, 5], [7, 8, 9]), ([1], [6])], 0)
+    laid = packed_layout([([1, 5], [7, 8, 9]), ([1], [6])], 0)
     inputs = laid.inputs
     assert inputs.input_ids.tolist() == [[1, 5, 7, 8, 9, 1, 6]]
     assert inputs.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1]]
@@ -42,7 +42,7 @@ def test_packed_by_hand() -> None:
 
 
 def test_shared_prefix_by_hand() -> None:
-    laid = shared_prefix([([1, 5], [7, 8, 9]), ([2, 3, 4], [6]), ([1, 5], [10, 11]), ([2, 3, 4], [])], 0)
+    laid = shared_prefix_layout([([1, 5], [7, 8, 9]), ([2, 3, 4], [6]), ([1, 5], [10, 11]), ([2, 3, 4], [])], 0)
     inputs = laid.inputs
     assert inputs.input_ids.tolist() == [[1, 5, 7, 8, 9, 10, 11, 2, 3, 4, 6]]
     assert inputs.position_ids.tolist() == [[0, 1, 2, 3, 4, 2, 3, 0, 1, 2, 3]]
@@ -54,11 +54,11 @@ def test_shared_prefix_by_hand() -> None:
 
 
 def test_pairs_with_other_prompts_lie_apart_and_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    _say_unshared.cache_clear()
+    _log_unshared_prompts.cache_clear()
     rows = [([1, 5], [7]), ([3, 4], [6]), ([5], [8, 9]), ([3, 4], [2])]
     with caplog.at_level(logging.INFO, "attnpo"):
-        inputs = shared_prefix(rows, 0).inputs
-        shared_prefix(rows, 0)
+        inputs = shared_prefix_layout(rows, 0).inputs
+        shared_prefix_layout(rows, 0)
     assert inputs.input_ids.tolist() == [[1, 5, 7, 5, 8, 9, 3, 4, 6, 2]]
     assert inputs.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 0, 1, 2, 2]]
     assert inputs.segments is not None and inputs.segments[:, 3].tolist() == [0, 0, 0, 2]
@@ -69,7 +69,7 @@ def test_pairs_with_other_prompts_lie_apart_and_are_told_once(caplog: pytest.Log
 
 def test_rows_of_an_odd_number_are_no_pairs() -> None:
     rows = [([1, 5], [7]), ([1, 5], [8]), ([1, 5], [9])]
-    assert shared_prefix(rows, 0).inputs.input_ids.tolist() == packed(rows, 0).inputs.input_ids.tolist()
+    assert shared_prefix_layout(rows, 0).inputs.input_ids.tolist() == packed_layout(rows, 0).inputs.input_ids.tolist()
 
 
 def test_no_token_is_forwarded_twice(tiny: Build) -> None:
@@ -97,11 +97,11 @@ def test_errors_name_row_and_remedy(layout: Callable[..., object]) -> None:
 # ------------------------------------------------------------------------------------------------ which a model takes
 @pytest.mark.parametrize("name", ["auto", "packed"])
 def test_every_family_takes_every_layout(tiny: Build, family: str, name: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Holds that ``auto`` begins with ``shared_prefix``."""
+    """Holds that ``auto`` begins with ``shared_prefix_layout``."""
     models = [ScoredLM(tiny(family)) for _ in range(2 if family == "llama" else 1)]
     state, modes = torch.get_rng_state(), [module.training for module in models[0].model.modules()]
     with caplog.at_level(logging.INFO, "attnpo"):
-        chosen = choose(name, models, {"logps", "hidden", "joint:kl_ref_policy"})
+        chosen = select_layout(name, models, {"logps", "hidden", "joint:kl_ref_policy"})
     assert chosen is LAYOUTS["shared_prefix" if name == "auto" else name]
     assert not caplog.records
     assert torch.equal(torch.get_rng_state(), state)
@@ -111,24 +111,26 @@ def test_every_family_takes_every_layout(tiny: Build, family: str, name: str, ca
 
 def test_adapters_on_and_off_take_the_row(tiny: Build) -> None:
     policy = ScoredLM(add_lora(tiny("llama"), LoraSpec(rank=2)))
-    off = AdapterOff(policy)
+    off = AdapterDisabledReference(policy)
     for name, parameter in policy.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter)
     rows = [([5, 9, 3], [7, 8]), ([5, 9, 3], [4])]
-    assert choose("shared_prefix", [policy, off]) is shared_prefix
+    assert select_layout("shared_prefix", [policy, off]) is shared_prefix_layout
     for model in (policy, off):
         with torch.no_grad():
-            assert torch.allclose(model(*shared_prefix(rows, 0)).logps, model(*padded(rows, 0)).logps, atol=1e-5)
+            assert torch.allclose(
+                model(*shared_prefix_layout(rows, 0)).logps, model(*padded_layout(rows, 0)).logps, atol=1e-5
+            )
     with torch.no_grad():
-        assert not torch.allclose(policy(*padded(rows, 0)).logps, off(*padded(rows, 0)).logps, atol=1e-2)
+        assert not torch.allclose(policy(*padded_layout(rows, 0)).logps, off(*padded_layout(rows, 0)).logps, atol=1e-2)
 
 
 def refused(name: str, model: PreTrainedModel, caplog: pytest.LogCaptureFixture, *requests: str) -> str:
     """The one line that says why a layout is not taken; the model is left as it was."""
     before = model.config._attn_implementation
     with caplog.at_level(logging.INFO, "attnpo"):
-        assert choose(name, [ScoredLM(model)], requests) is padded
+        assert select_layout(name, [ScoredLM(model)], requests) is padded_layout
     assert model.config._attn_implementation == before
     lines = [record for record in caplog.records if "padded rows are used instead" in record.message]
     assert len(lines) == 1
@@ -139,7 +141,7 @@ def refused(name: str, model: PreTrainedModel, caplog: pytest.LogCaptureFixture,
 def test_where_prompts_cannot_be_shared_rows_are_packed(tiny: Build, caplog: pytest.LogCaptureFixture) -> None:
     """Dropout draws for two answers to one prompt apart, which a shared prompt cannot."""
     with caplog.at_level(logging.INFO, "attnpo"):
-        assert choose("auto", [ScoredLM(tiny("llama", attention_dropout=0.25))]) is packed
+        assert select_layout("auto", [ScoredLM(tiny("llama", attention_dropout=0.25))]) is packed_layout
     (line,) = [record.message for record in caplog.records]
     assert line.startswith("layout shared_prefix: ") and "packed rows are used instead" in line
 
@@ -199,15 +201,15 @@ def test_a_model_that_cannot_run_at_all_is_no_reason_to_fall_back(tiny: Build) -
     scored = ScoredLM(tiny("llama"))
     scored.model.model.layers[0].register_forward_pre_hook(lambda module, inputs: (inputs[0].double(),))
     with pytest.raises(RuntimeError, match="dtype"):
-        choose("packed", [scored])
+        select_layout("packed", [scored])
 
 
 def test_names_are_checked(tiny: Build, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "attnpo"):
-        assert choose("padded", [ScoredLM(tiny("llama"))], device="cuda") is padded
+        assert select_layout("padded", [ScoredLM(tiny("llama"))], device="cuda") is padded_layout
     assert not caplog.records
     with pytest.raises(UserError, match="layout='shared' is not known; one of auto, padded, packed, shared_prefix"):
-        choose("shared", [])
+        select_layout("shared", [])
 
 
 # ------------------------------------------------------------------------------------------------ on another device
@@ -215,11 +217,13 @@ def test_names_are_checked(tiny: Build, caplog: pytest.LogCaptureFixture) -> Non
 
 def test_few_layers_hold_one_of_every_kind(tiny: Build) -> None:
     model = tiny("gemma2").to(torch.bfloat16)
-    ScoredLM(model)(*packed([([5, 9], [7, 8])], 0))  # the model's attention is set to that of segments from here on
-    small = first_layers(model, torch.device("cpu"))
+    ScoredLM(model)(
+        *packed_layout([([5, 9], [7, 8])], 0)
+    )  # the model's attention is set to that of segments from here on
+    small = make_small_copy(model, torch.device("cpu"))
     kinds = model.config.layer_types
     assert set(small.config.layer_types) == set(kinds) and len(small.model.layers) == len(small.config.layer_types)
-    assert len(first_layers(tiny("llama"), torch.device("cpu")).model.layers) == 1
+    assert len(make_small_copy(tiny("llama"), torch.device("cpu")).model.layers) == 1
     assert {parameter.dtype for parameter in small.parameters()} == {torch.bfloat16}
     assert small.config._attn_implementation == "eager" and model.config._attn_implementation != "eager"
     assert len(model.model.layers) == len(kinds)
@@ -229,20 +233,20 @@ def test_kernels_that_mix_along_the_row_there_fall_back(
     tiny: Build, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def leaky(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-        small = first_layers(model, torch.device("cpu"), dtype)
+        small = make_small_copy(model, torch.device("cpu"), dtype)
         small.model.layers[0].register_forward_hook(lambda module, inputs, output: output + 0.01 * output.cumsum(1))
         return small
 
-    monkeypatch.setattr(trial, "first_layers", leaky)
+    monkeypatch.setattr(trial, "make_small_copy", leaky)
     with caplog.at_level(logging.INFO, "attnpo"):
-        assert choose("packed", [ScoredLM(tiny("llama"))], device="meta") is padded
+        assert select_layout("packed", [ScoredLM(tiny("llama"))], device="meta") is padded_layout
     (line,) = [record.message for record in caplog.records]
     assert line.startswith("layout packed: LlamaForCausalLM on meta gives other numbers")
 
 
 def test_a_device_that_is_not_there_falls_back(tiny: Build, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "attnpo"):
-        assert choose("packed", [ScoredLM(tiny("llama"))], device="xpu") is padded
+        assert select_layout("packed", [ScoredLM(tiny("llama"))], device="xpu") is padded_layout
     assert "LlamaForCausalLM cannot be tried on xpu: no small model of its kind" in caplog.text
 
 
@@ -250,4 +254,4 @@ def test_a_device_that_is_not_there_falls_back(tiny: Build, caplog: pytest.LogCa
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_auto_shares_prompts_on_a_gpu(tiny: Build, family: str) -> None:
     model = ScoredLM(tiny(family))
-    assert choose("auto", [model], device="cuda") is shared_prefix
+    assert select_layout("auto", [model], device="cuda") is shared_prefix_layout

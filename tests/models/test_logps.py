@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attnpo.models.logps import Head, project, statistics_of_logits, token_statistics
+from attnpo.models.logps import LMHead, compute_logits, statistics_from_logits, token_statistics
 from attnpo.schema import UserError
 
 VOCAB_NAMES = ("entropy", "collision", "top_prob")
@@ -24,12 +24,12 @@ def problem(count: int = 11, bias: bool = True) -> tuple[Tensor, nn.Linear, Tens
 def token_logps(
     hidden: Tensor, head: nn.Linear, labels: Tensor, chunk: int = 1024, softcap: float | None = None
 ) -> Tensor:
-    return token_statistics(hidden, Head.of(head, softcap=softcap), labels, chunk=chunk)["logps"]
+    return token_statistics(hidden, LMHead.from_linear(head, softcap=softcap), labels, chunk=chunk)["logps"]
 
 
 def test_two_words_by_hand() -> None:
     # Logits (0, ln 3): p = (1/4, 3/4).
-    head = Head(torch.tensor([[0.0], [float(torch.log(torch.tensor(3.0)))]]))
+    head = LMHead(torch.tensor([[0.0], [float(torch.log(torch.tensor(3.0)))]]))
     found = token_statistics(torch.ones(2, 1), head, torch.tensor([0, 1]), vocab=VOCAB_NAMES)
     log = torch.log
     quarter, most = torch.tensor(0.25), torch.tensor(0.75)
@@ -38,7 +38,7 @@ def test_two_words_by_hand() -> None:
     assert torch.allclose(found["vocab:collision"], log(torch.tensor(10 / 16)).expand(2))
     assert torch.allclose(found["vocab:top_prob"], most.expand(2))
     # Second model: both words 1/2. KL(r||p) = ln(1/2) - (ln(1/4) + ln(3/4)) / 2.
-    even = (torch.ones(2, 1), Head(torch.zeros(2, 1)))
+    even = (torch.ones(2, 1), LMHead(torch.zeros(2, 1)))
     joint = token_statistics(torch.ones(2, 1), head, torch.tensor([0, 1]), joint=JOINT_NAMES, other=even)
     half = torch.tensor(0.5)
     assert torch.allclose(joint["joint:kl_ref_policy"], (log(half) - (log(quarter) + log(most)) / 2).expand(2))
@@ -59,14 +59,14 @@ def test_values_and_gradients_equal_autograd_on_full_logits(
         return scale * logits if softcap is None else softcap * torch.tanh(scale * logits / softcap)
 
     beside = shaped(second(other))
-    expected = statistics_of_logits(shaped(head(hidden)), labels, vocab=VOCAB_NAMES, joint=JOINT_NAMES, other=beside)
+    expected = statistics_from_logits(shaped(head(hidden)), labels, vocab=VOCAB_NAMES, joint=JOINT_NAMES, other=beside)
     found = token_statistics(
         hidden,
-        Head.of(head, scale=scale, softcap=softcap),
+        LMHead.from_linear(head, scale=scale, softcap=softcap),
         labels,
         vocab=VOCAB_NAMES,
         joint=JOINT_NAMES,
-        other=(other, Head.of(second, scale=scale, softcap=softcap)),
+        other=(other, LMHead.from_linear(second, scale=scale, softcap=softcap)),
         chunk=chunk,
     )
     assert found.keys() == expected.keys()
@@ -96,7 +96,7 @@ def test_a_few_logits_pass_gradient_through_scale_and_cap() -> None:
     hidden, head, _, _, _ = problem()
     weights = torch.randn(11, 23, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     inputs = [hidden, *head.parameters()]
-    found = project(hidden, Head.of(head, scale=0.5, softcap=2.0))
+    found = compute_logits(hidden, LMHead.from_linear(head, scale=0.5, softcap=2.0))
     full = 2.0 * torch.tanh(0.5 * head(hidden) / 2.0)
     assert torch.allclose(found, full, rtol=0, atol=1e-14)
     ours = torch.autograd.grad((found * weights).sum(), inputs)
@@ -192,6 +192,6 @@ def test_half_precision_model_sums_in_float32() -> None:
 def test_a_missing_second_model_and_an_empty_chunk_are_user_errors() -> None:
     hidden, head, labels, _, _ = problem()
     with pytest.raises(UserError, match=r"pass other=\(hidden, head\)"):
-        token_statistics(hidden, Head.of(head), labels, joint=["kl_ref_policy"])
+        token_statistics(hidden, LMHead.from_linear(head), labels, joint=["kl_ref_policy"])
     with pytest.raises(UserError, match="at least one token, got 0"):
-        token_statistics(hidden, Head.of(head), labels, chunk=0)
+        token_statistics(hidden, LMHead.from_linear(head), labels, chunk=0)

@@ -13,19 +13,19 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from attnpo.lab.testbed.grammar import Grammar
 from attnpo.lab.testbed.tokenizer import build_tokenizer
-from attnpo.models.layouts import padded
+from attnpo.models.layouts import padded_layout
 from attnpo.models.lora import (
-    AdapterOff,
-    adapters_disabled,
+    AdapterDisabledReference,
     add_lora,
+    describe_adapter_coverage,
+    disable_adapters,
     expert_names,
     has_adapters,
-    merged_state,
-    reach,
-    refused_names,
+    merge_state_dict,
     target_names,
+    unadaptable_names,
 )
-from attnpo.models.memory import adapters_of
+from attnpo.models.memory import count_adapter_parameters
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import LoraSpec
 from attnpo.schema import ModelInputs, UserError
@@ -42,7 +42,7 @@ def batch() -> Batch:
     """Two ragged rows."""
     generator = torch.Generator().manual_seed(0)
     sides = [torch.randint(3, 97, (n,), generator=generator).tolist() for n in (4, 7, 6, 3)]
-    laid = padded([(sides[0], sides[1]), (sides[2], sides[3])], 0)
+    laid = padded_layout([(sides[0], sides[1]), (sides[2], sides[3])], 0)
     return laid.inputs, laid.response_ids, laid.response_mask
 
 
@@ -128,11 +128,15 @@ def test_a_target_that_cannot_be_adapted_is_named_beside_those_that_can(tiny: Bu
 def test_modules_that_peft_refuses_are_left_out_and_named() -> None:
     mamba = tiny_model("mamba")
     assert {name.rpartition(".")[2] for name in target_names(mamba, SPEC)} == {"in_proj", "x_proj", "dt_proj"}
-    assert reach(mamba, SPEC).endswith("; none on out_proj, whose weight is used otherwise than by a plain product")
+    assert describe_adapter_coverage(mamba, SPEC).endswith(
+        "; none on out_proj, whose weight is used otherwise than by a plain product"
+    )
     with pytest.raises(UserError, match="'out_proj' is a module whose weight is used otherwise"):
         add_lora(mamba, LoraSpec(target_modules=("in_proj", "out_proj")))
     assert has_adapters(add_lora(mamba, SPEC))
-    assert refused_names(tiny_model("llama4_text")) == ["router"], "a linear module that gives more than its product"
+    assert unadaptable_names(tiny_model("llama4_text")) == ["router"], (
+        "a linear module that gives more than its product"
+    )
 
 
 def test_the_log_says_which_share_adapters_reach() -> None:
@@ -142,13 +146,16 @@ def test_the_log_says_which_share_adapters_reach() -> None:
     reached = sum(parameters[f"{name}.weight"].numel() for name in target_names(routed, SPEC))
     total = sum(part.numel() for part in parameters.values())
     assert stacked > 0 and reached > 0
-    assert f"fused experts, which hold {(reached + stacked) / total:.0%} of the parameters" in reach(routed, SPEC)
-    assert "none reaches" not in reach(routed, SPEC)
-    said = reach(routed, LoraSpec(dropout=0.1))
+    assert (
+        f"fused experts, which hold {(reached + stacked) / total:.0%} of the parameters"
+        in describe_adapter_coverage(routed, SPEC)
+    )
+    assert "none reaches" not in describe_adapter_coverage(routed, SPEC)
+    said = describe_adapter_coverage(routed, LoraSpec(dropout=0.1))
     assert said.endswith("; set model.lora.dropout=0 to reach those that can be")
     assert f"which hold {reached / total:.0%} of the parameters" in said
     assert f"{stacked / total:.0%} are weights of several experts in one tensor" in said and "experts." in said
-    assert "experts" not in reach(tiny_model("llama"), SPEC)
+    assert "experts" not in describe_adapter_coverage(tiny_model("llama"), SPEC)
 
 
 @pytest.mark.parametrize(("kind", "checkpointing"), [("qwen3_moe", False), ("gpt_oss", True)])
@@ -160,7 +167,7 @@ def test_fused_experts_are_adapted_trained_exported_and_read_again(
     own, before = dict(model.state_dict()), logits(model)
     experts = expert_names(model, SPEC)
     assert experts and all(name.endswith(("gate_up_proj", "down_proj")) for name in experts)
-    counted = adapters_of(model, SPEC)
+    counted = count_adapter_parameters(model, SPEC)
     add_lora(model, SPEC)
     assert counted == sum(p.numel() for name, p in model.named_parameters() if is_adapter(name))
     assert torch.equal(logits(model), before)
@@ -173,9 +180,9 @@ def test_fused_experts_are_adapted_trained_exported_and_read_again(
     assert all(is_adapter(name) for name in gradients)
     trained = logits(model)
     assert largest(trained - before) > 1e-2
-    with adapters_disabled(model):
+    with disable_adapters(model):
         assert torch.equal(logits(model), before)
-    merged = merged_state(model)
+    merged = merge_state_dict(model)
     assert merged.keys() == own.keys()
     assert not any(torch.equal(merged[name], own[name]) for name in experts)
     Exporter(build_tokenizer(Grammar())).export(model, tmp_path)
@@ -264,12 +271,12 @@ def test_the_merged_state_gives_a_plain_model_the_adapted_logits(tiny: Build, ti
     kept = {name: value.clone() for name, value in policy.model.state_dict().items()}
     plain = tiny("llama", tie_word_embeddings=tied)
     start, adapted = logits(plain), logits(policy.model)
-    state = merged_state(policy.model)
+    state = merge_state_dict(policy.model)
     assert list(state) == list(plain.state_dict())
     plain.load_state_dict(state)
     assert largest(adapted - start) > 0.1, "the adapters must have moved"
     assert largest(logits(plain) - adapted) < 1e-5
-    assert merged_state(policy.model, keep=False) == {}
+    assert merge_state_dict(policy.model, keep=False) == {}
     now = policy.model.state_dict()
     assert all(torch.equal(now[name], value) for name, value in kept.items()), "the model itself is left as it is"
 
@@ -277,7 +284,7 @@ def test_the_merged_state_gives_a_plain_model_the_adapted_logits(tiny: Build, ti
 def test_the_merged_state_keeps_the_number_format_and_rounds_once(tiny: Build) -> None:
     policy = ScoredLM(add_lora(halved(tiny("llama")), SPEC))
     train(policy)
-    state = merged_state(policy.model)
+    state = merge_state_dict(policy.model)
     assert {value.dtype for value in state.values()} == {torch.bfloat16}
     layer = policy.model.model.layers[2].mlp.down_proj
     exact = layer.base_layer.weight.double() + 2.0 * (
@@ -299,7 +306,7 @@ def test_transposed_linear_layers_merge_too() -> None:
     start = logits(policy.model)
     train(policy)
     plain = build()
-    plain.load_state_dict(merged_state(policy.model))
+    plain.load_state_dict(merge_state_dict(policy.model))
     assert largest(logits(policy.model) - start) > 0.1
     assert largest(logits(plain) - logits(policy.model)) < 1e-4
 
@@ -310,7 +317,7 @@ def test_without_adapters_the_merged_state_is_the_state_and_needs_no_peft(
     for name in ("peft", "peft.tuners.lora"):
         monkeypatch.setitem(sys.modules, name, None)
     model = tiny("llama")
-    state = merged_state(model)
+    state = merge_state_dict(model)
     assert list(state) == list(model.state_dict())
     assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
 
@@ -323,7 +330,7 @@ def test_the_policy_without_adapters_is_the_base_to_the_bit(tiny: Build, autocas
     """In a policy in train mode, with dropout in the base and in the adapters."""
     base = ScoredLM(tiny("llama", attention_dropout=0.5))
     policy = ScoredLM(add_lora(tiny("llama", attention_dropout=0.5), LoraSpec(rank=4, dropout=0.5)))
-    reference = AdapterOff(policy)
+    reference = AdapterDisabledReference(policy)
     context = torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
     requests = {"hidden", "vocab:entropy"}
     for trained in (False, True):
@@ -342,7 +349,7 @@ def test_the_policy_without_adapters_is_the_base_to_the_bit(tiny: Build, autocas
 
 def test_the_reference_owns_nothing_and_stays_in_eval_mode(tiny: Build) -> None:
     policy = ScoredLM(add_lora(tiny("llama"), SPEC))
-    reference = AdapterOff(policy)
+    reference = AdapterDisabledReference(policy)
     assert isinstance(reference, ScoredLM), "takes a reference's place"
     assert not list(reference.parameters()) and not reference.state_dict() and len(list(reference.modules())) == 1
     policy.train()
@@ -358,7 +365,7 @@ def test_a_reference_between_forward_and_backward_changes_no_gradient(tiny: Buil
     train(policy)
     policy.model.activation_checkpointing_enable()
     policy.train()
-    reference, found = AdapterOff(policy), []
+    reference, found = AdapterDisabledReference(policy), []
     for between in (False, True):
         policy.zero_grad()
         loss = policy(*batch()).logps.sum()
@@ -376,7 +383,7 @@ def test_adapters_and_modes_come_back_after_an_error(tiny: Build) -> None:
     policy.train()
     before = policy(*batch()).logps
     with pytest.raises(UserError, match="unknown token statistic"):
-        AdapterOff(policy)(*batch(), {"nonsense"})
+        AdapterDisabledReference(policy)(*batch(), {"nonsense"})
     assert policy.training and torch.equal(policy(*batch()).logps, before)
 
 
@@ -385,8 +392,8 @@ def test_contexts_nest_and_leave_a_frozen_policy_frozen(tiny: Build) -> None:
     train(policy)
     policy.requires_grad_(False)
     base, adapted = logits(tiny("llama")), logits(policy.model)
-    with adapters_disabled(policy.model):
-        with adapters_disabled(policy.model):
+    with disable_adapters(policy.model):
+        with disable_adapters(policy.model):
             pass
         assert torch.equal(logits(policy.model), base)
     assert torch.equal(logits(policy.model), adapted) and largest(adapted - base) > 0.1
@@ -395,7 +402,7 @@ def test_contexts_nest_and_leave_a_frozen_policy_frozen(tiny: Build) -> None:
 
 def test_a_policy_without_adapters_is_no_reference(tiny: Build) -> None:
     with pytest.raises(UserError, match=r"needs a policy with a fresh adapter: set model=lora"):
-        AdapterOff(ScoredLM(tiny("llama")))
+        AdapterDisabledReference(ScoredLM(tiny("llama")))
 
 
 def test_shards_give_the_same_reference_gradients_and_merged_state(tiny: Build, one_rank: None) -> None:
@@ -410,16 +417,16 @@ def test_shards_give_the_same_reference_gradients_and_merged_state(tiny: Build, 
         policy = ScoredLM(add_lora(halved(tiny("llama")), SPEC))
         if sharded:
             shard(policy, init_device_mesh("cpu", (1,)))
-        first = AdapterOff(policy)(*batch()).logps
+        first = AdapterDisabledReference(policy)(*batch()).logps
         policy.train()
         loss = policy(*batch()).logps.sum()
-        second = AdapterOff(policy)(*batch()).logps
+        second = AdapterDisabledReference(policy)(*batch()).logps
         loss.backward()
         gradients = {name: p.grad for name, p in policy.model.named_parameters() if p.grad is not None}
         assert all(isinstance(gradient, DTensor) == sharded for gradient in gradients.values()) and gradients
         whole = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients.items()}
         torch.nn.init.constant_(policy.model.model.layers[1].mlp.up_proj.lora_B["default"].weight, 0.5)
-        found.append((first, second, whole, merged_state(policy.model)))
+        found.append((first, second, whole, merge_state_dict(policy.model)))
     (first, second, gradients, state), other = found
     assert torch.equal(first, second) and torch.equal(first, other[0]) and torch.equal(first, other[1])
     assert gradients.keys() == other[2].keys()

@@ -16,14 +16,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from attnpo.data.collate import collate
 from attnpo.judge.reader import CausalJudge
 from attnpo.models import packed_attention
-from attnpo.models.layouts import LAYOUTS, Sequences, packed, padded, shared_prefix
+from attnpo.models.layouts import LAYOUTS, Sequences, packed_layout, padded_layout, shared_prefix_layout
 from attnpo.models.packed_attention import (
     SegmentMask,
     SegmentPlan,
-    attend_as_before,
-    attend_in_segments,
+    describe_window,
+    enable_segment_attention,
     find_kernel,
-    window_of,
+    restore_attention,
 )
 from attnpo.models.scored import ScoredLM
 from attnpo.objectives.twdpo import TwDPO
@@ -84,7 +84,7 @@ def loss_and_gradients(model: PreTrainedModel, logps: Tensor) -> tuple[Tensor, d
 
 def naive(model: PreTrainedModel) -> Tensor:
     """Log-probabilities of ``rows`` by log-softmax of all logits of the padded and masked batch."""
-    inputs, ids, mask = padded(rows(), 0)
+    inputs, ids, mask = padded_layout(rows(), 0)
     logits = model(input_ids=inputs.input_ids, attention_mask=inputs.attention_mask).logits
     every = torch.log_softmax(logits, -1).flatten(0, 1)[inputs.predict_index]
     return every.gather(2, ids[..., None])[..., 0] * mask
@@ -119,8 +119,8 @@ def test_single_precision_is_within_rounding(tiny: Build, family: str) -> None:
     for name, parameter in model.named_parameters():
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             parameter.data.div_(6.0)
-    _, expected = loss_and_gradients(model, ScoredLM(model)(*padded(rows(), 0)).logps)
-    _, found = loss_and_gradients(model, ScoredLM(model)(*shared_prefix(rows(), 0)).logps)
+    _, expected = loss_and_gradients(model, ScoredLM(model)(*padded_layout(rows(), 0)).logps)
+    _, found = loss_and_gradients(model, ScoredLM(model)(*shared_prefix_layout(rows(), 0)).logps)
     norm = torch.nn.utils.get_total_norm(list(expected.values()))
     gap = torch.nn.utils.get_total_norm([found[name] - gradient for name, gradient in expected.items()])
     assert float(gap / norm) < 5e-6
@@ -129,7 +129,7 @@ def test_single_precision_is_within_rounding(tiny: Build, family: str) -> None:
 def test_segments_that_do_not_cover_the_row_are_refused() -> None:
     for segments in ([[0, 3, 0, 0]], [[0, 3, 0, 0], [2, 3, 0, 0]], [[0, 3, 0, 0], [4, 1, 0, 0]]):
         with pytest.raises(ValueError, match="do not cover the row's 5 once"):
-            SegmentPlan.of(torch.tensor(segments), 5)
+            SegmentPlan.from_segments(torch.tensor(segments), 5)
 
 
 def test_a_window_reaches_into_the_prompt_by_positions() -> None:
@@ -137,29 +137,29 @@ def test_a_window_reaches_into_the_prompt_by_positions() -> None:
     sizes: dict[str, int] = {"batch_size": 1, "q_length": 8, "kv_length": 8}
     rule = SegmentMask(**sizes, mask_function=lambda b, h, q, k: (k <= q) & (k > q - window), local_size=window)
     # A prompt of 4, two chosen tokens, two rejected ones: the rejected see back to the prompt, past the chosen.
-    plan = SegmentPlan.of(torch.tensor([[0, 6, 0, 0], [6, 2, 0, 4]]), 8)
+    plan = SegmentPlan.from_segments(torch.tensor([[0, 6, 0, 0], [6, 2, 0, 4]]), 8)
     assert [bucket.has_prefix for bucket in plan.buckets] == [False, True]
-    mask = rule.mask(plan, 1, torch.float64, skip=True)
+    mask = rule.bucket_mask(plan, 1, torch.float64, skip=True)
     assert mask is not None
     assert plan.buckets[1].keys.tolist() == [[0, 1, 2, 3, 6, 7]]
-    assert mask.dtype == torch.float64 and rule.mask(plan, 1, torch.float64, skip=True) is mask
+    assert mask.dtype == torch.float64 and rule.bucket_mask(plan, 1, torch.float64, skip=True) is mask
     assert (mask == 0)[0, 0].int().tolist() == [[0, 0, 1, 1, 1, 0], [0, 0, 0, 1, 1, 1]]
     causal = SegmentMask(**sizes, mask_function=lambda b, h, q, k: k <= q, local_size=None)
-    assert causal.mask(plan, 0, torch.float64, skip=True) is None, "a causal sequence needs no mask"
+    assert causal.bucket_mask(plan, 0, torch.float64, skip=True) is None, "a causal sequence needs no mask"
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt_oss"])
 def test_other_forwards_are_as_before(tiny: Build, family: str) -> None:
     model = tiny(family)
     before = model.config._attn_implementation
-    inputs = padded(rows(), 0).inputs
+    inputs = padded_layout(rows(), 0).inputs
     left = {"input_ids": inputs.input_ids.flip(1), "attention_mask": inputs.attention_mask.flip(1)}
     prompt = {"input_ids": inputs.input_ids[:1, :9], "max_new_tokens": 12, "do_sample": False}
     with torch.no_grad():
         right_before, left_before = model(input_ids=inputs.input_ids).logits, model(**left).logits
         written_before = model.generate(**prompt)
-        attend_in_segments(model)
-        attend_in_segments(model)
+        enable_segment_attention(model)
+        enable_segment_attention(model)
         assert model.config._attn_implementation != before
         assert "attnpo" not in str(model.config.to_dict()), "no name of ours may reach a saved folder"
         seen = left["attention_mask"].bool()
@@ -167,7 +167,7 @@ def test_other_forwards_are_as_before(tiny: Build, family: str) -> None:
         assert torch.allclose(model(**left).logits[seen], left_before[seen], atol=1e-5)
         assert model(**left).logits.isfinite().all()
         assert torch.equal(model.generate(**prompt), written_before)
-    attend_as_before(model)
+    restore_attention(model)
     assert model.config._attn_implementation == before
 
 
@@ -175,12 +175,12 @@ def test_another_attention_is_not_replaced(tiny: Build) -> None:
     model = tiny("llama")
     model.config._attn_implementation_internal = "flex_attention"
     with pytest.raises(UserError, match="attention implementation is 'flex_attention', expected sdpa or eager"):
-        attend_in_segments(model)
+        enable_segment_attention(model)
 
 
 def test_threads_do_not_meet(tiny: Build) -> None:
     scored = ScoredLM(tiny("mistral"))
-    laid = [layout(rows(seed), 0) for seed, layout in enumerate((packed, shared_prefix, padded))]
+    laid = [layout(rows(seed), 0) for seed, layout in enumerate((packed_layout, shared_prefix_layout, padded_layout))]
     with torch.no_grad():
         expected = [scored(*one).logps for one in laid]
     found: dict[int, list[Tensor]] = {}
@@ -215,7 +215,7 @@ def test_one_call_a_layer_equals_padded_rows(
     latest: bool,
 ) -> None:
     model = exact(family)
-    logps = ScoredLM(model)(*padded(rows(), 0)).logps
+    logps = ScoredLM(model)(*padded_layout(rows(), 0)).logps
     loss, gradients = loss_and_gradients(model, logps)
     if every:
         model.activation_checkpointing_enable(every_n_layers=every)
@@ -265,7 +265,7 @@ def test_other_attention_keeps_the_buckets(tiny: Build, monkeypatch: pytest.Monk
     model = untouched(tiny, case)
     calls = Calls().put(monkeypatch, *([] if case == "float32" else [torch.float32]))
     with torch.no_grad():
-        assert ScoredLM(model)(*packed(rows(), 0)).logps.isfinite().all()
+        assert ScoredLM(model)(*packed_layout(rows(), 0)).logps.isfinite().all()
     assert calls.told == []
 
 
@@ -273,7 +273,7 @@ def test_autocast_brings_queries_and_keys_to_the_kernels_dtype(tiny: Build, monk
     """Rotary positions leave float32 queries and keys beside values in half precision."""
     calls = Calls().put(monkeypatch)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        ScoredLM(tiny("llama"))(*packed(rows(), 0))
+        ScoredLM(tiny("llama"))(*packed_layout(rows(), 0))
     assert len(calls.told) == 4
 
 
@@ -298,13 +298,13 @@ def test_only_plain_windows_are_windows() -> None:
     def slides(window: int, after: int = 0) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
         return lambda b, h, q, k: (k <= q + after) & (k > q - window)
 
-    assert window_of(slides(4), 4, 20) == (3, 0)
-    assert window_of(slides(4), 4, 4) == (-1, 0), "no sequence is longer than the window"
-    assert window_of(lambda b, h, q, k: k <= q, None, 20) == (-1, 0)
+    assert describe_window(slides(4), 4, 20) == (3, 0)
+    assert describe_window(slides(4), 4, 4) == (-1, 0), "no sequence is longer than the window"
+    assert describe_window(lambda b, h, q, k: k <= q, None, 20) == (-1, 0)
     for other in (slides(5), slides(3), slides(4, after=1), lambda b, h, q, k: (q // 4 == k // 4) & (k <= q)):
-        assert window_of(other, 4, 20) is None
+        assert describe_window(other, 4, 20) is None
     elsewhere = torch.zeros(1, device="meta", dtype=torch.long)
-    assert window_of(lambda b, h, q, k: (k <= q) & (k > q - 4 + elsewhere), 4, 20) is None
+    assert describe_window(lambda b, h, q, k: (k <= q) & (k > q - 4 + elsewhere), 4, 20) is None
     sizes: dict[str, int] = {"batch_size": 1, "q_length": 20, "kv_length": 20, "local_size": 4}
     assert SegmentMask(**sizes, mask_function=slides(4)).window(20) == (3, 0)
     assert SegmentMask(**sizes, mask_function=slides(4), allow_is_causal_skip=False).window(20) is None

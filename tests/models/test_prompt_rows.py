@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Llama4TextConfig, PreTrainedModel
 
 from attnpo.judge.reader import CausalJudge
-from attnpo.models.prompt_rows import WORTH, one_row, row_batches
+from attnpo.models.prompt_rows import WORTH, pack_prompts, row_batches
 from tests.models.classes import SHAPE
 from tests.models.conftest import FAMILIES
 
@@ -35,7 +35,7 @@ def judged(pairs: int = 3) -> list[list[int]]:
 def test_one_row_by_hand() -> None:
     base = list(range(3, 3 + WORTH))
     prompts = [base, [*base, 7, 8], [*base, 7, 9, 9], [*base[:-1], 90, 91]]
-    row = one_row(prompts, CPU)
+    row = pack_prompts(prompts, CPU)
     count = WORTH
     # The third shares the 7 as well; the last begins like the others for one token less than is worth it.
     assert row.input_ids.tolist() == [[*base, 7, 8, 9, 9, *base[:-1], 90, 91]]
@@ -52,11 +52,11 @@ def test_batches_hold_the_budget_and_every_prompt_once() -> None:
     whole = sum(map(len, prompts))
     assert sorted(i for batch in row_batches(prompts, whole) for i in batch) == list(range(12))
     (batch,) = row_batches(prompts, whole)
-    assert one_row([prompts[i] for i in batch], CPU).input_ids.shape[1] < 0.7 * whole
+    assert pack_prompts([prompts[i] for i in batch], CPU).input_ids.shape[1] < 0.7 * whole
     for budget in (1, 100, 200, 300):
         batches = list(row_batches(prompts, budget))
         assert sorted(i for batch in batches for i in batch) == list(range(12))
-        sizes = [one_row([prompts[i] for i in batch], CPU).input_ids.shape[1] for batch in batches]
+        sizes = [pack_prompts([prompts[i] for i in batch], CPU).input_ids.shape[1] for batch in batches]
         assert all(size <= budget or len(batch) == 1 for size, batch in zip(sizes, batches, strict=True))
     assert list(row_batches([], 10)) == []
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
-from attnpo.models.layouts import shared_prefix
+from attnpo.models.layouts import shared_prefix_layout
 from attnpo.models.loading import load_model
-from attnpo.models.lora import AdapterOff, add_lora, merged_state
+from attnpo.models.lora import AdapterDisabledReference, add_lora, merge_state_dict
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import LoraSpec, ModelSpec
-from attnpo.models.trial import choose
+from attnpo.models.trial import select_layout
 from attnpo.schema import UserError
 from attnpo.training.export import shell
 from tests.models.conftest import tiny_model
@@ -40,7 +40,7 @@ def test_matrices_of_the_blocks_are_packed_and_nothing_else(folder: Path, quanti
     assert packed(model) == matrices and len(matrices) == 4 * 7
     sizes = dict(whole.named_parameters())
     assert all(2 * value.numel() == sizes[name].numel() for name, value in model.named_parameters() if name in matrices)
-    unpacked = merged_state(add_lora(model, SPEC))
+    unpacked = merge_state_dict(add_lora(model, SPEC))
     for name, value in whole.state_dict().items():
         alike = torch.cosine_similarity(unpacked[name].flatten(), value.flatten(), 0)
         assert 0.95 < alike < 0.9999 if name in matrices else torch.equal(unpacked[name], value)
@@ -57,7 +57,7 @@ def test_the_merged_state_gives_a_plain_model_the_adapted_logits(folder: Path) -
     gradients = train(policy)
     assert gradients and all(".lora_" in name for name in gradients)
     before = {name: value.clone() for name, value in policy.model.state_dict().items()}
-    state = merged_state(policy.model)
+    state = merge_state_dict(policy.model)
     assert all(torch.equal(value, before[name]) for name, value in policy.model.state_dict().items())
     plain = load_model(folder)
     plain.load_state_dict(state)
@@ -67,9 +67,9 @@ def test_the_merged_state_gives_a_plain_model_the_adapted_logits(folder: Path) -
 
 def test_the_merged_state_is_rounded_once_to_the_format_of_the_products(folder: Path) -> None:
     policy = ScoredLM(add_lora(load_model(folder, dtype="bfloat16", quantize="nf4"), SPEC))
-    base = merged_state(policy.model)
+    base = merge_state_dict(policy.model)
     train(policy)
-    state, name = merged_state(policy.model), "model.layers.2.mlp.down_proj"
+    state, name = merge_state_dict(policy.model), "model.layers.2.mlp.down_proj"
     assert {value.dtype for value in state.values()} == {torch.bfloat16}
     layer = policy.model.get_submodule(name)
     moved = 2.0 * (layer.lora_B["default"].weight @ layer.lora_A["default"].weight)
@@ -105,13 +105,13 @@ def test_layers_that_lie_the_other_way_round_come_out_so(tmp_path: Path) -> None
     policy = ScoredLM(add_lora(load_model(tmp_path, quantize="nf4"), LoraSpec(rank=4, target_modules=("c_attn",))))
     train(policy)
     plain = load_model(tmp_path)
-    plain.load_state_dict(merged_state(policy.model))
+    plain.load_state_dict(merge_state_dict(policy.model))
     assert largest(logits(plain) - logits(policy.model)) < 1e-3
 
 
 def test_what_is_exported_says_nothing_of_four_bits(folder: Path, tmp_path: Path) -> None:
     policy = add_lora(load_model(folder, quantize="nf4"), SPEC)
-    shell(policy, torch.float32).save_pretrained(tmp_path / "out", state_dict=merged_state(policy))
+    shell(policy, torch.float32).save_pretrained(tmp_path / "out", state_dict=merge_state_dict(policy))
     assert getattr(AutoConfig.from_pretrained(tmp_path / "out"), "quantization_config", None) is None
     assert largest(logits(load_model(tmp_path / "out")) - logits(policy)) < 1e-5
 
@@ -121,23 +121,23 @@ def test_the_base_under_the_adapters_is_the_reference_and_takes_every_layout(fol
     base = logits(model)
     policy = ScoredLM(add_lora(model, SPEC))
     train(policy)
-    off = AdapterOff(policy)
-    assert choose("auto", [policy, off]) is shared_prefix
+    off = AdapterDisabledReference(policy)
+    assert select_layout("auto", [policy, off]) is shared_prefix_layout
     rows = [([5, 9, 3], [7, 8]), ([5, 9, 3], [4])]
     scores = torch.log_softmax(base, -1)
     assert largest(logits(policy.model) - base) > 0.1
     with torch.no_grad():
-        logps = off(*shared_prefix(rows, 0)).logps
-        plain = ScoredLM(load_model(folder, quantize="nf4"))(*shared_prefix(rows, 0)).logps
+        logps = off(*shared_prefix_layout(rows, 0)).logps
+        plain = ScoredLM(load_model(folder, quantize="nf4"))(*shared_prefix_layout(rows, 0)).logps
     assert scores.isfinite().all() and torch.equal(logps, plain)
 
 
 def test_what_cannot_be_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="weights of 4 bits cannot be trained; set model=qlora"):
+    with pytest.raises(UserError, match="4-bit weights cannot be trained; set model=qlora"):
         ModelSpec("m", quantize="nf4")
     with pytest.raises(UserError, match=r"model\.quantize must be null or one of nf4, fp4, got 'int4'"):
         ModelSpec("m", quantize="int4", lora=LoraSpec())
-    with pytest.raises(UserError, match="no products of 4-bit weights in float64"):
+    with pytest.raises(UserError, match="4-bit weights cannot be multiplied in float64"):
         ModelSpec("m", quantize="nf4", lora=LoraSpec(), dtype="float64")
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     monkeypatch.setattr("attnpo.models.loading.find_spec", lambda name: None)

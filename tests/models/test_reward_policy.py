@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import logsigmoid
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from attnpo.models.layouts import packed, padded
+from attnpo.models.layouts import packed_layout, padded_layout
 from attnpo.models.loading import load_model
 from attnpo.models.reward_policy import RewardPolicy
 from attnpo.objectives.cpo import CPO
@@ -31,7 +31,7 @@ def policy_of(labels: int = 1) -> RewardPolicy:
 
 def test_the_reward_of_a_row_is_the_librarys_and_stands_on_its_last_token() -> None:
     policy = policy_of()
-    inputs, ids, mask = padded(ROWS, 0)
+    inputs, ids, mask = padded_layout(ROWS, 0)
     found = policy(inputs, ids, mask).logps
     for row, (prompt, response) in enumerate(ROWS):
         alone = policy.model(input_ids=torch.tensor([[*prompt, *response]])).logits[0, 0]
@@ -42,7 +42,7 @@ def test_the_reward_of_a_row_is_the_librarys_and_stands_on_its_last_token() -> N
 
 def test_cpos_margin_of_two_rewards_is_the_bradley_terry_loss() -> None:
     policy = policy_of()
-    laid = padded(ROWS, 0)
+    laid = padded_layout(ROWS, 0)
     stats = policy(*laid)
     counts = laid.response_mask.sum(-1, keepdim=True)
     rows = RowGroup(
@@ -59,11 +59,11 @@ def test_cpos_margin_of_two_rewards_is_the_bradley_terry_loss() -> None:
 
 def test_what_a_reward_model_cannot_give_is_refused() -> None:
     policy = policy_of()
-    inputs, ids, mask = padded(ROWS, 0)
+    inputs, ids, mask = padded_layout(ROWS, 0)
     with pytest.raises(UserError, match=r"asked for vocab:entropy"):
         policy(inputs, ids, mask, frozenset({"logps", "vocab:entropy"}))
     with pytest.raises(UserError, match=r"asked for packed rows"):
-        policy(*packed(ROWS, 0))
+        policy(*packed_layout(ROWS, 0))
     with pytest.raises(UserError, match=r"gives no distribution over tokens"):
         policy.head()
     with pytest.raises(UserError, match=r"has 0 linear heads with one output"):

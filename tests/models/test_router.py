@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from attnpo.data.collate import collate
-from attnpo.models.layouts import LAYOUTS, Layout, padded
+from attnpo.models.layouts import LAYOUTS, Layout, padded_layout
 from attnpo.models.lora import add_lora
-from attnpo.models.router import ROUTER, load_balancing, require_router, say_unused
+from attnpo.models.router import ROUTER, check_router, load_balancing_loss, log_unused_coefficient
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import LoraSpec, ModelSpec
 from attnpo.objectives.simpo import SimPO
@@ -56,7 +56,7 @@ def library(model: PreTrainedModel, pair: int) -> Tensor:
 def ours(policy: ScoredLM, layout: Layout) -> Tensor:
     stats = policy(*layout(ROWS, 0), frozenset({"logps", ROUTER}))
     assert stats.routing is not None
-    return load_balancing(stats.routing)
+    return load_balancing_loss(stats.routing)
 
 
 @pytest.mark.parametrize("name", list(LAYOUTS))
@@ -84,7 +84,7 @@ def test_each_pair_has_the_librarys_loss_and_gradient_in_every_layout(name: str)
 
 def test_adapters_get_a_gradient() -> None:
     policy = ScoredLM(add_lora(routed(), LoraSpec(rank=2)))
-    ours(policy, padded).sum().backward()
+    ours(policy, padded_layout).sum().backward()
     moved = [name for name, p in policy.model.named_parameters() if p.grad is not None and bool(p.grad.any())]
     assert moved and all("lora_B" in name for name in moved)
 
@@ -106,7 +106,7 @@ def test_a_step_adds_the_coefficient_times_the_loss_of_each_pair() -> None:
         module = PreferenceModule(ScoredLM(model), None, SimPO(), Optimizer(), 1, router_coef=coef)
         for micro in (1, 4):
             parts = [examples[start : start + micro] for start in range(0, 4, micro)]
-            scored = [module.score(collate(part, padded, 0, 4))[3] for part in parts]
+            scored = [module.score(collate(part, padded_layout, 0, 4))[3] for part in parts]
             outputs[coef, micro] = torch.cat([one.losses for one in scored])
             if coef:
                 load = torch.cat([one.extras["losses/router"] for one in scored])
@@ -117,19 +117,19 @@ def test_a_step_adds_the_coefficient_times_the_loss_of_each_pair() -> None:
 
 
 def test_a_model_without_a_router_is_refused_with_the_field(tiny: Build) -> None:
-    require_router(routed())
+    check_router(routed())
     with pytest.raises(UserError, match="LlamaForCausalLM has no router_aux_loss_coef in its config"):
-        require_router(tiny("llama"))
+        check_router(tiny("llama"))
     with pytest.raises(UserError, match="gives no router logits"):
-        require_router(mixture(num_hidden_layers=1, mlp_only_layers=[0]))
+        check_router(mixture(num_hidden_layers=1, mlp_only_layers=[0]))
 
 
 def test_a_coefficient_of_the_models_own_is_said_once(tiny: Build, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        say_unused(mixture(router_aux_loss_coef=0.25))
+        log_unused_coefficient(mixture(router_aux_loss_coef=0.25))
         assert "has 0.25" in caplog.text and len(caplog.records) == 1
-        say_unused(routed())
-        say_unused(tiny("llama"))
+        log_unused_coefficient(routed())
+        log_unused_coefficient(tiny("llama"))
     assert len(caplog.records) == 1
 
 

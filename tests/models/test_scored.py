@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attnpo.models.layouts import LAYOUTS, padded
+from attnpo.models.layouts import LAYOUTS, padded_layout
 from attnpo.models.scored import ScoredLM
 from attnpo.schema import ModelInputs, TokenStats, UserError
 from tests.models.conftest import shard_all
@@ -20,7 +20,7 @@ def batch(seed: int = 0) -> tuple[ModelInputs, Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     lengths = [(5, 9), (3, 4), (11, 1), (2, 17)]
     draw = [torch.randint(3, 97, (a + b,), generator=generator).tolist() for a, b in lengths]
-    laid = padded([(ids[:a], ids[a:]) for ids, (a, _) in zip(draw, lengths, strict=True)], 0)
+    laid = padded_layout([(ids[:a], ids[a:]) for ids, (a, _) in zip(draw, lengths, strict=True)], 0)
     weights = torch.rand(laid.response_mask.shape, generator=generator, dtype=torch.float64) * laid.response_mask
     return laid.inputs, laid.response_ids, laid.response_mask, weights
 
@@ -91,14 +91,14 @@ def test_padding_garbage_and_order_change_nothing(exact_llama: Build) -> None:
     for row in range(4):
         length, count = int(inputs.attention_mask[row].sum()), int(mask[row].sum())
         tokens = inputs.input_ids[row, :length].tolist()
-        laid = padded([(tokens[: length - count], tokens[length - count :])], 0)
+        laid = padded_layout([(tokens[: length - count], tokens[length - count :])], 0)
         alone = scored(*laid).logps[0]
         assert (alone - clean[row, :count]).abs().max().item() < 1e-13
 
 
 def test_left_padding_keeps_its_mask(exact_llama: Build) -> None:
     scored = ScoredLM(exact_llama())
-    laid = padded([([4, 5], [6, 7])], 0)
+    laid = padded_layout([([4, 5], [6, 7])], 0)
     shifted = ModelInputs(
         input_ids=torch.tensor([[9, 9, 4, 5, 6, 7]]),
         # Counting on through the padding: positions that restart would make transformers cut there by itself.

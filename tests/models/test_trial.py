@@ -11,9 +11,9 @@ from transformers.models.llama.modeling_llama import LlamaModel
 
 from attnpo.judge.reader import CausalJudge
 from attnpo.models import packed_attention, trial
-from attnpo.models.layouts import LAYOUTS, padded
+from attnpo.models.layouts import LAYOUTS, padded_layout
 from attnpo.models.scored import ScoredLM
-from attnpo.models.trial import choose, first_layers
+from attnpo.models.trial import make_small_copy, select_layout
 from tests.models.varlen import Calls, attend_plainly
 
 Build = Callable[..., PreTrainedModel]
@@ -55,11 +55,11 @@ def test_deep_models_in_bfloat16_share_prompts_unless_a_layer_leaks(
     deep: PreTrainedModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     scored = ScoredLM(deep)
-    assert choose("auto", [scored], device=deep.device) is LAYOUTS["shared_prefix"]
+    assert select_layout("auto", [scored], device=deep.device) is LAYOUTS["shared_prefix"]
     for layer in LEAKS:
         handle = deep.model.layers[layer].register_forward_hook(mix_neighbours)
         with caplog.at_level(logging.INFO, "attnpo"):
-            assert choose("auto", [scored], device=deep.device) is padded
+            assert select_layout("auto", [scored], device=deep.device) is padded_layout
         handle.remove()
         assert "LlamaForCausalLM changes the numbers of a sequence with the tokens of others" in caplog.text
         caplog.clear()
@@ -78,7 +78,7 @@ def test_positions_that_run_on_are_refused(
 
     monkeypatch.setattr(LlamaModel, "forward", running_on)
     with caplog.at_level(logging.INFO, "attnpo"):
-        assert choose("shared_prefix", [ScoredLM(tiny("llama").to(dtype))]) is padded
+        assert select_layout("shared_prefix", [ScoredLM(tiny("llama").to(dtype))]) is padded_layout
     assert "gives other numbers" in caplog.text
 
 
@@ -87,15 +87,15 @@ def test_positions_that_run_on_are_refused(
 def test_a_mask_off_by_one_is_refused(
     tiny: Build, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    mask = packed_attention.SegmentMask.mask
+    mask = packed_attention.SegmentMask.bucket_mask
 
     def off_by_one(self: packed_attention.SegmentMask, *args: object, **more: object) -> Tensor | None:
         made = mask(self, *args, **{**more, "skip": False})  # type: ignore[arg-type]
         return None if made is None else made.roll(1, dims=-1).masked_fill(made == 0, 0)
 
-    monkeypatch.setattr(packed_attention.SegmentMask, "mask", off_by_one)
+    monkeypatch.setattr(packed_attention.SegmentMask, "bucket_mask", off_by_one)
     with caplog.at_level(logging.INFO, "attnpo"):
-        assert choose(name, [ScoredLM(tiny("llama").to(dtype))]) is padded
+        assert select_layout(name, [ScoredLM(tiny("llama").to(dtype))]) is padded_layout
     assert "some layer does not keep to the segments of a row" in caplog.text
 
 
@@ -105,15 +105,15 @@ def test_every_family_in_bfloat16_shares_prompts(tiny: Build, family: str) -> No
     So do a few layers in bfloat16, which are tried where a GPU trains.
     """
     model, state = tiny(family).to(torch.bfloat16), torch.get_rng_state()
-    assert choose("auto", [ScoredLM(model)]) is LAYOUTS["shared_prefix"]
-    assert trial._find_problem("packed", ScoredLM(first_layers(model, torch.device("cpu")))) is None
+    assert select_layout("auto", [ScoredLM(model)]) is LAYOUTS["shared_prefix"]
+    assert trial._find_problem("packed", ScoredLM(make_small_copy(model, torch.device("cpu")))) is None
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_few_layers_are_the_same_each_time_and_have_a_small_vocabulary(tiny: Build) -> None:
     model = tiny("qwen3")
     model.resize_token_embeddings(5000)
-    one, two = (first_layers(model, torch.device("cpu"), torch.float32) for _ in range(2))
+    one, two = (make_small_copy(model, torch.device("cpu"), torch.float32) for _ in range(2))
     assert type(one) is type(model) and one.get_input_embeddings().num_embeddings == 1024
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
 
@@ -158,8 +158,8 @@ def test_a_kernel_that_aligns_queries_with_the_first_keys_is_refused(
 
     policy = ScoredLM(tiny("llama", initializer_range=0.2).to(torch.bfloat16))
     Calls(latest=False).put(monkeypatch)
-    assert choose("shared_prefix", [policy]) is LAYOUTS["shared_prefix"]
+    assert select_layout("shared_prefix", [policy]) is LAYOUTS["shared_prefix"]
     monkeypatch.setattr(packed_attention, "find_kernel", lambda device: misaligned)
     with caplog.at_level(logging.INFO, "attnpo"):
-        assert choose("shared_prefix", [policy]) is padded
+        assert select_layout("shared_prefix", [policy]) is padded_layout
     assert "gives 3 of 6 sequences numbers that do not change with their prompts" in caplog.text

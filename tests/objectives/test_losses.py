@@ -8,7 +8,7 @@ import torch
 
 from attnpo import losses
 from attnpo.config.compose import list_groups
-from attnpo.models.layouts import padded
+from attnpo.models.layouts import padded_layout
 from attnpo.models.scored import ScoredLM
 from attnpo.objectives.base import PreferenceObjective
 from attnpo.schema import ObjectiveOutput, UserError
@@ -113,7 +113,7 @@ def test_logits_of_a_model_give_the_statistics_of_training() -> None:
     with torch.no_grad():
         models[1].lm_head.weight.mul_(0.5)
     sequences = [([5, 6, 7], [8, 9, 10]), ([11, 12], [13]), ([5, 6, 7], [14, 15]), ([11, 12], [16, 17, 18, 19])]
-    inputs, ids, mask = padded(sequences, 0)
+    inputs, ids, mask = padded_layout(sequences, 0)
     policy, reference = (ScoredLM(model) for model in models)
     with torch.no_grad():
         hidden = reference(inputs, ids, mask, {"logps", "hidden"}).hidden
@@ -138,5 +138,5 @@ def test_an_unknown_kl_is_refused() -> None:
 
 
 def test_a_label_that_nothing_predicts_is_refused() -> None:
-    with pytest.raises(UserError, match=r"labels: expected -100 in the first place.*row 1"):
+    with pytest.raises(UserError, match=r"labels: no logit predicts the first token.*row 1"):
         losses.token_logps(torch.zeros(2, 2, 3), torch.tensor([[-100, 1], [2, 1]]))

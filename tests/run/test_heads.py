@@ -8,7 +8,7 @@ from transformers import LagunaConfig
 
 from attnpo.judge.layers import HeadRow
 from attnpo.judge.reader import CausalJudge
-from attnpo.models.loading import load_model, model_heads
+from attnpo.models.loading import load_model, num_heads
 from attnpo.schema import SIDES, UserError
 from attnpo.weights.postprocess import Postprocess
 from tests.run.made import Made, make, make_inputs
@@ -102,7 +102,7 @@ def test_choices_that_are_none_end_before_the_judge_is_loaded(world: World, over
 
 
 def test_the_number_of_heads_is_read_from_the_config(world: World, tmp_path: Path) -> None:
-    assert model_heads(world.model) == 2
+    assert num_heads(world.model) == 2
     LagunaConfig(num_hidden_layers=2, num_attention_heads_per_layer=[8, 4]).save_pretrained(tmp_path / "uneven")
     with pytest.raises(UserError, match=r"weights\.heads: the layers of .*uneven differ .*query heads \(8, 4\)"):
-        model_heads(tmp_path / "uneven")
+        num_heads(tmp_path / "uneven")

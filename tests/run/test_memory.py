@@ -139,12 +139,12 @@ def test_hardware_that_cannot_be_read_is_none(world: World, tmp_path: Path) -> N
 
 def test_the_choices_are_those_of_the_keys_that_are_auto() -> None:
     spec = ModelSpec("nowhere", gradient_checkpointing="auto", checkpoint_every=2, logps_chunk="auto")
-    assert [made(choice) for choice in spec.choices()] == ORDER
-    assert [choice.checkpoint_every for choice in spec.choices()] == [1, 1, 2, 2]
-    assert [made(choice) for choice in replace(spec, logps_chunk=64).choices()] == [(False, 64), (True, 64)]
+    assert [made(choice) for choice in spec.memory_choices()] == ORDER
+    assert [choice.checkpoint_every for choice in spec.memory_choices()] == [1, 1, 2, 2]
+    assert [made(choice) for choice in replace(spec, logps_chunk=64).memory_choices()] == [(False, 64), (True, 64)]
     fixed = ModelSpec("nowhere", gradient_checkpointing=True)
-    assert fixed.choices() == [fixed] and (fixed.recomputes, fixed.chunk) == (True, 1024)
-    assert (spec.recomputes, spec.chunk) == ORDER[-1], "undecided, it is what needs least"
+    assert fixed.memory_choices() == [fixed] and (fixed.uses_checkpointing, fixed.chunk) == (True, 1024)
+    assert (spec.uses_checkpointing, spec.chunk) == ORDER[-1], "undecided, it is what needs least"
 
 
 @pytest.mark.parametrize("place", range(4))
@@ -177,7 +177,7 @@ def test_the_estimates_are_those_of_the_choices_and_fall_where_memory_is_what_di
 ) -> None:
     totals = [one.total for one in estimates(cfg)]
     config = load_config(plan.model.path)
-    assert totals == [plan.estimate(config, choice, plan.least).total for choice in plan.model.choices()]
+    assert totals == [plan.estimate(config, choice, plan.least).total for choice in plan.model.memory_choices()]
     assert totals[0] > totals[2] and min(totals) == totals[-1]
     assert estimated(footprint(cfg)).total == totals[-1], "of a configuration that is undecided"
 
@@ -257,7 +257,7 @@ def test_the_smallest_gpu_of_a_node_decides(world: World, monkeypatch: pytest.Mo
 def test_processes_that_decide_otherwise_are_refused(
     cfg: RunConfig, plan: Footprint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    choices = plan.model.choices()
+    choices = plan.model.memory_choices()
     callback = SameEverywhere(*decision(cfg.model, choices[0]))
     begin = partial(callback.setup, L.Trainer(accelerator="cpu", logger=False), L.LightningModule(), "fit")
     for other, refused in ((choices[0], False), (choices[2], True)):

@@ -18,7 +18,7 @@ from attnpo.config.compose import load, validate
 from attnpo.models.backbone import layer_stack
 from attnpo.models.layouts import LAYOUTS, Layout
 from attnpo.models.loading import load_model
-from attnpo.models.lora import AdapterOff, has_adapters
+from attnpo.models.lora import AdapterDisabledReference, has_adapters
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import LoraSpec, ModelSpec
 from attnpo.run import memory
@@ -149,7 +149,7 @@ def test_what_the_settings_build(world: World) -> None:
     assert has_adapters(policy.model)
     trained = {name for name, p in policy.named_parameters() if p.requires_grad}
     assert trained and all(".lora_" in name and ("q_proj" in name or "v_proj" in name) for name in trained)
-    assert isinstance(load_reference(base, cfg.reference, policy), AdapterOff)
+    assert isinstance(load_reference(base, cfg.reference, policy), AdapterDisabledReference)
     live = resolve(world.config(*LORA, "reference=live"))
     copy = load_reference(live.base, live.cfg.reference, policy)
     assert not has_adapters(copy.model)
@@ -335,7 +335,7 @@ def test_auto_leaves_blocks_as_they_are_on_a_cpu(
         found = run(world.config(*given, "model.compile=auto"), tmp_path / "auto")
     plain = run(world.config(*given), tmp_path / "plain")
     assert found is not None and plain is not None and found.metrics == plain.metrics
-    assert "model.compile=auto: blocks are not compiled (on a device of kind cpu)" in caplog.text
+    assert "model.compile=auto: blocks are not compiled (on a device of type cpu)" in caplog.text
     saved = saved_numbers(tmp_path / "plain" / "config.yaml", identity_of(world.config(*given)).moveless)
     assert identity_of(world.config(*given, "model.compile=auto")).numbers == saved
 
@@ -397,7 +397,7 @@ def test_blocks_that_do_not_compile_stay_plain_under_auto_and_are_refused_by_nam
         policy.model.activation_checkpointing_disable()  # as if compiled blocks had room for their activations
         assert not compiles(base, policy, "packed", "auto")
         spec, _ = policies_room.without_compilation(plan, base.spec, policy)
-        assert spec.compile is None and spec.recomputes
+        assert spec.compile is None and spec.uses_checkpointing
         assert not is_compiled(policy) and policy.model.is_activation_checkpointing
     assert caplog.text.count("model.compile=auto: blocks are not compiled: wrong on this card") == 2
     assert len(tried) == (2 if breaks else 1)

@@ -144,7 +144,7 @@ def test_a_signal_within_a_step_saves_and_ends(runs: Runs, unbroken: float, name
     assert (folder / "last" / "model.safetensors").is_file()
     last = runs.said(name).splitlines()[-1]
     assert last.startswith(
-        f"stopped by {name} at step 7 of 12, saved {folder / 'last'}; go on with python -m attnpo.fit "
+        f"stopped by {name} at step 7 of 12, saved {folder / 'last'}; continue with python -m attnpo.fit "
     )
     assert last.endswith(f" name={name} resume=auto")
     if name == "SIGTERM":  # the state is the same whatever the signal
@@ -182,7 +182,7 @@ def test_a_signal_after_the_last_step_is_not_forgotten(runs: Runs, unbroken: flo
     folder = runs.output / run
     assert done["status"] == 128 + number, runs.said(run)[-3000:]
     last = runs.said(run).splitlines()[-1]
-    assert last.startswith(f"stopped by {name} at step 12 of 12, saved {folder / 'last'}; go on with python -m ")
+    assert last.startswith(f"stopped by {name} at step 12 of 12, saved {folder / 'last'}; continue with python -m ")
     assert last.endswith(f" name={run} resume=auto")
     assert "Traceback" not in runs.said(run) and not (folder / "result.json").exists()
     if place == "final save" and name == "SIGTERM":
@@ -204,7 +204,7 @@ def test_a_signal_while_a_resumed_training_is_set_up_tells_what_is_saved(runs: R
     assert runs.start(run, signal=int(signal.SIGTERM), at=[STEP, 6, 1])["status"] == 143
     assert runs.start(run, "resume=auto", own=["fit begins", [int(signal.SIGINT)], 0])["status"] == 130
     last = runs.said(run).splitlines()[-1]
-    assert last.startswith(f"stopped by SIGINT at step 7 of 12, saved {runs.output / run / 'last'}; go on with")
+    assert last.startswith(f"stopped by SIGINT at step 7 of 12, saved {runs.output / run / 'last'}; continue with")
     assert runs.start(run, "resume=auto")["status"] == 0, runs.said(run)[-3000:]
     assert_same_end(runs, run)
 

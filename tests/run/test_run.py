@@ -74,7 +74,7 @@ def test_a_run_leaves_everything_a_reader_needs(first: tuple[World, Path, RunRes
 
 AFTERWARDS = {
     "tidying the run's folder": "attnpo.run.run.merge_metrics",
-    "moving the policy back to its device": "attnpo.run.run.attend_as_before",
+    "moving the policy back to its device": "attnpo.run.run.restore_attention",
     "scoring by the truth": "attnpo.run.run.score_truth",
     "measuring where the policy moved": "attnpo.lab.measures.DriftSettings.measure",
     "sampling answers": "attnpo.run.run.write_samples",

@@ -13,7 +13,7 @@ from attnpo.data.prepare import VOID
 from attnpo.data.scoring import RunScorers, RunTexts
 from attnpo.lab.testbed.pretrain import new_model
 from attnpo.lab.testbed.tokenizer import build_tokenizer
-from attnpo.models.layouts import padded
+from attnpo.models.layouts import padded_layout
 from attnpo.run.resolve import resolve
 from attnpo.run.run import run
 from attnpo.schema import SIDES, UserError
@@ -60,7 +60,7 @@ def test_a_whole_run_reads_factors_and_its_weights_are_those_of_plain_transforme
             expected[[end <= begin for begin, end in side.offsets]] = 0.0
             # Two decimals of a reward are 0.005 x 0.2 of a weight.
             torch.testing.assert_close(weights.double(), expected, rtol=0, atol=1.1e-3)
-    batch = collate(inputs.examples["train"].examples[:2], padded, 0, 2)
+    batch = collate(inputs.examples["train"].examples[:2], padded_layout, 0, 2)
     assert batch.main.factors
     result = run(config, tmp_path / "run")
     assert result.inputs["weights"] == {"from_store": PAIRS, "computed": 0}

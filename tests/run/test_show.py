@@ -15,7 +15,7 @@ from attnpo.data.collate import collate
 from attnpo.data.scoring import score_examples
 from attnpo.display import token_table
 from attnpo.display.weighed_pair import WeighedPair
-from attnpo.models.layouts import padded
+from attnpo.models.layouts import padded_layout
 from attnpo.models.loading import load_model
 from attnpo.models.scored import ScoredLM
 from attnpo.run import show as showing
@@ -112,7 +112,7 @@ def test_files_and_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     texts, rest = show.parse_pair_texts(argv)
     assert texts == {"prompt": "two\nlines, =[x]\n", "chosen": "said", "rejected": "@x"}
     assert rest == ["column=weight", "model.path=M"]
-    with pytest.raises(UserError, match=r"prompt=@none\.txt: cannot be read .* typed as @@none\.txt"):
+    with pytest.raises(UserError, match=r"prompt=@none\.txt: cannot be read .* use @@none\.txt"):
         show.parse_pair_texts(["prompt=@none.txt", "chosen=a", "rejected=b"])
     with pytest.raises(UserError, match=r"prompt=- and chosen=-: standard input can be read once"):
         show.parse_pair_texts(["prompt=-", "chosen=-", "rejected=b"])
@@ -215,7 +215,7 @@ def test_contributions_add_up_to_the_margin(finished: Path, trained: Made, capsy
 @pytest.fixture(scope="module")
 def saved(finished: Path, trained: Made) -> tuple[Path, Any]:
     examples = trained.inputs.examples["train"].examples[:3]
-    batch = collate(examples, padded, 0, 3)
+    batch = collate(examples, padded_layout, 0, 3)
     policy, reference = (torch.full(batch.main.response_mask.shape, value) for value in (-2.0, -1.5))
     policy[1, 2] = float("nan")
     losses = torch.tensor([0.5, float("nan"), 0.5])

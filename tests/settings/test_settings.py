@@ -20,7 +20,7 @@ from attnpo.judge.prompts import JudgePrompts
 from attnpo.judge.settings import TOKEN_BUDGET, JudgeRules
 from attnpo.lab.studies.config import FitConfig
 from attnpo.lab.studies.study import expand_arms
-from attnpo.models.memory import GIB, MOST, ROUND, MemoryEstimate, estimate_pass, estimate_training, most_tokens
+from attnpo.models.memory import GIB, MOST, ROUND, MemoryEstimate, estimate_pass, estimate_training, max_token_budget
 from attnpo.models.spec import ModelSpec
 from attnpo.run import combinations as settings
 from attnpo.run.memory import chosen, fill_card, footprint
@@ -271,7 +271,7 @@ def config_of(name: str) -> PretrainedConfig:
 
 def estimate(cfg: FitConfig, config: PretrainedConfig, capacity: float) -> MemoryEstimate:
     """Of training, with what ``auto`` stands for on devices of so many GiB."""
-    room, choices, least = int(capacity * GIB), cfg.model.choices(), cfg.batch.decide(cfg.lengths.max_length)
+    room, choices, least = int(capacity * GIB), cfg.model.memory_choices(), cfg.batch.decide(cfg.lengths.max_length)
     place, _ = chosen([_estimate(cfg, model, config, least) for model in choices], room)
     return _estimate(cfg, choices[place], config, fill_card(footprint(cfg), config, choices[place], room))
 
@@ -281,7 +281,7 @@ def judge_estimate(cfg: FitConfig, config: PretrainedConfig, capacity: float) ->
         return estimate_pass(config, dtype=cfg.judge.dtype, tokens=tokens)
 
     assert cfg.judge.token_budget == "auto"
-    return made(most_tokens(lambda tokens: made(tokens).fits(int(capacity * GIB)), TOKEN_BUDGET))
+    return made(max_token_budget(lambda tokens: made(tokens).fits(int(capacity * GIB)), TOKEN_BUDGET))
 
 
 def _estimate(cfg: FitConfig, model: ModelSpec, config: PretrainedConfig, plan: BatchPlan) -> MemoryEstimate:
@@ -350,9 +350,9 @@ def test_a_card_is_filled_and_five_percent_of_it_stay_free(option: str) -> None:
     capacity, config = int(HARDWARE[option][0] * GIB), config_of(SETTINGS[0])
     cfg = composed(SETTINGS[0], f"hardware={option}")
     again, tokens = FILLED[option]
-    for choice in cfg.model.choices():
+    for choice in cfg.model.memory_choices():
         plan = cfg.batch.decide(cfg.lengths.max_length)
-        if choice.recomputes == again:
+        if choice.uses_checkpointing == again:
             plan = fill_card(footprint(cfg), config, choice, capacity)
             assert (choice.chunk, plan.tokens, plan.eval_tokens) == (1024, tokens, MOST)
             assert _estimate(cfg, choice, config, plan).fits(capacity)

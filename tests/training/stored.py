@@ -7,7 +7,7 @@ import torch
 from attnpo.data.collate import TrainingExample
 from attnpo.data.datamodule import PreferenceDataModule
 from attnpo.data.rules import BatchPlan
-from attnpo.models.layouts import padded
+from attnpo.models.layouts import padded_layout
 from attnpo.models.scored import ScoredLM
 from tests.training.tiny import make_data, make_examples, tiny_model
 
@@ -18,7 +18,7 @@ def stored_reference(examples: list[TrainingExample]) -> list[TrainingExample]:
     made = []
     with torch.no_grad():
         for example in examples:
-            inputs, ids, mask = padded([(side.prompt_ids, side.response_ids) for side in example.sides], 0)
+            inputs, ids, mask = padded_layout([(side.prompt_ids, side.response_ids) for side in example.sides], 0)
             logps = model(inputs, ids, mask).logps
             counts = [len(side.response_ids) for side in example.sides]
             made.append(replace(example, reference_logps=(logps[0, : counts[0]], logps[1, : counts[1]])))

@@ -10,10 +10,10 @@ from torch import Tensor
 from attnpo.data.collate import collate
 from attnpo.data.datamodule import PreferenceDataModule
 from attnpo.data.rules import BatchPlan
-from attnpo.models.backbone import frozen
-from attnpo.models.generate import Request, uniforms_of
+from attnpo.models.backbone import freeze
+from attnpo.models.generate import GenerationRequest, draw_uniforms
 from attnpo.models.input_gradient import input_gradient
-from attnpo.models.layouts import packed, padded
+from attnpo.models.layouts import packed_layout, padded_layout
 from attnpo.models.scored import ScoredLM
 from attnpo.objectives.tidpo import TIDPO
 from attnpo.schema import PreferenceBatch, Sampling, UserError
@@ -30,7 +30,7 @@ MAKER = Anchors(SAMPLING, ENDS)
 
 def batch_of(count: int, places: list[int] | None = None) -> PreferenceBatch:
     examples = make_examples(count)
-    return collate([examples[i] for i in places or range(count)], padded, 0, count)
+    return collate([examples[i] for i in places or range(count)], padded_layout, 0, count)
 
 
 def responses(maker: Anchors, policy: ScoredLM, batch: PreferenceBatch, step: int = 0) -> list[list[int]]:
@@ -42,10 +42,10 @@ def responses(maker: Anchors, policy: ScoredLM, batch: PreferenceBatch, step: in
     return [ids[mask].tolist() for ids, mask in zip(rows.response_ids, rows.response_mask, strict=True)]
 
 
-def by_hand(model: torch.nn.Module, request: Request, sampling: Sampling) -> list[int]:
+def by_hand(model: torch.nn.Module, request: GenerationRequest, sampling: Sampling) -> list[int]:
     """One answer without batch, padding or cache: temperature, top-k, top-p, then the place of a uniform number."""
     ids = list(request.ids)
-    for uniform in uniforms_of(request, sampling).tolist():
+    for uniform in draw_uniforms(request, sampling).tolist():
         logits = model(torch.tensor([ids])).logits[0, -1].double() / sampling.temperature
         order = logits.argsort(descending=True)[: sampling.top_k]
         p = logits[order].softmax(0)
@@ -66,7 +66,7 @@ def test_an_anchor_is_what_a_plain_loop_samples() -> None:
     assert prompts_of(batch) == prompts
     found = responses(MAKER, policy, batch, 4)
     for pair_id, prompt, response in zip(batch.pair_ids, prompts, found, strict=True):
-        assert response == by_hand(policy.model, Request(prompt, _draw(4, pair_id)), SAMPLING)
+        assert response == by_hand(policy.model, GenerationRequest(prompt, _draw(4, pair_id)), SAMPLING)
     ended = [response[-1] in ENDS for response in found]
     assert any(ended) and not all(ended) and not any(token in ENDS for r in found for token in r[:-1])
     assert all(end or len(response) == 6 for end, response in zip(ended, found, strict=True))
@@ -122,7 +122,7 @@ def test_rows_stay_within_their_limit() -> None:
 def test_other_layouts_and_sharded_weights_are_refused() -> None:
     policy = ScoredLM(tiny_model())
     with pytest.raises(UserError, match="expects the padded layout"):
-        MAKER(policy, collate(make_examples(3), packed, 0, 3), 0)
+        MAKER(policy, collate(make_examples(3), packed_layout, 0, 3), 0)
     with torch.device("meta"):
         spread = ScoredLM(tiny_model().to("meta"))
     with pytest.raises(UserError, match=r"the policy's weights are sharded: set trainer\.strategy=auto"):
@@ -136,7 +136,7 @@ def make_module(steps: int, objective: TIDPO) -> PreferenceModule:
     assert isinstance(objective, AnchoredObjective)
     makers = {"anchor": Anchors(objective.anchor, ENDS)} if objective.gamma_triplet else {}
     optimizer = Optimizer(lr=1e-2, warmup=2.0)
-    reference = frozen(ScoredLM(tiny_model()))
+    reference = freeze(ScoredLM(tiny_model()))
     return PreferenceModule(ScoredLM(tiny_model()), reference, objective, optimizer, steps, Gradient(), makers)
 
 

@@ -29,7 +29,7 @@ from transformers import (
 from attnpo.lab.testbed.grammar import Grammar
 from attnpo.lab.testbed.tokenizer import build_tokenizer
 from attnpo.models.loading import load_model, load_tokenizer
-from attnpo.models.lora import add_lora, has_adapters, merged_state
+from attnpo.models.lora import add_lora, has_adapters, merge_state_dict
 from attnpo.models.spec import LoraSpec
 from attnpo.schema import UserError
 from attnpo.system.files import write_checksums
@@ -312,7 +312,7 @@ def test_adapters_lie_beside_the_merged_weights_as_peft_reads_them(
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_weights_of_four_bits_are_merged_in_float32(tokenizer: Tokenizer, tmp_path: Path, dtype: str) -> None:
     tiny_model("llama").to(torch.bfloat16).save_pretrained(tmp_path / "base")
-    start = merged_state(load_model(tmp_path / "base", dtype="bfloat16", quantize="nf4"))
+    start = merge_state_dict(load_model(tmp_path / "base", dtype="bfloat16", quantize="nf4"))
     model = add_small_adapters(tmp_path / "base", "bfloat16", "nf4")
     Exporter(tokenizer, dtype=dtype).export(model, tmp_path / "out")
     layer = model.model.layers[1].mlp.down_proj
@@ -355,7 +355,7 @@ def test_a_sharded_policy_is_exported_whole(tokenizer: Tokenizer, tmp_path: Path
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         shard(model, init_device_mesh("cpu", (1,)))
-        assert merged_state(model, keep=False) == {}
+        assert merge_state_dict(model, keep=False) == {}
         Exporter(tokenizer).export(model, tmp_path / "elsewhere", write=False)
         assert not (tmp_path / "elsewhere").exists()
         Exporter(tokenizer).export(model, tmp_path / "out")

@@ -15,9 +15,9 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForC
 
 from attnpo.data.collate import TrainingExample, collate
 from attnpo.data.rules import BatchPlan
-from attnpo.models.backbone import frozen
-from attnpo.models.layouts import padded
-from attnpo.models.lora import AdapterOff, add_lora
+from attnpo.models.backbone import freeze
+from attnpo.models.layouts import padded_layout
+from attnpo.models.lora import AdapterDisabledReference, add_lora
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import LoraSpec
 from attnpo.objectives.base import PreferenceObjective
@@ -76,7 +76,7 @@ def exact_norms(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def module_of(policy: ScoredLM, reference: ScoredLM, name: str = "tdpo2") -> PreferenceModule:
-    frozen(reference)
+    freeze(reference)
     return PreferenceModule(policy, reference, OBJECTIVES[name], Optimizer(lr=1e-3, warmup=0.0), 1)
 
 
@@ -119,7 +119,7 @@ def assert_same_step(
 ) -> None:
     """One batch of all pairs gives the naive loss and the naive gradients."""
     model = module.policy.model
-    found = module.score(collate(examples, padded, 0, len(examples)))[3].losses.mean()
+    found = module.score(collate(examples, padded_layout, 0, len(examples)))[3].losses.mean()
     found.backward()
     ours = gradients(model)
     model.zero_grad()
@@ -176,7 +176,7 @@ def test_the_base_of_an_adapted_policy_is_a_reference() -> None:
 
 
 def module_of_adapted(policy: ScoredLM) -> PreferenceModule:
-    return PreferenceModule(policy, AdapterOff(policy), OBJECTIVES["tdpo2"], Optimizer(lr=1e-3), 1)
+    return PreferenceModule(policy, AdapterDisabledReference(policy), OBJECTIVES["tdpo2"], Optimizer(lr=1e-3), 1)
 
 
 def test_a_policy_without_a_plain_head_takes_its_whole_logits() -> None:
@@ -190,7 +190,7 @@ def test_a_reference_whose_head_does_not_give_its_logits_is_refused() -> None:
     reference.lm_head.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 0.7,))
     module = module_of(ScoredLM(tied(0)), ScoredLM(reference))
     with pytest.raises(UserError, match="compare with"):
-        module.score(collate(make_examples(2), padded, 0, 2))
+        module.score(collate(make_examples(2), padded_layout, 0, 2))
 
 
 @pytest.mark.parametrize(("autocast", "adapted"), [(False, True), (True, False), (True, True)])
@@ -204,7 +204,7 @@ def test_before_the_first_step_there_is_no_kl_at_all(autocast: bool, adapted: bo
     else:
         module = module_of(ScoredLM(tied(0).float(), chunk=7), ScoredLM(tied(0).float(), chunk=7))
     with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
-        _, policy, _, output = module.score(collate(make_examples(3), padded, 0, 3))
+        _, policy, _, output = module.score(collate(make_examples(3), padded_layout, 0, 3))
     assert not policy.joint["kl_ref_policy"].any()
     assert output.losses.tolist() == pytest.approx([math.log(2)] * 3, abs=1e-6)
 
@@ -214,7 +214,7 @@ def test_low_precision_autocast_is_close() -> None:
     for autocast in (False, True):
         module = module_of(ScoredLM(tied(0).float(), chunk=7), ScoredLM(tied(1).float(), chunk=7))
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            _, policy, _, output = module.score(collate(make_examples(4), padded, 0, 4))
+            _, policy, _, output = module.score(collate(make_examples(4), padded_layout, 0, 4))
             output.losses.mean().backward()
         assert policy.joint["kl_ref_policy"].dtype == output.losses.dtype == torch.float32
         found.append((policy.joint["kl_ref_policy"].detach(), gradients(module.policy.model)))
@@ -233,7 +233,7 @@ def test_void_pairs_and_rows_without_a_token_add_nothing() -> None:
     expected = gradients(module.policy.model)
     for emptied in (False, True):
         module.policy.zero_grad()
-        batch = collate([*examples[:2], replace(examples[2], pair_weight=0.0)], padded, 0, 2)
+        batch = collate([*examples[:2], replace(examples[2], pair_weight=0.0)], padded_layout, 0, 2)
         if emptied:
             mask = batch.main.response_mask.clone()
             mask[[2, 5]] = False
@@ -248,7 +248,7 @@ def test_void_pairs_and_rows_without_a_token_add_nothing() -> None:
 
 def test_a_batch_without_any_token_has_a_loss_and_no_gradient() -> None:
     module = module_of(ScoredLM(tied(0)), ScoredLM(tied(1)))
-    batch = collate(make_examples(2), padded, 0, 2)
+    batch = collate(make_examples(2), padded_layout, 0, 2)
     nothing = torch.zeros_like(batch.main.response_mask)
     inputs = replace(batch.main.inputs, scored=None)
     batch = replace(batch, groups={"main": replace(batch.main, inputs=inputs, response_mask=nothing)})
@@ -275,7 +275,7 @@ def test_shards_give_the_same_step(one_rank: None, adapted: bool) -> None:
     for sharded in (False, True):
         torch.manual_seed(4)
         policy = ScoredLM(add_lora(tied(0), LoraSpec(rank=4)).double() if adapted else tied(0), chunk=7)
-        reference = AdapterOff(policy) if adapted else ScoredLM(tied(1), chunk=7)
+        reference = AdapterDisabledReference(policy) if adapted else ScoredLM(tied(1), chunk=7)
         for parameter in (p for name, p in policy.named_parameters() if "lora_B" in name):
             nn.init.normal_(parameter, std=0.1)
         if sharded:
@@ -284,7 +284,7 @@ def test_shards_give_the_same_step(one_rank: None, adapted: bool) -> None:
                 shard(scored, mesh)
         module = PreferenceModule(policy, reference, OBJECTIVES["tdpo2"], Optimizer(lr=1e-3), 1)
         module.establish(training=True)
-        loss = module.score(collate(examples, padded, 0, 3))[3].losses.mean()
+        loss = module.score(collate(examples, padded_layout, 0, 3))[3].losses.mean()
         loss.backward()
         found.append((loss.item(), gradients(policy.model)))
     (loss_whole, whole), (loss_sharded, parts) = found

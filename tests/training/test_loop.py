@@ -10,7 +10,7 @@ import torch
 
 from attnpo.data.collate import collate
 from attnpo.data.rules import BatchPlan
-from attnpo.models.layouts import padded
+from attnpo.models.layouts import padded_layout
 from attnpo.objectives.dpo import DPO
 from attnpo.objectives.twdpo import TwDPO
 from attnpo.schema import UserError
@@ -63,7 +63,7 @@ def test_a_short_step_is_the_mean_over_its_own_pairs(fit: Fit, micro: int) -> No
         alone = make_module(3)
         pairs = [examples[i] for i in order[8 * step : 8 * step + count]]
         assert len(pairs) == count
-        alone.score(collate(pairs, padded, 0, count))[3].losses.mean().backward()
+        alone.score(collate(pairs, padded_layout, 0, count))[3].losses.mean().backward()
         norm = torch.nn.utils.get_total_norm([p.grad for p in alone.policy.parameters() if p.grad is not None])
         assert column(rows, "train/grad_norm")[step] == pytest.approx(norm.item(), rel=1e-5)
 

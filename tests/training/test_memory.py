@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, T5Config
 
 from attnpo.models import memory
 from attnpo.models.compiled import compile_blocks
-from attnpo.models.layouts import padded
+from attnpo.models.layouts import padded_layout
 from attnpo.models.loading import load_model
 from attnpo.models.lora import add_lora
 from attnpo.models.memory import (
@@ -24,7 +24,7 @@ from attnpo.models.memory import (
     STEP,
     UPDATE,
     MemoryEstimate,
-    Shape,
+    ModelShape,
     activation_bytes_per_token,
     estimate_pass,
     estimate_training,
@@ -85,7 +85,7 @@ def autocast(enabled: bool) -> torch.autocast:
 
 
 def test_bytes_per_parameter_of_llama3_8b() -> None:
-    assert Shape.of(LLAMA3_8B).parameters == 8_030_261_248
+    assert ModelShape.from_config(LLAMA3_8B).parameters == 8_030_261_248
     assert states(of_8b()) == pytest.approx(119.7, abs=0.05)  # 16 bytes per parameter
     assert states(of_8b(optimizer=EIGHT_BIT)) == pytest.approx(74.8, rel=0.01)  # 10, and the scales of the blocks
     assert states(of_8b(spec("bfloat16"), ROUNDED)) == pytest.approx(44.9, rel=0.01)  # 6
@@ -124,7 +124,7 @@ def test_reference_kinds() -> None:
 
 
 def test_what_devices_exchange() -> None:
-    shape = Shape.of(LLAMA3_8B)
+    shape = ModelShape.from_config(LLAMA3_8B)
     sharded = of_8b(strategy="fsdp", devices=2)
     rest = shape.parameters - shape.blocks
     assert sharded["gathered weights"].size == 4 * (rest + 2 * shape.block)
@@ -247,7 +247,9 @@ def test_a_block_saves_what_is_counted(name: str, width: int | None, lora: LoraS
         return (saved_bytes(model, 40, mixed) - saved_bytes(model, 24, mixed)) / (2 * 16)
 
     compute, stream = 2 if mixed else 4, getattr(torch, dtype).itemsize
-    assert per_token(3) - per_token(2) == activation_bytes_per_token(Shape.of(config(2), lora), compute, stream)
+    assert per_token(3) - per_token(2) == activation_bytes_per_token(
+        ModelShape.from_config(config(2), lora), compute, stream
+    )
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor")  # torch's, as it traces
@@ -371,7 +373,7 @@ def step_of(model: Any, every: int, width: int, mixed: bool) -> Callable[[], Non
     if every:
         model.activation_checkpointing_enable(every_n_layers=every)
     half = list(range(1, width // 2 + 1))
-    laid = padded([(half, half)] * 2, pad_id=0)
+    laid = padded_layout([(half, half)] * 2, pad_id=0)
     inputs, ids, mask = (part.to(model.device) for part in laid)
 
     def step() -> None:
@@ -420,7 +422,7 @@ def test_a_config_without_a_causal_model_is_refused_in_one_line() -> None:
 
 def test_other_families_are_laid_out_too() -> None:
     config = GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=128)
-    shape = Shape.of(config, LoraSpec(rank=2))
+    shape = ModelShape.from_config(config, LoraSpec(rank=2))
     assert (shape.layers, shape.hidden, shape.inner, shape.keys) == (2, 32, 128, 32)
     assert shape.adapters == 2 * 2 * ((32 + 96) + (32 + 32) + 2 * (32 + 128))
     lines = estimate_pass(config, dtype="float32", tokens=64).lines()

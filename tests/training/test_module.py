@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from attnpo.data.rules import BatchPlan
-from attnpo.models.backbone import frozen
+from attnpo.models.backbone import freeze
 from attnpo.schema import UserError
 from attnpo.training.module import PreferenceModule, check_ready
 from attnpo.training.trainer import quiet_lightning
@@ -91,13 +91,13 @@ def test_a_reference_that_cannot_be_frozen_is_refused() -> None:
     module.reference.requires_grad_(True)
     with pytest.raises(UserError, match="reference must be in eval mode and without gradients"):
         check_ready(module.policy, module.reference, rounding=False)
-    check_ready(module.policy, frozen(module.reference), rounding=False)
+    check_ready(module.policy, freeze(module.reference), rounding=False)
 
 
 def test_an_activation_that_both_models_share_has_one_mode() -> None:
     module = make_module(1).train()
     assert module.reference is not None
-    frozen(module.reference)
+    freeze(module.reference)
     shared = torch.nn.ReLU().eval()
     for model in (module.policy, module.reference):
         model.add_module("act", shared)

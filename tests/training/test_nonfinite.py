@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnpo.data.collate import collate
 from attnpo.data.rules import BatchPlan
-from attnpo.models.layouts import padded
+from attnpo.models.layouts import padded_layout
 from attnpo.objectives.dpo import DPO
 from attnpo.objectives.twdpo import TwDPO
 from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats, UserError, join_names
@@ -70,7 +70,7 @@ def test_the_file_has_the_whole_step(fit: Fit, tmp_path: Path) -> None:
     names = {name.removeprefix("policy.") for name, _ in make_module(1).policy.named_parameters()}
     assert saved["gradients"] == [sorted(names, key=saved["gradients"][0].index)], "NaN reaches every weight"
     first = batches[0]
-    expected = collate([examples[i] for i in in_step(1)[:2]], padded, 0, 8)
+    expected = collate([examples[i] for i in in_step(1)[:2]], padded_layout, 0, 8)
     rows = first["batch"]["groups"]["main"]
     assert torch.equal(rows["inputs"]["input_ids"], expected.main.inputs.input_ids)  # type: ignore[union-attr]
     assert torch.equal(rows["token_weights"]["reward"], expected.main.token_weights["reward"])
@@ -163,7 +163,7 @@ def test_bad_validation_pairs_are_warned_of_once_counted_and_refused_at_the_end(
 
 
 def make_record(count: int, bad: tuple[int, ...], spoil_with: str = "policy") -> MicroBatchRecord:
-    batch = collate(make_examples(count), padded, 0, count)
+    batch = collate(make_examples(count), padded_layout, 0, count)
     losses = torch.ones(count)
     logps = torch.where(batch.main.response_mask, -1.0, 0.0)
     weights = batch.main.token_weights["reward"].clone()
@@ -192,7 +192,7 @@ def test_a_step_that_cannot_be_saved_is_told_all_the_same(tmp_path: Path) -> Non
 
 def test_nothing_is_looked_at_before_the_optimiser_steps() -> None:
     """On the meta device there is nothing to look at: a look, which would wait for a GPU, is an error there."""
-    batch = collate(stored_reference(make_examples(4)), padded, 0, 4).to("meta")
+    batch = collate(stored_reference(make_examples(4)), padded_layout, 0, 4).to("meta")
     logps = torch.zeros(batch.main.response_mask.shape, device="meta", requires_grad=True)
     assert batch.main.reference_logps is not None
     stats, reference = TokenStats(logps), TokenStats(batch.main.reference_logps)

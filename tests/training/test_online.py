@@ -13,8 +13,8 @@ from torch import Tensor
 from attnpo.config.compose import validate
 from attnpo.data.collate import collate
 from attnpo.data.rules import BatchPlan
-from attnpo.models.backbone import frozen
-from attnpo.models.layouts import padded
+from attnpo.models.backbone import freeze
+from attnpo.models.layouts import padded_layout
 from attnpo.models.scored import ScoredLM
 from attnpo.objectives.base import PreferenceObjective
 from attnpo.objectives.twdpo import OTPO, TwDPO
@@ -84,7 +84,7 @@ def made(
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter += shift * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2))
-    reference = frozen(ScoredLM(tiny_model())) if live else None
+    reference = freeze(ScoredLM(tiny_model())) if live else None
     optimizer = Optimizer(lr=lr, warmup=2.0)
     return PreferenceModule(ScoredLM(policy), reference, objective or OTPO(0.5), optimizer, steps, source)
 
@@ -144,7 +144,7 @@ def test_states_that_are_no_numbers_stop_training_and_are_named(fit: Fit, tmp_pa
 @pytest.mark.parametrize("source", [Transport(), Norms(), FactorNorms()], ids=lambda source: type(source).__name__)
 def test_weights_carry_no_gradient(source: OnlineSource) -> None:
     """A step's gradient is that of the same weights given as constants."""
-    batch = collate(make_examples(6), padded, 0, 6)
+    batch = collate(make_examples(6), padded_layout, 0, 6)
     objective = OTPO(0.5) if source.kind is Kind.FACTOR else TwDPO(0.5)
     online, constant = made(source, objective, shift=0.05), made(None, objective, shift=0.05)
     scored, _, _, output = online.score(batch)
@@ -159,7 +159,7 @@ def test_weights_carry_no_gradient(source: OnlineSource) -> None:
 
 
 def test_weights_follow_the_policy(fit: Fit) -> None:
-    module, batch = made(Transport()), collate(make_examples(6), padded, 0, 6)
+    module, batch = made(Transport()), collate(make_examples(6), padded_layout, 0, 6)
     before = module.score(batch)[0].main.token_weights["reward"]
     again = module.score(batch)[0].main.token_weights["reward"]
     assert torch.equal(before, again)

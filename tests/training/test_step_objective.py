@@ -12,7 +12,7 @@ from torch import Tensor
 from attnpo.data.collate import TrainingExample
 from attnpo.data.datamodule import PreferenceDataModule
 from attnpo.data.rules import BatchPlan
-from attnpo.models.layouts import padded
+from attnpo.models.layouts import padded_layout
 from attnpo.objectives.base import Reduction, reduce
 from attnpo.objectives.kto import KTO
 from attnpo.schema import PreferenceBatch, UserError
@@ -23,7 +23,7 @@ from tests.training.tiny import Copies, Fit, Rows, column, make_data, make_examp
 
 def kto_data(train: list[TrainingExample], plan: BatchPlan) -> PreferenceDataModule:
     return PreferenceDataModule.from_examples(
-        train, make_examples(5, seed=99), padded, 0, plan, 0, ahead=("mismatched",)
+        train, make_examples(5, seed=99), padded_layout, 0, plan, 0, ahead=("mismatched",)
     )
 
 

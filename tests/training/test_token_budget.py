@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnpo.data.datamodule import PreferenceDataModule
 from attnpo.data.rules import BatchPlan
-from attnpo.models.trial import choose
+from attnpo.models.trial import select_layout
 from attnpo.training.module import PreferenceModule
 from attnpo.training.resume_state import Continuation
 from tests.training.test_step_objective import Gradients, assert_same, kto_module
@@ -29,7 +29,7 @@ def make(
     auto: bool = False,
 ) -> PreferenceDataModule:
     assert module.reference is not None
-    layout = choose(name, [module.policy, module.reference])
+    layout = select_layout(name, [module.policy, module.reference])
     assert layout.__name__ == name
     val = make_examples(5, seed=99)
     return PreferenceDataModule.from_examples(

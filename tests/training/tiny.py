@@ -10,8 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from attnpo.data.collate import TrainingExample
 from attnpo.data.datamodule import PreferenceDataModule
 from attnpo.data.rules import BatchPlan
-from attnpo.models.backbone import frozen
-from attnpo.models.layouts import padded
+from attnpo.models.backbone import freeze
+from attnpo.models.layouts import padded_layout
 from attnpo.models.scored import ScoredLM
 from attnpo.objectives.base import PreferenceObjective
 from attnpo.objectives.twdpo import TwDPO
@@ -63,13 +63,15 @@ def make_examples(count: int, seed: int = 0) -> list[TrainingExample]:
 
 
 def make_data(train: list[TrainingExample], plan: BatchPlan, val: int = 5, seed: int = 0) -> PreferenceDataModule:
-    return PreferenceDataModule.from_examples(train, make_examples(val, seed=99), padded, 0, plan, seed, epochs=2)
+    return PreferenceDataModule.from_examples(
+        train, make_examples(val, seed=99), padded_layout, 0, plan, seed, epochs=2
+    )
 
 
 def make_module(
     steps: int, objective: PreferenceObjective | None = None, live: bool = True, lr: float = 1e-2
 ) -> PreferenceModule:
-    reference = frozen(ScoredLM(tiny_model())) if live else None
+    reference = freeze(ScoredLM(tiny_model())) if live else None
     optimizer = Optimizer(lr=lr, warmup=2.0)
     return PreferenceModule(ScoredLM(tiny_model()), reference, objective or TwDPO(0.5), optimizer, steps)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnpo.config.compose import list_groups, load
 from attnpo.data.collate import collate
-from attnpo.models.layouts import padded
+from attnpo.models.layouts import padded_layout
 from attnpo.models.scored import ScoredLM
 from attnpo.objectives.dpo import DPO
 from attnpo.objectives.twdpo import OTPO, TwDPO
@@ -276,7 +276,7 @@ def test_a_transform_that_changes_the_number_of_weights_names_the_pair() -> None
 
 
 def test_training_shuffles_what_it_computes() -> None:
-    batch = collate(make_examples(6), padded, 0, 6)
+    batch = collate(make_examples(6), padded_layout, 0, 6)
     policy, reference = ScoredLM(tiny_model()), ScoredLM(tiny_model())
     rows: list[Tensor] = []
     for transforms in ((), (Shuffled(),)):

@@ -7,7 +7,7 @@ from torch import Tensor
 from attnpo.data.collate import collate
 from attnpo.data.prepare import VOID, EncodedSet, Tally, make_example, prepare_examples
 from attnpo.data.rules import AlignRules
-from attnpo.models.layouts import padded
+from attnpo.models.layouts import padded_layout
 from attnpo.models.scored import ScoredLM
 from attnpo.objectives.ipo import IPO
 from attnpo.objectives.twdpo import OTPO, TwDPO
@@ -188,7 +188,7 @@ def test_settings_of_lengths() -> None:
 
 
 def test_training_draws_by_step_and_validation_always_alike() -> None:
-    batch = collate(make_examples(6), padded, 0, 6)
+    batch = collate(make_examples(6), padded_layout, 0, 6)
     models = [ScoredLM(tiny_model()) for _ in range(3)]
     one, two = (PreferenceModule(model, models[2], OTPO(0.5), Optimizer(), 3, subsample()) for model in models[:2])
     drawn = {}
@@ -207,7 +207,7 @@ def test_offline_factors_reach_the_objective_as_factors() -> None:
     """A sum takes them as they are, a mean over n; a distribution would be multiplied by |y|."""
     sides = both(encoded(5, 6), encoded(7))
     found = training_weights(Decay(0.5, 0), None, sides, pair=PAIR)
-    batch = collate([make_example("p", sides, found)], padded, 0, 1)
+    batch = collate([make_example("p", sides, found)], padded_layout, 0, 1)
     assert batch.main.factors
     ratio = torch.where(batch.main.response_mask, torch.tensor([[1.0, 2.0, 4.0], [3.0, 5.0, 0.0]]), 0.0)
     policy, reference = TokenStats(ratio), TokenStats(torch.zeros_like(ratio))

@@ -13,7 +13,7 @@ from attnpo.judge.base import CAPTURE_VERSION, LoadedJudge
 from attnpo.judge.prompts import JudgePrompts
 from attnpo.judge.reader import CausalJudge
 from attnpo.judge.settings import JudgeRules
-from attnpo.models.layouts import padded
+from attnpo.models.layouts import padded_layout
 from attnpo.models.loading import load_model, load_tokenizer
 from attnpo.models.scored import ScoredLM
 from attnpo.schema import SIDES, Message, PreferencePair
@@ -81,7 +81,7 @@ def test_captured_rows_are_those_of_their_version(golden: Path, chat: ChatFormat
 def test_reference_log_probabilities_are_those_of_their_version(golden: Path, chat: ChatFormat, tmp_path: Path) -> None:
     model = ScoredLM(load_model(model_folder(golden / "model"))).eval()
     encoded = [chat.encode(PAIR.prompt, PAIR.response(side)) for side in SIDES]
-    inputs, ids, mask = padded([(row.prompt_ids, row.response_ids) for row in encoded], 0)
+    inputs, ids, mask = padded_layout([(row.prompt_ids, row.response_ids) for row in encoded], 0)
     with torch.no_grad():
         logps = model(inputs, ids, mask).logps
     table = Store(tmp_path).table("reference", {})

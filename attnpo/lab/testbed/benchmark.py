@@ -89,15 +89,15 @@ class TestbedBenchmark:
     @cached_property
     def _answers(self) -> Mapping[str, str]:
         from attnpo.models.described import token_rows
-        from attnpo.models.generate import chat_generator
-        from attnpo.models.loading import load_model, load_tokenizer, text_config
+        from attnpo.models.generate import make_chat_generator
+        from attnpo.models.loading import load_model, load_text_config, load_tokenizer
         from attnpo.text.chat import ChatFormat
 
         if self.baseline is None:
             return {}
         try:
-            chat = ChatFormat(load_tokenizer(self.baseline), rows=token_rows(text_config(self.baseline, None)))
-            generator = chat_generator(load_model(self.baseline), chat, batch_size=256)
+            chat = ChatFormat(load_tokenizer(self.baseline), rows=token_rows(load_text_config(self.baseline, None)))
+            generator = make_chat_generator(load_model(self.baseline), chat, batch_size=256)
         except UserError as problem:
             raise UserError(f"benchmark.baseline={self.baseline}: {problem}") from problem
         questions = self.questions()

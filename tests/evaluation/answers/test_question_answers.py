@@ -12,7 +12,7 @@ from attnpo.evaluation.answers import RoundAnswers, answer_questions, round_path
 from attnpo.evaluation.base import Question
 from attnpo.evaluation.chat import Answerer
 from attnpo.evaluation.local_chat import HFAnswering, describe_model
-from attnpo.models.generate import chat_generator
+from attnpo.models.generate import make_chat_generator
 from attnpo.models.loading import load_model
 from attnpo.models.spec import ModelSpec
 from attnpo.schema import Message, Sampling, UserError
@@ -46,7 +46,7 @@ def test_a_second_turn_stands_on_the_models_own_first_one(world: World, tmp_path
     found = answered(world, tmp_path)
     assert list(found.answers) == ["q1", "q2", "q3", "q4"]
     spec, chat = describe_model(ModelSpec(str(world.model)))
-    generator = chat_generator(load_model(spec.path), chat)
+    generator = make_chat_generator(load_model(spec.path), chat)
     for question in TWO:
         temperature = 0.8 if question.temperature is None else question.temperature
         talk: list[Message] = []

@@ -37,7 +37,7 @@ from attnpo.evaluation.pairs import (
 from attnpo.evaluation.rankers import ColumnRanker, JudgeRanker, RewardRanker
 from attnpo.evaluation.session import GradingLimits
 from attnpo.models.loading import load_tokenizer
-from attnpo.models.reward_policy import rewards_of
+from attnpo.models.reward_policy import score_conversations
 from attnpo.pair import main
 from attnpo.schema import UserError
 from attnpo.text.chat import ChatFormat
@@ -235,7 +235,7 @@ def test_a_reward_model_scores_whole_conversations(world: World, tmp_path: Path)
             alone = model(input_ids=torch.tensor([[*one.prompt_ids, *one.response_ids]])).logits[0, 0]
             assert row[f"{side}_score"] == pytest.approx(float(alone), abs=1e-5)
         assert float(str(row["chosen_score"])) > float(str(row["rejected_score"]))
-    assert torch.equal(rewards_of(model, [[3, 4], [5]], 1), rewards_of(model, [[3, 4], [5]], 1))
+    assert torch.equal(score_conversations(model, [[3, 4], [5]], 1), score_conversations(model, [[3, 4], [5]], 1))
     short = replace(ranker, max_length=3)
     with pytest.raises(UserError, match=r"a conversation is longer than ranker\.max_length=3"):
         make_pairs(config(str(tmp_path / "a.jsonl"), tmp_path / "none.jsonl", short))

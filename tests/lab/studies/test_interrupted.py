@@ -59,8 +59,8 @@ class Ended:
     @property
     def command(self) -> list[str]:
         """The command that it says goes on."""
-        (line,) = [line for line in self.errors.splitlines() if "go on with " in line]
-        return shlex.split(line.partition("go on with ")[2])
+        (line,) = [line for line in self.errors.splitlines() if "continue with " in line]
+        return shlex.split(line.partition("continue with ")[2])
 
 
 def of_session(leader: int) -> list[int]:
