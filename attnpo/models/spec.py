@@ -11,7 +11,7 @@ CHUNKS = (1024, 256)  # tokens per chunk of the vocabulary head that ``auto`` ch
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 FULL = ("float64", "float32")  # dtypes that keep small weight updates
 QUANTIZED = ("nf4", "fp4")  # 4-bit formats
-COMPILER = "inductor"  # the backend of torch.compile that ``auto`` takes
+COMPILER = "inductor"  # torch.compile backend used by ``auto``
 
 
 @dataclass(frozen=True)
