@@ -47,7 +47,7 @@ def main(cfg: "FitConfig") -> int:
         from attnpo.lab.studies.plan import plan_study
 
         plan = plan_study(cfg)
-    budget = None if plan is None else f"{plan.size()}, {plan.pace().forecast()}"
+    budget = None if plan is None else f"{plan.describe_size()}, {plan.time_estimate().forecast()}"
     with ExitStack() as held:
         if folder.exists():  # check for another job first, then the folder's content, before printing anything
             held.enter_context(folder_lock(folder, cfg.lock_timeout, leading=is_main_process()))
@@ -127,15 +127,15 @@ def _execute(cfg: "FitConfig", folder: "Path", plan: "StudyPlan | None") -> int:
                 log.info("%s", line)
         return 0
     from attnpo.config.compose import to_yaml
-    from attnpo.lab.studies.notes import ending as study_ending
-    from attnpo.lab.studies.page import finish_study, publish_study, show_so_far
+    from attnpo.lab.studies.notes import conclusion_lines as study_ending
+    from attnpo.lab.studies.page import finish_study, print_interim_table, publish_study
     from attnpo.lab.studies.runner import run_study
     from attnpo.run.folders import CONFIG
     from attnpo.system.files import write_atomically
 
     write_atomically(folder / CONFIG, to_yaml(cfg.values))
     try:
-        outcome = run_study(cfg, folder, show_so_far, plan)
+        outcome = run_study(cfg, folder, print_interim_table, plan)
     except KeyboardInterrupt as stop:  # raised by a sweep point in this process, or by this process itself
         advice = f"finished runs are kept; continue with {command_text('fit', *cfg.composed.arguments())}"
         if isinstance(stop, Interrupted):

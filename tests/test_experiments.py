@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from attnpo.config.compose import CONFIG_DIR, list_groups, load
-from attnpo.lab.studies.arms import arm_identity, composer_of
+from attnpo.lab.studies.arms import arm_identity, make_composer
 from attnpo.lab.studies.config import FitConfig
-from attnpo.lab.studies.study import ONLY, Arm, Study, expand_arms, grid_record, settings_digest
+from attnpo.lab.studies.study import ONLY, Arm, Study, expand_arms, settings_digest, settings_record
 from attnpo.run.identity import identity_of
 from attnpo.schema import UserError
 
@@ -48,8 +48,8 @@ def study_of(experiment: str, setting: str) -> Study:
 @cache
 def arm_of(experiment: str, setting: str, overrides: tuple[str, ...], world: str = ONLY) -> FitConfig:
     """Returns the config of an arm as the runner composes it; composed once."""
-    composer = composer_of(composed(experiment, setting), study_of(experiment, setting))
-    return composer.arm(overrides, world).config
+    composer = make_composer(composed(experiment, setting), study_of(experiment, setting))
+    return composer.compose_arm(overrides, world).config
 
 
 def registered(experiment: str) -> bool:
@@ -77,7 +77,7 @@ def arms_of(study: Study, setting: str) -> dict[str, list[Arm]]:
 def points(study: Study, setting: str) -> tuple[int, set[int]]:
     """The arms of all worlds, and the numbers of grid points they have."""
     arms = [arm for found in arms_of(study, setting).values() for arm in found]
-    return len(arms), {len((arm.grid or study.grid).overrides()) for arm in arms}
+    return len(arms), {len((arm.grid or study.grid).point_overrides()) for arm in arms}
 
 
 # ------------------------------------------------------------------------------------------------ composing
@@ -232,7 +232,7 @@ def test_keys_of_the_study_reach_its_points() -> None:
     assert (study.layers, study.seeds) == (("last",), 2)
     arms = [arm for arm in expand_arms(study, 4) if arm.layer is not None]
     assert [arm.name for arm in arms] == ["attention L4"]
-    arm = composer_of(cfg, study).arm(arms[0].overrides)
+    arm = make_composer(cfg, study).compose_arm(arms[0].overrides)
     made = arm.config
     assert (made.study, made.weights.layer, made.seed) == (None, 4, 5)
     assert not any(word.startswith("study.") for word in arm.overrides)
@@ -294,7 +294,7 @@ def test_the_explanations_are_separated_where_they_can_be() -> None:
     assert [place for place in study.world_axis.at.values()] == [0.0, 0.1, 0.2, 0.3, 0.4]
     flat, sharp = study.grid.beta, study.grid_of("attention").beta
     assert len(flat) == len(sharp) and all(low < high for low, high in zip(sharp, flat, strict=True))
-    for name, arm in study.arms_with(truth=True).items():
+    for name, arm in study.all_arms(truth=True).items():
         source = next(item for item in arm if item.startswith("weights="))
         mixed = any(item.startswith("transform=mixture") for item in arm)
         own = study.grid_of(name).beta
@@ -317,7 +317,7 @@ def test_predictions_stand_for_the_settings_they_were_fixed_for(experiment: str)
     }
     digests = {world: config.prepare.grammar.digest() for (world, _), config in made.items()}
     assert study.predictions is not None
-    assert study.predictions.settings == settings_digest(grid_record(study, arms, digests))
+    assert study.predictions.settings == settings_digest(settings_record(study, arms, digests))
 
 
 # ------------------------------------------------------------------------------------------------ regimes

@@ -10,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from attnpo.config.compose import expand_sweep, load
-from attnpo.lab.studies.arms import yaml_value
+from attnpo.lab.studies.arms import parse_yaml_value
 from attnpo.lab.studies.config import FitConfig
 from attnpo.lab.studies.study import Study
 from attnpo.run import combinations as settings
@@ -123,7 +123,7 @@ def test_a_methods_row_is_one_run_of_its_search(name: str) -> None:
     """In both Llama settings: the same training as the sweep's run with the row's values, which are in its ranges."""
     study, other = map(main_results, LLAMAS)
     assert study.grid_of(METHODS[name]) == other.grid_of(METHODS[name])
-    (values,) = study.grid_of(METHODS[name]).overrides()
+    (values,) = study.grid_of(METHODS[name]).point_overrides()
     shared = ["experiment=none", *(word for word in study.shared if not word.startswith("trainer."))]
     row = load("fit", [f"setting={LLAMAS[0]}", *shared, *study.arms[METHODS[name]], *values])
     found = [run for run in expanded(FOLDER / f"{name}.yaml") if all(_set(row, word) for word in run if "." in word)]
@@ -136,7 +136,7 @@ def test_a_methods_row_is_one_run_of_its_search(name: str) -> None:
 def _set(cfg: FitConfig, word: str) -> bool:
     """Whether a configuration has what an override sets."""
     key, _, text = word.partition("=")
-    return bool(dict(flatten(cfg.values)).get(key) == yaml_value(text))
+    return bool(dict(flatten(cfg.values)).get(key) == parse_yaml_value(text))
 
 
 @pytest.mark.parametrize("setting", LLAMAS)

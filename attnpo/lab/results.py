@@ -19,9 +19,9 @@ from attnpo.config.compose import to_container, wrap_yaml_errors
 from attnpo.display.output import read_tables
 from attnpo.display.page import Paragraph, TableBlock
 from attnpo.display.tables import Cell, ordered_cells
-from attnpo.lab.studies.outcome import PointResults, at_kl, best_point, gather, has_truth
+from attnpo.lab.studies.outcome import PointResults, best_point, group_by_point, has_truth, rewards_at_kl
 from attnpo.lab.studies.predictions import HEADS, TITLE
-from attnpo.lab.studies.study import BETA, LR, Arm, Point, short
+from attnpo.lab.studies.study import BETA, LR, Arm, Point, short_key
 from attnpo.run.folders import CONFIG, FIXED, STUDY_FILES, TABLES
 from attnpo.run.result import RunResult
 from attnpo.schema import UserError
@@ -232,7 +232,7 @@ class StudyResults:
                     **_name_arm(world, arm),
                     "point": point.label,
                     "seeds": len(point.seeds),
-                    "kl": point.truth("test", "kl"),
+                    "kl": point.mean_truth_score("test", "kl"),
                     "reward": point.interval.mean,
                     "low": point.interval.low,
                     "high": point.interval.high,
@@ -255,7 +255,7 @@ class StudyResults:
         rows = [
             {**_name_arm(*of), "reward": at.reward, "kl": at.kl, "mark": at.mark, "seeds": len(at.seeds)}
             for of, points in self._by_arm().items()
-            if (at := at_kl(points, level)) is not None
+            if (at := rewards_at_kl(points, level)) is not None
         ]
         return _frame(rows, ["arm", "reward", "kl", "mark", "seeds"])
 
@@ -264,7 +264,7 @@ class StudyResults:
 
     def _by_arm(self) -> dict[tuple[str, str], list[PointResults]]:
         self._require_finished("reward against KL")
-        points = gather([(point, result) for point, result, _ in self.finished_points()])
+        points = group_by_point([(point, result) for point, result, _ in self.finished_points()])
         if not points or not has_truth(points):
             why = "no point that its tables stand on is left" if not points else "its setting has no known truth"
             raise UserError(f"{self.path}: {why}, so there is no reward against KL; see study.points")
@@ -461,7 +461,7 @@ def settings_in(path: Path) -> dict[str, Cell]:
         "beta": OmegaConf.select(cfg, BETA),
         "lr": OmegaConf.select(cfg, LR),
         # Beside beta those that the objective was given, as a study's grid gives them.
-        **{short(key): OmegaConf.select(cfg, key) for key in given if key.startswith("objective.") and key != BETA},
+        **{short_key(key): OmegaConf.select(cfg, key) for key in given if key.startswith("objective.") and key != BETA},
     }
     return {name: value for name, value in settings.items() if value is not None}
 

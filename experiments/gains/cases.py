@@ -18,7 +18,7 @@ import pandas
 from attnpo.lab.results import ANALYSES, RECORD, StudyResults
 from attnpo.lab.studies.arms import LATER
 from attnpo.lab.studies.faithfulness import ROLLOUT
-from attnpo.lab.studies.outcome import at_kl, gather, has_truth
+from attnpo.lab.studies.outcome import group_by_point, has_truth, rewards_at_kl
 from attnpo.lab.studies.study import BETA, LR, Point
 from attnpo.objectives.twdpo import TwDPO
 from attnpo.run.identity import by_class, component
@@ -149,10 +149,10 @@ def gain_at(
     """
     places = []
     for whose, runs in (("the arm", mine), ("the control", control)):
-        points = gather(runs)
+        points = group_by_point(runs)
         if not points or not has_truth(points):
             return f"{whose} has no points with a known truth", math.nan
-        place = at_kl(points, level)
+        place = rewards_at_kl(points, level)
         if place is None or place.mark:
             return f"{whose}'s path has no point near KL {level:g}", math.nan
         places.append(place)

@@ -100,7 +100,7 @@ def test_what_is_not_there_is_named(
 
 def test_a_study_whose_layers_repeat(attempts: Attempts, record: Record) -> None:
     message = attempts.fit("experiment=layer_sweep", "study.layers=[2,1,2]", NO_DATA_READ).refused()
-    assert message.endswith("study.layers has 2 more than once; give each layer once")
+    assert message.endswith("study.layers lists 2 more than once: list each layer once")
     record("study.layers=[2,1,2]", message, NOT_STARTED)
 
 
@@ -119,7 +119,7 @@ def test_a_study_in_several_processes(
     for name, value in LAUNCHERS[launcher].items():
         monkeypatch.setenv(name, value)
     message = attempts.fit("experiment=layer_sweep", NO_DATA_READ).refused()
-    assert f"was started with 2 processes by {launcher}, and a study starts its own" in message
+    assert f"was started with 2 processes by {launcher}, but a study starts its own processes" in message
     record(f"a study in two processes: {launcher}", message.replace(str(attempts.folder.parent), "TMP"), NOT_STARTED)
 
 

@@ -16,12 +16,12 @@ from omegaconf import DictConfig, OmegaConf
 from attnpo import fit, generate, report
 from attnpo.config.compose import compose, load, parse_as
 from attnpo.lab.studies import runner
-from attnpo.lab.studies.arms import Composed
-from attnpo.lab.studies.bases import Basis
+from attnpo.lab.studies.arms import ComposedConfig
 from attnpo.lab.studies.config import FitConfig
-from attnpo.lab.studies.plan import Pace
+from attnpo.lab.studies.plan import TimeEstimate
+from attnpo.lab.studies.shared_inputs import SharedInputs
 from attnpo.lab.studies.study import ONLY, Arm, Point, Study
-from attnpo.lab.studies.workers import Workers, run_point
+from attnpo.lab.studies.workers import WorkerSettings, run_point
 from attnpo.run.identity import identity_of, saved_numbers
 from attnpo.run.result import RunResult
 from attnpo.run.resume import RESULT
@@ -246,10 +246,10 @@ def test_files_of_others_beside_a_checkpoint_do_not_matter(runs: Runs, tmp_path:
 def finished(runs: Runs, folder: Path) -> RunResult | None:
     """What a study takes as the result of its only point, whose folder this is; None where it would run it."""
     point, study = Point(Arm("uniform", ()), (), 0), Study("one", {"uniform": []})
-    plan = SimpleNamespace(study=study, workers=Workers(1, None, None, 0))
-    pace = Pace(folder.parent / "pace.json", "", 1)
-    so_far = runner.StudyProgress(plan, folder.parent, pace, {(ONLY, 0): Basis(ONLY, 0)})  # type: ignore[arg-type]
-    own = {(ONLY, "uniform"): Composed(runs.composed, runs.world.overrides(*KEYS))}
+    plan = SimpleNamespace(study=study, workers=WorkerSettings(1, None, None, 0))
+    pace = TimeEstimate(folder.parent / "pace.json", "", 1)
+    so_far = runner.StudyProgress(plan, folder.parent, pace, {(ONLY, 0): SharedInputs(ONLY, 0)})  # type: ignore[arg-type]
+    own = {(ONLY, "uniform"): ComposedConfig(runs.composed, runs.world.overrides(*KEYS))}
     ran: list[Path] = []
 
     def execute(jobs: list[tuple[list[str], Path]], *_: Any) -> Iterator[Any]:
@@ -258,7 +258,7 @@ def finished(runs: Runs, folder: Path) -> RunResult | None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "point_folder", lambda *_: folder)
-        patch.setattr(runner, "execute", execute)
+        patch.setattr(runner, "run_jobs", execute)
         so_far.run_points([point], own)
     assert [*(one for one, _ in so_far.done), *ran] == [folder if ran else point], "taken or run"
     return dict(so_far.done).get(point)

@@ -14,7 +14,7 @@ import pytest
 
 from attnpo.cli.entry import run_entry
 from attnpo.config.compose import CONFIG_DIR, RootConfig, compose, expand_sweep, parse, validate
-from attnpo.lab.studies.arms import composer_of
+from attnpo.lab.studies.arms import make_composer
 from attnpo.run import combinations as settings
 from attnpo.schema import digest
 from tests.docs.commands import FENCE, PAGES, ROOT, Command, every_command
@@ -232,7 +232,7 @@ def test_a_command_is_sound(command: Command, reader: Path) -> None:
     if name == "fit" and any(word.startswith(("study.", "+study.")) for word in overrides):
         root = parse(cfg, complete=False).as_type(RootConfig)  # the arms are composed from the same overrides
         for arm in root.study.arms.values():
-            composer_of(root, root.study).arm(arm)
+            make_composer(root, root.study).compose_arm(arm)
             break
 
 

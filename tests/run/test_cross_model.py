@@ -8,10 +8,10 @@ import torch
 from transformers import CanineTokenizer
 
 from attnpo.config.compose import compose, load, validate
-from attnpo.lab.studies.bases import make_basis
 from attnpo.lab.studies.config import FitConfig
 from attnpo.lab.studies.plan import plan_study
 from attnpo.lab.studies.runner import run_study
+from attnpo.lab.studies.shared_inputs import prepare_shared_inputs
 from attnpo.lab.testbed.prepare import Testbed
 from attnpo.lab.testbed.pretrain import new_model
 from attnpo.lab.testbed.tokenizer import build_tokenizer
@@ -207,7 +207,7 @@ def test_a_study_on_the_testbed_settles_its_second_base_while_judging(tmp_path: 
     (configs / "experiment" / "small.yaml").write_text(SMALL, encoding="utf-8")
     store = tmp_path / "store"
     words = ("experiment=small", "seeds=1", "data.val_split=test", "trainer.accelerator=cpu", *BY_CHARACTERS)
-    basis = make_basis(plan_study(load("fit", [*tiny_testbed(store), *words], configs)), 0)
+    basis = prepare_shared_inputs(plan_study(load("fit", [*tiny_testbed(store), *words], configs)), 0)
     assert not basis.lost
     assert basis.depths == {"uniform": 0, "attention": 2, "other judge": 1, "other judge shuffled": 1}
     (second,) = (store / "prepared").glob("base-*")

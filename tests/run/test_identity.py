@@ -8,8 +8,8 @@ import pytest
 
 from attnpo.config.compose import CONFIG_DIR, load
 from attnpo.lab.studies.arms import point_folder
-from attnpo.lab.studies.bases import make_basis
 from attnpo.lab.studies.plan import plan_study
+from attnpo.lab.studies.shared_inputs import prepare_shared_inputs
 from attnpo.lab.studies.study import Arm, Point
 from attnpo.run.identity import by_class, identity_of
 from attnpo.system import source_digest as sources
@@ -90,7 +90,7 @@ def test_what_counts_asks_what_shows_results_for_pages_alone() -> None:
         ("lab/studies/config.py", "run/show_config.py"),  # keys of another command
         ("lab/studies/runner.py", "lab/studies/outcome.py"),  # gathers what the points came to
         ("lab/studies/study.py", "display/page.py"),
-        ("lab/studies/bases.py", "lab/studies/outcome.py"),  # counts what weights ask of models
+        ("lab/studies/shared_inputs.py", "lab/studies/outcome.py"),  # counts what weights ask of models
         ("lab/studies/scorers.py", "lab/studies/outcome.py"),  # the same of scorers
     }
 
@@ -121,7 +121,7 @@ def test_changed_code_of_the_reference_is_another_basis_for_the_points(
             with (package / name).open("a", encoding="utf-8") as file:
                 file.write("# changed\n")
         source_digest.cache_clear()
-        codes.append(make_basis(plan, 0).facts["code"])
+        codes.append(prepare_shared_inputs(plan, 0).facts["code"])
     source_digest.cache_clear()
     assert codes[0] == codes[1] != codes[2]
     assert {"torch", "tokenizers", "numpy"} <= codes[0].keys()

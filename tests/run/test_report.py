@@ -18,7 +18,7 @@ from attnpo.config.compose import load
 from attnpo.display.column_notes import column_notes
 from attnpo.display.figures import training_curves
 from attnpo.display.page import KeyValues, TableBlock
-from attnpo.lab.studies.arms import composer_of
+from attnpo.lab.studies.arms import make_composer
 from attnpo.lab.studies.outcome import Outcome
 from attnpo.lab.studies.page import publish_study
 from attnpo.lab.studies.study import Arm, Point, Study
@@ -168,9 +168,9 @@ def test_what_was_switched_off_is_not_sent(made: Made, tmp_path: Path) -> None:
 
 def test_points_of_a_study_share_a_group(world: World) -> None:
     study = Study("it's a sweep", {"uniform": []})
-    assert composer_of(world.config(), study).tracked == ()
-    assert composer_of(world.config(*TRACKED, "logger.wandb.group=mine"), study).tracked == ()
-    more = composer_of(world.config(*TRACKED), study).tracked
+    assert make_composer(world.config(), study).tracked == ()
+    assert make_composer(world.config(*TRACKED, "logger.wandb.group=mine"), study).tracked == ()
+    more = make_composer(world.config(*TRACKED), study).tracked
     assert world.config(*TRACKED, *more).logger.wandb.group == "it's a sweep"
 
 

@@ -303,7 +303,7 @@ WRONG = [
     (("out=x.xls",), "out=x.xls: expected a file ending in .jsonl"),
     (("out=x.html", "column=logp"), "a page shows weights"),
     (("run=a", "bad_batch=b"), "give one of them"),
-    (("experiment=layer_sweep",), "pairs are shown of one run"),
+    (("experiment=layer_sweep",), "shows pairs of a single run"),
     (("run=/no/such/run",), "no run lies there"),
 ]
 

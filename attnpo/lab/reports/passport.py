@@ -54,7 +54,7 @@ from attnpo.lab.auto_layer import at_layers, pool_splits
 from attnpo.lab.reports.output import MARK, check_free
 from attnpo.lab.reports.passport_config import PassportConfig, PassportSettings
 from attnpo.lab.reports.weight_report import model_label
-from attnpo.lab.studies.faithfulness import by_layer, equal_weights, true_mass
+from attnpo.lab.studies.faithfulness import decisive_mass, equal_rankings, layer_source
 from attnpo.lab.testbed.grammar import Grammar
 from attnpo.lab.testbed.importance import is_flipped
 from attnpo.run.folders import make_folder
@@ -206,7 +206,7 @@ def judge_sample(
     began = time.perf_counter()
     loaded = replace(judge.load(device, keep=False), verdict=True)
     loading = time.perf_counter() - began
-    heard, layered = RecordingJudge(loaded.model), by_layer(source)
+    heard, layered = RecordingJudge(loaded.model), layer_source(source)
     every = list(attending(judge.num_layers))
     source = at_layers(layered, every[0], every).resolve(judge.num_layers)
     rows = source.rows_to_store(judge.num_layers, lambda: judge.num_heads)
@@ -292,7 +292,7 @@ def measure_judge(
         truth = {
             "wrong_labels": share(flipped.astype(np.float64)),
             "accuracy": share(np.where(flipped, 1 - right, right)),
-            "equal": true_mass(judged.shown, equal_weights(ranked[numbers[0]]), grammar),
+            "equal": decisive_mass(judged.shown, equal_rankings(ranked[numbers[0]]), grammar),
         }
     return {
         "judgement": assess_judge(statistics, {layer: row["gain"] for layer, row in falls.items()}, left, low),
@@ -347,7 +347,7 @@ def look_at(judged: Judged, layer: int, ranked: Rankings, grammar: Grammar | Non
         "kept_mass_rejected": arrived.kept_mass_rejected,
         "lost": describe_loss(source, judged.judge, judged.align.method, (layer,), arrived, made.tally),
         **dict.fromkeys(("fall", "random", "gain")),
-        "truth": None if grammar is None else true_mass(judged.shown, ranked, grammar),
+        "truth": None if grammar is None else decisive_mass(judged.shown, ranked, grammar),
     }
 
 

@@ -12,7 +12,7 @@ from attnpo.config.reader import did_you_mean
 from attnpo.evaluation.base import Benchmark
 from attnpo.evaluation.evaluate_config import EvaluateConfig
 from attnpo.evaluation.implicit_reward import ImplicitReward
-from attnpo.lab.studies.study import ALL, Study, word
+from attnpo.lab.studies.study import ALL, Study, format_value
 from attnpo.models.loading import weights_fingerprint
 from attnpo.models.spec import ModelSpec
 from attnpo.schema import UserError
@@ -24,7 +24,7 @@ GRAMMAR = "benchmark.grammar"
 
 
 @dataclass(frozen=True)
-class Evaluations:
+class EvaluationConfigs:
     """Makes the configs of a study's evaluations, with the user's options in ``config_dir``, for one ``accelerator``.
 
     ``grammar``: that of the study's own world, empty where there is none.
@@ -48,9 +48,9 @@ class Evaluations:
         ``grammar``: that of the model's world, for a benchmark with one, where the study does not say otherwise.
         UserError where it cannot be.
         """
-        given = _given(self.study, benchmark)
+        given = _evaluation_settings(self.study, benchmark)
         values = {key: base if value == OF_BASE and base is not None else value for key, value in given.items()}
-        overrides = [f"benchmark={benchmark}", *(f"{key}={word(value)}" for key, value in values.items())]
+        overrides = [f"benchmark={benchmark}", *(f"{key}={format_value(value)}" for key, value in values.items())]
         try:
             raw = compose("evaluate", overrides, self.config_dir)
             own = grammar if grammar and OmegaConf.select(raw, GRAMMAR) is not None else {}
@@ -68,7 +68,7 @@ class Evaluations:
         return made.with_value("model.chat_template_kwargs", cast(dict[str, Json], kwargs) or None)
 
 
-def _given(study: Study, benchmark: str) -> dict[str, object]:
+def _evaluation_settings(study: Study, benchmark: str) -> dict[str, object]:
     return {**(study.evaluate.get(ALL) or {}), **(study.evaluate.get(benchmark) or {})}
 
 
@@ -79,7 +79,7 @@ def _explain_error(study: Study, benchmark: str, problem: Exception) -> str:
     )
 
 
-def grammar_of(prepare: Json) -> Mapping[str, Json]:
+def prepared_grammar(prepare: Json) -> Mapping[str, Json]:
     """Returns the grammar of the world that a node ``prepare`` builds; empty where there is none."""
     grammar = prepare.get("grammar") if isinstance(prepare, dict) else None
     return grammar if isinstance(grammar, dict) else {}
@@ -88,7 +88,7 @@ def grammar_of(prepare: Json) -> Mapping[str, Json]:
 # ------------------------------------------------------------------------------------------------ before training
 
 
-def check_benchmarks(evaluations: Evaluations, base: ModelSpec | None) -> None:
+def check_benchmarks(evaluations: EvaluationConfigs, base: ModelSpec | None) -> None:
     """Refuses what can be known to fail before anything is trained.
 
     ``base``: the model that training starts from; None where it is still to be built, so that what names it is not
@@ -106,7 +106,7 @@ def check_benchmarks(evaluations: Evaluations, base: ModelSpec | None) -> None:
                 f"study.benchmarks has {name}, which is no option of the group benchmark"
                 f"{did_you_mean(name, known_names)} There are: {', '.join(known_names)}"
             )
-        unknown = [key for key, value in _given(study, name).items() if base is None and value == OF_BASE]
+        unknown = [key for key, value in _evaluation_settings(study, name).items() if base is None and value == OF_BASE]
         known = base or ModelSpec(OF_BASE)
         made = evaluations.config(name, known, known.path, evaluations.grammar)
         try:

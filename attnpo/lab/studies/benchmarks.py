@@ -20,13 +20,13 @@ from attnpo.evaluation.evaluating import Grading, estimate_grading, run_evaluati
 from attnpo.evaluation.jsonl_store import GRADES, ReplyStore
 from attnpo.evaluation.result import EvaluationResult
 from attnpo.evaluation.session import GradingLimits
-from attnpo.lab.studies.arms import Composed, point_config, point_folder
-from attnpo.lab.studies.bases import Basis
-from attnpo.lab.studies.benchmark_settings import OF_BASE, Evaluations, grammar_of
+from attnpo.lab.studies.arms import ComposedConfig, point_config, point_folder
+from attnpo.lab.studies.benchmark_settings import OF_BASE, EvaluationConfigs, prepared_grammar
 from attnpo.lab.studies.outcome import Outcome, RowScore
-from attnpo.lab.studies.scorers import MODEL, is_whole, keep_model, with_model
+from attnpo.lab.studies.scorers import MODEL, has_intact_model, strip_training_state, with_checkpoint
+from attnpo.lab.studies.shared_inputs import SharedInputs
 from attnpo.lab.studies.study import BASE_ROW, Arm, Point, WorldSeed, error_text, last_line
-from attnpo.lab.studies.workers import Workers, execute, on_gpu
+from attnpo.lab.studies.workers import WorkerSettings, needs_gpu, run_jobs
 from attnpo.models.loading import weights_fingerprint
 from attnpo.models.spec import ModelSpec
 from attnpo.run.identity import identity_of
@@ -44,7 +44,7 @@ CLOSE = 1e-6  # relative: kernels of a GPU may sum in another order
 
 
 @dataclass(frozen=True)
-class Measurement:
+class BenchmarkTarget:
     """Model that is measured for the row ``name`` of a world.
 
     ``folder`` names its files, ``label`` is what tables of its own call it, ``base`` the base of its world and seed.
@@ -63,7 +63,9 @@ class Measurement:
 # ------------------------------------------------------------------------------------------------ before training
 
 
-def tell_costs(evaluations: Evaluations, arms: Sequence[Arm], bases: Mapping[WorldSeed, Basis], folder: Path) -> None:
+def log_grading_cost(
+    evaluations: EvaluationConfigs, arms: Sequence[Arm], bases: Mapping[WorldSeed, SharedInputs], folder: Path
+) -> None:
     """Logs how many calls the grading of the whole study takes at most, and their tokens and dollars."""
     study = evaluations.study
     model = next(basis.model for basis in bases.values() if basis.model is not None)
@@ -92,27 +94,29 @@ def tell_costs(evaluations: Evaluations, arms: Sequence[Arm], bases: Mapping[Wor
 
 
 def measure_benchmarks(
-    evaluations: Evaluations,
+    evaluations: EvaluationConfigs,
     outcome: Outcome,
-    own: Mapping[tuple[str, str], Composed],
-    bases: Mapping[WorldSeed, Basis],
-    workers: Workers,
+    own: Mapping[tuple[str, str], ComposedConfig],
+    bases: Mapping[WorldSeed, SharedInputs],
+    workers: WorkerSettings,
 ) -> Outcome:
     """Returns the outcome with the scores of its rows on ``study.benchmarks``.
 
     ``workers`` run chosen points again that left no model. What fails of one row is named and stops nothing else.
     """
-    exports, lost, said = export_chosen(outcome, own, bases, workers)
+    exports, lost, said = export_chosen_models(outcome, own, bases, workers)
     several = len({seed for _, seed in bases}) > 1
-    wanted = [*_of_bases(bases)]
+    wanted = [*_base_targets(bases)]
     for export in exports:
         arm, seed = export.point.arm, export.point.seed
         label, model = f"{arm.label}, seed {seed}" if several else arm.label, ModelSpec(str(export.model))
-        wanted.append(Measurement(arm.world, arm.name, label, export.run.name, model, _path(bases[arm.world, seed])))
+        wanted.append(
+            BenchmarkTarget(arm.world, arm.name, label, export.run.name, model, _base_path(bases[arm.world, seed]))
+        )
     for point, why in lost.items():
-        wanted.append(Measurement(point.arm.world, point.arm.name, point.label, "", ModelSpec(""), "", why))
-    wanted += _of_published(outcome, bases)
-    grammars = {world: grammar_of(found.config.values.get("prepare")) for (world, _), found in own.items()}
+        wanted.append(BenchmarkTarget(point.arm.world, point.arm.name, point.label, "", ModelSpec(""), "", why))
+    wanted += _published_targets(outcome, bases)
+    grammars = {world: prepared_grammar(found.config.values.get("prepare")) for (world, _), found in own.items()}
     done: dict[tuple[str, str], EvaluationResult | str] = {}
     failures: list[str] = []
     rows: dict[tuple[str, str], dict[str, None]] = {}
@@ -123,14 +127,14 @@ def measure_benchmarks(
                 done[name, one.label] = one.lost
             elif (name, one.folder) not in done:
                 folder = outcome.folder / BENCHMARKS / name / one.folder
-                done[name, one.folder] = _measure(evaluations, name, one, grammars.get(one.world, {}), folder)
+                done[name, one.folder] = _evaluate_target(evaluations, name, one, grammars.get(one.world, {}), folder)
             found = done[name, one.folder or one.label]
             if isinstance(found, str):
                 failures.append(f"FAILED benchmark {name}, {one.label}: {found}")
     return replace(
         outcome,
         benchmarks={
-            name: {row: row_score([done[name, place] for place in places]) for row, places in rows.items()}
+            name: {row: combine_seed_scores([done[name, place] for place in places]) for row, places in rows.items()}
             for name in outcome.study.benchmarks
         },
         unmeasured=[*outcome.unmeasured, *dict.fromkeys(failures)],
@@ -138,37 +142,37 @@ def measure_benchmarks(
     )
 
 
-def _of_bases(bases: Mapping[WorldSeed, Basis]) -> Iterator[Measurement]:
+def _base_targets(bases: Mapping[WorldSeed, SharedInputs]) -> Iterator[BenchmarkTarget]:
     """Yields the base of every world and seed; one that several share is measured once."""
     folders = {place: _base_folder(basis) for place, basis in bases.items()}
     for (world, seed), basis in bases.items():
         if basis.model is not None:
             label = BASE_ROW if len(set(folders.values())) == 1 else f"{BASE_ROW}, {basis.label}"
-            yield Measurement(world, BASE_ROW, label, folders[world, seed], basis.model, basis.model.path)
+            yield BenchmarkTarget(world, BASE_ROW, label, folders[world, seed], basis.model, basis.model.path)
 
 
-def _base_folder(basis: Basis) -> str:
+def _base_folder(basis: SharedInputs) -> str:
     return f"{BASE_ROW}-{digest([basis.facts.get('model'), basis.facts.get('chat')])[:8]}"
 
 
-def _path(basis: Basis) -> str:
+def _base_path(basis: SharedInputs) -> str:
     return OF_BASE if basis.model is None else basis.model.path
 
 
-def _of_published(outcome: Outcome, bases: Mapping[WorldSeed, Basis]) -> Iterator[Measurement]:
+def _published_targets(outcome: Outcome, bases: Mapping[WorldSeed, SharedInputs]) -> Iterator[BenchmarkTarget]:
     for world in outcome.worlds:
-        base = next((_path(basis) for (of, _), basis in bases.items() if of == world), OF_BASE)
+        base = next((_base_path(basis) for (of, _), basis in bases.items() if of == world), OF_BASE)
         for path in outcome.study.published:
             folder = lost = ""
             try:
                 folder = f"{safe_filename(path)}-{digest(weights_fingerprint(path))[:8]}"
             except UserError as problem:
                 lost = str(problem)
-            yield Measurement(world, path, path, folder, ModelSpec(path), base, lost)
+            yield BenchmarkTarget(world, path, path, folder, ModelSpec(path), base, lost)
 
 
-def _measure(
-    evaluations: Evaluations, benchmark: str, one: Measurement, grammar: Mapping[str, Json], folder: Path
+def _evaluate_target(
+    evaluations: EvaluationConfigs, benchmark: str, one: BenchmarkTarget, grammar: Mapping[str, Json], folder: Path
 ) -> EvaluationResult | str:
     """Returns the result of one model on one benchmark, which is kept in ``folder``, or why there is none."""
     log.info("benchmark %s: %s", benchmark, one.label)
@@ -176,7 +180,7 @@ def _measure(
         made = evaluations.config(benchmark, one.model, one.base, grammar, label=one.label, output=str(folder))
         folder.mkdir(parents=True, exist_ok=True)
         with folder_lock(folder, made.lock_timeout):
-            for key, left in bounds_left(made.limits, made.grader, folder).items():
+            for key, left in remaining_limits(made.limits, made.grader, folder).items():
                 made = made.with_value(key, left)
             result = run_evaluation(made, folder)
     except Exception as error:  # noqa: BLE001  the other rows go on
@@ -190,7 +194,7 @@ def _measure(
     return result
 
 
-def bounds_left(limits: GradingLimits, grader: Grader, folder: Path) -> dict[str, float]:
+def remaining_limits(limits: GradingLimits, grader: Grader, folder: Path) -> dict[str, float]:
     """Returns what the study's other evaluations have left of ``limits.max_cost`` and ``limits.max_calls``, by key.
 
     Of one evaluation they bound all replies in its folder; in a study all in the folders beside it, too.
@@ -207,7 +211,7 @@ def bounds_left(limits: GradingLimits, grader: Grader, folder: Path) -> dict[str
     }
 
 
-def row_score(found: Sequence[EvaluationResult | str]) -> RowScore:
+def combine_seed_scores(found: Sequence[EvaluationResult | str]) -> RowScore:
     """Returns a row's score from its evaluations, one per seed, those that failed as texts."""
     results = [each for each in found if not isinstance(each, str)]
     scores = [score for each in results if (score := each.score(each.main)) is not None]
@@ -232,12 +236,12 @@ def row_score(found: Sequence[EvaluationResult | str]) -> RowScore:
 
 
 @dataclass(frozen=True)
-class Export:
+class ModelExport:
     """Chosen point and the run that left its model; ``wanted``: the user asked for checkpoints of every point."""
 
     point: Point
     result: RunResult
-    made: Composed
+    made: ComposedConfig
     run: Path
     wanted: bool
 
@@ -247,33 +251,38 @@ class Export:
         return self.run / MODEL
 
 
-def export_chosen(
-    outcome: Outcome, own: Mapping[tuple[str, str], Composed], bases: Mapping[WorldSeed, Basis], workers: Workers
-) -> tuple[list[Export], dict[Point, str], list[str]]:
+def export_chosen_models(
+    outcome: Outcome,
+    own: Mapping[tuple[str, str], ComposedConfig],
+    bases: Mapping[WorldSeed, SharedInputs],
+    workers: WorkerSettings,
+) -> tuple[list[ModelExport], dict[Point, str], list[str]]:
     """Returns the chosen points with their models, errors of those that could not be had, and warnings.
 
     A model is reused while nothing has changed of what made it: its folder's name holds the digest of that.
     """
     study, folder = outcome.study, outcome.folder
-    chosen: list[Export] = []
+    chosen: list[ModelExport] = []
     for world in outcome.worlds:
         for best in outcome.best_points(world).values():
             for seed, result in zip(best.seeds, best.results, strict=True):
                 point, basis = Point(best.arm, best.values, seed), bases[world, seed]
                 plain = point_config(own[world, best.arm.name], point, basis.scorers.paths)
-                made = with_model(plain)
-                at = point_folder(folder, point, identity_of(made.config).result, basis.facts_of(study, best.arm))
-                run = at if is_whole(at) else folder / EXPORTS / at.name
-                chosen.append(Export(point, result, made, run, bool(plain.raw.callbacks.checkpoints)))
-    lost = _run_again(study.name, [export for export in chosen if not is_whole(export.run)], workers)
+                made = with_checkpoint(plain)
+                at = point_folder(
+                    folder, point, identity_of(made.config).result, basis.arm_fingerprint(study, best.arm)
+                )
+                run = at if has_intact_model(at) else folder / EXPORTS / at.name
+                chosen.append(ModelExport(point, result, made, run, bool(plain.raw.callbacks.checkpoints)))
+    lost = _rerun_points(study.name, [export for export in chosen if not has_intact_model(export.run)], workers)
     there = [export for export in chosen if export.point not in lost]
     for export in there:
         if not export.wanted or export.run.parent.name == EXPORTS:
-            keep_model(export.run)
-    return there, lost, [line for export in there if (line := _differs(export)) is not None]
+            strip_training_state(export.run)
+    return there, lost, [line for export in there if (line := _score_change_warning(export)) is not None]
 
 
-def _run_again(study: str, exports: list[Export], workers: Workers) -> dict[Point, str]:
+def _rerun_points(study: str, exports: list[ModelExport], workers: WorkerSettings) -> dict[Point, str]:
     lost: dict[Point, str] = {}
     if exports:
         log.info("study %s: %d chosen points are run once more, to leave their models", study, len(exports))
@@ -282,8 +291,8 @@ def _run_again(study: str, exports: list[Export], workers: Workers) -> dict[Poin
             log.warning("%s: its model is missing or damaged; it is made anew", export.run)
             shutil.rmtree(export.run)
     jobs = [(export.made.overrides, export.run) for export in exports]
-    alone = on_gpu(export.made.config.trainer.accelerator for export in exports)
-    for place, result, error in execute(jobs, workers, alone):
+    alone = needs_gpu(export.made.config.trainer.accelerator for export in exports)
+    for place, result, error in run_jobs(jobs, workers, alone):
         if result is None:
             point = exports[place].point
             lost[point] = f"the model of its chosen point could not be made: {last_line(error or '')}"
@@ -291,10 +300,14 @@ def _run_again(study: str, exports: list[Export], workers: Workers) -> dict[Poin
     return lost
 
 
-def _differs(export: Export) -> str | None:
+def _score_change_warning(export: ModelExport) -> str | None:
     """Returns a warning where the run that left the model had other scores than the point that was chosen."""
     again = read_result(export.run)[0]
-    pairs = {} if again is None else {name: (_number(export.result, name), _number(again, name)) for name in COMPARED}
+    pairs = (
+        {}
+        if again is None
+        else {name: (_comparison_score(export.result, name), _comparison_score(again, name)) for name in COMPARED}
+    )
     for name, (was, now) in pairs.items():
         if not (math.isclose(was, now, rel_tol=CLOSE, abs_tol=CLOSE) or (math.isnan(was) and math.isnan(now))):
             return (
@@ -307,7 +320,7 @@ def _differs(export: Export) -> str | None:
 COMPARED = ("validation reward", "val/loss")
 
 
-def _number(result: RunResult, name: str) -> float:
+def _comparison_score(result: RunResult, name: str) -> float:
     if name in result.metrics or result.truth is None:
         return result.metrics.get(name, math.nan)
     return result.truth["validation"].numbers["reward"] if name == COMPARED[0] else math.nan

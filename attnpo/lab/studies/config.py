@@ -1,4 +1,4 @@
-"""All keys of ``configs/fit.yaml``, ``weigh.yaml`` and ``show.yaml`` as typed roots."""
+"""Typed root configs of ``configs/fit.yaml``, ``weigh.yaml`` and ``show.yaml``."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -12,23 +12,24 @@ from attnpo.system.processes import describe_launcher, world_size
 
 
 def require_one_process(study: Study | None, arguments: list[str]) -> None:
-    """Raises UserError for a study in a job of several processes, naming what started them and what to do.
+    """Checks that a study runs in a single process; ``arguments`` are the arguments of the command.
 
-    ``arguments``: what the command was given.
+    Raises:
+        UserError: the job has several processes; the message names the launcher and the command to use instead.
     """
     if study is None or world_size() == 1:
         return
     name, instead = describe_launcher()
     raise UserError(
-        f"study {study.name} was started with {world_size()} processes by {name}, and a study starts its own: run "
-        f"it as one process (`{instead}{command_text('fit', *arguments)}`), or a single run "
-        f"under {name}: experiment=none"
+        f"study {study.name} was started with {world_size()} processes by {name}, but a study starts its own "
+        f"processes: run it as one process (`{instead}{command_text('fit', *arguments)}`), or give experiment=none "
+        f"for a single run under {name}"
     )
 
 
 @dataclass(frozen=True)
 class FitConfig(RunConfig):
-    """One run, or the study built from it; a field per key of ``configs/fit.yaml``, where each is explained."""
+    """Root config of ``attnpo.fit``: one run, or a study of runs. ``configs/fit.yaml`` explains every key."""
 
     default_layer: int | str = field(default="last", metadata=BOOKKEEPING)
     verbalized_epochs: int = field(default=1, metadata=BOOKKEEPING)
@@ -40,7 +41,7 @@ class FitConfig(RunConfig):
 
     def __post_init__(self) -> None:
         if self.seeds is not None and self.seeds < 1:
-            raise UserError(f"seeds: expected at least 1, or null to leave it to the study, got {self.seeds}")
+            raise UserError(f"seeds: expected at least 1, or null for the study's own number, got {self.seeds}")
         if self.verbalized_epochs < 1:
             raise UserError(f"verbalized_epochs: expected at least 1, got {self.verbalized_epochs}")
         if self.study is not None:
@@ -48,61 +49,61 @@ class FitConfig(RunConfig):
             knobs = [item.partition("=")[0] for item in sets if item.startswith("prepare.")]
             if knobs and self.prepare is None:
                 raise UserError(
-                    f"study {self.study.name}: its worlds set {knobs[0]}, and this setting builds no world "
-                    "(prepare=null): leave setting= out, or choose setting=testbed"
+                    f"study {self.study.name}: its worlds set {knobs[0]}, but this setting builds no world "
+                    "(prepare=null): remove setting=, or choose setting=testbed"
                 )
         super().__post_init__()
 
     def seed_count(self) -> int:
-        """Returns how many seeds are counted from ``seed``: as many as are asked for, else the study's."""
+        """Returns the number of seeds, counted up from ``seed``: ``seeds`` if given, else the study's own number."""
         return self.seeds or (1 if self.study is None else self.study.seeds)
 
     def title(self) -> str:
-        """Returns what a folder without a name is called, before its time stamp."""
+        """Returns the default name of the run folder, without its time stamp."""
         return super().title() if self.study is None else self.study.name
 
     def headline(self) -> str:
-        """Returns what is about to be done: of a study what is compared, and its size."""
+        """Returns a one-line description of the command: for a study, its name and its title or arms."""
         if self.study is None:
             return super().headline()
         return f"study {self.study.name}: {self.study.title or ', '.join(self.study.arms)}"
 
     def budget(self) -> str:
-        """Returns how long is trained: of a study each point."""
+        """Returns the training length in words; for a study, the length per point and the number of seeds."""
         return super().budget() if self.study is None else f"{super().budget()} a point, {self.seed_count()} seeds"
 
     def grid_note(self) -> str:
-        """Returns the grid that a study's arms get."""
+        """Returns a note on the default grid of a study's arms; empty for a single run."""
         return "" if self.study is None else f" (each arm's grid: {self.study.grid})"
 
     def kept_folder(self) -> str | None:
-        """Returns the folder of a study that goes on with its finished points: its name and the setting's."""
+        """Returns the folder name that a repeated command of a study resumes from: study and setting."""
         if self.study is None or self.study.restart:
             return None
         return f"{self.study.name}-{self.composed.choices.get('setting', 'setting')}"
 
     def check_combination(self) -> None:
-        """Raises UserError for components that do not go together; a study's arms may choose them anew."""
+        """Checks that the components of a single run fit together; those of a study are checked arm by arm."""
         if self.study is None:
             super().check_combination()
 
     def chosen_later(self) -> frozenset[str]:
-        """Returns the groups that arms or worlds choose, or benchmarks, which ask for a model of each point."""
+        """Returns the config groups that the study sets for its points, through arms, worlds or benchmarks."""
         if self.study is None:
             return frozenset()
         study = self.study
-        sets = [*study.arms_with(truth=True).values(), *study.worlds.values(), list(study.shared)]
+        sets = [*study.all_arms(truth=True).values(), *study.worlds.values(), list(study.shared)]
         sets += [["callbacks"]] if study.benchmarks else []
         return frozenset(
             item.partition("=")[0].lstrip("+~").partition(".")[0] for overrides in sets for item in overrides
         )
 
     def unread(self) -> dict[str, str]:
-        """Keys without effect as the others stand, with the reason."""
+        """Returns config keys that have no effect in this command, each with the reason."""
         if self.study is None:
             idle = dict.fromkeys(("grid", "grids", "seeds"), "there is no study (experiment=none)")
             return {**super().unread(), **idle}
-        # Grids that no arm gets. A study reads them by value, so that one equal to a grid in use counts as used.
+        # Grids that no arm uses. The study holds copies, so a grid equal to one in use counts as used.
         used = [self.study.grid, *self.study.grids.values()]
         named = {"grid": self.grid, **{f"grids.{name}": grid for name, grid in self.grids.items()}}
         idle = {name: f"study {self.study.name} does not use it" for name, grid in named.items() if grid not in used}
@@ -111,10 +112,10 @@ class FitConfig(RunConfig):
 
 @dataclass(frozen=True)
 class WeighConfig(FitConfig):
-    """Root configuration of ``attnpo.weigh``.
+    """Root config of ``attnpo.weigh``.
 
-    ``export``: the file (.parquet or .jsonl) that gets the training pairs' weights. ``prune``: in the place of all
-    else, prepared rows that no run has opened for so many days are removed from the store.
+    ``export``: file (.parquet or .jsonl) to write the training pairs' weights to. ``prune``: a number of days; if
+    given, the command only removes prepared rows from the store that no run has opened for that long.
     """
 
     trains: ClassVar[bool] = False
@@ -125,14 +126,16 @@ class WeighConfig(FitConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.prune is not None and not self.prune >= 0:
-            raise UserError(f"prune: expected a number of days, 0 or more, got {self.prune}")
+            raise UserError(f"prune: expected a number of days, at least 0, got {self.prune}")
 
 
 @dataclass(frozen=True)
 class ShowRoot(ShowConfig, FitConfig):
-    """Configuration of ``attnpo.show``."""
+    """Root config of ``attnpo.show``."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.study is not None:
-            raise UserError(f"experiment={self.study.name} is a study, and pairs are shown of one run: leave it out")
+            raise UserError(
+                f"experiment={self.study.name} is a study, but `attnpo.show` shows pairs of a single run: remove it"
+            )

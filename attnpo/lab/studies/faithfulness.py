@@ -22,7 +22,7 @@ from attnpo.display.page import Block, Image, Paragraph, Section, TableBlock
 from attnpo.display.tables import Cell
 from attnpo.evaluation.intervals import Prompts, hierarchical_bootstrap
 from attnpo.lab.auto_layer import layer_rankings, pool_splits
-from attnpo.lab.studies.outcome import Outcome, PointResults, at_kl, gather, has_truth
+from attnpo.lab.studies.outcome import Outcome, PointResults, group_by_point, has_truth, rewards_at_kl
 from attnpo.lab.studies.study import MeasuredBy
 from attnpo.lab.testbed.grammar import Grammar
 from attnpo.lab.testbed.importance import decisive
@@ -90,13 +90,13 @@ class Faithfulness:
         sample = [*first, *calibration_pairs(rest, self.pairs - len(first))]
         own = getattr(truth, "grammar", None)
         grammar = own if isinstance(own, Grammar) else None
-        layers = layer_rankings(by_layer(source), readers, pool, sample, self.layers)
+        layers = layer_rankings(layer_source(source), readers, pool, sample, self.layers)
         tokens = next(iter(layers.values()))
         ranked: dict[str, tuple[int | None, Rankings]] = {
             f"layer {layer}": (layer, rows) for layer, rows in layers.items()
         }
         ranked[ROLLOUT] = None, rollout_rankings(source, readers, pool, sample)
-        ranked[EQUAL] = None, equal_weights(tokens)
+        ranked[EQUAL] = None, equal_rankings(tokens)
         if grammar is not None:
             ranked[TRUTH] = None, true_rankings(sample, tokens, grammar)
         loaded = readers.make_judge().load(readers.base.device)
@@ -115,7 +115,7 @@ class Faithfulness:
             "weights": {
                 name: {
                     "layer": layer,
-                    "mass": None if grammar is None else true_mass(kept, rows, grammar),
+                    "mass": None if grammar is None else decisive_mass(kept, rows, grammar),
                     "fall": {str(share): round(float(found.fall(name, share).mean()), 4) for share in self.shares},
                     **{
                         mode.value: {
@@ -133,14 +133,14 @@ class Faithfulness:
         found = []
         for world in dict.fromkeys(world for world, _ in measured):
             by_seed = {seed: values for (of, seed), values in sorted(measured.items()) if of == world}
-            found += _World(self, outcome, world, by_seed).sections()
+            found += _WorldReport(self, outcome, world, by_seed).sections()
         return found
 
 
 # ------------------------------------------------------------------------------------------------ weights
 
 
-def by_layer(source: WeightSource) -> WeightSource:
+def layer_source(source: WeightSource) -> WeightSource:
     """Returns ``source`` where it reads a layer; else attention as it is by default."""
     return source if hasattr(source, "layer") else Attention()
 
@@ -149,13 +149,13 @@ def rollout_rankings(
     source: WeightSource, readers: Readers, pool: EncodedSet, sample: list[PreferencePair]
 ) -> Rankings:
     """Returns the rollout's weights of ``sample``, post-processed as the study's; what is lacking is judged."""
-    own = getattr(by_layer(source), "postprocess", None)
+    own = getattr(layer_source(source), "postprocess", None)
     rollout = Rollout() if own is None else Rollout(postprocess=own)
     weighed = readers.weigh(rollout, sample_of(pool, sample))
     return rankings(weighed.source, weighed.captured, weighed.layers)
 
 
-def equal_weights(rows: Rankings) -> Rankings:
+def equal_rankings(rows: Rankings) -> Rankings:
     """Returns the same tokens with a weight of 1 each."""
     return {
         name: {side: replace(row, weights=(1.0,) * len(row.weights)) for side, row in sides.items()}
@@ -175,7 +175,7 @@ def true_rankings(sample: Sequence[PreferencePair], tokens: Rankings, grammar: G
     }
 
 
-def true_mass(sample: Sequence[PreferencePair], rows: Rankings, grammar: Grammar) -> float:
+def decisive_mass(sample: Sequence[PreferencePair], rows: Rankings, grammar: Grammar) -> float:
     """Returns the share of the weights on decisive tokens, mean over the responses that have any; NaN when none has."""
     shares = []
     for pair in sample:
@@ -190,7 +190,7 @@ def true_mass(sample: Sequence[PreferencePair], rows: Rankings, grammar: Grammar
 
 
 @dataclass(frozen=True)
-class _World:
+class _WorldReport:
     """Measurements of one world by seed, beside the trained rewards of the study."""
 
     rules: Faithfulness
@@ -203,7 +203,7 @@ class _World:
         suffix = f", {self.world}" if self.world else ""
         layers = self.rows.dropna(subset="layer")
         count = int(layers.groupby("seed").size().max())
-        over = [self._over_seeds(name, mine) for name, mine in self.rows.groupby("weights", sort=False)]
+        over = [self._summary_row(name, mine) for name, mine in self.rows.groupby("weights", sort=False)]
         table = TableBlock(list(dict.fromkeys(column for row in over for column in row)), over)
         cells = self.rows.drop(columns="layer").astype(object).fillna("")
         seeds: list[Block] = [TableBlock(list(cells.columns), cells.to_dict("records"), digits=2)]
@@ -212,8 +212,8 @@ class _World:
             Section(f"Faithfulness by seed{suffix}", seeds),
         ]
         if count > 1:
-            seeds.append(self._draw(layers))
-            ranks: list[Block] = [self._correlations(layers), *map(Paragraph, self._correlation_notes(count))]
+            seeds.append(self._layer_figure(layers))
+            ranks: list[Block] = [self._correlation_table(layers), *map(Paragraph, self._correlation_notes(count))]
             found.append(Section(f"Rank correlation over layers{suffix}", ranks))
         return found
 
@@ -232,7 +232,7 @@ class _World:
                 "seed": seed,
                 "weights": name,
                 "layer": found["layer"],
-                **{head: float(np.mean(found[mode][share])) for head, mode, share in self._removals()},
+                **{head: float(np.mean(found[mode][share])) for head, mode, share in self._removal_columns()},
                 "score": score_of(found),
                 "true mass": found["mass"],
                 self.reward: self.rewards[seed].get(found["layer"]),
@@ -252,26 +252,26 @@ class _World:
         for seed, rewards in found.items():
             mine = [one for one in self.outcome.points if (one[0].seed, one[0].arm.world) == (seed, self.world)]
             arms: dict[int, list[PointResults]] = {}
-            for point in gather(mine):
+            for point in group_by_point(mine):
                 if point.arm.layer is not None:
                     arms.setdefault(point.arm.layer, []).append(point)
             for layer, arm in sorted(arms.items()):
-                place = at_kl(arm, self.rules.kl_limit) if has_truth(arm) else None
+                place = rewards_at_kl(arm, self.rules.kl_limit) if has_truth(arm) else None
                 if place is not None and not place.mark:
                     rewards[layer] = place.reward
         return found
 
-    def _removals(self) -> list[tuple[str, str, str]]:
+    def _removal_columns(self) -> list[tuple[str, str, str]]:
         return [
             (f"{word} {100 * share:g} %", mode, str(share))
             for mode, word in {"remove": "without", "keep": "only"}.items()
             for share in self.rules.shares
         ]
 
-    def _over_seeds(self, name: str, mine: "pandas.DataFrame") -> dict[str, Cell]:
+    def _summary_row(self, name: str, mine: "pandas.DataFrame") -> dict[str, Cell]:
         """Returns one weights' row of the table over seeds: means with intervals over seeds and pairs."""
         row: dict[str, Cell] = {"weights": name}
-        for head, mode, share in self._removals():
+        for head, mode, share in self._removal_columns():
             found = [self.by_seed[seed]["weights"][name][mode][share] for seed in mine["seed"]]
             scores = np.array([one[: min(map(len, found))] for one in found], dtype=float)  # as many pairs of each
             row[head] = hierarchical_bootstrap(scores, draws=2000, prompts=Prompts.PER_SEED).text(2)
@@ -308,7 +308,7 @@ class _World:
             ),
         ]
 
-    def _correlations(self, layers: "pandas.DataFrame") -> TableBlock:
+    def _correlation_table(self, layers: "pandas.DataFrame") -> TableBlock:
         """Returns Spearman's correlations over the layers of each seed, their mean and their spread over seeds."""
         import pandas
 
@@ -341,14 +341,14 @@ class _World:
             "that it trains best are three statements",
         ]
 
-    def _draw(self, layers: "pandas.DataFrame") -> Image:
+    def _layer_figure(self, layers: "pandas.DataFrame") -> Image:
         from attnpo.lab.figures import LayerPanel, layer_panels
 
-        def by_seed(column: str) -> list[dict[int, float]]:
+        def values_by_seed(column: str) -> list[dict[int, float]]:
             seeds = layers.dropna(subset=column).groupby("seed")
             return [dict(zip(mine["layer"].astype(int), mine[column], strict=True)) for _, mine in seeds]
 
-        falls = {head: by_seed(head) for head, mode, _ in self._removals() if mode == "remove"}
+        falls = {head: values_by_seed(head) for head, mode, _ in self._removal_columns() if mode == "remove"}
         panels = [LayerPanel("faithfulness", "fall beyond random removal (nats)", falls)]
         others = {
             "true mass": ("true importance", "share of weights on decisive tokens", "true mass"),
@@ -356,7 +356,7 @@ class _World:
         }
         for column, (title, ylabel, name) in others.items():
             if layers[column].notna().any():
-                panels.append(LayerPanel(title, ylabel, {name: by_seed(column)}))
+                panels.append(LayerPanel(title, ylabel, {name: values_by_seed(column)}))
         path = self.outcome.folder / (
             f"faithfulness-{safe_filename(self.world)}.png" if self.world else "faithfulness.png"
         )

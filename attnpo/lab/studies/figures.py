@@ -13,7 +13,7 @@ from attnpo.evaluation.intervals import Interval, hierarchical_bootstrap, paired
 from attnpo.lab.figures import ArmPanel, FrontierPoint, GainPoint, LayerPoint, arm_figure, frontier, gains, layer_curve
 from attnpo.lab.studies.outcome import Outcome, PointResults, difference_text, interval_text
 from attnpo.lab.studies.study import BASE_ROW, WorldAxis
-from attnpo.lab.studies.tables import Row, at_levels, by_world, columns_of
+from attnpo.lab.studies.tables import Row, arms_at_levels, columns_of, rows_by_world
 from attnpo.run.result import RunResult
 from attnpo.schema import SIDES
 from attnpo.system.files import safe_filename
@@ -37,48 +37,48 @@ def study_looks(outcome: Outcome) -> dict[str, Look]:
 
 def base_level(point: PointResults) -> Level:
     """Returns the base's mean reward on test prompts, with its interval where its rewards were kept."""
-    rows = [scores.base_rewards for scores in point.scores("test")]
+    rows = [scores.base_rewards for scores in point.truth_scores("test")]
     kept = [row for row in rows if row is not None]
-    mean = point.truth("test", "base_reward")
+    mean = point.mean_truth_score("test", "base_reward")
     if len(kept) < len(rows):
         return Level(mean)
     found = hierarchical_bootstrap(np.array(kept))
     return Level(mean, found.low, found.high)
 
 
-def level_of(found: Interval | None) -> Level:
+def interval_level(found: Interval | None) -> Level:
     """Returns a mean with its interval as figures take it; NaN where there is none."""
     return Level(math.nan) if found is None else Level(found.mean, found.low, found.high)
 
 
-def interval_of(values: Sequence[float]) -> Interval | None:
+def seed_interval(values: Sequence[float]) -> Interval | None:
     """Returns the mean of a number of each seed with its interval; None where a seed lacks it."""
     return hierarchical_bootstrap(np.array(values)[:, None]) if all(map(math.isfinite, values)) else None
 
 
-def _of(world: str) -> str:
+def _world_suffix(world: str) -> str:
     return f", world {world}" if world else ""
 
 
-def _title(outcome: Outcome, world: str) -> str:
+def _figure_title(outcome: Outcome, world: str) -> str:
     return ", ".join(filter(None, [outcome.study.name, world]))
 
 
-def _file(outcome: Outcome, stem: str, world: str, number: str = "") -> Path:
+def _figure_path(outcome: Outcome, stem: str, world: str, number: str = "") -> Path:
     return outcome.folder / f"{stem}{f'-{safe_filename(world)}' if world else ''}{number}.png"
 
 
-def _others(
+def _other_points(
     outcome: Outcome, world: str, best: Mapping[str, PointResults], value: Callable[[PointResults], float]
 ) -> dict[str, Sequence[float]]:
     return {
         arm: [value(point) for point in points if point.values != best[arm].values]
-        for arm, points in outcome.by_arm(world).items()
+        for arm, points in outcome.points_by_arm(world).items()
         if arm in best
     }
 
 
-def _over_layers(
+def _draw_over_layers(
     outcome: Outcome, world: str, levels: Mapping[str, Level], path: Path, looks: Looks, *, ylabel: str, title: str
 ) -> bool:
     """Draws the rows that are layers over these, the others as levels; returns whether there are such layers."""
@@ -101,7 +101,7 @@ def study_figures(outcome: Outcome) -> list[Image]:
     Of each world its own; of rewards none without a known truth.
     """
     looks, axis = study_looks(outcome), outcome.study.world_axis
-    over_layers = [image for world in outcome.worlds for image in layer_figures(outcome, world, looks)]
+    over_layers = [image for world in outcome.worlds for image in benchmark_layer_figures(outcome, world, looks)]
     if not outcome.has_truth:
         return over_layers
     of_worlds = (image for world in outcome.worlds for image in _world_figures(outcome, world, looks))
@@ -110,12 +110,12 @@ def study_figures(outcome: Outcome) -> list[Image]:
 
 def _gain_figure(outcome: Outcome, axis: WorldAxis, looks: Looks) -> Image:
     """Draws the differences to the control over the scale of the worlds, a panel per KL level."""
-    found = {world: at_levels(outcome, world) for world in axis.at}
+    found = {world: arms_at_levels(outcome, world) for world in axis.at}
     scale = sorted(axis.at.items(), key=lambda item: item[1])
     panels = {
         f"at KL {level:g} to the base": {
             arm: [
-                GainPoint(place, at.versus.mean, at.versus.low, at.versus.high, at.equal)
+                GainPoint(place, at.versus.mean, at.versus.low, at.versus.high, at.is_at_equal_kl)
                 for world, place in scale
                 if (at := found[world].get((arm, level))) is not None and at.versus is not None
             ]
@@ -142,19 +142,20 @@ def _world_figures(outcome: Outcome, world: str, looks: Looks) -> Iterator[Image
     best = outcome.best_points(world)
     if not best:
         return
-    title, base = _title(outcome, world), base_level(next(iter(best.values())))
-    levels = {arm: level_of(point.interval) for arm, point in best.items()}
-    moves = {arm: [scores.numbers["kl"] for scores in point.scores("test")] for arm, point in best.items()}
-    kls = {arm: level_of(interval_of(values)) for arm, values in moves.items()}
+    title, base = _figure_title(outcome, world), base_level(next(iter(best.values())))
+    levels = {arm: interval_level(point.interval) for arm, point in best.items()}
+    moves = {arm: [scores.numbers["kl"] for scores in point.truth_scores("test")] for arm, point in best.items()}
+    kls = {arm: interval_level(seed_interval(values)) for arm, values in moves.items()}
     rewards, moved = (
-        _others(outcome, world, best, partial(PointResults.truth, split="test", name=name)) for name in ("reward", "kl")
+        _other_points(outcome, world, best, partial(PointResults.mean_truth_score, split="test", name=name))
+        for name in ("reward", "kl")
     )
     path = arm_figure(
         [
             ArmPanel("true reward", "test prompts", levels, rewards, ("base", base)),
             ArmPanel("KL to the base", "nats", kls, moved),
         ],
-        _file(outcome, "arms", world),
+        _figure_path(outcome, "arms", world),
         title=f"{title}: each arm at the point chosen on validation",
         note="bars: 95 % intervals; small marks: other grid points",
         control=outcome.study.control,
@@ -166,20 +167,20 @@ def _world_figures(outcome: Outcome, world: str, looks: Looks) -> Iterator[Image
     points = [
         FrontierPoint(
             point.arm.name,
-            point.truth("test", "kl"),
+            point.mean_truth_score("test", "kl"),
             point.interval.mean,
             point.label,
             point.interval.low,
             point.interval.high,
             best[point.arm.name].values == point.values,
         )
-        for points in outcome.by_arm(world).values()
+        for points in outcome.points_by_arm(world).values()
         for point in points
     ]
-    for place, group in enumerate(drawn_together(list(best), outcome.study.control)):
+    for place, group in enumerate(split_arms_into_figures(list(best), outcome.study.control)):
         path = frontier(
             [point for point in points if point.arm in group],
-            _file(outcome, "frontier", world, f"-{place + 1}" if place else ""),
+            _figure_path(outcome, "frontier", world, f"-{place + 1}" if place else ""),
             limits=sorted({*outcome.study.kl_levels, outcome.study.kl_limit}),
             base_reward=base,
             ylabel="true reward, test prompts",
@@ -187,15 +188,15 @@ def _world_figures(outcome: Outcome, world: str, looks: Looks) -> Iterator[Image
             looks=looks,
         )
         told = "ringed: chosen on validation; bars: 95 % intervals over seeds and prompts; dotted: the base, its band"
-        yield Image(path, f"true reward on test prompts against KL to the base{_of(world)}; {told}")
-    path, title = _file(outcome, "layers", world), f"{title}: each arm at its best point"
+        yield Image(path, f"true reward on test prompts against KL to the base{_world_suffix(world)}; {told}")
+    path, title = _figure_path(outcome, "layers", world), f"{title}: each arm at its best point"
     levels = {**levels, BASE_ROW: base}
-    if _over_layers(outcome, world, levels, path, looks, ylabel="true reward, test prompts", title=title):
+    if _draw_over_layers(outcome, world, levels, path, looks, ylabel="true reward, test prompts", title=title):
         told = "each at its best grid point, and of the arms that are no layers"
-        yield Image(path, f"true reward by layer{_of(world)}, {told}")
+        yield Image(path, f"true reward by layer{_world_suffix(world)}, {told}")
 
 
-def drawn_together(arms: Sequence[str], control: str | None) -> list[list[str]]:
+def split_arms_into_figures(arms: Sequence[str], control: str | None) -> list[list[str]]:
     """Returns the arms of each figure: all in one, or as many as a figure can tell apart with the control in each."""
     if len(arms) <= MOST:
         return [list(arms)]
@@ -205,18 +206,18 @@ def drawn_together(arms: Sequence[str], control: str | None) -> list[list[str]]:
     return [[*shared, *others[start : start + size]] for start in range(0, len(others), size)]
 
 
-def layer_figures(outcome: Outcome, world: str, looks: Looks) -> Iterator[Image]:
+def benchmark_layer_figures(outcome: Outcome, world: str, looks: Looks) -> Iterator[Image]:
     """Yields a figure per benchmark of score over layer, the other rows as levels; none where arms are no layers."""
     for name, rows in outcome.benchmarks.items():
-        scored = {row: score for (at, row), score in rows.items() if at == world and not score.failure}
-        levels = {row: Level(score.mean, *score.bounds) for row, score in scored.items()}
-        path = _file(outcome, f"layers-{safe_filename(name)}", world)
-        title = f"{_title(outcome, world)}: {name}, each arm at its chosen point"
+        scored = {row: score for (at, row), score in rows.items() if at == world and not score.failure_text}
+        levels = {row: Level(score.mean, *score.interval_bounds) for row, score in scored.items()}
+        path = _figure_path(outcome, f"layers-{safe_filename(name)}", world)
+        title = f"{_figure_title(outcome, world)}: {name}, each arm at its chosen point"
         ylabel = f"{name} ({scored[next(iter(scored))].name})" if scored else name
-        if _over_layers(outcome, world, levels, path, looks, ylabel=ylabel, title=title):
+        if _draw_over_layers(outcome, world, levels, path, looks, ylabel=ylabel, title=title):
             bars = "seeds" if any(score.half_width is not None for score in scored.values()) else "questions"
             told = f"each at its chosen grid point, with 95 % intervals over {bars}"
-            yield Image(path, f"{name} by layer{_of(world)}, {told}")
+            yield Image(path, f"{name} by layer{_world_suffix(world)}, {told}")
 
 
 # ------------------------------------------------------------------------------------------------ without a truth
@@ -237,12 +238,12 @@ NOTES = {
 }
 
 
-def accuracy_of(result: RunResult) -> float:
+def unweighted_accuracy(result: RunResult) -> float:
     """Returns the unweighted accuracy on validation pairs; NaN where where-the-policy-moved was not measured."""
     return result.drift_value("ranking_accuracy/validation")
 
 
-def margin_of(result: RunResult) -> float:
+def unweighted_margin(result: RunResult) -> float:
     """Returns the unweighted margin in nats on validation pairs: measured after training, else logged."""
     measured = [result.drift_value(f"displacement/validation_{side}") for side in SIDES]
     if not all(map(math.isfinite, measured)):
@@ -255,8 +256,8 @@ def margin_of(result: RunResult) -> float:
 
 
 NUMBERS: dict[str, Number] = {
-    "accuracy": accuracy_of,
-    "margin": margin_of,
+    "accuracy": unweighted_accuracy,
+    "margin": unweighted_margin,
     "KL": lambda result: result.drift_value("pairs/kl"),
 }
 AXES = {
@@ -273,19 +274,20 @@ def unweighted_section(outcome: Outcome, looks: Looks) -> list[Section]:
     for world in outcome.worlds:
         best = outcome.best_points(world)
         every = {
-            name: {arm: interval_of([*map(of, point.results)]) for arm, point in best.items()}
+            name: {arm: seed_interval([*map(of, point.results)]) for arm, point in best.items()}
             for name, of in NUMBERS.items()
         }
         found[world] = best, {name: values for name, values in every.items() if any(values.values())}
-    rows = by_world(
-        outcome, lambda world: (_row(outcome, arm, *found[world]) for arm in found[world][0] if found[world][1])
+    rows = rows_by_world(
+        outcome,
+        lambda world: (_unweighted_row(outcome, arm, *found[world]) for arm in found[world][0] if found[world][1]),
     )
     if not rows:
         return [Section("What arms can be compared by", [Paragraph(WHY)])] if outcome.points else []
     images = [
         image
         for world, (best, known) in found.items()
-        for image in (_images(outcome, world, best, known, looks) if known else ())
+        for image in (_unweighted_figures(outcome, world, best, known, looks) if known else ())
     ]
     paired = f"the difference to {outcome.study.control}, paired by seed, with its 95 % interval"
     told = {"95 %": "interval of the accuracy over seeds", "95 % ": "interval of the margin over seeds"}
@@ -295,7 +297,7 @@ def unweighted_section(outcome: Outcome, looks: Looks) -> list[Section]:
     return [Section("What arms can be compared by", blocks)]
 
 
-def _row(outcome: Outcome, arm: str, best: Mapping[str, PointResults], known: Known) -> Row:
+def _unweighted_row(outcome: Outcome, arm: str, best: Mapping[str, PointResults], known: Known) -> Row:
     row: Row = {"arm": arm, "point": best[arm].label}
     for name, values in known.items():
         found = values[arm]
@@ -303,11 +305,11 @@ def _row(outcome: Outcome, arm: str, best: Mapping[str, PointResults], known: Kn
         if name != "KL":
             row["95 %" if name == "accuracy" else "95 % "] = "" if found is None else interval_text(found)
             if outcome.study.control is not None:
-                row[f"{name} minus {outcome.study.control}"] = _difference(outcome, arm, best, NUMBERS[name])
+                row[f"{name} minus {outcome.study.control}"] = _difference_cell(outcome, arm, best, NUMBERS[name])
     return row
 
 
-def _difference(outcome: Outcome, arm: str, best: Mapping[str, PointResults], number: Number) -> str:
+def _difference_cell(outcome: Outcome, arm: str, best: Mapping[str, PointResults], number: Number) -> str:
     control = best.get(outcome.study.control or "")
     if control is None or arm == outcome.study.control:
         return ""
@@ -319,36 +321,38 @@ def _difference(outcome: Outcome, arm: str, best: Mapping[str, PointResults], nu
     return difference_text(paired_difference(first, second))
 
 
-def _images(
+def _unweighted_figures(
     outcome: Outcome, world: str, best: Mapping[str, PointResults], known: Known, looks: Looks
 ) -> Iterator[Image]:
-    named = f"{outcome.study.name}{_of(world)}"
+    named = f"{outcome.study.name}{_world_suffix(world)}"
     panels = [
         ArmPanel(
             *AXES[name],
-            {arm: level_of(found) for arm, found in values.items()},
-            _others(outcome, world, best, partial(_mean, NUMBERS[name])),
+            {arm: interval_level(found) for arm, found in values.items()},
+            _other_points(outcome, world, best, partial(_mean_over_runs, NUMBERS[name])),
             ("a coin", Level(0.5)) if name == "accuracy" else None,
         )
         for name, values in known.items()
     ]
     path = arm_figure(
         panels,
-        _file(outcome, "yardstick", world),
+        _figure_path(outcome, "yardstick", world),
         title=f"{named}: validation pairs, counted without weights",
         note="bars: 95 % over seeds; small marks: other grid points",
         control=outcome.study.control,
         looks=looks,
     )
     caption = "unweighted accuracy, margin and KL on validation pairs, each arm at its chosen point"
-    yield Image(path, f"{caption}{_of(world)}; the band is the control's interval")
+    yield Image(path, f"{caption}{_world_suffix(world)}; the band is the control's interval")
     first = next(iter(known))
     shown = {arm: found for arm, found in known[first].items() if found is not None or best[arm].arm.layer is None}
-    levels = {arm: level_of(found) for arm, found in shown.items()}
-    path, title = _file(outcome, "yardstick-layers", world), f"{named}: each arm at its chosen point"
-    if _over_layers(outcome, world, levels, path, looks, ylabel=AXES[first][0], title=title):
-        yield Image(path, f"{AXES[first][0]} on validation pairs by layer{_of(world)}, with 95 % intervals over seeds")
+    levels = {arm: interval_level(found) for arm, found in shown.items()}
+    path, title = _figure_path(outcome, "yardstick-layers", world), f"{named}: each arm at its chosen point"
+    if _draw_over_layers(outcome, world, levels, path, looks, ylabel=AXES[first][0], title=title):
+        yield Image(
+            path, f"{AXES[first][0]} on validation pairs by layer{_world_suffix(world)}, with 95 % intervals over seeds"
+        )
 
 
-def _mean(number: Number, point: PointResults) -> float:
+def _mean_over_runs(number: Number, point: PointResults) -> float:
     return float(np.mean([number(result) for result in point.results]))

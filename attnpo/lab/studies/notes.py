@@ -7,12 +7,12 @@ from statistics import fmean
 
 from attnpo.cli.terminal import command_text
 from attnpo.config.compose import Composition, load
-from attnpo.lab.studies.arms import key_of
+from attnpo.lab.studies.arms import override_key
 from attnpo.lab.studies.config import FitConfig
-from attnpo.lab.studies.outcome import Outcome, PointResults, difference, difference_text, label_of, verdict
+from attnpo.lab.studies.outcome import Outcome, PointResults, difference_text, reward_difference, values_label, verdict
 from attnpo.lab.studies.plan import plan_study
 from attnpo.lab.studies.predictions import registration_warnings
-from attnpo.lab.studies.study import Arm, Grid, Point, last_line, of_world, short
+from attnpo.lab.studies.study import Arm, Grid, Point, last_line, name_in_world, short_key
 from attnpo.lab.studies.tables import benchmark_notes
 from attnpo.run.result import RunResult
 from attnpo.schema import UserError
@@ -24,7 +24,7 @@ NO_CONTROL = (
 )
 
 
-def warnings(outcome: Outcome) -> list[str]:
+def study_warnings(outcome: Outcome) -> list[str]:
     """Returns what keeps a table from being believed: no control, a lone arm, a lost control, ill settings.
 
     Behind them what the study's own checks found.
@@ -40,7 +40,7 @@ def warnings(outcome: Outcome) -> list[str]:
         if study.control is not None and study.control not in found:
             where = f" in world {world}" if world else ""
             out.append(f"WARNING: the control {study.control} has no results{where}: no arm is compared{where}")
-    if len(names) > 1 and not any(_controls(outcome, point.arm) for point, _ in outcome.points):
+    if len(names) > 1 and not any(_is_control(outcome, point.arm) for point, _ in outcome.points):
         out.append(NO_CONTROL)
     out += [f"WARNING: {line}" for line in registration_warnings(outcome)]
     out += [line for found in best.values() for line in training_warnings(found)]
@@ -48,12 +48,12 @@ def warnings(outcome: Outcome) -> list[str]:
     shared = [(f"world {world}" if world else "", warning) for world, warning in overlaps]
     judges = [(where, result.judge_warning) for where, result in _results_by_judge(outcome)]
     told = [f"WARNING: {f'{of}: ' if of else ''}{warning}" for of, warning in (*shared, *judges) if warning is not None]
-    return [*out, *outcome.warnings, *told, *_lost_weights(outcome)]
+    return [*out, *outcome.warnings, *told, *_lost_weight_warnings(outcome)]
 
 
-def _controls(outcome: Outcome, arm: Arm) -> bool:
+def _is_control(outcome: Outcome, arm: Arm) -> bool:
     """Returns whether an arm is a control beside the study's own: transformed weights, or the truth as weights."""
-    changed = any(key_of(item) == "transform" and not item.endswith("=null") for item in arm.overrides)
+    changed = any(override_key(item) == "transform" and not item.endswith("=null") for item in arm.overrides)
     return arm.name in outcome.study.truth_arms or (changed and arm.name != outcome.study.control)
 
 
@@ -71,10 +71,10 @@ def footnotes(outcome: Outcome) -> list[str]:
     without = f" (none of seed {', '.join(lost)})" if lost else ""
     lines = [
         f"seeds {', '.join(map(str, seeds))}; {len(outcome.points)} runs{without}, each scored after its last step",
-        how_chosen(outcome),
-        *_grids(outcome),
-        *_no_candidates(outcome),
-        *_at_edges(outcome),
+        selection_note(outcome),
+        *_grid_notes(outcome),
+        *_incomplete_points_note(outcome),
+        *_grid_edge_note(outcome),
         f"digest of world, grid{', arms and predictions' if outcome.study.predictions else ' and arms'}, fixed before "
         f"the runs: {outcome.digest}",
     ]
@@ -85,16 +85,16 @@ def footnotes(outcome: Outcome) -> list[str]:
     return [
         *lines,
         *benchmark_notes(outcome),
-        *_judges(outcome),
-        *_costs(outcome),
-        *_failures(outcome),
+        *_judge_notes(outcome),
+        *_cost_note(outcome),
+        *_failure_notes(outcome),
         *outcome.unmeasured,
     ]
 
 
-def how_chosen(outcome: Outcome) -> str:
+def selection_note(outcome: Outcome) -> str:
     """Returns how the shown point of an arm was chosen and on what its numbers stand."""
-    one = all(len((arm.grid or outcome.study.grid).overrides()) == 1 for arm in outcome.arms)
+    one = all(len((arm.grid or outcome.study.grid).point_overrides()) == 1 for arm in outcome.arms)
     if outcome.has_truth:
         tuned = f"points chosen on validation prompts with KL up to {outcome.study.kl_limit:g}"
         shown = f"reward and intervals on {'' if one else 'other, '}held-out test prompts"
@@ -106,7 +106,7 @@ def how_chosen(outcome: Outcome) -> str:
     )
 
 
-def _grids(outcome: Outcome) -> Iterator[str]:
+def _grid_notes(outcome: Outcome) -> Iterator[str]:
     """Yields the study's grid, where an arm has it, and those of single arms, alike ones in one line."""
     study = outcome.study
     arms = dict.fromkeys(arm.name if arm.layer is None else study.layer_arm for arm in outcome.arms)
@@ -121,16 +121,16 @@ def _grids(outcome: Outcome) -> Iterator[str]:
         yield f"grid of {', '.join(names)}{text}"
 
 
-def _no_candidates(outcome: Outcome) -> Iterator[str]:
+def _incomplete_points_note(outcome: Outcome) -> Iterator[str]:
     """Yields the grid points that no arm can stand on, since they lack seeds that others of the arm have."""
     ran = dict.fromkeys((point.arm.label, point.values) for point, _ in (*outcome.points, *outcome.failed))
     parts = []
     for world in outcome.worlds:
-        for name, points in outcome.by_arm(world).items():
+        for name, points in outcome.points_by_arm(world).items():
             have = {point.values: len(point.results) for point in points}
-            label = of_world(world, name)
+            label = name_in_world(world, name)
             parts += [
-                f"{label} {label_of(values)}{outcome.seeds_mark(have.get(values, 0))}"
+                f"{label} {values_label(values)}{outcome.missing_seeds_mark(have.get(values, 0))}"
                 for of, values in ran
                 if of == label and points and have.get(values, 0) < max(have.values())
             ]
@@ -138,30 +138,30 @@ def _no_candidates(outcome: Outcome) -> Iterator[str]:
         yield f"of the grid, but no candidates, since they lack seeds: {', '.join(parts)}"
 
 
-def _at_edges(outcome: Outcome) -> Iterator[str]:
+def _grid_edge_note(outcome: Outcome) -> Iterator[str]:
     """Yields the chosen points that lie on the edge of their grid: a longer one might have a better point."""
     parts = [
-        f"{of_world(world, name)} ({', '.join(edges)})"
+        f"{name_in_world(world, name)} ({', '.join(edges)})"
         for world in outcome.worlds
         for name, point in outcome.best_points(world).items()
-        if (edges := on_edge(point, (point.arm.grid or outcome.study.grid)))
+        if (edges := edge_axes(point, (point.arm.grid or outcome.study.grid)))
     ]
     if parts:
         yield f"on the edge of its grid, so that a longer one might have a better point: {', '.join(parts)}"
 
 
-def on_edge(point: PointResults, grid: Grid) -> list[str]:
+def edge_axes(point: PointResults, grid: Grid) -> list[str]:
     """Returns the axes, of at least three values, on which a point has the first or the last one, as "beta 0.03"."""
     given = dict(value.split("=", 1) for value in point.values)
     found = []
     for key, values in grid.axes.items():
         numbers = [float(one) for one in values if isinstance(one, int | float) and not isinstance(one, bool)]
         if 2 < len(numbers) == len(values) and float(given[key]) in (min(numbers), max(numbers)):
-            found.append(f"{short(key)} {given[key]}")
+            found.append(f"{short_key(key)} {given[key]}")
     return found
 
 
-def _judges(outcome: Outcome) -> Iterator[str]:
+def _judge_notes(outcome: Outcome) -> Iterator[str]:
     """Yields a line per world, seed and judge on how good it is; judges are told apart by how they judge."""
     for where, result in _results_by_judge(outcome):
         parts = ("pair_accuracy", "agreement", "consistency", "other_tokens")
@@ -172,7 +172,7 @@ def _judges(outcome: Outcome) -> Iterator[str]:
         )
 
 
-def _lost_weights(outcome: Outcome) -> Iterator[str]:
+def _lost_weight_warnings(outcome: Outcome) -> Iterator[str]:
     """Warns of arms whose runs warn of it: much of their weights is lost on the way to the training tokens."""
     arms: dict[str, list[RunResult]] = {}
     for point, result in outcome.points:
@@ -208,7 +208,7 @@ def _results_by_judge(outcome: Outcome) -> Iterator[tuple[str, RunResult]]:
             yield f"judge{whose}, {f'world {world}, ' if world else ''}seed {seed}", result
 
 
-def _costs(outcome: Outcome) -> Iterator[str]:
+def _cost_note(outcome: Outcome) -> Iterator[str]:
     names = {"base": "base", "judge": "judge and verbalizer passes", "scorers": "training of scorers"}
     spent = {words: [cost[name] for cost in outcome.costs.values() if name in cost] for name, words in names.items()}
     parts = [f"{words} {fmean(values):.1f} s (mean of {len(values)})" for words, values in spent.items() if values]
@@ -216,7 +216,7 @@ def _costs(outcome: Outcome) -> Iterator[str]:
         yield f"not in s/run, once for all arms: {', '.join(parts)}"
 
 
-def _failures(outcome: Outcome) -> Iterator[str]:
+def _failure_notes(outcome: Outcome) -> Iterator[str]:
     groups: dict[tuple[str, str], list[Point]] = {}
     for point, error in outcome.failed:
         groups.setdefault((point.arm.world, last_line(error)), []).append(point)
@@ -233,18 +233,18 @@ def _failures(outcome: Outcome) -> Iterator[str]:
 GROUPS = {"helps": "better than", "harms": "worse than", "no clear difference": "a tie with"}
 
 
-def ending(composed: Composition, outcome: Outcome) -> Iterator[str]:
+def conclusion_lines(composed: Composition, outcome: Outcome) -> Iterator[str]:
     """Yields the outcome of a study, then up to three commands, each on a line of its own."""
     yield "came out:"
     for world in outcome.worlds:
-        for text in came_out(outcome, world):
-            yield f"  {of_world(world, text)}"
+        for text in describe_result(outcome, world):
+            yield f"  {name_in_world(world, text)}"
     yield "next, each as it can be pasted:"
     for text in next_commands(composed, outcome):
         yield f"  {text}"
 
 
-def came_out(outcome: Outcome, world: str) -> Iterator[str]:
+def describe_result(outcome: Outcome, world: str) -> Iterator[str]:
     """Yields a world's arms against the control, in words; without a known truth no claim."""
     best, control = outcome.best_points(world), outcome.study.control
     if not best:
@@ -252,7 +252,7 @@ def came_out(outcome: Outcome, world: str) -> Iterator[str]:
         return
     yield from training_warnings(best)
     if not outcome.has_truth:
-        shares = {name: point.metric("val/rewards/accuracies") for name, point in best.items()}
+        shares = {name: point.mean_metric("val/rewards/accuracies") for name, point in best.items()}
         said = ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares.items() if not math.isnan(share))
         yield f"chosen above rejected in the validation pairs: {said or 'not measured'}; no interval, so no claim"
         results = (result for point in best.values() for result in point.results)
@@ -265,7 +265,7 @@ def came_out(outcome: Outcome, world: str) -> Iterator[str]:
         return
     found: dict[str, list[str]] = {name: [] for name in GROUPS}
     for name, point in best.items():
-        versus = None if point is other else difference(point, other)
+        versus = None if point is other else reward_difference(point, other)
         if versus is not None:
             found[verdict(versus)].append(f"{name} {difference_text(versus)}")
     for name, words in GROUPS.items():
@@ -273,11 +273,11 @@ def came_out(outcome: Outcome, world: str) -> Iterator[str]:
             yield f"{words} {control} (difference of reward, 95 %): {'; '.join(found[name])}"
     if not any(found.values()):
         yield f"no arm stands beside {control}: nothing is compared"
-    elif all(len(points) == 1 for points in outcome.by_arm(world).values()):
-        apart = ", ".join(f"{name} {point.truth('test', 'kl'):.2f}" for name, point in best.items())
+    elif all(len(points) == 1 for points in outcome.points_by_arm(world).values()):
+        apart = ", ".join(f"{name} {point.mean_truth_score('test', 'kl'):.2f}" for name, point in best.items())
         yield f"one point each, nothing tuned, each at a KL to the base of its own ({apart}): no comparison at equal KL"
     elif sum(map(len, found.values())) > 1:
-        moved = [point.truth("test", "kl") for point in best.values()]
+        moved = [point.mean_truth_score("test", "kl") for point in best.values()]
         yield (
             f"each arm at its best point, at a KL to the base of its own ({min(moved):.2f} to {max(moved):.2f}); for "
             "equal KL see the tables of that name; not corrected for the number of arms"
@@ -292,13 +292,15 @@ def next_commands(composed: Composition, outcome: Outcome) -> list[str]:
     more = 5 if seeds < 5 else seeds + 5
     other = "controls" if outcome.study.name != "controls" else "layer_sweep"
     places = ("experiment", "name", "seeds", "study", "grid", "grids")
-    kept = [item for item in composed.overrides if key_of(item).partition(".")[0] not in places]
-    longer = [*(item for item in composed.overrides if key_of(item) != "seeds"), f"seeds={more}"]
-    found = [_plan(words, composed.config_dir) for words in (longer, [f"experiment={other}", *kept, "seeds=1"])]
+    kept = [item for item in composed.overrides if override_key(item).partition(".")[0] not in places]
+    longer = [*(item for item in composed.overrides if override_key(item) != "seeds"), f"seeds={more}"]
+    found = [
+        _arguments_if_valid(words, composed.config_dir) for words in (longer, [f"experiment={other}", *kept, "seeds=1"])
+    ]
     return [command_text("report", str(outcome.folder)), *(command_text("fit", *words) for words in found if words)]
 
 
-def _plan(words: Sequence[str], config_dir: Path | None) -> list[str] | None:
+def _arguments_if_valid(words: Sequence[str], config_dir: Path | None) -> list[str] | None:
     try:
         cfg: FitConfig = load("fit", words, config_dir)
         plan_study(cfg)

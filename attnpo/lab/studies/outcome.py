@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Float
 
 from attnpo.evaluation.intervals import Interval, hierarchical_bootstrap, paired_difference, t_quantile
-from attnpo.lab.studies.study import Arm, MeasuredBy, Point, Study, WorldSeed, short
+from attnpo.lab.studies.study import Arm, MeasuredBy, Point, Study, WorldSeed, short_key
 from attnpo.run.result import RunResult, TruthScores
 from attnpo.schema import digest
 
@@ -45,7 +45,7 @@ class RowScore:
     higher_is_better: bool | None = True
 
     @property
-    def failure(self) -> str:
+    def failure_text(self) -> str:
         """Returns what stands in the table where an evaluation failed; empty where none did."""
         lacking = self.seeds - len(self.values)
         if not lacking:
@@ -55,27 +55,27 @@ class RowScore:
     @property
     def mean(self) -> float:
         """Returns the mean over seeds; NaN where an evaluation failed."""
-        return math.nan if self.failure else mean(self.values)
+        return math.nan if self.failure_text else mean(self.values)
 
     @property
     def half_width(self) -> float | None:
         """Returns half of the 95 % interval of the mean over seeds (Student's t); None for fewer than two."""
         count = len(self.values)
-        if self.failure or count < 2:
+        if self.failure_text or count < 2:
             return None
         return t_quantile(0.975, count - 1) * stdev(self.values) / math.sqrt(count)
 
     @property
-    def bounds(self) -> tuple[float, float]:
+    def interval_bounds(self) -> tuple[float, float]:
         """Returns the interval over seeds, else that over questions; NaN where there is neither."""
         width = self.half_width
         if width is not None:
             return self.mean - width, self.mean + width
-        return (math.nan, math.nan) if self.failure or self.interval is None else self.interval
+        return (math.nan, math.nan) if self.failure_text or self.interval is None else self.interval
 
 
 @dataclass(frozen=True)
-class Reads:
+class SourceCost:
     """Forward passes that an arm's weights ask of models, beyond what training does with any weights.
 
     ``once``: sequences read of each pair before training, in ``seconds`` (None: not known). ``again``: sequences read
@@ -110,43 +110,43 @@ class PointResults:
     seeds: tuple[int, ...]
     results: tuple[RunResult, ...]
 
-    def scores(self, split: str) -> list[TruthScores]:
+    def truth_scores(self, split: str) -> list[TruthScores]:
         """Returns the scores of a split, one per seed. ValueError where no truth is known."""
         known = [result.truth[split] for result in self.results if result.truth is not None]
         if len(known) < len(self.results):
             raise ValueError(f"{self.label} has no scores against a known truth")
         return known
 
-    def truth(self, split: str, name: str) -> float:
+    def mean_truth_score(self, split: str, name: str) -> float:
         """Returns the mean over seeds of a truth score."""
-        return float(np.mean([scores.numbers[name] for scores in self.scores(split)]))
+        return float(np.mean([scores.numbers[name] for scores in self.truth_scores(split)]))
 
     @property
     def rewards(self) -> Float[np.ndarray, "seeds prompts"]:
         """Returns true rewards on test prompts, a row per seed and a column per prompt."""
-        return np.array([scores.rewards for scores in self.scores("test")])
+        return np.array([scores.rewards for scores in self.truth_scores("test")])
 
     @cached_property
     def interval(self) -> Interval:
         """Returns the mean test reward with its interval over seeds and prompts."""
         return hierarchical_bootstrap(self.rewards)
 
-    def metric(self, name: str) -> float:
+    def mean_metric(self, name: str) -> float:
         """Returns the mean over seeds of a last logged metric; NaN where it is missing."""
         return float(np.mean([result.metrics.get(name, math.nan) for result in self.results]))
 
-    def drift(self, name: str) -> float:
+    def mean_drift(self, name: str) -> float:
         """Returns the mean over seeds of a number of ``RunResult.drift`` by its path; NaN where it is missing."""
         return float(np.mean([result.drift_value(name) for result in self.results]))
 
-    def input(self, name: str) -> float:
+    def mean_input(self, name: str) -> float:
         """Returns the mean over seeds of a statistic of the training examples; NaN where it is missing."""
         return float(np.mean([result.input("train", name) for result in self.results]))
 
     @property
     def label(self) -> str:
         """Returns the grid values, as in "lr 5e-05 beta 0.1"."""
-        return label_of(self.values)
+        return values_label(self.values)
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class Outcome:
     costs: dict[WorldSeed, dict[str, float]] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     benchmarks: dict[str, dict[tuple[str, str], RowScore]] = field(default_factory=dict)
-    reads: dict[tuple[str, int, str], Reads] = field(default_factory=dict)
+    reads: dict[tuple[str, int, str], SourceCost] = field(default_factory=dict)
     scorers: dict[WorldSeed, dict[str, ScorerRun]] = field(default_factory=dict)
     lost_scorers: list[str] = field(default_factory=list)
     folders: dict[Point, Path] = field(default_factory=dict)
@@ -192,7 +192,7 @@ class Outcome:
     @cached_property
     def results(self) -> list[PointResults]:
         """Returns the results by world, arm and grid point."""
-        return gather(self.points)
+        return group_by_point(self.points)
 
     @property
     def has_truth(self) -> bool:
@@ -204,37 +204,39 @@ class Outcome:
         """Returns the study's worlds in its order; the only one of a study without worlds is ""."""
         return list(dict.fromkeys(arm.world for arm in self.arms))
 
-    def arms_in(self, world: str) -> list[Arm]:
+    def arms_in_world(self, world: str) -> list[Arm]:
         """Returns the arms of a world."""
         return [arm for arm in self.arms if arm.world == world]
 
-    def scorers_in(self, world: str) -> list[dict[str, ScorerRun]]:
+    def scorers_in_world(self, world: str) -> list[dict[str, ScorerRun]]:
         """Returns the trained scorers of each seed of a world."""
         return [made for (of, _), made in self.scorers.items() if of == world]
 
-    def by_arm(self, world: str) -> dict[str, list[PointResults]]:
+    def points_by_arm(self, world: str) -> dict[str, list[PointResults]]:
         """Returns the grid points of every arm of a world, in the study's order; none for an arm without results."""
         points = [point for point in self.results if point.arm.world == world]
-        return {arm.name: [point for point in points if point.arm.name == arm.name] for arm in self.arms_in(world)}
+        return {
+            arm.name: [point for point in points if point.arm.name == arm.name] for arm in self.arms_in_world(world)
+        }
 
     def best_points(self, world: str) -> dict[str, PointResults]:
         """Returns the point that stands for each arm of a world with results, in the study's order."""
-        found = self.by_arm(world).items()
+        found = self.points_by_arm(world).items()
         return {name: best_point(points, self.study.kl_limit) for name, points in found if points}
 
-    def seeds_mark(self, have: int) -> str:
+    def missing_seeds_mark(self, have: int) -> str:
         """Returns a mark on what stands on fewer seeds than the study has; else empty."""
         every = len(self.seeds)
         return "" if have == every else f" ({have} of {every} seeds)"
 
 
-def label_of(values: Sequence[str]) -> str:
+def values_label(values: Sequence[str]) -> str:
     """Returns the grid values for reading."""
     pairs = [value.split("=", 1) for value in values]
-    return " ".join(f"{short(key)} {value}" for key, value in pairs)
+    return " ".join(f"{short_key(key)} {value}" for key, value in pairs)
 
 
-def gather(points: Sequence[tuple[Point, RunResult]]) -> list[PointResults]:
+def group_by_point(points: Sequence[tuple[Point, RunResult]]) -> list[PointResults]:
     """Returns the results by world, arm and grid point, in the order the study lists them."""
     groups: dict[tuple[str, str, tuple[str, ...]], list[tuple[Point, RunResult]]] = {}
     for point, result in points:
@@ -263,14 +265,14 @@ def best_point(points: Sequence[PointResults], kl_limit: float) -> PointResults:
     whole = [point for point in points if len(point.results) == most]
     whole = [point for point in whole if not any(result.is_destroyed for result in point.results)] or whole
     if not has_truth(whole):
-        return max(whole, key=lambda point: _or_worst(point.metric("val/rewards/accuracies"), -math.inf))
-    within = [point for point in whole if point.truth("validation", "kl") <= kl_limit]
+        return max(whole, key=lambda point: _finite_or(point.mean_metric("val/rewards/accuracies"), -math.inf))
+    within = [point for point in whole if point.mean_truth_score("validation", "kl") <= kl_limit]
     if not within:
-        return min(whole, key=lambda point: _or_worst(point.truth("validation", "kl"), math.inf))
-    return max(within, key=lambda point: _or_worst(point.truth("validation", "reward"), -math.inf))
+        return min(whole, key=lambda point: _finite_or(point.mean_truth_score("validation", "kl"), math.inf))
+    return max(within, key=lambda point: _finite_or(point.mean_truth_score("validation", "reward"), -math.inf))
 
 
-def _or_worst(value: float, worst: float) -> float:
+def _finite_or(value: float, worst: float) -> float:
     """Returns ``value``, or ``worst`` for one that is not finite: NaN has no order."""
     return value if math.isfinite(value) else worst
 
@@ -295,7 +297,7 @@ def verdict(difference: Interval) -> str:
 # ------------------------------------------------------------------------------------------------ at a given KL
 
 
-def times_trained(result: RunResult, step_pairs: int) -> float:
+def epochs_trained(result: RunResult, step_pairs: int) -> float:
     """Returns how often a run of steps of ``step_pairs`` trained on each pair; NaN without their count."""
     return result.steps * step_pairs / result.input("train", "pairs")
 
@@ -310,7 +312,7 @@ class PathPoint:
 
 
 @dataclass(frozen=True)
-class AtKL:
+class RewardAtKL:
     """Arm at a KL level.
 
     ``rewards``: on test prompts, a row per seed of ``seeds``. ``kl``: the mean over seeds of the level, or of less
@@ -330,7 +332,7 @@ class AtKL:
         return float(self.rewards.mean())
 
 
-def path_of(points: Sequence[PointResults], seed: int) -> list[PathPoint]:
+def reward_kl_path(points: Sequence[PointResults], seed: int) -> list[PathPoint]:
     """Returns the path of an arm and a seed: the base, then the grid points by rising KL.
 
     A point stays if its validation reward is above those of all points with less KL; one whose KL is not finite has no
@@ -338,7 +340,7 @@ def path_of(points: Sequence[PointResults], seed: int) -> list[PathPoint]:
     stored.
     """
     scores = [
-        (point.scores("test")[place], point.scores("validation")[place].numbers["reward"])
+        (point.truth_scores("test")[place], point.truth_scores("validation")[place].numbers["reward"])
         for point in points
         for place, of in enumerate(point.seeds)
         if of == seed
@@ -352,39 +354,44 @@ def path_of(points: Sequence[PointResults], seed: int) -> list[PathPoint]:
     return [*(PathPoint(0.0, -math.inf, np.array(rewards)) for rewards in base), *kept]
 
 
-def at_kl(points: Sequence[PointResults], level: float) -> AtKL | None:
+def rewards_at_kl(points: Sequence[PointResults], level: float) -> RewardAtKL | None:
     """Returns an arm's test rewards at a KL level, linear in the root of KL on each seed's path.
 
     None where no seed's path has anything within the level.
     """
-    places = [_of_seed(points, seed, level) for seed in sorted({seed for point in points for seed in point.seeds})]
+    places = [
+        _rewards_at_kl_for_seed(points, seed, level)
+        for seed in sorted({seed for point in points for seed in point.seeds})
+    ]
     known = [place for place in places if place is not None]
     if not known:
         return None
     kept = [place for place in known if not place.mark] or [place for place in known if place.mark == known[0].mark]
     rewards = np.concatenate([place.rewards for place in kept])
     seeds = tuple(seed for place in kept for seed in place.seeds)
-    return AtKL(seeds, rewards, float(np.mean([place.kl for place in kept])), kept[0].mark)
+    return RewardAtKL(seeds, rewards, float(np.mean([place.kl for place in kept])), kept[0].mark)
 
 
-def _of_seed(points: Sequence[PointResults], seed: int, level: float) -> AtKL | None:
-    marks = path_of(points, seed)
+def _rewards_at_kl_for_seed(points: Sequence[PointResults], seed: int, level: float) -> RewardAtKL | None:
+    marks = reward_kl_path(points, seed)
     within = [mark for mark in marks if mark.kl <= level]
     beyond = [mark for mark in marks if mark.kl > level]
     if not within:
         return None
     before = within[-1]
     if not beyond:
-        far = (point.scores("test")[point.seeds.index(seed)].numbers["kl"] for point in points if seed in point.seeds)
+        far = (
+            point.truth_scores("test")[point.seeds.index(seed)].numbers["kl"] for point in points if seed in point.seeds
+        )
         reached = any(level <= kl < math.inf for kl in far)
-        return AtKL((seed,), before.rewards[None], before.kl, "" if reached else ENDS)
+        return RewardAtKL((seed,), before.rewards[None], before.kl, "" if reached else ENDS)
     low, high = math.sqrt(before.kl), math.sqrt(beyond[0].kl)
     share = (math.sqrt(level) - low) / (high - low)
     mark = CHORD if before.kl == 0 and beyond[0].kl > FAR * level else ""
-    return AtKL((seed,), ((1 - share) * before.rewards + share * beyond[0].rewards)[None], level, mark)
+    return RewardAtKL((seed,), ((1 - share) * before.rewards + share * beyond[0].rewards)[None], level, mark)
 
 
-def difference(one: AtKL | PointResults, other: AtKL | PointResults) -> Interval | None:
+def reward_difference(one: RewardAtKL | PointResults, other: RewardAtKL | PointResults) -> Interval | None:
     """Returns the difference of two arms' test rewards, paired by seed and prompt; None when they share no seed."""
     shared = [seed for seed in one.seeds if seed in other.seeds]
     if not shared:

@@ -25,7 +25,7 @@ from attnpo.display.page import (
 from attnpo.display.tables import Cell, table_csv
 from attnpo.lab.studies.benchmarks import EXPORTS
 from attnpo.lab.studies.figures import study_figures, study_looks, unweighted_section
-from attnpo.lab.studies.notes import footnotes, warnings
+from attnpo.lab.studies.notes import footnotes, study_warnings
 from attnpo.lab.studies.outcome import Outcome, PointResults
 from attnpo.lab.studies.predictions import predictions_section
 from attnpo.lab.studies.scorers import MODEL
@@ -34,11 +34,11 @@ from attnpo.lab.studies.tables import (
     DIGITS,
     Row,
     benchmark_digits,
-    cost_tables,
-    drift_table,
-    level_tables,
+    cost_sections,
+    drift_sections,
+    equal_kl_sections,
     main_table,
-    ranking_table,
+    ranking_sections,
     scores_table,
     short_table,
 )
@@ -96,7 +96,7 @@ def publish_study(settings: WandbSettings | None, values: Mapping[str, Json], ou
 def arms_section(outcome: Outcome) -> Section:
     """Returns the study's own table, warnings above and footnotes below it."""
     columns, rows = main_table(outcome)
-    above = [Paragraph(line, warning=True) for line in warnings(outcome)]
+    above = [Paragraph(line, warning=True) for line in study_warnings(outcome)]
     below = [Paragraph(line, warning=line.startswith("FAILED")) for line in footnotes(outcome)]
     table = TableBlock(columns, rows, digits={**DIGITS, **benchmark_digits(outcome)})
     return Section("Arms at their best points", [*above, table, *below])
@@ -118,7 +118,7 @@ def analysis_sections(outcome: Outcome) -> list[Section]:
     return sections
 
 
-def show_so_far(outcome: Outcome) -> None:
+def print_interim_table(outcome: Outcome) -> None:
     """Prints the table of the points that a study has until now."""
     seeds = ", ".join(str(seed) for seed in sorted({point.seed for point, _ in outcome.points}))
     title = f"{outcome.study.name} so far: {len(outcome.points)} points, seeds {seeds}"
@@ -131,11 +131,11 @@ def finish_study(outcome: Outcome) -> None:
     folder = outcome.folder
     arms = arms_section(outcome)
     tables = [
-        *cost_tables(outcome),
-        *ranking_table(outcome),
-        *level_tables(outcome),
+        *cost_sections(outcome),
+        *ranking_sections(outcome),
+        *equal_kl_sections(outcome),
         *predictions_section(outcome),
-        *drift_table(outcome),
+        *drift_sections(outcome),
     ]
     sections = [arms, *tables, *analysis_sections(outcome)]
     console = terminal()
@@ -144,19 +144,19 @@ def finish_study(outcome: Outcome) -> None:
     print_sections(console, [Section(title, shown), *sections[1:]])
     write_atomically(folder / "table.md", markdown(sections))
     write_atomically(folder / TABLES, tables_json(sections))
-    write_atomically(folder / "results.csv", all_points(outcome.results))
+    write_atomically(folder / "results.csv", points_csv(outcome.results))
     if outcome.benchmarks:
         write_atomically(folder / SCORES, table_csv(*scores_table(outcome)))
     else:
         (folder / SCORES).unlink(missing_ok=True)
-    keep_record(outcome, write_study_report(outcome, sections))
+    write_study_record(outcome, write_study_report(outcome, sections))
     write_checksums(folder, only=STUDY_FILES)
     console.print(f"  {folder}/report.html, table.md, {TABLES}, results.csv; {outcome.seconds:.0f} s", highlight=False)
     for place in sorted([*folder.glob("points/*/best"), *folder.glob(f"{EXPORTS}/*/{MODEL}")]):
         console.print(f"  Hugging Face folder: {place}", highlight=False, markup=False)
 
 
-def keep_record(outcome: Outcome, figures: Sequence[str]) -> None:
+def write_study_record(outcome: Outcome, figures: Sequence[str]) -> None:
     """Writes study.json, and removes figures that an earlier command left in the folder.
 
     ``figures``: the names of those that belong to this one.
@@ -187,7 +187,7 @@ def keep_record(outcome: Outcome, figures: Sequence[str]) -> None:
 # ------------------------------------------------------------------------------------------------ every run
 
 
-def all_points(points: Sequence[PointResults]) -> str:
+def points_csv(points: Sequence[PointResults]) -> str:
     """Returns every run of the study as CSV."""
     rows = [
         _run_row(point, seed, result)
@@ -231,7 +231,7 @@ def write_study_report(outcome: Outcome, tables: Sequence[Section]) -> list[str]
     compared = [] if known else unweighted_section(outcome, study_looks(outcome))
     figures = [Section("Figures", images)] if images else []
     below = [*tables[1:], *answers_sections(outcome), runs_section(outcome)]
-    sections = with_notes(outcome, [*tables[:1], *compared, *figures, *below])
+    sections = add_column_notes(outcome, [*tables[:1], *compared, *figures, *below])
     title = outcome.study.title or outcome.study.name
     write_atomically(outcome.folder / REPORT, report_page(title, sections))
     drawn = [block.source for section in sections for block in section.blocks if isinstance(block, Image)]
@@ -247,7 +247,7 @@ def runs_section(outcome: Outcome) -> Section:
         for point in best
     ]
     heads = [*(["world"] if outcome.study.worlds else []), "arm", "point", "seeds"]
-    every = {point: links for point, _ in outcome.points if (links := _files(outcome, point))}
+    every = {point: links for point, _ in outcome.points if (links := _file_links(outcome, point))}
     places = {(point.arm.label, point.values) for point in best}
     chosen = {point.label: links for point, links in every.items() if (point.arm.label, point.values) in places}
     blocks: list[Block] = [TableBlock(heads, rows)]
@@ -257,7 +257,7 @@ def runs_section(outcome: Outcome) -> Section:
     return Section("Runs", blocks)
 
 
-def _files(outcome: Outcome, point: Point) -> dict[str, str]:
+def _file_links(outcome: Outcome, point: Point) -> dict[str, str]:
     folder = outcome.folders.get(point)
     if folder is None or not folder.is_relative_to(outcome.folder):
         return {}
@@ -294,7 +294,7 @@ def answers_sections(outcome: Outcome) -> Iterator[Section]:
             yield Section(f"Answers side by side{of}", [told, *beside])
 
 
-def with_notes(outcome: Outcome, sections: Sequence[Section]) -> list[Section]:
+def add_column_notes(outcome: Outcome, sections: Sequence[Section]) -> list[Section]:
     """Returns the sections with notes on the columns of their tables; those that a table has of its own stay.
 
     Columns of worlds are named as such.

@@ -1,4 +1,4 @@
-"""Study before and while it runs: refused where it cannot run, its arms composed, its size and time told."""
+"""Plans a study before it runs: checks it, composes its arms, and estimates its size and running time."""
 
 import platform
 import time
@@ -8,27 +8,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from attnpo.cli.progress import ProgressRow, format_duration, phase, read_progress, show_progress
-from attnpo.lab.studies.arms import Composed, Composer, check_distinct, check_user, composer_of
-from attnpo.lab.studies.benchmark_settings import Evaluations, check_benchmarks, grammar_of
+from attnpo.lab.studies.arms import ComposedConfig, Composer, check_distinct_arms, check_user_overrides, make_composer
+from attnpo.lab.studies.benchmark_settings import EvaluationConfigs, check_benchmarks, prepared_grammar
 from attnpo.lab.studies.config import FitConfig, require_one_process
 from attnpo.lab.studies.scorers import compose_scorers
-from attnpo.lab.studies.study import Arm, Study, of_world
-from attnpo.lab.studies.workers import Workers
+from attnpo.lab.studies.study import Arm, Study, name_in_world
+from attnpo.lab.studies.workers import WorkerSettings
 from attnpo.run.folders import store_root
 from attnpo.run.identity import by_class, identity_of
 from attnpo.run.resolve import open_paths
 from attnpo.schema import UserError
 from attnpo.system.files import read_record, write_record
 
-TIMINGS = "timings.json"  # in the store: seconds of a base and of a point, by machine, setting and study
-UNKNOWN = "time unknown until the first point has ended"
+TIMINGS = "timings.json"  # in the store: seconds per base and per point, by machine, setting and study
+UNKNOWN = "time left unknown until the first point has finished"
 
 
-class Pace:
-    """Time that a study of ``points`` points and ``seeds`` seeds takes: as measured, before that as stored.
+class TimeEstimate:
+    """Estimated running time of a study, from its finished points or, before any, from an earlier run's timings.
 
-    It is stored in the file ``path``, by machine and ``key``. A point counts with the wall time between the ends of
-    points, so that those that run beside each other count once.
+    Timings are stored in the file ``path`` by machine and ``key``. The time of a point is the wall time between two
+    finished points, so that parallel points are not counted twice.
     """
 
     def __init__(self, path: Path, key: str, points: int, seeds: int = 1) -> None:
@@ -38,20 +38,18 @@ class Pace:
         self._stored = (read_record(self._path) or {}).get(self._key)
 
     def forecast(self) -> str:
-        """Returns what can be said of the time before anything has run."""
+        """Returns the expected total time in words, before anything has run."""
         if self._stored is None:
             return UNKNOWN
         seconds = self._stored["point"] * self.points + self._stored["base"] * self.seeds
-        return (
-            f"about {format_duration(seconds)} as this study took on this machine before, less what is finished already"
-        )
+        return f"about {format_duration(seconds)}, as before on this machine, less for points that are already finished"
 
     def count_base(self, seconds: float) -> None:
-        """Counts the base, pairs and judge pass of one seed."""
+        """Adds the time that preparing the base, pairs and judge pass of one seed took."""
         self._prepared, self._preparing = self._prepared + 1, self._preparing + seconds
 
     def count_point(self, seconds: float) -> None:
-        """Counts a point that ended ``seconds`` after the one before it, and stores the pace."""
+        """Counts a point that finished ``seconds`` after the previous one, and stores the mean times."""
         self.over, self._ran, self._running = self.over + 1, self._ran + 1, self._running + seconds
         base = self._preparing / max(1, self._prepared)
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,7 +60,7 @@ class Pace:
 
     @property
     def seconds_left(self) -> float | None:
-        """Returns the seconds that are left, None while nothing tells of them."""
+        """Returns the estimated seconds left; None if no timings are known yet."""
         if not self._ran and self._stored is None:
             return None
         stored = 0.0 if self._stored is None else self._stored["point"]
@@ -71,25 +69,27 @@ class Pace:
         return float(point * max(0, self.points - self.over) + base * max(0, self.seeds - self._prepared))
 
     def time_left(self) -> str:
-        """Returns the time that is left, for a log line."""
+        """Returns the estimated time left in words, for a log line."""
         seconds = self.seconds_left
         return UNKNOWN if seconds is None else f"about {format_duration(seconds)} left"
 
 
 @contextmanager
-def watching(labels: Sequence[str], folders: Sequence[Path], pace: Pace) -> Iterator[Callable[[int], None]]:
-    """Opens a context that shows the points at work; the function that it gives counts the one at a place as ended."""
+def show_points_progress(
+    labels: Sequence[str], folders: Sequence[Path], pace: TimeEstimate
+) -> Iterator[Callable[[int], None]]:
+    """Shows the progress of running points; yields a function that marks the point at an index as finished."""
     over: set[int] = set()
     last = time.monotonic()
 
-    def count_end(place: int) -> None:
+    def count_finished(index: int) -> None:
         nonlocal last
-        over.add(place)
+        over.add(index)
         now = time.monotonic()
         pace.count_point(now - last)
         last = now
 
-    def rows() -> list[ProgressRow]:
+    def progress_rows() -> list[ProgressRow]:
         found = []
         for place, (label, folder) in enumerate(zip(labels, folders, strict=True)):
             row = None if place in over else read_progress(folder)
@@ -98,25 +98,25 @@ def watching(labels: Sequence[str], folders: Sequence[Path], pace: Pace) -> Iter
         return [*found, ProgressRow("all points", pace.over, pace.points, None, pace.seconds_left)]
 
     at_work = f"points {labels[0]} ..." if labels else "points"
-    with show_progress(rows), phase(at_work):
-        yield count_end
+    with show_progress(progress_rows), phase(at_work):
+        yield count_finished
 
 
 @dataclass(frozen=True)
 class StudyPlan:
-    """Study that was found possible: its seeds, the configs of its arms and of its scorers by world and name.
+    """Checked study that is ready to run: seeds, and configs of arms and scorers by world and name.
 
-    ``analyses``: settings of its analyses, by key. ``store``: the folder of what all its runs share. ``timed``:
-    what the time of its points is known by: setting, study, and how long one trains.
+    ``analyses``: settings of the analyses, by key. ``store``: cache folder shared by all runs. ``timed``: key of the
+    study's timings, made of setting, study and training length.
     """
 
     composer: Composer
     seeds: list[int]
-    composed: dict[tuple[str, str], Composed]
-    scorers: dict[tuple[str, str], Composed]
+    composed: dict[tuple[str, str], ComposedConfig]
+    scorers: dict[tuple[str, str], ComposedConfig]
     analyses: dict[str, object]
-    evaluations: Evaluations
-    workers: Workers
+    evaluations: EvaluationConfigs
+    workers: WorkerSettings
     store: Path
     timed: str
 
@@ -125,54 +125,58 @@ class StudyPlan:
         """Returns the study."""
         return self.composer.study
 
-    def size(self) -> str:
-        """Arms, points and seeds in words; arms of layers that coincide on a shallow model are one later."""
-        arms = sum(self._layers(name) for _, name in self.composed)
+    def describe_size(self) -> str:
+        """Describes the number of arms, points and seeds; layers that coincide on a shallow model count separately."""
+        arms = sum(self._arm_count(name) for _, name in self.composed)
         about = "up to " if self.study.layers else ""
         seeds = f"{len(self.seeds)} seed{'s' * (len(self.seeds) > 1)}"
-        return f"{about}{arms} arms, {self.points // len(self.seeds)} points a seed, {seeds}: {self.points} points"
+        return f"{about}{arms} arms, {self.points // len(self.seeds)} points per seed, {seeds}: {self.points} points"
 
     @property
     def points(self) -> int:
-        """Returns how many points there are, at most."""
-        each = (self._layers(name) * len(self.study.grid_of(name).overrides()) for _, name in self.composed)
+        """Returns the maximum number of points, over all seeds."""
+        each = (self._arm_count(name) * len(self.study.grid_of(name).point_overrides()) for _, name in self.composed)
         return len(self.seeds) * sum(each)
 
-    def _layers(self, arm: str) -> int:
+    def _arm_count(self, arm: str) -> int:
         return len(self.study.layers) if self.study.is_split(arm) else 1
 
-    def pace(self) -> Pace:
-        """Returns the time that its points take."""
-        return Pace(self.store / TIMINGS, self.timed, self.points, len(self.seeds))
+    def time_estimate(self) -> TimeEstimate:
+        """Returns an estimate of the study's running time."""
+        return TimeEstimate(self.store / TIMINGS, self.timed, self.points, len(self.seeds))
 
 
 def plan_study(cfg: FitConfig) -> StudyPlan:
-    """Returns the plan of ``cfg.study``; loads no model and writes nothing.
+    """Checks ``cfg.study`` and returns its plan; loads no model and writes nothing.
 
     Raises:
-        UserError: started under several processes, an override that spoils the study, or an arm that cannot be built.
+        UserError: the command has several processes, an override conflicts with the study, or an arm's config is
+            invalid.
     """
     study, config_dir = cfg.study, cfg.composed.config_dir
     require_one_process(study, cfg.composed.arguments())
     if study is None:
         raise UserError("there is no study to run (experiment=none)")
-    composer = composer_of(cfg, study)
-    check_user(composer, identity_of(cfg).result)
+    composer = make_composer(cfg, study)
+    check_user_overrides(composer, identity_of(cfg).result)
     if cfg.resume is not None:
         raise UserError(
-            f"study {study.name}: resume={cfg.resume} is for single runs; finished points are reused anyway"
+            f"study {study.name}: resume={cfg.resume} only applies to single runs: remove it, since a study reuses its "
+            "finished points anyway"
         )
-    evaluations = Evaluations(study, config_dir, cfg.trainer.accelerator, grammar_of(cfg.values.get("prepare")))
+    evaluations = EvaluationConfigs(
+        study, config_dir, cfg.trainer.accelerator, prepared_grammar(cfg.values.get("prepare"))
+    )
     check_benchmarks(evaluations, None if "model.path" in open_paths(cfg.model, cfg.data) else cfg.model)
-    composed = composer.every_arm()
+    composed = composer.compose_all_arms()
     for place, arm in composed.items():
         try:
             _ = arm.config
         except UserError as error:
-            raise UserError(f"study {study.name}, arm {of_world(*place)}: {error}") from error
+            raise UserError(f"study {study.name}, arm {name_in_world(*place)}: {error}") from error
     whole = [place for place in composed if not study.layers or place[1] != study.layer_arm]
     named = [Arm(name, (), None, world, study.grid_of(name)) for world, name in whole]
-    check_distinct(study, named, composed)
+    check_distinct_arms(study, named, composed)
     seeds = [cfg.seed + i for i in range(cfg.seed_count())]
     return StudyPlan(
         composer,
@@ -181,7 +185,7 @@ def plan_study(cfg: FitConfig) -> StudyPlan:
         compose_scorers(composer),
         by_class({"analyses": cfg.node("study").get("analyses")}),
         evaluations,
-        Workers(study.workers, config_dir, cfg.store, cfg.lock_timeout),
+        WorkerSettings(study.workers, config_dir, cfg.store, cfg.lock_timeout),
         store_root(cfg.store),
         f"{cfg.composed.choices.get('setting', 'none')}/{study.name}/{cfg.trainer.max_epochs}/{cfg.trainer.max_steps}",
     )

@@ -8,7 +8,7 @@ import numpy as np
 
 from attnpo.display.page import Paragraph, Section, TableBlock
 from attnpo.evaluation.intervals import Interval, paired_difference
-from attnpo.lab.studies.outcome import Outcome, at_kl, difference_text
+from attnpo.lab.studies.outcome import Outcome, difference_text, rewards_at_kl
 from attnpo.lab.studies.study import Arm, Claim, Study, settings_digest
 from attnpo.lab.studies.tables import NOT_EQUAL, Row
 from attnpo.run.folders import FIXED
@@ -24,7 +24,7 @@ HEADS = ["about", "prediction", "difference", "outcome", "seeds"]
 # ------------------------------------------------------------------------------------------------ before the runs
 
 
-def check_predicted(study: Study, arms: Sequence[Arm]) -> None:
+def check_prediction_arms(study: Study, arms: Sequence[Arm]) -> None:
     """Raises UserError for a prediction about an arm that is none of ``arms``, those of all worlds."""
     known = [(arm.world, arm.name) for arm in arms]
     for name, claim in study.predictions.claims.items() if study.predictions else []:
@@ -38,19 +38,19 @@ def check_predicted(study: Study, arms: Sequence[Arm]) -> None:
                 )
 
 
-def fix(study: Study, folder: Path) -> list[str]:
+def register_predictions(study: Study, folder: Path) -> list[str]:
     """Keeps a study's predictions in its folder before any point runs; returns what must be said of them.
 
     The first that were kept there stay: where others are asked for and points have been run since, this is said.
     """
     if study.predictions is None:
         return []
-    path, now = folder / FIXED, _digest(study.predictions.record())
+    path, now = folder / FIXED, _digest(study.predictions.to_dict())
     if not any(folder.glob("points/*/result.json")):
         path.unlink(missing_ok=True)
     before = str((read_record(path) or {"fixed": "changed since"})["fixed"]) if path.exists() else now
     if not path.exists():
-        write_record(path, {"fixed": now, **study.predictions.record()})
+        write_record(path, {"fixed": now, **study.predictions.to_dict()})
     if before == now:
         return []
     return [
@@ -77,7 +77,7 @@ def registration_warnings(outcome: Outcome) -> list[str]:
             f"seeds {', '.join(map(str, other))} are not among those the predictions were fixed for: what stands here "
             "of them is exploration, no evidence, and decides no prediction"
         )
-    if other_settings(outcome):
+    if has_other_settings(outcome):
         out.append(
             f"grid, arms or worlds ({settings_digest(outcome.record)}) are not those the predictions were fixed for "
             f"({predictions.settings}): what stands here is exploration, no evidence, and decides no prediction"
@@ -85,7 +85,7 @@ def registration_warnings(outcome: Outcome) -> list[str]:
     return out
 
 
-def other_settings(outcome: Outcome) -> bool:
+def has_other_settings(outcome: Outcome) -> bool:
     """Returns whether grid, arms or worlds are others than those the predictions were fixed for."""
     predictions = outcome.study.predictions
     fixed = None if predictions is None else predictions.settings
@@ -102,12 +102,12 @@ def predictions_section(outcome: Outcome) -> list[Section]:
         return []
     outcome = replace(outcome, points=[made for made in outcome.points if made[0].seed in predictions.seeds])
     ran = {point.seed for point, _ in outcome.points}
-    if not ran or other_settings(outcome):
+    if not ran or has_other_settings(outcome):
         return []
     rows: list[Row] = []
     for claim in predictions.claims.values():
         found, equal = measure_claim(outcome, claim)
-        decided = NO_RESULT if found is None else decide(found) if equal else NOT_EQUAL
+        decided = NO_RESULT if found is None else decide_claim(found) if equal else NOT_EQUAL
         if found is not None and equal and found.seeds < len(ran):
             decided = f"{OPEN}: {found.seeds} of {len(ran)} seeds have this KL"
         stands_on = f"{0 if found is None else found.seeds} of {len(predictions.seeds)}"
@@ -118,14 +118,14 @@ def predictions_section(outcome: Outcome) -> list[Section]:
     so_far = f"So far, with seeds {', '.join(lacking)} still to be run, of" if lacking else "Of"
     of = ", ".join(map(str, predictions.seeds))
     note = (
-        f"fixed before the runs for seeds {of}: digest {_digest(predictions.record())}. {predictions.rule} {so_far} "
+        f"fixed before the runs for seeds {of}: digest {_digest(predictions.to_dict())}. {predictions.rule} {so_far} "
         f"{len(rows)} predictions {hits} hit, {misses} missed, {len(rows) - hits - misses} open, without correction "
         "for their number"
     )
     return [Section(TITLE, [TableBlock(HEADS, rows), Paragraph(note)])]
 
 
-def decide(found: Interval | None) -> str:
+def decide_claim(found: Interval | None) -> str:
     """Returns whether an interval lies above 0 (hit), below it (miss), or neither (open)."""
     if found is None or not found.excludes_zero:
         return OPEN
@@ -138,7 +138,7 @@ def measure_claim(outcome: Outcome, claim: Claim) -> tuple[Interval | None, bool
     None where an arm has no place at the level or the arms share no seed.
     """
     cells = [*claim.above, *claim.below]
-    every = [at_kl(outcome.by_arm(world).get(arm, []), claim.level) for world, arm in cells]
+    every = [rewards_at_kl(outcome.points_by_arm(world).get(arm, []), claim.level) for world, arm in cells]
     places = [place for place in every if place is not None]
     shared = [seed for seed in places[0].seeds if all(seed in place.seeds for place in places)] if places else []
     if len(places) < len(cells) or not shared:

@@ -1,4 +1,4 @@
-"""Runs a study: every base judged once, points run (two at a time on a laptop), finished ones reused, all collected."""
+"""Runs a study: prepares each world and seed once, runs all points, reuses finished ones, and collects the results."""
 
 import itertools
 import logging
@@ -11,15 +11,15 @@ from typing import Any
 
 from attnpo.cli.progress import phase
 from attnpo.cli.terminal import mark_training_started
-from attnpo.lab.studies.arms import Composed, arm_identity, check_distinct, point_config, point_folder
-from attnpo.lab.studies.bases import Basis, keep_costs, make_basis
+from attnpo.lab.studies.arms import ComposedConfig, arm_identity, check_distinct_arms, point_config, point_folder
 from attnpo.lab.studies.benchmark_settings import check_benchmarks
-from attnpo.lab.studies.benchmarks import measure_benchmarks, tell_costs
+from attnpo.lab.studies.benchmarks import log_grading_cost, measure_benchmarks
 from attnpo.lab.studies.config import FitConfig
-from attnpo.lab.studies.outcome import Outcome, label_of
-from attnpo.lab.studies.plan import Pace, StudyPlan, plan_study, watching
-from attnpo.lab.studies.predictions import check_predicted, fix
-from attnpo.lab.studies.scorers import with_model
+from attnpo.lab.studies.outcome import Outcome, values_label
+from attnpo.lab.studies.plan import StudyPlan, TimeEstimate, plan_study, show_points_progress
+from attnpo.lab.studies.predictions import check_prediction_arms, register_predictions
+from attnpo.lab.studies.scorers import with_checkpoint
+from attnpo.lab.studies.shared_inputs import SharedInputs, prepare_shared_inputs, save_costs
 from attnpo.lab.studies.study import (
     ONLY,
     Arm,
@@ -27,13 +27,13 @@ from attnpo.lab.studies.study import (
     WorldSeed,
     error_text,
     expand_arms,
-    grid_record,
     last_line,
     make_points,
-    of_world,
+    name_in_world,
     scorers_of,
+    settings_record,
 )
-from attnpo.lab.studies.workers import execute, on_gpu
+from attnpo.lab.studies.workers import needs_gpu, run_jobs
 from attnpo.run.combinations import LAYER
 from attnpo.run.folders import make_folder
 from attnpo.run.identity import identity_of
@@ -44,18 +44,22 @@ from attnpo.schema import UserError, digest
 log = logging.getLogger(__name__)
 
 
-Arms = tuple[list[Arm], dict[tuple[str, str], Composed]]  # of all worlds, with the config of each by world and name
+# Arms of all worlds, and their configs by world and name.
+Arms = tuple[list[Arm], dict[tuple[str, str], ComposedConfig]]
 Show = Callable[[Outcome], None]
 
 
 @dataclass
 class StudyProgress:
-    """Study at work in its folder: bases and lost worlds of the seeds so far, results and errors of their points."""
+    """State of a running study: prepared worlds and seeds, with the results and errors of their points so far.
+
+    ``missing``: errors of worlds and seeds that could not be prepared. ``said``: warnings for the report.
+    """
 
     plan: StudyPlan
     folder: Path
-    pace: Pace
-    bases: dict[WorldSeed, Basis] = field(default_factory=dict)
+    pace: TimeEstimate
+    bases: dict[WorldSeed, SharedInputs] = field(default_factory=dict)
     missing: dict[WorldSeed, Exception] = field(default_factory=dict)
     done: list[tuple[Point, RunResult]] = field(default_factory=list)
     failed: list[tuple[Point, str]] = field(default_factory=list)
@@ -68,37 +72,41 @@ class StudyProgress:
         """Returns the names of the study's worlds."""
         return [*(self.plan.study.worlds or [ONLY])]
 
-    def prepare(self, seed: int) -> bool:
-        """Adds what the points of a seed stand on, or why it cannot be had; returns whether any world has a base."""
+    def prepare_seed(self, seed: int) -> bool:
+        """Prepares the shared inputs of a seed in every world; returns whether this worked for any world."""
         before = time.perf_counter()
-        found: dict[WorldSeed, Basis] = {}
+        found: dict[WorldSeed, SharedInputs] = {}
         for world in self.worlds:
-            label = Basis(world, seed).label
+            label = SharedInputs(world, seed).label
             try:
                 with phase(f"{label}: base, pairs and judge pass"):
-                    found[world, seed] = make_basis(self.plan, seed, world, self.folder)
+                    found[world, seed] = prepare_shared_inputs(self.plan, seed, world, self.folder)
             except Exception as error:  # noqa: BLE001  the other worlds and seeds go on
                 self.missing[world, seed] = error
                 log.error("%s cannot be prepared: %s", label, last_line(error_text(error)))
         if found:
-            keep_costs(self.folder, found)
+            save_costs(self.folder, found)
         self.pace.count_base(time.perf_counter() - before)
         every = self.bases | found
         self.bases = {at: every[at] for at in itertools.product(self.worlds, self.plan.seeds) if at in every}
         return bool(found)
 
-    def arms(self) -> Arms:
-        """Returns the arms as deep as their judges are found to be. UserError for two that would be the same runs."""
+    def expand_arms(self) -> Arms:
+        """Returns all arms with their configs, the layer arm split by the depth of its judge.
+
+        Raises:
+            UserError: two arms would train identical runs.
+        """
         study, truth = self.plan.study, self.plan.composer.truth
         arms: list[Arm] = []
-        for world in self.worlds:  # one without any base is taken to be as deep as the others
+        for world in self.worlds:  # a world without a base takes the depth of the others
             found = [basis.depth for basis in self.bases.values() if basis.world == world]
             depth = max(found or [basis.depth for basis in self.bases.values()])
             arms += expand_arms(study, depth, truth=truth, world=world)
         known = {
             (world, name): depth for (world, _), basis in self.bases.items() for name, depth in basis.depths.items()
         }
-        own: dict[tuple[str, str], Composed] = {}
+        own: dict[tuple[str, str], ComposedConfig] = {}
         depths: dict[tuple[str, str], int] = {}
         for arm in arms:
             at, source = (arm.world, arm.name), (arm.world, arm.name if arm.layer is None else study.layer_arm)
@@ -106,30 +114,30 @@ class StudyProgress:
             made = self.plan.composed[source]
             own[at] = made.with_values(layer, [f"{LAYER}={arm.layer}"]) if layer else made
             depths |= {at: known[source]} if source in known else {}
-        check_distinct(study, arms, own, depths)
+        check_distinct_arms(study, arms, own, depths)
         return arms, own
 
-    def record(self, own: Mapping[tuple[str, str], Composed]) -> dict[str, Any]:
-        """Returns what is fixed before the points run."""
+    def study_record(self, own: Mapping[tuple[str, str], ComposedConfig]) -> dict[str, Any]:
+        """Returns the settings that are fixed before the points run, for the study's digest."""
         study = self.plan.study
         worlds: dict[str, Any] = {}
         for (world, _), basis in self.bases.items():
             worlds.setdefault(world, basis.facts["world"])
-        record = grid_record(study, _settings(own), worlds if study.worlds else worlds[ONLY])
+        record = settings_record(study, _arm_settings(own), worlds if study.worlds else worlds[ONLY])
         if not self.plan.scorers:
             return record
-        scored = {of_world(*at): keys for at, made in own.items() if (keys := scorers_of(made.overrides))}
-        return {**record, "scorers": _settings(self.plan.scorers), "scored": scored}
+        scored = {name_in_world(*at): keys for at, made in own.items() if (keys := scorers_of(made.overrides))}
+        return {**record, "scorers": _arm_settings(self.plan.scorers), "scored": scored}
 
-    def outcome(self) -> Outcome:
-        """Returns what the study has come to, as a finished one is told."""
-        (arms, own), bases = self.arms(), self.bases
+    def make_outcome(self) -> Outcome:
+        """Returns the results so far in the form of a finished study."""
+        (arms, own), bases = self.expand_arms(), self.bases
         return Outcome(
             self.plan.study,
             arms,
             [*self.done],
             [*self.failed],
-            self.record(own),
+            self.study_record(own),
             self.folder,
             time.perf_counter() - self.began,
             measured={
@@ -153,10 +161,10 @@ class StudyProgress:
             folders=self.folders,
         )
 
-    def run_points(self, points: Sequence[Point], own: Mapping[tuple[str, str], Composed]) -> None:
-        """Adds results and errors of the points in their order; those without a base or weights are not run.
+    def run_points(self, points: Sequence[Point], own: Mapping[tuple[str, str], ComposedConfig]) -> None:
+        """Runs points and adds their results and errors, in the given order.
 
-        A signal leaves what has ended until then.
+        Points without a base or weights are counted as failed. After an interrupt, the results so far are still added.
         """
         study, pace = self.plan.study, self.pace
         done: dict[int, RunResult] = {}
@@ -174,34 +182,36 @@ class StudyProgress:
                 errors[i] = f"not run: {lost}"
                 continue
             made = point_config(own[point.arm.world, point.arm.name], point, basis.scorers.paths)
-            if study.benchmarks and len((point.arm.grid or study.grid).overrides()) == 1:
-                made = with_model(made)  # sure to be chosen: its arm has no other point
-            at = point_folder(self.folder, point, identity_of(made.config).result, basis.facts_of(study, point.arm))
+            if study.benchmarks and len((point.arm.grid or study.grid).point_overrides()) == 1:
+                made = with_checkpoint(made)  # certain to be chosen, as the arm's only point
+            at = point_folder(
+                self.folder, point, identity_of(made.config).result, basis.arm_fingerprint(study, point.arm)
+            )
             self.folders[point] = at
             before, problem = read_result(at)
             if problem is not None:
-                log.warning("%s: %s; the point counts as not finished and is run", at, problem)
+                log.warning("%s: %s; the point counts as unfinished and runs again", at, problem)
             if before is not None:
                 done[i] = before
             else:
                 jobs[i] = (made.overrides, at)
                 accelerators.append(made.config.trainer.accelerator)
         if done:
-            log.info("%d of %d points are finished already and reused", len(done), len(points))
+            log.info("reusing %d of %d points that are already finished", len(done), len(points))
         pace.over += len(points) - len(jobs)
         places = list(jobs)
         at_work = [points[i] for i in places]
-        labels = [f"{point.arm.label} {label_of(point.values)} seed {point.seed}" for point in at_work]
+        labels = [f"{point.arm.label} {values_label(point.values)} seed {point.seed}" for point in at_work]
         try:
             mark_training_started()
-            with watching(labels, [at for _, at in jobs.values()], pace) as ended:
-                for job, result, error in execute(list(jobs.values()), self.plan.workers, on_gpu(accelerators)):
+            with show_points_progress(labels, [at for _, at in jobs.values()], pace) as ended:
+                for job, result, error in run_jobs(list(jobs.values()), self.plan.workers, needs_gpu(accelerators)):
                     i = places[job]
                     ended(job)
                     count = f"point {pace.over}/{pace.points} {points[i].label}"
                     if result is not None:
                         done[i] = result
-                        log.info("%s: %s; %s", count, headline(result), pace.time_left())
+                        log.info("%s: %s; %s", count, result_headline(result), pace.time_left())
                     else:
                         errors[i] = error or ""
                         log.error("%s failed: %s", count, last_line(errors[i]))
@@ -210,52 +220,53 @@ class StudyProgress:
             self.failed += [(points[i], errors[i]) for i in sorted(errors)]
 
 
-def _settings(composed: Mapping[tuple[str, str], Composed]) -> dict[str, dict[str, object]]:
-    return {of_world(*at): arm_identity(identity_of(made.config).result) for at, made in composed.items()}
+def _arm_settings(composed: Mapping[tuple[str, str], ComposedConfig]) -> dict[str, dict[str, object]]:
+    return {name_in_world(*at): arm_identity(identity_of(made.config).result) for at, made in composed.items()}
 
 
 def run_study(
     cfg: FitConfig, folder: Path, show: Show = lambda outcome: None, plan: StudyPlan | None = None
 ) -> Outcome:
-    """Returns all points of ``cfg.study``; results stay in ``folder``, where a repeated command finds them.
+    """Runs all points of ``cfg.study``, seed by seed; a repeated command reuses the results saved in ``folder``.
 
-    Seed after seed, base and points: ``show`` gets what there is after each seed but the last, and when a signal ends
-    the study. A point, an arm, a seed, a world or an analysis that fails is named in the outcome and stops nothing
-    else.
+    ``show`` is called with the results so far after every seed but the last, and on an interrupt. A failure of a point,
+    arm, seed, world or analysis is recorded in the outcome and does not stop the rest.
 
     Raises:
-        UserError: as ``plan_study``, or every point failed.
+        UserError: see ``plan_study``; or every point failed.
     """
     plan = plan_study(cfg) if plan is None else plan
     study, seeds = plan.study, plan.seeds
     make_folder(folder)
-    so_far = StudyProgress(plan, folder, plan.pace())
+    so_far = StudyProgress(plan, folder, plan.time_estimate())
     begun = False
     try:
         for place, seed in enumerate(seeds):
-            if not so_far.prepare(seed):
+            if not so_far.prepare_seed(seed):
                 if seed == seeds[-1] and not so_far.bases:
                     raise next(iter(so_far.missing.values()))
                 continue
-            arms, own = so_far.arms()
+            arms, own = so_far.expand_arms()
             if not begun:
                 begun = True
-                check_predicted(study, arms)
-                so_far.said += fix(study, folder)
-                log.info("study %s: grid, arms and world fixed, digest %s", study.name, digest(so_far.record(own))[:16])
+                check_prediction_arms(study, arms)
+                so_far.said += register_predictions(study, folder)
+                log.info(
+                    "study %s: grid, arms and world fixed, digest %s", study.name, digest(so_far.study_record(own))[:16]
+                )
                 if study.benchmarks:
                     check_benchmarks(plan.evaluations, next(basis.model for basis in so_far.bases.values()))
-                    tell_costs(plan.evaluations, arms, so_far.bases, folder)
+                    log_grading_cost(plan.evaluations, arms, so_far.bases, folder)
             points = make_points(study, arms, [seed])
             so_far.pace.points = so_far.pace.over + len(points) * (len(seeds) - place)
             so_far.run_points(points, own)
             if so_far.done and seed != seeds[-1]:
-                show(so_far.outcome())
+                show(so_far.make_outcome())
     except KeyboardInterrupt:
         if so_far.done:
-            show(so_far.outcome())
+            show(so_far.make_outcome())
         raise
-    arms, own = so_far.arms()
+    arms, own = so_far.expand_arms()
     every = make_points(study, arms, seeds)
     so_far.failed += [
         (point, f"not run: {error_text(so_far.missing[point.arm.world, point.seed])}")
@@ -265,16 +276,18 @@ def run_study(
     order = {point.label: i for i, point in enumerate(every)}
     so_far.failed.sort(key=lambda item: order.get(item[0].label, len(order)))
     if not so_far.done:
-        raise UserError(f"study {study.name}: all {len(order)} points failed; the first with: {so_far.failed[0][1]}")
-    outcome = so_far.outcome()
+        raise UserError(
+            f"study {study.name}: all {len(order)} points failed; error of the first one: {so_far.failed[0][1]}"
+        )
+    outcome = so_far.make_outcome()
     if not study.benchmarks:
         return outcome
     measured = measure_benchmarks(plan.evaluations, outcome, own, so_far.bases, plan.workers)
     return replace(measured, seconds=time.perf_counter() - so_far.began)
 
 
-def headline(result: RunResult) -> str:
-    """Returns the numbers of a point's log line."""
+def result_headline(result: RunResult) -> str:
+    """Returns a finished point's main scores and its time, for a log line."""
     seconds = f"({result.seconds['all']:.0f} s)"
     if result.truth is not None:
         scores = result.truth["validation"].numbers

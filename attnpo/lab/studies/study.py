@@ -1,4 +1,4 @@
-"""Study as plain data: what it varies (arms, grids, worlds, seeds), what it measures and what was predicted of it."""
+"""Studies as plain data: arms, grids, worlds and seeds, analyses, benchmarks and registered predictions."""
 
 import itertools
 import json
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Claim:
-    """One prediction: at KL ``level`` the test rewards of ``above`` sum to more than those of ``below``.
+    """One prediction: at KL ``level``, the summed test reward of ``above`` exceeds that of ``below``.
 
-    Both list as many (world, arm); one of each is a difference of two arms, two of each a difference of differences.
-    ``about`` names the explanation it follows from, ``says`` is the prediction in words.
+    Both list (world, arm) pairs and have the same length: one pair each compares two arms, two pairs each compare two
+    differences. ``about`` names the hypothesis behind the prediction; ``says`` states the prediction in words.
     """
 
     about: str
@@ -40,7 +40,7 @@ class Claim:
     def __post_init__(self) -> None:
         if not self.above or len(self.above) != len(self.below):
             raise UserError(
-                "study.predictions: expected as many (world, arm) in above as in below, got "
+                "study.predictions: above and below must list the same number of (world, arm) pairs, got "
                 f"{len(self.above)} and {len(self.below)}"
             )
         if not self.level > 0:
@@ -49,9 +49,9 @@ class Claim:
 
 @dataclass(frozen=True)
 class Predictions:
-    """Predictions for a study on ``seeds``, made before it ran on any of them, and the ``rule`` that decides.
+    """Predictions registered before a study ran on ``seeds``, and the ``rule`` that decides each of them.
 
-    ``settings``: digest of the grid, arms and worlds they were made for (``settings_digest``); None takes any.
+    ``settings``: digest of the grid, arms and worlds they apply to (``settings_digest``); None accepts any.
     """
 
     seeds: tuple[int, ...]
@@ -59,18 +59,18 @@ class Predictions:
     claims: dict[str, Claim]
     settings: str | None = None
 
-    def record(self) -> dict[str, object]:
-        """Returns the predictions as they are kept beside a study's results, and digested."""
+    def to_dict(self) -> dict[str, object]:
+        """Returns the predictions as plain data, as saved with a study's results and included in its digest."""
         return {name: value for name, value in asdict(self).items() if name != "settings"}
 
 
 PREFIX = "SCORER."
-# Where a model that weighs may stand: all paths of a run but those of what is trained.
+# Keys that may refer to a scorer: the paths of models that compute weights.
 PLACES = ("judge.path", "verbalizer.path", "weights.path", "weights.NAME.path")
 
 
 def scorers_of(overrides: Sequence[str]) -> dict[str, str]:
-    """Returns the scorers that an arm's overrides name, by the key that takes the model's path."""
+    """Returns the names of the scorers used in an arm's overrides, by the key that takes the model path."""
     parts = (item.partition("=") for item in overrides)
     return {
         key.lstrip("+~"): value.removeprefix(PREFIX)
@@ -80,71 +80,76 @@ def scorers_of(overrides: Sequence[str]) -> dict[str, str]:
 
 
 def scorer_problems(scorers: Mapping[str, Sequence[str]], arms: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """Yields what is wrong with a study's scorers, and with the names that its arms have for them."""
+    """Yields error messages for invalid scorers of a study and for invalid references to them in its arms."""
     for name, overrides in scorers.items():
         if not name.isidentifier():
-            yield f"study.scorers has {name!r}: expected a name of letters, digits and _, as in {PREFIX}oracle"
+            yield (
+                f"study.scorers has {name!r}: a scorer's name may only have letters, digits and _, as in {PREFIX}oracle"
+            )
         for key, other in scorers_of(overrides).items():
             yield (
-                f"study.scorers.{name} has {key}={PREFIX}{other}: scorers are trained side by side, and none can wait "
-                "for another: give a path, or leave it out"
+                f"study.scorers.{name} sets {key}={PREFIX}{other}, but scorers are trained in parallel and cannot "
+                "depend on each other: give a path, or remove the override"
             )
         if any(item.lstrip("+~").startswith(("data.path=", "data.mix")) for item in overrides):
             yield (
-                f"study.scorers.{name} sets data.path or data.mix: scorers are trained on the study's own pairs; leave "
-                "it out"
+                f"study.scorers.{name} sets data.path or data.mix, but scorers are trained on the study's own pairs: "
+                "remove the override"
             )
     for arm, overrides in arms.items():
         for key, name in scorers_of(overrides).items():
             if name not in scorers:
                 yield (
-                    f"arm {arm} has {key}={PREFIX}{name}, and study.scorers has "
+                    f"arm {arm} sets {key}={PREFIX}{name}, but study.scorers only has: "
                     f"{', '.join(scorers) or 'none'}{did_you_mean(name, list(scorers))}"
                 )
             if key not in PLACES and re.fullmatch(r"weights\.[^.]*\.path", key) is None:
                 yield (
-                    f"arm {arm} has {key}={PREFIX}{name}: a scorer stands for a model that weighs; expected one of "
+                    f"arm {arm} sets {key}={PREFIX}{name}, but a scorer can only be used for one of these keys: "
                     f"{', '.join(PLACES)}"
                 )
 
 
-ALL = "all"  # stands for every benchmark
+ALL = "all"  # in study.evaluate: settings of every benchmark
 BASE_ROW = "base"
-# What a study sets itself, row by row.
+# Keys of an evaluation that the study sets itself for each row.
 SET_BY_STUDY = ("benchmark", "model.path", "output", "label")
 
 
-def asked_problems(
+def benchmark_problems(
     benchmarks: Sequence[str],
     evaluate: Mapping[str, Mapping[str, object] | None],
     published: Sequence[str],
     arms: Sequence[str],
 ) -> Iterator[str]:
-    """Yields what is wrong with the keys of a study that ask for benchmarks."""
+    """Yields error messages for the benchmark keys of a study."""
     given = {name: keys for name, keys in evaluate.items() if keys}
     twice = [name for name in dict.fromkeys(benchmarks) if benchmarks.count(name) > 1]
     if twice:
-        yield f"study.benchmarks has {', '.join(twice)} more than once"
+        yield f"study.benchmarks lists {', '.join(twice)} more than once: list each benchmark once"
     if published and not benchmarks:
-        yield f"study.published={list(published)} names rows for benchmarks, and study.benchmarks is empty"
+        yield (
+            f"study.published={list(published)} needs at least one benchmark, but study.benchmarks is empty: add a "
+            "benchmark, or remove study.published"
+        )
     lost = [name for name in given if name not in (*benchmarks, ALL)] if benchmarks else list(given)
     if lost:
         yield (
-            f"study.evaluate.{lost[0]} would be lost: study.benchmarks is {list(benchmarks)} "
-            f"({ALL} is for every one of them)"
+            f"study.evaluate.{lost[0]} would have no effect, because study.benchmarks is {list(benchmarks)}: use one "
+            f"of these names, or {ALL} for every benchmark"
         )
     for name, keys in given.items():
         taken = [key for key in keys if key in SET_BY_STUDY]
         if taken:
-            yield f"study.evaluate.{name}: {taken[0]} is set by the study for each of its rows: leave it out"
+            yield f"study.evaluate.{name} sets {taken[0]}, which the study sets for each row itself: remove it"
     names = [*arms, *([BASE_ROW] if benchmarks else []), *published]
     clash = [name for name in dict.fromkeys(names) if names.count(name) > 1]
     if benchmarks and clash:
-        yield f"study.benchmarks: {', '.join(clash)} would be two rows of one name; call the arm otherwise"
+        yield f"study.benchmarks: two rows of the table would be named {', '.join(clash)}: rename the arm"
 
 
-LR, BETA = "optimizer.lr", "objective.beta"  # the keys of a grid's two named axes
-ONLY = ""  # the name of the world of a study that has no worlds
+LR, BETA = "optimizer.lr", "objective.beta"  # keys of a grid's two named axes
+ONLY = ""  # name of the only world, in a study without worlds
 
 
 MeasuredBy = dict[tuple[str, int], dict[str, object]]
@@ -162,24 +167,25 @@ class StudyAnalysis(Protocol):
         encoded: "dict[str, EncodedSet]",
         folder: Path,
     ) -> dict[str, object]:
-        """Returns plain JSON data of one world and seed; ``folder`` is where figures or files of its own may go.
+        """Measures one world and seed and returns the result as plain JSON data.
 
-        ``source`` and ``readers`` are the study's weights in that world without the choices of any arm, and what they
-        are read with; ``truth`` is the scorer of a world whose truth is known. The result is kept, and used
-        again by a repeated command whose settings, world and judge are the same.
+        ``source``: the study's weight source in that world, without the overrides of any arm. ``readers``: the models
+        and settings the weights are computed with. ``truth``: scorer of a world with a known true reward, else None.
+        ``folder``: place for figures and other files. A repeated command with the same settings, world and judge
+        reuses the saved result.
         """
 
     def sections(self, outcome: Any, measured: MeasuredBy) -> "list[Section]":
-        """Returns what is shown beside the tables of an ``Outcome``; ``measured`` is by (world, seed)."""
+        """Returns the report sections to show after the tables; ``measured`` has the results by (world, seed)."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Learning rates, betas and values of further keys that an arm's points are the product of, fixed before any runs.
+    """Grid of an arm: its points are all combinations of learning rates, betas and the values of further keys.
 
-    ``keys`` maps a key of the configuration to its values, for what neither of the others is: the ratio of SimPO, the
-    coefficient of ORPO; one value sets the key at every point. ``origin`` says in tables and footnotes where the values
-    come from or what unit they count in; empty says nothing.
+    The grid is fixed before any run. ``keys`` maps any other config key to its values, such as SimPO's ratio or ORPO's
+    coefficient; a single value sets the key at every point. ``origin`` is a note for tables and footnotes on the source
+    or unit of the values; empty for none.
     """
 
     lr: tuple[float, ...] = ()
@@ -193,49 +199,51 @@ class Grid:
                 raise UserError(f"grid.{name}: expected numbers above 0, got {list(values)}")
         for key, name in {LR: "lr", BETA: "beta"}.items():
             if key in self.keys:
-                raise UserError(f"grid.keys has {key}, which is the grid's axis {name}: give its values as {name}")
+                raise UserError(f"grid.keys has {key}, which has an axis of its own: give its values as grid.{name}")
 
     @property
     def axes(self) -> dict[str, tuple[object, ...]]:
-        """Returns the values by key, in the order of a point's overrides; nothing for an empty axis."""
+        """Returns the values by key, in the order of a point's overrides; empty axes are left out."""
         every = {LR: self.lr, BETA: self.beta, **self.keys}
         return {key: values for key, values in every.items() if values}
 
-    def overrides(self) -> list[tuple[str, ...]]:
+    def point_overrides(self) -> list[tuple[str, ...]]:
         """Returns one tuple of overrides per grid point; a single empty one when nothing is varied."""
-        return list(itertools.product(*([f"{key}={word(v)}" for v in values] for key, values in self.axes.items())))
+        return list(
+            itertools.product(*([f"{key}={format_value(v)}" for v in values] for key, values in self.axes.items()))
+        )
 
-    def record(self) -> dict[str, object]:
-        """Returns the values as they are kept beside a study's results."""
+    def to_dict(self) -> dict[str, object]:
+        """Returns the grid's values as plain data, as saved with a study's results."""
         keys = {key: list(values) for key, values in self.keys.items() if values}
         return {"lr": list(self.lr), "beta": list(self.beta), **({"keys": keys} if keys else {})}
 
     def __str__(self) -> str:
         beta = {} if self.keys and not self.beta else {"beta": list(self.beta) or "as set"}
-        keys = {short(key): list(values) for key, values in self.keys.items() if values}
+        keys = {short_key(key): list(values) for key, values in self.keys.items() if values}
         parts = [("lr", list(self.lr) or "as set"), *beta.items(), *keys.items()]
         return ", ".join(f"{name} {values}" for name, values in parts)
 
 
-def short(key: str) -> str:
-    """Returns a key for reading: its last part."""
+def short_key(key: str) -> str:
+    """Returns the last part of a dotted config key, for tables and messages."""
     return key.rpartition(".")[2]
 
 
-def word(value: object) -> str:
-    """Returns a value as an override says it."""
+def format_value(value: object) -> str:
+    """Formats a value for a command-line override."""
     return quote(value) if isinstance(value, str) else json.dumps(value)
 
 
 def quote(text: str) -> str:
-    """Returns a text as an override says it."""
+    """Quotes a text for a command-line override."""
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"
 
 
 @dataclass(frozen=True)
 class WorldAxis:
-    """Worlds on a scale: ``at`` gives each its place, ``label`` what is counted, ``arms`` whose gains are drawn."""
+    """X axis over worlds: ``at`` gives the position of each world; the gains of ``arms`` are plotted over ``label``."""
 
     label: str
     at: dict[str, float]
@@ -245,26 +253,26 @@ class WorldAxis:
 
 @dataclass(frozen=True)
 class Study:
-    """Study by its arms.
+    """Definition of a study: the arms it compares, their grids and seeds, and everything it measures.
 
-    ``arms`` maps a name to the overrides that make it; ``truth_arms`` are added after them where the setting has a
-    known truth. ``layers`` splits the arm named ``layer_arm`` into one arm per layer (numbers, "last", fractions of
-    depth; those that coincide on a shallow model are merged and logged). ``sources`` are options of the group
-    weights, each one more arm that is named by it. ``scorers`` are models that the study trains for its arms, runs
-    of their own in each world and seed: a name to the overrides that make it; an arm's
-    ``weights.oracle.path=SCORER.NAME`` stands for that model. ``control`` is the arm the others are compared with;
-    null compares none. ``grid`` is that of every arm but those in ``grids``, which have other keys or units.
-    ``worlds`` maps a name to the overrides that make it: every arm runs in every world, with a base, a judge pass
-    and a comparison of that world's own; an arm named in ``only_in`` runs in the worlds listed there alone.
-    ``world_axis`` puts worlds on a scale, over which gains are drawn. ``predictions`` are what was expected before
-    the runs. ``analyses`` are measured once per world and seed. ``seeds`` are counted from the run's seed.
-    ``kl_limit`` bounds the KL to the base of the point that represents an arm; ``kl_levels`` are those at which
-    rewards are compared. ``workers`` points run at a time on a CPU. ``shared`` are overrides of every point.
-    ``restart`` gives a repeated command a fresh folder instead of its finished points. ``ranking`` adds a table of
-    all arms with the average of their ranks, ``costs`` one of what their weights cost. ``benchmarks`` are options
-    of the group of that name, on which the base, the chosen point of every arm and ``published`` models (folders or
-    hub names) are measured, with the keys in ``evaluate`` (by benchmark, "all" for every one) set to the values
-    there.
+    ``arms`` maps each arm's name to its overrides; ``truth_arms`` are added if the setting has a known true reward, and
+    ``sources`` (options of the config group weights) each add an arm of the same name. ``layers`` splits the arm
+    ``layer_arm`` into one arm per layer (numbers, "last" or fractions of depth; layers that coincide on a shallow model
+    are merged and logged). ``control`` is the arm the others are compared with; null turns comparisons off. ``grid``
+    applies to every arm that has no grid of its own in ``grids``. ``shared`` overrides apply to every point. ``seeds``:
+    number of seeds, counted up from the run's seed. ``workers``: points that run in parallel on a CPU.
+
+    ``worlds`` maps names to overrides: every arm runs in every world, which has its own base, judge pass and
+    comparison; ``only_in`` restricts an arm to the listed worlds. ``world_axis`` plots gains over worlds. ``scorers``
+    maps names to the overrides of models that the study trains for its arms, once per world and seed; an arm refers to
+    one as in ``weights.oracle.path=SCORER.NAME``.
+
+    ``kl_limit``: upper limit for the KL to the base of the point that represents an arm. ``kl_levels``: KLs at which
+    rewards are compared. ``predictions`` are registered before the runs; ``analyses`` run once per world and seed.
+    ``ranking`` adds a table of average ranks, ``costs`` a table of the cost of weights. ``benchmarks`` (options of the
+    config group) evaluate the base, the chosen point of every arm and the ``published`` models (folders or hub names);
+    ``evaluate`` sets keys of these evaluations, by benchmark or for "all". ``restart`` makes a repeated command start
+    in a fresh folder instead of reusing finished points.
     """
 
     name: str
@@ -296,59 +304,67 @@ class Study:
     published: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for problem in self._problems():
+        for problem in self._config_problems():
             raise UserError(f"study {self.name}: {problem}")
 
-    def _problems(self) -> Iterator[str]:
+    def _config_problems(self) -> Iterator[str]:
         names = ", ".join(self.arms)
         if not self.arms:
-            yield "study.arms is empty; give at least one arm"
+            yield "study.arms is empty: give at least one arm"
         if self.layers and self.layer_arm not in self.arms:
-            yield f"study.layer_arm={self.layer_arm} is none of {names}"
+            yield f"study.layer_arm={self.layer_arm} is not an arm; the arms are {names}"
         if self.control is not None and self.control not in self.arms:
-            yield f"study.control={self.control} is none of {names} (null compares no arm)"
+            yield (
+                f"study.control={self.control} is not an arm; the arms are {names} (study.control=null turns "
+                "comparisons off)"
+            )
         if self.layers and self.control == self.layer_arm:
-            yield f"study.control={self.control} is split into layers by study.layers; choose another arm"
+            yield f"study.control={self.control} is split into layers by study.layers: choose another control"
         if self.seeds < 1 or self.workers < 1:
             yield "study.seeds and study.workers must be at least 1"
         twice = [name for name in self.truth_arms if name in self.arms]
         if twice:
-            yield f"{', '.join(twice)} stands in study.arms and in study.truth_arms; give it once"
+            yield f"{', '.join(twice)} is both in study.arms and in study.truth_arms: define it in one of them"
         again = [name for name, count in Counter([*self.arms, *self.truth_arms, *self.sources]).items() if count > 1]
         if again and not twice:
-            yield f"study.sources has {', '.join(again)}, which is an arm already; leave it out"
-        every = self.arms_with(truth=True)
+            yield f"study.sources lists {', '.join(again)}, which is already an arm: remove it from study.sources"
+        every = self.all_arms(truth=True)
         yield from scorer_problems(self.scorers, every)
         unknown = [name for name in self.grids if name not in every]
         if unknown:
-            yield f"study.grids has {', '.join(unknown)}, which is no arm; arms are {', '.join(every)}"
-        yield from self._lost_worlds(every)
+            yield f"study.grids has {', '.join(unknown)}, which is not an arm; the arms are {', '.join(every)}"
+        yield from self._world_problems(every)
         given = Counter(str(layer).strip().lower() for layer in self.layers)
         repeated = [layer for layer, count in given.items() if count > 1]
         if repeated:
-            yield f"study.layers has {', '.join(repeated)} more than once; give each layer once"
+            yield f"study.layers lists {', '.join(repeated)} more than once: list each layer once"
         if any(not level > 0 for level in self.kl_levels) or not self.kl_limit > 0:
             yield "study.kl_limit and study.kl_levels must be above 0"
-        yield from asked_problems(self.benchmarks, self.evaluate, self.published, list(every))
+        yield from benchmark_problems(self.benchmarks, self.evaluate, self.published, list(every))
 
-    def _lost_worlds(self, every: Mapping[str, list[str]]) -> Iterator[str]:
-        """Yields what is wrong with names of arms and worlds in ``only_in``, ``world_axis`` and ``predictions``."""
+    def _world_problems(self, every: Mapping[str, list[str]]) -> Iterator[str]:
+        """Yields error messages for unknown arms and worlds in ``only_in``, ``world_axis`` and ``predictions``."""
         worlds = self.worlds or {ONLY: []}
         for name, chosen in self.only_in.items():
             if name not in every or not chosen or any(world not in self.worlds for world in chosen):
-                yield f"study.only_in.{name}: expected an arm and some of its worlds {', '.join(worlds)}, got {chosen}"
+                yield (
+                    f"study.only_in.{name}: expected the name of an arm and a list of worlds out of "
+                    f"{', '.join(worlds)}, got {chosen}"
+                )
             if name == self.control:
-                yield f"study.only_in has the control {name}, which every world needs"
+                yield f"study.only_in restricts the control {name}, but every world needs it: remove it there"
         axis = self.world_axis
         if axis is not None:
             unknown = [world for world in axis.at if world not in worlds] + [
-                arm for arm in axis.arms if not self.is_layer(arm) and (arm not in every or self.is_split(arm))
+                arm for arm in axis.arms if not self.is_layer_arm(arm) and (arm not in every or self.is_split(arm))
             ]
             if unknown:
-                yield f"study.world_axis has {', '.join(unknown)}, which is no world or no arm of the study"
+                yield f"study.world_axis names {', '.join(unknown)}, which the study does not have"
         for name, claim in self.predictions.claims.items() if self.predictions else []:
             for world, arm in (*claim.above, *claim.below):
-                known = self.is_layer(arm) or (arm in every and self.runs_in(arm, world) and not self.is_split(arm))
+                known = self.is_layer_arm(arm) or (
+                    arm in every and self.runs_in_world(arm, world) and not self.is_split(arm)
+                )
                 if world not in worlds or not known:
                     where = f" in world {world}" if world else ""
                     yield (
@@ -357,39 +373,39 @@ class Study:
                     )
 
     def is_split(self, arm: str) -> bool:
-        """Returns whether an arm stands for one arm per layer."""
+        """Returns whether ``layers`` splits this arm into one arm per layer."""
         return bool(self.layers) and arm == self.layer_arm
 
-    def is_layer(self, arm: str) -> bool:
-        """Returns whether a name is that of one of these, as far as it can be told before a model's depth is known."""
+    def is_layer_arm(self, arm: str) -> bool:
+        """Returns whether a name looks like that of a layer's arm; the model's depth is not checked."""
         return bool(self.layers) and re.fullmatch(rf"{re.escape(self.layer_arm)} L\d+", arm) is not None
 
-    def runs_in(self, arm: str, world: str) -> bool:
-        """Returns whether an arm of ``arms`` or ``truth_arms`` runs in a world."""
+    def runs_in_world(self, arm: str, world: str) -> bool:
+        """Returns whether an arm runs in a world."""
         return arm not in self.only_in or world in self.only_in[arm]
 
-    def arms_in(self, world: str, truth: bool) -> dict[str, list[str]]:
-        """Returns the arms of a world, in a setting with a known truth or without one."""
-        return {name: found for name, found in self.arms_with(truth).items() if self.runs_in(name, world)}
+    def arms_in_world(self, world: str, truth: bool) -> dict[str, list[str]]:
+        """Returns the arms of a world with their overrides; ``truth``: whether the true reward is known."""
+        return {name: found for name, found in self.all_arms(truth).items() if self.runs_in_world(name, world)}
 
-    def arms_with(self, truth: bool) -> dict[str, list[str]]:
-        """Returns the arms of a setting with a known truth or without one."""
+    def all_arms(self, truth: bool) -> dict[str, list[str]]:
+        """Returns all arms with their overrides; ``truth``: whether the setting's true reward is known."""
         sources = {name: [f"weights={name}"] for name in self.sources}
         return {**self.arms, **sources, **(self.truth_arms if truth else {})}
 
     def grid_of(self, arm: str) -> Grid:
-        """Returns the grid of an arm of ``arms`` or ``truth_arms``."""
+        """Returns the grid of an arm."""
         return self.grids.get(arm, self.grid)
 
 
-def of_world(world: str, name: object) -> str:
-    """Returns a name with its world before it, where there are several."""
+def name_in_world(world: str, name: object) -> str:
+    """Prefixes a name with its world; returns the plain name in a study without worlds."""
     return f"{world}: {name}" if world else str(name)
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One arm in one world: its name, the overrides that make it, its layer when it stands for one, its grid."""
+    """One arm in one world: its name, overrides and grid, and its layer if it is the arm of a single layer."""
 
     name: str
     overrides: tuple[str, ...]
@@ -399,8 +415,8 @@ class Arm:
 
     @property
     def label(self) -> str:
-        """Returns the name for logs, with the world where there are several."""
-        return of_world(self.world, self.name)
+        """Returns the name for logs, prefixed with the world in a study with worlds."""
+        return name_in_world(self.world, self.name)
 
 
 @dataclass(frozen=True)
@@ -418,12 +434,12 @@ class Point:
 
 
 def expand_arms(study: Study, num_layers: int, *, truth: bool = False, world: str = ONLY) -> list[Arm]:
-    """Returns the study's arms in one world, the layer arm replaced by one per distinct layer of ``num_layers``.
+    """Returns the study's arms in one world, with the layer arm split into one arm per distinct layer.
 
-    ``truth``: whether the setting has a known truth.
+    ``num_layers``: depth of the judge. ``truth``: whether the setting's true reward is known.
     """
     arms: list[Arm] = []
-    for name, overrides in study.arms_in(world, truth).items():
+    for name, overrides in study.arms_in_world(world, truth).items():
         grid = study.grid_of(name)
         if not study.layers or name != study.layer_arm:
             arms.append(Arm(name, tuple(overrides), None, world, grid))
@@ -434,15 +450,15 @@ def expand_arms(study: Study, num_layers: int, *, truth: bool = False, world: st
 
 
 def make_points(study: Study, arms: Sequence[Arm], seeds: Sequence[int]) -> list[Point]:
-    """Returns every arm at every point of its grid for every seed.
+    """Returns all runs: every arm at every point of its grid for every seed.
 
-    Seeds outermost so that early results cover all arms, then worlds, so that a process meets one base at a time.
+    Seeds come first, so that early results cover all arms, then worlds, so that a process loads one base at a time.
     """
     points = []
     worlds = dict.fromkeys(arm.world for arm in arms)
     for seed, world in itertools.product(seeds, worlds):
         mine = [
-            [Point(arm, values, seed) for values in (arm.grid or study.grid).overrides()]
+            [Point(arm, values, seed) for values in (arm.grid or study.grid).point_overrides()]
             for arm in arms
             if arm.world == world
         ]
@@ -450,18 +466,18 @@ def make_points(study: Study, arms: Sequence[Arm], seeds: Sequence[int]) -> list
     return points
 
 
-def grid_record(study: Study, arms: Mapping[str, Mapping[str, object]], world: object) -> dict[str, object]:
-    """Returns what is fixed before an arm is run, for any number of seeds; every table shows its digest.
+def settings_record(study: Study, arms: Mapping[str, Mapping[str, object]], world: object) -> dict[str, object]:
+    """Returns the settings that are fixed before the first run; every table shows their digest.
 
-    ``arms``: the config of every arm without seeds, paths and grid values. ``world``: digest of a testbed's grammar and
-    true reward (by world where there are several), None elsewhere.
+    ``arms``: config of every arm without seeds, paths and grid values. ``world``: digest of a testbed's grammar and
+    true reward (by world if the study has worlds), else None. The number of seeds is not part of the record.
     """
-    own = {name: grid.record() for name, grid in study.grids.items()}
+    own = {name: grid.to_dict() for name, grid in study.grids.items()}
     return {
-        "grid": study.grid.record(),
+        "grid": study.grid.to_dict(),
         **({"grids": own} if own else {}),
         "arms": dict(arms),
-        **({"predictions": study.predictions.record()} if study.predictions else {}),
+        **({"predictions": study.predictions.to_dict()} if study.predictions else {}),
         "kl_limit": study.kl_limit,
         "kl_levels": list(study.kl_levels),
         "world": world,
@@ -469,12 +485,12 @@ def grid_record(study: Study, arms: Mapping[str, Mapping[str, object]], world: o
 
 
 def settings_digest(record: Mapping[str, object]) -> str:
-    """Returns the digest of a ``grid_record`` without what was predicted: grid, arms and worlds."""
+    """Returns the digest of a ``settings_record`` without its predictions: grid, arms and worlds."""
     return digest({key: value for key, value in record.items() if key != "predictions"})[:16]
 
 
 def error_text(error: Exception) -> str:
-    """Returns an error as it is reported: what a user can mend as a command says it, else with its traceback."""
+    """Returns an error's text for the report: the message alone if the user can fix it, else with its traceback."""
     ending = exit_status_and_message(error)
     return "".join(traceback.format_exception(error)).strip() if ending is None else ending[1].removeprefix("error: ")
 
@@ -484,5 +500,5 @@ def last_line(text: str) -> str:
     return text.strip().rpartition("\n")[2] or "no message"
 
 
-WorldSeed = tuple[str, int]  # a world and a seed
-ROWS = 2  # sequences of a pair: the prompt with each response
+WorldSeed = tuple[str, int]  # world and seed
+ROWS = 2  # sequences per pair: the prompt with each response

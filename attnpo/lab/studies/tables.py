@@ -18,14 +18,14 @@ from attnpo.lab.studies.outcome import (
     CHORD,
     ENDS,
     FAR,
-    AtKL,
     Outcome,
     PointResults,
-    at_kl,
-    difference,
+    RewardAtKL,
     difference_text,
+    epochs_trained,
     interval_text,
-    times_trained,
+    reward_difference,
+    rewards_at_kl,
     verdict,
 )
 from attnpo.lab.studies.study import BASE_ROW, scorers_of
@@ -47,8 +47,8 @@ def main_table(outcome: Outcome) -> tuple[list[str], list[Row]]:
 
     Against the truth, on test prompts and with the base above; of validation metrics in settings without a truth.
     """
-    known, uneven = outcome.has_truth, uneven_training(outcome)
-    rows = by_world(outcome, lambda world: _world_rows(outcome, world, uneven, known))
+    known, uneven = outcome.has_truth, uneven_training_columns(outcome)
+    rows = rows_by_world(outcome, lambda world: _main_rows(outcome, world, uneven, known))
     return columns_of(rows), rows
 
 
@@ -76,7 +76,7 @@ def short_table(outcome: Outcome) -> TableBlock:
     return TableBlock(columns_of(made), made, digits={**DIGITS, **benchmarks})
 
 
-def by_world(outcome: Outcome, rows_of: Callable[[str], Iterable[Row]]) -> list[Row]:
+def rows_by_world(outcome: Outcome, rows_of: Callable[[str], Iterable[Row]]) -> list[Row]:
     """Returns the rows of every world, under its name where the study has worlds."""
     return [{**({"world": world} if world else {}), **row} for world in outcome.worlds for row in rows_of(world)]
 
@@ -87,9 +87,9 @@ def columns_of(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(name for row in (fullest, *rows) for name in row))
 
 
-def uneven_training(outcome: Outcome) -> list[str]:
+def uneven_training_columns(outcome: Outcome) -> list[str]:
     """Returns of "pairs" and "steps" those in which the arms of any world differ."""
-    every = [[trained_on(point) for point in outcome.best_points(world).values()] for world in outcome.worlds]
+    every = [[training_amounts(point) for point in outcome.best_points(world).values()] for world in outcome.worlds]
     return [
         name
         for name in ("pairs", "steps")
@@ -97,75 +97,75 @@ def uneven_training(outcome: Outcome) -> list[str]:
     ]
 
 
-def trained_on(point: PointResults) -> dict[str, int | float]:
+def training_amounts(point: PointResults) -> dict[str, int | float]:
     """Returns how many pairs and optimiser steps an arm's runs had, means over seeds, whole where they are."""
-    means = {"pairs": point.input("pairs"), "steps": fmean(result.steps for result in point.results)}
+    means = {"pairs": point.mean_input("pairs"), "steps": fmean(result.steps for result in point.results)}
     return {name: int(value) if value.is_integer() else value for name, value in means.items()}
 
 
-def _inputs_of(point: PointResults, uneven: Sequence[str]) -> Row:
+def _input_cells(point: PointResults, uneven: Sequence[str]) -> Row:
     """Returns the last columns of every table: what an arm's runs stood on and took."""
-    mass, share = point.input("mass"), point.input("effective_share")
+    mass, share = point.mean_input("mass"), point.mean_input("effective_share")
     return {
-        **{name: value for name, value in trained_on(point).items() if name in uneven},
+        **{name: value for name, value in training_amounts(point).items() if name in uneven},
         **({} if math.isnan(mass) else {"sum": mass}),
-        "eff. weights/n": point.metric("val/weights/effective_share") if math.isnan(share) else share,
-        "coverage": point.input("coverage"),
-        **{head: value for name, head in ARRIVED.items() if not math.isnan(value := point.input(name))},
+        "eff. weights/n": point.mean_metric("val/weights/effective_share") if math.isnan(share) else share,
+        "coverage": point.mean_input("coverage"),
+        **{head: value for name, head in ARRIVED.items() if not math.isnan(value := point.mean_input(name))},
         "s/run": float(np.mean([result.seconds["all"] for result in point.results])),
     }
 
 
-def _world_rows(outcome: Outcome, world: str, uneven: Sequence[str], known: bool) -> Iterator[Row]:
+def _main_rows(outcome: Outcome, world: str, uneven: Sequence[str], known: bool) -> Iterator[Row]:
     best = outcome.best_points(world)
-    said = origins(outcome)
+    said = grid_origins(outcome)
     base: Row = {}
     for first in [*best.values()][:1] if known else []:
-        base = {"reward": first.truth("test", "base_reward"), "win rate": 0.5, "KL": 0.0}
-        base |= {name: first.truth("test", f"base_{name}") for name in ("length", "broken")}
+        base = {"reward": first.mean_truth_score("test", "base_reward"), "win rate": 0.5, "KL": 0.0}
+        base |= {name: first.mean_truth_score("test", f"base_{name}") for name in ("length", "broken")}
     if base or outcome.benchmarks:
         yield {"arm": BASE_ROW, "point": "", **base, **benchmark_cells(outcome, world, BASE_ROW)}
-    for arm in outcome.arms_in(world):
+    for arm in outcome.arms_in_world(world):
         point = best.get(arm.name)
         if point is None:
-            yield {"arm": arm.name, "point": describe_loss(outcome, arm.name, world)}
+            yield {"arm": arm.name, "point": describe_missing_results(outcome, arm.name, world)}
             continue
-        chosen = known and len((arm.grid or outcome.study.grid).overrides()) > 1
-        far = chosen and point.truth("validation", "kl") > outcome.study.kl_limit
+        chosen = known and len((arm.grid or outcome.study.grid).point_overrides()) > 1
+        far = chosen and point.mean_truth_score("validation", "kl") > outcome.study.kl_limit
         beyond = " (above the KL limit)" if far else ""
-        metrics: Row = {head: point.metric(f"val/{name}") for head, name in METRICS.items()}
-        metrics |= {head: point.input(median) for head, median in TOKENS.items()}
+        metrics: Row = {head: point.mean_metric(f"val/{name}") for head, name in METRICS.items()}
+        metrics |= {head: point.mean_input(median) for head, median in TOKENS.items()}
         yield {
             "arm": arm.name,
-            "point": point.label + beyond + outcome.seeds_mark(len(point.seeds)),
+            "point": point.label + beyond + outcome.missing_seeds_mark(len(point.seeds)),
             **({"values": said[arm.name]} if said else {}),
-            **(_truth_of(point, best, outcome.study.control) if known else metrics),
+            **(_truth_cells(point, best, outcome.study.control) if known else metrics),
             **benchmark_cells(outcome, world, arm.name),
-            **_inputs_of(point, uneven),
+            **_input_cells(point, uneven),
         }
     for model in outcome.study.published if outcome.benchmarks else ():
         yield {"arm": model, "point": "published", **benchmark_cells(outcome, world, model)}
 
 
-def _truth_of(point: PointResults, best: Mapping[str, PointResults], control: str | None) -> Row:
+def _truth_cells(point: PointResults, best: Mapping[str, PointResults], control: str | None) -> Row:
     other = best.get(control or "")
-    versus = None if other is None or point is other else difference(point, other)
+    versus = None if other is None or point is other else reward_difference(point, other)
     shown = {"win rate": "win_rate", "KL": "kl", "length": "length", "broken": "broken"}
     return {
-        "reward": point.truth("test", "reward"),
+        "reward": point.mean_truth_score("test", "reward"),
         "95 %": interval_text(point.interval),
         **({} if control is None else {f"minus {control}": difference_text(versus)}),
-        **{head: point.truth("test", name) for head, name in shown.items()},
+        **{head: point.mean_truth_score("test", name) for head, name in shown.items()},
     }
 
 
-def origins(outcome: Outcome) -> dict[str, str]:
+def grid_origins(outcome: Outcome) -> dict[str, str]:
     """Returns where the grid values of every arm come from, by arm; nothing where no grid of the study says it."""
     by_arm = {arm.name: (arm.grid or outcome.study.grid).origin for arm in outcome.arms}
     return by_arm if any(by_arm.values()) else {}
 
 
-def describe_loss(outcome: Outcome, arm: str, world: str) -> str:
+def describe_missing_results(outcome: Outcome, arm: str, world: str) -> str:
     """Returns what stands in place of an arm without results: it has failed, or was not run."""
     errors = [error for point, error in outcome.failed if (point.arm.name, point.arm.world) == (arm, world)]
     ran = any(not error.startswith("not run") for error in errors)
@@ -176,13 +176,13 @@ NONE = "-"
 NOT_EQUAL = "not at equal KL"
 
 
-def level_tables(outcome: Outcome) -> list[Section]:
+def equal_kl_sections(outcome: Outcome) -> list[Section]:
     """Rewards at equal KL, and over worlds; none without a truth, without levels or where no arm has a choice."""
     study = outcome.study
-    tuned = any(len((arm.grid or study.grid).overrides()) > 1 for arm in outcome.arms)
+    tuned = any(len((arm.grid or study.grid).point_overrides()) > 1 for arm in outcome.arms)
     if not study.kl_levels or not tuned or not outcome.has_truth:
         return []
-    chosen = {world: at_levels(outcome, world) for world in outcome.worlds}
+    chosen = {world: arms_at_levels(outcome, world) for world in outcome.worlds}
     note = (
         "test reward on the path of each arm and seed: the base, then the grid points by KL whose validation reward is "
         "above those of all with less; linear in the root of KL between neighbours. In brackets the KL of the best "
@@ -192,12 +192,12 @@ def level_tables(outcome: Outcome) -> list[Section]:
     )
     if study.control is not None:
         note += f"; differences to {study.control} at the same level, paired by seed and prompt"
-    rows = by_world(outcome, lambda world: _level_rows(outcome, world, chosen[world]))
+    rows = rows_by_world(outcome, lambda world: _level_rows(outcome, world, chosen[world]))
     sections = [Section("Reward at equal KL", [TableBlock(columns_of(rows), rows), Paragraph(note)])]
     if not study.worlds or study.control is None:
         return sections
     tables = [
-        TableBlock(["arm", *outcome.worlds], _worlds_rows(outcome, chosen, level), f"at KL {level:g}")
+        TableBlock(["arm", *outcome.worlds], _world_difference_rows(outcome, chosen, level), f"at KL {level:g}")
         for level in study.kl_levels
     ]
     note = (
@@ -209,64 +209,66 @@ def level_tables(outcome: Outcome) -> list[Section]:
 
 
 @dataclass(frozen=True)
-class AtLevel:
+class ArmAtLevel:
     """Arm at a KL level: its place on its path and its difference to the control; each None where there is none.
 
-    ``mark``: that of ``AtKL`` of the arm or of the control, empty where the difference is one at equal KL.
+    ``mark``: that of ``RewardAtKL`` of the arm or of the control, empty where the difference is one at equal KL.
     """
 
-    place: AtKL | None
+    place: RewardAtKL | None
     versus: Interval | None
     mark: str = ""
 
     @property
-    def equal(self) -> bool:
+    def is_at_equal_kl(self) -> bool:
         """Returns whether the difference is one at equal KL."""
         return self.versus is not None and not self.mark
 
     @property
-    def difference(self) -> str:
+    def difference_cell(self) -> str:
         """Returns the difference as text, marked where the arms are not at equal KL."""
         return NONE if self.versus is None else difference_text(self.versus) + self.mark
 
 
-def at_levels(outcome: Outcome, world: str) -> dict[tuple[str, float], AtLevel]:
+def arms_at_levels(outcome: Outcome, world: str) -> dict[tuple[str, float], ArmAtLevel]:
     """Returns a world's arms at every KL level, with their differences to the control."""
     out = {}
     for level in outcome.study.kl_levels:
-        places = {name: at_kl(mine, level) for name, mine in outcome.by_arm(world).items()}
+        places = {name: rewards_at_kl(mine, level) for name, mine in outcome.points_by_arm(world).items()}
         control = places.get(outcome.study.control or "")
         for name, place in places.items():
             if place is None or control is None or name == outcome.study.control:
-                out[name, level] = AtLevel(place, None)
+                out[name, level] = ArmAtLevel(place, None)
             else:
-                out[name, level] = AtLevel(place, difference(place, control), place.mark or control.mark)
+                out[name, level] = ArmAtLevel(place, reward_difference(place, control), place.mark or control.mark)
     return out
 
 
-def _level_rows(outcome: Outcome, world: str, chosen: dict[tuple[str, float], AtLevel]) -> Iterator[Row]:
+def _level_rows(outcome: Outcome, world: str, chosen: dict[tuple[str, float], ArmAtLevel]) -> Iterator[Row]:
     study = outcome.study
-    for name, points in outcome.by_arm(world).items():
+    for name, points in outcome.points_by_arm(world).items():
         row: Row = {"arm": name}
         for level in study.kl_levels:
             at = chosen[name, level]
-            row[f"KL {level:g}"] = NONE if points else describe_loss(outcome, name, world)
+            row[f"KL {level:g}"] = NONE if points else describe_missing_results(outcome, name, world)
             if at.place is not None:
                 kl = "" if at.place.kl == level else f" ({at.place.kl:.2f})"
-                row[f"KL {level:g}"] = f"{reward_text(at.place)}{kl}{outcome.seeds_mark(len(at.place.seeds))}"
+                row[f"KL {level:g}"] = f"{reward_text(at.place)}{kl}{outcome.missing_seeds_mark(len(at.place.seeds))}"
             if study.control is not None:
-                few = "" if at.versus is None else outcome.seeds_mark(at.versus.seeds)
-                row[f"minus {study.control}, KL {level:g}"] = "" if name == study.control else at.difference + few
+                few = "" if at.versus is None else outcome.missing_seeds_mark(at.versus.seeds)
+                row[f"minus {study.control}, KL {level:g}"] = "" if name == study.control else at.difference_cell + few
         yield row
 
 
-def reward_text(place: AtKL | None) -> str:
+def reward_text(place: RewardAtKL | None) -> str:
     """Returns a reward at a KL with its mark."""
     return NONE if place is None else f"{place.reward:.3f}{place.mark}"
 
 
-def _worlds_rows(outcome: Outcome, chosen: dict[str, dict[tuple[str, float], AtLevel]], level: float) -> list[Row]:
-    results = {world: outcome.by_arm(world) for world in outcome.worlds}
+def _world_difference_rows(
+    outcome: Outcome, chosen: dict[str, dict[tuple[str, float], ArmAtLevel]], level: float
+) -> list[Row]:
+    results = {world: outcome.points_by_arm(world) for world in outcome.worlds}
     rows: list[Row] = []
     for name in dict.fromkeys(arm.name for arm in outcome.arms if arm.name != outcome.study.control):
         row: Row = {"arm": name}
@@ -275,10 +277,12 @@ def _worlds_rows(outcome: Outcome, chosen: dict[str, dict[tuple[str, float], AtL
             if name not in results[world]:
                 row[world] = ""
             elif at is None or at.versus is None:
-                row[world] = NONE if results[world].get(name) else describe_loss(outcome, name, world)
+                row[world] = NONE if results[world].get(name) else describe_missing_results(outcome, name, world)
             else:
-                few = outcome.seeds_mark(at.versus.seeds)
-                row[world] = f"{at.difference}{few or f' {verdict(at.versus) if at.equal else NOT_EQUAL}'}"
+                few = outcome.missing_seeds_mark(at.versus.seeds)
+                row[world] = (
+                    f"{at.difference_cell}{few or f' {verdict(at.versus) if at.is_at_equal_kl else NOT_EQUAL}'}"
+                )
         rows.append(row)
     return rows
 
@@ -294,11 +298,11 @@ def benchmark_cells(outcome: Outcome, world: str, row: str) -> dict[str, Cell]:
         score = rows.get((world, row))
         if score is None:
             continue
-        cells[name] = score.failure or score.mean
+        cells[name] = score.failure_text or score.mean
         if any(other.half_width is not None for other in rows.values()):
             cells[name + OVER_SEEDS] = score.half_width
         if any(other.grading is not None for other in rows.values()):
-            cells[name + GRADING] = None if score.failure else score.grading
+            cells[name + GRADING] = None if score.failure_text else score.grading
     return cells
 
 
@@ -315,7 +319,7 @@ def benchmark_digits(outcome: Outcome) -> dict[str, int]:
 def benchmark_notes(outcome: Outcome) -> Iterator[str]:
     """Yields what the columns of each benchmark are, what differs by no more than noise, and what was missing."""
     for name, rows in outcome.benchmarks.items():
-        known = [score for score in rows.values() if not score.failure]
+        known = [score for score in rows.values() if not score.failure_text]
         if not known:
             continue
         first = known[0]
@@ -329,14 +333,14 @@ def benchmark_notes(outcome: Outcome) -> Iterator[str]:
         against = outcome.study.control or BASE_ROW
         for world in outcome.worlds:
             control = rows.get((world, against))
-            if control is None or control.failure or control.grading is None:
+            if control is None or control.failure_text or control.grading is None:
                 continue
             names = [
                 row
                 for (of, row), score in rows.items()
                 if of == world
                 and row != against
-                and not score.failure
+                and not score.failure_text
                 and score.grading is not None
                 and abs(score.mean - control.mean) < grading_noise(score.grading, control.grading)
             ]
@@ -354,7 +358,7 @@ RANK = "average rank"
 RANK_DIGITS = {"KL": 2, "length": 1, RANK: 2}
 
 
-def ranking_table(outcome: Outcome) -> list[Section]:
+def ranking_sections(outcome: Outcome) -> list[Section]:
     """Tables with average ranks, a block of rows per world: by the truth, and by benchmarks, as far as there are any.
 
     None unless the study asks for them.
@@ -363,7 +367,7 @@ def ranking_table(outcome: Outcome) -> list[Section]:
         return []
     sections = []
     if outcome.has_truth:
-        rows = by_world(outcome, partial(_ranked_rows, outcome))
+        rows = rows_by_world(outcome, partial(_ranking_rows, outcome))
         levels = ", ".join(f"{level:g}" for level in outcome.study.kl_levels)
         at = f" and the rewards at KL {levels} (as in the table at equal KL; {ENDS} and {CHORD}: not there)"
         note = (
@@ -374,7 +378,7 @@ def ranking_table(outcome: Outcome) -> list[Section]:
         table = TableBlock(columns_of(rows), rows, digits=RANK_DIGITS)
         sections.append(Section("Methods and their average rank", [table, Paragraph(note)]))
     if outcome.benchmarks:
-        directions = _directions(outcome)
+        directions = _score_directions(outcome)
         lower = [name for name, higher in directions.items() if not higher]
         better = "a higher score being the better one" + (f" (of {', '.join(lower)} the lower)" if lower else "")
         aimless = [name for name in outcome.benchmarks if name not in directions]
@@ -393,23 +397,23 @@ def scores_table(outcome: Outcome) -> tuple[list[str], list[Row]]:
 
     The base first, then the arms in the study's order, then published models, world by world.
     """
-    said, digits, directions = origins(outcome), benchmark_digits(outcome), _directions(outcome)
+    said, digits, directions = grid_origins(outcome), benchmark_digits(outcome), _score_directions(outcome)
 
     def rows_of(world: str) -> Iterator[Row]:
-        names = [BASE_ROW, *(arm.name for arm in outcome.arms_in(world)), *outcome.study.published]
+        names = [BASE_ROW, *(arm.name for arm in outcome.arms_in_world(world)), *outcome.study.published]
         found = {name: {of: scores.get((world, name)) for of, scores in outcome.benchmarks.items()} for name in names}
         # As the table shows them, which is what the paper ranks; NaN where there is none.
         means = {
             name: [
-                math.nan if (score := mine[of]) is None or score.failure else half_up(score.mean, digits[of])
+                math.nan if (score := mine[of]) is None or score.failure_text else half_up(score.mean, digits[of])
                 for of in directions
             ]
             for name, mine in found.items()
         }
         ranks = mean_ranks(means, list(directions.values()))
         for name, mine in found.items():
-            lost = describe_loss(outcome, name, world)
-            cells = {of: lost if score is None else score.failure or score.mean for of, score in mine.items()}
+            lost = describe_missing_results(outcome, name, world)
+            cells = {of: lost if score is None else score.failure_text or score.mean for of, score in mine.items()}
             yield {
                 "arm": name,
                 **({"values": said.get(name, "")} if said else {}),
@@ -417,38 +421,40 @@ def scores_table(outcome: Outcome) -> tuple[list[str], list[Row]]:
                 RANK: ranks.get(name, NONE),
             }
 
-    rows = by_world(outcome, rows_of)
+    rows = rows_by_world(outcome, rows_of)
     return columns_of(rows), rows
 
 
-def _directions(outcome: Outcome) -> dict[str, bool]:
+def _score_directions(outcome: Outcome) -> dict[str, bool]:
     said = {
-        name: {score.higher_is_better for score in rows.values() if not score.failure}
+        name: {score.higher_is_better for score in rows.values() if not score.failure_text}
         for name, rows in outcome.benchmarks.items()
     }
     alike = {name: next(iter(found)) for name, found in said.items() if len(found) == 1}
     return {name: higher for name, higher in alike.items() if higher is not None}
 
 
-def _ranked_rows(outcome: Outcome, world: str) -> Iterator[Row]:
+def _ranking_rows(outcome: Outcome, world: str) -> Iterator[Row]:
     """Yields the base, then every arm in the study's order; one without results says so and is not ranked."""
-    best, every, said = outcome.best_points(world), outcome.by_arm(world), origins(outcome)
+    best, every, said = outcome.best_points(world), outcome.points_by_arm(world), grid_origins(outcome)
     levels = outcome.study.kl_levels
     heads = [f"reward at KL {level:g}" for level in levels]
     rows: dict[str, Row] = {}
     scores: dict[str, list[float]] = {}
     for first in [*best.values()][:1]:
-        reward, length = (first.truth("test", f"base_{name}") for name in ("reward", "length"))
+        reward, length = (first.mean_truth_score("test", f"base_{name}") for name in ("reward", "length"))
         scores[BASE_ROW] = [reward, 0.5, *(reward for _ in levels)]
         rows[BASE_ROW] = {"reward": reward, "win rate": 0.5, **dict.fromkeys(heads, f"{reward:.3f}"), "KL": 0.0}
         rows[BASE_ROW]["length"] = length
-    for arm in outcome.arms_in(world):
+    for arm in outcome.arms_in_world(world):
         point = best.get(arm.name)
         if point is None:
-            rows[arm.name] = {RANK: describe_loss(outcome, arm.name, world)}
+            rows[arm.name] = {RANK: describe_missing_results(outcome, arm.name, world)}
             continue
-        at = [at_kl(every[arm.name], level) for level in levels]
-        reward, win_rate, kl, length = (point.truth("test", name) for name in ("reward", "win_rate", "kl", "length"))
+        at = [rewards_at_kl(every[arm.name], level) for level in levels]
+        reward, win_rate, kl, length = (
+            point.mean_truth_score("test", name) for name in ("reward", "win_rate", "kl", "length")
+        )
         scores[arm.name] = [reward, win_rate, *(math.nan if place is None else place.reward for place in at)]
         rows[arm.name] = {"reward": reward, "win rate": win_rate, **dict(zip(heads, map(reward_text, at), strict=True))}
         rows[arm.name] |= {"KL": kl, "length": length}
@@ -495,15 +501,15 @@ SCORERS_NOTE = (
 )
 
 
-def cost_tables(outcome: Outcome) -> list[Section]:
+def cost_sections(outcome: Outcome) -> list[Section]:
     """Returns what weights cost, where the study asks for it, and the scorers, where it has any; means over seeds."""
     sections: list[Section] = []
     if outcome.study.costs:
-        rows = by_world(outcome, lambda world: _cost_rows(outcome, world))
+        rows = rows_by_world(outcome, lambda world: _cost_rows(outcome, world))
         shown: list[Block] = [TableBlock(columns_of(rows), rows, digits=COST_DIGITS), Paragraph(COSTS_NOTE)]
         sections.append(Section("What the weights cost", shown))
     if outcome.scorers or outcome.lost_scorers:
-        rows = by_world(outcome, lambda world: _scorer_rows(outcome, world))
+        rows = rows_by_world(outcome, lambda world: _scorer_rows(outcome, world))
         lost = [Paragraph(line, warning=True) for line in outcome.lost_scorers]
         tables = [TableBlock(columns_of(rows), rows, digits=COST_DIGITS)] if rows else []
         truth = any(run.result.truth is not None for made in outcome.scorers.values() for run in made.values())
@@ -514,7 +520,7 @@ def cost_tables(outcome: Outcome) -> list[Section]:
 
 def _cost_rows(outcome: Outcome, world: str) -> Iterator[Row]:
     best = outcome.best_points(world)
-    for arm in outcome.arms_in(world):
+    for arm in outcome.arms_in_world(world):
         source = arm.name if arm.layer is None else outcome.study.layer_arm
         known = [reads for (of, _, name), reads in outcome.reads.items() if (of, name) == (world, source)]
         row: Row = {"arm": arm.name}
@@ -524,12 +530,12 @@ def _cost_rows(outcome: Outcome, world: str) -> Iterator[Row]:
         reads, results = known[0], best[arm.name].results if arm.name in best else ()
         again = 0.0
         if reads.again:  # over the whole training
-            again = reads.again * fmean([times_trained(one, reads.step_pairs) for one in results] or [math.nan])
+            again = reads.again * fmean([epochs_trained(one, reads.step_pairs) for one in results] or [math.nan])
         seconds = [one.seconds for one in known if one.seconds is not None]
         row |= {FORWARDS: reads.once + again, BACKWARDS: again, WEIGHING: 1000 * fmean(seconds) if seconds else None}
         if outcome.study.scorers:
             named = list(dict.fromkeys(scorers_of(arm.overrides).values()))
-            made = [[found[name] for name in named if name in found] for found in outcome.scorers_in(world)]
+            made = [[found[name] for name in named if name in found] for found in outcome.scorers_in_world(world)]
             spent = [
                 [(run.forwards, run.backwards, run.result.seconds["all"]) for run in runs] for runs in made if runs
             ]
@@ -543,10 +549,10 @@ def _cost_rows(outcome: Outcome, world: str) -> Iterator[Row]:
 
 def _scorer_rows(outcome: Outcome, world: str) -> Iterator[Row]:
     for name in outcome.study.scorers:
-        results = [made[name].result for made in outcome.scorers_in(world) if name in made]
+        results = [made[name].result for made in outcome.scorers_in_world(world) if name in made]
         if not results:
             continue
-        arms = [arm.name for arm in outcome.arms_in(world) if name in scorers_of(arm.overrides).values()]
+        arms = [arm.name for arm in outcome.arms_in_world(world) if name in scorers_of(arm.overrides).values()]
         row: Row = {
             "scorer": name,
             "of arms": ", ".join(arms),
@@ -604,7 +610,7 @@ DRIFT_NOTES = (
 )
 
 
-def drift_table(outcome: Outcome) -> list[Section]:
+def drift_sections(outcome: Outcome) -> list[Section]:
     """Returns the section "Where the policy moved"; none for a study whose runs did not measure it."""
     points = outcome.results
     measured = [result.drift for point in points for result in point.results if result.drift]
@@ -613,7 +619,7 @@ def drift_table(outcome: Outcome) -> list[Section]:
     part = "answers" if any("answers" in one for one in measured) else "pairs"
     blocks: list[Block] = []
     for caption in DRIFT_TABLES:
-        rows = by_world(outcome, partial(_drift_rows, outcome, caption=caption, part=part))
+        rows = rows_by_world(outcome, partial(_drift_rows, outcome, caption=caption, part=part))
         blocks.append(TableBlock(columns_of(rows), rows, caption, DRIFT_DIGITS))
     where = "on answers sampled from the policy" if part == "answers" else "on the responses of validation pairs"
     first = f"each arm at its chosen point, means over seeds; tokens are looked at {where}"
@@ -624,10 +630,11 @@ def _drift_rows(outcome: Outcome, world: str, caption: str, part: str) -> Iterat
     known = caption == PER_TOKEN and outcome.has_truth
     for name, point in outcome.best_points(world).items():
         numbers = {
-            head: sum(point.drift(path.format(part)) for path in paths) for head, paths in DRIFT_TABLES[caption].items()
+            head: sum(point.mean_drift(path.format(part)) for path in paths)
+            for head, paths in DRIFT_TABLES[caption].items()
         }
         yield {
             "arm": name,
             **{head: NONE if math.isnan(number) else number for head, number in numbers.items()},
-            **({name: point.truth("test", name) for name in ("polarity", "broken")} if known else {}),
+            **({name: point.mean_truth_score("test", name) for name in ("polarity", "broken")} if known else {}),
         }

@@ -1,6 +1,6 @@
-"""Points run in processes of their own, or one after the other in this one; one that is killed ends alone.
+"""Runs points in worker processes, or one after another in this process; a killed worker only loses its own point.
 
-Light: a new process imports this module before it can say how the heavy ones are to be imported.
+Imports stay light, because a new process imports this module before it can show the progress of heavy imports.
 """
 
 import logging
@@ -27,22 +27,22 @@ from attnpo.system.source_digest import source_digest
 if TYPE_CHECKING:
     from attnpo.run.run_config import RunConfig
 
-Job = tuple[list[str], Path]  # the overrides of a point and its folder
+Job = tuple[list[str], Path]  # overrides and folder of a point
 
 
-Done = tuple[int, RunResult | None, str | None]  # a job's place, its result, its error
+Done = tuple[int, RunResult | None, str | None]  # index, result and error of a job
 
-KILLED = "the point's process was killed (by the machine for want of memory, perhaps)"
-LINGER = 5.0  # seconds in which a worker that a signal ended gives its answer back
-EDITED = "the package's source was changed while the study ran; run the study's command again"
+KILLED = "the point's process was killed, perhaps because the machine ran out of memory"
+LINGER = 5.0  # seconds that an interrupted worker has to return its result
+EDITED = "the package's source code was changed while the study ran; run the study's command again"
 
 
 @dataclass(frozen=True)
-class Workers:
-    """Workers that do a study's runs: ``count`` at a time, composed with the user's options in ``config_dir``.
+class WorkerSettings:
+    """Settings of the workers that execute a study's runs: ``count`` processes, with user configs in ``config_dir``.
 
-    ``store``: where they keep what all share, None for what their own config says. ``lock_timeout``: seconds of waiting
-    for a folder in which another command works.
+    ``store``: shared cache folder; None takes the one in each run's config. ``lock_timeout``: seconds to wait for a
+    folder that another command has locked.
     """
 
     count: int
@@ -51,17 +51,17 @@ class Workers:
     lock_timeout: float
 
 
-def on_gpu(accelerators: Iterable[str]) -> bool:
-    """Returns whether a point with one of these settings would train on a GPU of this machine."""
+def needs_gpu(accelerators: Iterable[str]) -> bool:
+    """Returns whether any of these accelerator settings would train on a GPU of this machine."""
     import torch
 
     return torch.cuda.is_available() and any(name != "cpu" for name in accelerators)
 
 
-def execute(jobs: Sequence[Job], workers: Workers, here: bool = False) -> Iterator[Done]:
-    """Yields (place in ``jobs``, result, error) of every job as it finishes in a process of its own.
+def run_jobs(jobs: Sequence[Job], workers: WorkerSettings, here: bool = False) -> Iterator[Done]:
+    """Runs jobs in parallel processes; yields (index in ``jobs``, result, error) as each one finishes.
 
-    ``here``: one after the other in this process, as where they need a GPU, which is not shared.
+    ``here``: run them one after another in this process, as for jobs on a GPU, which processes do not share.
     """
     if not jobs:
         return
@@ -80,30 +80,30 @@ def execute(jobs: Sequence[Job], workers: Workers, here: bool = False) -> Iterat
     calls = [(overrides, folder, workers.config_dir, workers.store, threads) for overrides, folder in jobs]
     left = deque(range(len(jobs)))
     while left:
-        for place in (yield from _until_broken(calls, left, count)):
-            # One that was killed by itself is the culprit; beside others each is tried once more, by itself.
-            if count == 1 or (yield from _until_broken(calls, deque([place]), 1)):
+        for place in (yield from _run_until_killed(calls, left, count)):
+            # A job that was killed while running alone is at fault; otherwise each is tried once more, alone.
+            if count == 1 or (yield from _run_until_killed(calls, deque([place]), 1)):
                 yield place, None, KILLED
 
 
 Call = tuple[list[str], Path, Path | None, str | None, int]
 
 
-def _until_broken(calls: Sequence[Call], left: deque[int], workers: int) -> Generator[Done, None, list[int]]:
-    """Yields what becomes of the jobs in ``left``, taking them out; returns those at work when a process was killed."""
+def _run_until_killed(calls: Sequence[Call], left: deque[int], workers: int) -> Generator[Done, None, list[int]]:
+    """Runs the jobs in ``left`` until done or until a worker is killed; returns the jobs then running."""
     at_work: dict[Future[tuple[RunResult | None, str | None]], int] = {}
     killed: list[int] = []
     with ProcessPoolExecutor(
-        workers, mp_context=get_context("spawn"), initializer=_begin, initargs=(source_digest(),)
+        workers, mp_context=get_context("spawn"), initializer=_init_worker, initargs=(source_digest(),)
     ) as pool:
         try:
             while (left or at_work) and not killed:
-                # No more than are worked on: what only waits for a process is not lost with it.
+                # Submit no more jobs than there are workers: a queued job would be lost with a killed worker.
                 while left and len(at_work) < workers:
                     at_work[pool.submit(run_point, *calls[left[0]])] = left[0]
                     left.popleft()
-                # The pool's thread looks whom it must watch when something is submitted, before that starts a process:
-                # without one thing more the death of the process started last went unseen until another point ended.
+                # The pool's thread updates its list of processes on submit, before that submit starts a new process.
+                # Without this extra submit, the death of the newest process goes unnoticed until another point ends.
                 pool.submit(int)
                 ended = wait(at_work, return_when=FIRST_COMPLETED).done
                 if any(isinstance(future.exception(), BrokenProcessPool) for future in ended):
@@ -114,9 +114,9 @@ def _until_broken(calls: Sequence[Call], left: deque[int], workers: int) -> Gene
                         killed.append(place)
                     else:
                         yield place, *future.result()
-        except BrokenProcessPool:  # on submitting, to a pool that broke just before
+        except BrokenProcessPool:  # submitted to a pool that had just broken
             killed += at_work.values()
-        except KeyboardInterrupt:  # also a point's own Interrupted
+        except KeyboardInterrupt:  # includes Interrupted raised by a point
             pool.shutdown(wait=False, cancel_futures=True)
             for worker in active_children():
                 worker.terminate()
@@ -124,8 +124,8 @@ def _until_broken(calls: Sequence[Call], left: deque[int], workers: int) -> Gene
     return sorted(killed)
 
 
-def _begin(source: str) -> None:
-    """Readies a worker, which ends with its parent and runs points with that one's ``source`` alone."""
+def _init_worker(source: str) -> None:
+    """Sets up a worker: it exits with its parent, and refuses points if the code no longer has digest ``source``."""
     exit_with_parent()
     skip_gc_at_exit()
     _source.append(source)
@@ -133,17 +133,17 @@ def _begin(source: str) -> None:
         _edited.append(EDITED)
 
 
-class _PointLog(logging.FileHandler):
-    """Log file of a point, which a full disk cuts short without a word: the point itself is told of."""
+class _PointLogHandler(logging.FileHandler):
+    """Log file handler of a point that ignores write errors; a full disk is reported by the point itself."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Leaves out what cannot be written."""
+        """Ignores records that cannot be written."""
 
 
 def run_point(
     overrides: Sequence[str], folder: Path, config_dir: Path | None, store: str | None, threads: int | None
 ) -> tuple[RunResult | None, str | None]:
-    """Returns the result of one point, or the text of what went wrong; its log goes to ``log.txt`` in its folder."""
+    """Runs one point and returns (result, error); one of them is None. The log goes to ``log.txt`` in its folder."""
     if _ended:
         raise _ended[0]
     if _edited:
@@ -161,7 +161,7 @@ def run_point(
     if threads is not None:
         torch.set_num_threads(threads)
     folder.mkdir(parents=True, exist_ok=True)
-    handler = _PointLog(folder / "log.txt", encoding="utf-8")
+    handler = _PointLogHandler(folder / "log.txt", encoding="utf-8")
     handler.setFormatter(LogFormatter("%(asctime)s %(message)s"))
     root = logging.getLogger()
     root.addHandler(handler)
@@ -171,15 +171,15 @@ def run_point(
         cfg: RunConfig = load("fit", overrides, config_dir)
         if store is not None:
             cfg = cfg.with_value("store", store)
-        cfg = cfg.with_value("resume", "auto")  # the folder is named by all that moves a number
+        cfg = cfg.with_value("resume", "auto")  # safe, since the folder's name has the digest of all settings
         with remembering(), publish_progress_to(folder), hide_info_on_terminal():
             return run(cfg, folder, point=True), None
     except KeyboardInterrupt as stop:
         if threads is not None:
             _ended.append(stop)
-            _end_soon()
+            _exit_after_delay()
         raise
-    except Exception as error:  # noqa: BLE001  one point's failure is reported with the others' results
+    except Exception as error:  # noqa: BLE001  reported with the results of the other points
         ending = exit_status_and_message(error)
         if ending is not None:
             return None, mask_credentials(ending[1].removeprefix("error: "))
@@ -193,14 +193,14 @@ def run_point(
             handler.close()
 
 
-def _end_soon() -> None:
-    """Ends this worker once its answer is away: one that was killed may have kept the lock of the queue it waits on."""
+def _exit_after_delay() -> None:
+    """Exits this worker after it has returned its result, since a killed worker may still hold the queue's lock."""
     timer = threading.Timer(LINGER, os._exit, (1,))
     timer.daemon = True
     timer.start()
 
 
-# In a worker: the signal that ended its point ends the point that is queued to it already.
+# In a worker: an interrupt that ended its point also ends the point that is queued next.
 _ended: list[KeyboardInterrupt] = []
-_source: list[str] = []  # in a worker that has imported nothing yet: the digest that its study began with
-_edited: list[str] = []  # in a worker: why it runs no point
+_source: list[str] = []  # in a worker with no heavy imports yet: source digest at the study's start
+_edited: list[str] = []  # in a worker: error if the code was changed

@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from attnpo.config.compose import list_groups, load
-from attnpo.lab.studies.arms import Composed, arm_identity, check_distinct, check_user, composer_of, point_folder
+from attnpo.lab.studies.arms import (
+    ComposedConfig,
+    arm_identity,
+    check_distinct_arms,
+    check_user_overrides,
+    make_composer,
+    point_folder,
+)
 from attnpo.lab.studies.config import FitConfig
 from attnpo.lab.studies.runner import run_study
 from attnpo.lab.studies.study import ONLY, Arm, Grid, Point, Study, expand_arms
@@ -25,10 +32,10 @@ def composed(*overrides: str) -> FitConfig:
     return load("fit", list(overrides))
 
 
-def expanded(cfg: FitConfig, study: Study) -> tuple[list[Arm], dict[tuple[str, str], Composed]]:
+def expanded(cfg: FitConfig, study: Study) -> tuple[list[Arm], dict[tuple[str, str], ComposedConfig]]:
     """All arms of a study, layers told apart, and their configs as the runner composes them."""
-    composer = composer_of(cfg, study)
-    whole = composer.every_arm()
+    composer = make_composer(cfg, study)
+    whole = composer.compose_all_arms()
     arms = [
         arm
         for world in study.worlds or [ONLY]
@@ -37,7 +44,7 @@ def expanded(cfg: FitConfig, study: Study) -> tuple[list[Arm], dict[tuple[str, s
     made = {
         (arm.world, arm.name): whole[arm.world, arm.name]
         if arm.layer is None
-        else composer.arm(arm.overrides, arm.world)
+        else composer.compose_arm(arm.overrides, arm.world)
         for arm in arms
     }
     return arms, made
@@ -60,8 +67,8 @@ def test_the_arms_of_a_shipped_study_are_different_runs(name: str) -> None:
         grids={arm: grid for arm, grid in whole.grids.items() if arm not in left},
     )
     arms, made = expanded(cfg, study)
-    check_user(composer_of(cfg, study), identity_of(cfg).result)
-    check_distinct(study, arms, made, dict.fromkeys(made, DEPTH))
+    check_user_overrides(make_composer(cfg, study), identity_of(cfg).result)
+    check_distinct_arms(study, arms, made, dict.fromkeys(made, DEPTH))
     values = [str(arm_identity(identity_of(arm.config).result)) for arm in made.values()]
     assert len(set(values)) == len(values) >= 2
 
@@ -72,25 +79,34 @@ def test_the_arms_of_a_shipped_study_are_different_runs(name: str) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("layer_sweep weights.layers=[1,2]", r"would be read in place of each: give study\.layers=\[1,2\]"),
+        ("layer_sweep weights.layers=[1,2]", r"read the same layers: give study\.layers=\[1,2\]"),
         ("length_norm objective.length_scale=false", r"its arms differ in objective\.length_scale"),
         ("attention_sink weights.postprocess.sink_tokens=2", r"its arms differ in weights\.postprocess\.sink_tokens"),
         ("attention_sink weights.postprocess={sink_tokens:4}", r"its arms differ in weights\.postprocess, "),
         ("weight_sources weights.layers=[1,2]", r"its arms differ in weights\.layers"),
-        ("cross_model judge.path=/x", r"would make them one: give other_judge\.path"),
-        ("regimes prepare.pairs={train:8}", r"for each of its worlds, so prepare\.pairs={train:8} would be lost"),
-        ("layer_sweep objective.beta=0.7", r"objective\.beta=0\.7 would be lost, .*grid sets it: grid\.beta=\[0\.7\]"),
-        ("layer_sweep optimizer.lr=1e-3", r"the study's grid sets it: grid\.lr=\[1e-3\]"),
-        ("beta_sweep optimizer.lr=1e-3", r"sets it: grids\.beta_sweep\.lr=\[1e-3\]"),
-        ("regimes objective.beta=0.7", r"sets it: study\.grid\.beta=\[0\.7\]"),
-        ("length_norm objective.beta=0.7", r"sets it: grid\.beta=\[0\.7\] grids\.length_norm\.beta=\[0\.7\]"),
+        ("cross_model judge.path=/x", r"would make them use the same one: give other_judge\.path"),
+        (
+            "regimes prepare.pairs={train:8}",
+            r"for each of its worlds, so prepare\.pairs={train:8} would have no",
+        ),
+        (
+            "layer_sweep objective.beta=0.7",
+            r"beta=0\.7 would have no effect, .*sets this key: give grid\.beta=\[0\.7\]",
+        ),
+        ("layer_sweep optimizer.lr=1e-3", r"the study's grid sets this key: give grid\.lr=\[1e-3\]"),
+        ("beta_sweep optimizer.lr=1e-3", r"sets this key: give grids\.beta_sweep\.lr=\[1e-3\]"),
+        ("regimes objective.beta=0.7", r"sets this key: give study\.grid\.beta=\[0\.7\]"),
+        (
+            "length_norm objective.beta=0.7",
+            r"this key: give grid\.beta=\[0\.7\] grids\.length_norm\.beta=\[0\.7\]",
+        ),
     ],
 )
 def test_an_override_that_spoils_a_study_is_refused(given: str, message: str) -> None:
     experiment, override = given.split()
     cfg = composed(f"experiment={experiment}", override)
     with pytest.raises(UserError, match=message) as refused:
-        check_user(composer_of(cfg, cfg.study), identity_of(cfg).result)
+        check_user_overrides(make_composer(cfg, cfg.study), identity_of(cfg).result)
     assert "experiment=none" in str(refused.value) and "\n" not in str(refused.value)
 
 
@@ -108,7 +124,7 @@ def test_an_override_that_spoils_a_study_is_refused(given: str, message: str) ->
 )
 def test_an_override_that_arms_can_take_is_not_refused(given: str) -> None:
     cfg = composed(*given.split())
-    check_user(composer_of(cfg, cfg.study), identity_of(cfg).result)
+    check_user_overrides(make_composer(cfg, cfg.study), identity_of(cfg).result)
 
 
 # ------------------------------------------------------------------------------------------------ equal arms
@@ -118,9 +134,9 @@ def distinct(arms: dict[str, list[str]], depth: int = 0, grids: dict[str, Grid] 
     """Checks a study of these arms."""
     cfg = composed("setting=testbed", "experiment=quickstart")
     study = Study("twins", arms, grid=Grid(beta=(0.1, 0.3)), grids=grids or {}, control=None)
-    made = {(ONLY, name): composer_of(cfg, study).arm(overrides) for name, overrides in arms.items()}
+    made = {(ONLY, name): make_composer(cfg, study).compose_arm(overrides) for name, overrides in arms.items()}
     depths = dict.fromkeys(made, depth) if depth else None
-    check_distinct(study, expand_arms(study, DEPTH), made, depths)
+    check_distinct_arms(study, expand_arms(study, DEPTH), made, depths)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +149,7 @@ def distinct(arms: dict[str, list[str]], depth: int = 0, grids: dict[str, Grid] 
     ],
 )
 def test_two_arms_of_one_run_are_refused(second: list[str]) -> None:
-    with pytest.raises(UserError, match=r"study twins: its arms one and two would be the same runs under two names"):
+    with pytest.raises(UserError, match=r"study twins: its arms one and two would train identical runs"):
         distinct({"one": ["weights=attention"], "two": second})
 
 
@@ -141,14 +157,14 @@ def test_layers_are_compared_as_numbers_where_the_depth_is_known() -> None:
     arms = {"one": ["weights=attention", "weights.layer=last"], "two": ["weights=attention", "weights.layer=4"]}
     distinct(arms)
     distinct(arms, depth=8)
-    with pytest.raises(UserError, match="the same runs"):
+    with pytest.raises(UserError, match="identical runs"):
         distinct(arms, depth=4)
 
 
 def test_a_layer_beside_layers_does_not_count() -> None:
     """With ``weights.layers`` given, ``weights.layer`` is not read."""
     both = ["weights=attention", "weights.layers=[1,2]"]
-    with pytest.raises(UserError, match="the same runs"):
+    with pytest.raises(UserError, match="identical runs"):
         distinct({"one": both, "two": [*both, "weights.layer=3"]})
 
 
@@ -172,7 +188,7 @@ def test_a_study_with_equal_arms_ends_before_anything_is_computed(world: World, 
     (tmp_path / "configs" / "experiment").mkdir(parents=True)
     (tmp_path / "configs" / "experiment" / "twins.yaml").write_text(TWINS, encoding="utf-8")
     cfg = world.config("experiment=twins", f"store={tmp_path / 'store'}", config_dir=tmp_path / "configs")
-    with pytest.raises(UserError, match="its arms uniform and same again would be the same runs"):
+    with pytest.raises(UserError, match="its arms uniform and same again would train identical runs"):
         run_study(cfg, tmp_path / "out")
     assert not (tmp_path / "store").exists() and not (tmp_path / "out").exists()
 

@@ -20,14 +20,14 @@ from attnpo.evaluation.jsonl_store import ReplyStore
 from attnpo.evaluation.result import EvaluationResult, read_result
 from attnpo.evaluation.session import GradingLimits
 from attnpo.lab.studies import benchmarks
-from attnpo.lab.studies.arms import Composed
-from attnpo.lab.studies.benchmark_settings import Evaluations, check_benchmarks, grammar_of
-from attnpo.lab.studies.benchmarks import bounds_left
+from attnpo.lab.studies.arms import ComposedConfig
+from attnpo.lab.studies.benchmark_settings import EvaluationConfigs, check_benchmarks, prepared_grammar
+from attnpo.lab.studies.benchmarks import remaining_limits
 from attnpo.lab.studies.config import FitConfig
 from attnpo.lab.studies.outcome import Outcome, PointResults, RowScore
 from attnpo.lab.studies.page import finish_study
 from attnpo.lab.studies.runner import run_study
-from attnpo.lab.studies.study import Arm, Study, asked_problems
+from attnpo.lab.studies.study import Arm, Study, benchmark_problems
 from attnpo.lab.studies.tables import RANK, benchmark_cells, benchmark_notes, main_table, scores_table
 from attnpo.lab.testbed.benchmark import TestbedBenchmark
 from attnpo.models.loading import load_model
@@ -73,10 +73,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., FitConfig]:
     return lambda *more: world.config("experiment=tiny", *more, config_dir=folder / "configs")
 
 
-def evaluations_of(cfg: FitConfig) -> Evaluations:
+def evaluations_of(cfg: FitConfig) -> EvaluationConfigs:
     """What makes the evaluations of a config's study."""
-    grammar = grammar_of(cfg.values["prepare"])
-    return Evaluations(cfg.study, cfg.composed.config_dir, cfg.trainer.accelerator, grammar)
+    grammar = prepared_grammar(cfg.values["prepare"])
+    return EvaluationConfigs(cfg.study, cfg.composed.config_dir, cfg.trainer.accelerator, grammar)
 
 
 Finished = tuple[FitConfig, Outcome]
@@ -223,10 +223,10 @@ def test_another_run_than_the_chosen_point_is_warned_of(finished: Finished, monk
     result = best.results[0]
     moved = replace(result, metrics={**result.metrics, "val/loss": result.metrics["val/loss"] + 0.01})
     point = next(point for point, found in outcome.points if found == result)
-    made = Composed(DictConfig({}), [])
-    line = benchmarks._differs(benchmarks.Export(point, moved, made, run, False))
+    made = ComposedConfig(DictConfig({}), [])
+    line = benchmarks._score_change_warning(benchmarks.ModelExport(point, moved, made, run, False))
     assert line is not None and "its val/loss is" in line and point.label in line
-    assert benchmarks._differs(benchmarks.Export(point, result, made, run, False)) is None
+    assert benchmarks._score_change_warning(benchmarks.ModelExport(point, result, made, run, False)) is None
 
 
 @pytest.mark.slow
@@ -294,21 +294,24 @@ def test_what_is_known_to_fail_is_refused_before_anything_is_made(
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"benchmarks": ["a", "a"]}, r"study\.benchmarks has a more than once"),
-        ({"published": ["m"]}, r"study\.published=\['m'\] names rows for benchmarks"),
-        ({"evaluate": {"b": {"x": 1}, "c": None}, "benchmarks": ["a"]}, r"study\.evaluate\.b would be lost"),
-        ({"evaluate": {"all": {"x": 1}}}, r"study\.evaluate\.all would be lost"),
-        ({"evaluate": {"a": {"model.path": "m"}}, "benchmarks": ["a"]}, r"model\.path is set by the study"),
-        ({"arms": ["base"], "benchmarks": ["a"]}, r"base would be two rows of one name"),
+        ({"benchmarks": ["a", "a"]}, r"study\.benchmarks lists a more than once"),
+        ({"published": ["m"]}, r"study\.published=\['m'\] needs at least one benchmark"),
+        ({"evaluate": {"b": {"x": 1}, "c": None}, "benchmarks": ["a"]}, r"study\.evaluate\.b would have no effect"),
+        ({"evaluate": {"all": {"x": 1}}}, r"study\.evaluate\.all would have no effect"),
+        (
+            {"evaluate": {"a": {"model.path": "m"}}, "benchmarks": ["a"]},
+            r"evaluate\.a sets model\.path, which",
+        ),
+        ({"arms": ["base"], "benchmarks": ["a"]}, r"two rows of the table would be named base"),
     ],
 )
 def test_keys_that_make_no_sense(keys: dict[str, Any], message: str) -> None:
     asked: dict[str, Any] = {"benchmarks": [], "evaluate": {}, "published": [], "arms": ["uniform"], **keys}
     with pytest.raises(UserError, match=message):
-        for problem in asked_problems(**asked):
+        for problem in benchmark_problems(**asked):
             raise UserError(problem)
-    assert not [*asked_problems(["a"], {"a": {"x": 1}, "all": {"y": 1}, "b": None}, ["m"], ["uniform"])]
-    assert not [*asked_problems([], {"b": None}, [], ["base"])]
+    assert not [*benchmark_problems(["a"], {"a": {"x": 1}, "all": {"y": 1}, "b": None}, ["m"], ["uniform"])]
+    assert not [*benchmark_problems([], {"b": None}, [], ["base"])]
 
 
 def test_what_needs_a_base_that_is_still_to_be_built_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,8 +364,8 @@ def test_bounds_hold_for_all_rows_of_a_benchmark(tiny: Callable[..., FitConfig],
     )
     made = evaluations_of(cfg).config("testbed", cfg.model)
     bounds = {"limits.max_cost": 10.0, "limits.max_calls": 20}
-    assert bounds_left(made.limits, made.grader, tmp_path / "own") == bounds
-    assert bounds_left(GradingLimits(), made.grader, tmp_path / "own") == {}
+    assert remaining_limits(made.limits, made.grader, tmp_path / "own") == bounds
+    assert remaining_limits(GradingLimits(), made.grader, tmp_path / "own") == {}
     for name in ("own", "other"):
         (tmp_path / name).mkdir()
         store = ReplyStore(tmp_path / name)
@@ -371,8 +374,8 @@ def test_bounds_hold_for_all_rows_of_a_benchmark(tiny: Callable[..., FitConfig],
                 call = GradingCall("testbed", item, "answer", 0, (Message(role="user", content=item),), max_tokens=4)
                 store.add(call, made.grader.identity(), GradingReply("7", input_tokens=1))
     left = {"limits.max_cost": 7.0, "limits.max_calls": 17}
-    assert bounds_left(made.limits, made.grader, tmp_path / "own") == left
-    assert bounds_left(GradingLimits(max_cost=2.0), made.grader, tmp_path / "own") == {"limits.max_cost": 0.0}
+    assert remaining_limits(made.limits, made.grader, tmp_path / "own") == left
+    assert remaining_limits(GradingLimits(max_cost=2.0), made.grader, tmp_path / "own") == {"limits.max_cost": 0.0}
 
 
 # ------------------------------------------------------------------------------------------------ shown
@@ -442,9 +445,9 @@ def test_noise_is_that_of_the_table_of_scores() -> None:
 
 
 def test_bounds_are_over_seeds_else_over_questions() -> None:
-    assert score(1.0, interval=(0.5, 1.5)).bounds == (0.5, 1.5)
-    assert all(map(math.isnan, score(1.0).bounds)) and all(map(math.isnan, score(seeds=1).bounds))
-    low, high = score(1.0, 3.0).bounds
+    assert score(1.0, interval=(0.5, 1.5)).interval_bounds == (0.5, 1.5)
+    assert all(map(math.isnan, score(1.0).interval_bounds)) and all(map(math.isnan, score(seeds=1).interval_bounds))
+    low, high = score(1.0, 3.0).interval_bounds
     assert (low + high) / 2 == pytest.approx(2.0) and high - low == pytest.approx(2 * 12.7062, abs=1e-3)
 
 

@@ -11,10 +11,10 @@ from rich.console import Console
 
 from attnpo.display.output import print_sections
 from attnpo.display.page import TableBlock
-from attnpo.lab.studies.outcome import Outcome, gather
-from attnpo.lab.studies.page import all_points
+from attnpo.lab.studies.outcome import Outcome, group_by_point
+from attnpo.lab.studies.page import points_csv
 from attnpo.lab.studies.study import Arm, Point, Study
-from attnpo.lab.studies.tables import drift_table
+from attnpo.lab.studies.tables import drift_sections
 from attnpo.run.result import RunResult
 
 ARMS = [Arm("uniform (DPO)", ()), Arm("attention, shuffled", ())]
@@ -68,7 +68,7 @@ def outcome(*points: tuple[Point, RunResult], worlds: bool = False) -> Outcome:
 
 def rows_of(found: Outcome) -> list[list[list[Any]]]:
     """The cells of each table, row by row, without the arms."""
-    (section,) = drift_table(found)
+    (section,) = drift_sections(found)
     blocks = [block for block in section.blocks if isinstance(block, TableBlock)]
     return [[[row.get(name) for name in block.columns if name != "arm"] for row in block.rows] for block in blocks]
 
@@ -95,7 +95,7 @@ def test_arms_are_shown_at_their_chosen_points_with_means_over_seeds() -> None:
 
 
 def test_what_no_run_measured_is_no_section() -> None:
-    assert drift_table(outcome((Point(ARMS[0], LOW, 0), made(0.5, {})))) == []
+    assert drift_sections(outcome((Point(ARMS[0], LOW, 0), made(0.5, {})))) == []
 
 
 def test_without_answers_the_pairs_are_shown() -> None:
@@ -110,7 +110,7 @@ def test_it_is_readable_on_a_narrow_terminal() -> None:
     arms = [Arm(arm.name, (), None, world) for world in ("calm", "noisy") for arm in ARMS]
     found = outcome(*((Point(arm, LOW, 0), made(0.5, drift(1.5))) for arm in arms), worlds=True)
     console = Console(width=80, file=io.StringIO(), force_terminal=False)
-    print_sections(console, drift_table(found))
+    print_sections(console, drift_sections(found))
     lines = console.file.getvalue().splitlines()
     rows = [line.split()[3:] for line in lines if "noisy   attention, shuffled" in line]
     expected = ["1.50 0.500 0.125 0.050 0.350", "4.000 0.250 0.500 0.125", "1.000 0.750 0.500"]
@@ -120,7 +120,7 @@ def test_it_is_readable_on_a_narrow_terminal() -> None:
 
 def test_every_number_is_a_column_of_the_file() -> None:
     points = [(Point(ARMS[0], LOW, 0), made(0.5, drift(1.5, flipped=None))), (Point(ARMS[1], LOW, 0), made(0.5, {}))]
-    first, second = csv.DictReader(io.StringIO(all_points(gather(points))))
+    first, second = csv.DictReader(io.StringIO(points_csv(group_by_point(points))))
     assert first["drift/answers/kl"] == "1.5" and first["drift/pairs/classes/no_weight/kl"] == "0.1"
     assert first["drift/answers/deciles/kl/1"] == "0.5" and first["drift/effective_beta/max"] == "8.0"
     assert not any(math.isnan(float(value)) for name, value in first.items() if name.startswith("drift/"))

@@ -16,7 +16,7 @@ from attnpo.config.compose import list_groups, load
 from attnpo.display.output import print_sections
 from attnpo.display.page import Section
 from attnpo.lab.studies import notes
-from attnpo.lab.studies.notes import warnings
+from attnpo.lab.studies.notes import study_warnings
 from attnpo.lab.studies.outcome import Outcome
 from attnpo.lab.studies.plan import plan_study
 from attnpo.lab.studies.study import Arm, Point
@@ -62,7 +62,7 @@ def test_a_point_that_failed_keeps_its_mark() -> None:
     ("gain", "words"), [(0.25, "better than uniform"), (-0.25, "worse than uniform"), (0.0, "a tie with uniform")]
 )
 def test_the_outcome_is_said_with_its_interval_and_a_tie_as_a_tie(gain: float, words: str) -> None:
-    line, apart = notes.came_out(compared(gain), "")
+    line, apart = notes.describe_result(compared(gain), "")
     assert line.startswith(words) and f"{LONG.name} {gain:+.3f} [" in line
     assert apart.startswith("one point each, nothing tuned") and f"{LONG.name} 0.75" in apart
 
@@ -70,7 +70,7 @@ def test_the_outcome_is_said_with_its_interval_and_a_tie_as_a_tie(gain: float, w
 def test_arms_with_a_grid_are_not_called_untuned() -> None:
     outcome = compared(0.25)
     other = [(replace(point, values=("objective.beta=9",)), result) for point, result in outcome.points]
-    (line,) = notes.came_out(replace(outcome, points=[*outcome.points, *other]), "")
+    (line,) = notes.describe_result(replace(outcome, points=[*outcome.points, *other]), "")
     assert line.startswith("better than uniform")
 
 
@@ -84,7 +84,7 @@ def test_best_points_of_several_arms_are_not_passed_off_as_a_comparison_at_equal
     ]
     arms = [Arm("uniform", ()), LONG, third]
     study = replace(STUDY, arms={arm.name: [] for arm in arms})
-    said = list(notes.came_out(Outcome(study, arms, typed(points), [], {}, Path("out"), 1.0), ""))
+    said = list(notes.describe_result(Outcome(study, arms, typed(points), [], {}, Path("out"), 1.0), ""))
     assert any("at a KL to the base of its own (0.40 to 2.30); for equal KL see" in line for line in said)
 
 
@@ -105,22 +105,22 @@ def test_a_destroyed_model_is_not_chosen_and_an_idle_one_is_named() -> None:
         answer["metrics"] |= found
         points.append((Point(of, values, 0), answer))
     study = replace(STUDY, arms={"uniform": [], "attention": []})
-    said = list(notes.came_out(Outcome(study, [arm, idle], typed(points), [], {}, Path("out"), 1.0), ""))
+    said = list(notes.describe_result(Outcome(study, [arm, idle], typed(points), [], {}, Path("out"), 1.0), ""))
     assert any("attention 60.0 %" in line for line in said), said
     assert [line for line in said if "WARNING" in line and "uniform: training moved no weight" in line], said
     lost = Outcome(study, [arm, idle], typed(points[1:]), [], {}, Path("out"), 1.0)
-    assert any("WARNING: attention: the model is destroyed" in line for line in notes.came_out(lost, ""))
-    assert any("WARNING: attention: the model is destroyed" in line for line in warnings(lost))
+    assert any("WARNING: attention: the model is destroyed" in line for line in notes.describe_result(lost, ""))
+    assert any("WARNING: attention: the model is destroyed" in line for line in study_warnings(lost))
 
 
 def test_one_seed_is_said_to_be_one() -> None:
-    assert any("one seed" in line for line in notes.came_out(compared(0.25, seeds=1), ""))
+    assert any("one seed" in line for line in notes.describe_result(compared(0.25, seeds=1), ""))
 
 
 def test_the_commands_of_a_study_compose() -> None:
     """Read out of the printed lines, as a shell would take them."""
     cfg = load("fit", ["experiment=layer_sweep", "seeds=1", "study.workers=1", "trainer.max_steps=6"])
-    lines = [line.strip() for line in notes.ending(cfg.composed, compared(0.25)) if "-m attnpo." in line]
+    lines = [line.strip() for line in notes.conclusion_lines(cfg.composed, compared(0.25)) if "-m attnpo." in line]
     assert [shlex.split(line)[2] for line in lines] == ["attnpo.report", "attnpo.fit", "attnpo.fit"]
     assert shlex.split(lines[0])[3:] == ["out put"]
     more, other = (load("fit", shlex.split(line)[3:]) for line in lines[1:])

@@ -10,7 +10,7 @@ import pytest
 from attnpo.data.prepare import EncodedSet, calibration_pairs
 from attnpo.data.prepared import read_pairs
 from attnpo.display.page import Image, TableBlock, report_page
-from attnpo.lab.studies.faithfulness import EQUAL, ROLLOUT, TRUTH, Faithfulness, true_mass
+from attnpo.lab.studies.faithfulness import EQUAL, ROLLOUT, TRUTH, Faithfulness, decisive_mass
 from attnpo.lab.studies.outcome import Outcome
 from attnpo.lab.studies.study import Arm, Point, Study, StudyAnalysis
 from attnpo.lab.testbed.importance import decisive
@@ -76,7 +76,7 @@ def test_the_weights_measured_are_those_that_the_study_trains(world: World) -> N
     sample = calibration_pairs(encoded["train"].pairs, 4)
     weighed = readers.weigh(source, encoded)
     rows = rankings(weighed.source, weighed.captured, weighed.layers)
-    assert true_mass(sample, rows, GRAMMAR) == sink["layer 2"]
+    assert decisive_mass(sample, rows, GRAMMAR) == sink["layer 2"]
 
 
 def test_a_setting_without_truth_has_no_mass(world: World) -> None:
@@ -100,10 +100,10 @@ def test_mass_is_the_share_on_decisive_words() -> None:
     assert decisive(pair, "chosen", row.offsets, GRAMMAR) == [texts[0][a:b] == "superb" for a, b in edges]
     nothing = Ranking(((0, 2),), (1.0,))
     rows = {pair.pair_id: {"chosen": row, "rejected": nothing}}
-    assert true_mass([pair], rows, GRAMMAR) == pytest.approx(4 / (4 + len(edges) - 1), abs=1e-4)
+    assert decisive_mass([pair], rows, GRAMMAR) == pytest.approx(4 / (4 + len(edges) - 1), abs=1e-4)
     foreign = PreferencePair.from_texts([{"role": "user", "content": "hello"}], texts[0], "no")
     with pytest.raises(UserError, match="truth=null"):
-        true_mass([foreign], {foreign.pair_id: {"chosen": row, "rejected": nothing}}, GRAMMAR)
+        decisive_mass([foreign], {foreign.pair_id: {"chosen": row, "rejected": nothing}}, GRAMMAR)
 
 
 def aspects(topic: str) -> tuple[str, ...]:

@@ -183,7 +183,7 @@ def test_the_printed_command_goes_on_with_what_is_finished(
     def done_already(jobs: Sequence[Job], *settings: object) -> Iterator[Done]:
         yield from ((place, ready, None) for place in range(len(jobs)))
 
-    monkeypatch.setattr(runner, "execute", done_already)
+    monkeypatch.setattr(runner, "run_jobs", done_already)
     printed = re.findall(r"^  (python -m attnpo\..*)$", capsys.readouterr().out, re.MULTILINE)
     commands = [shlex.split(line) for line in printed]
     assert [command[2] for command in commands] == ["attnpo.report", "attnpo.fit", "attnpo.fit"]

@@ -10,13 +10,19 @@ import pytest
 
 from attnpo.config.compose import load
 from attnpo.lab.results import run_row
-from attnpo.lab.studies.arms import Composed, check_distinct, check_user, composer_of, point_config
+from attnpo.lab.studies.arms import (
+    ComposedConfig,
+    check_distinct_arms,
+    check_user_overrides,
+    make_composer,
+    point_config,
+)
 from attnpo.lab.studies.config import FitConfig
 from attnpo.lab.studies.outcome import Outcome
 from attnpo.lab.studies.page import finish_study
 from attnpo.lab.studies.runner import run_study
 from attnpo.lab.studies.study import Arm, Grid, Point, Study, expand_arms, make_points
-from attnpo.lab.studies.tables import RANK, main_table, mean_ranks, ranking_table
+from attnpo.lab.studies.tables import RANK, main_table, mean_ranks, ranking_sections
 from attnpo.run.combinations import require_reference
 from attnpo.run.identity import identity_of
 from attnpo.run.result import RunResult
@@ -33,9 +39,9 @@ def composed(*overrides: str) -> FitConfig:
 
 
 @cache
-def arms_on(setting: str) -> dict[tuple[str, str], Composed]:
+def arms_on(setting: str) -> dict[tuple[str, str], ComposedConfig]:
     """Every arm's configuration by world and name, composed once."""
-    return composer_of(composed(f"setting={setting}"), study_on(setting)).every_arm()
+    return make_composer(composed(f"setting={setting}"), study_on(setting)).compose_all_arms()
 
 
 def study_on(setting: str) -> Study:
@@ -58,7 +64,7 @@ def test_the_rows_are_the_papers(paper_tables: Path) -> None:
 def test_every_point_is_a_sound_run(setting: str) -> None:
     """The last point of every arm, whose values are the farthest from the defaults; no two arms are the same runs."""
     cfg, study = composed(f"setting={setting}"), study_on(setting)
-    check_user(composer_of(cfg, study), identity_of(cfg).result)
+    check_user_overrides(make_composer(cfg, study), identity_of(cfg).result)
     made = arms_on(setting)
     arms = expand_arms(study, 4, truth=cfg.truth is not None)
     for arm in arms:
@@ -66,7 +72,7 @@ def test_every_point_is_a_sound_run(setting: str) -> None:
         found = point_config(made["", arm.name], point)
         assert found.config.study is None  # it is sound
         assert set(point.values) < set(found.overrides)
-    check_distinct(study, arms, made)
+    check_distinct_arms(study, arms, made)
 
 
 def test_only_methods_that_ask_more_of_their_reference_hold_one() -> None:
@@ -84,7 +90,7 @@ def test_only_methods_that_ask_more_of_their_reference_hold_one() -> None:
 def test_on_the_testbed_every_method_has_eight_points_and_the_same_learning_rates() -> None:
     study = study_on("testbed")
     grids = {name: study.grid_of(name) for name in study.arms}
-    assert {len(grid.overrides()) for grid in grids.values()} == {8}
+    assert {len(grid.point_overrides()) for grid in grids.values()} == {8}
     assert {grid.lr for grid in grids.values()} == {(2.5e-5, 5e-5)}
     per_token = [name for name, grid in grids.items() if grid.beta == (0.26, 0.78, 2.6, 7.8)]
     assert per_token == ["IPO", "SimPO"]
@@ -142,25 +148,25 @@ def test_a_row_of_a_llama_setting_is_one_point_with_its_published_values(setting
         ("objective.sft_coef=0.3", r"grids\.rrhf\.keys=\{objective\.sft_coef:\[0\.3\]\}.*, or give experiment=none"),
         (
             "optimizer.lr=1e-3",
-            r"optimizer\.lr=1e-3 would be lost, the study's grid sets it: .*grids\.rrhf\.lr=\[1e-3\]",
+            r"optimizer\.lr=1e-3 would have no effect, .*grid sets this key: give .*grids\.rrhf\.lr=\[1e-3\]",
         ),
-        ("objective=simpo", r"chooses objective, .* so objective=simpo would be lost"),
-        ("reference=live", r"chooses .*reference.* so reference=live would be lost"),
+        ("objective=simpo", r"sets objective, .* so objective=simpo would have no effect"),
+        ("reference=live", r"sets .*reference.* so reference=live would have no effect"),
     ],
 )
 def test_an_override_that_spoils_the_study_is_refused(given: str, message: str) -> None:
     cfg = composed(given)
     with pytest.raises(UserError, match=message):
-        check_user(composer_of(cfg, cfg.study), identity_of(cfg).result)
+        check_user_overrides(make_composer(cfg, cfg.study), identity_of(cfg).result)
 
 
 def test_a_grid_given_as_the_message_says_reaches_its_arm_alone() -> None:
     cfg = composed("grids.orpo.keys={objective.lam:[0.3]}", "grids.rdpo.lr=[1.0e-3]")
     study: Study = cfg.study
-    check_user(composer_of(cfg, study), identity_of(cfg).result)
+    check_user_overrides(make_composer(cfg, study), identity_of(cfg).result)
     assert study.grid_of("ORPO").keys == {"objective.lam": (0.3,)}
     assert (study.grid_of("R-DPO").lr, study.grid_of("DPO").lr) == ((1e-3,), (2.5e-5, 5e-5))
-    assert composer_of(cfg, study).of_points() == ["experiment=main_results"]
+    assert make_composer(cfg, study).overrides_for_points() == ["experiment=main_results"]
 
 
 def test_a_setting_without_grids_has_every_method_once_at_its_defaults() -> None:
@@ -241,7 +247,7 @@ def outcome_of(study: Study) -> Outcome:
 
 def test_the_table_ranks_the_base_and_every_arm_with_results() -> None:
     """By reward, win rate and reward at KL 1: far has half of its way to KL 4 there, 0.5."""
-    (section,) = ranking_table(outcome_of(STUDY))
+    (section,) = ranking_sections(outcome_of(STUDY))
     rows = {str(row["arm"]): row for row in section.blocks[0].rows}  # type: ignore[union-attr]
     assert list(rows) == ["base", "good", "far", "lost", "bad"]
     assert rows["far"]["reward at KL 1"] == "0.500~", "its first point is at KL 4"
@@ -255,7 +261,7 @@ def test_the_table_ranks_the_base_and_every_arm_with_results() -> None:
 
 
 def test_only_a_study_that_asks_for_it_has_the_table() -> None:
-    assert ranking_table(outcome_of(Study("s", STUDY.arms, control="good", grid=STUDY.grid))) == []
+    assert ranking_sections(outcome_of(Study("s", STUDY.arms, control="good", grid=STUDY.grid))) == []
 
 
 def test_what_lacks_a_score_is_left_out_of_the_ranks() -> None:

@@ -10,10 +10,15 @@ import pytest
 from attnpo.display.page import Paragraph, TableBlock
 from attnpo.evaluation.intervals import Interval
 from attnpo.lab.figures import GainPoint, gains
-from attnpo.lab.studies.notes import footnotes, on_edge, warnings
-from attnpo.lab.studies.outcome import Outcome, gather
+from attnpo.lab.studies.notes import edge_axes, footnotes, study_warnings
+from attnpo.lab.studies.outcome import Outcome, group_by_point
 from attnpo.lab.studies.page import write_study_report
-from attnpo.lab.studies.predictions import check_predicted, decide, fix, predictions_section
+from attnpo.lab.studies.predictions import (
+    check_prediction_arms,
+    decide_claim,
+    predictions_section,
+    register_predictions,
+)
 from attnpo.lab.studies.study import (
     Arm,
     Claim,
@@ -23,11 +28,11 @@ from attnpo.lab.studies.study import (
     Study,
     WorldAxis,
     expand_arms,
-    grid_record,
     make_points,
     settings_digest,
+    settings_record,
 )
-from attnpo.lab.studies.tables import level_tables
+from attnpo.lab.studies.tables import equal_kl_sections
 from attnpo.schema import UserError
 from tests.lab.studies.test_tables import result, typed
 
@@ -111,8 +116,8 @@ def test_a_prediction_that_only_some_seeds_bear_out_stays_open() -> None:
 
 
 def test_results_on_other_seeds_are_called_exploration() -> None:
-    assert any("seeds 7 are not among those" in line for line in warnings(outcome(seeds=(0, 7))))
-    assert not any("not among those" in line for line in warnings(outcome()))
+    assert any("seeds 7 are not among those" in line for line in study_warnings(outcome(seeds=(0, 7))))
+    assert not any("not among those" in line for line in study_warnings(outcome()))
     (section,) = predictions_section(outcome(seeds=(0,)))
     assert "So far, with seeds 1 still to be run, of 5 predictions" in section.blocks[-1].text  # type: ignore[union-attr]
 
@@ -129,27 +134,31 @@ def test_predictions_hold_for_the_settings_they_were_fixed_for() -> None:
     """A study with another grid, other arms or worlds is exploration, whatever its seeds."""
     assert STUDY.predictions is not None
     fixed = replace(STUDY, predictions=replace(STUDY.predictions, settings=settings_digest({})))
-    assert not any("grid, arms or worlds" in line for line in warnings(outcome(study=fixed)))
+    assert not any("grid, arms or worlds" in line for line in study_warnings(outcome(study=fixed)))
     moved = replace(STUDY, predictions=replace(STUDY.predictions, settings=settings_digest({"grid": "another"})))
-    assert any("grid, arms or worlds" in line for line in warnings(outcome(study=moved)))
+    assert any("grid, arms or worlds" in line for line in study_warnings(outcome(study=moved)))
     assert predictions_section(outcome(study=fixed)) and predictions_section(outcome(study=moved)) == []
-    record = grid_record(STUDY, {}, None)
-    assert settings_digest(record) == settings_digest(grid_record(replace(STUDY, predictions=None), {}, None))
+    record = settings_record(STUDY, {}, None)
+    assert settings_digest(record) == settings_digest(settings_record(replace(STUDY, predictions=None), {}, None))
 
 
 def test_predictions_that_change_after_the_first_run_are_named(tmp_path: Path) -> None:
     """The first ones are kept; before any run they may be changed."""
     assert STUDY.predictions is not None
     other = replace(STUDY, predictions=replace(STUDY.predictions, rule="Another rule."))
-    assert fix(STUDY, tmp_path) == [] and fix(other, tmp_path) == [] and fix(other, tmp_path) == []
+    assert (
+        register_predictions(STUDY, tmp_path) == []
+        and register_predictions(other, tmp_path) == []
+        and register_predictions(other, tmp_path) == []
+    )
     (tmp_path / "points" / "one").mkdir(parents=True)
     (tmp_path / "points" / "one" / "result.json").write_text("{}")
-    assert fix(other, tmp_path) == []
-    (said,) = fix(STUDY, tmp_path)
-    assert "were run under other predictions" in said and fix(other, tmp_path) == []
+    assert register_predictions(other, tmp_path) == []
+    (said,) = register_predictions(STUDY, tmp_path)
+    assert "were run under other predictions" in said and register_predictions(other, tmp_path) == []
     kept = tmp_path / "predictions.json"
     kept.write_text(kept.read_text().replace("Another", "Any"))
-    (said,) = fix(other, tmp_path)
+    (said,) = register_predictions(other, tmp_path)
     assert "changed since" in said
 
 
@@ -158,9 +167,9 @@ def test_a_prediction_about_a_layer_is_checked_once_the_depth_is_known() -> None
     with pytest.raises(UserError, match=r"claims\.one: arm attention does not run in world calm"):
         predicting(layered, "attention")
     arms = [arm for world in STUDY.worlds for arm in expand_arms(layered, 4, world=world)]
-    check_predicted(predicting(layered, "attention L4"), arms)
+    check_prediction_arms(predicting(layered, "attention L4"), arms)
     with pytest.raises(UserError, match=r"claims\.one: expected arms of the study, got attention L3 in world calm"):
-        check_predicted(predicting(layered, "attention L3"), arms)
+        check_prediction_arms(predicting(layered, "attention L3"), arms)
     with pytest.raises(UserError, match=r"claims\.one: arm atention L4 does not run in world calm"):
         predicting(layered, "atention L4")
 
@@ -173,11 +182,11 @@ def predicting(study: Study, arm: str) -> Study:
 
 def test_a_changed_prediction_changes_the_digest() -> None:
     """Of the record, which stands under every table, and which knows of predictions."""
-    record = grid_record(STUDY, {}, None)
+    record = settings_record(STUDY, {}, None)
     assert STUDY.predictions is not None
     moved = {**STUDY.predictions.claims, "hit": claim([("noisy", "uniform")], [("noisy", "attention")])}
-    assert grid_record(replace(STUDY, predictions=replace(STUDY.predictions, claims=moved)), {}, None) != record
-    assert "predictions" not in grid_record(replace(STUDY, predictions=None), {}, None)
+    assert settings_record(replace(STUDY, predictions=replace(STUDY.predictions, claims=moved)), {}, None) != record
+    assert "predictions" not in settings_record(replace(STUDY, predictions=None), {}, None)
     assert any("grid, arms and predictions, fixed before" in line for line in footnotes(outcome()))
 
 
@@ -185,8 +194,8 @@ def test_a_changed_prediction_changes_the_digest() -> None:
     ("low", "high", "word"), [(0.1, 0.5, "hit"), (-0.5, -0.1, "MISS"), (-0.1, 0.5, "open"), (0.0, 0.5, "open")]
 )
 def test_the_interval_alone_decides(low: float, high: float, word: str) -> None:
-    assert decide(Interval(0.2, low, high, 2, 2)) == word
-    assert decide(None) == "open"
+    assert decide_claim(Interval(0.2, low, high, 2, 2)) == word
+    assert decide_claim(None) == "open"
 
 
 @pytest.mark.parametrize(
@@ -194,17 +203,17 @@ def test_the_interval_alone_decides(low: float, high: float, word: str) -> None:
     [
         (
             {"only_in": {"attention": ["stormy"]}},
-            r"only_in\.attention: expected an arm and some of its worlds calm, noisy",
+            r"only_in\.attention: expected the name of an arm and a list of worlds out of calm, noisy",
         ),
-        ({"only_in": {"uniform": ["calm"]}}, "only_in has the control uniform"),
-        ({"world_axis": WorldAxis("x", {"stormy": 1.0}, ("attention",))}, "world_axis has stormy"),
+        ({"only_in": {"uniform": ["calm"]}}, "only_in restricts the control uniform"),
+        ({"world_axis": WorldAxis("x", {"stormy": 1.0}, ("attention",))}, "world_axis names stormy"),
         ({"only_in": {"attention": ["noisy"]}}, r"claims\.miss: arm attention does not run in world calm"),
     ],
 )
 def test_names_that_do_not_fit_are_refused(change: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         replace(STUDY, **change)
-    with pytest.raises(UserError, match="as many"):
+    with pytest.raises(UserError, match="the same number"):
         claim([("calm", "attention")], [])
 
 
@@ -218,7 +227,7 @@ def test_an_arm_runs_in_its_worlds_alone() -> None:
         "noisy: shuffled",
     ]
     assert len(make_points(STUDY, arms, [0])) == 10
-    summary = level_tables(outcome())[1].blocks[0]
+    summary = equal_kl_sections(outcome())[1].blocks[0]
     assert isinstance(summary, TableBlock)
     assert summary.rows[1]["calm"] == "" and "no clear" in str(summary.rows[1]["noisy"])  # type: ignore[call-overload,index]
 
@@ -226,15 +235,15 @@ def test_an_arm_runs_in_its_worlds_alone() -> None:
 def test_a_chosen_point_on_the_edge_of_its_grid_is_named() -> None:
     grid = Grid(lr=(5e-5, 1e-4), beta=(0.1, 0.3, 1.0), keys={"objective.sft": ("mean", "sum", "batch")})
     made = {
-        beta: gather([(Point(Arm("a", ()), ("optimizer.lr=5e-05", f"objective.beta={beta}"), 0), one)])[0]
+        beta: group_by_point([(Point(Arm("a", ()), ("optimizer.lr=5e-05", f"objective.beta={beta}"), 0), one)])[0]
         for beta, ((_, one),) in ((b, typed([(Point(Arm("a", ()), (), 0), result())])) for b in ("0.1", "0.3", "1.0"))
     }
-    assert {beta: on_edge(point, grid) for beta, point in made.items()} == {
+    assert {beta: edge_axes(point, grid) for beta, point in made.items()} == {
         "0.1": ["beta 0.1"],
         "0.3": [],
         "1.0": ["beta 1.0"],
     }
-    assert on_edge(made["0.1"], replace(grid, beta=(0.1, 0.3))) == [], "two values are all edge"
+    assert edge_axes(made["0.1"], replace(grid, beta=(0.1, 0.3))) == [], "two values are all edge"
 
 
 def test_the_gains_are_drawn_over_the_scale_of_the_worlds(tmp_path: Path) -> None:

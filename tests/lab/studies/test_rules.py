@@ -7,10 +7,10 @@ import pytest
 
 from attnpo.config.compose import compose, load, parse
 from attnpo.judge.judge import RunJudge
-from attnpo.lab.studies import bases
-from attnpo.lab.studies.arms import check_user, composer_of
-from attnpo.lab.studies.bases import COSTS, Basis, keep_costs, make_basis
+from attnpo.lab.studies import shared_inputs
+from attnpo.lab.studies.arms import check_user_overrides, make_composer
 from attnpo.lab.studies.plan import plan_study
+from attnpo.lab.studies.shared_inputs import COSTS, SharedInputs, prepare_shared_inputs, save_costs
 from attnpo.run.components import PreparedJudge
 from attnpo.run.identity import identity_of
 from attnpo.run.resolve import resolve
@@ -24,12 +24,14 @@ STUDY = "experiment=quickstart"
 def test_an_override_that_fits_one_arm_is_left_out_of_the_other(world: World, caplog: pytest.LogCaptureFixture) -> None:
     cfg = world.config(STUDY, "weights.layer=2")
     study = cfg.study
-    check_user(composer_of(cfg, study), identity_of(cfg).result)
+    check_user_overrides(make_composer(cfg, study), identity_of(cfg).result)
     with caplog.at_level("INFO"):
-        configs = {name: composer_of(cfg, study).arm(overrides).config for name, overrides in study.arms.items()}
+        configs = {
+            name: make_composer(cfg, study).compose_arm(overrides).config for name, overrides in study.arms.items()
+        }
     assert configs["AttentionPO"].weights.layer == 2
     assert not hasattr(configs["uniform (DPO)"].weights, "layer")
-    assert caplog.messages == ["arm weights=uniform: weights.layer=2 does not apply and is left out"]
+    assert caplog.messages == ["arm weights=uniform: override weights.layer=2 does not apply to it and is ignored"]
 
 
 def test_an_override_that_fits_no_arm_is_an_error(world: World) -> None:
@@ -37,20 +39,20 @@ def test_an_override_that_fits_no_arm_is_an_error(world: World) -> None:
     arms = "study.arms={one:['weights=uniform'],two:['weights=verbalized']}"
     cfg = world.config(STUDY, "~study.arms", f"+{arms}", "study.control=null", "weights.layer=2")
     with pytest.raises(UserError, match=r"weights\.layer"):
-        check_user(composer_of(cfg, cfg.study), identity_of(cfg).result)
+        check_user_overrides(make_composer(cfg, cfg.study), identity_of(cfg).result)
 
 
 def test_what_the_arms_choose_cannot_be_overridden(world: World) -> None:
     cfg = world.config(STUDY, "weights=uniform")
     with pytest.raises(
-        UserError, match=r"study quickstart chooses transform, weights .* weights=uniform would be lost"
+        UserError, match=r"study quickstart sets transform, weights .* weights=uniform would have no effect"
     ):
-        check_user(composer_of(cfg, cfg.study), identity_of(cfg).result)
+        check_user_overrides(make_composer(cfg, cfg.study), identity_of(cfg).result)
 
 
 def test_the_studys_own_keys_do_not_reach_its_points(world: World) -> None:
     cfg = world.config(STUDY, "study.seeds=2", "+study.kl_limit=1.5", "batch.micro=1")
-    overrides = composer_of(cfg, cfg.study).arm(["weights=uniform"]).overrides
+    overrides = make_composer(cfg, cfg.study).compose_arm(["weights=uniform"]).overrides
     assert "batch.micro=1" in overrides and not [item for item in overrides if "study." in item]
 
 
@@ -67,11 +69,11 @@ def test_an_experiment_that_sets_what_no_point_would_get_is_refused(tmp_path: Pa
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "more.yaml").write_text(MORE, encoding="utf-8")
     cfg = load("fit", ["setting=real_smoke", "experiment=more"], tmp_path)
-    with pytest.raises(UserError, match=r"experiment sets batch\.shuffle, .*put it into study\.shared"):
-        check_user(composer_of(cfg, cfg.study), identity_of(cfg).result)
+    with pytest.raises(UserError, match=r"experiment sets batch\.shuffle, .*move this setting to study\.shared"):
+        check_user_overrides(make_composer(cfg, cfg.study), identity_of(cfg).result)
     cfg = load("fit", ["setting=real_smoke", "experiment=more", "batch.shuffle=false"], tmp_path)
-    check_user(composer_of(cfg, cfg.study), identity_of(cfg).result)
-    made = composer_of(cfg, cfg.study).arm(["weights=uniform"]).config
+    check_user_overrides(make_composer(cfg, cfg.study), identity_of(cfg).result)
+    made = make_composer(cfg, cfg.study).compose_arm(["weights=uniform"]).config
     assert (made.seed, made.batch.shuffle) == (4, False)
 
 
@@ -100,7 +102,7 @@ def test_facts_follow_the_content_of_the_judges_file(world: World, tmp_path: Pat
         path = tmp_path / "judge.txt"
         path.write_text("{question}\n{answer_a}\n{answer_b}\n" + wording, encoding="utf-8")
         cfg = world.config(STUDY, f"judge.template_file={path}")
-        facts.append(make_basis(plan_study(cfg), 0))
+        facts.append(prepare_shared_inputs(plan_study(cfg), 0))
     assert facts[0].keys["AttentionPO"] != facts[1].keys["AttentionPO"]
     assert facts[0].keys["uniform (DPO)"] == facts[1].keys["uniform (DPO)"] == {}
     assert facts[0].facts == facts[1].facts
@@ -108,8 +110,8 @@ def test_facts_follow_the_content_of_the_judges_file(world: World, tmp_path: Pat
 
 def spend(folder: Path, judge: float | None) -> float | None:
     """The cost of the judge as it is told after a command that spent ``judge``."""
-    basis = Basis("", 0, cost={"base": 100.0} | ({} if judge is None else {"judge": judge}))
-    keep_costs(folder, {("", 0): basis})
+    basis = SharedInputs("", 0, cost={"base": 100.0} | ({} if judge is None else {"judge": judge}))
+    save_costs(folder, {("", 0): basis})
     assert basis.cost["base"] == 100.0
     return basis.cost.get("judge")
 
@@ -131,17 +133,17 @@ def test_a_broken_file_of_costs_is_written_anew(broken: str, tmp_path: Path, cap
 def test_a_judge_that_missed_its_gate_is_warned_of(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The study's own base and the one that only judges are told apart; a base without a gate says nothing."""
     plan = plan_study(world.config(STUDY))
-    assert make_basis(plan, 0).warnings == []
+    assert prepare_shared_inputs(plan, 0).warnings == []
     report = {"base": {"gate_passed": False, "seconds": 1.0}}
-    monkeypatch.setattr(bases, "resolve", lambda cfg: resolve(cfg)._replace(report=report))
+    monkeypatch.setattr(shared_inputs, "resolve", lambda cfg: resolve(cfg)._replace(report=report))
     second = PreparedJudge(world.model, {"gate_passed": True}, reused=True)
-    monkeypatch.setattr(bases, "make_judge", lambda *_: second)
-    basis = make_basis(plan, 0)
+    monkeypatch.setattr(shared_inputs, "make_judge", lambda *_: second)
+    basis = prepare_shared_inputs(plan, 0)
     assert basis.gates == {"this base": False, "the second base": True}
     (line,) = basis.warnings
     assert line.startswith("WARNING seed 0: the judge of this base missed its gate; ")
     second = replace(second, report={"gate_passed": False})
-    assert [line.partition(" missed")[0] for line in make_basis(plan, 3).warnings] == [
+    assert [line.partition(" missed")[0] for line in prepare_shared_inputs(plan, 3).warnings] == [
         "WARNING seed 3: the judge of this base",
         "WARNING seed 3: the judge of the second base",
     ]

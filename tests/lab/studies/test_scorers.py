@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from transformers import AutoModelForSequenceClassification
 
-from attnpo.lab.studies.bases import make_basis
 from attnpo.lab.studies.config import FitConfig
-from attnpo.lab.studies.outcome import Outcome, Reads
+from attnpo.lab.studies.outcome import Outcome, SourceCost
 from attnpo.lab.studies.page import finish_study
 from attnpo.lab.studies.plan import plan_study
 from attnpo.lab.studies.runner import run_study
-from attnpo.lab.studies.scorers import Scorers, needed_scorers, scorer_of, train_scorers
+from attnpo.lab.studies.scorers import TrainedScorers, make_scorer_run, needed_scorers, train_scorers
+from attnpo.lab.studies.shared_inputs import prepare_shared_inputs
 from attnpo.lab.studies.study import Arm, Point, Study
-from attnpo.lab.studies.tables import FORWARDS, TRAINING, WEIGHING, cost_tables
+from attnpo.lab.studies.tables import FORWARDS, TRAINING, WEIGHING, cost_sections
 from attnpo.lab.testbed.pretrain import new_model
 from attnpo.lab.testbed.tokenizer import build_tokenizer
 from attnpo.models.loading import load_tokenizer, weights_fingerprint
@@ -95,7 +95,7 @@ def test_arms_are_weighed_by_the_scorers_that_were_trained_for_them(
 ) -> None:
     cfg, world, _ = study
     assert [point.arm.name for point, _ in outcome.points] == ["SePO", "uniform", "reward attention", "mine"]
-    basis = make_basis(plan_study(cfg), 0)
+    basis = prepare_shared_inputs(plan_study(cfg), 0)
     asked = basis.keys["SePO"]["judge"]
     assert isinstance(asked, dict)
     assert asked["first"]["weights"] == weights_fingerprint(scorer(world.store, "oracle") / "last")
@@ -133,7 +133,7 @@ def test_scorers_that_no_arm_names_are_not_trained(study: tuple[FitConfig, World
 
 def test_the_tables_count_reads_and_judge_the_scorers(outcome: Outcome, capsys: pytest.CaptureFixture[str]) -> None:
     """Three steps of four pairs train once on each of the twelve; the reference is read once."""
-    costs, scorers = cost_tables(outcome)
+    costs, scorers = cost_sections(outcome)
     rows = {row["arm"]: row for row in costs.blocks[0].rows}  # type: ignore[union-attr,index]
     assert rows["uniform"][FORWARDS] == 0 and rows["uniform"]["scorers"] == ""
     sepo = rows["SePO"]
@@ -180,7 +180,7 @@ def test_a_damaged_scorer_is_made_anew_and_another_recipe_is_another_scorer(
     shutil.copytree(world.store, tmp_path / "store")
     cfg = config(world, folder, f"store={tmp_path / 'store'}")
     plan = plan_study(cfg)
-    facts = make_basis(plan, 0).facts
+    facts = prepare_shared_inputs(plan, 0).facts
     oracle = scorer(tmp_path / "store", "oracle") / "last"
     before, weights = weights_fingerprint(oracle), oracle / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\1\0")
@@ -203,18 +203,21 @@ ORACLE = {"oracle": ["weights=uniform"]}
     [
         (
             {"scorers": ORACLE, "arms": {"uniform": [], "SePO": ["weights.oracle.path=SCORER.orcale"]}},
-            r"arm SePO has weights\.oracle\.path=SCORER\.orcale, and study\.scorers has oracle; did you mean oracle\?",
+            r"arm SePO sets weights\.oracle\.path=SCORER\.orcale, but .* only has: oracle; did you mean oracle\?",
         ),
-        ({"arms": {"uniform": [], "SePO": ["weights.path=SCORER.a"]}}, r"study\.scorers has none$"),
+        ({"arms": {"uniform": [], "SePO": ["weights.path=SCORER.a"]}}, r"study\.scorers only has: none$"),
         (
             {"scorers": ORACLE, "arms": {"uniform": [], "two": ["model.path=SCORER.oracle"]}},
-            r"arm two has model\.path=SCORER\.oracle: a scorer stands for a model that weighs",
+            r"arm two sets model\.path=SCORER\.oracle, but a scorer can only be used for one of these",
         ),
-        ({"scorers": {"a": ["judge.path=SCORER.b"], "b": []}}, r"study\.scorers\.a has judge\.path=SCORER\.b: scorers"),
+        (
+            {"scorers": {"a": ["judge.path=SCORER.b"], "b": []}},
+            r"study\.scorers\.a sets judge\.path=SCORER\.b, but scorers",
+        ),
         ({"scorers": {"a": ["data.path=elsewhere"]}}, r"study\.scorers\.a sets data\.path"),
-        ({"scorers": {"an oracle": []}}, r"study\.scorers has 'an oracle': expected a name of letters"),
-        ({"sources": ("attention",)}, r"study\.sources has attention, which is an arm already"),
-        ({"sources": ("decay", "decay")}, r"study\.sources has decay, which is an arm already"),
+        ({"scorers": {"an oracle": []}}, r"study\.scorers has 'an oracle': a scorer's name may only have letters"),
+        ({"sources": ("attention",)}, r"study\.sources lists attention, which is already an arm"),
+        ({"sources": ("decay", "decay")}, r"study\.sources lists decay, which is already an arm"),
     ],
 )
 def test_scorers_that_make_no_sense_are_refused(keys: dict[str, Any], message: str) -> None:
@@ -249,8 +252,8 @@ def test_weights_made_in_every_step_are_counted_by_the_steps() -> None:
     arms = [Arm("uniform", ()), Arm("gradient", ())]
     points = [(Point(arm, (), 0), result(48, 384, 7.68)) for arm in arms]
     study = Study("s", {"uniform": [], "gradient": []}, costs=True)
-    reads = {("", 0, "uniform"): Reads(step_pairs=16), ("", 0, "gradient"): Reads(again=2, step_pairs=16)}
-    (section,) = cost_tables(Outcome(study, arms, points, [], {}, Path(), 0.0, reads=reads))
+    reads = {("", 0, "uniform"): SourceCost(step_pairs=16), ("", 0, "gradient"): SourceCost(again=2, step_pairs=16)}
+    (section,) = cost_sections(Outcome(study, arms, points, [], {}, Path(), 0.0, reads=reads))
     first, second = section.blocks[0].rows  # type: ignore[union-attr]
     assert (second[FORWARDS], second["backwards/pair"]) == (4.0, 4.0)
     assert (first[FORWARDS], first[WEIGHING], first[TRAINING]) == (0.0, None, pytest.approx(10.0))
@@ -260,6 +263,8 @@ def test_a_live_reference_is_read_as_often_as_pairs_are_trained_on(study: tuple[
     _, world, _ = study
     made = result(6, 12, 1.0)  # of four pairs: twice each
     cfgs = (world.config(word) for word in ("reference=live", "reference=cached", "objective=simpo"))
-    counts = [scorer_of(Path(), made, cfg.batch.pairs, cfg.objective.requires, cfg.reference).forwards for cfg in cfgs]
+    counts = [
+        make_scorer_run(Path(), made, cfg.batch.pairs, cfg.objective.requires, cfg.reference).forwards for cfg in cfgs
+    ]
     assert counts == [8.0, 6.0, 4.0]
-    assert Scorers().seconds is None
+    assert TrainedScorers().seconds is None

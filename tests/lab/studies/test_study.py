@@ -10,15 +10,15 @@ import pytest
 
 from attnpo import fit
 from attnpo.config.compose import load
-from attnpo.lab.studies import bases
-from attnpo.lab.studies.arms import composer_of, merge_overrides, point_config, point_folder
-from attnpo.lab.studies.bases import make_basis
+from attnpo.lab.studies import shared_inputs
+from attnpo.lab.studies.arms import make_composer, merge_overrides, point_config, point_folder
 from attnpo.lab.studies.config import FitConfig
 from attnpo.lab.studies.outcome import Outcome
 from attnpo.lab.studies.page import finish_study
 from attnpo.lab.studies.plan import plan_study
 from attnpo.lab.studies.runner import run_study
-from attnpo.lab.studies.study import Arm, Grid, Point, Study, expand_arms, grid_record, make_points
+from attnpo.lab.studies.shared_inputs import prepare_shared_inputs
+from attnpo.lab.studies.study import Arm, Grid, Point, Study, expand_arms, make_points, settings_record
 from attnpo.run import run as runs
 from attnpo.run.folders import run_folder
 from attnpo.run.identity import identity_of
@@ -66,34 +66,34 @@ def test_layers_that_coincide_are_one_arm_and_are_logged(caplog: pytest.LogCaptu
 
 
 def test_the_grid_is_a_product_with_nothing_for_an_empty_axis() -> None:
-    assert Grid(lr=(1e-4, 5e-5), beta=(0.1, 1.0)).overrides() == [
+    assert Grid(lr=(1e-4, 5e-5), beta=(0.1, 1.0)).point_overrides() == [
         ("optimizer.lr=0.0001", "objective.beta=0.1"),
         ("optimizer.lr=0.0001", "objective.beta=1.0"),
         ("optimizer.lr=5e-05", "objective.beta=0.1"),
         ("optimizer.lr=5e-05", "objective.beta=1.0"),
     ]
-    assert Grid(beta=(0.3,)).overrides() == [("objective.beta=0.3",)]
-    assert Grid().overrides() == [()]
+    assert Grid(beta=(0.3,)).point_overrides() == [("objective.beta=0.3",)]
+    assert Grid().point_overrides() == [()]
 
 
 def test_a_grid_has_axes_of_any_key() -> None:
     """Behind the two named ones; one value sets a key at every point, none leaves it as it is."""
     keys = {"objective.lam": (0.1, 1.0), "batch.pairs": (64,), "objective.alpha": ()}
     grid = Grid(lr=(1e-4,), keys=keys, origin="as published")
-    assert grid.overrides() == [
+    assert grid.point_overrides() == [
         ("optimizer.lr=0.0001", "objective.lam=0.1", "batch.pairs=64"),
         ("optimizer.lr=0.0001", "objective.lam=1.0", "batch.pairs=64"),
     ]
     assert str(grid) == "lr [0.0001], lam [0.1, 1.0], pairs [64]"
     assert str(Grid(beta=(0.3,), keys={"objective.alpha": (0.5,)})) == "lr as set, beta [0.3], alpha [0.5]"
-    assert grid.record() == {"lr": [1e-4], "beta": [], "keys": {"objective.lam": [0.1, 1.0], "batch.pairs": [64]}}
-    assert Grid(lr=(1e-4,)).record() == {"lr": [1e-4], "beta": []}, "as ever, so that digests of older studies hold"
+    assert grid.to_dict() == {"lr": [1e-4], "beta": [], "keys": {"objective.lam": [0.1, 1.0], "batch.pairs": [64]}}
+    assert Grid(lr=(1e-4,)).to_dict() == {"lr": [1e-4], "beta": []}, "as ever, so that digests of older studies hold"
     assert len({Arm("one", (), None, "", grid), Arm("one", (), None, "", grid)}) == 1
 
 
 @pytest.mark.parametrize(("key", "axis"), [("optimizer.lr", "lr"), ("objective.beta", "beta")])
 def test_a_named_axis_is_not_given_as_a_key(key: str, axis: str) -> None:
-    with pytest.raises(UserError, match=rf"grid\.keys has {key}, .* give its values as {axis}"):
+    with pytest.raises(UserError, match=rf"grid\.keys has {key}, .* give its values as grid\.{axis}"):
         Grid(keys={key: (0.1,)})
 
 
@@ -128,7 +128,7 @@ def test_an_arm_may_have_a_grid_of_its_own() -> None:
         ("attention L1", "objective.beta=4.0"),
         ("attention L2", "objective.beta=4.0"),
     ]
-    record = grid_record(study, {}, None)
+    record = settings_record(study, {}, None)
     assert record["grids"] == {"attention": {"lr": [], "beta": [2.0, 4.0]}}
 
 
@@ -152,15 +152,18 @@ def test_later_layers_of_overrides_win_whatever_their_mark() -> None:
     ("keys", "message"),
     [
         ({"arms": {}}, r"study\.arms is empty"),
-        ({"control": "dpo"}, r"study\.control=dpo is none of uniform, attention"),
-        ({"layers": (1,), "layer_arm": "attn"}, r"study\.layer_arm=attn is none of uniform, attention"),
+        ({"control": "dpo"}, r"study\.control=dpo is not an arm; the arms are uniform, attention"),
+        (
+            {"layers": (1,), "layer_arm": "attn"},
+            r"layer_arm=attn is not an arm; the arms are uniform, attention",
+        ),
         ({"seeds": 0}, r"study\.seeds and study\.workers must be at least 1"),
         ({"workers": 0}, r"study\.seeds and study\.workers must be at least 1"),
-        ({"layers": (2, "1/2", 2, 1)}, r"study\.layers has 2 more than once"),
-        ({"layers": (1, "1/2", "1/2")}, r"study\.layers has 1/2 more than once"),
+        ({"layers": (2, "1/2", 2, 1)}, r"study\.layers lists 2 more than once"),
+        ({"layers": (1, "1/2", "1/2")}, r"study\.layers lists 1/2 more than once"),
         ({"layers": (1,), "control": "attention"}, r"study\.control=attention is split into layers"),
-        ({"truth_arms": {"uniform": []}}, r"uniform stands in study\.arms and in study\.truth_arms"),
-        ({"grids": {"attn": Grid()}}, r"study\.grids has attn, which is no arm; arms are uniform, attention"),
+        ({"truth_arms": {"uniform": []}}, r"uniform is both in study\.arms and in study\.truth_arms"),
+        ({"grids": {"attn": Grid()}}, r"study\.grids has attn, which is not an arm; the arms are uniform, attention"),
         ({"kl_levels": (0.5, 0.0)}, r"study\.kl_limit and study\.kl_levels must be above 0"),
     ],
 )
@@ -171,12 +174,14 @@ def test_a_study_that_makes_no_sense_is_refused(keys: dict[str, Any], message: s
 
 def test_the_record_changes_with_what_was_fixed() -> None:
     arms: dict[str, dict[str, object]] = {"uniform": {"beta": 0.1}}
-    record = grid_record(SWEEP, arms, "w")
+    record = settings_record(SWEEP, arms, "w")
     assert record["grid"] == {"lr": [1e-4, 5e-5], "beta": [0.1, 1.0]}
     assert (record["world"], record["arms"]) == ("w", arms)
 
     def digest(study: Study, beta: float, world: str) -> str:
-        return Outcome(study, [], [], [], grid_record(study, {"uniform": {"beta": beta}}, world), Path(), 0.0).digest
+        return Outcome(
+            study, [], [], [], settings_record(study, {"uniform": {"beta": beta}}, world), Path(), 0.0
+        ).digest
 
     first = digest(SWEEP, 0.1, "w")
     other = Study("sweep", SWEEP.arms, grid=Grid(lr=(1e-4,), beta=(0.1, 1.0)), layers=SWEEP.layers)
@@ -202,7 +207,7 @@ def test_a_point_is_what_its_overrides_say(plain_study: Finished) -> None:
     """Shared overrides, then the user's, then the point's own; its folder is named after it."""
     cfg, study, folder = plain_study.cfg, plain_study.outcome, plain_study.folder
     point, result = study.points[1]
-    made = point_config(composer_of(cfg, study.study).arm(point.arm.overrides), point)
+    made = point_config(make_composer(cfg, study.study).compose_arm(point.arm.overrides), point)
     config, overrides = made.config, made.overrides
     assert (config.optimizer.lr, config.objective.beta, config.batch.eval_micro) == (1e-3, 0.2, 4)
     assert (config.study, config.callbacks.checkpoints, config.trainer.max_steps) == (None, False, 1)
@@ -215,7 +220,7 @@ def test_a_point_is_what_its_overrides_say(plain_study: Finished) -> None:
 def test_a_points_folder_changes_with_its_numbers_and_not_with_its_paths(plain_study: Finished) -> None:
     cfg, study, folder = plain_study.cfg, plain_study.outcome, plain_study.folder
     point = study.points[1][0]
-    arm = composer_of(cfg, study.study).arm(point.arm.overrides)
+    arm = make_composer(cfg, study.study).compose_arm(point.arm.overrides)
     config = point_config(arm, point).config
     other = point_config(arm, Point(point.arm, ("optimizer.lr=0.001", "objective.beta=0.3"), 0)).config
     place = point_folder(folder, point, identity_of(config).result, {"model": "m"})
@@ -255,7 +260,7 @@ def test_changed_code_or_another_setting_runs_every_point_again(
     if changed == "seed":
         cfg = world.config("experiment=tiny", "batch.eval_micro=4", "seed=1", config_dir=folder.parent / "configs")
     else:
-        monkeypatch.setattr(bases, "source_digest", lambda *given: "another version")
+        monkeypatch.setattr(shared_inputs, "source_digest", lambda *given: "another version")
     tried: list[str] = []
 
     def run(config: FitConfig, place: Path, point: bool) -> dict[str, Any]:
@@ -391,7 +396,7 @@ def test_a_damaged_record_of_an_analysis_is_measured_anew(
         record.write_bytes(sound.replace(b"1.5", b"1.6"))
     else:
         DAMAGES[name](record)
-    basis = make_basis(plan_study(cfg), 0, "short", folder / "out")
+    basis = prepare_shared_inputs(plan_study(cfg), 0, "short", folder / "out")
     assert basis.measured["probe"] == outcome.measured["probe"]["short", 0]
     assert record.read_bytes() == sound
     assert [record.name in line for line in caplog.messages if "measured anew" in line] == [True]

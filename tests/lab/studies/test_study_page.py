@@ -11,7 +11,7 @@ from attnpo.display.heatmap import heatmap_html
 from attnpo.display.look import COLOURS, INK, svg_beside
 from attnpo.display.pair_record import Verdict
 from attnpo.display.weighed_pair import WeighedPair
-from attnpo.lab.studies.figures import accuracy_of, margin_of, study_figures, study_looks
+from attnpo.lab.studies.figures import study_figures, study_looks, unweighted_accuracy, unweighted_margin
 from attnpo.lab.studies.outcome import Outcome
 from attnpo.lab.studies.page import arms_section, write_study_report
 from attnpo.lab.studies.study import Arm, Grid, Point, Study
@@ -176,12 +176,12 @@ def test_a_study_without_a_truth_is_compared_without_weights(tmp_path: Path) -> 
 
 def test_the_margin_is_measured_or_what_validation_logged() -> None:
     measured = result(1, 0, 0.1, known=False)
-    assert margin_of(measured) == pytest.approx(0.2) and accuracy_of(measured) == pytest.approx(0.6)
+    assert unweighted_margin(measured) == pytest.approx(0.2) and unweighted_accuracy(measured) == pytest.approx(0.6)
     logged = {"val/logps/chosen": -3.0, "first/val/logps/chosen": -4.0, "val/logps/rejected": -9.0,
               "first/val/logps/rejected": -7.5}  # fmt: skip
-    assert margin_of(replace(measured, drift={}, metrics=logged)) == pytest.approx(1.0 + 1.5)
-    assert math.isnan(margin_of(replace(measured, drift={}, metrics={}))) and math.isnan(
-        accuracy_of(replace(measured, drift={}))
+    assert unweighted_margin(replace(measured, drift={}, metrics=logged)) == pytest.approx(1.0 + 1.5)
+    assert math.isnan(unweighted_margin(replace(measured, drift={}, metrics={}))) and math.isnan(
+        unweighted_accuracy(replace(measured, drift={}))
     )
 
 

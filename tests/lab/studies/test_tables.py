@@ -12,12 +12,12 @@ from attnpo.display.figures import training_curves
 from attnpo.display.page import Image, Paragraph, Section, TableBlock
 from attnpo.evaluation.intervals import Interval
 from attnpo.lab.studies import notes
-from attnpo.lab.studies.figures import drawn_together
-from attnpo.lab.studies.notes import NO_CONTROL, footnotes, warnings
-from attnpo.lab.studies.outcome import Outcome, PointResults, best_point, gather, interval_text, verdict
-from attnpo.lab.studies.page import all_points, analysis_sections, keep_record, write_study_report
+from attnpo.lab.studies.figures import split_arms_into_figures
+from attnpo.lab.studies.notes import NO_CONTROL, footnotes, study_warnings
+from attnpo.lab.studies.outcome import Outcome, PointResults, best_point, group_by_point, interval_text, verdict
+from attnpo.lab.studies.page import analysis_sections, points_csv, write_study_record, write_study_report
 from attnpo.lab.studies.study import Arm, Grid, Point, Study
-from attnpo.lab.studies.tables import level_tables, main_table
+from attnpo.lab.studies.tables import equal_kl_sections, main_table
 from attnpo.run.result import RunResult
 from tests.run.probe import Probe
 
@@ -126,10 +126,10 @@ def test_results_are_gathered_by_arm_and_point_in_rising_seeds() -> None:
         (Point(UNIFORM, LOW, 0), result(validation=0.5)),
         (Point(ATTENTION, LOW, 0), result(validation=0.75)),
     ]
-    by_point = gather(typed(points))
+    by_point = group_by_point(typed(points))
     assert [(found.arm.name, found.seeds) for found in by_point] == [("attention", (0, 1)), ("uniform", (0,))]
     assert [row.truth["validation"].numbers["reward"] for row in by_point[0].results] == [0.75, 0.25]
-    assert by_point[0].truth("validation", "reward") == 0.5
+    assert by_point[0].mean_truth_score("validation", "reward") == 0.5
     assert by_point[0].label == "lr 5e-05 beta 0.1"
     assert list(make_outcome(points).best_points("")) == ["uniform", "attention"]
 
@@ -188,7 +188,7 @@ def test_arms_that_train_on_other_pairs_or_longer_show_both(change: Any) -> None
 
 
 def test_a_metric_that_was_not_logged_is_no_number() -> None:
-    assert math.isnan(at_point(LOW, result()).metric("val/nothing"))
+    assert math.isnan(at_point(LOW, result()).mean_metric("val/nothing"))
 
 
 def test_footnotes_say_what_a_reader_must_know() -> None:
@@ -261,7 +261,7 @@ def test_a_judge_that_knows_nothing_is_a_warning_above_the_table() -> None:
     for point, made in points:
         if point.seed == 1 and point.arm == ATTENTION:
             made["inputs"]["judge"]["warning"] = "the judge does not know"
-    found = [line for line in warnings(tuned(points)) if "judge" in line]
+    found = [line for line in study_warnings(tuned(points)) if "judge" in line]
     assert found == ["WARNING: judge of attention, seed 1: the judge does not know"]
 
 
@@ -269,11 +269,11 @@ def test_validation_that_is_trained_on_is_said_above_the_table_and_in_the_last_w
     shared = {"val": {"trained_on": {"trained_pairs": 4, "warning": "4 of 4 validation pairs are trained on as well"}}}
     points = [(point, {**made, "inputs": {**made["inputs"], **shared}}) for point, made in without_truth(POINTS)]
     outcome = make_outcome(points)
-    assert [line for line in warnings(outcome) if "trained on" in line] == [
+    assert [line for line in study_warnings(outcome) if "trained on" in line] == [
         "WARNING: 4 of 4 validation pairs are trained on as well"
     ]
-    assert list(notes.came_out(outcome, ""))[1:] == ["4 of 4 validation pairs are trained on as well"]
-    assert not any("trained on" in line for line in warnings(make_outcome(without_truth(POINTS))))
+    assert list(notes.describe_result(outcome, ""))[1:] == ["4 of 4 validation pairs are trained on as well"]
+    assert not any("trained on" in line for line in study_warnings(make_outcome(without_truth(POINTS))))
 
 
 def test_weights_that_are_lost_are_columns_and_a_warning_above_the_table() -> None:
@@ -284,7 +284,7 @@ def test_weights_that_are_lost_are_columns_and_a_warning_above_the_table() -> No
         chosen, rejected = kept[point.seed] if point.arm == ATTENTION else (1.0, 1.0)
         found = {"source_coverage": 0.96, "kept_mass_chosen": chosen, "kept_mass_rejected": rejected}
         made["inputs"]["train"] |= {**found, **({"warning": "lost"} if chosen < 0.9 else {})}
-    (line,) = [line for line in warnings(make_outcome(points)) if "weights lost" in line]
+    (line,) = [line for line in study_warnings(make_outcome(points)) if "weights lost" in line]
     assert "responses: attention 0.800 and 0.650; the log" in line
     columns, rows = main_table(make_outcome(points))
     place = columns.index("coverage")
@@ -294,7 +294,7 @@ def test_weights_that_are_lost_are_columns_and_a_warning_above_the_table() -> No
 
 
 def test_every_run_is_a_row_of_the_file() -> None:
-    lines = all_points(gather(typed(POINTS))).splitlines()
+    lines = points_csv(group_by_point(typed(POINTS))).splitlines()
     assert len(lines) == 5
     assert lines[0].split(",")[:4] == ["arm", "seed", "optimizer.lr", "objective.beta"]
     assert "test/reward" in lines[0] and "test/rewards" not in lines[0].split(",")
@@ -331,7 +331,7 @@ def test_at_equal_kl_each_arm_stands_on_its_own_path() -> None:
         *run_of(ATTENTION, NEAR, validation=0.4, kl=1.0, test=0.75),
         *run_of(ATTENTION, FAR, validation=0.3, kl=2.0, test=4.0),
     ]
-    section, *rest = level_tables(tuned(points))
+    section, *rest = equal_kl_sections(tuned(points))
     table = section.blocks[0]
     assert rest == [] and isinstance(table, TableBlock)
     uniform, attention = table.rows
@@ -348,7 +348,7 @@ def test_what_stands_on_fewer_seeds_than_the_study_is_marked_and_has_no_verdict(
     study = Study("s", TUNED.arms, grid=TUNED.grid, worlds={"calm": []}, kl_levels=(0.75,))
     arms = in_world(UNIFORM, "calm"), in_world(ATTENTION, "calm")
     points = [*run_of(arms[0], NEAR, 0.1, 0.4, 0.25), *run_of(arms[1], NEAR, 0.1, 0.4, 0.75)[:1]]
-    table, summary = (section.blocks[0] for section in level_tables(tuned(points, study)))
+    table, summary = (section.blocks[0] for section in equal_kl_sections(tuned(points, study)))
     assert isinstance(table, TableBlock) and isinstance(summary, TableBlock)
     uniform, attention = table.rows
     assert isinstance(uniform, dict) and isinstance(attention, dict)
@@ -360,8 +360,8 @@ def test_what_stands_on_fewer_seeds_than_the_study_is_marked_and_has_no_verdict(
 def test_without_a_choice_or_a_truth_there_is_nothing_at_equal_kl() -> None:
     one = Study("s", TUNED.arms, grid=Grid(beta=(1.0,)))
     points = run_of(UNIFORM, NEAR, 0.1, 0.4, 0.25)
-    assert level_tables(tuned(points, one)) == []
-    assert level_tables(tuned([(point, {**made, "truth": None}) for point, made in points])) == []
+    assert equal_kl_sections(tuned(points, one)) == []
+    assert equal_kl_sections(tuned([(point, {**made, "truth": None}) for point, made in points])) == []
 
 
 @pytest.mark.parametrize(
@@ -392,7 +392,7 @@ def test_worlds_are_compared_within_themselves() -> None:
         *run_of(in_world(ATTENTION, "noisy"), NEAR, 0.1, 0.5, 0.75),
     ]
     outcome = tuned(points, study)
-    summary, beyond, _ = level_tables(outcome)[1].blocks
+    summary, beyond, _ = equal_kl_sections(outcome)[1].blocks
     assert isinstance(summary, TableBlock) and isinstance(beyond, TableBlock)
     assert (summary.caption, beyond.caption) == ("at KL 0.75", "at KL 9")
     assert summary.rows == [
@@ -409,7 +409,7 @@ def test_worlds_are_compared_within_themselves() -> None:
         (world, arm) for world in ("calm", "noisy") for arm in ("base", "uniform", "attention")
     ]
     assert [row.get("minus uniform") for row in rows[2::3]] == ["+0.500 [0.500, 0.500]", "-0.250 [-0.250, -0.250]"]
-    assert all_points(gather(typed(points))).startswith("world,arm,seed")
+    assert points_csv(group_by_point(typed(points))).startswith("world,arm,seed")
 
 
 # ------------------------------------------------------------------------------------------------ what is lost
@@ -421,9 +421,9 @@ def test_a_lost_control_is_shown_and_warned_of() -> None:
     _, rows = main_table(outcome)
     assert [(row["arm"], row["point"]) for row in rows][1] == ("uniform", "FAILED, all 2 points")
     assert rows[2]["arm"] == "attention" and rows[2]["minus uniform"] == ""
-    assert warnings(outcome)[0] == "WARNING: the control uniform has no results: no arm is compared"
+    assert study_warnings(outcome)[0] == "WARNING: the control uniform has no results: no arm is compared"
     assert "FAILED seed 0, 2 points of uniform: RuntimeError: out of luck" in footnotes(outcome)
-    assert warnings(make_outcome(POINTS)) == [NO_CONTROL]
+    assert study_warnings(make_outcome(POINTS)) == [NO_CONTROL]
     assert main_table(make_outcome(without_truth(POINTS[2:]), failed))[1][0] == {
         "arm": "uniform",
         "point": "FAILED, all 2 points",
@@ -432,12 +432,14 @@ def test_a_lost_control_is_shown_and_warned_of() -> None:
 
 def test_a_single_arm_and_a_study_without_a_control_are_warned_of() -> None:
     alone = Study("s", {"uniform": []})
-    assert warnings(tuned(run_of(UNIFORM, NEAR, 0.1, 0.4, 0.2), alone)) == [
+    assert study_warnings(tuned(run_of(UNIFORM, NEAR, 0.1, 0.4, 0.2), alone)) == [
         "WARNING: a single arm: there is nothing to compare it with"
     ]
     free = Study("s", TUNED.arms, grid=TUNED.grid, control=None)
     points = [*run_of(UNIFORM, NEAR, 0.1, 0.4, 0.2), *run_of(ATTENTION, NEAR, 0.1, 0.4, 0.2)]
-    assert warnings(tuned(points, free))[0] == "WARNING: no control arm (study.control=null): no difference is shown"
+    assert (
+        study_warnings(tuned(points, free))[0] == "WARNING: no control arm (study.control=null): no difference is shown"
+    )
     columns, _ = main_table(tuned(points, free))
     assert not [name for name in columns if name.startswith("minus")]
 
@@ -447,22 +449,22 @@ def test_a_study_without_any_control_of_the_weights_is_warned_of() -> None:
     shuffled, truth = Arm("shuffled", ("weights=attention", "transform=shuffled")), Arm("truth", ("weights=t",))
     known = Study("s", {"uniform": [], "attention": [], "shuffled": []}, truth_arms={"truth": []}, grid=TUNED.grid)
     plain = [*run_of(UNIFORM, NEAR, 0.1, 0.4, 0.2), *run_of(ATTENTION, NEAR, 0.1, 0.4, 0.2)]
-    assert warnings(tuned(plain, known)) == [NO_CONTROL] and "\n" not in NO_CONTROL
+    assert study_warnings(tuned(plain, known)) == [NO_CONTROL] and "\n" not in NO_CONTROL
     for arm in (shuffled, truth):
         run = run_of(arm, NEAR, 0.1, 0.4, 0.2)
-        assert warnings(tuned([*plain, *run], known)) == []
-        assert warnings(tuned(plain, known, failed=[(run[0][0], "out of luck")])) == [NO_CONTROL]
-    assert warnings(tuned([*plain, *run_of(shuffled, NEAR, 0.1, 0.4, 0.2)], replace(known, control="shuffled"))) == [
-        NO_CONTROL
-    ]
+        assert study_warnings(tuned([*plain, *run], known)) == []
+        assert study_warnings(tuned(plain, known, failed=[(run[0][0], "out of luck")])) == [NO_CONTROL]
+    assert study_warnings(
+        tuned([*plain, *run_of(shuffled, NEAR, 0.1, 0.4, 0.2)], replace(known, control="shuffled"))
+    ) == [NO_CONTROL]
     unchanged = Arm("same", ("weights=attention", "transform=null"))
-    assert warnings(tuned([*plain, *run_of(unchanged, NEAR, 0.1, 0.4, 0.2)], known)) == [NO_CONTROL]
+    assert study_warnings(tuned([*plain, *run_of(unchanged, NEAR, 0.1, 0.4, 0.2)], known)) == [NO_CONTROL]
 
 
 def test_what_the_studys_checks_found_stands_above_the_table() -> None:
     """Behind the other warnings."""
     outcome = replace(make_outcome(POINTS), warnings=["WARNING: the pairs are few"])
-    assert warnings(outcome) == [NO_CONTROL, "WARNING: the pairs are few"]
+    assert study_warnings(outcome) == [NO_CONTROL, "WARNING: the pairs are few"]
 
 
 def test_figures_of_an_earlier_command_are_removed(tmp_path: Path) -> None:
@@ -470,13 +472,13 @@ def test_figures_of_an_earlier_command_are_removed(tmp_path: Path) -> None:
     outcome = replace(make_outcome(POINTS), folder=tmp_path)
     for name in ("layers.png", "frontier.png", "mine.png"):
         (tmp_path / name).write_bytes(b"drawn earlier")
-    keep_record(outcome, ["layers.png", "frontier.png"])
-    keep_record(outcome, ["frontier.png"])
+    write_study_record(outcome, ["layers.png", "frontier.png"])
+    write_study_record(outcome, ["frontier.png"])
     assert sorted(path.name for path in tmp_path.glob("*.png")) == ["frontier.png", "mine.png"]
     kept = json.loads((tmp_path / "study.json").read_text())
     assert kept["figures"] == ["frontier.png"] and kept["digest"] == outcome.digest
     (tmp_path / "study.json").write_text('{"grid": ')
-    keep_record(outcome, [])
+    write_study_record(outcome, [])
     assert (tmp_path / "frontier.png").is_file(), "a record that was cut short names nothing"
 
 
@@ -510,9 +512,9 @@ def test_an_analysis_that_cannot_be_shown_keeps_the_tables() -> None:
 
 def test_many_arms_are_drawn_in_several_figures_with_the_control_in_each() -> None:
     few = [f"a{place}" for place in range(16)]
-    assert drawn_together(few, "a3") == [few]
+    assert split_arms_into_figures(few, "a3") == [few]
     many = [f"a{place}" for place in range(34)]
-    groups = drawn_together(many, "a3")
+    groups = split_arms_into_figures(many, "a3")
     assert [len(group) for group in groups] == [8, 8, 8, 8, 6] and all(group[0] == "a3" for group in groups)
     assert [arm for group in groups for arm in group[1:]] == [arm for arm in many if arm != "a3"]
-    assert sum(map(len, drawn_together(many, None))) == 34
+    assert sum(map(len, split_arms_into_figures(many, None))) == 34

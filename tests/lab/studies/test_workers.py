@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from attnpo.lab.studies import workers
-from attnpo.lab.studies.workers import EDITED, KILLED, Job, Workers, execute, on_gpu
+from attnpo.lab.studies.workers import EDITED, KILLED, Job, WorkerSettings, needs_gpu, run_jobs
 from tests.run.fragile import fragile
 
-TWO = Workers(2, None, None, 1.0)
+TWO = WorkerSettings(2, None, None, 1.0)
 
 
 def outcomes(
@@ -26,7 +26,7 @@ def outcomes(
     monkeypatch.setattr(workers, "run_point", fragile)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     jobs: list[Job] = [([name], folder) for name in names]
-    ended = execute(jobs, TWO, here)
+    ended = run_jobs(jobs, TWO, here)
     found = {names[place]: (result and result["name"], error) for place, result, error in ended}
     assert found.keys() == set(names)
     return found
@@ -70,7 +70,7 @@ def test_a_process_that_would_import_edited_code_runs_no_point(tmp_path: Path, m
     monkeypatch.setattr(workers, "source_digest", lambda: "another")
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     jobs: list[Job] = [(["seed=0"], tmp_path / name) for name in ("one", "two")]
-    assert sorted(execute(jobs, TWO)) == [(0, None, EDITED), (1, None, EDITED)]
+    assert sorted(run_jobs(jobs, TWO)) == [(0, None, EDITED), (1, None, EDITED)]
     assert not list(tmp_path.iterdir())
 
 
@@ -92,7 +92,8 @@ from tests.run.fragile import fragile
 if __name__ == "__main__":
     workers.run_point = fragile
     os.cpu_count = lambda: 2
-    list(workers.execute([(["beside"], Path(place)) for place in sys.argv[1:]], workers.Workers(2, None, None, 1.0)))
+    jobs = [(["beside"], Path(place)) for place in sys.argv[1:]]
+    list(workers.run_jobs(jobs, workers.WorkerSettings(2, None, None, 1.0)))
 """
 
 
@@ -150,7 +151,7 @@ def test_a_study_on_a_cpu_leaves_the_gpu_of_its_machine_alone(
     there: bool, accelerators: list[str], expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
-    assert on_gpu(accelerators) == expected
+    assert needs_gpu(accelerators) == expected
 
 
 def stopped_point(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Inputs that all points of one world and seed share: base, pairs, one judge pass, and what is measured beside them."""
+"""Prepares the inputs that all points of one world and seed share: base, pairs, scorers, weights and analyses."""
 
 import inspect
 import json
@@ -14,9 +14,9 @@ from attnpo.data.prepare import EncodedSet
 from attnpo.data.prepared import read_pairs
 from attnpo.data.weighing import Weighed
 from attnpo.lab.studies.config import FitConfig
-from attnpo.lab.studies.outcome import Reads
+from attnpo.lab.studies.outcome import SourceCost
 from attnpo.lab.studies.plan import StudyPlan
-from attnpo.lab.studies.scorers import Scorers, train_scorers
+from attnpo.lab.studies.scorers import TrainedScorers, train_scorers
 from attnpo.lab.studies.study import ONLY, ROWS, Arm, Study, error_text, last_line, scorers_of
 from attnpo.models.loading import weights_fingerprint
 from attnpo.models.spec import ModelSpec
@@ -37,15 +37,15 @@ ANALYSES, COSTS = "analyses", "costs.json"
 
 
 @dataclass
-class Basis:
-    """One world and seed.
+class SharedInputs:
+    """Inputs shared by all points of one world and seed.
 
-    ``facts``: what identifies the inputs of every arm (contents, not paths). ``keys``: what identifies an arm's
-    captured weights. ``lost``: arms that could not be weighed, with the error. ``measured``: results of the study's
-    analyses; ``unmeasured``: those that failed, with the error. ``depths``: layers of each arm's judge. ``gates``:
-    whether the judge of this base, and of another base that judges, passed its gate, as far as that was measured.
-    ``model``: the base itself. ``scorers``: models that the study trained on these pairs. ``reads``: what each arm's
-    weights ask of models.
+    ``facts``: fingerprints of the inputs of every arm (contents, not paths). ``keys``: store key of each arm's
+    weights. ``depth``: number of layers that the layer arm can be split into; ``depths``: number of layers of each
+    arm's judge. ``lost``: errors of arms whose weights could not be computed. ``measured``: results of the study's
+    analyses; ``unmeasured``: errors of analyses that failed. ``gates``: whether each judge passed its quality gate,
+    where that was measured. ``model``: the base. ``scorers``: models trained on these pairs. ``reads``: cost of each
+    arm's weights. ``cost``: seconds spent once for all arms.
     """
 
     world: str
@@ -60,8 +60,8 @@ class Basis:
     depths: dict[str, int] = field(default_factory=dict)
     gates: dict[str, bool] = field(default_factory=dict)
     model: ModelSpec | None = None
-    scorers: Scorers = field(default_factory=Scorers)
-    reads: dict[str, Reads] = field(default_factory=dict)
+    scorers: TrainedScorers = field(default_factory=TrainedScorers)
+    reads: dict[str, SourceCost] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
@@ -70,33 +70,35 @@ class Basis:
 
     @property
     def warnings(self) -> list[str]:
-        """Returns a line for every base whose judge missed its gate."""
+        """Returns a warning for every base whose judge missed its quality gate."""
         return [
-            f"WARNING {self.label}: the judge of {name} missed its gate; what its attention does here proves little"
+            f"WARNING {self.label}: the judge of {name} missed its gate, so results with its attention say little"
             for name, passed in self.gates.items()
             if not passed
         ]
 
-    def facts_of(self, study: Study, arm: Arm) -> dict[str, object]:
-        """Returns what identifies the inputs of one arm: that of another arm's weights moves none of its numbers."""
+    def arm_fingerprint(self, study: Study, arm: Arm) -> dict[str, object]:
+        """Returns the fingerprints of one arm's inputs; other arms' weights are left out, since they have no effect."""
         return {**self.facts, "weights": self.keys.get(arm.name if arm.layer is None else study.layer_arm, {})}
 
 
-def make_basis(plan: StudyPlan, seed: int, world: str = ONLY, folder: Path | None = None) -> Basis:
-    """Returns one world and seed with the store filled; then the study's analyses, kept in ``folder``, if one is given.
+def prepare_shared_inputs(plan: StudyPlan, seed: int, world: str = ONLY, folder: Path | None = None) -> SharedInputs:
+    """Prepares one world and seed: base, pairs, scorers and all weights go to the store, before any point runs.
 
-    Its scorers are trained first. The points find every weight in the store: one judge pass per base and judge,
-    whatever the number of points. An arm that cannot be weighed is lost alone. An exception of any kind when the
-    base, the pairs or all arms cannot be had.
+    There is one judge pass per base and judge, whatever the number of points. An arm whose weights fail does not stop
+    the others. The study's analyses run last, if ``folder`` is given, and save their results there.
+
+    Raises:
+        Exception: of any kind, if the base, the pairs or the weights of every arm fail.
     """
-    basis, study = Basis(world, seed), plan.study
+    basis, study = SharedInputs(world, seed), plan.study
     arms = {name: found.with_values({"seed": seed}) for (of, name), found in plan.composed.items() if of == world}
     runs = {name: run for (of, name), run in plan.scorers.items() if of == world}
     settled = settle(next(iter(arms.values())).config)[0]
     known = settled.model.path, getattr(settled.data, "path", None)
     configs = {name: made.with_paths(*known) for name, made in arms.items()}
     plain = {name: config for name, config in configs.items() if not scorers_of(arms[name].overrides)}
-    # All arms stand on what is laid for the first whose weights can be had, else for the first scorer.
+    # All arms share the base and pairs of the first arm that resolves without scorers, else of the first scorer.
     candidates = [
         *plain.items(),
         *((None, run.with_values({"seed": seed}).with_paths(*known)) for run in runs.values()),
@@ -123,7 +125,7 @@ def make_basis(plan: StudyPlan, seed: int, world: str = ONLY, folder: Path | Non
         "pairs": {split: found.fingerprint for split, found in pairs.items()},
     }
     encoded = encode(pairs, base, cfg.lengths).encoded
-    _note_gate(basis, "this base", report.get("base"))
+    _record_gate(basis, "this base", report.get("base"))
     basis.scorers = train_scorers(study.name, runs, seed, basis.facts, plan.store, plan.workers)
     done: dict[str, Weighed] = {}
     for name, config in configs.items():
@@ -135,22 +137,22 @@ def make_basis(plan: StudyPlan, seed: int, world: str = ONLY, folder: Path | Non
             inputs = identity_of(config).inputs
             same = digest({key: value for key, value in inputs.items() if key != "transforms"})
             if same not in done:
-                own, second = _readers(readers, config, plan.store)
+                own, second = _arm_readers(readers, config, plan.store)
                 source, _ = config.auto_layer.settle(config.weights, own, encoded["train"])
                 done[same] = own.weigh(source, encoded)
-                _note_gate(basis, "the second base", second)
+                _record_gate(basis, "the second base", second)
         except Exception as error:
             basis.lost[name] = error_text(error)
             if len(basis.lost) == len(configs):
                 raise
             continue
         basis.keys[name] = done[same].key
-        basis.reads[name] = _reads(config.weights, config.batch.pairs, done[same], encoded["train"])
+        basis.reads[name] = _source_cost(config.weights, config.batch.pairs, done[same], encoded["train"])
         basis.depths[name] = done[same].depth
-        if not study.layers or name == study.layer_arm:  # the layers told apart are those of that arm's judge
+        if not study.layers or name == study.layer_arm:  # only this arm is split into layers
             basis.depth = max(basis.depth, done[same].depth)
     for name, lost in basis.lost.items():
-        log.error("%s: arm %s cannot be weighed and is left out: %s", basis.label, name, last_line(lost))
+        log.error("%s: the weights of arm %s failed, so it is left out: %s", basis.label, name, last_line(lost))
     built = report.get("base")
     seconds = built.get("seconds") if isinstance(built, Mapping) else None
     passes = [one.report.seconds for one in done.values() if one.report is not None and one.report.computed]
@@ -158,12 +160,12 @@ def make_basis(plan: StudyPlan, seed: int, world: str = ONLY, folder: Path | Non
     basis.cost |= {"judge": round(sum(passes), 1)} if passes else {}
     basis.cost |= {} if basis.scorers.seconds is None else {"scorers": basis.scorers.seconds}
     if folder is not None and study.analyses:
-        measure(plan, basis, readers, encoded, folder, data=getattr(cfg.data, "path", None))
+        run_analyses(plan, basis, readers, encoded, folder, data=getattr(cfg.data, "path", None))
     return basis
 
 
-def _readers(readers: Readers, cfg: FitConfig, store: Path) -> tuple[Readers, dict[str, object]]:
-    """Returns what an arm's weights are read with on the same base, and the report of its judge's base."""
+def _arm_readers(readers: Readers, cfg: FitConfig, store: Path) -> tuple[Readers, dict[str, object]]:
+    """Returns the readers of an arm's weights on the shared base, and the report of a separate judge's base."""
     made = make_judge(cfg.judge, cfg.weights, cfg.prepare, store / "prepared")
     own = replace(
         readers,
@@ -177,21 +179,21 @@ def _readers(readers: Readers, cfg: FitConfig, store: Path) -> tuple[Readers, di
     return own, {} if made is None else report_of(made)
 
 
-TIMED = 64  # pairs that a source which asks no model is timed on
+TIMED = 64  # pairs used to time a weight source that needs no model
 
 
-def _reads(source: WeightSource, step_pairs: int, weighed: Weighed, encoded: EncodedSet) -> Reads:
-    """Returns what the weights of an arm ask of models, with the time that a source without models takes for a pair."""
+def _source_cost(source: WeightSource, step_pairs: int, weighed: Weighed, encoded: EncodedSet) -> SourceCost:
+    """Returns the cost of an arm's weights; a source that needs no model is timed on a few pairs."""
     seconds, pairs = weighed.seconds, encoded.pairs[:TIMED]
     if not weighed.source.requires and not isinstance(weighed.source, OnlineSource):
         began = time.perf_counter()
         for pair, sides in zip(pairs, encoded.encoded, strict=False):
             finished_weights(weighed.source, None, sides, pair=pair)
         seconds = (time.perf_counter() - began) / max(1, len(pairs))
-    return Reads(weighed.reads, seconds, ROWS if "input_gradient" in online_reads(source) else 0, step_pairs)
+    return SourceCost(weighed.reads, seconds, ROWS if "input_gradient" in online_reads(source) else 0, step_pairs)
 
 
-def _note_gate(basis: Basis, name: str, report: object) -> None:
+def _record_gate(basis: SharedInputs, name: str, report: object) -> None:
     if isinstance(report, Mapping) and isinstance(report.get("gate_passed"), bool):
         basis.gates[name] = report["gate_passed"]
 
@@ -199,14 +201,19 @@ def _note_gate(basis: Basis, name: str, report: object) -> None:
 # ------------------------------------------------------------------------------------------------ analyses
 
 
-def measure(
-    plan: StudyPlan, basis: Basis, readers: Readers, encoded: dict[str, EncodedSet], folder: Path, data: str | None
+def run_analyses(
+    plan: StudyPlan,
+    basis: SharedInputs,
+    readers: Readers,
+    encoded: dict[str, EncodedSet],
+    folder: Path,
+    data: str | None,
 ) -> None:
-    """Puts the results of the study's analyses into ``basis``, those found in ``folder`` as they are there.
+    """Runs the study's analyses and adds the results to ``basis``, reusing results saved in ``folder``.
 
-    ``data``: the path of the pairs.
+    ``data``: path of the pairs.
     """
-    own = plan.composer.arm([], basis.world).with_values({"seed": basis.seed})
+    own = plan.composer.compose_arm([], basis.world).with_values({"seed": basis.seed})
     config = own.with_paths(readers.base.spec.path, data)
     values = {key: value for key, value in identity_of(config).settings.items() if key.partition(".")[0] not in APART}
     for name, analysis in plan.study.analyses.items():
@@ -226,16 +233,16 @@ def measure(
         if path.is_file():
             known = read_record(path)
             if known is not None and known.get("of") == same:
-                log.info("%s: analysis %s is there already and reused", basis.label, name)
+                log.info("%s: reusing the saved result of analysis %s", basis.label, name)
                 basis.measured[name] = known["found"]
                 continue
-            log.warning("%s: analysis %s is measured anew: %s is not as it was written", basis.label, name, path)
+            log.warning("%s: %s has changed or is damaged, so analysis %s runs again", basis.label, path, name)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            reading, _ = _readers(readers, config, plan.store)
+            reading, _ = _arm_readers(readers, config, plan.store)
             found = analysis.measure(config.weights, reading, config.truth, encoded, path.parent)
-            found = json.loads(json.dumps(found))  # as a repeated command will read it
-        except Exception as error:  # noqa: BLE001  the points run whatever becomes of an analysis
+            found = json.loads(json.dumps(found))  # same form as when read back
+        except Exception as error:  # noqa: BLE001  a failed analysis does not stop the points
             basis.unmeasured[name] = error_text(error)
             log.error("%s: analysis %s failed: %s", basis.label, name, last_line(error_text(error)))
             continue
@@ -246,12 +253,12 @@ def measure(
 # ------------------------------------------------------------------------------------------------ costs
 
 
-def keep_costs(folder: Path, bases: Mapping[tuple[str, int], Basis]) -> None:
-    """Adds the seconds of this command's passes to those in ``folder``, and gives every basis the sum."""
+def save_costs(folder: Path, bases: Mapping[tuple[str, int], SharedInputs]) -> None:
+    """Adds the seconds of this command's judge passes to the totals in ``folder``, and sets the totals in ``bases``."""
     path = folder / COSTS
     stored = read_record(path)
     if stored is None and path.exists():
-        log.warning("%s cannot be read and is written anew, without what earlier commands spent", path)
+        log.warning("%s cannot be read and is replaced; the times of earlier commands are lost", path)
     known = {str(name): float(seconds) for name, seconds in (stored or {}).items()}
     for (world, seed), basis in bases.items():
         name = f"{world}/{seed}"
