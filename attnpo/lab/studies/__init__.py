@@ -1,1 +1,1 @@
-"""Studies: many runs compared."""
+"""Studies: comparisons of many runs."""

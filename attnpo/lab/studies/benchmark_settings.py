@@ -1,4 +1,4 @@
-"""Evaluation of a study's models: the config of each evaluation, and what of it is refused before training."""
+"""Composes the configs of a study's evaluations and checks them before anything is trained."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,15 +19,15 @@ from attnpo.schema import UserError
 from attnpo.system.files import Json
 
 OF_BASE = "BASE"
-"""As a value in ``study.evaluate``: the path of the base of the row's world and seed."""
+"""Placeholder in ``study.evaluate`` for the path of the base of a row's world and seed."""
 GRAMMAR = "benchmark.grammar"
 
 
 @dataclass(frozen=True)
 class EvaluationConfigs:
-    """Makes the configs of a study's evaluations, with the user's options in ``config_dir``, for one ``accelerator``.
+    """Factory of a study's evaluation configs, with the user's configs in ``config_dir`` and one ``accelerator``.
 
-    ``grammar``: that of the study's own world, empty where there is none.
+    ``grammar``: grammar of the study's own world; empty if there is none.
     """
 
     study: Study
@@ -43,10 +43,12 @@ class EvaluationConfigs:
         grammar: Mapping[str, Json] | None = None,
         **named: str,
     ) -> EvaluateConfig:
-        """Returns the config of ``attnpo.evaluate`` for one model; ``named`` are ``label`` and ``output``.
+        """Composes the config of ``attnpo.evaluate`` for one model; ``named`` has ``label`` and ``output``.
 
-        ``grammar``: that of the model's world, for a benchmark with one, where the study does not say otherwise.
-        UserError where it cannot be.
+        ``grammar``: grammar of the model's world, for benchmarks that need one; ``study.evaluate`` takes precedence.
+
+        Raises:
+            UserError: the config is invalid.
         """
         given = _evaluation_settings(self.study, benchmark)
         values = {key: base if value == OF_BASE and base is not None else value for key, value in given.items()}
@@ -74,13 +76,13 @@ def _evaluation_settings(study: Study, benchmark: str) -> dict[str, object]:
 
 def _explain_error(study: Study, benchmark: str, problem: Exception) -> str:
     return (
-        f"study {study.name}, benchmark {benchmark}: {problem}; its keys are given as "
-        f"'study.evaluate.{benchmark}={{KEY:VALUE}}', or study.evaluate.{ALL} for every benchmark"
+        f"study {study.name}, benchmark {benchmark}: {problem}; set keys of this benchmark with "
+        f"'study.evaluate.{benchmark}={{KEY:VALUE}}', or use study.evaluate.{ALL} for every benchmark"
     )
 
 
 def prepared_grammar(prepare: Json) -> Mapping[str, Json]:
-    """Returns the grammar of the world that a node ``prepare`` builds; empty where there is none."""
+    """Returns the grammar of the world that a config node ``prepare`` builds; empty if there is none."""
     grammar = prepare.get("grammar") if isinstance(prepare, dict) else None
     return grammar if isinstance(grammar, dict) else {}
 
@@ -89,22 +91,21 @@ def prepared_grammar(prepare: Json) -> Mapping[str, Json]:
 
 
 def check_benchmarks(evaluations: EvaluationConfigs, base: ModelSpec | None) -> None:
-    """Refuses what can be known to fail before anything is trained.
+    """Checks a study's benchmarks, to find errors before anything is trained.
 
-    ``base``: the model that training starts from; None where it is still to be built, so that what names it is not
-    looked at.
+    ``base``: model that training starts from; None if it is not built yet, which skips settings that refer to it.
 
     Raises:
-        UserError: an unknown benchmark or key, data that cannot be had, a grader without its key or package, a bound in
-            dollars without a price, a published model that cannot be read.
+        UserError: unknown benchmark or key, missing data, a grader without its API key or package, a cost limit
+            without a price, or an unreadable published model.
     """
     study = evaluations.study
     known_names = list_groups(evaluations.config_dir)["benchmark"]
     for name in study.benchmarks:
         if name not in known_names:
             raise UserError(
-                f"study.benchmarks has {name}, which is no option of the group benchmark"
-                f"{did_you_mean(name, known_names)} There are: {', '.join(known_names)}"
+                f"study.benchmarks has {name}, which is not an option of the config group benchmark"
+                f"{did_you_mean(name, known_names)} The options are: {', '.join(known_names)}"
             )
         unknown = [key for key, value in _evaluation_settings(study, name).items() if base is None and value == OF_BASE]
         known = base or ModelSpec(OF_BASE)
@@ -113,8 +114,8 @@ def check_benchmarks(evaluations: EvaluationConfigs, base: ModelSpec | None) -> 
             if isinstance(made.benchmark, Benchmark):
                 if made.limits.dry_run:
                     raise UserError(
-                        "limits.dry_run=true measures nothing; calls, tokens and cost are logged before a study trains "
-                        "anyway"
+                        "limits.dry_run=true would leave the study without scores: remove it; a study always logs "
+                        "calls, tokens and cost before it trains"
                     )
                 made.benchmark.questions()
                 made.limits.check_price(made.grader)
@@ -130,4 +131,4 @@ def check_benchmarks(evaluations: EvaluationConfigs, base: ModelSpec | None) -> 
         try:
             weights_fingerprint(path)
         except UserError as problem:
-            raise UserError(f"study.published has {path}: {problem}") from problem
+            raise UserError(f"study.published has {path}, which cannot be read: {problem}") from problem

@@ -1,8 +1,7 @@
-"""Benchmarks as outcomes of a study: their costs told before anything is trained, then measured row by row.
+"""Evaluates a study's models on benchmarks: the base, the chosen point of every arm, and published models.
 
-The rows are the base, the chosen point of every arm, and published models. What is measured lies in
-``benchmarks/BENCHMARK/ROW`` of the study's folder; a repeated command goes on with it. Points leave no checkpoint, so
-that a chosen one is run once more; one that is sure to be chosen, since its arm has no other, leaves its model at once.
+Evaluations are saved in ``benchmarks/BENCHMARK/ROW`` of the study's folder, and a repeated command resumes them. Points
+save no checkpoint, so a chosen point runs once more to get its model; the only point of an arm saves its model at once.
 """
 
 import logging
@@ -40,15 +39,15 @@ log = logging.getLogger(__name__)
 
 BENCHMARKS = "benchmarks"
 EXPORTS = "exports"
-CLOSE = 1e-6  # relative: kernels of a GPU may sum in another order
+CLOSE = 1e-6  # relative tolerance, since GPU kernels may sum in any order
 
 
 @dataclass(frozen=True)
 class BenchmarkTarget:
-    """Model that is measured for the row ``name`` of a world.
+    """Model to evaluate for the table row ``name`` of a world.
 
-    ``folder`` names its files, ``label`` is what tables of its own call it, ``base`` the base of its world and seed.
-    ``lost``: why there is no model.
+    ``label``: name of the model in its own reports. ``folder``: name of its evaluation folder. ``base``: path of the
+    base of its world and seed. ``lost``: error if there is no model.
     """
 
     world: str
@@ -66,7 +65,7 @@ class BenchmarkTarget:
 def log_grading_cost(
     evaluations: EvaluationConfigs, arms: Sequence[Arm], bases: Mapping[WorldSeed, SharedInputs], folder: Path
 ) -> None:
-    """Logs how many calls the grading of the whole study takes at most, and their tokens and dollars."""
+    """Logs the maximum number of grading calls of the whole study, with their tokens and cost."""
     study = evaluations.study
     model = next(basis.model for basis in bases.values() if basis.model is not None)
     points = sum(arm.world == world for arm in arms for world, _ in bases)
@@ -74,7 +73,7 @@ def log_grading_cost(
     for name in study.benchmarks:
         made = evaluations.config(name, model, model.path, evaluations.grammar)
         if not isinstance(made.benchmark, Benchmark):
-            log.info("study %s, benchmark %s: %d models, measured without a grader", study.name, name, rows)
+            log.info("study %s, benchmark %s: %d models, no grader needed", study.name, name, rows)
             continue
         one = estimate_grading(
             made.benchmark, Grading(made.grader, made.grading, made.limits), folder / BENCHMARKS / name
@@ -84,8 +83,8 @@ def log_grading_cost(
         numbers = {field: None if of is None else rows * of for field, of in numbers.items()}
         every = replace(one, **numbers)
         log.info(
-            "study %s, benchmark %s: %d models with %d grading calls each, %d calls in all: %s; answers are counted at "
-            "their longest, and what is stored already is not asked again",
+            "study %s, benchmark %s: %d models with %d grading calls each, %d calls in total: %s; this assumes answers "
+            "of maximum length, and stored replies are not requested again",
             *(study.name, name, rows, one.calls, every.calls, every.rest),
         )
 
@@ -100,9 +99,10 @@ def measure_benchmarks(
     bases: Mapping[WorldSeed, SharedInputs],
     workers: WorkerSettings,
 ) -> Outcome:
-    """Returns the outcome with the scores of its rows on ``study.benchmarks``.
+    """Evaluates all rows on ``study.benchmarks`` and returns the outcome with their scores.
 
-    ``workers`` run chosen points again that left no model. What fails of one row is named and stops nothing else.
+    ``workers`` rerun chosen points that have not saved a model. A failure in one row is reported and does not stop the
+    other rows.
     """
     exports, lost, said = export_chosen_models(outcome, own, bases, workers)
     several = len({seed for _, seed in bases}) > 1
@@ -143,7 +143,7 @@ def measure_benchmarks(
 
 
 def _base_targets(bases: Mapping[WorldSeed, SharedInputs]) -> Iterator[BenchmarkTarget]:
-    """Yields the base of every world and seed; one that several share is measured once."""
+    """Yields the base of every world and seed; a shared base is evaluated once."""
     folders = {place: _base_folder(basis) for place, basis in bases.items()}
     for (world, seed), basis in bases.items():
         if basis.model is not None:
@@ -174,7 +174,7 @@ def _published_targets(outcome: Outcome, bases: Mapping[WorldSeed, SharedInputs]
 def _evaluate_target(
     evaluations: EvaluationConfigs, benchmark: str, one: BenchmarkTarget, grammar: Mapping[str, Json], folder: Path
 ) -> EvaluationResult | str:
-    """Returns the result of one model on one benchmark, which is kept in ``folder``, or why there is none."""
+    """Evaluates one model on one benchmark, saving to ``folder``; returns the result, or the error as text."""
     log.info("benchmark %s: %s", benchmark, one.label)
     try:
         made = evaluations.config(benchmark, one.model, one.base, grammar, label=one.label, output=str(folder))
@@ -187,17 +187,17 @@ def _evaluate_target(
         log.error("benchmark %s, %s: %s", benchmark, one.label, error_text(error))
         return last_line(error_text(error))
     if result is None:
-        return "grading calls are left without a reply; the same command asks them again"
+        return "some grading calls got no reply; run the same command again to repeat them"
     score = result.score(result.main)
     if score is None or not math.isfinite(score.mean):
-        return f"its {result.main} is no number; see {folder}"
+        return f"its score {result.main} is not a finite number; see {folder}"
     return result
 
 
 def remaining_limits(limits: GradingLimits, grader: Grader, folder: Path) -> dict[str, float]:
-    """Returns what the study's other evaluations have left of ``limits.max_cost`` and ``limits.max_calls``, by key.
+    """Returns the rest of ``limits.max_cost`` and ``limits.max_calls`` by key, after a study's other evaluations.
 
-    Of one evaluation they bound all replies in its folder; in a study all in the folders beside it, too.
+    A single evaluation applies these limits to its own folder; in a study they apply to all sibling folders together.
     """
     if limits.max_cost is None and limits.max_calls is None:
         return {}
@@ -212,7 +212,7 @@ def remaining_limits(limits: GradingLimits, grader: Grader, folder: Path) -> dic
 
 
 def combine_seed_scores(found: Sequence[EvaluationResult | str]) -> RowScore:
-    """Returns a row's score from its evaluations, one per seed, those that failed as texts."""
+    """Combines a row's evaluations, one per seed, into its score; failed evaluations are error texts."""
     results = [each for each in found if not isinstance(each, str)]
     scores = [score for each in results if (score := each.score(each.main)) is not None]
     if not scores:
@@ -237,7 +237,7 @@ def combine_seed_scores(found: Sequence[EvaluationResult | str]) -> RowScore:
 
 @dataclass(frozen=True)
 class ModelExport:
-    """Chosen point and the run that left its model; ``wanted``: the user asked for checkpoints of every point."""
+    """Chosen point and the run folder with its model; ``wanted``: the user wants checkpoints of all points."""
 
     point: Point
     result: RunResult
@@ -257,9 +257,9 @@ def export_chosen_models(
     bases: Mapping[WorldSeed, SharedInputs],
     workers: WorkerSettings,
 ) -> tuple[list[ModelExport], dict[Point, str], list[str]]:
-    """Returns the chosen points with their models, errors of those that could not be had, and warnings.
+    """Makes the models of all chosen points; returns the exports, errors by point, and warnings.
 
-    A model is reused while nothing has changed of what made it: its folder's name holds the digest of that.
+    A saved model is reused if its settings and inputs are unchanged: the name of its folder has their digest.
     """
     study, folder = outcome.study, outcome.folder
     chosen: list[ModelExport] = []
@@ -285,23 +285,23 @@ def export_chosen_models(
 def _rerun_points(study: str, exports: list[ModelExport], workers: WorkerSettings) -> dict[Point, str]:
     lost: dict[Point, str] = {}
     if exports:
-        log.info("study %s: %d chosen points are run once more, to leave their models", study, len(exports))
+        log.info("study %s: running %d chosen points again to save their models", study, len(exports))
     for export in exports:
         if read_result(export.run)[0] is not None:
-            log.warning("%s: its model is missing or damaged; it is made anew", export.run)
+            log.warning("%s: the model is missing or damaged, so the point runs again", export.run)
             shutil.rmtree(export.run)
     jobs = [(export.made.overrides, export.run) for export in exports]
     alone = needs_gpu(export.made.config.trainer.accelerator for export in exports)
     for place, result, error in run_jobs(jobs, workers, alone):
         if result is None:
             point = exports[place].point
-            lost[point] = f"the model of its chosen point could not be made: {last_line(error or '')}"
+            lost[point] = f"the run to save the model of its chosen point failed: {last_line(error or '')}"
             log.error("%s: %s", point.label, lost[point])
     return lost
 
 
 def _score_change_warning(export: ModelExport) -> str | None:
-    """Returns a warning where the run that left the model had other scores than the point that was chosen."""
+    """Returns a warning if the run that saved the model has different scores than the chosen point."""
     again = read_result(export.run)[0]
     pairs = (
         {}
@@ -311,8 +311,8 @@ def _score_change_warning(export: ModelExport) -> str | None:
     for name, (was, now) in pairs.items():
         if not (math.isclose(was, now, rel_tol=CLOSE, abs_tol=CLOSE) or (math.isnan(was) and math.isnan(now))):
             return (
-                f"WARNING {export.point.label}: run once more for its model, its {name} is {now:.6g} instead of "
-                f"{was:.6g}: benchmarks measure that model, the other columns the first run"
+                f"WARNING {export.point.label}: when run again to save its model, its {name} was {now:.6g} instead of "
+                f"{was:.6g}; benchmark scores are those of the new model, other columns those of the first run"
             )
     return None
 

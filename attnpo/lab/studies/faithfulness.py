@@ -1,8 +1,8 @@
-"""Does the verdict hang on the tokens a layer weighs most, and is that the layer that trains best: a study's analysis.
+"""Faithfulness analysis: how far the judge's verdict depends on the tokens that each layer weights most.
 
-Measured once per world and seed, without a trained policy, for every layer, the rollout, equal weights (a floor: they
-must come out near 0) and, where the truth is known, true importance. Compared over layers with the true importance and,
-separately, with the trained reward at equal KL; nothing makes the three agree.
+It runs once per world and seed, without a trained policy, for every layer, the attention rollout, equal weights (whose
+score must be near 0) and true importance, if known. Scores are compared over layers with true importance and with the
+trained reward at equal KL; the three need not agree.
 """
 
 import logging
@@ -46,13 +46,13 @@ ROLLOUT, EQUAL, TRUTH = "rollout", "equal weights", "true importance"
 
 @dataclass(frozen=True)
 class Faithfulness:
-    """Faithfulness of every layer on ``pairs`` training pairs (then validation pairs), in the order of their ids.
+    """Faithfulness of every layer, on ``pairs`` training pairs (then validation pairs) in the order of their ids.
 
-    The top-weighted ``shares`` of the tokens of both responses are removed, or alone kept, against ``draws`` random
-    sets of as many tokens from the same places, keyed by ``seed`` (an even number, so that the judge's liking for a
-    place cancels). ``layers`` empty measures every layer of the judge. Layers are read with the study's own weights
-    (their post-processing, their heads), the rollout with the same post-processing. ``kl_limit``: the KL to the base at
-    which trained rewards are set beside it, each layer's read off its own path over the grid.
+    The top-weighted ``shares`` of both responses' tokens are removed, or are the only ones kept, and compared with
+    ``draws`` random sets of equally many tokens from the same positions, drawn by ``seed``; an even number of draws
+    cancels the judge's position bias. ``layers``: layers to measure; empty for all. Layers are read
+    with the heads and post-processing of the study's weights, the rollout with the same post-processing. ``kl_limit``:
+    KL to the base at which trained rewards are compared, interpolated on each layer's path over its grid.
     """
 
     pairs: int = 250
@@ -68,7 +68,7 @@ class Faithfulness:
         if not self.kl_limit > 0:
             raise UserError(f"faithfulness.kl_limit: expected a KL above 0, got {self.kl_limit}")
         if not self.shares or not all(0 < share < 1 for share in self.shares):
-            raise UserError(f"faithfulness: expected shares between 0 and 1, got {list(self.shares)}")
+            raise UserError(f"faithfulness.shares: expected shares between 0 and 1, got {list(self.shares)}")
 
     def measure(
         self,
@@ -78,10 +78,11 @@ class Faithfulness:
         encoded: dict[str, EncodedSet],
         folder: Path,
     ) -> dict[str, object]:
-        """Returns per weights and pair how much more top tokens matter than random ones, and the true mass.
+        """Measures for every source of weights how much more its top tokens matter than random ones.
 
-        Plain data: ``weights`` maps a name to ``layer``, ``mass``, ``remove`` and ``keep`` (by share a number per pair)
-        and ``fall``; beside it what the whole responses give, what was read and what it cost.
+        Returns plain data: ``weights`` maps each name to its ``layer``, ``mass`` (share of weight on decisive tokens),
+        ``remove`` and ``keep`` (by share, one number per pair) and ``fall`` (by share, a mean). Other keys: the
+        log-odds of whole responses (``full``), and numbers of pairs, prompts, left-out pairs and seconds.
         """
         began, pool = time.perf_counter(), pool_splits(encoded)
         first = calibration_pairs(encoded["train"].pairs, self.pairs)
@@ -129,7 +130,7 @@ class Faithfulness:
         }
 
     def sections(self, outcome: Outcome, measured: MeasuredBy) -> list[Section]:
-        """Tables over layers, per seed and over seeds, the rank correlations, and a figure; one set per world."""
+        """Returns per world the tables over seeds and by seed, the rank correlations over layers, and a figure."""
         found = []
         for world in dict.fromkeys(world for world, _ in measured):
             by_seed = {seed: values for (of, seed), values in sorted(measured.items()) if of == world}
@@ -141,14 +142,14 @@ class Faithfulness:
 
 
 def layer_source(source: WeightSource) -> WeightSource:
-    """Returns ``source`` where it reads a layer; else attention as it is by default."""
+    """Returns ``source`` if it reads layers, else attention weights with default settings."""
     return source if hasattr(source, "layer") else Attention()
 
 
 def rollout_rankings(
     source: WeightSource, readers: Readers, pool: EncodedSet, sample: list[PreferencePair]
 ) -> Rankings:
-    """Returns the rollout's weights of ``sample``, post-processed as the study's; what is lacking is judged."""
+    """Returns the rollout's weights for ``sample``, with the study's post-processing; missing pairs are judged."""
     own = getattr(layer_source(source), "postprocess", None)
     rollout = Rollout() if own is None else Rollout(postprocess=own)
     weighed = readers.weigh(rollout, sample_of(pool, sample))
@@ -156,7 +157,7 @@ def rollout_rankings(
 
 
 def equal_rankings(rows: Rankings) -> Rankings:
-    """Returns the same tokens with a weight of 1 each."""
+    """Returns the same tokens, each with a weight of 1."""
     return {
         name: {side: replace(row, weights=(1.0,) * len(row.weights)) for side, row in sides.items()}
         for name, sides in rows.items()
@@ -164,7 +165,7 @@ def equal_rankings(rows: Rankings) -> Rankings:
 
 
 def true_rankings(sample: Sequence[PreferencePair], tokens: Rankings, grammar: Grammar) -> Rankings:
-    """Returns the weight 1 for the tokens that hold a decisive character, 0 for the others."""
+    """Returns weights of 1 for tokens with a decisive character and 0 for the others."""
     return {
         pair.pair_id: {
             side: replace(row, weights=tuple(map(float, decisive(pair, side, row.offsets, grammar))))
@@ -176,7 +177,7 @@ def true_rankings(sample: Sequence[PreferencePair], tokens: Rankings, grammar: G
 
 
 def decisive_mass(sample: Sequence[PreferencePair], rows: Rankings, grammar: Grammar) -> float:
-    """Returns the share of the weights on decisive tokens, mean over the responses that have any; NaN when none has."""
+    """Returns the share of weight on decisive tokens, averaged over responses that have any; NaN if none has."""
     shares = []
     for pair in sample:
         for side, row in rows[pair.pair_id].items():
@@ -191,7 +192,7 @@ def decisive_mass(sample: Sequence[PreferencePair], rows: Rankings, grammar: Gra
 
 @dataclass(frozen=True)
 class _WorldReport:
-    """Measurements of one world by seed, beside the trained rewards of the study."""
+    """Report on one world: its measurements by seed, with the study's trained rewards."""
 
     rules: Faithfulness
     outcome: Outcome
@@ -199,7 +200,7 @@ class _WorldReport:
     by_seed: Mapping[int, Mapping[str, Any]]
 
     def sections(self) -> list[Section]:
-        """Returns all sections; with a single layer there is nothing to rank and no figure over layers."""
+        """Returns all sections; rank correlations and the figure need at least two layers."""
         suffix = f", {self.world}" if self.world else ""
         layers = self.rows.dropna(subset="layer")
         count = int(layers.groupby("seed").size().max())
@@ -218,13 +219,13 @@ class _WorldReport:
         return found
 
     @property
-    def reward(self) -> str:
-        """Returns the column of trained rewards."""
+    def reward_column(self) -> str:
+        """Returns the name of the column with trained rewards."""
         return f"reward at KL {self.rules.kl_limit:g}"
 
     @cached_property
     def rows(self) -> "pandas.DataFrame":
-        """Returns a row per seed and weights: means over pairs, score, true mass and trained reward; NaN for none."""
+        """Returns one row per seed and source of weights: means over pairs, score, true mass and trained reward."""
         import pandas
 
         rows = [
@@ -235,18 +236,18 @@ class _WorldReport:
                 **{head: float(np.mean(found[mode][share])) for head, mode, share in self._removal_columns()},
                 "score": score_of(found),
                 "true mass": found["mass"],
-                self.reward: self.rewards[seed].get(found["layer"]),
+                self.reward_column: self.layer_rewards[seed].get(found["layer"]),
             }
             for seed, values in self.by_seed.items()
             for name, found in values["weights"].items()
         ]
-        return pandas.DataFrame(rows).astype({"layer": float, "true mass": float, self.reward: float})
+        return pandas.DataFrame(rows).astype({"layer": float, "true mass": float, self.reward_column: float})
 
     @cached_property
-    def rewards(self) -> dict[int, dict[int, float]]:
-        """Returns by seed the test reward of each layer at one KL, on its own path over the grid.
+    def layer_rewards(self) -> dict[int, dict[int, float]]:
+        """Returns each layer's test reward at ``kl_limit`` by seed, interpolated on its path over the grid.
 
-        A layer is left out where its path does not go as far, where no point is finished, and where no truth is known.
+        Layers without a value at this KL, finished points or a known true reward are left out.
         """
         found: dict[int, dict[int, float]] = {seed: {} for seed in self.by_seed}
         for seed, rewards in found.items():
@@ -269,7 +270,7 @@ class _WorldReport:
         ]
 
     def _summary_row(self, name: str, mine: "pandas.DataFrame") -> dict[str, Cell]:
-        """Returns one weights' row of the table over seeds: means with intervals over seeds and pairs."""
+        """Returns a source's row of the table over seeds: means with intervals over seeds and pairs."""
         row: dict[str, Cell] = {"weights": name}
         for head, mode, share in self._removal_columns():
             found = [self.by_seed[seed]["weights"][name][mode][share] for seed in mine["seed"]]
@@ -278,10 +279,10 @@ class _WorldReport:
         row["score"] = round(float(mine["score"].mean()), 2)
         if mine["true mass"].notna().any():
             row["true mass"] = round(float(mine["true mass"].mean()), 3)
-        if any(self.rewards.values()):
-            reached, seeds = int(mine[self.reward].count()), len(mine)
+        if any(self.layer_rewards.values()):
+            reached, seeds = int(mine[self.reward_column].count()), len(mine)
             some = "" if reached == seeds else f" ({reached} of {seeds} seeds)"
-            row[self.reward] = f"{mine[self.reward].mean():.3f}{some}" if reached else ""
+            row[self.reward_column] = f"{mine[self.reward_column].mean():.3f}{some}" if reached else ""
         return row
 
     def _notes(self) -> list[str]:
@@ -290,15 +291,17 @@ class _WorldReport:
         full = ", ".join(f"{one['full']:.2f}" for one in values)
         pairs = " or ".join(map(str, sorted({one["pairs"] for one in values})))
         return [
-            f"without: the top-weighted {shares} % of both responses' tokens are removed from the judge's prompt; "
-            "shown is the fall of the log-odds of the judge's own verdict (nats, both orders averaged) minus the fall "
-            "without as many random tokens from the same places. only: they alone are kept; shown are the log-odds "
-            "minus those with random tokens kept. Positive is faithful; equal weights must come out near 0",
-            f"score: mean of the shares under removal, what weights.layer=auto goes by. Log-odds with whole responses: "
-            f"{full}; {pairs} pairs per seed, {self.rules.draws} random draws; intervals over seeds and pairs",
-            "true mass: share of the weights on the tokens that carry the true reward"
+            f"without: the top-weighted {shares} % of both responses' tokens are removed from the judge's prompt; the "
+            "value is the drop in log-odds of the judge's own verdict (nats, mean of both orders) minus the drop when "
+            "equally many random tokens from the same positions are removed. only: all other tokens are removed; the "
+            "value is the log-odds minus those with random tokens kept. Positive values mean faithful weights; equal "
+            "weights must be near 0",
+            f"score: mean over the shares under removal, used by weights.layer=auto to choose a layer. Log-odds with "
+            f"whole responses: {full}; {pairs} pairs per seed, {self.rules.draws} random draws; intervals over seeds "
+            "and pairs",
+            "true mass: share of the weights on the tokens that determine the true reward"
             if self.rows["true mass"].notna().any()
-            else "no truth is known in this setting, so there is no true mass",
+            else "the true reward is not known in this setting, so there is no true mass",
             "measured in " + ", ".join(f"{one['seconds']:.0f} s ({one['prompts']} judge prompts)" for one in values),
             *(
                 f"seed {seed}: {what}: {count}"
@@ -309,13 +312,13 @@ class _WorldReport:
         ]
 
     def _correlation_table(self, layers: "pandas.DataFrame") -> TableBlock:
-        """Returns Spearman's correlations over the layers of each seed, their mean and their spread over seeds."""
+        """Returns Spearman correlations over the layers of each seed, with mean and standard deviation over seeds."""
         import pandas
 
-        names = {"score": "faithfulness", "true mass": "true mass", self.reward: "reward"}
+        names = {"score": "faithfulness", "true mass": "true mass", self.reward_column: "reward"}
         rows: list[dict[str, Cell]] = []
         for seed, mine in layers.set_index("layer").groupby("seed"):
-            ranks, trained = mine[[*names]].corr("spearman", min_periods=3), mine[self.reward].dropna()
+            ranks, trained = mine[[*names]].corr("spearman", min_periods=3), mine[self.reward_column].dropna()
             pairs = {f"{names[one]} and {names[other]}": ranks.loc[one, other] for one, other in combinations(names, 2)}
             rows.append(
                 {
@@ -333,12 +336,12 @@ class _WorldReport:
 
     def _correlation_notes(self, layers: int) -> list[str]:
         return [
-            f"Spearman over {layers} layers of one seed: with so few, an exchange of two neighbours moves it by "
-            f"{12 / (layers * (layers * layers - 1)):.2g} and more, and chance alone gives 1 once in "
-            f"{math.factorial(layers):.3g} orders; the spread over seeds says more than any one value",
-            f"reward: on test prompts at KL {self.rules.kl_limit:g}, read off each layer's own path over the grid; "
-            "layers whose points do not go as far are left out. That a layer is faithful, that it finds the truth, and "
-            "that it trains best are three statements",
+            f"Spearman correlation over the {layers} layers of one seed: with so few layers, swapping two neighbours "
+            f"changes it by at least {12 / (layers * (layers * layers - 1)):.2g}, and a random order gives 1 with "
+            f"probability 1 in {math.factorial(layers):.3g}; the spread over seeds says more than any single value",
+            f"reward: on test prompts at KL {self.rules.kl_limit:g}, interpolated on each layer's path over the grid; "
+            "layers whose points do not reach this KL are left out. A layer can be faithful without finding the "
+            "decisive tokens, and do either without training best",
         ]
 
     def _layer_figure(self, layers: "pandas.DataFrame") -> Image:
@@ -349,10 +352,10 @@ class _WorldReport:
             return [dict(zip(mine["layer"].astype(int), mine[column], strict=True)) for _, mine in seeds]
 
         falls = {head: values_by_seed(head) for head, mode, _ in self._removal_columns() if mode == "remove"}
-        panels = [LayerPanel("faithfulness", "fall beyond random removal (nats)", falls)]
+        panels = [LayerPanel("faithfulness", "drop beyond random removal (nats)", falls)]
         others = {
             "true mass": ("true importance", "share of weights on decisive tokens", "true mass"),
-            self.reward: ("training", f"test {self.reward}", "reward"),
+            self.reward_column: ("training", f"test {self.reward_column}", "reward"),
         }
         for column, (title, ylabel, name) in others.items():
             if layers[column].notna().any():
@@ -360,5 +363,5 @@ class _WorldReport:
         path = self.outcome.folder / (
             f"faithfulness-{safe_filename(self.world)}.png" if self.world else "faithfulness.png"
         )
-        caption = "by layer: faithfulness, true importance and trained reward, as far as known; thin lines are seeds"
+        caption = "faithfulness, true importance and trained reward by layer, where known; thin lines are seeds"
         return Image(layer_panels(panels, path), caption)

@@ -1,4 +1,4 @@
-"""Study's figures, of one arm always in one colour; and what arms are compared by where no truth is known."""
+"""Figures of a study, with one colour per arm, and the comparison of arms without a known true reward."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,13 +18,13 @@ from attnpo.run.result import RunResult
 from attnpo.schema import SIDES
 from attnpo.system.files import safe_filename
 
-MOST, FEW = 16, 8  # arms in one figure; other arms beside the control in each of several
+MOST, FEW = 16, 8  # maximum arms in a single figure; arms per figure, besides the control, if there are several
 TRANSFORM = "transform="
 Number = Callable[[RunResult], float]
 
 
 def study_looks(outcome: Outcome) -> dict[str, Look]:
-    """Returns how every arm of the study is drawn, in each of its worlds and figures."""
+    """Returns the colour and markers of every arm, used in all worlds and figures."""
     study = outcome.study
     altered = [
         arm.name
@@ -36,7 +36,7 @@ def study_looks(outcome: Outcome) -> dict[str, Look]:
 
 
 def base_level(point: PointResults) -> Level:
-    """Returns the base's mean reward on test prompts, with its interval where its rewards were kept."""
+    """Returns the base's mean reward on test prompts, with an interval if its rewards were stored."""
     rows = [scores.base_rewards for scores in point.truth_scores("test")]
     kept = [row for row in rows if row is not None]
     mean = point.mean_truth_score("test", "base_reward")
@@ -47,12 +47,12 @@ def base_level(point: PointResults) -> Level:
 
 
 def interval_level(found: Interval | None) -> Level:
-    """Returns a mean with its interval as figures take it; NaN where there is none."""
+    """Converts a mean with its interval to the form that figures take; NaN for None."""
     return Level(math.nan) if found is None else Level(found.mean, found.low, found.high)
 
 
 def seed_interval(values: Sequence[float]) -> Interval | None:
-    """Returns the mean of a number of each seed with its interval; None where a seed lacks it."""
+    """Returns the mean over seeds with its interval; None if a value is not finite."""
     return hierarchical_bootstrap(np.array(values)[:, None]) if all(map(math.isfinite, values)) else None
 
 
@@ -81,7 +81,7 @@ def _other_points(
 def _draw_over_layers(
     outcome: Outcome, world: str, levels: Mapping[str, Level], path: Path, looks: Looks, *, ylabel: str, title: str
 ) -> bool:
-    """Draws the rows that are layers over these, the others as levels; returns whether there are such layers."""
+    """Draws the arms of layers as a curve, other arms as horizontal lines; returns False for fewer than two layers."""
     layer_of = {arm.name: arm.layer for arm in outcome.arms if arm.world == world and arm.layer is not None}
     layers = [
         LayerPoint(layer_of[row], level.score, level.low, level.high, row)
@@ -96,9 +96,9 @@ def _draw_over_layers(
 
 
 def study_figures(outcome: Outcome) -> list[Image]:
-    """Returns the study's figures, written to its folder: reward against KL, and over layers where arms are layers.
+    """Draws the study's figures to its folder: rewards and KL of the arms, reward against KL, and curves over layers.
 
-    Of each world its own; of rewards none without a known truth.
+    Figures of rewards need a known true reward. Every world has its own figures.
     """
     looks, axis = study_looks(outcome), outcome.study.world_axis
     over_layers = [image for world in outcome.worlds for image in benchmark_layer_figures(outcome, world, looks)]
@@ -109,7 +109,7 @@ def study_figures(outcome: Outcome) -> list[Image]:
 
 
 def _gain_figure(outcome: Outcome, axis: WorldAxis, looks: Looks) -> Image:
-    """Draws the differences to the control over the scale of the worlds, a panel per KL level."""
+    """Draws the differences to the control over the worlds' axis, one panel per KL level."""
     found = {world: arms_at_levels(outcome, world) for world in axis.at}
     scale = sorted(axis.at.items(), key=lambda item: item[1])
     panels = {
@@ -127,14 +127,14 @@ def _gain_figure(outcome: Outcome, axis: WorldAxis, looks: Looks) -> Image:
         panels,
         outcome.folder / "gains.png",
         xlabel=axis.label,
-        ylabel=f"true reward less that of {outcome.study.control}",
+        ylabel=f"true reward minus that of {outcome.study.control}",
         title=f"{outcome.study.name}: {axis.title or f'gain over {axis.label}'}",
         looks=looks,
     )
     return Image(
         path,
-        f"difference of true reward to {outcome.study.control} at equal KL over {axis.label}, 95 % intervals; "
-        "hollow: not at equal KL, the path of an arm ends before it or has nothing near it",
+        f"difference of true reward to {outcome.study.control} at equal KL over {axis.label}, with 95 % intervals; "
+        "hollow: not at equal KL, because the path of an arm ends below it or has no point near it",
     )
 
 
@@ -192,12 +192,12 @@ def _world_figures(outcome: Outcome, world: str, looks: Looks) -> Iterator[Image
     path, title = _figure_path(outcome, "layers", world), f"{title}: each arm at its best point"
     levels = {**levels, BASE_ROW: base}
     if _draw_over_layers(outcome, world, levels, path, looks, ylabel="true reward, test prompts", title=title):
-        told = "each at its best grid point, and of the arms that are no layers"
+        told = "each at its best grid point, with the other arms as horizontal lines"
         yield Image(path, f"true reward by layer{_world_suffix(world)}, {told}")
 
 
 def split_arms_into_figures(arms: Sequence[str], control: str | None) -> list[list[str]]:
-    """Returns the arms of each figure: all in one, or as many as a figure can tell apart with the control in each."""
+    """Splits the arms into figures that stay readable; the control is in each of them."""
     if len(arms) <= MOST:
         return [list(arms)]
     shared = [arm for arm in arms if arm == control]
@@ -207,7 +207,7 @@ def split_arms_into_figures(arms: Sequence[str], control: str | None) -> list[li
 
 
 def benchmark_layer_figures(outcome: Outcome, world: str, looks: Looks) -> Iterator[Image]:
-    """Yields a figure per benchmark of score over layer, the other rows as levels; none where arms are no layers."""
+    """Yields a figure per benchmark with the score over layers; none unless the study has arms of layers."""
     for name, rows in outcome.benchmarks.items():
         scored = {row: score for (at, row), score in rows.items() if at == world and not score.failure_text}
         levels = {row: Level(score.mean, *score.interval_bounds) for row, score in scored.items()}
@@ -224,27 +224,28 @@ def benchmark_layer_figures(outcome: Outcome, world: str, looks: Looks) -> Itera
 
 
 WHY = (
-    "No truth is known here. An arm's own loss, margin and accuracy are counted with its own weights and its own beta, "
-    "so they cannot be compared between arms. What can: on validation pairs the log-probability that the chosen "
-    "response gained less what the rejected one gained, summed over all tokens without weights and without beta (the "
-    "unweighted margin, in nats), and the share of pairs where it is above 0 (the unweighted accuracy). Neither says "
-    "that answers became better: a margin grows with distance from the base, so read it beside the KL."
+    "There is no known true reward here. Losses, margins and accuracies of different arms cannot be compared, because "
+    "each is computed with the arm's own weights and beta. Two measures on validation pairs can be compared: the "
+    "unweighted margin in nats (the gain in log-probability of the chosen response minus that of the rejected one, "
+    "summed over all tokens without weights and beta), and the unweighted accuracy (the share of pairs with a margin "
+    "above 0). Neither shows that answers became better: margins grow with the distance from the base, so read them "
+    "together with the KL."
 )
 NOTES = {
     "accuracy": "share of validation pairs whose chosen response gained more log-probability than the rejected one, "
-    "summed over all tokens without weights; 0.5 is a coin",
-    "margin": "mean over validation pairs of that gain's difference, in nats, without weights and without beta",
+    "summed over all tokens without weights; 0.5 is chance",
+    "margin": "mean over validation pairs of the difference between these gains, in nats, without weights and beta",
     "KL": "nats per response from policy to base over the whole vocabulary, on validation pairs",
 }
 
 
 def unweighted_accuracy(result: RunResult) -> float:
-    """Returns the unweighted accuracy on validation pairs; NaN where where-the-policy-moved was not measured."""
+    """Returns the unweighted accuracy on validation pairs; NaN if the run did not measure its drift."""
     return result.drift_value("ranking_accuracy/validation")
 
 
 def unweighted_margin(result: RunResult) -> float:
-    """Returns the unweighted margin in nats on validation pairs: measured after training, else logged."""
+    """Returns the unweighted margin on validation pairs in nats, from the run's drift or else its logged metrics."""
     measured = [result.drift_value(f"displacement/validation_{side}") for side in SIDES]
     if not all(map(math.isfinite, measured)):
         logged = result.metrics
@@ -262,14 +263,17 @@ NUMBERS: dict[str, Number] = {
 }
 AXES = {
     "accuracy": ("unweighted accuracy", "share of validation pairs ranked as labelled"),
-    "margin": ("unweighted margin", "nats, chosen less rejected"),
+    "margin": ("unweighted margin", "nats, chosen minus rejected"),
     "KL": ("KL to the base", "nats per response"),
 }
-Known = Mapping[str, Mapping[str, Interval | None]]  # of the numbers that any chosen point has, their intervals by arm
+Known = Mapping[str, Mapping[str, Interval | None]]  # by measure and arm, for measures that any chosen point has
 
 
 def unweighted_section(outcome: Outcome, looks: Looks) -> list[Section]:
-    """Returns why losses cannot be compared, with tables and figures of what can; nothing where no run measured it."""
+    """Compares arms without a known true reward: unweighted accuracy, margin and KL, as a table and figures.
+
+    Returns only the explanation if no run measured these, and nothing without points.
+    """
     found: dict[str, tuple[Mapping[str, PointResults], Known]] = {}
     for world in outcome.worlds:
         best = outcome.best_points(world)
@@ -283,7 +287,7 @@ def unweighted_section(outcome: Outcome, looks: Looks) -> list[Section]:
         lambda world: (_unweighted_row(outcome, arm, *found[world]) for arm in found[world][0] if found[world][1]),
     )
     if not rows:
-        return [Section("What arms can be compared by", [Paragraph(WHY)])] if outcome.points else []
+        return [Section("Comparison without a known true reward", [Paragraph(WHY)])] if outcome.points else []
     images = [
         image
         for world, (best, known) in found.items()
@@ -294,7 +298,7 @@ def unweighted_section(outcome: Outcome, looks: Looks) -> list[Section]:
     told |= {f"{name} minus {outcome.study.control}": paired for name in ("accuracy", "margin")}
     table = TableBlock(columns_of(rows), rows, digits={"KL": 2}, notes={**NOTES, **told})
     blocks: list[Block] = [Paragraph(WHY), table, *images]
-    return [Section("What arms can be compared by", blocks)]
+    return [Section("Comparison without a known true reward", blocks)]
 
 
 def _unweighted_row(outcome: Outcome, arm: str, best: Mapping[str, PointResults], known: Known) -> Row:
@@ -330,15 +334,15 @@ def _unweighted_figures(
             *AXES[name],
             {arm: interval_level(found) for arm, found in values.items()},
             _other_points(outcome, world, best, partial(_mean_over_runs, NUMBERS[name])),
-            ("a coin", Level(0.5)) if name == "accuracy" else None,
+            ("chance", Level(0.5)) if name == "accuracy" else None,
         )
         for name, values in known.items()
     ]
     path = arm_figure(
         panels,
         _figure_path(outcome, "yardstick", world),
-        title=f"{named}: validation pairs, counted without weights",
-        note="bars: 95 % over seeds; small marks: other grid points",
+        title=f"{named}: validation pairs, without weights",
+        note="bars: 95 % intervals over seeds; small marks: other grid points",
         control=outcome.study.control,
         looks=looks,
     )

@@ -1,4 +1,4 @@
-"""Words beside a study's numbers: warnings above the table, footnotes below it, the result and the next commands."""
+"""Texts of a study's report: warnings above the table, footnotes below it, the conclusion and the next commands."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,27 +19,27 @@ from attnpo.schema import UserError
 from attnpo.weights.arrival import KEPT_MASS
 
 NO_CONTROL = (
-    "WARNING: no control that keeps sharpness and destroys placement (transform=shuffled): a lead does not show its "
-    "reason; experiment=controls has them all"
+    "WARNING: there is no control that keeps the sharpness of the weights but destroys their placement "
+    "(transform=shuffled), so a better result does not show its cause; experiment=controls has all controls"
 )
 
 
 def study_warnings(outcome: Outcome) -> list[str]:
-    """Returns what keeps a table from being believed: no control, a lone arm, a lost control, ill settings.
+    """Returns warnings on the main table: a missing control, a single arm, failed training, or unregistered settings.
 
-    Behind them what the study's own checks found.
+    They include the warnings that the study collected while it ran.
     """
     study, out = outcome.study, []
     names = dict.fromkeys(arm.name for arm in outcome.arms)
     if len(names) == 1:
-        out.append("WARNING: a single arm: there is nothing to compare it with")
+        out.append("WARNING: the study has a single arm, so there is nothing to compare it with")
     elif study.control is None:
-        out.append("WARNING: no control arm (study.control=null): no difference is shown")
+        out.append("WARNING: there is no control arm (study.control=null), so no differences are shown")
     best = {world: outcome.best_points(world) for world in outcome.worlds}
     for world, found in best.items():
         if study.control is not None and study.control not in found:
             where = f" in world {world}" if world else ""
-            out.append(f"WARNING: the control {study.control} has no results{where}: no arm is compared{where}")
+            out.append(f"WARNING: the control {study.control} has no results{where}, so no arm is compared{where}")
     if len(names) > 1 and not any(_is_control(outcome, point.arm) for point, _ in outcome.points):
         out.append(NO_CONTROL)
     out += [f"WARNING: {line}" for line in registration_warnings(outcome)]
@@ -52,23 +52,23 @@ def study_warnings(outcome: Outcome) -> list[str]:
 
 
 def _is_control(outcome: Outcome, arm: Arm) -> bool:
-    """Returns whether an arm is a control beside the study's own: transformed weights, or the truth as weights."""
+    """Returns whether an arm is an additional control, with transformed weights or true importance as weights."""
     changed = any(override_key(item) == "transform" and not item.endswith("=null") for item in arm.overrides)
     return arm.name in outcome.study.truth_arms or (changed and arm.name != outcome.study.control)
 
 
 def training_warnings(best: Mapping[str, PointResults]) -> Iterator[str]:
-    """Warns of arms whose chosen point moved no weight or destroyed the model in a seed."""
+    """Yields warnings for arms whose chosen point left the model unchanged or destroyed it, in any seed."""
     for name, point in best.items():
         for text in dict.fromkeys(result.training_warning for result in point.results if result.training_warning):
             yield f"WARNING: {name}: {text}"
 
 
 def footnotes(outcome: Outcome) -> list[str]:
-    """Returns what stands under the table: seeds, choice of points, what was fixed, costs, failures."""
+    """Returns the footnotes of the main table: seeds, choice of points, grids, digest, judges, costs and failures."""
     seeds = sorted({point.seed for point, _ in outcome.points})
     lost = [str(seed) for seed in outcome.seeds if seed not in seeds]
-    without = f" (none of seed {', '.join(lost)})" if lost else ""
+    without = f" (none for seed {', '.join(lost)})" if lost else ""
     lines = [
         f"seeds {', '.join(map(str, seeds))}; {len(outcome.points)} runs{without}, each scored after its last step",
         selection_note(outcome),
@@ -80,7 +80,7 @@ def footnotes(outcome: Outcome) -> list[str]:
     ]
     if len(seeds) == 1:
         known = outcome.has_truth
-        shown = "the intervals hold for the choice of prompts only, not for" if known else "nothing here tells of"
+        shown = "the intervals only cover the choice of prompts, not" if known else "nothing here measures"
         lines.append(f"one seed: {shown} the noise of training")
     return [
         *lines,
@@ -93,36 +93,36 @@ def footnotes(outcome: Outcome) -> list[str]:
 
 
 def selection_note(outcome: Outcome) -> str:
-    """Returns how the shown point of an arm was chosen and on what its numbers stand."""
+    """Returns a note on how the shown point of each arm was chosen, and on which data its scores are."""
     one = all(len((arm.grid or outcome.study.grid).point_overrides()) == 1 for arm in outcome.arms)
     if outcome.has_truth:
         tuned = f"points chosen on validation prompts with KL up to {outcome.study.kl_limit:g}"
-        shown = f"reward and intervals on {'' if one else 'other, '}held-out test prompts"
+        shown = f"reward and intervals are on {'' if one else 'other, '}held-out test prompts"
         return f"{'one point per arm, nothing tuned' if one else tuned}; {shown}"
     chosen = "one point per arm" if one else "points chosen by validation accuracy"
     return (
-        f"{chosen}; the numbers are of the same validation pairs, so slightly optimistic; chosen and rejected "
-        "tokens are the medians of the training responses"
+        f"{chosen}; scores are on the same validation pairs and therefore slightly optimistic; chosen tokens and "
+        "rejected tokens are median lengths of the training responses"
     )
 
 
 def _grid_notes(outcome: Outcome) -> Iterator[str]:
-    """Yields the study's grid, where an arm has it, and those of single arms, alike ones in one line."""
+    """Yields a note on the shared grid, if any arm uses it, and one per group of arms with an equal own grid."""
     study = outcome.study
     arms = dict.fromkeys(arm.name if arm.layer is None else study.layer_arm for arm in outcome.arms)
     own = {name: grid for name, grid in study.grids.items() if grid != study.grid}
     if not own or any(name not in own for name in arms):
-        yield f"grid, the same for every arm{' but those named next' if own else ''}: {study.grid}"
+        yield f"grid of every arm{' except those listed next' if own else ''}: {study.grid}"
     alike: dict[str, list[str]] = {}
     for name, grid in own.items():
-        said = f" ({grid.origin})" if grid.origin else ", whose beta has another unit" if not grid.keys else ""
+        said = f" ({grid.origin})" if grid.origin else ", whose beta has a different unit" if not grid.keys else ""
         alike.setdefault(f"{said}: {grid}", []).append(name)
     for text, names in alike.items():
         yield f"grid of {', '.join(names)}{text}"
 
 
 def _incomplete_points_note(outcome: Outcome) -> Iterator[str]:
-    """Yields the grid points that no arm can stand on, since they lack seeds that others of the arm have."""
+    """Yields a note on grid points that could not be chosen because they have fewer seeds than others of their arm."""
     ran = dict.fromkeys((point.arm.label, point.values) for point, _ in (*outcome.points, *outcome.failed))
     parts = []
     for world in outcome.worlds:
@@ -135,11 +135,11 @@ def _incomplete_points_note(outcome: Outcome) -> Iterator[str]:
                 if of == label and points and have.get(values, 0) < max(have.values())
             ]
     if parts:
-        yield f"of the grid, but no candidates, since they lack seeds: {', '.join(parts)}"
+        yield f"grid points that could not be chosen, because some of their seeds are missing: {', '.join(parts)}"
 
 
 def _grid_edge_note(outcome: Outcome) -> Iterator[str]:
-    """Yields the chosen points that lie on the edge of their grid: a longer one might have a better point."""
+    """Yields a note on chosen points at the edge of their grid, since a wider grid might have a better point."""
     parts = [
         f"{name_in_world(world, name)} ({', '.join(edges)})"
         for world in outcome.worlds
@@ -147,11 +147,11 @@ def _grid_edge_note(outcome: Outcome) -> Iterator[str]:
         if (edges := edge_axes(point, (point.arm.grid or outcome.study.grid)))
     ]
     if parts:
-        yield f"on the edge of its grid, so that a longer one might have a better point: {', '.join(parts)}"
+        yield f"at the edge of the grid, so a wider grid might have a better point: {', '.join(parts)}"
 
 
 def edge_axes(point: PointResults, grid: Grid) -> list[str]:
-    """Returns the axes, of at least three values, on which a point has the first or the last one, as "beta 0.03"."""
+    """Returns the grid axes on which a point has the smallest or largest of three or more values, as "beta 0.03"."""
     given = dict(value.split("=", 1) for value in point.values)
     found = []
     for key, values in grid.axes.items():
@@ -162,18 +162,18 @@ def edge_axes(point: PointResults, grid: Grid) -> list[str]:
 
 
 def _judge_notes(outcome: Outcome) -> Iterator[str]:
-    """Yields a line per world, seed and judge on how good it is; judges are told apart by how they judge."""
+    """Yields a note on the quality of each judge per world and seed; judges with equal statistics count as one."""
     for where, result in _results_by_judge(outcome):
         parts = ("pair_accuracy", "agreement", "consistency", "other_tokens")
         pairs, rounds, orders, other = (f"{100 * result.input('judge', name):.1f} %" for name in parts)
         yield (
-            f"{where}, on the study's pairs: {pairs} agree with the labels (both orders averaged), {rounds} of single "
-            f"rounds, orders agree in {orders}, {other} of verdicts are neither label"
+            f"{where}, on the study's pairs: {pairs} agree with the labels (mean of both orders), {rounds} of single "
+            f"rounds; the two orders agree in {orders}; {other} of verdicts are neither label"
         )
 
 
 def _lost_weight_warnings(outcome: Outcome) -> Iterator[str]:
-    """Warns of arms whose runs warn of it: much of their weights is lost on the way to the training tokens."""
+    """Yields a warning on arms that lost much weight between the judge's tokens and the training tokens."""
     arms: dict[str, list[RunResult]] = {}
     for point, result in outcome.points:
         if "warning" in result.split("train"):
@@ -184,13 +184,13 @@ def _lost_weight_warnings(outcome: Outcome) -> Iterator[str]:
     ]
     if parts:
         yield (
-            "WARNING: weights lost on the way to the training tokens, kept mass of chosen and of rejected responses: "
-            f"{', '.join(parts)}; the log and report.html of a run say what can help"
+            "WARNING: much weight was lost in the alignment with training tokens; mass kept in chosen and in rejected "
+            f"responses: {', '.join(parts)}; the log and report.html of a run tell what can help"
         )
 
 
 def _results_by_judge(outcome: Outcome) -> Iterator[tuple[str, RunResult]]:
-    """Yields each judge in words (of which arms, world, seed) with a result that has the account of its verdicts."""
+    """Yields a label per judge (arms, world and seed) with a run result that has the judge's statistics."""
     judged: dict[tuple[str, int], list[tuple[RunResult, list[str]]]] = {}
     for point, result in outcome.points:
         if not result.judge:
@@ -213,7 +213,7 @@ def _cost_note(outcome: Outcome) -> Iterator[str]:
     spent = {words: [cost[name] for cost in outcome.costs.values() if name in cost] for name, words in names.items()}
     parts = [f"{words} {fmean(values):.1f} s (mean of {len(values)})" for words, values in spent.items() if values]
     if parts:
-        yield f"not in s/run, once for all arms: {', '.join(parts)}"
+        yield f"spent once for all arms and not included in s/run: {', '.join(parts)}"
 
 
 def _failure_notes(outcome: Outcome) -> Iterator[str]:
@@ -234,18 +234,18 @@ GROUPS = {"helps": "better than", "harms": "worse than", "no clear difference": 
 
 
 def conclusion_lines(composed: Composition, outcome: Outcome) -> Iterator[str]:
-    """Yields the outcome of a study, then up to three commands, each on a line of its own."""
-    yield "came out:"
+    """Yields the lines that conclude a study: its result, then up to three commands for the next steps."""
+    yield "result:"
     for world in outcome.worlds:
         for text in describe_result(outcome, world):
             yield f"  {name_in_world(world, text)}"
-    yield "next, each as it can be pasted:"
+    yield "next steps:"
     for text in next_commands(composed, outcome):
         yield f"  {text}"
 
 
 def describe_result(outcome: Outcome, world: str) -> Iterator[str]:
-    """Yields a world's arms against the control, in words; without a known truth no claim."""
+    """Yields a comparison of a world's arms with the control in words; makes no claim without a known true reward."""
     best, control = outcome.best_points(world), outcome.study.control
     if not best:
         yield "no arm has results"
@@ -254,14 +254,14 @@ def describe_result(outcome: Outcome, world: str) -> Iterator[str]:
     if not outcome.has_truth:
         shares = {name: point.mean_metric("val/rewards/accuracies") for name, point in best.items()}
         said = ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares.items() if not math.isnan(share))
-        yield f"chosen above rejected in the validation pairs: {said or 'not measured'}; no interval, so no claim"
+        yield f"validation pairs ranked as labelled: {said or 'not measured'}; there is no interval, so no claim"
         results = (result for point in best.values() for result in point.results)
         yield from dict.fromkeys(result.overlap_warning for result in results if result.overlap_warning)
         return
     other = best.get(control or "")
     if control is None or other is None:
         top = max(best.values(), key=lambda point: point.interval.mean)
-        yield f"highest reward {top.interval.mean:.3f}: {top.arm.name}; no control to compare it with, so no claim"
+        yield f"highest reward {top.interval.mean:.3f}: {top.arm.name}; there is no control, so no claim"
         return
     found: dict[str, list[str]] = {name: [] for name in GROUPS}
     for name, point in best.items():
@@ -270,24 +270,24 @@ def describe_result(outcome: Outcome, world: str) -> Iterator[str]:
             found[verdict(versus)].append(f"{name} {difference_text(versus)}")
     for name, words in GROUPS.items():
         if found[name]:
-            yield f"{words} {control} (difference of reward, 95 %): {'; '.join(found[name])}"
+            yield f"{words} {control} (reward difference, 95 % interval): {'; '.join(found[name])}"
     if not any(found.values()):
-        yield f"no arm stands beside {control}: nothing is compared"
+        yield f"no arm can be compared with {control}"
     elif all(len(points) == 1 for points in outcome.points_by_arm(world).values()):
         apart = ", ".join(f"{name} {point.mean_truth_score('test', 'kl'):.2f}" for name, point in best.items())
-        yield f"one point each, nothing tuned, each at a KL to the base of its own ({apart}): no comparison at equal KL"
+        yield f"every arm has one point and nothing is tuned; KLs to the base differ ({apart}), so KL is not equal"
     elif sum(map(len, found.values())) > 1:
         moved = [point.mean_truth_score("test", "kl") for point in best.values()]
         yield (
-            f"each arm at its best point, at a KL to the base of its own ({min(moved):.2f} to {max(moved):.2f}); for "
-            "equal KL see the tables of that name; not corrected for the number of arms"
+            f"each arm is at its best point; KLs to the base differ ({min(moved):.2f} to {max(moved):.2f}), see the "
+            "tables at equal KL; not corrected for the number of arms"
         )
     if len(outcome.seeds) == 1:
-        yield "one seed: the intervals hold for the prompts, not for the noise of training"
+        yield "one seed: the intervals only cover the choice of prompts, not the noise of training"
 
 
 def next_commands(composed: Composition, outcome: Outcome) -> list[str]:
-    """Returns commands for the study as a table, more seeds of it, and another study on its setting, if ``fit`` can."""
+    """Returns commands for a table of the study, for more seeds, and for another study on the same setting."""
     seeds = len(outcome.seeds)
     more = 5 if seeds < 5 else seeds + 5
     other = "controls" if outcome.study.name != "controls" else "layer_sweep"

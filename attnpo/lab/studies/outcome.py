@@ -1,7 +1,7 @@
-"""Outcome of a study: results by arm and grid point, which point stands for an arm, and its rewards at a given KL.
+"""Results of a study by arm and grid point, the choice of each arm's best point, and rewards at a given KL.
 
-The point is chosen on validation alone. For a KL the points of a seed stand in the order of theirs on test prompts;
-which of them stay is decided on validation prompts.
+Points are chosen on validation data only. To compare arms at equal KL, the points of a seed are sorted by their KL on
+test prompts and filtered by their rewards on validation prompts.
 """
 
 import math
@@ -20,18 +20,19 @@ from attnpo.run.result import RunResult, TruthScores
 from attnpo.schema import digest
 
 Rewards = Float[np.ndarray, "prompts"]
-ENDS, CHORD = "<", "~"  # after a value that is none at the level: the path ends before it, or has nothing near it
-FAR = 2.0  # times the level: from a first point beyond that nothing is known of the level
+ENDS, CHORD = "<", "~"  # marks of values not at the KL level: the path ends below it, or has no point near it
+FAR = 2.0  # if an arm's first point has more than this many times the KL level, nothing is known near the level
 
 
 @dataclass(frozen=True)
 class RowScore:
-    """Row's score on a benchmark, the one called ``name`` that counts there: a mean over rounds per seed.
+    """Score of a table row on a benchmark; ``values`` has one mean over rounds per seed.
 
-    ``seeds``: how many evaluations were to be made; those that failed are lacking in ``values``. ``interval``: 95 %
-    over questions where there is one evaluation. ``grading``: standard deviation of the mean from grading the same
-    answers again. ``rounds`` of generation; ``questions`` it stands on; ``counts``: what was missing or replaced, by
-    reason, over all seeds. ``higher_is_better``: the score's direction, None where it is not known.
+    ``name``: the benchmark's main score. ``seeds``: number of planned evaluations; failed ones have no entry in
+    ``values``. ``interval``: 95 % interval over questions, for a single evaluation. ``grading``: standard deviation of
+    the mean when the same answers are graded again. ``rounds``: rounds of generation. ``questions``: number of
+    questions. ``counts``: missing or replaced answers by reason, over all seeds. ``higher_is_better``: direction of the
+    score, None if unknown.
     """
 
     name: str = ""
@@ -46,7 +47,7 @@ class RowScore:
 
     @property
     def failure_text(self) -> str:
-        """Returns what stands in the table where an evaluation failed; empty where none did."""
+        """Returns the table cell of a row with failed evaluations; empty if none failed."""
         lacking = self.seeds - len(self.values)
         if not lacking:
             return ""
@@ -54,12 +55,12 @@ class RowScore:
 
     @property
     def mean(self) -> float:
-        """Returns the mean over seeds; NaN where an evaluation failed."""
+        """Returns the mean over seeds; NaN if an evaluation failed."""
         return math.nan if self.failure_text else mean(self.values)
 
     @property
     def half_width(self) -> float | None:
-        """Returns half of the 95 % interval of the mean over seeds (Student's t); None for fewer than two."""
+        """Returns the half width of the mean's 95 % interval over seeds (Student's t); None below two seeds."""
         count = len(self.values)
         if self.failure_text or count < 2:
             return None
@@ -67,7 +68,7 @@ class RowScore:
 
     @property
     def interval_bounds(self) -> tuple[float, float]:
-        """Returns the interval over seeds, else that over questions; NaN where there is neither."""
+        """Returns the ends of the interval over seeds, else over questions; NaN if there is neither."""
         width = self.half_width
         if width is not None:
             return self.mean - width, self.mean + width
@@ -76,10 +77,11 @@ class RowScore:
 
 @dataclass(frozen=True)
 class SourceCost:
-    """Forward passes that an arm's weights ask of models, beyond what training does with any weights.
+    """Cost of computing an arm's weights, in model passes that training itself does not need.
 
-    ``once``: sequences read of each pair before training, in ``seconds`` (None: not known). ``again``: sequences read
-    forward and backward once more whenever a pair is trained on. ``step_pairs``: pairs of an optimiser step.
+    ``once``: sequences per pair that are read before training, in ``seconds`` per pair (None if unknown). ``again``:
+    sequences per pair with an extra forward and backward pass in every training step. ``step_pairs``: pairs per
+    optimizer step.
     """
 
     once: int = 0
@@ -90,9 +92,9 @@ class SourceCost:
 
 @dataclass(frozen=True)
 class ScorerRun:
-    """Trained scorer: its model folder, the run's result, and the sequences that training read of each pair.
+    """Trained scorer: its model folder, its run's result, and the sequences per pair that training passed through it.
 
-    ``forwards`` has those of the reference too; validation is not counted.
+    ``forwards`` includes the reference model; validation is not counted.
     """
 
     model: Path
@@ -103,7 +105,7 @@ class ScorerRun:
 
 @dataclass(frozen=True)
 class PointResults:
-    """All results of one arm at one grid point, one per seed in rising order."""
+    """All results of one arm at one grid point, one per seed in ascending order."""
 
     arm: Arm
     values: tuple[str, ...]
@@ -111,19 +113,23 @@ class PointResults:
     results: tuple[RunResult, ...]
 
     def truth_scores(self, split: str) -> list[TruthScores]:
-        """Returns the scores of a split, one per seed. ValueError where no truth is known."""
+        """Returns the true-reward scores on a split, one per seed.
+
+        Raises:
+            ValueError: the true reward is not known.
+        """
         known = [result.truth[split] for result in self.results if result.truth is not None]
         if len(known) < len(self.results):
             raise ValueError(f"{self.label} has no scores against a known truth")
         return known
 
     def mean_truth_score(self, split: str, name: str) -> float:
-        """Returns the mean over seeds of a truth score."""
+        """Returns the mean over seeds of a true-reward score."""
         return float(np.mean([scores.numbers[name] for scores in self.truth_scores(split)]))
 
     @property
     def rewards(self) -> Float[np.ndarray, "seeds prompts"]:
-        """Returns true rewards on test prompts, a row per seed and a column per prompt."""
+        """Returns the true rewards on test prompts, one row per seed."""
         return np.array([scores.rewards for scores in self.truth_scores("test")])
 
     @cached_property
@@ -132,15 +138,15 @@ class PointResults:
         return hierarchical_bootstrap(self.rewards)
 
     def mean_metric(self, name: str) -> float:
-        """Returns the mean over seeds of a last logged metric; NaN where it is missing."""
+        """Returns the mean over seeds of a metric's last logged value; NaN if missing."""
         return float(np.mean([result.metrics.get(name, math.nan) for result in self.results]))
 
     def mean_drift(self, name: str) -> float:
-        """Returns the mean over seeds of a number of ``RunResult.drift`` by its path; NaN where it is missing."""
+        """Returns the mean over seeds of a value in ``RunResult.drift``, given by its path; NaN if missing."""
         return float(np.mean([result.drift_value(name) for result in self.results]))
 
     def mean_input(self, name: str) -> float:
-        """Returns the mean over seeds of a statistic of the training examples; NaN where it is missing."""
+        """Returns the mean over seeds of a statistic of the training examples; NaN if missing."""
         return float(np.mean([result.input("train", name) for result in self.results]))
 
     @property
@@ -151,15 +157,14 @@ class PointResults:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Finished study: its points with their results, those that failed with their errors, the grid's digest.
+    """Results of a finished study: points with their results, failed points with their errors, and the fixed settings.
 
-    ``measured``: results of the study's analyses by their names, world and seed; ``unmeasured``: what failed of them.
-    ``costs``: seconds that were spent once for all arms, per world and seed, as far as they are known: of the "base",
-    of the "judge" (the passes of judge, verbalizer and scorers over the pairs, those of all commands together), of the
-    training of "scorers", by whichever command. ``warnings``: what is wrong with what the points stand on.
-    ``benchmarks``: scores of the table's rows by benchmark, then by world and name of the row. ``reads``: what an arm's
-    weights ask of models, by world, seed and arm; ``scorers``: those that were trained, by their names. ``folders``:
-    where each run lies.
+    ``measured``: results of the study's analyses by name, world and seed; ``unmeasured``: errors of failed analyses.
+    ``costs``: seconds spent once for all arms, by world and seed, where known: "base", "judge" (passes of judge,
+    verbalizer and scorers over the pairs, summed over all commands) and "scorers" (training, by any command).
+    ``warnings``: problems with the inputs of the points. ``benchmarks``: scores by benchmark, then by world and row.
+    ``reads``: cost of weights by world, seed and arm. ``scorers``: trained scorers by world and seed, then by name;
+    ``lost_scorers``: errors of scorers that failed. ``folders``: run folder of each point.
     """
 
     study: Study
@@ -181,27 +186,27 @@ class Outcome:
 
     @property
     def digest(self) -> str:
-        """Returns the digest of world, grid and arms, fixed before the points ran."""
+        """Returns the digest of worlds, grids and arms, which were fixed before the points ran."""
         return digest(self.record)[:16]
 
     @property
     def seeds(self) -> list[int]:
-        """Returns the seeds of a study, those without results too."""
+        """Returns the study's seeds, including those without results."""
         return sorted({point.seed for point, _ in [*self.points, *self.failed]})
 
     @cached_property
     def results(self) -> list[PointResults]:
-        """Returns the results by world, arm and grid point."""
+        """Returns the points' results grouped by world, arm and grid point."""
         return group_by_point(self.points)
 
     @property
     def has_truth(self) -> bool:
-        """Returns whether every result carries scores against a known truth."""
+        """Returns whether every run was scored with a known true reward."""
         return has_truth(self.results)
 
     @property
     def worlds(self) -> list[str]:
-        """Returns the study's worlds in its order; the only one of a study without worlds is ""."""
+        """Returns the names of the study's worlds; only "" in a study without worlds."""
         return list(dict.fromkeys(arm.world for arm in self.arms))
 
     def arms_in_world(self, world: str) -> list[Arm]:
@@ -213,31 +218,31 @@ class Outcome:
         return [made for (of, _), made in self.scorers.items() if of == world]
 
     def points_by_arm(self, world: str) -> dict[str, list[PointResults]]:
-        """Returns the grid points of every arm of a world, in the study's order; none for an arm without results."""
+        """Returns the grid points of every arm of a world, in the study's order; empty for an arm without results."""
         points = [point for point in self.results if point.arm.world == world]
         return {
             arm.name: [point for point in points if point.arm.name == arm.name] for arm in self.arms_in_world(world)
         }
 
     def best_points(self, world: str) -> dict[str, PointResults]:
-        """Returns the point that stands for each arm of a world with results, in the study's order."""
+        """Returns the chosen point of each arm of a world with results, in the study's order."""
         found = self.points_by_arm(world).items()
         return {name: best_point(points, self.study.kl_limit) for name, points in found if points}
 
     def missing_seeds_mark(self, have: int) -> str:
-        """Returns a mark on what stands on fewer seeds than the study has; else empty."""
+        """Returns a mark for values that are based on fewer seeds than the study has; else an empty string."""
         every = len(self.seeds)
         return "" if have == every else f" ({have} of {every} seeds)"
 
 
 def values_label(values: Sequence[str]) -> str:
-    """Returns the grid values for reading."""
+    """Formats the grid values of a point, as in "lr 5e-05 beta 0.1"."""
     pairs = [value.split("=", 1) for value in values]
     return " ".join(f"{short_key(key)} {value}" for key, value in pairs)
 
 
 def group_by_point(points: Sequence[tuple[Point, RunResult]]) -> list[PointResults]:
-    """Returns the results by world, arm and grid point, in the order the study lists them."""
+    """Groups results by world, arm and grid point, in the study's order."""
     groups: dict[tuple[str, str, tuple[str, ...]], list[tuple[Point, RunResult]]] = {}
     for point, result in points:
         groups.setdefault((point.arm.world, point.arm.name, point.values), []).append((point, result))
@@ -250,16 +255,17 @@ def group_by_point(points: Sequence[tuple[Point, RunResult]]) -> list[PointResul
 
 
 def has_truth(points: Sequence[PointResults]) -> bool:
-    """Returns whether every result carries scores against a known truth."""
+    """Returns whether every run was scored with a known true reward."""
     return all(result.truth is not None for point in points for result in point.results)
 
 
 def best_point(points: Sequence[PointResults], kl_limit: float) -> PointResults:
-    """Returns the point that stands for an arm, chosen on validation data alone.
+    """Chooses the best point of an arm, on validation data only.
 
-    With a known truth: the highest validation reward among points with validation KL up to ``kl_limit`` (if none, the
-    one with the smallest KL). Otherwise the highest validation accuracy of the rewards. What is not finite loses, and
-    so does a model that training destroyed, unless all are. A point that lacks seeds is not chosen.
+    With a known true reward, this is the point with the highest validation reward among those with a validation KL up
+    to ``kl_limit``, or the point with the smallest KL if there is none. Otherwise it is the point with the highest
+    validation accuracy. Non-finite values rank last. Points with fewer seeds than others are not chosen, and points
+    whose model was destroyed by training only if all were.
     """
     most = max(len(point.results) for point in points)
     whole = [point for point in points if len(point.results) == most]
@@ -273,22 +279,22 @@ def best_point(points: Sequence[PointResults], kl_limit: float) -> PointResults:
 
 
 def _finite_or(value: float, worst: float) -> float:
-    """Returns ``value``, or ``worst`` for one that is not finite: NaN has no order."""
+    """Returns ``value``, or ``worst`` if it is not finite, since NaN cannot be ordered."""
     return value if math.isfinite(value) else worst
 
 
 def interval_text(interval: Interval) -> str:
-    """Returns both ends, or a remark where there is none."""
+    """Formats both ends of an interval, or "[no interval]"."""
     return "[no interval]" if math.isnan(interval.low) else f"[{interval.low:.3f}, {interval.high:.3f}]"
 
 
 def difference_text(difference: Interval | None) -> str:
-    """Returns a difference with its interval; empty where there is none."""
+    """Formats a difference with its interval; empty for None."""
     return "" if difference is None else f"{difference.mean:+.3f} {interval_text(difference)}"
 
 
 def verdict(difference: Interval) -> str:
-    """Returns what a difference of rewards says, by whether its interval excludes 0 and by nothing else."""
+    """Returns "helps", "harms" or "no clear difference", only by whether the interval excludes 0."""
     if not difference.excludes_zero:
         return "no clear difference"
     return "helps" if difference.mean > 0 else "harms"
@@ -298,13 +304,13 @@ def verdict(difference: Interval) -> str:
 
 
 def epochs_trained(result: RunResult, step_pairs: int) -> float:
-    """Returns how often a run of steps of ``step_pairs`` trained on each pair; NaN without their count."""
+    """Returns the number of epochs a run trained, with ``step_pairs`` pairs per step; NaN without a pair count."""
     return result.steps * step_pairs / result.input("train", "pairs")
 
 
 @dataclass(frozen=True)
 class PathPoint:
-    """Policy on the path of an arm and a seed: its KL to the base on test prompts, its rewards."""
+    """Point on the reward-KL path of an arm and seed: KL to the base on test prompts, validation and test rewards."""
 
     kl: float
     validation: float
@@ -313,12 +319,12 @@ class PathPoint:
 
 @dataclass(frozen=True)
 class RewardAtKL:
-    """Arm at a KL level.
+    """Rewards of an arm at a KL level.
 
-    ``rewards``: on test prompts, a row per seed of ``seeds``. ``kl``: the mean over seeds of the level, or of less
-    where nothing beyond is better on validation. ``mark`` is empty where the value is one at the level, of the seeds
-    that have one; where none has, it is ENDS if no point goes as far (the value is the end of the path), or CHORD if
-    the level lies between the base and a first point of more than FAR times the level.
+    ``rewards``: rewards on test prompts, one row per seed in ``seeds``. ``kl``: mean KL over seeds; it is below the
+    level if no point with more KL is better on validation. ``mark``: empty for rewards at the level; ENDS if no point
+    of any seed reaches the level (the rewards are those at the end of the path); CHORD if the level falls between the
+    base and a first point with more than FAR times the level.
     """
 
     seeds: tuple[int, ...]
@@ -328,16 +334,15 @@ class RewardAtKL:
 
     @property
     def reward(self) -> float:
-        """Returns the mean over seeds and prompts."""
+        """Returns the mean reward over seeds and prompts."""
         return float(self.rewards.mean())
 
 
 def reward_kl_path(points: Sequence[PointResults], seed: int) -> list[PathPoint]:
-    """Returns the path of an arm and a seed: the base, then the grid points by rising KL.
+    """Returns the reward-KL path of an arm and seed: the base, then its grid points by ascending KL.
 
-    A point stays if its validation reward is above those of all points with less KL; one whose KL is not finite has no
-    place. The base only gives the path its start; it competes with no point, and is left out where its rewards were not
-    stored.
+    Only points with a higher validation reward than all points with less KL are on the path; points with a non-finite
+    KL are not. The base is the start of the path whatever its reward, and is missing if its rewards were not stored.
     """
     scores = [
         (point.truth_scores("test")[place], point.truth_scores("validation")[place].numbers["reward"])
@@ -355,9 +360,9 @@ def reward_kl_path(points: Sequence[PointResults], seed: int) -> list[PathPoint]
 
 
 def rewards_at_kl(points: Sequence[PointResults], level: float) -> RewardAtKL | None:
-    """Returns an arm's test rewards at a KL level, linear in the root of KL on each seed's path.
+    """Interpolates an arm's test rewards at a KL level, linearly in the square root of KL on each seed's path.
 
-    None where no seed's path has anything within the level.
+    Returns None if no seed's path has a point at or below the level.
     """
     places = [
         _rewards_at_kl_for_seed(points, seed, level)
@@ -392,7 +397,7 @@ def _rewards_at_kl_for_seed(points: Sequence[PointResults], seed: int, level: fl
 
 
 def reward_difference(one: RewardAtKL | PointResults, other: RewardAtKL | PointResults) -> Interval | None:
-    """Returns the difference of two arms' test rewards, paired by seed and prompt; None when they share no seed."""
+    """Returns the difference of two arms' test rewards, paired by seed and prompt; None if they share no seed."""
     shared = [seed for seed in one.seeds if seed in other.seeds]
     if not shared:
         return None

@@ -1,4 +1,4 @@
-"""Finished study printed and written: tables, page, tracker and study.json."""
+"""Prints and writes the results of a finished study: tables, HTML page, study.json, and a W&B run."""
 
 import json
 import logging
@@ -57,9 +57,9 @@ SCORES = "benchmarks.csv"
 
 
 def publish_study(settings: WandbSettings | None, values: Mapping[str, Json], outcome: "Outcome") -> None:
-    """Sends a study's table, all its points and its figures to a W&B run of the points' group.
+    """Logs a study's main table, all its points and its figures to a W&B run in the group of its points.
 
-    ``values``: what the run shows as its configuration.
+    ``values``: shown as the run's config.
     """
     if settings is None:
         return
@@ -94,7 +94,7 @@ def publish_study(settings: WandbSettings | None, values: Mapping[str, Json], ou
 
 
 def arms_section(outcome: Outcome) -> Section:
-    """Returns the study's own table, warnings above and footnotes below it."""
+    """Returns the main table, with warnings above and footnotes below it."""
     columns, rows = main_table(outcome)
     above = [Paragraph(line, warning=True) for line in study_warnings(outcome)]
     below = [Paragraph(line, warning=line.startswith("FAILED")) for line in footnotes(outcome)]
@@ -103,7 +103,7 @@ def arms_section(outcome: Outcome) -> Section:
 
 
 def analysis_sections(outcome: Outcome) -> list[Section]:
-    """Returns what the study's analyses show; one that fails says so and keeps the tables."""
+    """Returns the report sections of the study's analyses; an analysis that fails gets a warning instead."""
     sections: list[Section] = []
     for name, analysis in outcome.study.analyses.items():
         if not outcome.measured.get(name):
@@ -111,15 +111,13 @@ def analysis_sections(outcome: Outcome) -> list[Section]:
         try:
             sections += analysis.sections(outcome, outcome.measured[name])
         except Exception as error:
-            log.exception("analysis %s cannot be shown", name)
-            sections.append(
-                Section(name, [Paragraph(f"FAILED analysis {name} cannot be shown: {error}", warning=True)])
-            )
+            log.exception("the report of analysis %s failed", name)
+            sections.append(Section(name, [Paragraph(f"FAILED report of analysis {name}: {error}", warning=True)]))
     return sections
 
 
 def print_interim_table(outcome: Outcome) -> None:
-    """Prints the table of the points that a study has until now."""
+    """Prints the main table of the points that have finished so far."""
     seeds = ", ".join(str(seed) for seed in sorted({point.seed for point, _ in outcome.points}))
     title = f"{outcome.study.name} so far: {len(outcome.points)} points, seeds {seeds}"
     print_sections(terminal(), [Section(title, [short_table(outcome)])])
@@ -157,15 +155,12 @@ def finish_study(outcome: Outcome) -> None:
 
 
 def write_study_record(outcome: Outcome, figures: Sequence[str]) -> None:
-    """Writes study.json, and removes figures that an earlier command left in the folder.
-
-    ``figures``: the names of those that belong to this one.
-    """
+    """Writes study.json, and deletes figures of earlier commands that are not in ``figures`` (names)."""
     path = outcome.folder / "study.json"
     damaged = has_checksums(outcome.folder) and describe_change(outcome.folder, only=(path.name,)) is not None
     try:
         earlier = [] if damaged else parse_json(path.read_text(encoding="utf-8"))["figures"]
-    except (OSError, ValueError, KeyError, TypeError):  # there is none, or it was cut short
+    except (OSError, ValueError, KeyError, TypeError):  # missing or truncated
         earlier = []
     for name in earlier:
         if name not in figures:
@@ -218,13 +213,13 @@ def _run_row(point: PointResults, seed: int, result: RunResult) -> Row:
 
 
 FILES = {REPORT: "page", "result.json": "result", "metrics.csv": "metrics", "config.yaml": "config", "log.txt": "log"}
-SHOWN = 6  # arms whose weights and answers stand on the page; a page of all would grow with the study
+SHOWN = 6  # maximum number of arms whose weights and answers are on the page, to limit its size
 
 
 def write_study_report(outcome: Outcome, tables: Sequence[Section]) -> list[str]:
-    """Draws the study's figures, writes ``report.html``, and returns the figures' names, those in ``tables`` included.
+    """Draws the study's figures and writes ``report.html``; returns the names of all figures, with those in ``tables``.
 
-    The page begins with ``tables``; its figures come after the first of them.
+    The page starts with the first of ``tables``, then come the figures, then the other tables.
     """
     images = study_figures(outcome)
     known = outcome.has_truth
@@ -240,7 +235,7 @@ def write_study_report(outcome: Outcome, tables: Sequence[Section]) -> list[str]
 
 
 def runs_section(outcome: Outcome) -> Section:
-    """Returns the chosen points, and links to the files of all runs."""
+    """Returns a section with the chosen points and links to the files of all runs."""
     best = [point for world in outcome.worlds for point in outcome.best_points(world).values()]
     rows: list[list[Cell]] = [
         [*filter(None, [point.arm.world]), point.arm.name, point.label, ", ".join(map(str, point.seeds))]
@@ -266,10 +261,10 @@ def _file_links(outcome: Outcome, point: Point) -> dict[str, str]:
 
 
 def answers_sections(outcome: Outcome) -> Iterator[Section]:
-    """Returns one pair's weights and a few answers of the first seed, arm beside arm, where runs kept them."""
+    """Yields sections that compare arms on one pair's weights and a few answers, from runs of the first seed."""
     for world in outcome.worlds:
         best = outcome.best_points(world)
-        kept: dict[str, ForPage] = {}  # of the first seed at the chosen points, the control's first
+        kept: dict[str, ForPage] = {}  # by arm, the control first
         for name in sorted(best, key=lambda name: name != outcome.study.control)[:SHOWN]:
             folder = outcome.folders.get(Point(best[name].arm, best[name].values, best[name].seeds[0]))
             if folder is not None and (found := read_for_page(folder)) is not None:
@@ -279,7 +274,7 @@ def answers_sections(outcome: Outcome) -> Iterator[Section]:
         if heat:
             first = heat[0].pair.pair_id
             same = [row for row in heat if row.pair.pair_id == first]
-            told = Paragraph("The same training pair as each arm weighs it.")
+            told = Paragraph("The same training pair with the weights of each arm.")
             yield Section(f"One pair, arm by arm{of}", [told, Fragment(heatmap_html(same, page=False))])
         beside = []
         for prompt in dict.fromkeys(answer.prompt for one in kept.values() for answer in one.answers):
@@ -288,23 +283,20 @@ def answers_sections(outcome: Outcome) -> Iterator[Section]:
             beside.append(Beside(prompt, {"base": base} | {name: of[0].policy for name, of in mine.items() if of}))
         if beside:
             told = Paragraph(
-                "Answers sampled after training, of the first seed, at each arm's chosen point; the base's come first. "
-                "A few prompts, to read and not to count."
+                "Answers sampled after training, from the first seed at each arm's chosen point; answers of the base "
+                "come first. These few prompts are examples only, too few for conclusions."
             )
             yield Section(f"Answers side by side{of}", [told, *beside])
 
 
 def add_column_notes(outcome: Outcome, sections: Sequence[Section]) -> list[Section]:
-    """Returns the sections with notes on the columns of their tables; those that a table has of its own stay.
-
-    Columns of worlds are named as such.
-    """
+    """Adds notes on table columns to all sections, including columns named after worlds; existing notes are kept."""
     worlds = {world: f"difference to the control in world {world}" for world in outcome.worlds if world}
 
-    def add_notes(block: Block) -> Block:
+    def with_notes(block: Block) -> Block:
         if not isinstance(block, TableBlock):
             return block
         known = {name: note for name, note in worlds.items() if name in block.columns}
         return replace(block, notes={**column_notes(block.columns), **known, **block.notes})
 
-    return [Section(section.title, [*map(add_notes, section.blocks)]) for section in sections]
+    return [Section(section.title, [*map(with_notes, section.blocks)]) for section in sections]

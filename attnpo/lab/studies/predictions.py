@@ -1,4 +1,4 @@
-"""Predictions registered before a study ran, beside their outcomes: hits, misses and open ones alike."""
+"""Registers a study's predictions before it runs, and compares them with the results: hit, missed or open."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -25,7 +25,11 @@ HEADS = ["about", "prediction", "difference", "outcome", "seeds"]
 
 
 def check_prediction_arms(study: Study, arms: Sequence[Arm]) -> None:
-    """Raises UserError for a prediction about an arm that is none of ``arms``, those of all worlds."""
+    """Checks that all predictions are about arms of the study; ``arms`` are those of all worlds.
+
+    Raises:
+        UserError: a prediction names an unknown arm.
+    """
     known = [(arm.world, arm.name) for arm in arms]
     for name, claim in study.predictions.claims.items() if study.predictions else []:
         for world, arm in (*claim.above, *claim.below):
@@ -33,15 +37,15 @@ def check_prediction_arms(study: Study, arms: Sequence[Arm]) -> None:
                 there = ", ".join(arm for place, arm in known if place == world)
                 where = f" in world {world}" if world else ""
                 raise UserError(
-                    f"study.predictions.claims.{name}: expected arms of the study, got {arm}{where}; there are {there} "
-                    "(study.predictions=null leaves the predictions out)"
+                    f"study.predictions.claims.{name}: expected arms of the study, got {arm}{where}; the arms are "
+                    f"{there} (study.predictions=null turns predictions off)"
                 )
 
 
 def register_predictions(study: Study, folder: Path) -> list[str]:
-    """Keeps a study's predictions in its folder before any point runs; returns what must be said of them.
+    """Saves a study's predictions in its folder before any point runs; returns warnings for the report.
 
-    The first that were kept there stay: where others are asked for and points have been run since, this is said.
+    Once a point has finished, saved predictions are not replaced; there is a warning if the current ones differ.
     """
     if study.predictions is None:
         return []
@@ -54,8 +58,8 @@ def register_predictions(study: Study, folder: Path) -> list[str]:
     if before == now:
         return []
     return [
-        f"WARNING: points of this folder were run under other predictions ({FIXED}: {before}; now {now}): what the "
-        "present ones say was not fixed before the runs"
+        f"WARNING: points in this folder were run under other predictions ({FIXED}: {before}; now {now}), so the "
+        "current predictions were not fixed before the runs"
     ]
 
 
@@ -67,35 +71,35 @@ def _digest(record: Mapping[str, object]) -> str:
 
 
 def registration_warnings(outcome: Outcome) -> list[str]:
-    """Returns what to say of seeds or settings that the predictions were not fixed for."""
+    """Returns warnings if the study has seeds or settings other than those its predictions were registered for."""
     predictions, out = outcome.study.predictions, list[str]()
     if predictions is None:
         return out
     other = sorted({point.seed for point, _ in outcome.points} - set(predictions.seeds))
     if other:
         out.append(
-            f"seeds {', '.join(map(str, other))} are not among those the predictions were fixed for: what stands here "
-            "of them is exploration, no evidence, and decides no prediction"
+            f"seeds {', '.join(map(str, other))} are not among those the predictions were registered for: their "
+            "results are exploratory, are no evidence and decide no prediction"
         )
     if has_other_settings(outcome):
         out.append(
-            f"grid, arms or worlds ({settings_digest(outcome.record)}) are not those the predictions were fixed for "
-            f"({predictions.settings}): what stands here is exploration, no evidence, and decides no prediction"
+            f"grid, arms or worlds ({settings_digest(outcome.record)}) are not those the predictions were registered "
+            f"for ({predictions.settings}): all results are exploratory, are no evidence and decide no prediction"
         )
     return out
 
 
 def has_other_settings(outcome: Outcome) -> bool:
-    """Returns whether grid, arms or worlds are others than those the predictions were fixed for."""
+    """Returns whether grid, arms or worlds differ from those the predictions were registered for."""
     predictions = outcome.study.predictions
     fixed = None if predictions is None else predictions.settings
     return fixed is not None and fixed != settings_digest(outcome.record)
 
 
 def predictions_section(outcome: Outcome) -> list[Section]:
-    """Returns every prediction with its difference and what that decides, on the seeds they were fixed for alone.
+    """Returns a table of all predictions with their outcomes, only on the seeds they were registered for.
 
-    None for a study without predictions, without a truth, with none of these seeds, and with other settings.
+    Returns nothing without predictions, a known true reward, results on these seeds, or with other settings.
     """
     predictions = outcome.study.predictions
     if predictions is None or not outcome.has_truth:
@@ -115,27 +119,27 @@ def predictions_section(outcome: Outcome) -> list[Section]:
         rows.append(dict(zip(HEADS, cells, strict=True)))
     hits, misses = (sum(row["outcome"] == word for row in rows) for word in (HIT, MISS))
     lacking = [str(seed) for seed in predictions.seeds if seed not in ran]
-    so_far = f"So far, with seeds {', '.join(lacking)} still to be run, of" if lacking else "Of"
+    so_far = f"So far (missing seeds: {', '.join(lacking)}), of" if lacking else "Of"
     of = ", ".join(map(str, predictions.seeds))
     note = (
         f"fixed before the runs for seeds {of}: digest {_digest(predictions.to_dict())}. {predictions.rule} {so_far} "
-        f"{len(rows)} predictions {hits} hit, {misses} missed, {len(rows) - hits - misses} open, without correction "
+        f"{len(rows)} predictions {hits} are hit, {misses} missed and {len(rows) - hits - misses} open, not corrected "
         "for their number"
     )
     return [Section(TITLE, [TableBlock(HEADS, rows), Paragraph(note)])]
 
 
 def decide_claim(found: Interval | None) -> str:
-    """Returns whether an interval lies above 0 (hit), below it (miss), or neither (open)."""
+    """Returns the outcome of a prediction: hit if its interval is above 0, MISS if below, else open."""
     if found is None or not found.excludes_zero:
         return OPEN
     return HIT if found.low > 0 else MISS
 
 
 def measure_claim(outcome: Outcome, claim: Claim) -> tuple[Interval | None, bool]:
-    """Returns the reward of ``above`` less that of ``below``, paired by seed and prompt; and if at equal KL.
+    """Measures a claim: the reward of ``above`` minus that of ``below``, and whether this is at equal KL.
 
-    None where an arm has no place at the level or the arms share no seed.
+    The difference is paired by seed and prompt; it is None if an arm has no value at the level or no seed is shared.
     """
     cells = [*claim.above, *claim.below]
     every = [rewards_at_kl(outcome.points_by_arm(world).get(arm, []), claim.level) for world, arm in cells]

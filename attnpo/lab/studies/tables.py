@@ -1,4 +1,4 @@
-"""Study's tables: arms at their best points, at equal KL, over worlds, on benchmarks, by cost, and how they moved."""
+"""Tables of a study: arms at their best points and at equal KL, worlds, benchmarks, average ranks, costs and drift."""
 
 import math
 from collections import Counter
@@ -43,9 +43,9 @@ Row = dict[str, Cell]
 
 
 def main_table(outcome: Outcome) -> tuple[list[str], list[Row]]:
-    """Columns and rows: every arm at its best point, world by world where there are several.
+    """Returns columns and rows of the main table: every arm at its best point, world by world.
 
-    Against the truth, on test prompts and with the base above; of validation metrics in settings without a truth.
+    With a known true reward it has test scores and a row for the base, otherwise validation metrics.
     """
     known, uneven = outcome.has_truth, uneven_training_columns(outcome)
     rows = rows_by_world(outcome, lambda world: _main_rows(outcome, world, uneven, known))
@@ -56,9 +56,9 @@ SHORT = ("world", "arm", "reward", "win rate", "KL", "val loss", "val accuracy",
 
 
 def short_table(outcome: Outcome) -> TableBlock:
-    """Returns the main table as it fits a terminal of 80 columns; all is on the page and in the CSV.
+    """Returns the main table cut to a terminal of 80 columns; the page and the CSV have all columns.
 
-    What marks a point (above the KL limit, fewer seeds, failed) has a column of its own where it is needed.
+    Marks of points (above the KL limit, missing seeds, failed) move to a column of their own, if there are any.
     """
     columns, rows = main_table(outcome)
     control = f"minus {outcome.study.control}"
@@ -77,18 +77,18 @@ def short_table(outcome: Outcome) -> TableBlock:
 
 
 def rows_by_world(outcome: Outcome, rows_of: Callable[[str], Iterable[Row]]) -> list[Row]:
-    """Returns the rows of every world, under its name where the study has worlds."""
+    """Returns the rows of all worlds, with a column "world" if the study has worlds."""
     return [{**({"world": world} if world else {}), **row} for world in outcome.worlds for row in rows_of(world)]
 
 
 def columns_of(rows: Sequence[Row]) -> list[str]:
-    """Returns the heads of the fullest row, in its order; others that only some rows have come after."""
+    """Returns the column names of all rows: first those of the longest row, in its order, then any others."""
     fullest = max(rows, key=len)
     return list(dict.fromkeys(name for row in (fullest, *rows) for name in row))
 
 
 def uneven_training_columns(outcome: Outcome) -> list[str]:
-    """Returns of "pairs" and "steps" those in which the arms of any world differ."""
+    """Returns which of "pairs" and "steps" differ between the arms of any world."""
     every = [[training_amounts(point) for point in outcome.best_points(world).values()] for world in outcome.worlds]
     return [
         name
@@ -98,13 +98,13 @@ def uneven_training_columns(outcome: Outcome) -> list[str]:
 
 
 def training_amounts(point: PointResults) -> dict[str, int | float]:
-    """Returns how many pairs and optimiser steps an arm's runs had, means over seeds, whole where they are."""
+    """Returns the training pairs and optimizer steps of an arm's runs, as means over seeds."""
     means = {"pairs": point.mean_input("pairs"), "steps": fmean(result.steps for result in point.results)}
     return {name: int(value) if value.is_integer() else value for name, value in means.items()}
 
 
 def _input_cells(point: PointResults, uneven: Sequence[str]) -> Row:
-    """Returns the last columns of every table: what an arm's runs stood on and took."""
+    """Returns the last cells of a row: statistics of an arm's training examples and its time per run."""
     mass, share = point.mean_input("mass"), point.mean_input("effective_share")
     return {
         **{name: value for name, value in training_amounts(point).items() if name in uneven},
@@ -160,13 +160,13 @@ def _truth_cells(point: PointResults, best: Mapping[str, PointResults], control:
 
 
 def grid_origins(outcome: Outcome) -> dict[str, str]:
-    """Returns where the grid values of every arm come from, by arm; nothing where no grid of the study says it."""
+    """Returns the origin of every arm's grid values, by arm; empty if no grid of the study states one."""
     by_arm = {arm.name: (arm.grid or outcome.study.grid).origin for arm in outcome.arms}
     return by_arm if any(by_arm.values()) else {}
 
 
 def describe_missing_results(outcome: Outcome, arm: str, world: str) -> str:
-    """Returns what stands in place of an arm without results: it has failed, or was not run."""
+    """Returns the table cell of an arm without results: it failed, or was not run."""
     errors = [error for point, error in outcome.failed if (point.arm.name, point.arm.world) == (arm, world)]
     ran = any(not error.startswith("not run") for error in errors)
     return f"FAILED, all {len(errors)} points" if ran else "NOT RUN"
@@ -177,21 +177,24 @@ NOT_EQUAL = "not at equal KL"
 
 
 def equal_kl_sections(outcome: Outcome) -> list[Section]:
-    """Rewards at equal KL, and over worlds; none without a truth, without levels or where no arm has a choice."""
+    """Returns tables of rewards at equal KL, and of differences to the control by world.
+
+    Returns none without a known true reward, without KL levels, or if every arm has a single point.
+    """
     study = outcome.study
     tuned = any(len((arm.grid or study.grid).point_overrides()) > 1 for arm in outcome.arms)
     if not study.kl_levels or not tuned or not outcome.has_truth:
         return []
     chosen = {world: arms_at_levels(outcome, world) for world in outcome.worlds}
     note = (
-        "test reward on the path of each arm and seed: the base, then the grid points by KL whose validation reward is "
-        "above those of all with less; linear in the root of KL between neighbours. In brackets the KL of the best "
-        f"point of the path where nothing beyond is better on validation; {ENDS} the path ends there, {CHORD} its "
-        f"first point has more than {FAR:g} times the KL: neither is a comparison at equal KL. Intervals take the "
-        "paths as given"
+        "test reward on the path of each arm and seed: the base, then by ascending KL the grid points whose validation "
+        "reward is higher than that of all points with less KL; interpolated linearly in the square root of KL. In "
+        "brackets: KL of the path's last point, if no point with more KL is better on validation. "
+        f"{ENDS}: the path ends below this KL; {CHORD}: its first point has more than {FAR:g} times this KL; neither "
+        "is a comparison at equal KL. Intervals do not include the uncertainty of the paths"
     )
     if study.control is not None:
-        note += f"; differences to {study.control} at the same level, paired by seed and prompt"
+        note += f"; differences to {study.control} are at the same KL, paired by seed and prompt"
     rows = rows_by_world(outcome, lambda world: _level_rows(outcome, world, chosen[world]))
     sections = [Section("Reward at equal KL", [TableBlock(columns_of(rows), rows), Paragraph(note)])]
     if not study.worlds or study.control is None:
@@ -201,18 +204,18 @@ def equal_kl_sections(outcome: Outcome) -> list[Section]:
         for level in study.kl_levels
     ]
     note = (
-        f"difference to {study.control} of the same world at one KL; helps or harms: its 95 % interval excludes "
-        "0, not corrected for the number of cells. Where not all seeds have both arms at this KL, their number stands "
-        "instead of a verdict"
+        f"difference to {study.control} in the same world at equal KL; helps or harms: the 95 % interval excludes "
+        "0, not corrected for the number of cells. If not all seeds have both arms at this KL, the number of seeds is "
+        "shown instead of a verdict"
     )
     return [*sections, Section(f"Worlds: difference to {study.control} at equal KL", [*tables, Paragraph(note)])]
 
 
 @dataclass(frozen=True)
 class ArmAtLevel:
-    """Arm at a KL level: its place on its path and its difference to the control; each None where there is none.
+    """Arm at a KL level: its rewards (``place``) and its difference to the control (``versus``), None if not available.
 
-    ``mark``: that of ``RewardAtKL`` of the arm or of the control, empty where the difference is one at equal KL.
+    ``mark``: mark of the arm's or the control's ``RewardAtKL``; empty if the difference is at equal KL.
     """
 
     place: RewardAtKL | None
@@ -221,12 +224,12 @@ class ArmAtLevel:
 
     @property
     def is_at_equal_kl(self) -> bool:
-        """Returns whether the difference is one at equal KL."""
+        """Returns whether there is a difference and it is at equal KL."""
         return self.versus is not None and not self.mark
 
     @property
     def difference_cell(self) -> str:
-        """Returns the difference as text, marked where the arms are not at equal KL."""
+        """Formats the difference, with a mark if the arms are not at equal KL."""
         return NONE if self.versus is None else difference_text(self.versus) + self.mark
 
 
@@ -261,7 +264,7 @@ def _level_rows(outcome: Outcome, world: str, chosen: dict[tuple[str, float], Ar
 
 
 def reward_text(place: RewardAtKL | None) -> str:
-    """Returns a reward at a KL with its mark."""
+    """Formats the reward at a KL level with its mark."""
     return NONE if place is None else f"{place.reward:.3f}{place.mark}"
 
 
@@ -288,11 +291,11 @@ def _world_difference_rows(
 
 
 OVER_SEEDS, GRADING = " ±", " grading"
-SHARE_DIGITS, SCORE_DIGITS = 4, 2  # of figures between -1 and 1, and of others
+SHARE_DIGITS, SCORE_DIGITS = 4, 2  # decimals of scores between -1 and 1, and of other scores
 
 
 def benchmark_cells(outcome: Outcome, world: str, row: str) -> dict[str, Cell]:
-    """Returns a row's cells: mean over seeds, its half width for several, spread of grading."""
+    """Returns a row's benchmark cells: the mean over seeds, and where available its half width and grading noise."""
     cells: dict[str, Cell] = {}
     for name, rows in outcome.benchmarks.items():
         score = rows.get((world, row))
@@ -307,7 +310,7 @@ def benchmark_cells(outcome: Outcome, world: str, row: str) -> dict[str, Cell]:
 
 
 def benchmark_digits(outcome: Outcome) -> dict[str, int]:
-    """Decimals of the benchmarks' columns."""
+    """Returns the number of decimals of each benchmark column."""
     digits = {}
     for name, rows in outcome.benchmarks.items():
         largest = max((abs(value) for score in rows.values() for value in score.values), default=0.0)
@@ -317,7 +320,7 @@ def benchmark_digits(outcome: Outcome) -> dict[str, int]:
 
 
 def benchmark_notes(outcome: Outcome) -> Iterator[str]:
-    """Yields what the columns of each benchmark are, what differs by no more than noise, and what was missing."""
+    """Yields notes on each benchmark: its columns, differences within grading noise, and missing answers."""
     for name, rows in outcome.benchmarks.items():
         known = [score for score in rows.values() if not score.failure_text]
         if not known:
@@ -326,7 +329,7 @@ def benchmark_notes(outcome: Outcome) -> Iterator[str]:
         rounds = "1 round" if first.rounds == 1 else f"{first.rounds} rounds, their mean"
         parts = [f"{name}: {first.name} of {first.questions} questions in {rounds}"]
         if any(score.half_width is not None for score in known):
-            parts.append("± half width of the 95 % interval over seeds (Student's t)")
+            parts.append("±: half width of the 95 % interval over seeds (Student's t)")
         if any(score.grading is not None for score in known):
             parts.append("grading: standard deviation from grading the same answers again")
         yield "; ".join(parts)
@@ -346,8 +349,8 @@ def benchmark_notes(outcome: Outcome) -> Iterator[str]:
             ]
             if names:
                 yield (
-                    f"{name}: {f'{world}: ' if world else ''}differs from {against} by less than the grading noise of "
-                    f"a difference, 1.96 sqrt(a^2 + b^2), which is no difference: {', '.join(names)}"
+                    f"{name}: {f'{world}: ' if world else ''}not different from {against} beyond the grading noise of "
+                    f"a difference, 1.96 sqrt(a^2 + b^2): {', '.join(names)}"
                 )
         counts = +sum((Counter(score.counts) for score in rows.values()), Counter[str]())
         if counts:
@@ -359,20 +362,17 @@ RANK_DIGITS = {"KL": 2, "length": 1, RANK: 2}
 
 
 def ranking_sections(outcome: Outcome) -> list[Section]:
-    """Tables with average ranks, a block of rows per world: by the truth, and by benchmarks, as far as there are any.
-
-    None unless the study asks for them.
-    """
+    """Returns tables of average ranks, by true reward and by benchmarks; none unless ``study.ranking`` is on."""
     if not outcome.study.ranking:
         return []
     sections = []
     if outcome.has_truth:
         rows = rows_by_world(outcome, partial(_ranking_rows, outcome))
         levels = ", ".join(f"{level:g}" for level in outcome.study.kl_levels)
-        at = f" and the rewards at KL {levels} (as in the table at equal KL; {ENDS} and {CHORD}: not there)"
+        at = f" and rewards at KL {levels} (as in the table at equal KL; {ENDS} and {CHORD}: not at this KL)"
         note = (
-            f"average rank, 1 the best: over reward, win rate{at if levels else ''}, among the rows that have all of "
-            "them, the base and the controls included; KL and length are shown and not ranked. All scores are of test "
+            f"average rank (1 is best) over reward, win rate{at if levels else ''}, among the rows that have all of "
+            "them, including the base and controls; KL and length are shown but not ranked. All scores are on test "
             "prompts"
         )
         table = TableBlock(columns_of(rows), rows, digits=RANK_DIGITS)
@@ -380,12 +380,12 @@ def ranking_sections(outcome: Outcome) -> list[Section]:
     if outcome.benchmarks:
         directions = _score_directions(outcome)
         lower = [name for name, higher in directions.items() if not higher]
-        better = "a higher score being the better one" + (f" (of {', '.join(lower)} the lower)" if lower else "")
+        better = "higher is better" + (f" (for {', '.join(lower)}, lower is better)" if lower else "")
         aimless = [name for name in outcome.benchmarks if name not in directions]
-        left = f"; not over {', '.join(aimless)}, of which it is not known whether higher is better" if aimless else ""
+        left = f"; not over {', '.join(aimless)}, since it is unknown whether higher is better" if aimless else ""
         note = (
-            f"average rank, 1 the best: over {', '.join(directions) or 'none'} as printed, {better}, among the rows "
-            f"that have all of them{left}"
+            f"average rank (1 is best) over the printed scores on {', '.join(directions) or 'no benchmark'}; {better}; "
+            f"among the rows that have all of them{left}"
         )
         table = TableBlock(*scores_table(outcome), digits={**benchmark_digits(outcome), RANK: 2})
         sections.append(Section("Benchmarks and the average rank", [table, Paragraph(note)]))
@@ -393,16 +393,16 @@ def ranking_sections(outcome: Outcome) -> list[Section]:
 
 
 def scores_table(outcome: Outcome) -> tuple[list[str], list[Row]]:
-    """Columns and rows in the shape of the paper's main table: the score on each benchmark, and the average rank.
+    """Returns columns and rows in the form of the paper's main table: the score on each benchmark, and the mean rank.
 
-    The base first, then the arms in the study's order, then published models, world by world.
+    Rows of each world: the base, then the arms in the study's order, then published models.
     """
     said, digits, directions = grid_origins(outcome), benchmark_digits(outcome), _score_directions(outcome)
 
     def rows_of(world: str) -> Iterator[Row]:
         names = [BASE_ROW, *(arm.name for arm in outcome.arms_in_world(world)), *outcome.study.published]
         found = {name: {of: scores.get((world, name)) for of, scores in outcome.benchmarks.items()} for name in names}
-        # As the table shows them, which is what the paper ranks; NaN where there is none.
+        # Rounded as in the table, since the paper ranks printed scores; NaN for missing scores.
         means = {
             name: [
                 math.nan if (score := mine[of]) is None or score.failure_text else half_up(score.mean, digits[of])
@@ -435,7 +435,7 @@ def _score_directions(outcome: Outcome) -> dict[str, bool]:
 
 
 def _ranking_rows(outcome: Outcome, world: str) -> Iterator[Row]:
-    """Yields the base, then every arm in the study's order; one without results says so and is not ranked."""
+    """Yields rows of the base and every arm, in the study's order; arms without results are not ranked."""
     best, every, said = outcome.best_points(world), outcome.points_by_arm(world), grid_origins(outcome)
     levels = outcome.study.kl_levels
     heads = [f"reward at KL {level:g}" for level in levels]
@@ -465,9 +465,9 @@ def _ranking_rows(outcome: Outcome, world: str) -> Iterator[Row]:
 
 
 def mean_ranks(scores: Mapping[str, list[float]], higher: Sequence[bool] | None = None) -> dict[str, float]:
-    """Returns the mean of each name's ranks over its scores, 1 the best; without the names that lack a finite score.
+    """Returns each name's mean rank over its scores (1 is best); names without finite scores throughout are left out.
 
-    ``higher``: whether the higher of each column's scores are the better ones (None: of all).
+    ``higher``: whether higher is better, per column of scores (None: for all columns).
     """
     whole = {name: row for name, row in scores.items() if row and all(map(math.isfinite, row))}
     if not whole:
@@ -485,24 +485,24 @@ COST_DIGITS = {
     **{TRAINING: 2, "pairs": 0, "steps": 0, "s": 1, "val accuracy": 3, "reward": 3, "minus base": 3, "KL": 2},
 }
 COSTS_NOTE = (
-    "what an arm's weights ask of models beyond the training that all arms have: sequences read of each training pair "
-    "(a prompt with one response, or a judge's prompt with both; a written answer counts once, however long) forward "
-    "and backward; milliseconds of what is done before training, the pass that is stored or the source's own work, on "
-    "the machine that did it, a judge's pass for all layers it reads; their: the same of the scorers trained for the "
-    f"arm, which arms share, with the seconds of those runs; {TRAINING}: of the arm's chosen point, per pair and pass, "
-    "where weights computed in every step cost what is more than uniform's"
+    "cost of an arm's weights beyond ordinary training. Forward and backward passes count sequences per training pair: "
+    "a prompt with one response, or a judge's prompt with both; a generated answer counts once, whatever its length. "
+    "ms/pair: time to compute weights before training (the stored pass, or the source's own work), on the machine that "
+    "did it; a judge's pass covers all layers that it reads. Columns with their: the same for the scorers trained for "
+    f"the arm, which arms share, and the seconds of those runs. {TRAINING}: training time at the arm's chosen point, "
+    "per pair and epoch; weights computed in every step show here, as the excess over uniform"
 )
 
 
 SCORERS_NOTE = (
-    "runs that the study trains for its arms on the pairs of the same world and seed, once for all grid points and "
-    "not in s/run; val accuracy: share of validation pairs that the scorer's own reward orders as it was taught to "
-    "(with exchanged responses the other way round)"
+    "runs that the study trains for its arms on the pairs of the same world and seed, once for all grid points and not "
+    "included in s/run; val accuracy: share of validation pairs that the scorer's own reward ranks as in its training "
+    "data (reversed if the responses are exchanged)"
 )
 
 
 def cost_sections(outcome: Outcome) -> list[Section]:
-    """Returns what weights cost, where the study asks for it, and the scorers, where it has any; means over seeds."""
+    """Returns a table of the cost of weights if ``study.costs`` is on, and one of scorers if there are any."""
     sections: list[Section] = []
     if outcome.study.costs:
         rows = rows_by_world(outcome, lambda world: _cost_rows(outcome, world))
@@ -513,7 +513,7 @@ def cost_sections(outcome: Outcome) -> list[Section]:
         lost = [Paragraph(line, warning=True) for line in outcome.lost_scorers]
         tables = [TableBlock(columns_of(rows), rows, digits=COST_DIGITS)] if rows else []
         truth = any(run.result.truth is not None for made in outcome.scorers.values() for run in made.values())
-        note = Paragraph(SCORERS_NOTE + ("; reward, KL: of its own answers to test prompts" if truth else ""))
+        note = Paragraph(SCORERS_NOTE + ("; reward and KL are on its own answers to test prompts" if truth else ""))
         sections.append(Section("Scorers", [*lost, *tables, note]))
     return sections
 
@@ -572,7 +572,7 @@ def _scorer_rows(outcome: Outcome, world: str) -> Iterator[Row]:
 
 
 PER_TOKEN = "KL per token; answers"
-# By caption and column the numbers of ``RunResult.drift`` that are added up; {} is where tokens were looked at.
+# By caption and column: paths of the ``RunResult.drift`` values to sum; {} is "answers" or "pairs".
 DRIFT_TABLES: dict[str, dict[str, tuple[str, ...]]] = {
     "KL, and shares of it": {
         "KL": ("{}/kl",),
@@ -600,18 +600,19 @@ DRIFT_TABLES: dict[str, dict[str, tuple[str, ...]]] = {
 }
 DRIFT_DIGITS = {"KL": 2, "chosen": 2, "rejected": 2, "base's": 2}
 DRIFT_NOTES = (
-    "KL: nats per response, policy to base over the whole vocabulary. Of it the shares on decisive tokens (by the "
-    "grammar, the same for every arm; beside it their share of the tokens), on the end of the turn, and on tokens "
-    "weighted below uniform (|y| w below 1)",
-    "ranked as labelled: the chosen response gained more log-probability than the rejected one, summed without "
-    "weights; training pairs with clean and with wrong labels (high there: learnt by heart), and validation pairs",
-    "moved by: mean change of log-probability, nats per response, of training pairs' responses and of answers sampled "
-    "from the base; beta of a token: beta |y| w over the training tokens",
+    "KL: nats per response from policy to base over the whole vocabulary. The next columns are shares of it: on "
+    "decisive tokens (given by the grammar, the same for every arm; of tokens: their share of all tokens), on the end "
+    "of the turn, and on tokens with less than uniform weight (|y| w below 1)",
+    "ranked as labelled: share of pairs whose chosen response gained more log-probability than the rejected one, "
+    "summed without weights; on training pairs with clean and with wrong labels (a high value there means that labels "
+    "were memorized), and on validation pairs",
+    "moved by: mean change of log-probability in nats per response, for the responses of training pairs and for "
+    "answers sampled from the base; beta of a token: beta |y| w over the training tokens",
 )
 
 
 def drift_sections(outcome: Outcome) -> list[Section]:
-    """Returns the section "Where the policy moved"; none for a study whose runs did not measure it."""
+    """Returns the section "Where the policy moved"; empty if the study's runs did not measure it."""
     points = outcome.results
     measured = [result.drift for point in points for result in point.results if result.drift]
     if not measured:
@@ -621,8 +622,8 @@ def drift_sections(outcome: Outcome) -> list[Section]:
     for caption in DRIFT_TABLES:
         rows = rows_by_world(outcome, partial(_drift_rows, outcome, caption=caption, part=part))
         blocks.append(TableBlock(columns_of(rows), rows, caption, DRIFT_DIGITS))
-    where = "on answers sampled from the policy" if part == "answers" else "on the responses of validation pairs"
-    first = f"each arm at its chosen point, means over seeds; tokens are looked at {where}"
+    where = "of answers sampled from the policy" if part == "answers" else "of the responses of validation pairs"
+    first = f"each arm at its chosen point, means over seeds; tokens are those {where}"
     return [Section("Where the policy moved", [*blocks, *map(Paragraph, (first, *DRIFT_NOTES))])]
 
 

@@ -138,7 +138,7 @@ def test_models_are_those_of_the_chosen_points_after_their_last_step(finished: F
         assert not (model.parent / "best").exists()
     used = {Path(result.model) for result in results_of(outcome).values()}
     assert {own, again} < used
-    assert not [line for line in outcome.warnings if "run once more" in line]
+    assert not [line for line in outcome.warnings if "when run again" in line]
 
 
 def _best(outcome: Outcome, world: str) -> list[PointResults]:
@@ -192,7 +192,8 @@ def test_a_failing_row_is_named_and_the_study_ends_with_its_tables(
     assert rows["base"]["testbed"] == outcome.benchmarks["testbed"]["", "base"].mean
     assert failed.unmeasured == [
         "FAILED benchmark testbed, uniform: RuntimeError: out of luck",
-        "FAILED benchmark testbed, attention: grading calls are left without a reply; the same command asks them again",
+        "FAILED benchmark testbed, attention: some grading calls got no reply; run the same command again to "
+        "repeat them",
     ]
     finish_study(failed)
     assert "out of luck" in (outcome.folder / "table.md").read_text()
@@ -211,7 +212,7 @@ def test_a_damaged_model_is_made_anew_and_its_grades_stand(
     monkeypatch.setattr(ReplyStore, "add", lambda *_: pytest.fail("asked again"))
     with caplog.at_level(logging.WARNING):
         again = run_study(cfg, outcome.folder)
-    assert "its model is missing or damaged; it is made anew" in caplog.text
+    assert "the model is missing or damaged, so the point runs again" in caplog.text
     assert again.benchmarks == outcome.benchmarks and not again.unmeasured
     assert describe_change(weights.parent) is None
 
@@ -432,7 +433,8 @@ def test_a_score_of_which_the_lower_is_better_ranks_so() -> None:
 def test_notes_say_what_is_within_noise_and_what_was_missing() -> None:
     """base is 0.1 from a, the control; d is 3.9 from it. Both have 1.96 sqrt(.1^2 + .3^2) = 0.62."""
     lines = [*benchmark_notes(outcome_of(ROWS))]
-    assert lines[1].endswith("which is no difference: base")
+    assert lines[1].startswith("bench: not different from a beyond the grading noise")
+    assert lines[1].endswith("1.96 sqrt(a^2 + b^2): base")
     assert lines[2] == "bench, counted over all rows: no verdict 2"
 
 
@@ -504,7 +506,7 @@ def test_a_killed_study_goes_on_to_the_main_table_and_a_figure_of_score_over_lay
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt), caplog.at_level(logging.INFO):
         patch.setattr(benchmarks, "run_evaluation", answer)
         fit.main(cfg)
-    assert "benchmark mt_bench: 4 models with 12 grading calls each, 48 calls in all" in caplog.text
+    assert "benchmark mt_bench: 4 models with 12 grading calls each, 48 calls in total" in caplog.text
     assert len(server.requests) == 12
     assert fit.main(cfg) == 0
     rated = [request for request in server.requests if "<ask" not in json.dumps(request.body)]

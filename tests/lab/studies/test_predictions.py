@@ -119,7 +119,7 @@ def test_results_on_other_seeds_are_called_exploration() -> None:
     assert any("seeds 7 are not among those" in line for line in study_warnings(outcome(seeds=(0, 7))))
     assert not any("not among those" in line for line in study_warnings(outcome()))
     (section,) = predictions_section(outcome(seeds=(0,)))
-    assert "So far, with seeds 1 still to be run, of 5 predictions" in section.blocks[-1].text  # type: ignore[union-attr]
+    assert "So far (missing seeds: 1), of 5 predictions" in section.blocks[-1].text  # type: ignore[union-attr]
 
 
 def test_other_seeds_decide_no_prediction() -> None:

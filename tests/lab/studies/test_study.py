@@ -270,7 +270,7 @@ def test_changed_code_or_another_setting_runs_every_point_again(
     monkeypatch.setattr(runs, "run", run)
     with (
         judge_loads() as loaded,
-        pytest.raises(UserError, match=r"study tiny: all 3 points failed; the first with: (.|\n)*out of luck"),
+        pytest.raises(UserError, match=r"study tiny: all 3 points failed; error of the first one: (.|\n)*out of luck"),
     ):
         run_study(cfg, folder)
     assert [name.partition("-")[0] for name in tried] == ["uniform", "broken", "attention"] and loaded == []
@@ -399,7 +399,7 @@ def test_a_damaged_record_of_an_analysis_is_measured_anew(
     basis = prepare_shared_inputs(plan_study(cfg), 0, "short", folder / "out")
     assert basis.measured["probe"] == outcome.measured["probe"]["short", 0]
     assert record.read_bytes() == sound
-    assert [record.name in line for line in caplog.messages if "measured anew" in line] == [True]
+    assert [record.name in line for line in caplog.messages if "has changed or is damaged" in line] == [True]
 
 
 def test_what_is_lost_and_what_is_measured_stand_in_every_table(
@@ -413,7 +413,7 @@ def test_what_is_lost_and_what_is_measured_stand_in_every_table(
         assert "WARNING: the control uniform has no results in world lost" in text
         assert "FAILED world lost, seed 0, 4 points of uniform, elsewhere, attention: not run" in text
         assert "FAILED short: elsewhere objective.beta=0.2 seed=0: not run" in text
-        assert "grid of attention, whose beta has another unit: lr as set, beta [0.1, 0.4]" in text
+        assert "grid of attention, whose beta has a different unit: lr as set, beta [0.1, 0.4]" in text
         assert "pairs that were counted" in text and "FAILED analysis broken" in text
 
 

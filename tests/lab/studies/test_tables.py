@@ -199,10 +199,10 @@ def test_footnotes_say_what_a_reader_must_know() -> None:
     assert "seeds 0, 1; 4 runs" in text
     assert "lr [5e-05, 0.0001], beta [0.1]" in text
     assert "FAILED attention optimizer.lr=0.0001 objective.beta=0.1 seed=1: RuntimeError: out of luck" in text
-    assert "one seed" not in text and "none of seed" not in text
-    assert "one seed: the intervals hold for the choice of prompts" in "\n".join(footnotes(make_outcome(POINTS[::2])))
+    assert "one seed" not in text and "none for seed" not in text
+    assert "one seed: the intervals only cover the choice of prompts" in "\n".join(footnotes(make_outcome(POINTS[::2])))
     alone = "\n".join(footnotes(make_outcome(without_truth(POINTS[::2]))))
-    assert "one seed: nothing here tells of the noise of training" in alone and "intervals" not in alone
+    assert "one seed: nothing here measures the noise of training" in alone and "intervals" not in alone
 
 
 def test_points_that_lack_seeds_are_named_with_those_they_have() -> None:
@@ -211,12 +211,12 @@ def test_points_that_lack_seeds_are_named_with_those_they_have() -> None:
     failed = [(Point(arm, HIGH, seed), "out of luck") for arm, seed in ((ATTENTION, 1), (UNIFORM, 0), (UNIFORM, 1))]
     outcome = make_outcome(points, failed)
     line = (
-        "of the grid, but no candidates, since they lack seeds: uniform lr 0.0001 beta 0.1 (0 of 2 seeds), "
-        "attention lr 0.0001 beta 0.1 (1 of 2 seeds)"
+        "grid points that could not be chosen, because some of their seeds are missing: "
+        "uniform lr 0.0001 beta 0.1 (0 of 2 seeds), attention lr 0.0001 beta 0.1 (1 of 2 seeds)"
     )
     assert line in footnotes(outcome)
     assert [row["point"] for row in main_table(outcome)[1]] == ["", "lr 5e-05 beta 0.1", "lr 5e-05 beta 0.1"]
-    assert not [line for line in footnotes(make_outcome(POINTS)) if "candidates" in line]
+    assert not [line for line in footnotes(make_outcome(POINTS)) if "could not be chosen" in line]
 
 
 @pytest.mark.parametrize("change", [without_truth, list])
@@ -227,7 +227,7 @@ def test_an_arm_on_fewer_seeds_than_the_study_is_marked(change: Any) -> None:
     outcome = make_outcome(change(points), failed)
     marks = [row["point"] for row in main_table(outcome)[1][-2:]]
     assert marks == ["lr 5e-05 beta 0.1 (2 of 3 seeds)", "lr 5e-05 beta 0.1 (1 of 3 seeds)"]
-    assert "seeds 0, 1; 3 runs (none of seed 2), each scored after its last step" in footnotes(outcome)
+    assert "seeds 0, 1; 3 runs (none for seed 2), each scored after its last step" in footnotes(outcome)
 
 
 VERDICTS = {"pair_accuracy": 0.9, "agreement": 0.8, "consistency": 0.7, "other_tokens": 0.0}
@@ -284,7 +284,7 @@ def test_weights_that_are_lost_are_columns_and_a_warning_above_the_table() -> No
         chosen, rejected = kept[point.seed] if point.arm == ATTENTION else (1.0, 1.0)
         found = {"source_coverage": 0.96, "kept_mass_chosen": chosen, "kept_mass_rejected": rejected}
         made["inputs"]["train"] |= {**found, **({"warning": "lost"} if chosen < 0.9 else {})}
-    (line,) = [line for line in study_warnings(make_outcome(points)) if "weights lost" in line]
+    (line,) = [line for line in study_warnings(make_outcome(points)) if "weight was lost" in line]
     assert "responses: attention 0.800 and 0.650; the log" in line
     columns, rows = main_table(make_outcome(points))
     place = columns.index("coverage")
@@ -421,7 +421,7 @@ def test_a_lost_control_is_shown_and_warned_of() -> None:
     _, rows = main_table(outcome)
     assert [(row["arm"], row["point"]) for row in rows][1] == ("uniform", "FAILED, all 2 points")
     assert rows[2]["arm"] == "attention" and rows[2]["minus uniform"] == ""
-    assert study_warnings(outcome)[0] == "WARNING: the control uniform has no results: no arm is compared"
+    assert study_warnings(outcome)[0] == "WARNING: the control uniform has no results, so no arm is compared"
     assert "FAILED seed 0, 2 points of uniform: RuntimeError: out of luck" in footnotes(outcome)
     assert study_warnings(make_outcome(POINTS)) == [NO_CONTROL]
     assert main_table(make_outcome(without_truth(POINTS[2:]), failed))[1][0] == {
@@ -433,12 +433,13 @@ def test_a_lost_control_is_shown_and_warned_of() -> None:
 def test_a_single_arm_and_a_study_without_a_control_are_warned_of() -> None:
     alone = Study("s", {"uniform": []})
     assert study_warnings(tuned(run_of(UNIFORM, NEAR, 0.1, 0.4, 0.2), alone)) == [
-        "WARNING: a single arm: there is nothing to compare it with"
+        "WARNING: the study has a single arm, so there is nothing to compare it with"
     ]
     free = Study("s", TUNED.arms, grid=TUNED.grid, control=None)
     points = [*run_of(UNIFORM, NEAR, 0.1, 0.4, 0.2), *run_of(ATTENTION, NEAR, 0.1, 0.4, 0.2)]
     assert (
-        study_warnings(tuned(points, free))[0] == "WARNING: no control arm (study.control=null): no difference is shown"
+        study_warnings(tuned(points, free))[0]
+        == "WARNING: there is no control arm (study.control=null), so no differences are shown"
     )
     columns, _ = main_table(tuned(points, free))
     assert not [name for name in columns if name.startswith("minus")]
@@ -494,8 +495,8 @@ def test_a_studys_figures_are_those_of_its_page(tmp_path: Path) -> None:
 def test_what_was_spent_once_for_all_arms_is_told() -> None:
     outcome = replace(make_outcome(POINTS), costs={("", 0): {"base": 90.0, "judge": 4.0}, ("", 1): {"base": 100.0}})
     assert (
-        "not in s/run, once for all arms: base 95.0 s (mean of 2), judge and verbalizer passes 4.0 s (mean of 1)"
-        in footnotes(outcome)
+        "spent once for all arms and not included in s/run: "
+        "base 95.0 s (mean of 2), judge and verbalizer passes 4.0 s (mean of 1)" in footnotes(outcome)
     )
 
 
@@ -504,7 +505,7 @@ def test_an_analysis_that_cannot_be_shown_keeps_the_tables() -> None:
     study = Study("s", TUNED.arms, analyses={"probe": Probe()})
     outcome = replace(make_outcome(POINTS), study=study, measured={"probe": {("", 0): {"count": 3}}})
     (section,) = analysis_sections(outcome)
-    assert section.blocks == [Paragraph("FAILED analysis probe cannot be shown: 'pairs'", warning=True)]
+    assert section.blocks == [Paragraph("FAILED report of analysis probe: 'pairs'", warning=True)]
     (shown,) = analysis_sections(replace(outcome, measured={"probe": {("", 0): {"pairs": 3}}}))
     assert isinstance(shown.blocks[1], TableBlock) and shown.blocks[1].rows == [["", 0, 3]]
     assert analysis_sections(replace(outcome, measured={"probe": {}})) == []
