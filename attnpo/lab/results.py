@@ -233,9 +233,9 @@ class StudyResults:
                     "point": point.label,
                     "seeds": len(point.seeds),
                     "kl": point.mean_truth_score("test", "kl"),
-                    "reward": point.interval.mean,
-                    "low": point.interval.low,
-                    "high": point.interval.high,
+                    "reward": point.reward_interval.mean,
+                    "low": point.reward_interval.low,
+                    "high": point.reward_interval.high,
                     "chosen": point is best,
                 }
                 for (world, arm), points in self._by_arm().items()
@@ -253,7 +253,7 @@ class StudyResults:
         if not level > 0:
             raise UserError(f"at_kl: expected a KL above 0 in nats, got {level}")
         rows = [
-            {**_name_arm(*of), "reward": at.reward, "kl": at.kl, "mark": at.mark, "seeds": len(at.seeds)}
+            {**_name_arm(*of), "reward": at.mean_reward, "kl": at.kl, "mark": at.mark, "seeds": len(at.seeds)}
             for of, points in self._by_arm().items()
             if (at := rewards_at_kl(points, level)) is not None
         ]

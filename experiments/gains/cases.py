@@ -156,7 +156,7 @@ def gain_at(
         if place is None or place.mark:
             return f"{whose}'s path has no point near KL {level:g}", math.nan
         places.append(place)
-    return "", places[0].reward - places[1].reward
+    return "", places[0].mean_reward - places[1].mean_reward
 
 
 # ------------------------------------------------------------------------------------------------ what is known

@@ -14,7 +14,7 @@ from attnpo.config.compose import compose, load, parse_as, to_container
 from attnpo.config.named_files import digest_named_files, is_at_or_below
 from attnpo.judge.layers import resolve_layer
 from attnpo.lab.studies.config import FitConfig
-from attnpo.lab.studies.study import BETA, LR, ONLY, Arm, Grid, Point, Study, quote, scorers_of, short_key
+from attnpo.lab.studies.study import BETA, LR, ONLY, Arm, Grid, Point, Study, quote, scorer_names_by_key, short_key
 from attnpo.run.combinations import LAYER, is_auto
 from attnpo.run.identity import LAYERS, identity_of
 from attnpo.run.resolve import open_paths
@@ -298,7 +298,7 @@ def _training_identity(made: ComposedConfig, grid: Grid, depth: int) -> dict[str
 
 def point_config(arm: ComposedConfig, point: Point, scorers: Mapping[str, str] | None = None) -> ComposedConfig:
     """Returns the config of a point, derived from its arm's; ``scorers``: model folders of trained scorers by name."""
-    named = scorers_of(arm.overrides).items() if scorers else ()
+    named = scorer_names_by_key(arm.overrides).items() if scorers else ()
     paths = [f"{key}={quote(scorers[name])}" for key, name in named if scorers]
     own = [*point.values, f"seed={point.seed}", *paths]
     return arm.with_values(

@@ -35,7 +35,7 @@ class EvaluationConfigs:
     accelerator: str
     grammar: Mapping[str, Json]
 
-    def config(
+    def compose_config(
         self,
         benchmark: str,
         model: ModelSpec,
@@ -109,7 +109,7 @@ def check_benchmarks(evaluations: EvaluationConfigs, base: ModelSpec | None) -> 
             )
         unknown = [key for key, value in _evaluation_settings(study, name).items() if base is None and value == OF_BASE]
         known = base or ModelSpec(OF_BASE)
-        made = evaluations.config(name, known, known.path, evaluations.grammar)
+        made = evaluations.compose_config(name, known, known.path, evaluations.grammar)
         try:
             if isinstance(made.benchmark, Benchmark):
                 if made.limits.dry_run:

@@ -71,7 +71,7 @@ def log_grading_cost(
     points = sum(arm.world == world for arm in arms for world, _ in bases)
     rows = points + len({_base_folder(basis) for basis in bases.values()}) + len(study.published)
     for name in study.benchmarks:
-        made = evaluations.config(name, model, model.path, evaluations.grammar)
+        made = evaluations.compose_config(name, model, model.path, evaluations.grammar)
         if not isinstance(made.benchmark, Benchmark):
             log.info("study %s, benchmark %s: %d models, no grader needed", study.name, name, rows)
             continue
@@ -109,7 +109,7 @@ def measure_benchmarks(
     wanted = [*_base_targets(bases)]
     for export in exports:
         arm, seed = export.point.arm, export.point.seed
-        label, model = f"{arm.label}, seed {seed}" if several else arm.label, ModelSpec(str(export.model))
+        label, model = f"{arm.label}, seed {seed}" if several else arm.label, ModelSpec(str(export.model_folder))
         wanted.append(
             BenchmarkTarget(arm.world, arm.name, label, export.run.name, model, _base_path(bases[arm.world, seed]))
         )
@@ -175,16 +175,16 @@ def _evaluate_target(
     evaluations: EvaluationConfigs, benchmark: str, one: BenchmarkTarget, grammar: Mapping[str, Json], folder: Path
 ) -> EvaluationResult | str:
     """Evaluates one model on one benchmark, saving to ``folder``; returns the result, or the error as text."""
-    log.info("benchmark %s: %s", benchmark, one.label)
+    log.info("benchmark %s: evaluating %s", benchmark, one.label)
     try:
-        made = evaluations.config(benchmark, one.model, one.base, grammar, label=one.label, output=str(folder))
+        made = evaluations.compose_config(benchmark, one.model, one.base, grammar, label=one.label, output=str(folder))
         folder.mkdir(parents=True, exist_ok=True)
         with folder_lock(folder, made.lock_timeout):
             for key, left in remaining_limits(made.limits, made.grader, folder).items():
                 made = made.with_value(key, left)
             result = run_evaluation(made, folder)
     except Exception as error:  # noqa: BLE001  the other rows go on
-        log.error("benchmark %s, %s: %s", benchmark, one.label, error_text(error))
+        log.error("benchmark %s, %s failed: %s", benchmark, one.label, error_text(error))
         return last_line(error_text(error))
     if result is None:
         return "some grading calls got no reply; run the same command again to repeat them"
@@ -246,7 +246,7 @@ class ModelExport:
     wanted: bool
 
     @property
-    def model(self) -> Path:
+    def model_folder(self) -> Path:
         """Returns the model folder."""
         return self.run / MODEL
 
@@ -267,7 +267,7 @@ def export_chosen_models(
         for best in outcome.best_points(world).values():
             for seed, result in zip(best.seeds, best.results, strict=True):
                 point, basis = Point(best.arm, best.values, seed), bases[world, seed]
-                plain = point_config(own[world, best.arm.name], point, basis.scorers.paths)
+                plain = point_config(own[world, best.arm.name], point, basis.scorers.model_paths)
                 made = with_checkpoint(plain)
                 at = point_folder(
                     folder, point, identity_of(made.config).result, basis.arm_fingerprint(study, best.arm)

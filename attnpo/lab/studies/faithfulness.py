@@ -102,7 +102,7 @@ class Faithfulness:
             ranked[TRUTH] = None, true_rankings(sample, tokens, grammar)
         loaded = readers.make_judge().load(readers.base.device)
         removal = Removal(self.shares, self.draws, self.seed)
-        log.info("faithfulness: %d weights on %d pairs", len(ranked), len(sample))
+        log.info("faithfulness: measuring %d sources of weights on %d pairs", len(ranked), len(sample))
         sources = {name: rows for name, (_, rows) in ranked.items()}
         progress = partial(log.info, "faithfulness: %d of %d judge prompts")
         found = measure(sample, sources, loaded.model, loaded.prompts, removal, progress)
@@ -259,7 +259,7 @@ class _WorldReport:
             for layer, arm in sorted(arms.items()):
                 place = rewards_at_kl(arm, self.rules.kl_limit) if has_truth(arm) else None
                 if place is not None and not place.mark:
-                    rewards[layer] = place.reward
+                    rewards[layer] = place.mean_reward
         return found
 
     def _removal_columns(self) -> list[tuple[str, str, str]]:

@@ -13,7 +13,7 @@ from attnpo.evaluation.intervals import Interval, hierarchical_bootstrap, paired
 from attnpo.lab.figures import ArmPanel, FrontierPoint, GainPoint, LayerPoint, arm_figure, frontier, gains, layer_curve
 from attnpo.lab.studies.outcome import Outcome, PointResults, difference_text, interval_text
 from attnpo.lab.studies.study import BASE_ROW, WorldAxis
-from attnpo.lab.studies.tables import Row, arms_at_levels, columns_of, rows_by_world
+from attnpo.lab.studies.tables import Row, arms_at_levels, column_names, rows_by_world
 from attnpo.run.result import RunResult
 from attnpo.schema import SIDES
 from attnpo.system.files import safe_filename
@@ -23,7 +23,7 @@ TRANSFORM = "transform="
 Number = Callable[[RunResult], float]
 
 
-def study_looks(outcome: Outcome) -> dict[str, Look]:
+def arm_looks(outcome: Outcome) -> dict[str, Look]:
     """Returns the colour and markers of every arm, used in all worlds and figures."""
     study = outcome.study
     altered = [
@@ -100,7 +100,7 @@ def study_figures(outcome: Outcome) -> list[Image]:
 
     Figures of rewards need a known true reward. Every world has its own figures.
     """
-    looks, axis = study_looks(outcome), outcome.study.world_axis
+    looks, axis = arm_looks(outcome), outcome.study.world_axis
     over_layers = [image for world in outcome.worlds for image in benchmark_layer_figures(outcome, world, looks)]
     if not outcome.has_truth:
         return over_layers
@@ -143,7 +143,7 @@ def _world_figures(outcome: Outcome, world: str, looks: Looks) -> Iterator[Image
     if not best:
         return
     title, base = _figure_title(outcome, world), base_level(next(iter(best.values())))
-    levels = {arm: interval_level(point.interval) for arm, point in best.items()}
+    levels = {arm: interval_level(point.reward_interval) for arm, point in best.items()}
     moves = {arm: [scores.numbers["kl"] for scores in point.truth_scores("test")] for arm, point in best.items()}
     kls = {arm: interval_level(seed_interval(values)) for arm, values in moves.items()}
     rewards, moved = (
@@ -163,15 +163,15 @@ def _world_figures(outcome: Outcome, world: str, looks: Looks) -> Iterator[Image
     )
     band = "" if outcome.study.control is None else f"; the band is the interval of {outcome.study.control}"
     of = f", {world}" if world else ""
-    yield Image(path, f"true reward on test prompts, and what it cost in KL to the base{of}{band}")
+    yield Image(path, f"true reward on test prompts, and KL to the base{of}{band}")
     points = [
         FrontierPoint(
             point.arm.name,
             point.mean_truth_score("test", "kl"),
-            point.interval.mean,
+            point.reward_interval.mean,
             point.label,
-            point.interval.low,
-            point.interval.high,
+            point.reward_interval.low,
+            point.reward_interval.high,
             best[point.arm.name].values == point.values,
         )
         for points in outcome.points_by_arm(world).values()
@@ -187,7 +187,9 @@ def _world_figures(outcome: Outcome, world: str, looks: Looks) -> Iterator[Image
             title=f"{title}: reward against KL",
             looks=looks,
         )
-        told = "ringed: chosen on validation; bars: 95 % intervals over seeds and prompts; dotted: the base, its band"
+        told = (
+            "ringed: chosen on validation; bars: 95 % intervals over seeds and prompts; dotted line and band: the base"
+        )
         yield Image(path, f"true reward on test prompts against KL to the base{_world_suffix(world)}; {told}")
     path, title = _figure_path(outcome, "layers", world), f"{title}: each arm at its best point"
     levels = {**levels, BASE_ROW: base}
@@ -296,7 +298,7 @@ def unweighted_section(outcome: Outcome, looks: Looks) -> list[Section]:
     paired = f"the difference to {outcome.study.control}, paired by seed, with its 95 % interval"
     told = {"95 %": "interval of the accuracy over seeds", "95 % ": "interval of the margin over seeds"}
     told |= {f"{name} minus {outcome.study.control}": paired for name in ("accuracy", "margin")}
-    table = TableBlock(columns_of(rows), rows, digits={"KL": 2}, notes={**NOTES, **told})
+    table = TableBlock(column_names(rows), rows, digits={"KL": 2}, notes={**NOTES, **told})
     blocks: list[Block] = [Paragraph(WHY), table, *images]
     return [Section("Comparison without a known true reward", blocks)]
 

@@ -185,7 +185,7 @@ def _lost_weight_warnings(outcome: Outcome) -> Iterator[str]:
     if parts:
         yield (
             "WARNING: much weight was lost in the alignment with training tokens; mass kept in chosen and in rejected "
-            f"responses: {', '.join(parts)}; the log and report.html of a run tell what can help"
+            f"responses: {', '.join(parts)}; the log and report.html of a run suggest remedies"
         )
 
 
@@ -260,8 +260,8 @@ def describe_result(outcome: Outcome, world: str) -> Iterator[str]:
         return
     other = best.get(control or "")
     if control is None or other is None:
-        top = max(best.values(), key=lambda point: point.interval.mean)
-        yield f"highest reward {top.interval.mean:.3f}: {top.arm.name}; there is no control, so no claim"
+        top = max(best.values(), key=lambda point: point.reward_interval.mean)
+        yield f"highest reward {top.reward_interval.mean:.3f}: {top.arm.name}; there is no control, so no claim"
         return
     found: dict[str, list[str]] = {name: [] for name in GROUPS}
     for name, point in best.items():

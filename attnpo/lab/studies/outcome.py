@@ -133,7 +133,7 @@ class PointResults:
         return np.array([scores.rewards for scores in self.truth_scores("test")])
 
     @cached_property
-    def interval(self) -> Interval:
+    def reward_interval(self) -> Interval:
         """Returns the mean test reward with its interval over seeds and prompts."""
         return hierarchical_bootstrap(self.rewards)
 
@@ -333,7 +333,7 @@ class RewardAtKL:
     mark: str = ""
 
     @property
-    def reward(self) -> float:
+    def mean_reward(self) -> float:
         """Returns the mean reward over seeds and prompts."""
         return float(self.rewards.mean())
 

@@ -44,7 +44,7 @@ class TimeEstimate:
         seconds = self._stored["point"] * self.points + self._stored["base"] * self.seeds
         return f"about {format_duration(seconds)}, as before on this machine, less for points that are already finished"
 
-    def count_base(self, seconds: float) -> None:
+    def count_preparation(self, seconds: float) -> None:
         """Adds the time that preparing the base, pairs and judge pass of one seed took."""
         self._prepared, self._preparing = self._prepared + 1, self._preparing + seconds
 
@@ -130,20 +130,23 @@ class StudyPlan:
         arms = sum(self._arm_count(name) for _, name in self.composed)
         about = "up to " if self.study.layers else ""
         seeds = f"{len(self.seeds)} seed{'s' * (len(self.seeds) > 1)}"
-        return f"{about}{arms} arms, {self.points // len(self.seeds)} points per seed, {seeds}: {self.points} points"
+        return (
+            f"{about}{arms} arms, {self.point_count // len(self.seeds)} points per seed, {seeds}: "
+            f"{self.point_count} points"
+        )
 
     @property
-    def points(self) -> int:
+    def point_count(self) -> int:
         """Returns the maximum number of points, over all seeds."""
-        each = (self._arm_count(name) * len(self.study.grid_of(name).point_overrides()) for _, name in self.composed)
-        return len(self.seeds) * sum(each)
+        counts = (self._arm_count(name) * len(self.study.grid_of(name).point_overrides()) for _, name in self.composed)
+        return len(self.seeds) * sum(counts)
 
     def _arm_count(self, arm: str) -> int:
         return len(self.study.layers) if self.study.is_split(arm) else 1
 
     def time_estimate(self) -> TimeEstimate:
         """Returns an estimate of the study's running time."""
-        return TimeEstimate(self.store / TIMINGS, self.timed, self.points, len(self.seeds))
+        return TimeEstimate(self.store / TIMINGS, self.timed, self.point_count, len(self.seeds))
 
 
 def plan_study(cfg: FitConfig) -> StudyPlan:

@@ -79,12 +79,12 @@ def registration_warnings(outcome: Outcome) -> list[str]:
     if other:
         out.append(
             f"seeds {', '.join(map(str, other))} are not among those the predictions were registered for: their "
-            "results are exploratory, are no evidence and decide no prediction"
+            "results are exploratory and decide no prediction"
         )
     if has_other_settings(outcome):
         out.append(
             f"grid, arms or worlds ({settings_digest(outcome.record)}) are not those the predictions were registered "
-            f"for ({predictions.settings}): all results are exploratory, are no evidence and decide no prediction"
+            f"for ({predictions.settings}): all results are exploratory and decide no prediction"
         )
     return out
 

@@ -30,7 +30,7 @@ from attnpo.lab.studies.study import (
     last_line,
     make_points,
     name_in_world,
-    scorers_of,
+    scorer_names_by_key,
     settings_record,
 )
 from attnpo.lab.studies.workers import needs_gpu, run_jobs
@@ -86,7 +86,7 @@ class StudyProgress:
                 log.error("%s cannot be prepared: %s", label, last_line(error_text(error)))
         if found:
             save_costs(self.folder, found)
-        self.pace.count_base(time.perf_counter() - before)
+        self.pace.count_preparation(time.perf_counter() - before)
         every = self.bases | found
         self.bases = {at: every[at] for at in itertools.product(self.worlds, self.plan.seeds) if at in every}
         return bool(found)
@@ -126,7 +126,7 @@ class StudyProgress:
         record = settings_record(study, _arm_settings(own), worlds if study.worlds else worlds[ONLY])
         if not self.plan.scorers:
             return record
-        scored = {name_in_world(*at): keys for at, made in own.items() if (keys := scorers_of(made.overrides))}
+        scored = {name_in_world(*at): keys for at, made in own.items() if (keys := scorer_names_by_key(made.overrides))}
         return {**record, "scorers": _arm_settings(self.plan.scorers), "scored": scored}
 
     def make_outcome(self) -> Outcome:
@@ -181,7 +181,7 @@ class StudyProgress:
             if lost is not None:
                 errors[i] = f"not run: {lost}"
                 continue
-            made = point_config(own[point.arm.world, point.arm.name], point, basis.scorers.paths)
+            made = point_config(own[point.arm.world, point.arm.name], point, basis.scorers.model_paths)
             if study.benchmarks and len((point.arm.grid or study.grid).point_overrides()) == 1:
                 made = with_checkpoint(made)  # certain to be chosen, as the arm's only point
             at = point_folder(

@@ -1,9 +1,9 @@
 """Trains scorers (``study.scorers``): models that a study needs to compute the weights of its arms.
 
 A scorer is an ordinary run on the pairs of its world and seed that saves its final model; arms refer to it as
-``SCORER.NAME`` (``study.scorers_of``). Scorers are cached in the store, in folders named by the digest of everything
-that determines the model, so that studies share them. A cached model is checked against the digests of its files before
-use, and retrained if it has changed.
+``SCORER.NAME`` (``study.scorer_names_by_key``). Scorers are cached in the store, in folders named by the digest of
+everything that determines the model, so that studies share them. A cached model is checked against the digests of its
+files before use, and retrained if it has changed.
 """
 
 import logging
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from attnpo.lab.studies.arms import ComposedConfig, Composer, run_digest
 from attnpo.lab.studies.outcome import ScorerRun, epochs_trained
-from attnpo.lab.studies.study import ONLY, ROWS, Study, last_line, scorers_of
+from attnpo.lab.studies.study import ONLY, ROWS, Study, last_line, scorer_names_by_key
 from attnpo.lab.studies.workers import WorkerSettings, needs_gpu, run_jobs
 from attnpo.models.loading import weights_fingerprint
 from attnpo.run.folders import make_folder
@@ -43,30 +43,30 @@ class TrainedScorers:
     lost: dict[str, str] = field(default_factory=dict)
 
     @property
-    def paths(self) -> dict[str, str]:
+    def model_paths(self) -> dict[str, str]:
         """Returns the model folders by name."""
         return {name: str(run.model) for name, run in self.runs.items()}
 
     @property
-    def seconds(self) -> float | None:
+    def training_seconds(self) -> float | None:
         """Returns the total training time in seconds, including that of cached scorers; None without scorers."""
         return sum(run.result.seconds["all"] for run in self.runs.values()) if self.runs else None
 
-    def paths_for(self, arm: Sequence[str]) -> dict[str, str]:
+    def model_paths_for(self, arm: Sequence[str]) -> dict[str, str]:
         """Returns the model folders of the scorers in an arm's overrides, by the key that refers to each.
 
         Raises:
             UserError: one of these scorers could not be trained.
         """
-        for name in scorers_of(arm).values():
+        for name in scorer_names_by_key(arm).values():
             if name in self.lost:
                 raise UserError(f"scorer {name} could not be trained: {last_line(self.lost[name])}")
-        return {key: self.paths[name] for key, name in scorers_of(arm).items()}
+        return {key: self.model_paths[name] for key, name in scorer_names_by_key(arm).items()}
 
 
 def needed_scorers(study: Study, world: str, truth: bool) -> list[str]:
     """Returns the names of the scorers that arms of a world refer to, in the study's order."""
-    named = {name for arm in study.arms_in_world(world, truth).values() for name in scorers_of(arm).values()}
+    named = {name for arm in study.arms_in_world(world, truth).values() for name in scorer_names_by_key(arm).values()}
     return [name for name in study.scorers if name in named]
 
 

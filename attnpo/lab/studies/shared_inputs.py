@@ -17,7 +17,7 @@ from attnpo.lab.studies.config import FitConfig
 from attnpo.lab.studies.outcome import SourceCost
 from attnpo.lab.studies.plan import StudyPlan
 from attnpo.lab.studies.scorers import TrainedScorers, train_scorers
-from attnpo.lab.studies.study import ONLY, ROWS, Arm, Study, error_text, last_line, scorers_of
+from attnpo.lab.studies.study import ONLY, ROWS, Arm, Study, error_text, last_line, scorer_names_by_key
 from attnpo.models.loading import weights_fingerprint
 from attnpo.models.spec import ModelSpec
 from attnpo.run.identity import APART, identity_of
@@ -97,7 +97,7 @@ def prepare_shared_inputs(plan: StudyPlan, seed: int, world: str = ONLY, folder:
     settled = settle(next(iter(arms.values())).config)[0]
     known = settled.model.path, getattr(settled.data, "path", None)
     configs = {name: made.with_paths(*known) for name, made in arms.items()}
-    plain = {name: config for name, config in configs.items() if not scorers_of(arms[name].overrides)}
+    plain = {name: config for name, config in configs.items() if not scorer_names_by_key(arms[name].overrides)}
     # All arms share the base and pairs of the first arm that resolves without scorers, else of the first scorer.
     candidates = [
         *plain.items(),
@@ -132,7 +132,7 @@ def prepare_shared_inputs(plan: StudyPlan, seed: int, world: str = ONLY, folder:
         if name in basis.lost:
             continue
         try:
-            for key, path in basis.scorers.paths_for(arms[name].overrides).items():
+            for key, path in basis.scorers.model_paths_for(arms[name].overrides).items():
                 config = config.with_value(key, path)
             inputs = identity_of(config).inputs
             same = digest({key: value for key, value in inputs.items() if key != "transforms"})
@@ -158,7 +158,7 @@ def prepare_shared_inputs(plan: StudyPlan, seed: int, world: str = ONLY, folder:
     passes = [one.report.seconds for one in done.values() if one.report is not None and one.report.computed]
     basis.cost = {} if seconds is None else {"base": round(float(seconds), 1)}
     basis.cost |= {"judge": round(sum(passes), 1)} if passes else {}
-    basis.cost |= {} if basis.scorers.seconds is None else {"scorers": basis.scorers.seconds}
+    basis.cost |= {} if basis.scorers.training_seconds is None else {"scorers": basis.scorers.training_seconds}
     if folder is not None and study.analyses:
         run_analyses(plan, basis, readers, encoded, folder, data=getattr(cfg.data, "path", None))
     return basis

@@ -69,7 +69,7 @@ PREFIX = "SCORER."
 PLACES = ("judge.path", "verbalizer.path", "weights.path", "weights.NAME.path")
 
 
-def scorers_of(overrides: Sequence[str]) -> dict[str, str]:
+def scorer_names_by_key(overrides: Sequence[str]) -> dict[str, str]:
     """Returns the names of the scorers used in an arm's overrides, by the key that takes the model path."""
     parts = (item.partition("=") for item in overrides)
     return {
@@ -86,7 +86,7 @@ def scorer_problems(scorers: Mapping[str, Sequence[str]], arms: Mapping[str, Seq
             yield (
                 f"study.scorers has {name!r}: a scorer's name may only have letters, digits and _, as in {PREFIX}oracle"
             )
-        for key, other in scorers_of(overrides).items():
+        for key, other in scorer_names_by_key(overrides).items():
             yield (
                 f"study.scorers.{name} sets {key}={PREFIX}{other}, but scorers are trained in parallel and cannot "
                 "depend on each other: give a path, or remove the override"
@@ -97,7 +97,7 @@ def scorer_problems(scorers: Mapping[str, Sequence[str]], arms: Mapping[str, Seq
                 "remove the override"
             )
     for arm, overrides in arms.items():
-        for key, name in scorers_of(overrides).items():
+        for key, name in scorer_names_by_key(overrides).items():
             if name not in scorers:
                 yield (
                     f"arm {arm} sets {key}={PREFIX}{name}, but study.scorers only has: "
@@ -377,7 +377,7 @@ class Study:
         return bool(self.layers) and arm == self.layer_arm
 
     def is_layer_arm(self, arm: str) -> bool:
-        """Returns whether a name looks like that of a layer's arm; the model's depth is not checked."""
+        """Returns whether a name has the form of a single layer's arm; the model's depth is not checked."""
         return bool(self.layers) and re.fullmatch(rf"{re.escape(self.layer_arm)} L\d+", arm) is not None
 
     def runs_in_world(self, arm: str, world: str) -> bool:

@@ -28,7 +28,7 @@ from attnpo.lab.studies.outcome import (
     rewards_at_kl,
     verdict,
 )
-from attnpo.lab.studies.study import BASE_ROW, scorers_of
+from attnpo.lab.studies.study import BASE_ROW, scorer_names_by_key
 from attnpo.weights.arrival import COLUMNS as ARRIVED
 
 METRICS = {"val loss": "loss", "val accuracy": "rewards/accuracies", "val margin": "rewards/margins"}
@@ -49,7 +49,7 @@ def main_table(outcome: Outcome) -> tuple[list[str], list[Row]]:
     """
     known, uneven = outcome.has_truth, uneven_training_columns(outcome)
     rows = rows_by_world(outcome, lambda world: _main_rows(outcome, world, uneven, known))
-    return columns_of(rows), rows
+    return column_names(rows), rows
 
 
 SHORT = ("world", "arm", "reward", "win rate", "KL", "val loss", "val accuracy", "val margin")
@@ -73,7 +73,7 @@ def short_table(outcome: Outcome) -> TableBlock:
         point = str(row.get("point") or "")
         mark = point[point.index("(") :] if "(" in point else point if point.isupper() or point[:6] == "FAILED" else ""
         made.append({**short, **({"note": mark} if mark else {})})
-    return TableBlock(columns_of(made), made, digits={**DIGITS, **benchmarks})
+    return TableBlock(column_names(made), made, digits={**DIGITS, **benchmarks})
 
 
 def rows_by_world(outcome: Outcome, rows_of: Callable[[str], Iterable[Row]]) -> list[Row]:
@@ -81,7 +81,7 @@ def rows_by_world(outcome: Outcome, rows_of: Callable[[str], Iterable[Row]]) -> 
     return [{**({"world": world} if world else {}), **row} for world in outcome.worlds for row in rows_of(world)]
 
 
-def columns_of(rows: Sequence[Row]) -> list[str]:
+def column_names(rows: Sequence[Row]) -> list[str]:
     """Returns the column names of all rows: first those of the longest row, in its order, then any others."""
     fullest = max(rows, key=len)
     return list(dict.fromkeys(name for row in (fullest, *rows) for name in row))
@@ -153,7 +153,7 @@ def _truth_cells(point: PointResults, best: Mapping[str, PointResults], control:
     shown = {"win rate": "win_rate", "KL": "kl", "length": "length", "broken": "broken"}
     return {
         "reward": point.mean_truth_score("test", "reward"),
-        "95 %": interval_text(point.interval),
+        "95 %": interval_text(point.reward_interval),
         **({} if control is None else {f"minus {control}": difference_text(versus)}),
         **{head: point.mean_truth_score("test", name) for head, name in shown.items()},
     }
@@ -196,7 +196,7 @@ def equal_kl_sections(outcome: Outcome) -> list[Section]:
     if study.control is not None:
         note += f"; differences to {study.control} are at the same KL, paired by seed and prompt"
     rows = rows_by_world(outcome, lambda world: _level_rows(outcome, world, chosen[world]))
-    sections = [Section("Reward at equal KL", [TableBlock(columns_of(rows), rows), Paragraph(note)])]
+    sections = [Section("Reward at equal KL", [TableBlock(column_names(rows), rows), Paragraph(note)])]
     if not study.worlds or study.control is None:
         return sections
     tables = [
@@ -265,7 +265,7 @@ def _level_rows(outcome: Outcome, world: str, chosen: dict[tuple[str, float], Ar
 
 def reward_text(place: RewardAtKL | None) -> str:
     """Formats the reward at a KL level with its mark."""
-    return NONE if place is None else f"{place.reward:.3f}{place.mark}"
+    return NONE if place is None else f"{place.mean_reward:.3f}{place.mark}"
 
 
 def _world_difference_rows(
@@ -375,7 +375,7 @@ def ranking_sections(outcome: Outcome) -> list[Section]:
             "them, including the base and controls; KL and length are shown but not ranked. All scores are on test "
             "prompts"
         )
-        table = TableBlock(columns_of(rows), rows, digits=RANK_DIGITS)
+        table = TableBlock(column_names(rows), rows, digits=RANK_DIGITS)
         sections.append(Section("Methods and their average rank", [table, Paragraph(note)]))
     if outcome.benchmarks:
         directions = _score_directions(outcome)
@@ -399,7 +399,7 @@ def scores_table(outcome: Outcome) -> tuple[list[str], list[Row]]:
     """
     said, digits, directions = grid_origins(outcome), benchmark_digits(outcome), _score_directions(outcome)
 
-    def rows_of(world: str) -> Iterator[Row]:
+    def world_rows(world: str) -> Iterator[Row]:
         names = [BASE_ROW, *(arm.name for arm in outcome.arms_in_world(world)), *outcome.study.published]
         found = {name: {of: scores.get((world, name)) for of, scores in outcome.benchmarks.items()} for name in names}
         # Rounded as in the table, since the paper ranks printed scores; NaN for missing scores.
@@ -421,8 +421,8 @@ def scores_table(outcome: Outcome) -> tuple[list[str], list[Row]]:
                 RANK: ranks.get(name, NONE),
             }
 
-    rows = rows_by_world(outcome, rows_of)
-    return columns_of(rows), rows
+    rows = rows_by_world(outcome, world_rows)
+    return column_names(rows), rows
 
 
 def _score_directions(outcome: Outcome) -> dict[str, bool]:
@@ -455,7 +455,7 @@ def _ranking_rows(outcome: Outcome, world: str) -> Iterator[Row]:
         reward, win_rate, kl, length = (
             point.mean_truth_score("test", name) for name in ("reward", "win_rate", "kl", "length")
         )
-        scores[arm.name] = [reward, win_rate, *(math.nan if place is None else place.reward for place in at)]
+        scores[arm.name] = [reward, win_rate, *(math.nan if place is None else place.mean_reward for place in at)]
         rows[arm.name] = {"reward": reward, "win rate": win_rate, **dict(zip(heads, map(reward_text, at), strict=True))}
         rows[arm.name] |= {"KL": kl, "length": length}
     ranks = mean_ranks(scores)
@@ -506,12 +506,12 @@ def cost_sections(outcome: Outcome) -> list[Section]:
     sections: list[Section] = []
     if outcome.study.costs:
         rows = rows_by_world(outcome, lambda world: _cost_rows(outcome, world))
-        shown: list[Block] = [TableBlock(columns_of(rows), rows, digits=COST_DIGITS), Paragraph(COSTS_NOTE)]
+        shown: list[Block] = [TableBlock(column_names(rows), rows, digits=COST_DIGITS), Paragraph(COSTS_NOTE)]
         sections.append(Section("What the weights cost", shown))
     if outcome.scorers or outcome.lost_scorers:
         rows = rows_by_world(outcome, lambda world: _scorer_rows(outcome, world))
         lost = [Paragraph(line, warning=True) for line in outcome.lost_scorers]
-        tables = [TableBlock(columns_of(rows), rows, digits=COST_DIGITS)] if rows else []
+        tables = [TableBlock(column_names(rows), rows, digits=COST_DIGITS)] if rows else []
         truth = any(run.result.truth is not None for made in outcome.scorers.values() for run in made.values())
         note = Paragraph(SCORERS_NOTE + ("; reward and KL are on its own answers to test prompts" if truth else ""))
         sections.append(Section("Scorers", [*lost, *tables, note]))
@@ -534,7 +534,7 @@ def _cost_rows(outcome: Outcome, world: str) -> Iterator[Row]:
         seconds = [one.seconds for one in known if one.seconds is not None]
         row |= {FORWARDS: reads.once + again, BACKWARDS: again, WEIGHING: 1000 * fmean(seconds) if seconds else None}
         if outcome.study.scorers:
-            named = list(dict.fromkeys(scorers_of(arm.overrides).values()))
+            named = list(dict.fromkeys(scorer_names_by_key(arm.overrides).values()))
             made = [[found[name] for name in named if name in found] for found in outcome.scorers_in_world(world)]
             spent = [
                 [(run.forwards, run.backwards, run.result.seconds["all"]) for run in runs] for runs in made if runs
@@ -552,7 +552,7 @@ def _scorer_rows(outcome: Outcome, world: str) -> Iterator[Row]:
         results = [made[name].result for made in outcome.scorers_in_world(world) if name in made]
         if not results:
             continue
-        arms = [arm.name for arm in outcome.arms_in_world(world) if name in scorers_of(arm.overrides).values()]
+        arms = [arm.name for arm in outcome.arms_in_world(world) if name in scorer_names_by_key(arm.overrides).values()]
         row: Row = {
             "scorer": name,
             "of arms": ", ".join(arms),
@@ -621,7 +621,7 @@ def drift_sections(outcome: Outcome) -> list[Section]:
     blocks: list[Block] = []
     for caption in DRIFT_TABLES:
         rows = rows_by_world(outcome, partial(_drift_rows, outcome, caption=caption, part=part))
-        blocks.append(TableBlock(columns_of(rows), rows, caption, DRIFT_DIGITS))
+        blocks.append(TableBlock(column_names(rows), rows, caption, DRIFT_DIGITS))
     where = "of answers sampled from the policy" if part == "answers" else "of the responses of validation pairs"
     first = f"each arm at its chosen point, means over seeds; tokens are those {where}"
     return [Section("Where the policy moved", [*blocks, *map(Paragraph, (first, *DRIFT_NOTES))])]

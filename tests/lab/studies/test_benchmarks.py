@@ -226,7 +226,7 @@ def test_another_run_than_the_chosen_point_is_warned_of(finished: Finished, monk
     point = next(point for point, found in outcome.points if found == result)
     made = ComposedConfig(DictConfig({}), [])
     line = benchmarks._score_change_warning(benchmarks.ModelExport(point, moved, made, run, False))
-    assert line is not None and "its val/loss is" in line and point.label in line
+    assert line is not None and "its val/loss was" in line and point.label in line
     assert benchmarks._score_change_warning(benchmarks.ModelExport(point, result, made, run, False)) is None
 
 
@@ -270,7 +270,7 @@ def test_the_base_file_names_every_benchmark() -> None:
             r"limits\.max_cost=1 needs the price",
         ),
         ([ASKED[0], "study.evaluate.testbed={grader:truth,limits.dry_run:true}"], r"limits\.dry_run=true"),
-        ([*ASKED, "study.published=[/no/such/model]"], r"study\.published has /no/such/model: no folder"),
+        ([*ASKED, "study.published=[/no/such/model]"], r"has /no/such/model, which cannot be read: no folder"),
         (
             ["study.benchmarks=[testbed]", "study.evaluate.testbed={grader:local,grader.path:/no/such/judge}"],
             r"no folder at '/no/such/judge' to read the model from",
@@ -346,7 +346,7 @@ def test_an_evaluation_is_that_of_its_row() -> None:
     )
     model = ModelSpec("/models/it's here", revision="r1", chat_template="{{ '${x}' }}", fallback_template="{{ y }}")
     evaluations = evaluations_of(cfg)
-    made = evaluations.config("testbed", model, "/bases/a b", evaluations.grammar, label="x", output="/out")
+    made = evaluations.compose_config("testbed", model, "/bases/a b", evaluations.grammar, label="x", output="/out")
     benchmark = made.benchmark
     assert isinstance(benchmark, TestbedBenchmark)
     assert (benchmark.baseline, benchmark.prompts, made.grading.rounds) == ("/bases/a b", 7, 1)
@@ -363,7 +363,7 @@ def test_bounds_hold_for_all_rows_of_a_benchmark(tiny: Callable[..., FitConfig],
         "study.evaluate.testbed={grader.model:m,grader.price_model:m,grader.price_input:1000000,grader.price_output:0,"
         "limits.max_cost:10,limits.max_calls:20}",
     )
-    made = evaluations_of(cfg).config("testbed", cfg.model)
+    made = evaluations_of(cfg).compose_config("testbed", cfg.model)
     bounds = {"limits.max_cost": 10.0, "limits.max_calls": 20}
     assert remaining_limits(made.limits, made.grader, tmp_path / "own") == bounds
     assert remaining_limits(GradingLimits(), made.grader, tmp_path / "own") == {}
@@ -442,7 +442,7 @@ def test_noise_is_that_of_the_table_of_scores() -> None:
     """1.96 sqrt(.3^2 + .4^2) = 0.98, as ``close`` of the report has it (tests/lab/reports/test_scores.py)."""
     rows = {("", name): score(value, grading=spread) for name, value, spread in
             (("a", 6.0, 0.3), ("b", 6.97, 0.4), ("c", 6.99, 0.4), ("d", 5.03, 0.4), ("e", 5.01, 0.4))}  # fmt: skip
-    said = [line for line in benchmark_notes(outcome_of(rows)) if line.endswith("no difference: b, d")]
+    said = [line for line in benchmark_notes(outcome_of(rows)) if line.endswith("1.96 sqrt(a^2 + b^2): b, d")]
     assert len(said) == 1
 
 

@@ -53,7 +53,7 @@ def test_without_the_bases_rewards_there_is_nothing_below_the_first_point() -> N
     lone = PointResults(ARM, ("a",), (0,), (result(1.0, 0.1, [0.0, 1.0], base=None),))
     assert rewards_at_kl([lone], 0.25) is None
     found = rewards_at_kl([lone], 1.0)
-    assert found is not None and not found.mark and found.reward == 0.5
+    assert found is not None and not found.mark and found.mean_reward == 0.5
 
 
 def test_a_point_that_validation_likes_less_than_one_nearer_is_not_on_the_path() -> None:
@@ -65,7 +65,7 @@ def test_a_point_that_validation_likes_less_than_one_nearer_is_not_on_the_path()
     )
     assert [mark.kl for mark in reward_kl_path([far, worse, near], 0)] == [0.0, 1.0, 4.0]
     end = rewards_at_kl([near, worse], 2.0)
-    assert end is not None and (end.reward, end.kl, end.mark) == (pytest.approx(0.2), 1.0, "")
+    assert end is not None and (end.mean_reward, end.kl, end.mark) == (pytest.approx(0.2), 1.0, "")
 
 
 def test_a_path_that_ends_before_the_level_says_so() -> None:
@@ -76,7 +76,7 @@ def test_a_path_that_ends_before_the_level_says_so() -> None:
 def test_a_point_below_the_base_stays_on_the_path() -> None:
     """An arm that harms must not be shown as the untrained model."""
     found = rewards_at_kl([at_point("a", 1.0, -5.0, [-2.0, -2.0])], 1.0)
-    assert found is not None and found.reward == -2.0
+    assert found is not None and found.mean_reward == -2.0
 
 
 def test_arms_are_compared_on_the_seeds_they_share() -> None:
@@ -107,7 +107,7 @@ def test_seeds_without_anything_at_the_level_are_left_out_while_others_have_it()
         [0.0, 1.0],
     ]
     found = rewards_at_kl([whole, part], 1.5625)
-    assert found is not None and (found.seeds, found.reward, found.mark) == ((0,), 0.5, "")
+    assert found is not None and (found.seeds, found.mean_reward, found.mark) == ((0,), 0.5, "")
     ended = rewards_at_kl([whole], 1.5625)
     assert ended is not None and (ended.seeds, ended.kl, ended.mark) == ((0, 1), 1.0, ENDS)
 

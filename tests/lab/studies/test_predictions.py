@@ -98,7 +98,7 @@ def test_hits_misses_and_open_ones_are_shown_alike() -> None:
     assert isinstance(table, TableBlock) and isinstance(note, Paragraph)
     decided = dict(zip(STUDY.predictions.claims, (row["outcome"] for row in table.rows), strict=True))  # type: ignore
     assert decided == {"hit": "hit", "miss": "MISS", "open": "open", "more": "hit", "far": "not at equal KL"}
-    assert "The rule. Of 5 predictions 2 hit, 1 missed, 2 open" in note.text
+    assert "The rule. Of 5 predictions 2 are hit, 1 missed and 2 open" in note.text
     assert {row["seeds"] for row in table.rows} == {"2 of 2"}  # type: ignore[call-overload,index]
     # The base at -0.5, the points at KL 0.75: on the path at 0.5, twice the share of a quarter more or less.
     share = (0.5 / 0.75) ** 0.5

@@ -187,10 +187,10 @@ def test_a_damaged_scorer_is_made_anew_and_another_recipe_is_another_scorer(
     runs = {"oracle": plan.scorers["", "oracle"]}
     lying = plan.store, plan.workers
     made = train_scorers("tiny", runs, 0, facts, *lying)
-    assert made.paths == {"oracle": str(oracle)} and weights_fingerprint(oracle) == before
+    assert made.model_paths == {"oracle": str(oracle)} and weights_fingerprint(oracle) == before
     other = {"oracle": runs["oracle"].with_values({"objective.beta": 0.7}, ["objective.beta=0.7"])}
-    assert train_scorers("tiny", other, 0, facts, *lying).paths["oracle"] != str(oracle)
-    assert train_scorers("tiny", runs, 0, {**facts, "pairs": "others"}, *lying).paths["oracle"] != str(oracle)
+    assert train_scorers("tiny", other, 0, facts, *lying).model_paths["oracle"] != str(oracle)
+    assert train_scorers("tiny", runs, 0, {**facts, "pairs": "others"}, *lying).model_paths["oracle"] != str(oracle)
 
 
 # ------------------------------------------------------------------------------------------------ bad input
@@ -267,4 +267,4 @@ def test_a_live_reference_is_read_as_often_as_pairs_are_trained_on(study: tuple[
         make_scorer_run(Path(), made, cfg.batch.pairs, cfg.objective.requires, cfg.reference).forwards for cfg in cfgs
     ]
     assert counts == [8.0, 6.0, 4.0]
-    assert TrainedScorers().seconds is None
+    assert TrainedScorers().training_seconds is None
