@@ -42,8 +42,8 @@ test: $(READY) ## everything CI checks: format, lint, types, all tests with the 
 	@types=$$(mktemp) && { $(BIN)/mypy > $$types 2>&1 & typing=$$!; $(BIN)/pytest -n 2; failed=$$?; \
 		wait $$typing || failed=1; cat $$types; rm $$types; exit $$failed; }
 
-quick: $(READY) ## the tests that are not marked slow
-	@$(BIN)/pytest -n 2 -m "not slow"
+quick: $(READY) ## the quick tests of every room (tests/quick.txt), in two minutes
+	@$(BIN)/pytest -n 2 @tests/quick.txt
 
 format: $(READY) ## rewrite the sources in the house style
 	@$(BIN)/ruff format .

@@ -457,7 +457,6 @@ KINDS = (
 )
 
 
-@pytest.mark.slow
 def test_the_gpu_form_runs_at_toy_size(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

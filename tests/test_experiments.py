@@ -301,7 +301,6 @@ def test_the_explanations_are_separated_where_they_can_be() -> None:
         assert own == (sharp if source != "weights=uniform" and not mixed else flat) or name == "IPO", name
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("experiment", [name for name in TESTBED_ONLY if registered(name)])
 def test_predictions_stand_for_the_settings_they_were_fixed_for(experiment: str) -> None:
     """An option that changes what an arm or a world is would let fresh runs decide what was said of others."""

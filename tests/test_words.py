@@ -56,3 +56,11 @@ def test_functions_are_seldom_named_by_a_participle_and_no_two_classes_alike() -
 def test_the_pages_can_be_read() -> None:
     words = {page.name: len(page.read_text(encoding="utf-8").split()) for page in (ROOT / "docs").glob("*.md")}
     assert sum(words.values()) <= DOC_WORDS, words
+
+
+def test_the_quick_tests_are_files_of_every_room() -> None:
+    files = (ROOT / "tests" / "quick.txt").read_text(encoding="utf-8").split()
+    assert [name for name in files if not (ROOT / name).is_file()] == []
+    texts = [(ROOT / name).read_text(encoding="utf-8") for name in files]
+    rooms = sorted(folder.parent.name for folder in (ROOT / "attnpo").glob("*/__init__.py"))
+    assert {room for room in rooms if not any(f"attnpo.{room}" in text for text in texts)} == set() and len(rooms) > 10

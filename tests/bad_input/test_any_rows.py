@@ -297,7 +297,6 @@ EVENTS = (
 )
 
 
-@pytest.mark.slow
 def test_every_row_is_accounted_for_at_each_stage(chats: list[ChatFormat], record: Record, tmp_path: Path) -> None:
     """Thousands of rows, among them every documented reason, note and event; nothing raises what is not documented."""
     account = Account()

@@ -70,7 +70,6 @@ def small(vectors: Path, contents: dict[str, Any], tmp_path: Path) -> Small:
 # --------------------------------------------------------------------------------------------- what is right
 
 
-@pytest.mark.slow
 def test_every_golden_record_passes(vectors: Path) -> None:
     found = list(verify([vectors / "losses.json", vectors / "extraction", vectors / "evaluation"]))
     failed = [record.line() for record in found if record.status is Status.FAIL]
@@ -99,7 +98,6 @@ def test_every_golden_record_passes(vectors: Path) -> None:
     assert {record.name for record in found} >= {"alpaca_eval", "arena_hard", "mt_bench"}
 
 
-@pytest.mark.slow
 def test_the_rows_of_the_authors_own_run_are_met(shared: Path) -> None:
     """Reads the same texts through the model of the authors' run, whose weights are too large for the repository.
 

@@ -35,9 +35,7 @@ def test_the_page_has_a_command_for_every_kind() -> None:
     assert fits == [fits[0].replace(KINDS[0], kind) for kind in KINDS]
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.slow if kind == "deepseek_v3" else ()) for kind in TRAINED]
-)
+@pytest.mark.parametrize("kind", list(TRAINED))
 def test_a_kind_trains_by_its_command(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -120,7 +120,6 @@ def own(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("inactive")
 def test_what_a_run_prints_runs(world: World, own: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """With options of its own from ``--config-dir``: the table, another seed, and the same with other weights."""

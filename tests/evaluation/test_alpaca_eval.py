@@ -343,7 +343,6 @@ def test_records_name_the_extra_that_is_not_installed(vectors: Path, monkeypatch
     assert outcome.status is Status.NOT_BUILT and "extra `eval`" in outcome.note
 
 
-@pytest.mark.slow
 def test_the_standard_error_is_that_of_resampled_questions(vectors: Path) -> None:
     """Of the library's own, of predictions whose fit is taken as certain, is half as large."""
     golden = vectors / "evaluation" / "alpaca_eval"

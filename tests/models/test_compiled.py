@@ -166,7 +166,6 @@ def test_attention_in_one_call_is_inside_the_graph(
     assert len(names) == count and all("_varlen_attn" in name for name in names)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="inductor needs a C++ compiler")
 @pytest.mark.filterwarnings("default")  # the compiler's
 def test_the_usual_backend_gives_the_same_numbers(exact_llama: Build) -> None:

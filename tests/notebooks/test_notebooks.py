@@ -155,7 +155,6 @@ def again(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Notebo
         yield {path.stem: notebook for path, notebook in zip(NOTEBOOKS, executed(NOTEBOOKS, folder), strict=True)}
 
 
-@pytest.mark.slow
 def test_an_execution_gives_the_same_kinds_of_outputs(again: dict[str, NotebookNode]) -> None:
     """All in one test, since they share a kernel, which loads the libraries once."""
     for path in NOTEBOOKS:

@@ -114,7 +114,6 @@ def test_an_objective_that_needs_the_reference_itself_is_refused(world: World) -
         require_reference("first_epoch", cfg.objective)
 
 
-@pytest.mark.slow
 def test_two_sharded_processes_share_what_each_has_seen(fresh: World, tmp_path: Path) -> None:
     """Started by srun, which says that there are two; Lightning alone insists on --ntasks-per-node."""
     run(fresh.config(*QUICK, "reference=live"), tmp_path / "one")

@@ -10,7 +10,6 @@ from attnpo.cli.entry import run_entry
 from tests import own_texts
 
 
-@pytest.mark.slow
 def test_a_judge_that_knows_nothing_is_a_warning_wherever_its_run_is_shown(
     babbler: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

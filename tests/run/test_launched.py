@@ -284,7 +284,6 @@ def test_a_rank_ends_with_its_launcher(launcher: str, early: bool) -> None:
         job.communicate(timeout=PATIENCE)  # until the rank, which has this output too, is gone
 
 
-@pytest.mark.slow
 def test_the_ranks_of_a_killed_torchrun_end(tmp_path: Path) -> None:
     """They trained on for hours, and held the machine and the run's folder."""
     rank, ready, said = tmp_path / "rank.py", tmp_path / "ready", tmp_path / "said.txt"
@@ -335,7 +334,6 @@ def losses(folder: Path) -> list[float]:
     return [row[name] for name in ("train/loss", "val/loss") for row in rows if name in row]
 
 
-@pytest.mark.slow
 def test_torchrun_weighs_trains_is_stopped_and_one_process_goes_on(
     keys: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

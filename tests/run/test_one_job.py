@@ -78,7 +78,6 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.slow
 def test_of_two_starts_under_one_name_one_trains(world: World, tmp_path: Path) -> None:
     """Config and result are of one run."""
     with started(world, tmp_path, *PLAIN, "seed=1") as first, started(world, tmp_path, *PLAIN, "seed=2") as second:
@@ -93,7 +92,7 @@ def test_of_two_starts_under_one_name_one_trains(world: World, tmp_path: Path) -
     assert not (tmp_path / "x" / ".lock").exists()
 
 
-@pytest.mark.parametrize("kind", ["run", pytest.param("study", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["run", "study"])
 def test_a_second_start_is_refused_until_the_first_is_gone(
     world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:

@@ -130,7 +130,6 @@ print("trained", trainer.global_step, float(trainer.callback_metrics["val/loss"]
 """
 
 
-@pytest.mark.slow
 def test_two_processes_are_refused_without_weights_and_train_with_them(world: World, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT, encoding="utf-8")

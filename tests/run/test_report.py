@@ -325,7 +325,6 @@ sys.exit(0 if codes == [0, 2] and "wandb" not in sys.modules else f"exit codes {
 """
 
 
-@pytest.mark.slow
 def test_a_whole_run_needs_no_wandb_and_asking_for_it_names_the_package(world: World, tmp_path: Path) -> None:
     first, second = (
         [*world.overrides("experiment=none", f"output={tmp_path}", f"name={name}", *more)]

@@ -305,7 +305,6 @@ def test_a_reference_that_is_not_stored_is_refused_in_several_processes(
         run(world.config("weights=uniform", "reference=cached", *QUICK), tmp_path / "run")
 
 
-@pytest.mark.slow
 def test_two_sharded_processes_make_one_run(first: tuple[World, Path, RunResult], tmp_path: Path) -> None:
     """FSDP2 through the command line: the losses of one process, one set of files, samples of the gathered policy.
 

@@ -172,7 +172,6 @@ def test_a_run_killed_in_its_report_is_reported_when_it_is_resumed(
     assert len((folder / "generations.jsonl").read_text().splitlines()) == 2
 
 
-@pytest.mark.slow
 def test_a_sharded_run_killed_after_its_last_step_is_finished(world: World, tmp_path: Path) -> None:
     """Nothing gathers the policy when no step is left: it comes from the checkpoint, which holds what is trained."""
     trained = ["model=lora", "model.dtype=bfloat16", "optimizer.lr=1e-3"]

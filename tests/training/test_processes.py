@@ -49,7 +49,6 @@ UNBROKEN = [
 RESUMED = [name for name, case in CASES.items() if case.resumes is not None]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", UNBROKEN)
 def test_two_processes_give_the_numbers_of_one(folder: Path, one: dict[tuple[int, bool], Rows], name: str) -> None:
     rows, expected = read_metrics(folder / name / "metrics.csv"), one[CASES[name].pairs, CASES[name].part]
@@ -65,7 +64,6 @@ def tokens_per_pair(rows: Rows) -> list[float]:
     return [token / pair for token, pair in zip(tokens, pairs, strict=True)]
 
 
-@pytest.mark.slow
 def test_a_pair_that_two_processes_cannot_share_is_left_out(folder: Path) -> None:
     """17 pairs are two steps and one pair per epoch, not three; training still ends with a validation."""
     rows = read_metrics(folder / "ddp, one pair left over" / "metrics.csv")
@@ -77,7 +75,6 @@ def test_a_pair_that_two_processes_cannot_share_is_left_out(folder: Path) -> Non
     assert recipe.factor(4, 4) == 0.0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_sharded_run_resumes(folder: Path, one: dict[tuple[int, bool], Rows], name: str) -> None:
     rows, expected = read_metrics(folder / name / "metrics.csv"), one[20, CASES[name].part]
@@ -88,7 +85,6 @@ def test_a_sharded_run_resumes(folder: Path, one: dict[tuple[int, bool], Rows], 
     assert all(torch.allclose(unbroken[key], value, atol=1e-6) for key, value in resumed.items())
 
 
-@pytest.mark.slow
 def test_a_sharded_checkpoint_holds_what_is_trained(folder: Path) -> None:
     """The second layer alone, whole."""
     state = torch.load(folder / "fsdp, a layer" / f"{STOP}.ckpt", weights_only=True)["state_dict"]
@@ -97,7 +93,6 @@ def test_a_sharded_checkpoint_holds_what_is_trained(folder: Path) -> None:
     assert all(value.shape == final[name.removeprefix("policy.model.")].shape for name, value in state.items())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.bad])
 def test_every_process_stops_and_names_the_pair_that_one_has(folder: Path, name: str) -> None:
     place, case = folder / name, CASES[name]
@@ -112,7 +107,6 @@ def test_every_process_stops_and_names_the_pair_that_one_has(folder: Path, name:
     assert [list(names) != [] for names in saved["gradients"]] == [True, True], "the gradient is of both processes"
 
 
-@pytest.mark.slow
 def test_every_process_stops_for_weights_that_one_holds(folder: Path) -> None:
     """Before the checkpoint of that step takes the place of the one before."""
     place = folder / "fsdp, poisoned"
@@ -123,7 +117,6 @@ def test_every_process_stops_for_weights_that_one_holds(folder: Path) -> None:
     assert f"saved last is step {STOP - 1}, in {place / 'last'}" in texts[0]
 
 
-@pytest.mark.slow
 def test_a_sharded_policy_is_exported_whole(folder: Path) -> None:
     """``last/`` of a sharded run is a folder like any other: whole weights, and a state file without shards."""
     place = folder / "fsdp, one pair at a time"

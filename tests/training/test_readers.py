@@ -47,7 +47,6 @@ def read_there(folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_an_exported_folder_is_the_same_model_there(tokenizer: Tokenizer, tmp_path: Path, dtype: str | None) -> None:
     """Llama 3's positions, a token of the template's own, and (float32) a merged adapter."""
@@ -77,7 +76,6 @@ def test_an_exported_folder_is_the_same_model_there(tokenizer: Tokenizer, tmp_pa
     torch.testing.assert_close(torch.tensor(there["logits"]), logits, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_without_the_older_keys_it_would_be_another_model(tokenizer: Tokenizer, tmp_path: Path) -> None:
     """The base for positions is lost without a word, which is why the keys are written."""
     model = small(tokenizer, rope_parameters=dict(LLAMA3))

@@ -126,7 +126,6 @@ def test_ctrl_c_twice_ends_at_once(tmp_path: Path) -> None:
     assert not (tmp_path / "last").exists()
 
 
-@pytest.mark.slow
 def test_two_processes_agree_and_another_number_goes_on(tmp_path: Path) -> None:
     """A signal to the second of two; one process goes on. Then one process is stopped and two go on."""
     unbroken = train(tmp_path / "unbroken", devices=1)

@@ -88,7 +88,6 @@ def test_how_a_step_is_cut_changes_neither_loss_nor_gradient(
     assert len({step["z"].item() for step in whole}) == 3 and all(step["z"] > 0 for step in whole)
 
 
-@pytest.mark.slow
 def test_two_processes_give_the_step_of_one(whole: list[dict[str, Tensor]], tmp_path: Path) -> None:
     """z is that of both processes; one of them alone has another."""
     codes, output = in_two_processes([__file__, str(tmp_path)], tmp_path)

@@ -45,7 +45,6 @@ def the(pattern: str) -> str:
     return found
 
 
-@pytest.mark.slow
 def test_a_mixture_runs_by_the_command_of_the_page(
     world: World, model: tuple[str, list[str], list[str], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,7 +67,6 @@ def _below(value: object) -> list[object]:
     return [value, *(one for item in inner for one in _below(item))]
 
 
-@pytest.mark.slow
 def test_a_round_runs_by_the_commands_of_the_page(
     model: tuple[str, list[str], list[str], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -148,7 +148,6 @@ def test_a_judge_that_knows_is_worth_reading(
     assert tables and max(map(len, tables)) <= 80
 
 
-@pytest.mark.slow
 def test_a_model_that_cannot_judge_is_known_in_one_look(
     babbler: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -230,7 +230,6 @@ def test_another_run_than_the_chosen_point_is_warned_of(finished: Finished, monk
     assert benchmarks._score_change_warning(benchmarks.ModelExport(point, result, made, run, False)) is None
 
 
-@pytest.mark.slow
 def test_a_changed_point_is_exported_and_measured_anew(
     tiny: Callable[..., FitConfig], finished: Finished, tmp_path: Path
 ) -> None:
@@ -483,7 +482,6 @@ def served(server: Loopback, folder: Path, *names: str) -> list[str]:
     ]
 
 
-@pytest.mark.slow
 def test_a_killed_study_goes_on_to_the_main_table_and_a_figure_of_score_over_layer(
     tiny: Callable[..., FitConfig],
     server: Loopback,
