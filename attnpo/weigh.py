@@ -29,12 +29,12 @@ def main(cfg: "WeighConfig") -> int:
 
     announce("weigh", cfg, None)
     with import_phase("loading transformers"):
-        from attnpo.data.prepared_rows import prune
+        from attnpo.data.prepared_rows import prune_rows
         from attnpo.run.folders import store_root
         from attnpo.run.weight_export import check_export, write_weights
 
     if cfg.prune is not None:
-        prune(store_root(cfg.store), cfg.prune)
+        prune_rows(store_root(cfg.store), cfg.prune)
         return 0
     if cfg.export is not None:
         check_export(cfg.weights, Path(cfg.export))

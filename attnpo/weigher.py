@@ -13,9 +13,9 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from attnpo.config.named_files import read_template
-from attnpo.data.adapters import Columns, RowProblem, adapt
+from attnpo.data.adapters import Columns, RowError, adapt_row
 from attnpo.data.collate import TrainingExample
-from attnpo.data.prepare import EncodedSet, Tally, encode_pair, prepare_examples, warn_of_rendered
+from attnpo.data.prepare import EncodedSet, Tally, encode_pair, prepare_examples, warn_about_special_tokens
 from attnpo.data.rules import AlignRules, LengthRules
 from attnpo.display.weighed_pair import WeighedPair, WeighedPairs, pair_with_weights
 from attnpo.judge.base import LoadedJudge
@@ -250,7 +250,7 @@ class Weigher:
             self._encode_pairs(pair, f"pair {place}" if several else "the pair") for place, pair in enumerate(pairs)
         ]
         rendered = [pair.pair_id[:8] for pair in pairs if self.chat.spells_special(pair.prompt)]
-        warn_of_rendered(len(rendered), len(pairs), rendered)
+        warn_about_special_tokens(len(rendered), len(pairs), rendered)
         unique = list({pair.pair_id: pair for pair in pairs}.values())
         raw: dict[str, PairWeights] = {}
         if self._rows and unique:
@@ -404,8 +404,8 @@ def _pairs_of(rows: str | Iterable[object]) -> list[PreferencePair]:
 def _from_row(row: Mapping[str, object], where: str) -> PreferencePair:
     """Returns the pair of a row, as the data of a run is read."""
     try:
-        return adapt(row, Columns()).pair
-    except RowProblem as problem:
+        return adapt_row(row, Columns()).pair
+    except RowError as problem:
         raise UserError(
             f"{where}: {problem.reason.value}; expected a prompt with a chosen and a rejected response, as texts or as "
             "messages with role and content"

@@ -14,8 +14,8 @@ import numpy as np
 import pandas
 
 from attnpo.cli.terminal import install_signal_handlers
-from attnpo.display.printed import KeyedTable, label_of, read_printed
-from attnpo.display.tables import Cell, half_up
+from attnpo.display.printed import KeyedTable, file_label, read_published_table
+from attnpo.display.tables import Cell, round_half_up
 from attnpo.evaluation.spreads import NORMAL
 from attnpo.lab.reports.folder_report import MODELS, letters, whose
 from attnpo.lab.reports.output import publish
@@ -51,7 +51,7 @@ class Table:
     @property
     def name(self) -> str:
         """Returns the table's name in titles and notes."""
-        return f"{label_of(self.path)}, {self.model}" if self.model else label_of(self.path)
+        return f"{file_label(self.path)}, {self.model}" if self.model else file_label(self.path)
 
     @property
     def complete_rows(self) -> pandas.DataFrame:
@@ -72,7 +72,7 @@ def read_tables(path: Path) -> list[Table]:
     """
     if not path.is_file():
         raise UserError(f"check_tables: expected CSV files of printed results, there is no file {path}")
-    printed = read_printed(path, (METHOD, "arm", *MODELS))
+    printed = read_published_table(path, (METHOD, "arm", *MODELS))
     if METHOD not in printed.columns:
         raise UserError(f"{path}: expected a column {METHOD}, got {', '.join(printed.columns)}")
     numbers = [name for name in printed.columns if printed.digits.get(name, 0) and name != PRINTED_RANK]
@@ -103,7 +103,7 @@ def read_tables(path: Path) -> list[Table]:
 
 def misprint(table: Table, method: object, column: str, printed: str, expected: str) -> Row:
     """Returns a row on something printed that cannot be, and what would be expected, in words."""
-    cells = (label_of(table.path), table.model, str(method), column, printed, expected)
+    cells = (file_label(table.path), table.model, str(method), column, printed, expected)
     return dict(zip((*KEYS, "column", "printed", "expected"), cells, strict=True))
 
 
@@ -113,7 +113,7 @@ def misprint(table: Table, method: object, column: str, printed: str, expected: 
 def rank_methods(table: Table) -> pandas.DataFrame:
     """Returns the scores with the average rank as the paper would print it, the printed one, and if they differ."""
     ranks = table.complete_rows.rank(ascending=False).mean(axis=1)
-    found = table.complete_rows.assign(**{RECOMPUTED: [half_up(rank, DECIMALS) for rank in ranks]})
+    found = table.complete_rows.assign(**{RECOMPUTED: [round_half_up(rank, DECIMALS) for rank in ranks]})
     if table.has_ranks:
         printed = table.numbers.loc[found.index, PRINTED_RANK]
         differs = printed.notna() & (printed != found[RECOMPUTED])
@@ -258,7 +258,7 @@ def ranks_table(table: Table) -> KeyedTable:
     shown = tuple(found.columns)
     rows: list[Row] = found.astype(object).where(found.notna(), None).to_dict("records")
     digits = {**dict.fromkeys((RECOMPUTED, PRINTED), DECIMALS), **{name: table.digits[name] for name in table.scores}}
-    of = {"file": label_of(table.path), "base_model": table.model}
+    of = {"file": file_label(table.path), "base_model": table.model}
     title = f"{of['file']}: {table.model}" if table.model else of["file"]
     read = KeyedTable("ranks", title, shown, tuple(rows), KEYS[2:], None, digits)
     full = tuple({**of, **row} for row in rows)

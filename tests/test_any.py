@@ -53,8 +53,8 @@ REASONS = {
         for name in ("settle", "measure")
     },
     "lab/studies/runner.py::record": "a testbed's digest of its world, whatever its form",
-    "text/chat.py::_written": TURNS,
-    **{f"text/template.py::{name}": TURNS for name in ("check", "tools_of", "without_tools")},
+    "text/chat.py::_apply_template": TURNS,
+    **{f"text/template.py::{name}": TURNS for name in ("check", "get_tools", "to_template_turns")},
     "training/loggers.py::experiment": "a class of wandb, which is imported inside functions only",
 }
 

@@ -145,7 +145,7 @@ def test_intervals_of_no_width_are_doubtful_beside_others_of_the_same_answers(tm
         ("arm,a\nX,1.0\n", "expected a column method"),
         ("method,n\nX,1\n", "expected columns of scores with decimals"),
         ("method,a\nX,1.0\nX,2.0\n", "expected each method once for all rows, got X again"),
-        ("method,a\n", "expected a head line and at least one row"),
+        ("method,a\n", "expected a header line and at least one row"),
     ],
 )
 def test_files_that_are_no_table_are_refused(tmp_path: Path, text: str, message: str) -> None:

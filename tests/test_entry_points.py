@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from attnpo.display.output import print_sections, tables_json, terminal
+from attnpo.display.output import make_console, print_sections, tables_to_json
 from attnpo.display.page import Paragraph, Section, TableBlock
 from tests import warm
 from tests.run.worlds import World, build_world
@@ -156,10 +156,10 @@ def test_a_wrong_word_is_refused_before_anything_heavy_is_loaded() -> None:
 
 # What is refused by looking at the data, for which not even torch is needed.
 WITHOUT_PAIRS: list[tuple[str, str, str]] = [
-    ("fit", "data.path={folder}/one.jsonl", "is one table, so its rows must be shared out: set data.val_share (0.1"),
-    ("weigh", "data.path={folder}/one.jsonl", "is one table, so its rows must be shared out: set data.val_share"),
+    ("fit", "data.path={folder}/one.jsonl", "is a single table, so its rows must be divided: set data.val_share (0.1"),
+    ("weigh", "data.path={folder}/one.jsonl", "is a single table, so its rows must be divided: set data.val_share"),
     ("report weights", "data.path={folder}", "no file test.jsonl, test.csv or test.parquet; files it has: one.jsonl"),
-    ("evaluate benchmark=judge", "data.path={folder}", "share out the training split with data.val_share=0.1"),
+    ("evaluate benchmark=judge", "data.path={folder}", "divide the training split with data.val_share=0.1"),
     ("fit", "data.path={folder} data.val_split=null", "data.val_split=null: name the validation split, or set"),
     ("fit", "data.mix={{a:{{path:{folder}/one.jsonl,val_rows:'3'}},b:{{path:{folder}/one.jsonl}}}}", "is one"),
 ]
@@ -227,7 +227,7 @@ def test_a_run_logs_lines_of_ours_each_once(world: World, tmp_path: Path) -> Non
         "objective twdpo, beta 0.1",
         "budget    1 epoch; seed 0, CPU; results in",
         f"model: {world.model}, LlamaForCausalLM, 20,064 parameters, float32, 2 layers",
-        "weights: 0 of 18 pairs in the store; 18 to compute, at most about",
+        "weights: 0 of 18 pairs in the store; computing 18, at most about",
         "train: tokens at p50/p90/p99/max: prompt",
         "steps: 4 pairs each = 2 per forward x 2 accumulated x 1 process; 3 in an epoch, 3 in all",
         "row 0, pair",
@@ -466,7 +466,7 @@ def test_no_text_of_others_acts_on_a_terminal(how: str, status: int, places: int
 
 def test_no_text_of_a_table_acts_on_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     table = TableBlock(["arm", HOSTILE], [[HOSTILE, 1.0]], HOSTILE)
-    print_sections(terminal(), [Section(HOSTILE, [table, Paragraph(HOSTILE)])])
+    print_sections(make_console(), [Section(HOSTILE, [table, Paragraph(HOSTILE)])])
     said = capsys.readouterr().out
     assert said.count("]0;owned") == 5, said
     assert [letter for letter in HOSTILE if not letter.isprintable() and letter in said] == []
@@ -529,7 +529,7 @@ def test_a_report_of_folders_prints_their_tables(tmp_path: Path) -> None:
     """By what the folder holds; a key that only weights read is said to have no effect."""
     (tmp_path / "s").mkdir()
     sections = [Section("Arms", [TableBlock(["arm", "n"], [["uniform", 0.25]]), Paragraph("one note")])]
-    (tmp_path / "s" / "tables.json").write_text(tables_json(sections))
+    (tmp_path / "s" / "tables.json").write_text(tables_to_json(sections))
     (tmp_path / "s" / "study.json").write_text(json.dumps({"digest": "d", "runs": []}))
     done = start("attnpo.report", str(tmp_path / "s"), f"output={tmp_path}", "name=r", "min_count=3")
     assert done.returncode == 0

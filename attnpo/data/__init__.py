@@ -1,1 +1,1 @@
-"""Preference data: rows of a dataset to pairs, batches that plan whole optimiser steps, what the trainer loads."""
+"""Preference data: pairs read from datasets, batches for whole optimizer steps, and the Lightning data module."""

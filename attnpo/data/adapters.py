@@ -1,18 +1,18 @@
-"""From a row of a dataset, in any of the usual conventions, to a ``PreferencePair``.
+"""Converts dataset rows in any of the usual formats to ``PreferencePair``.
 
-Owns the conventions and the words for what is wrong with a row; knows nothing of files. The conventions:
+Defines the formats and the reasons for rejecting a row; reads no files. Supported formats:
 
 =========================  =====================================================================================
 full conversations         ``chosen``, ``rejected`` = all messages, the last one is the response; ``prompt`` is
-                           absent, or a text that stands in the shared messages (HuggingFaceH4/ultrafeedback_binarized)
+                           absent, or a text found in the shared messages (HuggingFaceH4/ultrafeedback_binarized)
 prompt as messages         ``prompt`` = messages, ``chosen``, ``rejected`` = the turns after it (or all messages)
-prompt beside answers      ``prompt`` = text, ``chosen``, ``rejected`` = messages that begin with the assistant
+text prompt, messages      ``prompt`` = text, ``chosen``, ``rejected`` = messages that begin with the assistant
 plain text                 ``prompt``, ``chosen``, ``rejected`` = texts; the prompt becomes one user turn
 labelled dialogue          texts with "Human:" and "Assistant:" labels, with or without a ``prompt`` text
-plain text, shared start   ``chosen``, ``rejected`` = texts without labels; what both begin with becomes one user turn
+plain text, shared start   ``chosen``, ``rejected`` = texts without labels; their common prefix becomes one user turn
 =========================  =====================================================================================
 
-Everywhere the content of a message may also be a list of parts; parts that are all text are joined to one text.
+In every format a message's content may also be a list of parts; if all parts are text, they are joined.
 """
 
 import re
@@ -23,12 +23,12 @@ from enum import StrEnum
 
 from attnpo.schema import REASONING, Message, PreferencePair, UserError, copy_message
 from attnpo.system.files import shorten
-from attnpo.text.template import TOOL, written
-from attnpo.text.traces import Traces, has_trace, is_unclosed, with_trace, without_trace
+from attnpo.text.template import TOOL, functions_to_json
+from attnpo.text.traces import Traces, add_trace, has_trace, is_unclosed, strip_trace
 
 
 class Reason(StrEnum):
-    """Reason that a row cannot become a pair."""
+    """Reason why a row cannot become a pair."""
 
     MISSING = "value is missing"
     NOT_TEXT = "content is not text"
@@ -46,7 +46,7 @@ class Reason(StrEnum):
 
 
 class Note(StrEnum):
-    """Note on a row that was kept."""
+    """Remark about a row that was kept."""
 
     EMPTY = "empty response kept"
     STRIPPED = "reasoning trace stripped"
@@ -60,8 +60,8 @@ class Note(StrEnum):
     LEGACY = "function_call beside text is not read (tool_calls are)"
 
 
-class RowProblem(Exception):
-    """Row that cannot become a pair; ``reason`` says why."""
+class RowError(Exception):
+    """Error for a row that cannot become a pair; ``reason`` says why."""
 
     def __init__(self, reason: Reason) -> None:
         super().__init__(reason.value)
@@ -70,15 +70,17 @@ class RowProblem(Exception):
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of a dataset's columns, and of a message's keys.
+    """Column names of a dataset, and the key names within a message.
 
-    ``prompt``: None says that there is none; the default name may also be absent from the data. ``system``: column
-    with the text of a system message, blank or missing where a row has none. ``input``: column with a text that
-    continues a prompt text on a new line (Alpaca's), blank or missing where a row has none. ``tools``: column with the
-    functions that may be called, a list of their schemas or its JSON text, missing or empty where a row has none.
-    ``role`` and ``content`` are the keys of one message ("from" and "value" in ShareGPT files, whose role names "human"
-    and "gpt" are understood). ``traces`` says what becomes of a reasoning trace: the assistant's ``reasoning_content``
-    or ``<think>...</think>`` at the beginning of a response.
+    ``prompt``: prompt column; None if there is none. A column with the default name may be absent from the data.
+    ``system``: column with the text of a system message, blank or missing in rows without one.
+    ``input``: column with text appended to a text prompt on a new line (Alpaca's format), blank or missing in rows
+    without one. ``tools``: column with the functions that may be called, as a list of schemas or its JSON text, missing
+    or
+    empty in rows without any. ``role`` and ``content``: keys of one message ("from" and "value" in ShareGPT files,
+    whose
+    roles "human" and "gpt" are understood). ``traces``: handling of reasoning traces, i.e. the assistant's
+    ``reasoning_content`` or ``<think>...</think>`` at the beginning of a response.
     """
 
     prompt: str | None = "prompt"
@@ -91,34 +93,39 @@ class Columns:
     content: str = "content"
     traces: Traces = Traces.KEEP
 
-    def unused(self, names: Iterable[str]) -> list[str]:
-        """Returns the columns among ``names`` that no option maps, in their order."""
+    def find_unmapped(self, names: Iterable[str]) -> list[str]:
+        """Returns the columns among ``names`` that no option maps, in their original order."""
         mapped = {self.prompt, self.chosen, self.rejected, self.system, self.input, self.tools}
         return [name for name in names if name not in mapped]
 
     def check(self, present: Iterable[str], where: str = "the row") -> None:
-        """Checks that the columns named here are among those ``present``.
+        """Checks that the mapped columns exist.
 
         Raises:
-            UserError: one is not; the text lists the columns present, those expected, and the options that map them.
+            UserError: a column is missing; the message lists the columns present, those expected and the options to map
+                them.
         """
         names = ("chosen", "rejected", "system", "input", "tools")
         wanted: dict[str, str | None] = {name: getattr(self, name) for name in names}
         if self.prompt != Columns.prompt:
             wanted["prompt"] = self.prompt
         expected = "expected: a chosen and a rejected column, and a prompt column unless they hold the prompt too"
-        require_columns(wanted, present, where, expected)
+        check_columns(wanted, present, where, expected)
 
 
-def require_columns(wanted: Mapping[str, str | None], present: Iterable[str], where: str, expected: str) -> None:
-    """Raises UserError where a ``wanted`` column (by its key of ``Columns``) is not among those ``present``."""
+def check_columns(wanted: Mapping[str, str | None], present: Iterable[str], where: str, expected: str) -> None:
+    """Checks that every ``wanted`` column (by its key in ``Columns``) is among those ``present``.
+
+    Raises:
+        UserError: a column is missing.
+    """
     names = sorted(present)
     missing = [key for key, name in wanted.items() if name is not None and name not in names]
     if missing:
         absent = ", ".join(f'"{wanted[key]}"' for key in missing)
         options = " ".join(f"data.columns.{key}=COLUMN" for key in missing)
         unpaired = "chosen" in missing and {"completion", "label"} <= set(names)
-        remark = " These are single answers with a label, as KTO reads them: put two of one prompt in a row." * unpaired
+        remark = " These are single labelled answers, as in KTO: put two answers to one prompt in each row." * unpaired
         raise UserError(
             f"{where} has no column {absent}; columns found: {', '.join(map(shorten, names)) or 'none'}; {expected}."
             f"{remark} Name them with {options}"
@@ -127,59 +134,59 @@ def require_columns(wanted: Mapping[str, str | None], present: Iterable[str], wh
 
 @dataclass(frozen=True)
 class AdaptedRow:
-    """Pair and what was noticed on the way."""
+    """Pair made from one row, with notes about anything unusual."""
 
     pair: PreferencePair
     notes: tuple[Note, ...] = ()
 
 
-def adapt(row: Mapping[str, object], columns: Columns) -> AdaptedRow:
-    """Returns the pair of a row in any convention (table in the module docstring), with notes.
+def adapt_row(row: Mapping[str, object], columns: Columns) -> AdaptedRow:
+    """Converts a row in any supported format (see the module docstring) to a pair with notes.
 
     Columns that are neither mapped nor lists of messages go to ``extra``.
 
     Raises:
-        RowProblem: the row is no usable pair, with one of the fixed reasons.
+        RowError: the row is not a usable pair; carries one of the fixed reasons.
         UserError: a mapped column does not exist.
     """
     columns.check(row)
     chosen, rejected = row[columns.chosen], row[columns.rejected]
     prompt = None if columns.prompt is None else row.get(columns.prompt)
     if chosen is None or rejected is None:
-        raise RowProblem(Reason.MISSING)
-    good, bad = _cell(chosen, columns), _cell(rejected, columns)
-    context = None if prompt is None else _cell(prompt, columns)
+        raise RowError(Reason.MISSING)
+    good, bad = _parse_cell(chosen, columns), _parse_cell(rejected, columns)
+    context = None if prompt is None else _parse_cell(prompt, columns)
     more = None if columns.input is None else row.get(columns.input)
-    if more is not None and (added := _text(more)).strip():
+    if more is not None and (added := _check_text(more)).strip():
         if not isinstance(context, str):
-            raise RowProblem(Reason.MALFORMED)
+            raise RowError(Reason.MALFORMED)
         context = f"{context}\n{added}"
     split = False
     if isinstance(good, str) and isinstance(bad, str):
         if _WRITTEN.match(good) and _WRITTEN.match(bad):
-            raise RowProblem(Reason.WRITTEN)
-        turns, split = _from_texts(context, good, bad)
+            raise RowError(Reason.WRITTEN)
+        turns, split = _turns_from_texts(context, good, bad)
     elif isinstance(good, str) or isinstance(bad, str):
-        raise RowProblem(Reason.MALFORMED)
+        raise RowError(Reason.MALFORMED)
     else:
-        turns = _from_messages(context, good, bad)
+        turns = _turns_from_messages(context, good, bad)
     system = None if columns.system is None else row.get(columns.system)
-    if system is not None and (said := _text(system)).strip():
+    if system is not None and (said := _check_text(system)).strip():
         turns = _Turns([Message(role="system", content=said), *turns.history], turns.chosen, turns.rejected)
     _check_history(turns.history)
-    if columns.tools is not None and (tools := _functions(row.get(columns.tools), Reason.TOOLS)) is not None:
+    if columns.tools is not None and (tools := _parse_functions(row.get(columns.tools), Reason.TOOLS)) is not None:
         turns.history[0] = copy_message({**turns.history[0], "tools": tools})
     turns, noted = _apply_trace_rule(turns, columns.traces)
     blank = [not text.strip() for text in (turns.chosen, turns.rejected)]
     if turns.chosen == turns.rejected or all(blank):
-        raise RowProblem(Reason.IDENTICAL)
+        raise RowError(Reason.IDENTICAL)
     last = turns.history[-1]
     unasked = last["role"] == "user" and not last["content"].strip()
     noticed = [(any(blank), Note.EMPTY), (unasked, Note.UNASKED), (split, Note.SPLIT)]
-    noticed += [(_repeats(turns), Note.REPEATS), (_is_misscored(row, columns), Note.SCORES)]
-    noticed += [(_calls_functions(row, columns), Note.LEGACY)]
+    noticed += [(_is_prompt_repeated(turns), Note.REPEATS), (_is_misscored(row, columns), Note.SCORES)]
+    noticed += [(_has_function_call(row, columns), Note.LEGACY)]
     apart = noted is Note.APART
-    extra = {key: row[key] for key in columns.unused(row) if not _is_messages(row[key], columns)}
+    extra = {key: row[key] for key in columns.find_unmapped(row) if not _is_message_list(row[key], columns)}
     pair = PreferencePair.from_texts(turns.history, turns.chosen, turns.rejected, extra, apart)
     return AdaptedRow(pair, (*(note for holds, note in noticed if holds), *([] if noted is None else [noted])))
 
@@ -191,17 +198,17 @@ class _Turns:
     rejected: str
 
 
-# ------------------------------------------------------------------------------------------------ what is noticed
+# ------------------------------------------------------------------------------------------------ notes on rows
 
 
-def _repeats(turns: _Turns) -> bool:
-    """Tells whether both responses begin with the last turn's text, if it has two words or more."""
+def _is_prompt_repeated(turns: _Turns) -> bool:
+    """Tells whether both responses begin with the text of the last turn, if it has at least two words."""
     asked = turns.history[-1]["content"].strip()
     return " " in asked and all(text.lstrip().startswith(asked) for text in (turns.chosen, turns.rejected))
 
 
 def _is_misscored(row: Mapping[str, object], columns: Columns) -> bool:
-    """Tells whether the row scores its chosen response (score_chosen, chosen_score, ...) no higher than the other."""
+    """Tells whether the row's scores (score_chosen, chosen_score, ...) do not rank the chosen response higher."""
     for name in ("score_{}", "{}_score"):
         chosen, rejected = (row.get(name.format(side)) for side in (columns.chosen, columns.rejected))
         if isinstance(chosen, int | float) and isinstance(rejected, int | float) and chosen <= rejected:
@@ -209,7 +216,7 @@ def _is_misscored(row: Mapping[str, object], columns: Columns) -> bool:
     return False
 
 
-def _calls_functions(row: Mapping[str, object], columns: Columns) -> bool:
+def _has_function_call(row: Mapping[str, object], columns: Columns) -> bool:
     cells = [row.get(name) for name in (columns.prompt, columns.chosen, columns.rejected) if name is not None]
     turns = [turn for cell in cells if isinstance(cell, Sequence) and not isinstance(cell, str) for turn in cell]
     return any(isinstance(turn, Mapping) and turn.get("function_call") for turn in turns)
@@ -218,74 +225,74 @@ def _calls_functions(row: Mapping[str, object], columns: Columns) -> bool:
 # ------------------------------------------------------------------------------------------------ single values
 
 
-def _text(value: object) -> str:
+def _check_text(value: object) -> str:
     if not isinstance(value, str):
-        raise RowProblem(Reason.NOT_TEXT)
+        raise RowError(Reason.NOT_TEXT)
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise RowProblem(Reason.UNICODE) from error
+        raise RowError(Reason.UNICODE) from error
     return value
 
 
-# ShareGPT's names for the two speakers; every other name has to be the Hugging Face one.
+# ShareGPT's names for the two speakers; all other names must be the Hugging Face ones.
 _ROLES = {"human": "user", "gpt": "assistant"}
 
 
 def _join_text_parts(content: object) -> object:
-    """Returns the text of a list of text parts, as multimodal chats write a content; anything else as it is."""
+    """Joins a list of text parts, as in multimodal chats, to one text; returns anything else unchanged."""
     parts = content if isinstance(content, Sequence) and not isinstance(content, str | bytes) else ()
     if not parts or not all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts):
         return content
-    return "".join(_text(part.get("text")) for part in parts)
+    return "".join(_check_text(part.get("text")) for part in parts)
 
 
-def _messages(value: object, columns: Columns) -> list[Message]:
-    """Returns the messages of a cell: a list of mappings, or one mapping."""
+def _parse_messages(value: object, columns: Columns) -> list[Message]:
+    """Parses the messages of a cell: a list of mappings, or a single mapping."""
     cells = [value] if isinstance(value, Mapping) else value
     if not isinstance(cells, Sequence) or isinstance(cells, str | bytes):
-        raise RowProblem(Reason.NOT_TEXT)
+        raise RowError(Reason.NOT_TEXT)
     if not all(isinstance(cell, Mapping) and isinstance(cell.get(columns.role), str) for cell in cells):
-        raise RowProblem(Reason.MALFORMED)
+        raise RowError(Reason.MALFORMED)
     roles: list[str] = [cell[columns.role] for cell in cells]
-    return [_turn(_ROLES.get(role, role), cell, columns) for role, cell in zip(roles, cells, strict=True)]
+    return [_parse_turn(_ROLES.get(role, role), cell, columns) for role, cell in zip(roles, cells, strict=True)]
 
 
-def _turn(role: str, cell: Mapping[str, object], columns: Columns) -> Message:
-    """Returns one message; the content of one that only calls tools may be missing."""
+def _parse_turn(role: str, cell: Mapping[str, object], columns: Columns) -> Message:
+    """Parses one message; the content may be missing if the message only calls tools."""
     content, of_assistant = cell.get(columns.content), role == "assistant"
-    calls = _functions(cell.get("tool_calls"), Reason.MALFORMED) if of_assistant else None
+    calls = _parse_functions(cell.get("tool_calls"), Reason.MALFORMED) if of_assistant else None
     if content is None and of_assistant and not calls and cell.get("function_call"):
-        raise RowProblem(Reason.LEGACY)
-    turn = Message(role=role, content="" if calls and content is None else _text(_join_text_parts(content)))
-    if of_assistant and (trace := cell.get(REASONING)) is not None and _text(trace).strip():
-        turn["reasoning_content"] = _text(trace)
+        raise RowError(Reason.LEGACY)
+    turn = Message(role=role, content="" if calls and content is None else _check_text(_join_text_parts(content)))
+    if of_assistant and (trace := cell.get(REASONING)) is not None and _check_text(trace).strip():
+        turn["reasoning_content"] = _check_text(trace)
     if calls:
         turn["tool_calls"] = calls
     if role == TOOL and isinstance(named := cell.get("tool_call_id"), str):
         turn["tool_call_id"] = named
     if role == TOOL and isinstance(named := cell.get("name"), str):
         turn["name"] = named
-    if isinstance(tools := cell.get("tools"), str) and (known := _functions(tools, Reason.TOOLS)) is not None:
-        turn["tools"] = known  # as attnpo.generate and attnpo.pair write a prompt that has some
+    if isinstance(tools := cell.get("tools"), str) and (known := _parse_functions(tools, Reason.TOOLS)) is not None:
+        turn["tools"] = known  # format of prompts with tools written by attnpo.generate and attnpo.pair
     return turn
 
 
-def _functions(value: object, reason: Reason) -> str | None:
-    """Functions or calls of them as JSON text; None for none. RowProblem with ``reason`` for anything else."""
+def _parse_functions(value: object, reason: Reason) -> str | None:
+    """Returns functions or function calls as JSON text, None if empty; raises RowError(``reason``) if malformed."""
     try:
-        text = written(value)
+        text = functions_to_json(value)
     except ValueError as problem:
-        raise RowProblem(reason) from problem
-    return None if text is None else _text(text)
+        raise RowError(reason) from problem
+    return None if text is None else _check_text(text)
 
 
-def _cell(value: object, columns: Columns) -> str | list[Message]:
-    """Returns what a cell of the table holds: a text, or messages."""
-    return _text(value) if isinstance(value, str) else _messages(value, columns)
+def _parse_cell(value: object, columns: Columns) -> str | list[Message]:
+    """Parses a table cell: a text, or messages."""
+    return _check_text(value) if isinstance(value, str) else _parse_messages(value, columns)
 
 
-def _is_messages(value: object, columns: Columns) -> bool:
+def _is_message_list(value: object, columns: Columns) -> bool:
     return (
         isinstance(value, Sequence)
         and len(value) > 0
@@ -296,97 +303,97 @@ def _is_messages(value: object, columns: Columns) -> bool:
 # ------------------------------------------------------------------------------------------------ conversations
 
 
-def _from_messages(prompt: str | list[Message] | None, chosen: list[Message], rejected: list[Message]) -> _Turns:
-    """Returns the history and responses of two message lists.
+def _turns_from_messages(prompt: str | list[Message] | None, chosen: list[Message], rejected: list[Message]) -> _Turns:
+    """Splits two message lists into shared history and responses.
 
-    The lists win over a prompt text that only repeats a turn.
+    If a text prompt only repeats one of the turns, the message lists take precedence.
     """
     if not chosen or not rejected:
-        raise RowProblem(Reason.MALFORMED)
+        raise RowError(Reason.MALFORMED)
     if isinstance(prompt, str) and chosen[0]["role"] == rejected[0]["role"] == "assistant":
         prompt = [Message(role="user", content=prompt)]
     if isinstance(prompt, list):
-        chosen, rejected = _after(prompt, chosen), _after(prompt, rejected)
+        chosen, rejected = _full_conversation(prompt, chosen), _full_conversation(prompt, rejected)
     if chosen[-1]["role"] != "assistant" or rejected[-1]["role"] != "assistant":
-        raise RowProblem(Reason.MALFORMED)
+        raise RowError(Reason.MALFORMED)
     if chosen[:-1] != rejected[:-1]:
-        raise RowProblem(Reason.HISTORIES)
+        raise RowError(Reason.HISTORIES)
     history = chosen[:-1]
     if isinstance(prompt, str) and not any(prompt.strip() in turn["content"] for turn in history):
-        raise RowProblem(Reason.PROMPT)
-    return _Turns(history, _answer(chosen[-1]), _answer(rejected[-1]))
+        raise RowError(Reason.PROMPT)
+    return _Turns(history, _response_text(chosen[-1]), _response_text(rejected[-1]))
 
 
-def _answer(turn: Message) -> str:
+def _response_text(turn: Message) -> str:
     if turn.get("tool_calls"):
-        raise RowProblem(Reason.CALLS)
+        raise RowError(Reason.CALLS)
     trace = turn.get("reasoning_content")
-    return turn["content"] if trace is None else with_trace(trace, turn["content"])
+    return turn["content"] if trace is None else add_trace(trace, turn["content"])
 
 
 def _apply_trace_rule(turns: _Turns, traces: Traces) -> tuple[_Turns, Note | None]:
-    """Returns the turns under the rule for traces, and what was done to a response's."""
+    """Applies the rule for reasoning traces; returns the turns and a note if a response was affected."""
     both = (turns.chosen, turns.rejected)
     if any(map(is_unclosed, both)):
-        raise RowProblem(Reason.UNCLOSED)
+        raise RowError(Reason.UNCLOSED)
     traced = any(map(has_trace, both))
     if traces is not Traces.STRIP:
         return turns, Note.APART if traced and traces is Traces.WEIGH_APART else None
     history = [copy_message({**turn, "reasoning_content": ""}) for turn in turns.history]
-    return _Turns(history, *map(without_trace, both)), Note.STRIPPED if traced else None
+    return _Turns(history, *map(strip_trace, both)), Note.STRIPPED if traced else None
 
 
-def _after(prompt: list[Message], turns: list[Message]) -> list[Message]:
-    """Returns the whole conversation, whether ``turns`` repeats the prompt or not."""
+def _full_conversation(prompt: list[Message], turns: list[Message]) -> list[Message]:
+    """Returns the whole conversation, whether or not ``turns`` repeats the prompt."""
     return turns if prompt and turns[: len(prompt)] == prompt else [*prompt, *turns]
 
 
-# Whose turns may stand behind whose; "call": an assistant's that calls tools.
+# Roles that may follow each role; "call": an assistant turn that calls tools.
 _FOLLOWS = {"assistant": ("user",), "user": ("assistant",), "call": (TOOL,), TOOL: (TOOL, "assistant")}
 
 
 def _check_history(history: Sequence[Message]) -> None:
-    """Raises RowProblem unless turns alternate behind a system turn and end with the user's or a tool's result."""
+    """Raises RowError unless turns alternate (after any system turn) and end with the user or a tool result."""
     turns = history[1:] if history and history[0]["role"] == "system" else history
     if not turns:
-        raise RowProblem(Reason.NO_PROMPT)
+        raise RowError(Reason.NO_PROMPT)
     last = "assistant"
     for turn in turns:
         if turn["role"] not in _FOLLOWS.get(last, ()):
-            raise RowProblem(Reason.MALFORMED)
+            raise RowError(Reason.MALFORMED)
         last = "call" if turn.get("tool_calls") else turn["role"]
     if last not in ("user", TOOL):
-        raise RowProblem(Reason.MALFORMED)
+        raise RowError(Reason.MALFORMED)
 
 
 # ------------------------------------------------------------------------------------------------ plain texts
 
-# A list of messages that was turned into its text, as a table of texts alone keeps it.
+# A list of messages that was converted to its string representation.
 _WRITTEN = re.compile(r"""\s*\[\s*\{\s*['"](role|content|from|value)['"]\s*:""")
 
-# The two labels of hh-rlhf transcripts, at the start of the text or after a blank line.
+# Labels of hh-rlhf transcripts, at the start of the text or after a blank line.
 _LABEL = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
 _SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 
 
-def _from_texts(prompt: str | list[Message] | None, chosen: str, rejected: str) -> tuple[_Turns, bool]:
-    """Returns the history and responses of two texts, and whether their shared start had to stand for the prompt."""
+def _turns_from_texts(prompt: str | list[Message] | None, chosen: str, rejected: str) -> tuple[_Turns, bool]:
+    """Splits two texts into history and responses; also tells whether the shared prefix became the prompt."""
     if isinstance(prompt, list):
         return _Turns(prompt, chosen, rejected), False
-    if prompt is not None and not _opens_answer(prompt):
+    if prompt is not None and not _ends_with_assistant_label(prompt):
         return _Turns([Message(role="user", content=prompt)], chosen, rejected), False
     whole = [(prompt or "") + text for text in (chosen, rejected)]
     if all(_is_dialogue(text) for text in whole):
-        return _from_messages(None, _dialogue(whole[0]), _dialogue(whole[1])), False
-    cut = _shared_start(chosen, rejected)
+        return _turns_from_messages(None, _parse_dialogue(whole[0]), _parse_dialogue(whole[1])), False
+    cut = _shared_prefix_length(chosen, rejected)
     shared = chosen[:cut].strip()
     if not shared:
-        raise RowProblem(Reason.IDENTICAL if chosen == rejected else Reason.NO_PROMPT)
+        raise RowError(Reason.IDENTICAL if chosen == rejected else Reason.NO_PROMPT)
     return _Turns([Message(role="user", content=shared)], chosen[cut:].lstrip(), rejected[cut:].lstrip()), True
 
 
-def _opens_answer(text: str) -> bool:
-    """Returns whether ``text`` is a labelled dialogue that ends with the label of the assistant."""
+def _ends_with_assistant_label(text: str) -> bool:
+    """Tells whether ``text`` is a labelled dialogue that ends with the assistant's label."""
     return _is_dialogue(text) and text.rstrip().endswith("\n\nAssistant:")
 
 
@@ -395,8 +402,8 @@ def _is_dialogue(text: str) -> bool:
     return bool(labels) and labels[0].start() == 0 and any(label[1] == "Assistant" for label in labels)
 
 
-def _dialogue(text: str) -> list[Message]:
-    """Returns the turns of a labelled dialogue, surrounding blanks removed."""
+def _parse_dialogue(text: str) -> list[Message]:
+    """Returns the turns of a labelled dialogue, stripped of surrounding blanks."""
     labels = list(_LABEL.finditer(text))
     ends = [*(label.start() for label in labels[1:]), len(text)]
     return [
@@ -405,19 +412,19 @@ def _dialogue(text: str) -> list[Message]:
     ]
 
 
-def _shared_start(first: str, second: str) -> int:
-    """Returns the length of the common prefix, backed up so that it cuts no word of either text."""
+def _shared_prefix_length(first: str, second: str) -> int:
+    """Returns the length of the common prefix, shortened so that it splits no word."""
     differs = (index for index, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
     cut = next(differs, min(len(first), len(second)))
-    while cut > 0 and (_inside_word(first, cut) or _inside_word(second, cut)):
+    while cut > 0 and (_is_inside_word(first, cut) or _is_inside_word(second, cut)):
         cut -= 1
     return cut
 
 
-def _inside_word(text: str, index: int) -> bool:
-    return 0 < index < len(text) and _word_part(text[index - 1]) and _word_part(text[index])
+def _is_inside_word(text: str, index: int) -> bool:
+    return 0 < index < len(text) and _is_word_character(text[index - 1]) and _is_word_character(text[index])
 
 
-def _word_part(character: str) -> bool:
+def _is_word_character(character: str) -> bool:
     # Letters, marks and digits; a combining mark belongs to the letter before it.
     return unicodedata.category(character)[0] in "LMN" or character == "_"

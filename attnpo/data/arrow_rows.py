@@ -1,7 +1,7 @@
-"""Pairs, training ids and training examples as columns of Arrow tables, read row by row without a copy of the table.
+"""Pairs, training ids and training examples as rows of Arrow tables, read lazily and without copying.
 
-Owns their schemas: what is written here is what is read here. Knows nothing of files. A table may be memory-mapped, so
-that it takes no memory of its own; what a row gives is made at each reading and let go of by whoever asked for it.
+Defines the table schemas and both directions of the conversion; does no file I/O. Tables may be memory-mapped.
+Each access to a row builds a new object, which is not cached.
 """
 
 import json
@@ -20,9 +20,9 @@ import torch
 
 from attnpo.data.collate import TrainingExample
 from attnpo.schema import SIDES, EncodedResponse, PreferencePair, list_pair_ids
-from attnpo.text.ranges import Offsets, as_places
+from attnpo.text.ranges import Offsets, as_array
 
-AT_ONCE = 1024  # rows of a record batch
+AT_ONCE = 1024  # rows per record batch
 Counts = npt.NDArray[np.int64]
 Some = TypeVar("Some")
 
@@ -30,17 +30,21 @@ PAIRS = pa.schema({"pair_id": pa.string(), "pair": pa.large_string()})
 _IDS = pa.list_(pa.int32())
 ENCODED = pa.schema(
     {
-        "row": pa.int64(),  # of the pair, among those that were read
-        "prompt": pa.string(),  # a digest of its messages
-        "shared": pa.bool_(),  # whether both sides have one prompt, which then stands with the chosen side alone
+        "row": pa.int64(),  # index of the pair among those read
+        "prompt": pa.string(),  # digest of the messages
+        "shared": pa.bool_(),  # whether both sides have the same prompt ids, then stored with the chosen side only
         **{f"{side}_{part}": _IDS for side in SIDES for part in ("prompt", "response", "starts", "ends")},
     }
 )
 _NUMBERS = ("length", "coverage", "source_coverage", "kept_mass")
 
 
-def schema_of_weights(dtype: torch.dtype) -> pa.Schema:
-    """Returns the schema of weighed rows whose token weights have ``dtype``. KeyError for other than float32, 64."""
+def weights_schema(dtype: torch.dtype) -> pa.Schema:
+    """Returns the schema of example rows whose token weights have ``dtype``.
+
+    Raises:
+        KeyError: ``dtype`` is neither float32 nor float64.
+    """
     row = pa.list_({torch.float32: pa.float32(), torch.float64: pa.float64()}[dtype])
     numbers = {f"{side}_{name}": pa.float64() for side in SIDES for name in _NUMBERS}
     weights = {f"{side}_weights": row for side in SIDES}
@@ -53,8 +57,8 @@ LOGPS = pa.schema({f"{side}_logps": pa.list_(pa.float32()) for side in SIDES})
 # ------------------------------------------------------------------------------------------------ columns
 
 
-class Ragged:
-    """Column of lists of numbers, each of which is read as an array without a copy."""
+class RaggedColumn:
+    """Column of lists of numbers; each list is read as an array without copying."""
 
     def __init__(self, column: pa.ChunkedArray) -> None:
         chunks = [chunk for chunk in column.chunks if len(chunk)]
@@ -73,39 +77,39 @@ class Ragged:
         return found
 
     def count(self, number: int) -> int:
-        """Returns how often a number is in the lists."""
+        """Counts the occurrences of ``number`` in all lists."""
         pieces = zip(self._values, self._bounds, strict=True)
         return sum(int(np.count_nonzero(values[bounds[0] : bounds[-1]] == number)) for values, bounds in pieces)
 
     @cached_property
     def lengths(self) -> Counts:
-        """Returns the length of every list."""
+        """Returns the length of each list."""
         return np.concatenate([np.diff(bounds) for bounds in self._bounds] or [np.zeros(0)]).astype(np.int64)
 
 
-class ArrowRows:
-    """Hands rows on as record batches of ``AT_ONCE``, the last of which ``flush`` gives."""
+class ArrowRowWriter:
+    """Buffers rows and writes them as record batches of ``AT_ONCE`` rows; call ``flush`` at the end."""
 
     def __init__(self, schema: pa.Schema, write: Callable[[pa.RecordBatch], object]) -> None:
         self._schema, self._write, self.count = schema, write, 0
         self._waiting: list[Mapping[str, object]] = []
 
     def add(self, row: Mapping[str, object]) -> None:
-        """Takes one row."""
+        """Adds one row."""
         self._waiting.append(row)
         self.count += 1
         if len(self._waiting) == AT_ONCE:
             self.flush()
 
     def flush(self) -> None:
-        """Hands on the rows that wait."""
+        """Writes the buffered rows."""
         kinds = zip(self._schema.names, self._schema.types, strict=True)
-        columns = [_column([row[name] for row in self._waiting], kind) for name, kind in kinds]
+        columns = [_make_column([row[name] for row in self._waiting], kind) for name, kind in kinds]
         self._write(pa.RecordBatch.from_arrays(columns, schema=self._schema))
         self._waiting.clear()
 
 
-def _column(cells: Sequence[object], kind: pa.DataType) -> pa.Array:
+def _make_column(cells: Sequence[object], kind: pa.DataType) -> pa.Array:
     if not pa.types.is_list(kind):
         return pa.array(cells, kind)
     dtype = kind.value_type.to_pandas_dtype()
@@ -115,11 +119,11 @@ def _column(cells: Sequence[object], kind: pa.DataType) -> pa.Array:
     return pa.ListArray.from_arrays(pa.array(bounds), pa.array(numbers, kind.value_type))
 
 
-class RowsOnDemand(Sequence[Some], Generic[Some]):
-    """Rows that are made when they are asked for."""
+class LazyRows(Sequence[Some], Generic[Some]):
+    """Sequence whose rows are built on access."""
 
     @abstractmethod
-    def _make(self, row: int) -> Some: ...
+    def _make_row(self, row: int) -> Some: ...
 
     @overload
     def __getitem__(self, place: int) -> Some: ...
@@ -127,31 +131,35 @@ class RowsOnDemand(Sequence[Some], Generic[Some]):
     def __getitem__(self, place: slice) -> list[Some]: ...
     def __getitem__(self, place: int | slice) -> Some | list[Some]:
         if isinstance(place, slice):
-            return [self._make(row) for row in range(*place.indices(len(self)))]
+            return [self._make_row(row) for row in range(*place.indices(len(self)))]
         row = place + len(self) if place < 0 else place
         if not 0 <= row < len(self):
             raise IndexError(place)
-        return self._make(row)
+        return self._make_row(row)
 
 
 # ------------------------------------------------------------------------------------------------ pairs
 
 
-class NoJson(Exception):
-    """Content of a pair's further column that has no form in JSON."""
+class NotSerializableError(Exception):
+    """Error for a pair whose extra columns cannot be stored as JSON."""
 
 
-def pair_row(pair: PreferencePair) -> dict[str, object]:
-    """Returns a pair as a row. Raises NoJson."""
+def pair_to_row(pair: PreferencePair) -> dict[str, object]:
+    """Converts a pair to a table row.
+
+    Raises:
+        NotSerializableError: an extra column cannot be stored as JSON.
+    """
     parts = [list(pair.prompt), pair.chosen, pair.rejected, dict(pair.extra), pair.apart]
     try:
         return {"pair_id": pair.pair_id, "pair": json.dumps(parts)}
     except (TypeError, ValueError) as error:
-        raise NoJson from error
+        raise NotSerializableError from error
 
 
-class PairRows(RowsOnDemand[PreferencePair]):
-    """Pairs of a table, or those of its ``rows`` alone."""
+class PairRows(LazyRows[PreferencePair]):
+    """Pairs of a table, optionally only those at the indices ``rows``."""
 
     def __init__(self, table: pa.Table, rows: npt.NDArray[np.int64] | None = None) -> None:
         self._table, self._rows = table, rows
@@ -160,29 +168,29 @@ class PairRows(RowsOnDemand[PreferencePair]):
     def __len__(self) -> int:
         return self._table.num_rows if self._rows is None else len(self._rows)
 
-    def _make(self, row: int) -> PreferencePair:
+    def _make_row(self, row: int) -> PreferencePair:
         at = row if self._rows is None else int(self._rows[row])
         prompt, chosen, rejected, extra, apart = json.loads(self._pairs[at].as_py())
         return PreferencePair(self._ids[at].as_py(), tuple(prompt), chosen, rejected, extra, apart)
 
     @property
-    def size(self) -> int:
-        """Returns bytes of their texts."""
+    def num_bytes(self) -> int:
+        """Returns the size of the texts in bytes."""
         return int(self._pairs.nbytes)
 
-    def take(self, rows: Counts) -> "PairRows":
-        """Returns the pairs of some of all rows."""
+    def select(self, rows: Counts) -> "PairRows":
+        """Returns the pairs at the given indices of the full table."""
         return PairRows(self._table, rows)
 
     @cached_property
     def ids(self) -> list[str]:
-        """Returns the id of every pair."""
+        """Returns all pair ids."""
         every: list[str] = self._ids.to_pylist()
         return every if self._rows is None else [every[row] for row in self._rows]
 
 
-class Joined(RowsOnDemand[PreferencePair]):
-    """Pairs of several sequences, one after the other."""
+class ConcatenatedPairs(LazyRows[PreferencePair]):
+    """Concatenation of several sequences of pairs."""
 
     def __init__(self, parts: Sequence[Sequence[PreferencePair]]) -> None:
         self._parts, self._starts = parts, np.cumsum([0, *map(len, parts)])
@@ -190,18 +198,18 @@ class Joined(RowsOnDemand[PreferencePair]):
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def _make(self, row: int) -> PreferencePair:
+    def _make_row(self, row: int) -> PreferencePair:
         part = int(np.searchsorted(self._starts, row, side="right")) - 1
         return self._parts[part][row - int(self._starts[part])]
 
     @cached_property
     def ids(self) -> list[str]:
-        """Returns the id of every pair."""
+        """Returns all pair ids."""
         return [pair_id for part in self._parts for pair_id in list_pair_ids(part)]
 
 
-class Picked(RowsOnDemand[PreferencePair]):
-    """Those of ``pairs`` that have one of ``places``, in their order."""
+class PairSubset(LazyRows[PreferencePair]):
+    """Pairs at the given positions, in that order."""
 
     def __init__(self, pairs: Sequence[PreferencePair], places: Sequence[int]) -> None:
         self._pairs, self._places = pairs, places
@@ -209,18 +217,18 @@ class Picked(RowsOnDemand[PreferencePair]):
     def __len__(self) -> int:
         return len(self._places)
 
-    def _make(self, row: int) -> PreferencePair:
+    def _make_row(self, row: int) -> PreferencePair:
         return self._pairs[self._places[row]]
 
     @cached_property
     def ids(self) -> list[str]:
-        """Returns the id of every pair."""
+        """Returns all pair ids."""
         every = list_pair_ids(self._pairs)
         return [every[place] for place in self._places]
 
 
-def pairs_of(pairs: Sequence[PreferencePair], ids: Collection[str]) -> dict[str, PreferencePair]:
-    """Returns those of ``pairs`` that have one of ``ids``, by their ids; reads no other text of a table."""
+def find_pairs(pairs: Sequence[PreferencePair], ids: Collection[str]) -> dict[str, PreferencePair]:
+    """Returns the pairs with the given ids, by id; reads no other rows of a table."""
     wanted = set(ids)
     return {pair_id: pairs[place] for place, pair_id in enumerate(list_pair_ids(pairs)) if pair_id in wanted}
 
@@ -228,32 +236,32 @@ def pairs_of(pairs: Sequence[PreferencePair], ids: Collection[str]) -> dict[str,
 # ------------------------------------------------------------------------------------------------ training ids
 
 
-def encoded_row(row: int, prompt: str, sides: Mapping[str, EncodedResponse]) -> dict[str, object]:
-    """Returns the training ids of the pair ``row``, whose prompt has the digest ``prompt``, as a row."""
+def encoded_to_row(row: int, prompt: str, sides: Mapping[str, EncodedResponse]) -> dict[str, object]:
+    """Converts the training ids of pair number ``row`` to a table row; ``prompt`` is the digest of its prompt."""
     chosen, rejected = (sides[side] for side in SIDES)
     shared = chosen.prompt_ids == rejected.prompt_ids
     found: dict[str, object] = {"row": row, "prompt": prompt, "shared": shared}
     for side, one in sides.items():
-        places = as_places(one.offsets)
+        places = as_array(one.offsets)
         ids = [] if shared and side == SIDES[1] else one.prompt_ids
         found |= {f"{side}_prompt": ids, f"{side}_response": one.response_ids}
         found |= {f"{side}_starts": places[:, 0], f"{side}_ends": places[:, 1]}
     return found
 
 
-class EncodedRows(RowsOnDemand[dict[str, EncodedResponse]]):
-    """Training ids of pairs by side, in a table of ``ENCODED``."""
+class EncodedRows(LazyRows[dict[str, EncodedResponse]]):
+    """Training ids of pairs by side, stored in a table with the schema ``ENCODED``."""
 
     def __init__(self, table: pa.Table) -> None:
         self.rows: Counts = table.column("row").to_numpy()
         self._shared: npt.NDArray[np.bool_] = table.column("shared").to_numpy()
         self._prompts = table.column("prompt")
-        self._lists = {name: Ragged(table.column(name)) for name in ENCODED.names[3:]}
+        self._lists = {name: RaggedColumn(table.column(name)) for name in ENCODED.names[3:]}
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def _make(self, row: int) -> dict[str, EncodedResponse]:
+    def _make_row(self, row: int) -> dict[str, EncodedResponse]:
         of, shared, found = self._lists, self._shared[row], dict[str, EncodedResponse]()
         for side in SIDES:
             starts = of[f"{side}_starts"][row]
@@ -263,66 +271,69 @@ class EncodedRows(RowsOnDemand[dict[str, EncodedResponse]]):
             found[side] = EncodedResponse(prompt, of[f"{side}_response"][row].tolist(), Offsets(places))
         return found
 
-    def prompts(self) -> list[str]:
-        """Returns the digest of each row's prompt."""
+    def prompt_digests(self) -> list[str]:
+        """Returns the prompt digest of each row."""
         found: list[str] = self._prompts.to_pylist()
         return found
 
-    def share_of(self, token: int) -> tuple[int, int]:
-        """Returns how often a token is in the responses, and how many tokens these have."""
+    def count_token(self, token: int) -> tuple[int, int]:
+        """Returns how often ``token`` occurs in the responses, and the total number of response tokens."""
         responses = [self._lists[f"{side}_response"] for side in SIDES]
         return sum(one.count(token) for one in responses), int(sum(one.lengths.sum() for one in responses))
 
-    def sizes(self) -> "Sizes":
-        """Returns the tokens of all rows."""
+    def token_counts(self) -> "TokenCounts":
+        """Returns the token counts of all rows."""
         of = {name: self._lists[name].lengths for name in self._lists}
         prompts = of["chosen_prompt"], np.where(self._shared, of["chosen_prompt"], of["rejected_prompt"])
-        return Sizes(prompts, (of["chosen_response"], of["rejected_response"]), self._shared)
+        return TokenCounts(prompts, (of["chosen_response"], of["rejected_response"]), self._shared)
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Tokens of pairs by side (chosen, rejected): of prompts and responses; ``shared``: both have the same prompt."""
+class TokenCounts:
+    """Token counts of pairs: prompts and responses by side (chosen, rejected).
+
+    ``shared``: whether both sides of a pair have the same prompt ids.
+    """
 
     prompts: tuple[Counts, Counts]
     responses: tuple[Counts, Counts]
     shared: npt.NDArray[np.bool_]
 
     @property
-    def branches(self) -> Counts:
-        """Returns tokens of prompt and response, [2 pairs]."""
+    def branch_tokens(self) -> Counts:
+        """Returns the tokens of prompt and response together, shape [2, pairs]."""
         return np.stack([prompt + response for prompt, response in zip(self.prompts, self.responses, strict=True)])
 
     @property
     def longest(self) -> Counts:
-        """Returns tokens of the longer branch."""
-        longest: Counts = self.branches.max(axis=0)
+        """Returns the token count of the longer branch of each pair."""
+        longest: Counts = self.branch_tokens.max(axis=0)
         return longest
 
-    def take(self, rows: Counts) -> "Sizes":
-        """Returns those of ``rows``."""
+    def select(self, rows: Counts) -> "TokenCounts":
+        """Returns the counts at the given indices."""
         prompts, responses = ((both[0][rows], both[1][rows]) for both in (self.prompts, self.responses))
-        return Sizes(prompts, responses, self.shared[rows])
+        return TokenCounts(prompts, responses, self.shared[rows])
 
 
-def sizes_of(rows: Sequence[TrainingExample] | Sequence[Mapping[str, EncodedResponse]]) -> Sizes:
-    """Returns the tokens of examples, or of training ids by side; reads no row of a table for it."""
+def count_row_tokens(rows: Sequence[TrainingExample] | Sequence[Mapping[str, EncodedResponse]]) -> TokenCounts:
+    """Returns the token counts of examples, or of training ids by side; reads no table row."""
     if isinstance(rows, EncodedRows | ExampleRows):
-        return rows.sizes()
+        return rows.token_counts()
     both = [row.sides if isinstance(row, TrainingExample) else tuple(row[side] for side in SIDES) for row in rows]
 
     def count(place: int, part: int) -> Counts:
         return np.array([len(sides[place][part]) for sides in both], dtype=np.int64)
 
     shared = np.array([sides[0].prompt_ids == sides[1].prompt_ids for sides in both], dtype=bool)
-    return Sizes((count(0, 0), count(1, 0)), (count(0, 1), count(1, 1)), shared)
+    return TokenCounts((count(0, 0), count(1, 0)), (count(0, 1), count(1, 1)), shared)
 
 
 # ------------------------------------------------------------------------------------------------ examples
 
 
-def weighed_row(row: int, example: TrainingExample) -> dict[str, object]:
-    """Returns what an example has beyond the training ids of the encoded ``row`` as a row."""
+def example_to_row(row: int, example: TrainingExample) -> dict[str, object]:
+    """Converts an example to a table row without its training ids; ``row`` is the index of those ids."""
     found: dict[str, object] = {"row": row, "pair_weight": example.pair_weight, "factors": example.factors}
     numbers = (example.lengths, example.coverage, example.source_coverage, example.kept_mass)
     for place, side in enumerate(SIDES):
@@ -332,11 +343,11 @@ def weighed_row(row: int, example: TrainingExample) -> dict[str, object]:
 
 
 @dataclass(eq=False)
-class ExampleRows(RowsOnDemand[TrainingExample]):
-    """Training examples: weights in a table of ``schema_of_weights``, on the ids of ``encoded``, with pairs' ``ids``.
+class ExampleRows(LazyRows[TrainingExample]):
+    """Training examples whose weights are in a table with the schema of ``weights_schema``.
 
-    ``name`` is that of the weights, another for other ones. ``logps``: the reference's
-    log-probabilities, a row an example, where they are stored.
+    ``encoded``: their training ids. ``ids``: pair ids. ``name``: identifier of the weights, unique to them.
+    ``logps``: the reference's log-probabilities, one row per example, if stored.
     """
 
     weighed: pa.Table
@@ -344,7 +355,7 @@ class ExampleRows(RowsOnDemand[TrainingExample]):
     ids: Sequence[str]
     name: str = ""
     logps: pa.Table | None = None
-    _lists: dict[str, Ragged] = field(default_factory=dict, init=False, repr=False)
+    _lists: dict[str, RaggedColumn] = field(default_factory=dict, init=False, repr=False)
     _numbers: dict[str, npt.NDArray[np.generic]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -352,63 +363,63 @@ class ExampleRows(RowsOnDemand[TrainingExample]):
             for name in table.column_names:
                 column = table.column(name)
                 if pa.types.is_list(column.type):
-                    self._lists[name] = Ragged(column)
+                    self._lists[name] = RaggedColumn(column)
                 else:
                     self._numbers[name] = column.to_numpy()
 
     def __len__(self) -> int:
         return int(self.weighed.num_rows)
 
-    def _both(self, name: str, row: int) -> tuple[float, float]:
+    def _get_numbers(self, name: str, row: int) -> tuple[float, float]:
         chosen, rejected = (float(self._numbers[f"{side}_{name}"][row]) for side in SIDES)
         return chosen, rejected
 
-    def _tensors(self, name: str, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _get_tensors(self, name: str, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         chosen, rejected = (torch.from_numpy(self._lists[f"{side}_{name}"][row].copy()) for side in SIDES)
         return chosen, rejected
 
-    def _make(self, row: int) -> TrainingExample:
+    def _make_row(self, row: int) -> TrainingExample:
         at = int(self._numbers["row"][row])
         return TrainingExample(
             pair_id=self.ids[at],
             **self.encoded[at],
-            weights=self._tensors("weights", row),
-            lengths=self._both("length", row),
-            coverage=self._both("coverage", row),
+            weights=self._get_tensors("weights", row),
+            lengths=self._get_numbers("length", row),
+            coverage=self._get_numbers("coverage", row),
             pair_weight=float(self._numbers["pair_weight"][row]),
-            reference_logps=None if self.logps is None else self._tensors("logps", row),
+            reference_logps=None if self.logps is None else self._get_tensors("logps", row),
             factors=bool(self._numbers["factors"][row]),
-            source_coverage=self._both("source_coverage", row),
-            kept_mass=self._both("kept_mass", row),
+            source_coverage=self._get_numbers("source_coverage", row),
+            kept_mass=self._get_numbers("kept_mass", row),
         )
 
-    def sizes(self) -> Sizes:
-        """Returns the tokens of all examples."""
-        return self.encoded.sizes().take(self._numbers["row"])  # type: ignore[arg-type]
+    def token_counts(self) -> TokenCounts:
+        """Returns the token counts of all examples."""
+        return self.encoded.token_counts().select(self._numbers["row"])  # type: ignore[arg-type]
 
-    def prompts(self) -> list[str]:
-        """Returns the digest of each example's prompt."""
-        found = self.encoded.prompts()
+    def prompt_digests(self) -> list[str]:
+        """Returns the prompt digest of each example."""
+        found = self.encoded.prompt_digests()
         return [found[row] for row in self._numbers["row"]]
 
     @property
     def pair_weights(self) -> npt.NDArray[np.float64]:
-        """Returns the weight of every pair."""
+        """Returns the weight of each pair."""
         return self._numbers["pair_weight"]  # type: ignore[return-value]
 
     @cached_property
     def pair_ids(self) -> list[str]:
-        """Returns the id of every pair."""
+        """Returns all pair ids."""
         return [self.ids[row] for row in self._numbers["row"]]
 
 
-def pair_ids_of(examples: Sequence[TrainingExample]) -> list[str]:
-    """Returns the id of every example's pair; reads no row of a table for it."""
+def get_pair_ids(examples: Sequence[TrainingExample]) -> list[str]:
+    """Returns the pair id of each example; reads no table row."""
     return examples.pair_ids if isinstance(examples, ExampleRows) else [example.pair_id for example in examples]
 
 
-def pair_weights_of(examples: Sequence[TrainingExample]) -> npt.NDArray[np.float64]:
-    """Returns the weight of every pair; reads no row of a table for it."""
+def get_pair_weights(examples: Sequence[TrainingExample]) -> npt.NDArray[np.float64]:
+    """Returns the weight of each pair; reads no table row."""
     if isinstance(examples, ExampleRows):
         return examples.pair_weights
     return np.array([example.pair_weight for example in examples], dtype=np.float64)

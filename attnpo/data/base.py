@@ -1,7 +1,7 @@
-"""Where preference pairs come from: files, folders of files or the Hugging Face hub, with every row accounted for.
+"""Sources of preference pairs: files, folders of files or the Hugging Face hub.
 
-Tables are read by ``attnpo.data.tables``; rows are turned into pairs by ``attnpo.data.adapters`` and never lost in
-silence: ``read == kept + dropped`` holds for every ``PairSet``, with a reason and the first row numbers of each drop.
+``attnpo.data.tables`` reads the tables and ``attnpo.data.adapters`` converts rows to pairs. No row is dropped silently:
+``read == kept + dropped`` holds for every ``PairSet``, with a reason and the first row numbers for each drop.
 """
 
 import logging
@@ -13,25 +13,25 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Protocol, runtime_checkable
 
-from attnpo.data.adapters import Columns, Note, RowProblem, adapt
-from attnpo.data.tables import MemoryTable, RowTable, has_split, is_one_table, read_table, require_validation
+from attnpo.data.adapters import Columns, Note, RowError, adapt_row
+from attnpo.data.tables import MemoryTable, RowTable, check_validation_rows, has_split, is_single_table, read_table
 from attnpo.schema import PreferencePair, UserError, check_at_least, check_seed, digest, list_pair_ids
 from attnpo.text.traces import Traces
 
 _LOG = logging.getLogger(__name__)
 
 SPLITS = ("train", "val")
-Taken = Sequence[tuple[str, int]]  # the set and the place in it of each pair of a mixture
+PairPositions = Sequence[tuple[str, int]]  # (set name, position in the set) of each pair of a mixture
 Write = Callable[[PreferencePair], object]
-EXAMPLES = 3  # row numbers named per reason
+EXAMPLES = 3  # row numbers listed per reason
 
 _BOUND = re.compile(r"(\d+)(%?)")
-# Columns that a user may believe to be read as weights of tokens or pairs.
+# Columns that users may expect to be used as token or pair weights.
 _LIKE_WEIGHTS = re.compile(r"weight|mask|importance|salien", re.IGNORECASE)
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 SET = "data.mix"
-"""Key of a pair's ``extra`` that names its set of a mixture."""
+"""Key in a pair's ``extra`` for the name of its set in a mixture."""
 AMOUNTS = ("weight", "count")
 
 
@@ -39,8 +39,8 @@ AMOUNTS = ("weight", "count")
 
 
 @dataclass(frozen=True)
-class SetAccount:
-    """Account of the rows of one set: ``read``, ``kept`` as pairs, ``dropped``, and ``taken`` of those kept."""
+class SetCounts:
+    """Row counts of one set of a mixture: read, kept as pairs, dropped, and taken into the mixture."""
 
     path: str
     read: int
@@ -54,14 +54,17 @@ class SetAccount:
 
 @dataclass(frozen=True)
 class PairSet:
-    """Pairs of one split, in the order of the rows, and an account of every row.
+    """Pairs of one split in row order, with counts that account for every row.
 
-    ``counts`` has the rows dropped per reason, ``notes`` what was noticed on rows that were kept (duplicates, an empty
-    side); ``read`` is the number of rows looked at. ``examples`` maps each reason and note to the numbers of the first
-    three rows it holds for; the first row of the split is row 0. ``unused``: the table's columns that became no part of
-    prompt and responses; a pair's ``extra`` has those of its row. ``sets``: of a mixture, each set's account by name;
-    its reasons and notes begin with the name. ``written``: pairs that were handed on and are not held. ``known``: the
-    fingerprint, where it was taken before.
+    ``counts``: dropped rows per reason. ``notes``: remarks on kept rows (duplicates, an empty side) with their counts.
+    ``read``: number of rows read. ``examples``: for each reason and note, the numbers of the first three rows
+    concerned;
+    the first row of the split is row 0. ``unused``: table columns used for neither prompt nor responses; a pair's
+    ``extra`` holds their values. ``sets``: for a mixture, the row counts of each set by name; reasons and notes then
+    start
+    with the set's name. ``written``: number of pairs passed on instead of being held in memory. ``known``: the
+    fingerprint
+    if it was computed before.
     """
 
     pairs: Sequence[PreferencePair]
@@ -70,7 +73,7 @@ class PairSet:
     examples: Mapping[str, list[int]] = field(default_factory=dict)
     notes: Counter[str] = field(default_factory=Counter)
     unused: tuple[str, ...] = ()
-    sets: Mapping[str, SetAccount] = field(default_factory=dict)
+    sets: Mapping[str, SetCounts] = field(default_factory=dict)
     written: int = 0
     known: str | None = None
 
@@ -84,12 +87,12 @@ class PairSet:
 
     @property
     def dropped(self) -> int:
-        """Returns the number of rows that did not; ``read`` is the sum of both."""
+        """Returns the number of rows that were dropped; ``read`` equals ``kept`` plus ``dropped``."""
         return sum(self.counts.values())
 
     @property
     def fingerprint(self) -> str:
-        """Returns the digest of the pair ids in their order, with each one's set in a mixture."""
+        """Returns a digest of the ordered pair ids and, in a mixture, of their set names."""
         if self.known is not None:
             return self.known
         if self.sets:
@@ -97,33 +100,33 @@ class PairSet:
         return digest(list_pair_ids(self.pairs))
 
     def summary(self) -> str:
-        """Returns one line with all counts, with the first row numbers of each reason and note."""
+        """Returns one line with all counts and the first row numbers of each reason and note."""
         events = [*sorted(self.counts.items()), *sorted(self.notes.items())]
         parts = [format_count(name, count, self.examples.get(name, ())) for name, count in events]
         parts += ["the first row is row 0"] if parts else []
         return "; ".join([f"{self.read} rows read, {self.kept} kept, {self.dropped} dropped", *parts])
 
 
-def name_unused(pairs: PairSet, read: Collection[str] = ()) -> None:
-    """Logs the columns that nothing reads, with a warning where their names promise token or pair weights.
+def log_unused_columns(pairs: PairSet, read: Collection[str] = ()) -> None:
+    """Logs columns that nothing uses; warns if a name suggests token or pair weights.
 
-    ``read`` are those that the weight source reads.
+    ``read``: columns used by the weight source.
     """
     unused = [name for name in pairs.unused if name not in read]
     weights = [name for name in unused if _LIKE_WEIGHTS.search(name)]
     if unused:
-        _LOG.info("data: columns that are not used: %s", ", ".join(unused))
+        _LOG.info("data: unused columns: %s", ", ".join(unused))
     if weights:
         _LOG.warning(
-            "data: %s may hold weights and %s not used: weights of tokens are read from columns by weights=column "
-            "(weights.chosen, weights.rejected), weights of pairs by weights=pair_column (weights.column)",
+            "data: %s may hold weights but %s not used: to read token weights from columns, set weights=column "
+            "(weights.chosen, weights.rejected); for pair weights, set weights=pair_column (weights.column)",
             ", ".join(weights),
             "is" if len(weights) == 1 else "are",
         )
 
 
 def format_count(event: str, count: int, rows: Sequence[int]) -> str:
-    """Returns how often something happened to rows, with the numbers of the first of them."""
+    """Formats how many rows an event affected, with the first row numbers."""
     listed = ", ".join(map(str, rows[:EXAMPLES])) + (", ..." if count > EXAMPLES else "")
     return f"{event}: {count}" + (f" ({'row' if count == 1 else 'rows'} {listed})" if rows else "")
 
@@ -134,9 +137,10 @@ def pairs_from_rows(
     numbers: Iterable[int] | None = None,
     write: Write | None = None,
 ) -> PairSet:
-    """Returns the pairs of an iterable of rows with their account; ``numbers`` are those of the rows (None: 0, 1, ...).
+    """Converts rows to pairs and counts drops and notes.
 
-    Pairs that ``write`` is given are not held.
+    ``numbers``: row numbers to report (None: 0, 1, ...). ``write``: receives the pairs, which are then not held in
+    memory.
 
     Raises:
         UserError: a mapped column does not exist.
@@ -150,22 +154,22 @@ def pairs_from_rows(
     seen: set[str] = set()
     read = 0
 
-    def note(counter: Counter[str], name: str) -> None:
+    def count_event(counter: Counter[str], name: str) -> None:
         counter[name] += 1
         if counter[name] <= EXAMPLES:
             examples.setdefault(name, []).append(number)
 
     for row, number in zip(rows, count() if numbers is None else numbers, strict=numbers is not None):  # noqa: B007
         try:
-            adapted = adapt(row, columns)
-        except RowProblem as problem:
-            note(counts, problem.reason.value)
+            adapted = adapt_row(row, columns)
+        except RowError as problem:
+            count_event(counts, problem.reason.value)
         else:
             pair = adapted.pair
             exchanged = PreferencePair.from_texts(pair.prompt, pair.rejected, pair.chosen, apart=pair.apart).pair_id
             again = [(pair.pair_id, Note.DUPLICATE), (exchanged, Note.EXCHANGED)]
             for noticed in [*adapted.notes, *(kind for pair_id, kind in again if pair_id in seen)]:
-                note(notes, noticed.value)
+                count_event(notes, noticed.value)
             seen.add(pair.pair_id)
             keep(pair)
         read += 1
@@ -173,12 +177,14 @@ def pairs_from_rows(
     return PairSet(pairs, counts, read, examples, notes, written=written)
 
 
-def merge_sets(sources: "Mapping[str, PairSource]", found: Mapping[str, PairSet], taken: Taken) -> PairSet:
-    """Returns one set of pairs, those ``taken`` in their order with the name of their set; says what each gave."""
+def merge_mixture_sets(
+    sources: "Mapping[str, PairSource]", found: Mapping[str, PairSet], taken: PairPositions
+) -> PairSet:
+    """Merges the ``taken`` pairs in order, adds each one's set name, and logs the counts of each set."""
     counts: Counter[str] = Counter()
     notes: Counter[str] = Counter()
     examples: dict[str, list[int]] = {}
-    accounts: dict[str, SetAccount] = {}
+    accounts: dict[str, SetCounts] = {}
     number = Counter(name for name, _ in taken)
     for name, one in found.items():
         left = len(one) - number[name]
@@ -186,7 +192,7 @@ def merge_sets(sources: "Mapping[str, PairSource]", found: Mapping[str, PairSet]
         counts.update({f"{name}: not taken": left} if left else {})
         notes.update({f"{name}: {note}": count for note, count in one.notes.items()})
         examples |= {f"{name}: {event}": list(rows) for event, rows in one.examples.items()}
-        accounts[name] = SetAccount(sources[name].path, one.read, len(one), one.dropped, number[name])
+        accounts[name] = SetCounts(sources[name].path, one.read, len(one), one.dropped, number[name])
         _LOG.info("data.mix.%s: %s", name, accounts[name])
     rows = [(name, found[name].pairs[place]) for name, place in taken]
     pairs = [replace(pair, extra={**pair.extra, SET: name}) for name, pair in rows]
@@ -194,13 +200,13 @@ def merge_sets(sources: "Mapping[str, PairSource]", found: Mapping[str, PairSet]
     for name, pair in rows:
         homes.setdefault(pair.pair_id, set()).add(name)
     if shared := sum(len(names) > 1 for names in homes.values()):
-        notes["pair that stands in several sets kept"] = shared
+        notes["pair in several sets kept"] = shared
     unused = tuple(dict.fromkeys(name for one in found.values() for name in one.unused))
     return PairSet(pairs, counts, sum(one.read for one in found.values()), examples, notes, unused, accounts)
 
 
-def _written(found: PairSet, write: Write | None) -> PairSet:
-    """Hands on the pairs of a set, where they are to be."""
+def _write_pairs(found: PairSet, write: Write | None) -> PairSet:
+    """Passes the pairs to ``write``, if given, instead of holding them."""
     if write is None:
         return found
     for pair in found.pairs:
@@ -208,17 +214,19 @@ def _written(found: PairSet, write: Write | None) -> PairSet:
     return replace(found, pairs=[], written=len(found), known=found.fingerprint)
 
 
-# ------------------------------------------------------------------------------------------------ choice of rows
+# ------------------------------------------------------------------------------------------------ row ranges
 
 
-def row_range(selection: str | None, length: int, option: str = "data.train_rows") -> range:
-    """Returns the row numbers that a selection names out of ``length`` rows; None names all of them.
+def parse_row_range(selection: str | None, length: int, option: str = "data.train_rows") -> range:
+    """Parses a row selection out of ``length`` rows; None selects all.
 
-    "500" is the first 500 rows, "100:300" rows 100 to 299, "10%" the first tenth (rounded down), "10%:20%" the second
-    tenth; either side of the colon may be left out. Rows past the end are not there: the range is the shorter for it.
+    "500" selects the first 500 rows, "100:300" rows 100 to 299, "10%" the first tenth (rounded down), "10%:20%" the
+    second
+    tenth; either side of the colon may be omitted. Rows past the end are ignored, so the range may be shorter than
+    asked.
 
     Raises:
-        UserError: the text is none of these, or names no row at all.
+        UserError: the text has none of these forms, or selects no row.
     """
     if selection is None:
         return range(length)
@@ -228,8 +236,8 @@ def row_range(selection: str | None, length: int, option: str = "data.train_rows
     wrong = any(side and not bound for side, bound in zip(sides, bounds, strict=True))
     if len(sides) > 2 or wrong or beyond or not any(sides):
         raise UserError(
-            f'{option}="{selection}" is no choice of rows; expected a number ("500"), a range ("100:300"), '
-            'or a share of at most 100% ("10%", "10%:20%")'
+            f'{option}="{selection}" is not a row selection; expected a number ("500"), a range ("100:300"), '
+            'or a percentage up to 100% ("10%", "10%:20%")'
         )
     places = [
         None if bound is None else length * int(bound[1]) // 100 if bound[2] else int(bound[1]) for bound in bounds
@@ -237,40 +245,40 @@ def row_range(selection: str | None, length: int, option: str = "data.train_rows
     start, stop = (None, places[0]) if len(places) == 1 else places
     chosen = range(length)[start or 0 : stop]
     if not chosen:
-        raise UserError(f'{option}="{selection}" names no row: the split has {length} rows, the first is row 0')
+        raise UserError(f'{option}="{selection}" selects no row: the split has {length} rows, numbered from 0')
     asked = length if stop is None else stop
     if asked > length:
-        _LOG.warning('%s="%s" asks for more than the %d rows there are', option, selection, length)
+        _LOG.warning('%s="%s" asks for more rows than the %d available', option, selection, length)
     return chosen
 
 
-# ------------------------------------------------------------------------------------------------ shares
+# ------------------------------------------------------------------------------------------------ validation share
 
 
-def share_out(prompts: Sequence[str | None], share: float, where: str) -> tuple[set[str], int]:
-    """Returns ``share`` of the different prompts, rounded, for validation, and how many different ones there are.
+def pick_validation_prompts(prompts: Sequence[str | None], share: float, where: str) -> tuple[set[str], int]:
+    """Picks a share of the distinct prompts for validation; returns them and the number of distinct prompts.
 
-    ``prompts`` are those of the rows, None for what is no pair. Those with the smallest digests are taken, so the order
-    of the rows moves none; one at least is on either side.
+    ``prompts``: prompt digest of each row, None for rows that are not pairs. The prompts with the smallest digests are
+    picked, so row order does not matter; at least one prompt is left on either side.
 
     Raises:
-        UserError: fewer than two different prompts; ``where`` names the data.
+        UserError: fewer than two distinct prompts; ``where`` names the data in the message.
     """
     different = sorted({prompt for prompt in prompts if prompt is not None})
     if len(different) < 2:
         raise UserError(
-            f"{where}: data.val_share={share} shares out whole prompts, and its {len(prompts)} rows have "
-            f"{len(different)} usable: give data of more prompts, or a file of its own for validation"
+            f"{where}: data.val_share={share} needs at least 2 distinct prompts, but the {len(prompts)} rows have "
+            f"{len(different)} usable: use data with more prompts, or a separate file for validation"
         )
     count = min(max(round(share * len(different)), 1), len(different) - 1)
     return set(different[:count]), len(different)
 
 
-def _prompt_of(row: Mapping[str, object], columns: Columns) -> str | None:
-    """Returns the digest of all messages of a row's prompt; None for a row that is no pair."""
+def _prompt_digest(row: Mapping[str, object], columns: Columns) -> str | None:
+    """Returns the digest of all messages of a row's prompt; None if the row is not a usable pair."""
     try:
-        return digest([[turn["role"], turn["content"]] for turn in adapt(row, columns).pair.prompt])
-    except RowProblem:
+        return digest([[turn["role"], turn["content"]] for turn in adapt_row(row, columns).pair.prompt])
+    except RowError:
         return None
 
 
@@ -278,11 +286,12 @@ def _prompt_of(row: Mapping[str, object], columns: Columns) -> str | None:
 
 
 @dataclass(frozen=True)
-class MixedSet:
-    """Set of a mixture (config node ``data.mix.NAME``).
+class MixtureSet:
+    """One set of a mixture (config node ``data.mix.NAME``).
 
-    ``weight``: its part of the training pairs, relative to the other sets' weights. ``count``: so many training pairs
-    of it. None of both, in every set, takes all. The other keys are those of ``data``; None takes the mixture's.
+    ``weight``: share of the training pairs, relative to the weights of the other sets. ``count``: number of training
+    pairs.
+    If no set has either, all pairs are used. The other keys are those of ``data``; None means the mixture's value.
     """
 
     path: str
@@ -300,37 +309,42 @@ class MixedSet:
     def __post_init__(self) -> None:
         check_at_least("data.mix", 1, count=self.count)
         if self.weight is not None and not self.weight > 0:
-            raise UserError(f"weight: expected a number above 0, got {self.weight:g}; leave the set out instead")
+            raise UserError(f"weight: expected a number above 0, got {self.weight:g}; or remove the set")
         if self.weight is not None and self.count is not None:
-            raise UserError(f"weight={self.weight:g} and count={self.count} both say how much is taken: give one")
+            raise UserError(f"weight={self.weight:g} and count={self.count} both set the number of pairs: give one")
 
-    def own(self) -> dict[str, object]:
-        """Returns the keys of ``data`` that it does not take from the mixture."""
+    def overrides(self) -> dict[str, object]:
+        """Returns the ``data`` keys for which this set has its own value."""
         return {name: value for name, value in vars(self).items() if value is not None and name not in AMOUNTS}
 
 
-def check_mixture(sets: Mapping[str, MixedSet]) -> None:
-    """Raises UserError for no set, a name that is none, and amounts that some sets have and others lack."""
+def check_mixture(sets: Mapping[str, MixtureSet]) -> None:
+    """Checks the names of a mixture's sets, and that either all or none have a weight or a count.
+
+    Raises:
+        UserError: there are no sets, a name is invalid, or only some sets have an amount.
+    """
     if not sets:
-        raise UserError("data.mix: expected at least one set, as in data.mix={chat: {path: FILE}}; null: data.path")
+        raise UserError(
+            "data.mix: expected at least one set, such as data.mix={chat: {path: FILE}}; for data.path, set it to null"
+        )
     wrong = next((name for name in sets if not _NAME.fullmatch(str(name))), None)
     if wrong is not None:
-        raise UserError(f"data.mix: {wrong!r} is no name of a set; expected letters, digits, _ and -")
+        raise UserError(f"data.mix: {wrong!r} is not a valid set name; use letters, digits, _ and -")
     for key in AMOUNTS:
         lacking = [name for name, one in sets.items() if getattr(one, key) is None]
         if lacking and len(lacking) < len(sets):
-            raise UserError(
-                f"data.mix.{lacking[0]} has no {key}, and other sets have one: give every set a {key}, or none"
-            )
+            raise UserError(f"data.mix.{lacking[0]} has no {key}, but other sets do: give every set a {key}, or none")
 
 
-def amounts(kept: Mapping[str, int], sets: Mapping[str, MixedSet]) -> dict[str, int]:
-    """Returns how many of the ``kept`` pairs of each set are taken; none is taken twice.
+def allocate_pairs(kept: Mapping[str, int], sets: Mapping[str, MixtureSet]) -> dict[str, int]:
+    """Computes how many of the ``kept`` pairs of each set are used; no pair is used twice.
 
-    Counts as they are. With weights as many as there can be: the set that is scarcest for its weight gives all it has.
+    Counts are used as given. With weights, as many pairs as possible are used: the set that is smallest relative to its
+    weight contributes all its pairs.
 
     Raises:
-        UserError: a count is above what its set has, or a weight is so small that its set would give no pair.
+        UserError: a count exceeds the size of its set, or a weight is so small that its set would contribute no pair.
     """
     first = next(iter(sets.values()))
     if first.count is None and first.weight is None:
@@ -344,25 +358,25 @@ def amounts(kept: Mapping[str, int], sets: Mapping[str, MixedSet]) -> dict[str, 
     for name, number in counts.items():
         if number > kept[name]:
             raise UserError(
-                f"data.mix.{name}.count={number}: the set has {kept[name]} usable pairs, and none is taken twice; "
-                "lower it"
+                f"data.mix.{name}.count={number}: the set has only {kept[name]} usable pairs, and none is used "
+                "twice; lower the count"
             )
         if not number:
             raise UserError(
-                f"data.mix.{name}.weight={sets[name].weight:g} takes none of its {kept[name]} pairs beside those of "
-                "the other sets: raise it, or leave the set out"
+                f"data.mix.{name}.weight={sets[name].weight:g} selects none of its {kept[name]} pairs; "
+                "raise the weight, or remove the set"
             )
     return counts
 
 
-def draws(name: str, kept: int, seed: int) -> list[tuple[str, str, int]]:
-    """Returns a number drawn for each pair of a set, with set and place, in order: the first ones are taken."""
+def shuffle_positions(name: str, kept: int, seed: int) -> list[tuple[str, str, int]]:
+    """Returns (random digest, set, position) of each pair of a set, sorted; the first ones are used."""
     return sorted((digest([seed, name, place]), name, place) for place in range(kept))
 
 
 @contextmanager
-def of_set(name: str) -> Iterator[None]:
-    """Opens a context whose errors name the set of the mixture that they are about."""
+def name_set_in_errors(name: str) -> Iterator[None]:
+    """Prefixes errors raised inside the context with the name of the mixture set."""
     try:
         yield
     except UserError as error:
@@ -374,28 +388,30 @@ def of_set(name: str) -> Iterator[None]:
 
 @runtime_checkable
 class PairReader(Protocol):
-    """Where pairs come from (config node ``data``)."""
+    """Source of preference pairs (config node ``data``)."""
 
     def load(self, split: str) -> PairSet:
-        """Returns the pairs of a split, "train" or "val"."""
+        """Loads the pairs of a split, "train" or "val"."""
 
 
 @dataclass(frozen=True)
 class PairSource:
-    """Where the pairs of a run come from (config node ``data``).
+    """Source of a run's pairs: a file, a folder or a dataset on the hub (config node ``data``).
 
-    ``path`` is a folder with a file per split (``train.jsonl``, ``test.csv``, shards as the hub names them, also
-    inside a sub-folder ``data``), a folder that ``save_to_disk`` wrote, a single file for both splits, or the name of a
-    dataset on the hub. ``train_split`` and ``val_split`` are the names of splits or the stems of files. ``train_rows``
-    and ``val_rows`` choose rows ("500", "100:300", "10%") of a split; rows are counted before any is dropped.
-    ``val_share`` makes both splits of one: this share of its prompts, more than 0 and less than 1, is for validation.
-    It goes without a validation split: ``val_split`` is None, or the default where no split has that name.
-    ``revision`` and ``subset`` are for the hub. ``exchanged`` puts each response in the other's place, for a model
-    that is to learn the opposite.
+    ``path`` is a folder with one file per split (``train.jsonl``, ``test.csv``, shards named as on the hub, also in a
+    sub-folder ``data``), a folder written by ``save_to_disk``, a single file for both splits, or the name of a dataset
+    on
+    the hub. ``train_split`` and ``val_split`` are split names or file stems. ``train_rows`` and ``val_rows`` select
+    rows
+    ("500", "100:300", "10%") of a split, counted before any are dropped. ``val_share`` makes both splits from one: this
+    share of its prompts, between 0 and 1, is used for validation. It needs ``val_split`` to be None, or the default if
+    no
+    split has that name. ``revision`` and ``subset`` apply to the hub. ``exchanged`` swaps the two responses, to train a
+    model on the opposite preference.
 
-    ``mix`` takes several sets in place of ``path``, by name; what a set leaves out is as the mixture has it, and
-    ``val_share`` shares out the prompts of all together. ``mix_seed`` draws which training pairs are taken, and their
-    order. Validation has every pair of each set.
+    ``mix`` replaces ``path`` by several named sets; a set inherits every key that it does not give, and ``val_share``
+    applies to the prompts of all sets together. ``mix_seed`` determines which training pairs are used, and their order.
+    Validation uses all pairs of every set.
     """
 
     path: str
@@ -408,7 +424,7 @@ class PairSource:
     subset: str | None = None
     exchanged: bool = False
     val_share: float | None = None
-    mix: dict[str, MixedSet] | None = None
+    mix: dict[str, MixtureSet] | None = None
     mix_seed: int = 0
 
     def __post_init__(self) -> None:
@@ -418,73 +434,78 @@ class PairSource:
         if self.val_share is not None and not 0 < self.val_share < 1:
             hint = f", such as {self.val_share / 100:g} for {self.val_share:g} %" if 1 < self.val_share < 100 else ""
             raise UserError(
-                f"data.val_share={self.val_share:g}: expected a share of the prompts of more than 0 and less than 1"
-                f"{hint}; a run needs both training and validation pairs (null: take data.val_split)"
+                f"data.val_share={self.val_share:g}: expected a share of the prompts between 0 and 1"
+                f"{hint}; a run needs both training and validation pairs (to use data.val_split, set it to null)"
             )
 
     def unread(self) -> dict[str, str]:
-        """Keys without effect: the path beside a mixture, what draws from one where there is none."""
+        """Returns the keys without effect: ``path`` with a mixture, ``mix_seed`` without one."""
         return {"path": "data.mix names its sets"} if self.mix else {"mix_seed": "data.mix=null: one set"}
 
     @property
-    def weighs_apart(self) -> bool:
-        """Returns whether reasoning traces of any of its sets are weighed apart from their answers."""
+    def has_separate_traces(self) -> bool:
+        """Returns whether any of its sets weights only the answer that follows a reasoning trace."""
         every = [self.columns, *(one.columns for one in (self.mix or {}).values() if one.columns is not None)]
         return any(columns.traces is Traces.WEIGH_APART for columns in every)
 
     @property
-    def place(self) -> str:
-        """Returns where the pairs are, for readers: the path, or the sets of the mixture with theirs."""
+    def location(self) -> str:
+        """Returns a description of where the pairs come from: the path, or the sets of the mixture."""
         named = ", ".join(f"{name} ({one.path})" for name, one in (self.mix or {}).items())
         return f"mixture of {named}" if self.mix else self.path
 
     def load(self, split: str, write: Write | None = None) -> PairSet:
-        """Returns the pairs of ``split``, "train" or "val"; those that ``write`` is given are not held.
+        """Loads the pairs of ``split``, "train" or "val"; pairs passed to ``write`` are not held in memory.
 
         Raises:
             UserError: nothing is found at ``path``, a column or split is missing, a file cannot be read, or no row of
-                the split, or of a set of the mixture, is usable.
-            ValueError: ``split`` is another word.
+                the
+                split, or of a set of the mixture, is usable.
+            ValueError: ``split`` is any other word.
         """
         if split not in SPLITS:
             raise ValueError(f"split must be one of {SPLITS}, got {split!r}")
         if self.mix:
-            return _written(self._load_mixture(self.mix, split), write)
-        table = self._table(split)
+            return _write_pairs(self._load_mixture(self.mix, split), write)
+        table = self._read_split(split)
         there: Sequence[int] = range(len(table))
         if self.val_share is not None:
-            (there,) = self._split_prompts(split, {"": self}, {"": table}, self._where(split)).values()
-        return self._pairs(table, split, there, write)
+            (there,) = self._split_prompts(split, {"": self}, {"": table}, self._describe_split(split)).values()
+        return self._read_pairs(table, split, there, write)
 
-    def places(self) -> list[tuple[str, str, str, str | None, str | None]]:
-        """Returns what ``read_table`` is given for both splits, of every set of a mixture. UserError as ``load``."""
-        sources = [self] if not self.mix else [self._of_set(one) for one in self.mix.values()]
+    def list_tables(self) -> list[tuple[str, str, str, str | None, str | None]]:
+        """Returns the arguments of ``read_table`` for both splits of every set.
+
+        Raises:
+            UserError: as ``load``.
+        """
+        sources = [self] if not self.mix else [self._source_of_set(one) for one in self.mix.values()]
         return list(
             dict.fromkeys(
-                (one.path, *one._split(split), one.subset, one.revision) for one in sources for split in SPLITS
+                (one.path, *one._split_name(split), one.subset, one.revision) for one in sources for split in SPLITS
             )
         )
 
-    def _of_set(self, one: MixedSet) -> "PairSource":
-        return replace(self, mix=None, **one.own())  # type: ignore[arg-type]
+    def _source_of_set(self, one: MixtureSet) -> "PairSource":
+        return replace(self, mix=None, **one.overrides())  # type: ignore[arg-type]
 
-    def _where(self, split: str) -> str:
+    def _describe_split(self, split: str) -> str:
         return f"data.path={self.path} ({split})"
 
-    def _table(self, split: str) -> RowTable:
-        """Returns all rows of a split, with the columns that are asked for."""
-        table = read_table(self.path, *self._split(split), self.subset, self.revision)
+    def _read_split(self, split: str) -> RowTable:
+        """Reads all rows of a split and checks that the mapped columns exist."""
+        table = read_table(self.path, *self._split_name(split), self.subset, self.revision)
         first_line = "the first line of " if isinstance(table, MemoryTable) and table.headed else ""
-        self.columns.check(table.column_names, first_line + self._where(split))
+        self.columns.check(table.column_names, first_line + self._describe_split(split))
         return table
 
-    def _pairs(self, table: RowTable, split: str, there: Sequence[int], write: Write | None = None) -> PairSet:
-        """Returns the pairs of the rows ``there``, as far as the split's choice of rows has them."""
-        where = self._where(split)
+    def _read_pairs(self, table: RowTable, split: str, there: Sequence[int], write: Write | None = None) -> PairSet:
+        """Reads the pairs of the rows ``there`` that the split's row selection includes."""
+        where = self._describe_split(split)
         asked = self.train_rows if split == "train" else self.val_rows
-        rows = row_range(asked, len(there), f"data.{split}_rows")
+        rows = parse_row_range(asked, len(there), f"data.{split}_rows")
         if split == "val":
-            self._check_apart(where, len(table), rows)
+            self._check_val_rows(where, len(table), rows)
         numbers = there[rows.start : rows.stop]
         columns = self.columns
         if self.exchanged:
@@ -493,52 +514,56 @@ class PairSource:
         if not pairs.kept:
             raise UserError(
                 f"{where} has no usable pair: {pairs.summary()}; columns found: {', '.join(table.column_names)}. "
-                "Look at these rows, or map the columns with data.columns.prompt=..., data.columns.chosen=..., "
+                "Check these rows, or map the columns with data.columns.prompt=..., data.columns.chosen=..., "
                 "data.columns.rejected=..."
             )
         _LOG.log(logging.WARNING if pairs.dropped else logging.INFO, "%s: %s", where, pairs.summary())
-        return replace(pairs, unused=tuple(self.columns.unused(table.column_names)))
+        return replace(pairs, unused=tuple(self.columns.find_unmapped(table.column_names)))
 
     # -------------------------------------------------------------------------------------------- mixtures
 
-    def _load_mixture(self, mix: Mapping[str, MixedSet], split: str) -> PairSet:
-        """Returns the pairs of all sets: of training those that are taken, in an order drawn by the seed."""
-        sources = {name: self._of_set(one) for name, one in mix.items()}
+    def _load_mixture(self, mix: Mapping[str, MixtureSet], split: str) -> PairSet:
+        """Loads the pairs of all sets; training pairs are sampled and shuffled with ``mix_seed``."""
+        sources = {name: self._source_of_set(one) for name, one in mix.items()}
         tables = {}
         for name, source in sources.items():
-            with of_set(name):
-                tables[name] = source._table(split)
+            with name_set_in_errors(name):
+                tables[name] = source._read_split(split)
         there: dict[str, Sequence[int]] = {name: range(len(table)) for name, table in tables.items()}
         if self.val_share is not None:
             there = self._split_prompts(split, sources, tables, "data.mix")
         found = {}
         for name, source in sources.items():
-            with of_set(name):
+            with name_set_in_errors(name):
                 if split == "train" or there[name]:
-                    found[name] = source._pairs(tables[name], split, there[name])
+                    found[name] = source._read_pairs(tables[name], split, there[name])
         if not found:
-            raise UserError(f"data.mix: no set has a pair for {split}; see data.val_share={self.val_share}")
+            raise UserError(f"data.mix: no set has a pair for {split}; check data.val_share={self.val_share}")
         if split == "val":
-            return merge_sets(
+            return merge_mixture_sets(
                 sources, found, [(name, place) for name, one in found.items() for place in range(len(one))]
             )
-        taken = amounts({name: len(one) for name, one in found.items()}, mix)
-        drawn = [draw for name, one in found.items() for draw in draws(name, len(one), self.mix_seed)[: taken[name]]]
-        return merge_sets(sources, found, [(name, place) for _, name, place in sorted(drawn)])
+        taken = allocate_pairs({name: len(one) for name, one in found.items()}, mix)
+        drawn = [
+            draw
+            for name, one in found.items()
+            for draw in shuffle_positions(name, len(one), self.mix_seed)[: taken[name]]
+        ]
+        return merge_mixture_sets(sources, found, [(name, place) for _, name, place in sorted(drawn)])
 
     def _split_prompts(
         self, split: str, sources: Mapping[str, "PairSource"], tables: Mapping[str, RowTable], where: str
     ) -> dict[str, Sequence[int]]:
-        """Returns the numbers of each set's rows in a split, prompts being shared out over all sets at once."""
+        """Returns each set's row numbers in a split, after splitting the prompts of all sets together."""
         prompts = {
-            name: [_prompt_of(row, sources[name].columns) for row in table.select(range(len(table)))]
+            name: [_prompt_digest(row, sources[name].columns) for row in table.select(range(len(table)))]
             for name, table in tables.items()
         }
         every = [prompt for rows in prompts.values() for prompt in rows]
-        aside, different = share_out(every, self.val_share or 0.0, where)
+        aside, different = pick_validation_prompts(every, self.val_share or 0.0, where)
         if split == "train":
             _LOG.info(
-                "data.val_share=%g: %d of %d prompts (%d of %d rows) are kept for validation, by digest of the prompt",
+                "data.val_share=%g: %d of %d prompts (%d of %d rows) are used for validation, chosen by prompt digest",
                 self.val_share,
                 len(aside),
                 different,
@@ -550,39 +575,47 @@ class PairSource:
             for name, rows in prompts.items()
         }
 
-    def _check_apart(self, where: str, length: int, rows: range) -> None:
-        """Warns of validation rows that are training rows too. UserError where both are the same rows of one split."""
-        if self.val_share is not None or (self.train_split != self.val_split and not is_one_table(self.path)):
+    def _check_val_rows(self, where: str, length: int, rows: range) -> None:
+        """Warns if validation and training rows overlap.
+
+        Raises:
+            UserError: they are the same rows of one split.
+        """
+        if self.val_share is not None or (self.train_split != self.val_split and not is_single_table(self.path)):
             return
-        train = row_range(self.train_rows, length, "data.train_rows")
+        train = parse_row_range(self.train_rows, length, "data.train_rows")
         if train == rows:
             raise UserError(
-                f"{where}: training and validation are the same {len(rows)} rows, so validation would measure no "
-                "unseen pairs: set data.val_share=0.1 with data.val_split=null, other rows "
+                f"{where}: training and validation use the same {len(rows)} rows, so no validation pair would be "
+                "unseen: set data.val_share=0.1 with data.val_split=null, choose different rows "
                 "(data.train_rows, data.val_rows), or another data.val_split"
             )
         if max(train.start, rows.start) < min(train.stop, rows.stop):
-            _LOG.warning("%s: data.val_rows and data.train_rows name some of the same rows", where)
+            _LOG.warning("%s: data.val_rows and data.train_rows overlap", where)
 
-    def _split(self, split: str) -> tuple[str, str]:
-        """Returns the name under which a split lies there, and the key that gives it."""
+    def _split_name(self, split: str) -> tuple[str, str]:
+        """Returns the name of a split in the data, and the config key that sets it."""
         option = f"data.{split}_split"
         if self.val_share is not None:
-            self._check_shared(is_one_table(self.path))
+            self._check_val_share(is_single_table(self.path))
             name, option = self.train_split, "data.train_split"
         elif split == "val":
-            require_validation(self.path, self.val_split, self.val_rows is not None)
+            check_validation_rows(self.path, self.val_split, self.val_rows is not None)
             name = self.val_split or ""
         else:
             name = self.train_split
         return name, option
 
-    def _check_shared(self, one: bool) -> None:
-        """Raises UserError where a validation split is named, or is there by its default name, beside ``val_share``."""
+    def _check_val_share(self, one: bool) -> None:
+        """Checks that ``val_share`` is not combined with a validation split.
+
+        Raises:
+            UserError: a validation split is set, or one with the default name exists.
+        """
         named = self.val_split is not None and self.val_split != PairSource.val_split
         there = not one and self.val_split is not None and has_split(self.path, self.val_split)
         if named or there:
             raise UserError(
-                f"data.val_share={self.val_share:g} and data.val_split={self.val_split}: expected one of them; set "
-                f"data.val_share=null to validate on that split, or data.val_split=null to share out {self.train_split}"
+                f"data.val_share={self.val_share:g} and data.val_split={self.val_split}: give only one; set "
+                f"data.val_share=null to validate on that split, or data.val_split=null to divide {self.train_split}"
             )

@@ -1,4 +1,4 @@
-"""Training examples to response-space batches: the only place that builds their rows and a ``PreferenceBatch``."""
+"""Collates training examples into batches: builds the padded rows of a ``PreferenceBatch``."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,17 +13,18 @@ Layout = Callable[
     [Sequence[tuple[Sequence[int], Sequence[int]]], int],
     tuple[ModelInputs, Int[Tensor, "rows R"], Bool[Tensor, "rows R"]],
 ]
-"""(prompt ids, response ids) per row and the padding id, to model inputs, response ids and response mask."""
+"""Maps (prompt ids, response ids) per row and the padding id to model inputs, response ids and response mask."""
 
 
 @dataclass(frozen=True)
 class TrainingExample:
-    """One pair ready to train on, truncated, with weights on its training tokens.
+    """Truncated pair ready for training, with a weight for each response token.
 
-    ``weights`` are the rows of both sides (Float["m"] each), ``lengths`` |y| as the source counts it, ``coverage``
-    the share of content tokens with a partner on the source's side. ``source_coverage`` and ``kept_mass`` are the
-    shares of the source's tokens and of its weights that arrived. ``reference_logps`` are float32 per token.
-    ``factors``: the weights are factors, used as they are, and no distribution.
+    ``weights``: weights of both responses (Float["m"] each). ``lengths``: |y| as the weight source counts it.
+    ``coverage``: share of content tokens that match a source token. ``source_coverage`` and ``kept_mass``: shares of
+    the
+    source's tokens and of its total weight that reached training tokens. ``reference_logps``: float32 log-probabilities
+    per token. ``factors``: the weights are plain factors rather than a distribution.
     """
 
     pair_id: str
@@ -40,22 +41,22 @@ class TrainingExample:
 
     @property
     def sides(self) -> tuple[EncodedResponse, EncodedResponse]:
-        """Returns the chosen and the rejected one."""
+        """Returns the chosen and the rejected response."""
         return self.chosen, self.rejected
 
     @property
-    def scales(self) -> tuple[float, float]:
-        """Returns what makes a weight of either side relative to uniform: |y| of a distribution, 1 of factors."""
+    def weight_scales(self) -> tuple[float, float]:
+        """Returns the factors that make weights relative to uniform: |y| for a distribution, 1 for factors."""
         return (1.0, 1.0) if self.factors else self.lengths
 
     @property
     def longest(self) -> int:
-        """Returns tokens of the longer branch, prompt included."""
+        """Returns the number of tokens of the longer branch, prompt included."""
         return max(len(side.prompt_ids) + len(side.response_ids) for side in self.sides)
 
 
 def pad_rows(rows: Sequence[Float[Tensor, " _"]], width: int) -> Float[Tensor, "rows R"]:
-    """Returns rows of different length as one tensor, zeros at the right; dtype of the first row."""
+    """Stacks rows of different lengths into one tensor, right-padded with zeros; keeps the dtype of the first row."""
     out = torch.zeros(len(rows), width, dtype=rows[0].dtype)
     for i, row in enumerate(rows):
         out[i, : len(row)] = row
@@ -69,13 +70,13 @@ def collate(
     step_pairs: int,
     step_tokens: tuple[int, int] = (0, 0),
 ) -> PreferenceBatch:
-    """Returns the batch of ``examples``: chosen rows first, then rejected rows, in the same order of pairs.
+    """Builds the batch of ``examples``: chosen rows first, then rejected rows, in the same order of pairs.
 
     Args:
-        examples: P pairs, at least one; all with reference log-probabilities or none, all with factors or none.
+        examples: P pairs, at least one; all or none with reference log-probabilities, all or none with factors.
         layout: a function of ``models.layouts``.
-        pad_id: token id put on padding positions of the model inputs.
-        step_pairs: pairs of the whole optimiser step over all ranks, the loss's normaliser.
+        pad_id: token id for padding positions of the model inputs.
+        step_pairs: number of pairs in the whole optimizer step over all ranks, which normalizes the loss.
         step_tokens: chosen and rejected response tokens of that step.
     """
     sides = [example.chosen for example in examples] + [example.rejected for example in examples]
@@ -103,8 +104,10 @@ def collate(
     )
 
 
-def bare_rows(sequences: Sequence[tuple[Sequence[int], Sequence[int]]], layout: Layout, pad_id: int) -> RowGroup:
-    """Returns rows of (prompt ids, response ids) that no source weighed: weights of 0, no stored reference."""
+def make_unweighted_rows(
+    sequences: Sequence[tuple[Sequence[int], Sequence[int]]], layout: Layout, pad_id: int
+) -> RowGroup:
+    """Builds rows from (prompt ids, response ids) with weights of 0 and no stored reference."""
     inputs, response_ids, response_mask = layout(sequences, pad_id)
     return RowGroup(
         response_ids=response_ids,

@@ -1,4 +1,4 @@
-"""Lightning's data module: pairs with token weights, in planned optimiser steps, resumable in mid-epoch."""
+"""Lightning data module: preference pairs with token weights, batched in planned steps, resumable within an epoch."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -11,13 +11,22 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from attnpo.data.arrow_rows import pair_weights_of, sizes_of
+from attnpo.data.arrow_rows import count_row_tokens, get_pair_weights
 from attnpo.data.base import SPLITS, PairReader
-from attnpo.data.collate import Layout, TrainingExample, bare_rows, collate
-from attnpo.data.micro_batches import COSTS, PADDED, ByCount, ByTokens, Cutting, RowCost, costs_of, require_room
-from attnpo.data.prepared import Examples, Recipe, Texts, encode, make_examples, read_pairs
+from attnpo.data.collate import Layout, TrainingExample, collate, make_unweighted_rows
+from attnpo.data.micro_batches import (
+    COSTS,
+    PADDED,
+    BatchByCount,
+    BatchByTokens,
+    BatchRule,
+    RowCost,
+    check_token_budget,
+    count_pair_tokens,
+)
+from attnpo.data.prepared import EncodedTexts, ExampleRecipe, WeighedSplits, encode, make_examples, read_pairs
 from attnpo.data.rules import AlignRules, BatchPlan, LengthRules
-from attnpo.data.sampler import PlannedBatch, SamplerState, StepBatches, steps_in
+from attnpo.data.sampler import PlannedBatch, SamplerState, StepBatchSampler, count_steps
 from attnpo.judge.base import WeightReader
 from attnpo.models.layouts import LAYOUTS, padded_layout
 from attnpo.schema import PreferenceBatch, RowGroup, UserError
@@ -31,25 +40,26 @@ from attnpo.weights.transforms import WeightTransform
 log = logging.getLogger(__name__)
 
 
-# ------------------------------------------------------------------------------------ rows ahead of a step
+# ------------------------------------------------------------------------------------ pre-step rows
 
 Ids = tuple[Sequence[int], Sequence[int]]
 """Prompt ids and response ids of one row."""
 
 
-def partners(examples: Sequence[TrainingExample], step: Sequence[int]) -> dict[int, int]:
-    """Returns by the position of each pair of ``step`` the pair whose responses are put after its prompt.
+def find_mismatch_partners(examples: Sequence[TrainingExample], step: Sequence[int]) -> dict[int, int]:
+    """Returns, for each pair position in ``step``, the pair whose responses follow its prompt.
 
-    That is the nearest earlier pair of the step (the step taken as a ring) with another prompt, and the pair before
-    where all of them share one. A step of a single pair takes its place in the ring of all examples instead.
+    The partner is the nearest earlier pair of the step (treated as a ring) with a different prompt, or the previous
+    pair
+    if all prompts are equal. A step with a single pair uses the ring of all examples instead.
 
     Raises:
-        ValueError: there is a single example, so no other pair.
+        ValueError: there is only one example.
     """
     if len(examples) < 2:
         raise ValueError("mismatched rows need at least two pairs")
     if len(step) == 1:
-        return {step[0]: partners(examples, range(len(examples)))[step[0]]}
+        return {step[0]: find_mismatch_partners(examples, range(len(examples)))[step[0]]}
     prompts = [examples[position].chosen.prompt_ids for position in step]
     starts = [place for place in range(len(step)) if prompts[place] != prompts[place - 1]]
     if not starts:
@@ -64,12 +74,12 @@ def partners(examples: Sequence[TrainingExample], step: Sequence[int]) -> dict[i
     return partner
 
 
-def make_mismatched(examples: Sequence[TrainingExample], planned: PlannedBatch) -> list[list[Ids]]:
-    """Returns each pair's prompt with both responses of its partner: of a micro-batch the chosen ones first.
+def make_mismatched_rows(examples: Sequence[TrainingExample], planned: PlannedBatch) -> list[list[Ids]]:
+    """Returns each prompt with both responses of its partner; in each micro-batch, chosen responses come first.
 
-    The mismatched sequences of KTO's reference point (Ethayarajh et al. 2024, section 4).
+    These are the mismatched sequences of KTO's reference point (Ethayarajh et al. 2024, section 4).
     """
-    other = partners(examples, planned.whole)
+    other = find_mismatch_partners(examples, planned.whole)
     made: list[list[Ids]] = []
     for micro in planned.of_rank:
         chosen = [(examples[i].chosen.prompt_ids, examples[other[i]].chosen.response_ids) for i in micro]
@@ -79,26 +89,26 @@ def make_mismatched(examples: Sequence[TrainingExample], planned: PlannedBatch) 
 
 
 MAKERS: Mapping[str, Callable[[Sequence[TrainingExample], PlannedBatch], list[list[Ids]]]] = {
-    "mismatched": make_mismatched
+    "mismatched": make_mismatched_rows
 }
-"""Rows of a rank's step by name, a list for each of its micro-batches; given any micro-batch of that step."""
+"""Functions by name that make a rank's rows of a step, one list per micro-batch, from any micro-batch of it."""
 
 
-def cut(row: Ids, max_length: int) -> Ids:
-    """Returns the row with its response cut to what the prompt leaves of ``max_length``, one token at least."""
+def truncate_response(row: Ids, max_length: int) -> Ids:
+    """Truncates the response to what the prompt leaves of ``max_length``, keeping at least one token."""
     prompt, response = row
     return prompt, response[: max(1, max_length - len(prompt))]
 
 
 @dataclass
-class StepRows:
-    """Makes the rows that an objective named with "ahead:NAME", for a whole step of this rank at once.
+class PreStepRows:
+    """Builder of the rows an objective requests with "ahead:NAME", for a whole step of this rank.
 
-    Rows longer than ``max_length`` (None: as long as they come) lose the end of their response; the first step that
-    has such rows tells their number in the log.
+    Rows longer than ``max_length`` (None: no limit) lose the end of their response; the first affected step logs how
+    many.
 
     Raises:
-        ValueError: nobody here makes rows of such a name.
+        ValueError: a name is unknown.
     """
 
     names: Collection[str]
@@ -108,117 +118,122 @@ class StepRows:
     def __post_init__(self) -> None:
         unknown = sorted(set(self.names) - set(MAKERS))
         if unknown:
-            raise ValueError(f"no rows ahead of a step are called {', '.join(unknown)}; there are {', '.join(MAKERS)}")
+            raise ValueError(f"unknown pre-step rows {', '.join(unknown)}; known: {', '.join(MAKERS)}")
 
     def make(
         self, examples: Sequence[TrainingExample], planned: PlannedBatch, layout: Layout, pad_id: int
     ) -> dict[str, tuple[RowGroup, ...]]:
-        """Returns by name a row group for each micro-batch of the rank's step."""
+        """Returns, by name, one row group for each micro-batch of the rank's step."""
         groups = {}
         for name in sorted(self.names):
             micros = MAKERS[name](examples, planned)
             if self.max_length is not None:
-                micros = self._fit(name, micros, self.max_length)
-            groups[name] = tuple(bare_rows(rows, layout, pad_id) for rows in micros)
+                micros = self._truncate_rows(name, micros, self.max_length)
+            groups[name] = tuple(make_unweighted_rows(rows, layout, pad_id) for rows in micros)
         return groups
 
-    def _fit(self, name: str, micros: list[list[Ids]], max_length: int) -> list[list[Ids]]:
+    def _truncate_rows(self, name: str, micros: list[list[Ids]], max_length: int) -> list[list[Ids]]:
         rows = [row for micro in micros for row in micro]
         long = sum(len(prompt) + len(response) > max_length for prompt, response in rows)
         if long and not self._told:
             log.info(
-                "%s rows: %d of the %d of this step are longer than lengths.max_length %d; their responses are cut "
-                "there, and those of later steps too",
+                "%s rows: %d of %d in this step are longer than lengths.max_length %d; their responses are truncated, "
+                "in later steps too",
                 name,
                 long,
                 len(rows),
                 max_length,
             )
             self._told = True
-        return [[cut(row, max_length) for row in micro] for micro in micros] if long else micros
+        return [[truncate_response(row, max_length) for row in micro] for micro in micros] if long else micros
 
 
-# ------------------------------------------------------------------------------------ batches of whole steps
+# ------------------------------------------------------------------------------------ batches of planned steps
 
 
 @dataclass
-class Batches(Dataset[PreferenceBatch]):
-    """Examples indexed by planned batches instead of single positions."""
+class BatchDataset(Dataset[PreferenceBatch]):
+    """Dataset of examples, indexed by planned batches."""
 
     examples: Sequence[TrainingExample]
     layout: Layout
     pad_id: int
-    cutting: Cutting
-    ahead: StepRows | None = None
-    _trained: npt.NDArray[np.int64] = field(init=False, repr=False)  # response tokens that are, [2 pairs]
+    cutting: BatchRule
+    ahead: PreStepRows | None = None
+    _trained: npt.NDArray[np.int64] = field(init=False, repr=False)  # trained response tokens, [2, pairs]
 
     def __post_init__(self) -> None:
-        self._trained = np.stack(sizes_of(self.examples).responses) * (pair_weights_of(self.examples) > 0)
+        self._trained = np.stack(count_row_tokens(self.examples).responses) * (get_pair_weights(self.examples) > 0)
 
     def __getitem__(self, planned: PlannedBatch) -> PreferenceBatch:
-        """Returns the collated batch of a plan's indices; the first of a step has what is looked at before the step."""
+        """Returns the collated batch of a plan; the first of each step also holds the pre-step rows."""
         examples = [self.examples[i] for i in planned.indices]
         batch = collate(examples, self.layout, self.pad_id, planned.step_pairs, self._step_tokens(planned.whole))
         if self.ahead is None or planned.micro > 0:
             return batch
-        if isinstance(self.cutting, ByTokens):
+        if isinstance(self.cutting, BatchByTokens):
             planned = regroup_for_pre_step(self.examples, planned, self.ahead, self.cutting)
         return replace(batch, ahead=self.ahead.make(self.examples, planned, self.layout, self.pad_id))
 
     def _step_tokens(self, whole: tuple[int, ...]) -> tuple[int, int]:
-        """Returns chosen and rejected response tokens of a step."""
+        """Returns the number of chosen and of rejected response tokens in a step."""
         chosen, rejected = self._trained[:, list(whole)].sum(axis=1).tolist()
         return chosen, rejected
 
 
 def regroup_for_pre_step(
-    examples: Sequence[TrainingExample], planned: PlannedBatch, ahead: StepRows, cutting: ByTokens
+    examples: Sequence[TrainingExample], planned: PlannedBatch, ahead: PreStepRows, cutting: BatchByTokens
 ) -> PlannedBatch:
-    """Returns the same step with its pairs shared out anew for the rows ahead of it, whose lengths are others.
+    """Regroups a step's pairs by the lengths of their pre-step rows.
 
-    They keep the budget of ``cutting`` where their longest does, in as many groups for every rank; a sum over the rows
-    of all ranks is the same.
+    Groups keep the budget of ``cutting`` unless a single row exceeds it; every rank gets the same number of groups.
+    Sums
+    over the rows of all ranks do not change.
     """
     alone = replace(planned, of_rank=tuple((i,) for i in planned.whole))
     sizes = dict.fromkeys(planned.whole, 0)
     for name in ahead.names:
         for (i,), rows in zip(alone.of_rank, MAKERS[name](examples, alone), strict=True):
-            fitted = rows if ahead.max_length is None else [cut(row, ahead.max_length) for row in rows]
-            sizes[i] = max(sizes[i], cutting.cost.of(fitted))
+            fitted = rows if ahead.max_length is None else [truncate_response(row, ahead.max_length) for row in rows]
+            sizes[i] = max(sizes[i], cutting.cost.pair_cost(fitted))
     of_rows = replace(cutting, sizes=sizes, budget=max(cutting.budget, *sizes.values()))
     groups = min(of_rows.min_micro_batches(planned.whole, planned.ranks), len(planned.whole) // planned.ranks)
-    return replace(planned, of_rank=tuple(of_rows.closest(planned.whole, groups, planned.ranks)[planned.rank]))
+    return replace(
+        planned, of_rank=tuple(of_rows.split_ignoring_budget(planned.whole, groups, planned.ranks)[planned.rank])
+    )
 
 
 class PreferenceDataModule(L.LightningDataModule):
-    """Preference pairs with token weights: weighs what the store lacks, loads the rest, plans whole optimiser steps.
+    """Lightning data module for preference pairs with token weights.
 
-    ``prepare_data`` and ``setup`` do the work, called by a Trainer or by hand before there is one. In a job of several
-    processes ``setup`` maps what the store has and refuses where weights are missing, as every process would compute
-    them. Every pair comes exactly once per epoch, on whatever number of ranks. The state saved with a checkpoint is
-    what training has consumed, so a resumed run sees exactly the remaining batches.
+    Computes weights missing from the store, loads the rest and plans whole optimizer steps. ``prepare_data`` and
+    ``setup``
+    do the work; a Trainer calls them, or you can before creating one. With several processes, ``setup`` only reads the
+    store and raises if weights are missing, since every process would compute them. Each pair is used exactly once per
+    epoch, for any number of ranks. Checkpoints save how many batches were trained on, so a resumed run continues with
+    exactly the remaining ones.
 
     Args:
-        pairs: where the pairs of the splits "train" and "val" come from, such as ``PairSource("pairs.jsonl")``.
-        chat: the chat format of the policy, with its tokenizer.
-        source: where token weights come from.
-        reader: the model that ``source`` reads, such as a judge; None for weights that no model is asked for.
-        store: where weights and large data are kept; needed with a reader.
-        lengths: how long prompts and pairs may be.
-        align: how weights are carried onto the training tokens.
-        transforms: changes of the weights, in their order.
-        plan: pairs per step and per micro-batch; validation is one step of all its pairs.
+        pairs: source of the splits "train" and "val", such as ``PairSource("pairs.jsonl")``.
+        chat: chat format of the policy, with its tokenizer.
+        source: weight source.
+        reader: model that ``source`` reads, such as a judge; None if it needs no model.
+        store: store for weights and prepared data; required with a reader.
+        lengths: limits for prompts and pairs.
+        align: how weights are mapped to training tokens.
+        transforms: weight transforms, applied in order.
+        plan: pairs per step and per micro-batch; validation is one step with all its pairs.
         layout: a function of ``models.layouts``.
-        seed: the order of the training pairs, where the plan shuffles them.
-        ahead: names of the rows that the objective looks at before each step (its "ahead:NAME").
-        epochs: how many the run has, from which the micro-batches of its steps follow; None asks the Trainer.
-        max_steps: optimiser steps of the run, if they and not the epochs end it.
-        auto: whether the plan's budget of training tokens is a choice, so that another may take its place.
-        device: where the reader's model runs; None is a GPU if there is one.
+        seed: seed of the training order, if the plan shuffles.
+        ahead: names of the rows the objective needs before each step (its "ahead:NAME").
+        epochs: number of epochs, used to plan micro-batches; None takes the Trainer's.
+        max_steps: number of optimizer steps, if it ends the run before ``epochs``.
+        auto: whether the plan's token budget was chosen automatically and may be changed.
+        device: device for the reader's model; None uses a GPU if available.
 
     Raises:
-        UserError: in ``setup``, for data that cannot be read or trained on, and for missing weights in a job of
-            several processes.
+        UserError: in ``setup``, if the data cannot be read or trained on, or if weights are missing with several
+            processes.
     """
 
     def __init__(
@@ -244,19 +259,19 @@ class PreferenceDataModule(L.LightningDataModule):
         super().__init__()
         if source.requires and (reader is None or store is None):
             raise UserError(
-                f"weights {type(source).__name__} are read with a model ({', '.join(sorted(source.requires))}) and "
-                "kept in a store: give reader=... and store=Store(FOLDER)"
+                f"weights {type(source).__name__} need a model ({', '.join(sorted(source.requires))}) and a store: "
+                "pass reader=... and store=Store(FOLDER)"
             )
         self.source, self.chat = source, chat
         self._from, self._reader, self._store, self._device = pairs, reader, store, device or inference_device("auto")
         self._lengths = LengthRules() if lengths is None else lengths
         self._align = AlignRules() if align is None else align
         self._transforms = tuple(transforms)
-        self.texts: Texts | None = None
-        self.made: Examples | None = None
+        self.texts: EncodedTexts | None = None
+        self.made: WeighedSplits | None = None
         self.layout, self.pad_id, self.plan, self.seed = layout, chat.rows.pad_id, plan or BatchPlan(), seed
         self.epochs, self.max_steps = epochs, max_steps
-        self._begin(ahead, self._lengths.max_length, auto)
+        self._init_state(ahead, self._lengths.max_length, auto)
 
     @classmethod
     def from_examples(
@@ -273,116 +288,117 @@ class PreferenceDataModule(L.LightningDataModule):
         max_steps: int = -1,
         auto: bool = False,
     ) -> "PreferenceDataModule":
-        """Makes a data module of examples that are there, without pairs or store.
+        """Makes a data module from existing examples, without pairs or a store.
 
-        ``max_length``: tokens that a row ahead of a step may have, prompt included; None for any number.
+        ``max_length``: maximum tokens of a pre-step row, prompt included; None for no limit.
         """
         data = cls.__new__(cls)
         L.LightningDataModule.__init__(data)
         data.texts = data.made = None
         data.layout, data.pad_id, data.plan, data.seed = layout, pad_id, plan or BatchPlan(), seed
         data.epochs, data.max_steps = epochs, max_steps
-        data._begin(ahead, max_length, auto)
-        data.put(train, val)
+        data._init_state(ahead, max_length, auto)
+        data.set_examples(train, val)
         return data
 
-    def _begin(self, ahead: Collection[str], longest: int | None, auto: bool) -> None:
-        self._ahead = StepRows(ahead, longest) if ahead else None
-        self.chosen = self.plan.budget if auto else None
-        self._batches: tuple[Batches, Batches] | None = None
-        self.sampler: StepBatches | None = None
+    def _init_state(self, ahead: Collection[str], longest: int | None, auto: bool) -> None:
+        self._ahead = PreStepRows(ahead, longest) if ahead else None
+        self.chosen = self.plan.token_budget if auto else None
+        self._batches: tuple[BatchDataset, BatchDataset] | None = None
+        self.sampler: StepBatchSampler | None = None
         self._resume: SamplerState | None = None
 
     # ------------------------------------------------------------------------------------------------ before training
     def prepare_data(self) -> None:
-        """Weighs what the store lacks, in a job of one process; others leave it to ``setup``, which all of them run."""
+        """Computes missing weights in single-process jobs; with several processes, ``setup`` handles this."""
         if self._batches is None and world_size() == 1:
             self.weigh()
 
     def setup(self, stage: str) -> None:
-        """Maps or makes the examples, once, and makes the Trainer's accumulation that of the plan."""
+        """Loads or makes the examples once, and sets the Trainer's gradient accumulation to that of the plan."""
         if self._batches is None:
             made = self.weigh()
-            self.put(*(made.sets[split].examples for split in SPLITS))
+            self.set_examples(*(made.sets[split].examples for split in SPLITS))
         if self.trainer is None:
             return
         if self.trainer.world_size > 1 and vars(self.trainer._accelerator_connector)["use_distributed_sampler"]:
             raise UserError(
-                "the Trainer would put a sampler of its own in the place of the planned steps of several processes: "
-                "give it use_distributed_sampler=False"
+                "the Trainer would replace the sampler that plans steps over several processes: pass it "
+                "use_distributed_sampler=False"
             )
         if self.epochs is None:
             self.epochs = self.trainer.max_epochs or 1
             self.max_steps = self.max_steps if self.max_steps > 0 else self.trainer.max_steps
-        asked, planned = self.trainer.accumulate_grad_batches, self.accumulation(self.trainer.world_size)
+        asked, planned = self.trainer.accumulate_grad_batches, self.accumulation_steps(self.trainer.world_size)
         if asked not in (1, planned):
-            log.warning("accumulate_grad_batches=%d of the Trainer becomes the %d of the plan", asked, planned)
+            log.warning("the Trainer's accumulate_grad_batches=%d is replaced by %d, as planned", asked, planned)
         self.trainer.accumulate_grad_batches = planned
 
-    def read(self) -> "Texts":
-        """Returns the pairs of both splits and their training ids, read once."""
+    def read_texts(self) -> EncodedTexts:
+        """Reads the pairs of both splits and their training ids; cached."""
         if self.texts is None:
             pairs = read_pairs(self._from, self.source, self._store)
             self.texts = encode(pairs, self.chat, self._lengths, self._store)
         return self.texts
 
-    def weigh(self) -> Examples:
-        """Returns weights and examples of both splits, made once; ``source`` has its layer settled by now."""
+    def weigh(self) -> WeighedSplits:
+        """Computes weights and examples of both splits; cached. ``source`` must have its layer resolved."""
         if self.made is None:
-            texts = self.read()
-            recipe = Recipe(self.source, self._reader, self._transforms, self._align, self._from)
+            texts = self.read_texts()
+            recipe = ExampleRecipe(self.source, self._reader, self._transforms, self._align, self._from)
             self.made = make_examples(recipe, texts, self._store, self._device)
         return self.made
 
     # ------------------------------------------------------------------------------------------------ the batches
-    def put(self, train: Sequence[TrainingExample], val: Sequence[TrainingExample]) -> None:
-        """Takes the examples of both splits, in the place of those before.
+    def set_examples(self, train: Sequence[TrainingExample], val: Sequence[TrainingExample]) -> None:
+        """Sets the examples of both splits, replacing earlier ones.
 
         Raises:
-            UserError: a split is empty, or has one pair where rows are made of several, or one above the budget.
+            UserError: a split is empty, has only one pair although rows combine several, or has a pair above the
+                budget.
         """
         if not train:
-            raise UserError("no training pair is left after dropping; see the counts above, and data.path")
+            raise UserError("every training pair was dropped: check the counts above and data.path")
         if not val:
-            raise UserError("no validation pair is left after dropping; see the counts above, and data.val_split")
+            raise UserError("every validation pair was dropped: check the counts above and data.val_split")
         for split, examples, key in (("training", train, "data.path"), ("validation", val, "data.val_split")):
             if self._ahead and len(examples) < 2:
                 raise UserError(
-                    f"the objective puts responses of one pair after the prompt of another: expected at least 2 "
-                    f"{split} pairs, got 1; see the counts above for those dropped, and {key}"
+                    f"the objective combines prompts and responses of different pairs: expected at least 2 "
+                    f"{split} pairs, got 1; check the counts of dropped pairs above and {key}"
                 )
         plan = self.plan
         cost = next((COSTS[name] for name, made in LAYOUTS.items() if made is self.layout), PADDED)
-        by_train = make_cutting(train, cost, "batch.tokens", plan.budget, plan.per_forward)
-        by_val = make_cutting(val, cost, "batch.eval_tokens", plan.eval_budget, plan.eval_per_forward)
+        by_train = make_batching(train, cost, "batch.tokens", plan.token_budget, plan.pairs_per_forward)
+        by_val = make_batching(val, cost, "batch.eval_tokens", plan.eval_token_budget, plan.eval_pairs_per_forward)
         self._batches = (
-            Batches(train, self.layout, self.pad_id, by_train, self._ahead),
-            Batches(val, self.layout, self.pad_id, by_val, self._ahead),
+            BatchDataset(train, self.layout, self.pad_id, by_train, self._ahead),
+            BatchDataset(val, self.layout, self.pad_id, by_val, self._ahead),
         )
 
-    def _of_split(self, place: int) -> Batches:
+    def _get_batches(self, place: int) -> BatchDataset:
         if self._batches is None:
             self.setup("fit")
         assert self._batches is not None
         return self._batches[place]
 
     @property
-    def train_batches(self) -> Batches:
-        """Returns training examples, indexed by planned batches."""
-        return self._of_split(0)
+    def train_batches(self) -> BatchDataset:
+        """Returns the training examples, indexed by planned batches."""
+        return self._get_batches(0)
 
     @property
-    def val_batches(self) -> Batches:
-        """Returns validation examples, indexed by planned batches."""
-        return self._of_split(1)
+    def val_batches(self) -> BatchDataset:
+        """Returns the validation examples, indexed by planned batches."""
+        return self._get_batches(1)
 
-    def _ranks(self) -> tuple[int, int]:
+    def _rank_and_world_size(self) -> tuple[int, int]:
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
 
-    def _sampler(self, rank: int, world: int) -> StepBatches:
-        self.plan.accumulation(world)  # refuses what cannot be shared evenly
+    def _make_sampler(self, rank: int, world: int) -> StepBatchSampler:
+        self.plan.accumulation_steps(world)  # raises if a step cannot be divided evenly
         steps = self.steps_per_epoch(world)
-        return StepBatches(
+        return StepBatchSampler(
             num_pairs=len(self.train_batches.examples),
             size=self.plan.pairs,
             cutting=self.train_batches.cutting,
@@ -394,90 +410,91 @@ class PreferenceDataModule(L.LightningDataModule):
         )
 
     def steps_per_epoch(self, processes: int) -> int:
-        """Returns the number of optimiser steps of an epoch.
+        """Returns the number of optimizer steps per epoch.
 
-        So many processes may not be able to share its last few pairs.
+        It depends on ``processes``: if fewer pairs are left at the end than there are processes, they make no step.
         """
-        return steps_in(len(self.train_batches.examples), self.plan.pairs, processes)
+        return count_steps(len(self.train_batches.examples), self.plan.pairs, processes)
 
-    def accumulation(self, processes: int) -> int:
-        """Returns the number of micro-batches per optimiser step on each of so many processes.
+    def accumulation_steps(self, processes: int) -> int:
+        """Returns the number of micro-batches per optimizer step on each of ``processes`` processes.
 
         Raises:
-            UserError: the steps cannot be cut as the plan asks.
+            UserError: the steps cannot be divided as the plan asks.
         """
-        return self._sampler(0, processes).split.accumulation
+        return self._make_sampler(0, processes).split.accumulation
 
     # ------------------------------------------------------------------------------------------------ the budget
     @property
-    def budgets(self) -> tuple[int, ...]:
-        """Returns the tokens per forward of training and of validation, where budgets and not pairs decide."""
+    def token_budgets(self) -> tuple[int, ...]:
+        """Returns the token budgets per forward pass of training and validation, where these are used."""
         cuttings = (self.train_batches.cutting, self.val_batches.cutting)
-        return tuple(cutting.budget for cutting in cuttings if isinstance(cutting, ByTokens))
+        return tuple(cutting.budget for cutting in cuttings if isinstance(cutting, BatchByTokens))
 
-    def agree(self, budgets: Sequence[int]) -> None:
-        """Takes the budgets that all processes of a job can hold, in the order of ``budgets``."""
+    def set_budgets(self, budgets: Sequence[int]) -> None:
+        """Sets the budgets that fit on all processes of a job, in the order of ``token_budgets``."""
         left = iter(budgets)
         for batches in (self.train_batches, self.val_batches):
-            if isinstance(batches.cutting, ByTokens):
+            if isinstance(batches.cutting, BatchByTokens):
                 batches.cutting = replace(batches.cutting, budget=next(left))
         self.chosen = self.chosen and budgets[0]
 
-    def halve(self) -> bool:
-        """Halves a chosen budget, as far as the longest pair allows; False where that leaves it as it was."""
+    def halve_budget(self) -> bool:
+        """Halves an automatic budget, but not below the longest pair; returns False if it cannot shrink."""
         cutting = self.train_batches.cutting
-        if self.chosen is None or not isinstance(cutting, ByTokens):
+        if self.chosen is None or not isinstance(cutting, BatchByTokens):
             return False
         longest = max(cutting.sizes[i] for i in range(len(self.train_batches.examples)))
-        self._take(max(cutting.budget // 2, longest))
+        self._set_train_budget(max(cutting.budget // 2, longest))
         return cutting.budget > longest
 
-    def _take(self, budget: int) -> None:
-        if isinstance(self.train_batches.cutting, ByTokens):
+    def _set_train_budget(self, budget: int) -> None:
+        if isinstance(self.train_batches.cutting, BatchByTokens):
             self.train_batches.cutting = replace(self.train_batches.cutting, budget=budget)
 
-    def place(self, state: SamplerState) -> tuple[int, int, int]:
-        """Returns (epoch, its micro-batches consumed, its micro-batches) of a saved ``state`` in this run's splitting.
+    def locate_state(self, state: SamplerState) -> tuple[int, int, int]:
+        """Returns (epoch, consumed micro-batches, total micro-batches of the epoch) of a saved ``state``.
 
-        Where the budget is a choice, a state saved inside a step goes on with its own, and so does one whose run began
-        with the same choice and found it too large.
+        The numbers refer to this run's micro-batches. With an automatic budget, the saved run's budget is restored if
+        the
+        state was saved within a step, or if the saved run started with the same budget and had to lower it.
         """
-        sampler = self._sampler(*self._ranks())
+        sampler = self._make_sampler(*self._rank_and_world_size())
         chosen, used = state.get("budgets", (0, 0))
-        if self.chosen is not None and (self.chosen == chosen or (used and sampler.is_inside(state))):
-            self._take(used)
-            sampler = self._sampler(*self._ranks())
+        if self.chosen is not None and (self.chosen == chosen or (used and sampler.is_mid_step(state))):
+            self._set_train_budget(used)
+            sampler = self._make_sampler(*self._rank_and_world_size())
         sampler.load_state_dict(state)
         return sampler.epoch, sampler.consumed, len(sampler)
 
     def train_dataloader(self) -> DataLoader[PreferenceBatch]:
-        """Returns planned micro-batches of this rank, shuffled anew each epoch unless the plan keeps the order."""
-        sampler = self._sampler(*self._ranks())
+        """Returns the loader of this rank's planned micro-batches, reshuffled each epoch if the plan shuffles."""
+        sampler = self._make_sampler(*self._rank_and_world_size())
         if self._resume is not None:
             sampler.load_state_dict(self._resume)
             self._resume = None
         if sampler.dropped:
-            log.warning("%d pairs of each epoch are left out: fewer than there are processes", sampler.dropped)
-        if isinstance(sampler.cutting, ByTokens):
-            _say(sampler, sampler.cutting)
+            log.warning("%d pairs are dropped in each epoch: fewer than the number of processes", sampler.dropped)
+        if isinstance(sampler.cutting, BatchByTokens):
+            _log_micro_batches(sampler, sampler.cutting)
         self.sampler = sampler
-        return loader(self.train_batches, sampler)
+        return make_loader(self.train_batches, sampler)
 
     def val_dataloader(self) -> DataLoader[PreferenceBatch]:
-        """Returns validation pairs, split over ranks; every pair, since all of them are one step."""
-        rank, world = self._ranks()
+        """Returns the loader of all validation pairs, divided among ranks, as a single step."""
+        rank, world = self._rank_and_world_size()
         pairs = len(self.val_batches.examples)
-        sampler = StepBatches(pairs, pairs, self.val_batches.cutting, shuffle=False, rank=rank, world_size=world)
-        return loader(self.val_batches, sampler)
+        sampler = StepBatchSampler(pairs, pairs, self.val_batches.cutting, shuffle=False, rank=rank, world_size=world)
+        return make_loader(self.val_batches, sampler)
 
     def state_dict(self) -> dict[str, object]:
-        """Returns the training sampler's state at the micro-batches that training has consumed."""
+        """Returns the training sampler's state after the micro-batches trained on so far."""
         if self.trainer is None or self.sampler is None:
             return {}
         consumed: int = vars(self.trainer.fit_loop.epoch_loop.batch_progress.current)["processed"]
         state = self.sampler.state_dict(consumed)
         if self.chosen is not None:
-            state["budgets"] = [self.chosen, self.budgets[0]]
+            state["budgets"] = [self.chosen, self.token_budgets[0]]
         return dict(state)
 
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
@@ -486,27 +503,28 @@ class PreferenceDataModule(L.LightningDataModule):
             self._resume = cast(SamplerState, state_dict)
 
 
-def make_cutting(
+def make_batching(
     examples: Sequence[TrainingExample], cost: RowCost, key: str, tokens: int | None, micro: int
-) -> Cutting:
-    """Returns what cuts the steps of ``examples``.
+) -> BatchRule:
+    """Returns the rule that divides steps of ``examples`` into micro-batches.
 
-    A budget of ``tokens``, given as ``key``, or else ``micro`` pairs at a time.
+    Uses a token budget of ``tokens``, set by the config key ``key``, or else ``micro`` pairs per micro-batch.
 
-    UserError for a budget below the longest pair.
+    Raises:
+        UserError: the budget is below the longest pair.
     """
     if tokens is None:
-        return ByCount(micro)
-    require_room(examples, cost, tokens, key)
-    return ByTokens(costs_of(examples, cost), cost, tokens, key)
+        return BatchByCount(micro)
+    check_token_budget(examples, cost, tokens, key)
+    return BatchByTokens(count_pair_tokens(examples, cost), cost, tokens, key)
 
 
-def _say(sampler: StepBatches, cutting: ByTokens) -> None:
+def _log_micro_batches(sampler: StepBatchSampler, cutting: BatchByTokens) -> None:
     """Logs how full the micro-batches of the epoch are."""
-    tokens = [cutting.tokens(part) for part in sampler.parts()]
+    tokens = [cutting.batch_tokens(part) for part in sampler.iter_micro_batches()]
     log.info(
-        "micro-batches: %d for the %d pairs of a step, %d on each process; %s %d; %s rows, %d tokens at most and %d in "
-        "the mean",
+        "micro-batches: %d for the %d pairs of a step, %d on each process; %s %d; %s rows with at most %d tokens, "
+        "%d on average",
         sampler.split.accumulation * sampler.split.world_size,
         sampler.size,
         sampler.split.accumulation,
@@ -518,6 +536,6 @@ def _say(sampler: StepBatches, cutting: ByTokens) -> None:
     )
 
 
-def loader(batches: Batches, sampler: StepBatches) -> DataLoader[PreferenceBatch]:
-    """Returns the loader of planned batches, which draws from a generator of its own and not from training's."""
+def make_loader(batches: BatchDataset, sampler: StepBatchSampler) -> DataLoader[PreferenceBatch]:
+    """Returns a loader of planned batches with its own random generator, so that training's is unaffected."""
     return DataLoader(batches, sampler=sampler, batch_size=None, generator=torch.Generator())

@@ -1,4 +1,4 @@
-"""Statistics of a split's examples: lengths, concentration of weights, share of weights that arrived."""
+"""Statistics of a split's examples: lengths, concentration of weights, and share of weights that arrived."""
 
 import math
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from attnpo.data.arrow_rows import AT_ONCE, Sizes
+from attnpo.data.arrow_rows import AT_ONCE, TokenCounts
 from attnpo.data.base import SET, PairSet
 from attnpo.data.collate import TrainingExample
 from attnpo.data.prepare import percentiles
@@ -17,14 +17,14 @@ from attnpo.weights.base import OnlineSource, WeightSource
 
 
 @dataclass
-class Means:
-    """Means over examples that are added some at a time, without holding them."""
+class ExampleMeans:
+    """Running means over examples, which are added in batches and not kept."""
 
     count: int = 0
     _sums: dict[str, float] = field(default_factory=dict)
 
     def add(self, examples: Sequence[TrainingExample]) -> None:
-        """Counts some examples."""
+        """Adds examples."""
         self.count += len(examples)
         rows = [row.double().numpy() for example in examples for row in example.weights]
         starts, weights = np.cumsum([0, *map(len, rows)])[:-1], np.concatenate(rows)
@@ -42,46 +42,46 @@ class Means:
             self._sums[name] = self._sums.get(name, 0.0) + float(value)
 
     def mean(self, name: str, of: int = 1) -> float:
-        """Returns a mean, rounded as a run's result holds it; 0 without an example."""
+        """Returns a mean, rounded as in a run's result; 0 if there are no examples."""
         return round(self._sums.get(name, 0.0) / max(1, of * self.count), 5)
 
     @property
     def arrival(self) -> Arrival:
-        """Returns what arrived of the weights; NaN throughout without an example."""
+        """Returns the mean shares of weights that arrived; NaN if there are no examples."""
         names = ("coverage", *COLUMNS)
         return Arrival(*(self.mean(name) if self.count else math.nan for name in names))
 
     def arrival_numbers(self, source: WeightSource) -> dict[str, float]:
-        """Returns coverage, source coverage and kept mass; coverage alone of weights that come with each step."""
+        """Returns coverage, source coverage and kept mass; only coverage if weights are computed in each step."""
         names = ("coverage",) if isinstance(source, OnlineSource) else ("coverage", *COLUMNS)
         return {name: self.mean(name) for name in names}
 
 
 @dataclass(frozen=True)
 class SplitNumbers:
-    """Numbers of a split's examples as a run's result holds them, and what arrived of their weights."""
+    """Statistics of a split's examples for a run's result, and the shares of weights that arrived."""
 
     numbers: dict[str, Any]
     arrival: Arrival
 
 
 class ExampleNumbers:
-    """Measures a split's examples, which came from ``pairs`` and are added one by one."""
+    """Statistics collector for a split's examples, which are made from ``pairs`` and added one by one."""
 
     def __init__(self, pairs: PairSet, source: WeightSource) -> None:
-        self._source, self._accounts, self._all = source, pairs.sets, Means()
-        self._sets = {name: Means() for name in pairs.sets}
+        self._source, self._accounts, self._all = source, pairs.sets, ExampleMeans()
+        self._sets = {name: ExampleMeans() for name in pairs.sets}
         self._waiting: list[TrainingExample] = []
-        # Of a pair that several sets have, the last one's.
+        # A pair in several sets counts for the last one.
         self._home = {pair.pair_id: str(pair.extra[SET]) for pair in pairs.pairs} if pairs.sets else {}
 
     def add(self, example: TrainingExample) -> None:
-        """Counts one example."""
+        """Adds one example."""
         self._waiting.append(example)
         if len(self._waiting) == AT_ONCE:
-            self._count()
+            self._flush()
 
-    def _count(self) -> None:
+    def _flush(self) -> None:
         some, self._waiting = self._waiting, []
         if some:
             self._all.add(some)
@@ -89,9 +89,9 @@ class ExampleNumbers:
             if own := [example for example in some if self._home[example.pair_id] == name]:
                 means.add(own)
 
-    def of(self, sizes: Sizes) -> SplitNumbers:
-        """Returns what was measured; ``sizes`` are the tokens of the examples."""
-        self._count()
+    def compute(self, sizes: TokenCounts) -> SplitNumbers:
+        """Returns the statistics; ``sizes`` are the token counts of the examples."""
+        self._flush()
         source, every = self._source, self._all
         online = isinstance(source, OnlineSource)
         sets = {
@@ -108,10 +108,10 @@ class ExampleNumbers:
         return SplitNumbers(numbers, every.arrival)
 
 
-def token_percentiles(sizes: Sizes) -> dict[str, dict[str, int]]:
-    """Returns training tokens at the 50th, 90th and 99th percentile and at most.
+def token_percentiles(sizes: TokenCounts) -> dict[str, dict[str, int]]:
+    """Returns the 50th, 90th and 99th percentile and the maximum of training tokens.
 
-    Prompts, both responses, the longer branch.
+    Covers prompts, both responses and the longer branch.
     """
     parts = {"prompt": sizes.prompts[0], "longest": sizes.longest, **dict(zip(SIDES, sizes.responses, strict=True))}
     return {name: percentiles(parts[name].tolist()) for name in ("prompt", *SIDES, "longest")}

@@ -1,6 +1,6 @@
-"""Micro-batches of an optimiser step: tokens of its pairs, where to cut, which rank takes what.
+"""Division of an optimizer step into micro-batches, and their assignment to ranks.
 
-Owns the arithmetic, on plain numbers: no tensor, no epoch, no random order. A pair is its position in a list of sizes.
+Pure arithmetic on integers, without tensors, epochs or random order. A pair is an index into a list of sizes.
 """
 
 import logging
@@ -9,22 +9,22 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from math import ceil
 
-from attnpo.data.arrow_rows import sizes_of
+from attnpo.data.arrow_rows import count_row_tokens
 from attnpo.data.collate import TrainingExample
 from attnpo.schema import SIDES, UserError
 
 log = logging.getLogger(__name__)
 
 
-Hands = list[list[tuple[int, ...]]]
-"""Pairs of a step by rank and micro-batch; every rank has as many micro-batches."""
+RankBatches = list[list[tuple[int, ...]]]
+"""Pairs of a step by rank and micro-batch; every rank has the same number of micro-batches."""
 
 
 @dataclass(frozen=True)
 class RowCost:
-    """Tokens of model input that pairs take under the layout of ``models.layouts`` called ``name``.
+    """Number of input tokens that pairs take under the layout ``name`` of ``models.layouts``.
 
-    ``padded``: every row is as long as the longest one. ``shared``: a prompt that both rows of a pair have lies there
+    ``padded``: every row is padded to the longest one. ``shared``: a prompt common to both rows of a pair is stored
     once.
     """
 
@@ -32,8 +32,8 @@ class RowCost:
     padded: bool = False
     shared: bool = False
 
-    def of(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> int:
-        """Returns tokens of one pair by itself, whose rows are (prompt ids, response ids)."""
+    def pair_cost(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> int:
+        """Returns the tokens of a single pair, given its rows as (prompt ids, response ids)."""
         lengths = [len(prompt) + len(response) for prompt, response in rows]
         if self.padded:
             return len(lengths) * max(lengths)
@@ -41,8 +41,8 @@ class RowCost:
         same = self.shared and all(list(prompt) == list(first) for prompt, _ in rows[1:])
         return sum(lengths) - (len(rows) - 1) * len(first) * same
 
-    def together(self, sizes: Sequence[int]) -> int:
-        """Returns tokens of pairs in one forward, each of which takes one of ``sizes`` by itself."""
+    def batch_cost(self, sizes: Sequence[int]) -> int:
+        """Returns the tokens of several pairs in one forward pass, given the size of each pair alone."""
         return len(sizes) * max(sizes) if self.padded else sum(sizes)
 
 
@@ -52,22 +52,20 @@ SHARED_PREFIX = RowCost("shared_prefix", shared=True)
 COSTS = {cost.name: cost for cost in (PADDED, PACKED, SHARED_PREFIX)}
 
 
-# ------------------------------------------------------------------------------------------------ cutting a line
+# ----------------------------------------------------------------------------------------- partitioning a sorted list
 
 
-def shares(total: int, parts: int) -> list[range]:
-    """Ranges that cut ``total`` things into consecutive parts, sizes differing by at most one."""
+def split_evenly(total: int, parts: int) -> list[range]:
+    """Splits ``total`` items into consecutive ranges whose sizes differ by at most one."""
     small, larger = divmod(total, parts)
     starts = [part * small + min(part, larger) for part in range(parts + 1)]
     return [range(low, high) for low, high in pairwise(starts)]
 
 
-def fill(sizes: Sequence[int], cost: RowCost, limit: int) -> list[int]:
-    """Returns where the fewest consecutive parts begin that take at most ``limit`` tokens each.
+def fill_greedily(sizes: Sequence[int], cost: RowCost, limit: int) -> list[int]:
+    """Returns the start indices of the fewest consecutive parts with at most ``limit`` tokens each.
 
-    ``sizes`` longest first.
-
-    A single pair above the limit is a part of its own.
+    ``sizes`` must be sorted, longest first. A single pair above the limit forms its own part.
     """
     starts: list[int] = []
     taken = 0
@@ -80,61 +78,66 @@ def fill(sizes: Sequence[int], cost: RowCost, limit: int) -> list[int]:
     return starts
 
 
-def partition(sizes: Sequence[int], parts: int, cost: RowCost) -> list[range]:
-    """Returns ``parts`` consecutive non-empty ranges of ``sizes`` (longest first) whose largest cost is least.
+def partition_by_cost(sizes: Sequence[int], parts: int, cost: RowCost) -> list[range]:
+    """Splits ``sizes`` (longest first) into consecutive non-empty ranges, minimizing the largest cost.
 
-    Where fewer would do at that cost, the costliest one is halved until there are enough. Raises ValueError for no
-    part, or more parts than sizes.
+    If fewer than ``parts`` ranges reach that cost, the costliest range is halved until there are enough.
+
+    Raises:
+        ValueError: ``parts`` is below 1 or above the number of sizes.
     """
     if not 1 <= parts <= len(sizes):
         raise ValueError(f"{len(sizes)} pairs cannot be cut into {parts} parts")
-    low, high = sizes[0], cost.together(sizes)
+    low, high = sizes[0], cost.batch_cost(sizes)
     while low < high:
         middle = (low + high) // 2
-        if len(fill(sizes, cost, middle)) <= parts:
+        if len(fill_greedily(sizes, cost, middle)) <= parts:
             high = middle
         else:
             low = middle + 1
-    ranges = [range(begin, end) for begin, end in pairwise([*fill(sizes, cost, low), len(sizes)])]
+    ranges = [range(begin, end) for begin, end in pairwise([*fill_greedily(sizes, cost, low), len(sizes)])]
     while len(ranges) < parts:
-        place = max((i for i in range(len(ranges)) if len(ranges[i]) > 1), key=lambda i: _taken(sizes, cost, ranges[i]))
-        ranges[place : place + 1] = _halves(sizes, cost, ranges[place])
+        place = max(
+            (i for i in range(len(ranges)) if len(ranges[i]) > 1), key=lambda i: _range_cost(sizes, cost, ranges[i])
+        )
+        ranges[place : place + 1] = _split_in_two(sizes, cost, ranges[place])
     return ranges
 
 
-def _taken(sizes: Sequence[int], cost: RowCost, part: range) -> int:
-    return cost.together(sizes[part.start : part.stop])
+def _range_cost(sizes: Sequence[int], cost: RowCost, part: range) -> int:
+    return cost.batch_cost(sizes[part.start : part.stop])
 
 
-def _halves(sizes: Sequence[int], cost: RowCost, part: range) -> tuple[range, range]:
-    """Returns the cut of a part after which the larger half costs least."""
+def _split_in_two(sizes: Sequence[int], cost: RowCost, part: range) -> tuple[range, range]:
+    """Splits a range in two so that the larger cost is smallest."""
     cuts = ((range(part.start, cut), range(cut, part.stop)) for cut in part[1:])
-    return min(cuts, key=lambda halves: max(_taken(sizes, cost, half) for half in halves))
+    return min(cuts, key=lambda halves: max(_range_cost(sizes, cost, half) for half in halves))
 
 
-def deal(costs: Sequence[int], ranks: int) -> list[list[int]]:
-    """Returns the parts of each rank, costliest first: as many for each, the totals within one part of each other.
+def assign_to_ranks(costs: Sequence[int], ranks: int) -> list[list[int]]:
+    """Assigns parts to ranks, costliest first; every rank gets the same number, with similar totals.
 
-    Dealt in rounds of alike parts, so that what the ranks compute at the same time takes them as long; in a round the
-    costliest part goes to the rank that has least so far. The number of parts is a multiple of ``ranks``.
+    In each round the ranks get parts of similar cost, so that they compute for about the same time; the costliest part
+    of
+    a round goes to the rank with the smallest total. The number of parts must be a multiple of ``ranks``.
     """
     order = sorted(range(len(costs)), key=lambda part: -costs[part])
-    hands: list[list[int]] = [[] for _ in range(ranks)]
+    assigned: list[list[int]] = [[] for _ in range(ranks)]
     totals = [0] * ranks
     for start in range(0, len(order), ranks):
         waiting = sorted(range(ranks), key=totals.__getitem__)
         for rank, part in zip(waiting, order[start : start + ranks], strict=True):
-            hands[rank].append(part)
+            assigned[rank].append(part)
             totals[rank] += costs[part]
-    return hands
+    return assigned
 
 
-# ------------------------------------------------------------------------------------------------ cutting a step
+# ------------------------------------------------------------------------------------------------ batch rules
 
 
 @dataclass(frozen=True)
-class ByCount:
-    """Micro-batches of ``micro`` pairs in the order of the step, sizes differing by at most one where it is uneven."""
+class BatchByCount:
+    """Rule for micro-batches of ``micro`` pairs in step order; uneven sizes differ by at most one."""
 
     micro: int
 
@@ -144,21 +147,20 @@ class ByCount:
 
     @property
     def rule(self) -> str:
-        """Returns the rule in words; two cuttings of the same pairs with the same rule are the same."""
+        """Returns a description of the rule; equal descriptions mean equal micro-batches."""
         return f"micro-batch {self.micro}"
 
-    def micros(self, steps: Iterable[Sequence[int]], pairs: int, ranks: int, *, short: bool = False) -> int:
-        """Returns the number of micro-batches per rank of any steps of so many pairs.
+    def num_micro_batches(self, steps: Iterable[Sequence[int]], pairs: int, ranks: int, *, short: bool = False) -> int:
+        """Returns the number of micro-batches per rank for steps of ``pairs`` pairs.
 
-        As few as hold the largest share of a rank.
-
-        But never more than the smallest share has pairs; that one then holds more than ``micro`` is logged.
+        This is the fewest that hold the largest share of a rank, but never more than the smallest share has pairs; if a
+        micro-batch then exceeds ``micro`` pairs, this is logged.
         """
         share = ceil(pairs / ranks)
         micros = min(ceil(share / self.micro), pairs // ranks)
         if ceil(share / micros) > self.micro:
             log.warning(
-                "a step of %d pairs for %d processes: one micro-batch holds %d pairs, not %d",
+                "a step of %d pairs on %d processes: one micro-batch holds %d pairs instead of %d",
                 pairs,
                 ranks,
                 ceil(share / micros),
@@ -166,20 +168,21 @@ class ByCount:
             )
         return micros
 
-    def hands(self, step: Sequence[int], micros: int, ranks: int) -> Hands:
-        """Returns the step in as many micro-batches on each rank: consecutive shares, in consecutive parts."""
+    def split_step(self, step: Sequence[int], micros: int, ranks: int) -> RankBatches:
+        """Splits a step into consecutive shares per rank, and each share into ``micros`` micro-batches."""
         return [
-            [tuple(step[share.start + i] for i in part) for part in shares(len(share), micros)]
-            for share in shares(len(step), ranks)
+            [tuple(step[share.start + i] for i in part) for part in split_evenly(len(share), micros)]
+            for share in split_evenly(len(step), ranks)
         ]
 
 
 @dataclass(frozen=True)
-class ByTokens:
-    """Micro-batches of pairs of alike length, each of at most ``budget`` tokens; ``sizes`` are those of every pair.
+class BatchByTokens:
+    """Rule for micro-batches of similarly long pairs with at most ``budget`` tokens each.
 
-    The pairs of a step are sorted by size, the longest first (equal ones in the order of the step), and cut so that
-    the largest micro-batch is as small as it can be. ``key`` is the setting that gave the budget.
+    The pairs of a step are sorted by size, longest first (ties in step order), and split so that the largest
+    micro-batch
+    is as small as possible. ``sizes``: tokens of each pair. ``key``: config key of the budget.
     """
 
     sizes: Sequence[int] | Mapping[int, int] = field(repr=False)
@@ -189,28 +192,27 @@ class ByTokens:
 
     @property
     def rule(self) -> str:
-        """Returns the rule in words; two cuttings of the same pairs with the same rule are the same."""
+        """Returns a description of the rule; equal descriptions mean equal micro-batches."""
         return f"at most {self.budget} tokens of {self.cost.name} rows"
 
-    def tokens(self, part: Sequence[int]) -> int:
-        """Returns tokens of pairs in one forward."""
-        return self.cost.together([self.sizes[i] for i in part])
+    def batch_tokens(self, part: Sequence[int]) -> int:
+        """Returns the tokens of the given pairs in one forward pass."""
+        return self.cost.batch_cost([self.sizes[i] for i in part])
 
-    def micros(self, steps: Iterable[Sequence[int]], pairs: int, ranks: int, *, short: bool = False) -> int:
-        """Returns the number of micro-batches per rank of ``steps`` of so many pairs each.
+    def num_micro_batches(self, steps: Iterable[Sequence[int]], pairs: int, ranks: int, *, short: bool = False) -> int:
+        """Returns the number of micro-batches per rank for ``steps`` of ``pairs`` pairs each.
 
-        As few as keep the budget in all; 0 without one.
-
-        Never more than the ranks have pairs. The ``short`` last steps of epochs, whose size nobody chose, then go above
-        the budget, which is logged.
+        This is the fewest that keep the budget in all steps, 0 if there are none, and never more than each rank has
+        pairs. The
+        ``short`` last steps of epochs, whose size nobody chose, may then exceed the budget, which is logged.
 
         Raises:
-            UserError: steps of full size need more of them than there are pairs.
+            UserError: steps of full size need more micro-batches than there are pairs.
         """
         micros = max((self.min_micro_batches(step, ranks) for step in steps), default=0)
         if short and micros * ranks > pairs:
             log.warning(
-                "a last step of %d pairs for %d processes: a forward of it may hold more tokens than %s %d",
+                "a last step of %d pairs on %d processes: a forward pass may hold more tokens than %s %d",
                 pairs,
                 ranks,
                 self.key,
@@ -219,61 +221,70 @@ class ByTokens:
             return pairs // ranks
         if micros * ranks > pairs:
             raise UserError(
-                f"{self.key} {self.budget}: a step of {pairs} pairs on {ranks} processes needs {micros} forwards on "
-                f"each, and with {micros * ranks} some would be empty; raise {self.key}, or take processes that divide "
-                f"{pairs}"
+                f"{self.key} {self.budget}: a step of {pairs} pairs on {ranks} processes needs {micros} forward "
+                f"passes on each, so some of the {micros * ranks} would be empty; raise {self.key}, or use a number of "
+                f"processes that divides {pairs}"
             )
         return micros
 
     def min_micro_batches(self, step: Sequence[int], ranks: int) -> int:
-        """Returns the fewest micro-batches per rank that keep the budget in one step."""
-        return ceil(len(fill(self._line(step), self.cost, self.budget)) / ranks)
+        """Returns the fewest micro-batches per rank that keep one step within the budget."""
+        return ceil(len(fill_greedily(self._sorted_sizes(step), self.cost, self.budget)) / ranks)
 
-    def hands(self, step: Sequence[int], micros: int, ranks: int) -> Hands:
-        """Returns the step in as many micro-batches on each rank, totals alike, the longest pairs first.
+    def split_step(self, step: Sequence[int], micros: int, ranks: int) -> RankBatches:
+        """Splits a step into ``micros`` micro-batches per rank with similar totals, longest pairs first.
 
         Raises:
-            ValueError: the step does not keep the budget in so few; ``micros`` has not seen it.
+            ValueError: the step exceeds the budget with so few; ``num_micro_batches`` was called without it.
         """
-        hands = self.closest(step, micros, ranks)
-        most = max(self.tokens(part) for hand in hands for part in hand)
+        hands = self.split_ignoring_budget(step, micros, ranks)
+        most = max(self.batch_tokens(part) for hand in hands for part in hand)
         if most > self.budget and (micros + 1) * ranks <= len(step):
             raise ValueError(f"{micros} micro-batches on {ranks} ranks need {most} tokens, not {self.budget}")
         return hands
 
-    def closest(self, step: Sequence[int], micros: int, ranks: int) -> Hands:
-        """Returns the same whatever the budget."""
+    def split_ignoring_budget(self, step: Sequence[int], micros: int, ranks: int) -> RankBatches:
+        """Splits a step as ``split_step`` does, but without checking the budget."""
         line = sorted(step, key=lambda i: -self.sizes[i])
-        parts = [tuple(line[i] for i in part) for part in partition(self._line(step), micros * ranks, self.cost)]
-        return [[parts[i] for i in hand] for hand in deal([self.tokens(part) for part in parts], ranks)]
+        parts = [
+            tuple(line[i] for i in part)
+            for part in partition_by_cost(self._sorted_sizes(step), micros * ranks, self.cost)
+        ]
+        return [
+            [parts[i] for i in hand] for hand in assign_to_ranks([self.batch_tokens(part) for part in parts], ranks)
+        ]
 
-    def _line(self, step: Sequence[int]) -> list[int]:
+    def _sorted_sizes(self, step: Sequence[int]) -> list[int]:
         return sorted((self.sizes[i] for i in step), reverse=True)
 
 
-Cutting = ByCount | ByTokens
-"""Rule that cuts the steps of a run into micro-batches."""
+BatchRule = BatchByCount | BatchByTokens
+"""Rule that divides the steps of a run into micro-batches."""
 
 
-# ------------------------------------------------------------------------------------------------ a budget of tokens
+# ------------------------------------------------------------------------------------------------ token budget
 
 
-def costs_of(examples: Sequence[TrainingExample], cost: RowCost) -> list[int]:
-    """Returns the tokens of each pair taken alone."""
-    sizes = sizes_of(examples)
+def count_pair_tokens(examples: Sequence[TrainingExample], cost: RowCost) -> list[int]:
+    """Returns the input tokens of each pair on its own."""
+    sizes = count_row_tokens(examples)
     once = sizes.prompts[0] * sizes.shared if cost.shared else 0
-    counts = len(SIDES) * sizes.longest if cost.padded else sizes.branches.sum(axis=0) - once
+    counts = len(SIDES) * sizes.longest if cost.padded else sizes.branch_tokens.sum(axis=0) - once
     return [int(count) for count in counts]
 
 
-def require_room(examples: Sequence[TrainingExample], cost: RowCost, budget: int | None, key: str) -> None:
-    """Raises UserError for a budget of tokens, given as ``key``, that is below the longest pair."""
+def check_token_budget(examples: Sequence[TrainingExample], cost: RowCost, budget: int | None, key: str) -> None:
+    """Checks that the token budget, set by the config key ``key``, holds the longest pair.
+
+    Raises:
+        UserError: it does not.
+    """
     if budget is None or not examples:
         return
-    costs = costs_of(examples, cost)
+    costs = count_pair_tokens(examples, cost)
     if (needed := max(costs)) > budget:
         raise UserError(
             f"{key} must hold the longest pair: expected at least {needed}, the tokens of pair "
-            f"{examples[costs.index(needed)].pair_id} as {cost.name} rows, got {budget}; raise {key}, or lower "
+            f"{examples[costs.index(needed)].pair_id} in {cost.name} rows, got {budget}; raise {key}, or lower "
             "lengths.max_length"
         )

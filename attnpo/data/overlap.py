@@ -13,15 +13,15 @@ from attnpo.system.files import write_atomically
 
 log = logging.getLogger(__name__)
 
-FILE = "training_prompts.txt"  # of a run's folder: the digest of a prompt on each line
+FILE = "training_prompts.txt"  # in a run's folder: one prompt digest per line
 SEEN = "prompts that the model was trained on"
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """Counts of validation's pairs and different prompts, and of those that are trained on as well.
+    """Numbers of validation pairs and distinct prompts, and how many of them are also in the training data.
 
-    Pairs are the same where their token ids are, after truncation; prompts where their messages are.
+    Pairs are equal if their token ids are equal after truncation, prompts if their messages are equal.
     """
 
     pairs: int
@@ -29,21 +29,21 @@ class Overlap:
     trained_pairs: int
     trained_prompts: int
 
-    def text(self) -> str:
-        """Returns both counts in words."""
+    def summary(self) -> str:
+        """Returns both counts as a sentence."""
         return (
             f"{self.trained_pairs} of {self.pairs} validation pairs and {self.trained_prompts} of {self.prompts} "
-            "validation prompts are trained on as well"
+            "validation prompts are also in the training data"
         )
 
     def warning(self) -> str | None:
-        """Returns a remark for every validation figure; None where nothing is shared."""
+        """Returns a caveat for all validation results; None if nothing overlaps."""
         shared = self.trained_pairs or self.trained_prompts
-        return f"{self.text()}, so validation results are not on unseen pairs only" if shared else None
+        return f"{self.summary()}, so validation results are not on unseen pairs only" if shared else None
 
 
-class Overlaps:
-    """Counts what is in both splits, from pairs that are added one by one: those of training first."""
+class OverlapCounter:
+    """Counter of pairs and prompts in both splits; add all training pairs first."""
 
     def __init__(self) -> None:
         self._ids: set[bytes] = set()
@@ -51,13 +51,13 @@ class Overlaps:
         self._pairs = self._shared = 0
 
     def add(self, split: str, prompt: str, sides: Mapping[str, EncodedResponse]) -> None:
-        """Counts a pair of a split, by the digest of its ``prompt`` and its token ids."""
+        """Adds a pair of a split, given the digest of its prompt and its token ids."""
         self._prompts[split == "val"].add(prompt)
         if split == "train":
-            self._ids.add(key_of_ids(sides))
+            self._ids.add(digest_token_ids(sides))
         else:
             self._pairs += 1
-            self._shared += key_of_ids(sides) in self._ids
+            self._shared += digest_token_ids(sides) in self._ids
 
     def count(self) -> Overlap:
         """Returns the counts."""
@@ -66,16 +66,16 @@ class Overlaps:
 
 
 def count_overlap(train: EncodedSet, val: EncodedSet) -> Overlap:
-    """Counts pairs and prompts of ``val``, and those that ``train`` has too."""
-    found = Overlaps()
+    """Counts the pairs and prompts of ``val``, and those that are also in ``train``."""
+    found = OverlapCounter()
     for split, one in (("train", train), ("val", val)):
         for pair, sides in zip(one.pairs, one.encoded, strict=True):
-            found.add(split, key_of_prompt(pair.prompt), sides)
+            found.add(split, digest_prompt(pair.prompt), sides)
     return found.count()
 
 
-def key_of_ids(sides: Mapping[str, EncodedResponse]) -> bytes:
-    """Returns a digest of a pair's token ids as they are trained on."""
+def digest_token_ids(sides: Mapping[str, EncodedResponse]) -> bytes:
+    """Returns a digest of a pair's training token ids."""
     found = hashlib.blake2b(digest_size=16)
     for ids in (ids for side in SIDES for ids in (sides[side].prompt_ids, sides[side].response_ids)):
         found.update(array("q", [len(ids)]))
@@ -83,28 +83,28 @@ def key_of_ids(sides: Mapping[str, EncodedResponse]) -> bytes:
     return found.digest()
 
 
-def key_of_prompt(prompt: Sequence[Message]) -> str:
+def digest_prompt(prompt: Sequence[Message]) -> str:
     """Returns a digest of a prompt's messages."""
     return digest(prompt_identity(prompt))[:16]
 
 
-# ------------------------------------------------------------------------------------------------ a run's prompts
+# ------------------------------------------------------------------------------------------ training prompts of a run
 
 
-def write_prompts(folder: Path, prompts: Iterable[str]) -> None:
-    """Writes the digests of a run's training prompts into its folder, for evaluations of its models."""
+def write_prompt_digests(folder: Path, prompts: Iterable[str]) -> None:
+    """Writes the digests of the training prompts to a run's folder, for later evaluations of its models."""
     write_atomically(folder / FILE, "".join(f"{key}\n" for key in sorted(set(prompts))))
 
 
-def count_seen(model: str, prompts: Iterable[Sequence[Message]]) -> dict[str, int]:
-    """Counts and logs the distinct prompts that were in the training data of the run that wrote ``model``.
+def count_seen_prompts(model: str, prompts: Iterable[Sequence[Message]]) -> dict[str, int]:
+    """Counts and logs the distinct prompts found in the training data of the run that wrote ``model``.
 
-    Empty where there are none. Says as well where no run's prompts are at hand.
+    Returns an empty mapping if there are none, or if the run's prompts are not available, which is also logged.
     """
-    file, asked = Path(model).expanduser().parent / FILE, set(map(key_of_prompt, prompts))
+    file, asked = Path(model).expanduser().parent / FILE, set(map(digest_prompt, prompts))
     if not file.is_file():
-        log.info("%s: has no %s beside it, so prompts from its training data cannot be counted", model, FILE)
+        log.info("%s: no %s next to it, so prompts from its training data cannot be counted", model, FILE)
         return {}
     seen = len(asked.intersection(file.read_text(encoding="utf-8").split()))
-    log.log(logging.WARNING if seen else logging.INFO, "%d of %d different prompts are in %s", seen, len(asked), file)
+    log.log(logging.WARNING if seen else logging.INFO, "%d of %d distinct prompts are in %s", seen, len(asked), file)
     return {SEEN: seen} if seen else {}

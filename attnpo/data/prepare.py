@@ -1,4 +1,4 @@
-"""Preference pairs to training examples: encoding, the one truncation rule, weights; every cut or drop is counted."""
+"""Makes training examples from pairs: encoding, truncation and weights; counts everything truncated or dropped."""
 
 import logging
 from collections import Counter
@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from attnpo.data.arrow_rows import EncodedRows
 from attnpo.data.collate import TrainingExample
-from attnpo.data.rules import AlignRules, Keep, LengthRules, Overlong
+from attnpo.data.rules import AlignRules, KeepSide, LengthRules, OverlongAction
 from attnpo.judge.layers import Row
 from attnpo.schema import SIDES, EncodedResponse, Message, PairWeights, PreferencePair, UserError, list_pair_ids
 from attnpo.text.chat import ChatFormat, EncodedAnswers
@@ -30,22 +30,22 @@ from attnpo.weights.transforms import WeightTransform
 
 log = logging.getLogger(__name__)
 
-UNREADABLE = "dropped: the judge cannot be shown both responses"
-UNASKED = "dropped: the verbalizer cannot be asked about both responses"
-UNSCORED = "dropped: the scorers cannot be shown both responses"
-UNREWARDED = "dropped: the reward model cannot be shown both responses"
+UNREADABLE = "dropped: the judge cannot read both responses"
+UNASKED = "dropped: the verbalizer cannot read both responses"
+UNSCORED = "dropped: the scorers cannot read both responses"
+UNREWARDED = "dropped: the reward model cannot read both responses"
 REFUSED = {"judge": UNREADABLE, "scorers": UNSCORED, "reward": UNREWARDED}
 CUT, CUT_PROMPT = "cut: {} response", "cut: beginning of the prompt for the {} response"
 CUT_IN_FRONT = "cut: beginning of the {} response, and all of its prompt,"
 DROPPED_FOR_COVERAGE = "dropped: coverage"
-SILENT = f"{DROPPED_FOR_COVERAGE} 0, nothing was said about a response"
-VOID = "pair weight 0: trains nothing"
-APART = "tokenised on its own, as its beginning would merge with the prompt's last token"
+SILENT = f"{DROPPED_FOR_COVERAGE} 0, a response has no scores"
+VOID = "pair weight 0: no effect on training"
+APART = "tokenised separately, because its beginning would merge with the prompt's last token"
 IN_PROMPT = "special token spelled out in the prompt"
-SAME = "dropped: both responses are the same tokens as they would be trained on"
+SAME = "dropped: both responses have the same training tokens"
 
 
-class Cut(NamedTuple):
+class TruncatedSides(NamedTuple):
     """Sides of a training sequence that lost tokens."""
 
     prompt: bool
@@ -54,44 +54,49 @@ class Cut(NamedTuple):
 
 def truncate(
     encoded: EncodedResponse, max_prompt_length: int, max_length: int, *, keep_end: bool = False
-) -> tuple[EncodedResponse, Cut]:
-    """Returns the sequence cut to length, and which sides lost tokens.
+) -> tuple[EncodedResponse, TruncatedSides]:
+    """Truncates a sequence; returns it with the sides that lost tokens.
 
-    The prompt keeps its last ``max_prompt_length`` tokens (a BOS in front goes with the rest, as in the paper's run),
-    then the response keeps its first ``max_length`` less the prompt's length. The response may come out empty: the
-    caller drops such a pair and counts it.
+    The prompt keeps its last ``max_prompt_length`` tokens (a BOS at its start is cut too, as in the paper's run), then
+    the
+    response keeps what the prompt leaves of ``max_length``. The response may end up empty; callers drop and count such
+    a
+    pair.
 
-    With ``keep_end`` prompt and response keep their last ``max_length`` tokens instead, as in TRL's keep_end. Of a
-    response that fills them all the first one stands for the prompt, since nothing predicts it.
+    With ``keep_end``, prompt and response together keep their last ``max_length`` tokens instead, as with TRL's
+    keep_end.
+    If the response alone fills them, its first token serves as the prompt, since nothing predicts it.
     """
     prompt = encoded.prompt_ids[max(0, len(encoded.prompt_ids) - max(0, max_prompt_length)) :]
     over = len(prompt) + len(encoded.response_ids) - max_length
     if keep_end and over > 0:
         kept, left = (prompt + encoded.response_ids)[over:], max(1, len(prompt) - over)
         lost = len(encoded.response_ids) - (len(kept) - left)
-        return EncodedResponse(kept[:left], kept[left:], encoded.offsets[lost:]), Cut(prompt=True, response=lost > 0)
+        return EncodedResponse(kept[:left], kept[left:], encoded.offsets[lost:]), TruncatedSides(
+            prompt=True, response=lost > 0
+        )
     room = max(0, max_length - len(prompt))
-    cut = Cut(prompt=len(prompt) < len(encoded.prompt_ids), response=room < len(encoded.response_ids))
+    cut = TruncatedSides(prompt=len(prompt) < len(encoded.prompt_ids), response=room < len(encoded.response_ids))
     return EncodedResponse(prompt, encoded.response_ids[:room], encoded.offsets[:room]), cut
 
 
 @dataclass
 class Tally:
-    """Counts of what happened to rows, with the first three ids of each event; ``words`` has the first one's story."""
+    """Event counts with the first three ids of each event; ``words`` holds details of the first one."""
 
     counts: Counter[str] = field(default_factory=Counter)
     first: dict[str, list[str]] = field(default_factory=dict)
     words: dict[str, str] = field(default_factory=dict)
 
     def add(self, event: str, pair_id: str) -> None:
-        """Counts one ``event``."""
+        """Counts an event for a pair."""
         self.counts[event] += 1
         ids = self.first.setdefault(event, [])
         if len(ids) < 3:
             ids.append(pair_id[:8])
 
     def total(self, opening: str) -> int:
-        """Returns how many events there were whose name begins with ``opening``."""
+        """Returns the number of events whose name starts with ``opening``."""
         return sum(count for event, count in self.counts.items() if event.startswith(opening))
 
     def lines(self) -> list[str]:
@@ -101,7 +106,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class ExampleSet:
-    """Examples of one split and the account of how they came about: ``read == len(examples) + dropped``."""
+    """Examples of one split with counts for every pair: ``read == len(examples) + dropped``."""
 
     examples: Sequence[TrainingExample]
     tally: Tally
@@ -112,49 +117,50 @@ class ExampleSet:
 
     @property
     def unmatched_share(self) -> float:
-        """Returns the share of the responses' content tokens without a partner on the source's side."""
+        """Returns the share of the responses' content tokens that match no source token."""
         return self.unmatched_tokens / max(1, self.content_tokens)
 
 
 def encode_pair(
     pair: PreferencePair, chat: ChatFormat, rules: LengthRules, tally: Tally, *, keep_same: bool = False
 ) -> dict[str, EncodedResponse] | None:
-    """Returns both truncated branches of a pair by side, or None when the pair is dropped (counted in ``tally``).
+    """Encodes and truncates both branches of a pair; returns None if the pair is dropped (counted in ``tally``).
 
-    A text that the chat template refuses or rewrites drops its pair; the first one of each kind is logged in full.
-    Responses of the same token ids, which a trim or a cut may leave, tell no preference and drop their pair too;
-    ``keep_same`` keeps it where nothing is trained on it.
+    A pair is dropped if the chat template rejects or rewrites its text (the first case of each kind is logged in full),
+    or
+    if both responses have the same token ids after trimming or truncation, so that no preference is left. ``keep_same``
+    keeps such pairs, for uses other than training.
     """
-    return _take(pair, chat.encode_answers(*_conversation(pair)), chat, rules, tally, keep_same)
+    return _apply_length_rules(pair, chat.encode_answers(*_prompt_and_responses(pair)), chat, rules, tally, keep_same)
 
 
-def _conversation(pair: PreferencePair) -> tuple[Sequence[Message], list[str]]:
+def _prompt_and_responses(pair: PreferencePair) -> tuple[Sequence[Message], list[str]]:
     return pair.prompt, [pair.response(side) for side in SIDES]
 
 
-def _take(
+def _apply_length_rules(
     pair: PreferencePair, found: EncodedAnswers, chat: ChatFormat, rules: LengthRules, tally: Tally, keep_same: bool
 ) -> dict[str, EncodedResponse] | None:
     if found.problem is not None:
         event = f"dropped: {found.problem.reason}"
         if event not in tally.words:
             tally.words[event] = f"pair {pair.pair_id}: {found.problem}"
-            log.warning("dropped, and so are others like it: %s", tally.words[event])
+            log.warning("dropped (similar pairs are only counted): %s", tally.words[event])
         tally.add(event, pair.pair_id)
         return None
     encoded, cut_prompt, cut_sides, special = {}, False, dict[str, str](), []
-    keep_end = rules.keep is Keep.END
+    keep_end = rules.keep is KeepSide.END
     for side, whole in zip(SIDES, found.encoded, strict=True):
         encoded[side], cut = truncate(whole, rules.max_prompt_length, rules.max_length, keep_end=keep_end)
-        if chat.special_inside(encoded[side], pair.response(side)):
+        if chat.count_special_inside(encoded[side], pair.response(side)):
             special.append(side)
         cut_prompt = cut_prompt or len(whole.prompt_ids) > rules.max_prompt_length
         if min(len(whole.prompt_ids), rules.max_prompt_length) + len(whole.response_ids) > rules.max_length:
             cut_sides[side] = CUT if not keep_end else CUT_IN_FRONT if cut.response else CUT_PROMPT
-    if cut_prompt and rules.overlong is Overlong.DROP:
+    if cut_prompt and rules.overlong is OverlongAction.DROP:
         tally.add(f"dropped: prompt longer than lengths.max_prompt_length {rules.max_prompt_length}", pair.pair_id)
         return None
-    if cut_sides and rules.overlong is Overlong.DROP:
+    if cut_sides and rules.overlong is OverlongAction.DROP:
         tally.add(f"dropped: prompt and response longer than lengths.max_length {rules.max_length}", pair.pair_id)
         return None
     if any(not encoded[side].response_ids for side in SIDES):
@@ -179,7 +185,7 @@ def _take(
 def make_example(
     pair_id: str, encoded: Mapping[str, EncodedResponse], weights: TrainingWeights, pair_weight: float = 1.0
 ) -> TrainingExample:
-    """Returns the example of one encoded pair; its pair weight is 0 when no token of either side carries weight."""
+    """Makes the example of an encoded pair; its pair weight is 0 if all token weights of both sides are 0."""
     void = not (bool(weights.chosen.any()) or bool(weights.rejected.any()))
     return TrainingExample(
         pair_id=pair_id,
@@ -197,7 +203,7 @@ def make_example(
 
 @dataclass(frozen=True)
 class EncodedSet:
-    """Pairs of one split that fit the length rules, with their training ids by side, in their order."""
+    """Pairs of one split that fit the length rules, with their training ids by side."""
 
     pairs: Sequence[PreferencePair]
     encoded: Sequence[dict[str, EncodedResponse]]
@@ -213,18 +219,19 @@ def encode_pairs(
     keep_same: bool = False,
     write: Callable[[int, PreferencePair, dict[str, EncodedResponse]], object] | None = None,
 ) -> EncodedSet:
-    """Returns training ids of ``pairs``; what does not fit is cut or dropped by the rules and counted.
+    """Encodes ``pairs``, truncating or dropping those that exceed the limits, and counts these cases.
 
-    Pairs that ``write`` is given, with their place in ``pairs`` and their ids, are not held.
+    ``write`` receives the position, the pair and its ids; these are then not held in memory. Call this before any judge
+    runs, so that no judge pass is spent on dropped pairs. A single bad pair never ends a run.
 
-    Comes before any judge runs, so that no judge pass is spent on a dropped pair. Raises UserError with all counts when
-    there are pairs and none of them is left; one bad pair never ends a run.
+    Raises:
+        UserError: there are pairs but all were dropped; the message has all counts.
     """
     held: tuple[list[PreferencePair], list[dict[str, EncodedResponse]]] = ([], [])
     tally, read, left = Tally(), 0, 0
-    asked, given = tee(pairs)  # they are a few batches apart
-    for pair, found in zip(given, chat.encode_many(map(_conversation, asked)), strict=True):
-        encoded = _take(pair, found, chat, rules, tally, keep_same)
+    asked, given = tee(pairs)  # the two iterators are a few batches apart
+    for pair, found in zip(given, chat.encode_many(map(_prompt_and_responses, asked)), strict=True):
+        encoded = _apply_length_rules(pair, found, chat, rules, tally, keep_same)
         if encoded is not None and write is not None:
             write(read, pair, encoded)
         elif encoded is not None:
@@ -234,31 +241,31 @@ def encode_pairs(
         left += encoded is not None
     if read and not left:
         raise UserError(
-            f"none of {read} pairs can be trained on ({'; '.join(tally.lines())}); expected some whose responses "
-            "differ and that fit lengths.max_length and the chat template: change these settings or the data"
+            f"none of {read} pairs can be trained on ({'; '.join(tally.lines())}): a pair needs different responses "
+            "and must fit lengths.max_length and the chat template; change these settings or the data"
             + "".join(f"; {words}" for words in list(tally.words.values())[:1])
         )
-    warn_of_rendered(tally.counts[IN_PROMPT], left, tally.first.get(IN_PROMPT, []))
+    warn_about_special_tokens(tally.counts[IN_PROMPT], left, tally.first.get(IN_PROMPT, []))
     return EncodedSet(*held, tally, read)
 
 
-def warn_of_rendered(count: int, prompts: int, first: Sequence[str]) -> None:
-    """Warns where most prompts spell out special tokens: ``count`` of ``prompts``, with the ids of the first."""
+def warn_about_special_tokens(count: int, prompts: int, first: Sequence[str]) -> None:
+    """Warns if ``count`` of ``prompts`` is a majority of prompts with special tokens; lists their ``first`` ids."""
     if 2 * count > prompts:
         log.warning(
-            "%d of %d prompts (first: %s) spell out special tokens: a chat template seems to have rendered them "
-            "already, and it is applied again here; give prompts as plain text or messages",
+            "%d of %d prompts (first: %s) contain special tokens as text: they seem to be rendered with a chat "
+            "template already, which is applied again here; provide prompts as plain text or messages",
             *(count, prompts, ", ".join(first[:3])),
         )
 
 
-def unknown_share(encoded: EncodedSet, tokenizer: PreTrainedTokenizerBase) -> float:
-    """Returns the share of response tokens that stand for unknown text; 0 where the tokenizer marks none as such."""
+def unknown_token_share(encoded: EncodedSet, tokenizer: PreTrainedTokenizerBase) -> float:
+    """Returns the share of unknown tokens in the responses; 0 if the tokenizer has no unknown token."""
     unknown = tokenizer.unk_token_id
     if unknown is None or unknown == tokenizer.eos_token_id:
         return 0.0
     if isinstance(encoded.encoded, EncodedRows):
-        found, tokens = encoded.encoded.share_of(unknown)
+        found, tokens = encoded.encoded.count_token(unknown)
         return found / max(1, tokens)
     ids = [token for sides in encoded.encoded for side in SIDES for token in sides[side].response_ids]
     return ids.count(unknown) / max(1, len(ids))
@@ -272,23 +279,23 @@ def fit_transforms(
     layers: tuple[Row, ...] = (),
     align: AlignRules | None = None,
 ) -> tuple[WeightTransform, ...]:
-    """Returns the transforms, those that learn from data fitted on the pairs of ``encoded`` (the training split).
+    """Returns the transforms, those with ``needs_fit`` fitted on the pairs of ``encoded`` (the training split).
 
-    Pairs about which the source said too little for ``align`` teach nothing: they will be dropped.
+    Pairs whose coverage is too low for ``align`` are not used for fitting, as they will be dropped.
     """
     check_transforms(source, transforms)
     if not any(transform.needs_fit for transform in transforms):
         return tuple(transforms)
     least = least_coverage(source, None if align is None else align.min_coverage)
-    readable = [asked for asked in _to_weigh(encoded, captured) if _is_readable(asked)]
+    readable = [asked for asked in _iter_pairs_to_weigh(encoded, captured) if _is_readable(asked)]
     finished = {}
     for asked, rows in zip(readable, finish_pairs(source, readable, layers), strict=True):
-        if all(_said_enough(row, least) for row in rows.values()):
+        if all(_has_coverage(row, least) for row in rows.values()):
             finished[asked.pair_id] = rows
     return fit_in_order(transforms, finished)
 
 
-def _to_weigh(encoded: EncodedSet, captured: Mapping[str, PairWeights]) -> Iterator[PairToWeigh]:
+def _iter_pairs_to_weigh(encoded: EncodedSet, captured: Mapping[str, PairWeights]) -> Iterator[PairToWeigh]:
     for pair, sides in zip(encoded.pairs, encoded.encoded, strict=True):
         yield PairToWeigh(captured.get(pair.pair_id), sides, pair)
 
@@ -297,7 +304,7 @@ def _is_readable(asked: PairToWeigh) -> bool:
     return asked.captured is None or bool(asked.captured.rounds)
 
 
-def _said_enough(row: Finished, least: float) -> bool:
+def _has_coverage(row: Finished, least: float) -> bool:
     share = 1.0 if row.said is None else float(row.said[row.changeable].double().mean())
     return share > 0 and share >= least
 
@@ -311,17 +318,18 @@ def prepare_examples(
     transforms: Sequence[WeightTransform] = (),
     write: Callable[[int, TrainingExample], object] | None = None,
 ) -> ExampleSet:
-    """Returns training examples in their order, with the account of every cut and dropped pair.
+    """Makes training examples in order, and counts every truncated and dropped pair.
 
     Args:
-        encoded: the pairs of one split.
-        source: a resolved weight source.
-        captured: its stored rows by pair id (empty if it needs none); a pair that it could not read has no rounds there
+        encoded: pairs of one split.
+        source: resolved weight source.
+        captured: the source's stored rows by pair id (empty if it needs none); a pair that it could not read has no
+            rounds
             and is dropped.
-        align: how weights reach the training tokens, and the coverage a pair must have.
-        layers: the layer of each captured row.
-        transforms: changes of the finished rows, fitted (``fit_transforms``).
-        write: takes the examples with the place of each in ``encoded``; they are not held then.
+        align: how weights are mapped to training tokens, and the coverage required of a pair.
+        layers: layer of each captured row.
+        transforms: weight transforms, fitted with ``fit_transforms``.
+        write: receives the position in ``encoded`` and the example; examples are then not held in memory.
     """
     tally = Tally(encoded.tally.counts.copy(), {event: list(ids) for event, ids in encoded.tally.first.items()})
     examples: list[TrainingExample] = []
@@ -330,11 +338,11 @@ def prepare_examples(
     uncovered = f"{DROPPED_FOR_COVERAGE} below {'weights' if align.min_coverage is None else 'align'}.min_coverage"
     unreadable = next((words for need, words in REFUSED.items() if need in source.requires), UNASKED)
     weigher = source if isinstance(source, TextSource) else None
-    told, again = tee(_to_weigh(encoded, captured))
+    told, again = tee(_iter_pairs_to_weigh(encoded, captured))
     weighed = weigh_pairs(source, filter(_is_readable, again), align.method, transforms, layers=layers)
     for place, asked in enumerate(told):
         pair, raw = asked.pair, asked.captured
-        assert pair is not None  # ``_to_weigh`` has them all
+        assert pair is not None  # ``_iter_pairs_to_weigh`` always sets it
         pair_id = pair.pair_id
         if raw is not None and not raw.rounds:
             tally.add(f"{unreadable}: {raw.reason}" if isinstance(raw, Unreadable) else unreadable, pair_id)
@@ -343,7 +351,7 @@ def prepare_examples(
         content += sum(weights.content)
         unmatched += sum(weights.unmatched)
         if weights.realigned:
-            tally.add("judge rounds cut a response into different tokens; aligned by characters", pair_id)
+            tally.add("judge rounds tokenised a response differently; aligned by characters", pair_id)
         if source.partial and min(weights.coverage) == 0:
             tally.add(SILENT, pair_id)
             continue
@@ -351,7 +359,7 @@ def prepare_examples(
             tally.add(f"{uncovered} {least:g}", pair_id)
             continue
         for side in weights.flat:
-            tally.add(f"all raw weights of the {side} response are 0: uniform instead", pair_id)
+            tally.add(f"all raw weights of the {side} response are 0: uniform weights are used", pair_id)
         example = make_example(pair_id, asked.encoded, weights, 1.0 if weigher is None else weigher.pair_weight(pair))
         for side, row in zip(SIDES, example.weights, strict=True):
             if not bool(row.any()):
@@ -367,7 +375,7 @@ def prepare_examples(
 
 
 def percentiles(counts: Sequence[int]) -> dict[str, int]:
-    """Returns the 50th, 90th and 99th percentile of ``counts`` and their maximum; empty for none."""
+    """Returns the 50th, 90th and 99th percentile and the maximum of ``counts``; empty if there are none."""
     ordered = sorted(counts)
     if not ordered:
         return {}
@@ -375,14 +383,14 @@ def percentiles(counts: Sequence[int]) -> dict[str, int]:
     return {**at, "max": ordered[-1]}
 
 
-def calibration_pairs(pairs: Sequence[PreferencePair], count: int) -> list[PreferencePair]:
-    """Returns the first ``count`` different pairs in the order of their ids, which is that of no file."""
+def select_calibration_pairs(pairs: Sequence[PreferencePair], count: int) -> list[PreferencePair]:
+    """Selects the first ``count`` distinct pairs in order of their ids, independent of file order."""
     unique = {pair_id: place for place, pair_id in enumerate(list_pair_ids(pairs))}
     return [pairs[unique[pair_id]] for pair_id in sorted(unique)[:count]]
 
 
-def sample_of(encoded: EncodedSet, sample: list[PreferencePair]) -> dict[str, EncodedSet]:
-    """Returns ``sample``, pairs of ``encoded``, as the splits of a run: all for training."""
+def sample_as_splits(encoded: EncodedSet, sample: list[PreferencePair]) -> dict[str, EncodedSet]:
+    """Returns ``sample``, a subset of the pairs in ``encoded``, as a training split with an empty validation split."""
     place = {pair.pair_id: number for number, pair in enumerate(encoded.pairs)}
     rows = [encoded.encoded[place[pair.pair_id]] for pair in sample]
     nothing = replace(encoded, pairs=[], encoded=[])

@@ -1,8 +1,8 @@
-"""Steps before training: pairs read, their training ids, and the weighed examples that are made of these.
+"""Data preparation steps: reading pairs, encoding them, and making weighted examples.
 
-Those of large data are prepared once as rows of the store, and mapped from there. Owns what decides each of them (its
-facts), the account that is kept beside it, and from which size on rows are prepared at all: smaller sets are made anew
-in moments, and held in memory.
+For large data, each step's result is written to the store once and memory-mapped by later runs. Defines what
+identifies each result, the counts stored with it, and the size from which results are stored; smaller data are
+recomputed quickly and held in memory.
 """
 
 import datetime
@@ -28,22 +28,22 @@ from attnpo.data.arrow_rows import (
     ENCODED,
     LOGPS,
     PAIRS,
-    ArrowRows,
+    ArrowRowWriter,
     EncodedRows,
     ExampleRows,
-    NoJson,
+    LazyRows,
+    NotSerializableError,
     PairRows,
-    RowsOnDemand,
-    encoded_row,
-    pair_row,
-    schema_of_weights,
-    sizes_of,
-    weighed_row,
+    count_row_tokens,
+    encoded_to_row,
+    example_to_row,
+    pair_to_row,
+    weights_schema,
 )
-from attnpo.data.base import SPLITS, PairReader, PairSet, PairSource, SetAccount, name_unused
+from attnpo.data.base import SPLITS, PairReader, PairSet, PairSource, SetCounts, log_unused_columns
 from attnpo.data.collate import TrainingExample
 from attnpo.data.example_numbers import ExampleNumbers, SplitNumbers
-from attnpo.data.overlap import Overlap, Overlaps, count_overlap, key_of_prompt
+from attnpo.data.overlap import Overlap, OverlapCounter, count_overlap, digest_prompt
 from attnpo.data.prepare import (
     EncodedSet,
     ExampleSet,
@@ -51,12 +51,12 @@ from attnpo.data.prepare import (
     encode_pairs,
     fit_transforms,
     prepare_examples,
-    unknown_share,
+    unknown_token_share,
 )
-from attnpo.data.prepared_rows import Account, prepared_rows, record_lines, repeat_lines
+from attnpo.data.prepared_rows import Account, load_or_prepare, record_log_lines, repeat_log_lines
 from attnpo.data.rules import AlignRules, LengthRules
-from attnpo.data.tables import files_of, read_table
-from attnpo.data.weighing import REFILL, Weighed, weigh
+from attnpo.data.tables import list_files, read_table
+from attnpo.data.weighing import REFILL, WeighingResult, weigh_splits
 from attnpo.judge.base import WeightReader
 from attnpo.judge.judge import LabelCheck, RunJudge
 from attnpo.judge.verdicts import JudgeStatistics, LabelMass, TraceStatistics
@@ -77,29 +77,29 @@ log = logging.getLogger(__name__)
 Logps = Sequence[LogpPair]
 
 BYTES = 8 << 20
-"""Of the data's files: from here on their pairs are prepared."""
+"""Size of the data files from which their pairs are stored."""
 PER_TEXT = 3
-"""Bytes of training ids with their places for each byte of text, about."""
+"""Approximate bytes of training ids and offsets per byte of text."""
 BYTES_OF_WEIGHT = 4
 PAIRS_HELD = 4096
-"""Pairs that are held in memory with all that is made of them, if they are no more."""
-UNKNOWN = 0.05  # of the response tokens; above it, a warning
+"""Largest number of pairs that are held in memory, together with their ids and examples."""
+UNKNOWN = 0.05  # share of the response tokens above which a warning is logged
 
 
 # ------------------------------------------------------------------------------------------------ pairs
 
 
-def facts_of_data(source: object) -> tuple[dict[str, object], int] | None:
-    """Returns what decides the pairs of a data set, by name, and how many bytes they are.
+def describe_data(source: object) -> tuple[dict[str, object], int] | None:
+    """Returns what identifies the pairs of a data source, by name, and their size in bytes.
 
-    None for few of them, and for sources from outside the package.
+    Returns None if they are few, or if the source is defined outside the package.
     """
     if type(source) is not PairSource:
         return None
     found, size = dict[str, str](), 0
-    for path, split, option, subset, revision in source.places():
-        files = files_of(path, split, option)
-        if files is None:  # the library's own copy of a dataset on the hub, by the library's own digest
+    for path, split, option, subset, revision in source.list_tables():
+        files = list_files(path, split, option)
+        if files is None:  # a hub dataset, identified by the library's own fingerprint
             table: Any = read_table(path, split, option, subset, revision)
             found[f"{path} {split}"] = table._fingerprint
             size += table.data.nbytes
@@ -116,14 +116,14 @@ def prepare_pairs(
     size: int,
     load: Callable[[str, Callable[[PreferencePair], object]], PairSet],
 ) -> dict[str, PairSet]:
-    """Prepares the pairs of both splits: ``load`` reads those of a split and hands each on. Repeats what it said."""
+    """Loads the pairs of both splits from the store, or stores what ``load`` reads; repeats its log lines."""
 
     def make(write: Callable[[pa.RecordBatch], None]) -> dict[str, object]:
         accounts: dict[str, object] = {}
-        with record_lines() as lines:
+        with record_log_lines() as lines:
             for split in SPLITS:
-                rows = ArrowRows(PAIRS, write)
-                found = load(split, lambda pair: rows.add(pair_row(pair)))  # noqa: B023  # called in this round alone
+                rows = ArrowRowWriter(PAIRS, write)
+                found = load(split, lambda pair: rows.add(pair_to_row(pair)))  # noqa: B023  # only called within this iteration
                 rows.flush()
                 accounts[split] = {
                     **{name: dict(getattr(found, name)) for name in ("counts", "examples", "notes")},
@@ -132,9 +132,9 @@ def prepare_pairs(
                 }
         return {**accounts, "lines": lines}
 
-    made = prepared_rows(store, "pairs", facts, size, make)
+    made = load_or_prepare(store, "pairs", facts, size, make)
     if not made.anew:
-        repeat_lines(made.account["lines"])
+        repeat_log_lines(made.account["lines"])
     start, pairs = 0, {}
     for split in SPLITS:
         account = dict(made.account[split])
@@ -146,7 +146,7 @@ def prepare_pairs(
                 "counts": Counter(account["counts"]),
                 "notes": Counter(account["notes"]),
                 "unused": tuple(account["unused"]),
-                "sets": {name: SetAccount(**one) for name, one in account["sets"].items()},
+                "sets": {name: SetCounts(**one) for name, one in account["sets"].items()},
             },
         )
         pairs[split] = replace(known, known=known.fingerprint)
@@ -159,8 +159,8 @@ def prepare_pairs(
 Take = Callable[[int, PreferencePair, dict[str, EncodedResponse]], None]
 
 
-def facts_of_ids(chat: ChatFormat, rules: LengthRules, pairs: Mapping[str, PairSet]) -> dict[str, object] | None:
-    """Returns what decides the training ids of pairs, by name; None for few of them."""
+def describe_ids(chat: ChatFormat, rules: LengthRules, pairs: Mapping[str, PairSet]) -> dict[str, object] | None:
+    """Returns what identifies the training ids of pairs, by name; None if the pairs are few."""
     if sum(map(len, pairs.values())) <= PAIRS_HELD:
         return None
     return {
@@ -177,39 +177,39 @@ def facts_of_ids(chat: ChatFormat, rules: LengthRules, pairs: Mapping[str, PairS
 def prepare_ids(
     store: Path, facts: Mapping[str, object], pairs: Mapping[str, PairSet], encode: Callable[[str, Take], EncodedSet]
 ) -> tuple[dict[str, EncodedSet], Overlap]:
-    """Prepares the training ids of both splits, with what the splits share; ``encode`` hands on those of a split."""
+    """Loads the training ids of both splits and their overlap from the store, or stores what ``encode`` makes."""
 
     def make(write: Callable[[pa.RecordBatch], None]) -> dict[str, object]:
-        accounts, overlaps = dict[str, object](), Overlaps()
-        with record_lines() as lines:
+        accounts, overlaps = dict[str, object](), OverlapCounter()
+        with record_log_lines() as lines:
             for split in SPLITS:
-                rows = ArrowRows(ENCODED, write)
+                rows = ArrowRowWriter(ENCODED, write)
 
                 def take(place: int, pair: PreferencePair, sides: dict[str, EncodedResponse]) -> None:
-                    prompt = key_of_prompt(pair.prompt)
-                    overlaps.add(split, prompt, sides)  # noqa: B023  # called in this round alone
-                    rows.add(encoded_row(place, prompt, sides))  # noqa: B023
+                    prompt = digest_prompt(pair.prompt)
+                    overlaps.add(split, prompt, sides)  # noqa: B023  # only called within this iteration
+                    rows.add(encoded_to_row(place, prompt, sides))  # noqa: B023
 
                 found = encode(split, take)
                 rows.flush()
                 accounts[split] = {"tally": vars(found.tally), "read": found.read, "kept": rows.count}
         return {**accounts, "overlap": asdict(overlaps.count()), "lines": lines}
 
-    texts = sum(PER_TEXT * one.pairs.size for one in pairs.values() if isinstance(one.pairs, PairRows))
-    made = prepared_rows(store, "encoded", facts, texts, make)
+    texts = sum(PER_TEXT * one.pairs.num_bytes for one in pairs.values() if isinstance(one.pairs, PairRows))
+    made = load_or_prepare(store, "encoded", facts, texts, make)
     if not made.anew:
-        repeat_lines(made.account["lines"])
+        repeat_log_lines(made.account["lines"])
     start, encoded = 0, {}
     for split in SPLITS:
         account = made.account[split]
         ids, every = EncodedRows(made.table.slice(start, account["kept"])), pairs[split].pairs
-        kept = every.take(ids.rows) if isinstance(every, PairRows) else [every[row] for row in ids.rows]
-        encoded[split] = EncodedSet(kept, ids, _tally(account["tally"]), account["read"])
+        kept = every.select(ids.rows) if isinstance(every, PairRows) else [every[row] for row in ids.rows]
+        encoded[split] = EncodedSet(kept, ids, _load_tally(account["tally"]), account["read"])
         start += account["kept"]
     return encoded, Overlap(**made.account["overlap"])
 
 
-def _tally(stored: Account) -> Tally:
+def _load_tally(stored: Account) -> Tally:
     return Tally(Counter(stored["counts"]), stored["first"], stored["words"])
 
 
@@ -217,10 +217,10 @@ def _tally(stored: Account) -> Tally:
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """Everything that decides the weights of pairs: source and its reader, transforms, rules of alignment.
+class ExampleRecipe:
+    """Everything that determines the weights of pairs: source and reader, transforms, alignment.
 
-    ``pairs``: where the pairs come from, for a source that reads columns of the data.
+    ``pairs``: source of the pairs, for a weight source that reads columns of the data.
     """
 
     source: WeightSource
@@ -229,10 +229,11 @@ class Recipe:
     align: AlignRules
     pairs: object = None
 
-    def facts(self, ids: Mapping[str, object] | None) -> dict[str, object] | None:
-        """Returns what decides the examples that this makes of training ids with these facts, by name.
+    def describe(self, ids: Mapping[str, object] | None) -> dict[str, object] | None:
+        """Returns what identifies the examples made from training ids with the description ``ids``, by name.
 
-        None for few of them, and for weights or transforms from outside the package, which may read what nobody knows.
+        Returns None if there are few pairs, and for weights or transforms from outside the package, whose inputs are
+        unknown.
         """
         parts = [self.source, *self.transforms]
         if ids is None or any(type(part).__module__.partition(".")[0] != PACKAGE.name for part in parts):
@@ -246,7 +247,7 @@ class Recipe:
             captured = {"key": key, "verdicts": self.reader.verdict}
         if isinstance(self.reader, RunJudge):
             captured["low_label_mass"] = self.reader.settings.low_label_mass
-        columns = facts_of_data(self.pairs) if self.source.columns else ({}, 0)
+        columns = describe_data(self.pairs) if self.source.columns else ({}, 0)
         if columns is None:
             return None
         return {
@@ -260,41 +261,44 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Examples:
-    """Weights, the examples that they make of both splits, and what these are like."""
+class WeighedSplits:
+    """Weights, the examples made with them for both splits, and statistics of these."""
 
-    weighed: Weighed
+    weighed: WeighingResult
     sets: dict[str, ExampleSet]
     measured: dict[str, SplitNumbers]
 
 
-def prepare_examples_of(
+def prepare_weighed_examples(
     store: Store,
     facts: Mapping[str, object],
     encoded: Mapping[str, EncodedSet],
-    recipe: Recipe,
-    make_all: Callable[[Callable[[str, int, TrainingExample], None]], Examples],
-) -> Examples:
-    """Prepares the weighed examples of both splits: ``make_all`` hands on each with its split and place there."""
-    just: list[Examples] = []
+    recipe: ExampleRecipe,
+    make_all: Callable[[Callable[[str, int, TrainingExample], None]], WeighedSplits],
+) -> WeighedSplits:
+    """Loads the examples of both splits from the store, or stores those that ``make_all`` makes."""
+    just: list[WeighedSplits] = []
 
     def make(write: Callable[[pa.RecordBatch], None]) -> dict[str, object]:
-        rows: dict[str, ArrowRows] = {}
+        rows: dict[str, ArrowRowWriter] = {}
 
         def take(split: str, place: int, example: TrainingExample) -> None:
             if split not in rows:
                 for other in rows.values():
                     other.flush()
-                rows[split] = ArrowRows(schema_of_weights(example.weights[0].dtype), write)
-            rows[split].add(weighed_row(place, example))
+                rows[split] = ArrowRowWriter(weights_schema(example.weights[0].dtype), write)
+            rows[split].add(example_to_row(place, example))
 
         just.append(make_all(take))
-        for one in rows.values() or [ArrowRows(schema_of_weights(torch.float32), write)]:
+        for one in rows.values() or [ArrowRowWriter(weights_schema(torch.float32), write)]:
             one.flush()
-        return {"weighed": _describe(just[0].weighed), **{split: _account(just[0], split, rows) for split in SPLITS}}
+        return {
+            "weighed": _describe_weights(just[0].weighed),
+            **{split: _summarize_split(just[0], split, rows) for split in SPLITS},
+        }
 
-    tokens = sum(int(np.sum(sizes_of(one.encoded).responses)) for one in encoded.values())
-    made = prepared_rows(Path(store.root), "weighed", facts, BYTES_OF_WEIGHT * tokens, make)
+    tokens = sum(int(np.sum(count_row_tokens(one.encoded).responses)) for one in encoded.values())
+    made = load_or_prepare(Path(store.root), "weighed", facts, BYTES_OF_WEIGHT * tokens, make)
     start, sets, measured = 0, {}, {}
     for split in SPLITS:
         account, ids = made.account[split], encoded[split].encoded
@@ -302,21 +306,21 @@ def prepare_examples_of(
         table = made.table.slice(start, account["kept"])
         rows = ExampleRows(table, ids, list_pair_ids(encoded[split].pairs), f"{digest(facts)[:20]} {split}")
         numbers = {name: account[name] for name in ("read", "dropped", "content_tokens", "unmatched_tokens")}
-        sets[split] = ExampleSet(rows, _tally(account["tally"]), **numbers)
+        sets[split] = ExampleSet(rows, _load_tally(account["tally"]), **numbers)
         measured[split] = SplitNumbers(account["numbers"], Arrival(**account["arrival"]))
         start += account["kept"]
-    weighed = just.pop().weighed if just else _recall(store, made.account["weighed"], encoded, recipe)
+    weighed = just.pop().weighed if just else _restore_weights(store, made.account["weighed"], encoded, recipe)
     if recipe.reader is not None:
-        weighed = replace(weighed, captured=_find_stored(store, weighed, encoded))
-    return Examples(weighed, sets, measured)
+        weighed = replace(weighed, captured=_find_captured(store, weighed, encoded))
+    return WeighedSplits(weighed, sets, measured)
 
 
-def _find_stored(store: Store, weighed: Weighed, encoded: Mapping[str, EncodedSet]) -> CapturedRows:
+def _find_captured(store: Store, weighed: WeighingResult, encoded: Mapping[str, EncodedSet]) -> CapturedRows:
     ids = dict.fromkeys(pair_id for split in SPLITS for pair_id in list_pair_ids(encoded[split].pairs))
     return CapturedRows(store.table(WEIGHTS, weighed.key), list(ids), weighed.layers)
 
 
-def _account(made: Examples, split: str, rows: Mapping[str, ArrowRows]) -> dict[str, object]:
+def _summarize_split(made: WeighedSplits, split: str, rows: Mapping[str, ArrowRowWriter]) -> dict[str, object]:
     found, measured = made.sets[split], made.measured[split]
     numbers = {name: getattr(found, name) for name in ("read", "dropped", "content_tokens", "unmatched_tokens")}
     told = {"numbers": measured.numbers, "arrival": asdict(measured.arrival), "tally": vars(found.tally)}
@@ -332,23 +336,25 @@ _STATISTICS: dict[str, type[Any]] = {
 _PLAIN = ("depth", "key", "reads", "seconds", "rounds", "cut")
 
 
-def _describe(weighed: Weighed) -> dict[str, object]:
-    """Returns what is kept of weights beside the examples that they made."""
+def _describe_weights(weighed: WeighingResult) -> dict[str, object]:
+    """Returns the statistics of the weights that are stored with the examples."""
     found = {name: getattr(weighed, name) for name in _STATISTICS}
     statistics = {name: None if one is None else asdict(one) for name, one in found.items()}
     return {**{name: getattr(weighed, name) for name in _PLAIN}, **statistics, "pairs": len(weighed.captured)}
 
 
-def _recall(store: Store, told: Account, encoded: Mapping[str, EncodedSet], recipe: Recipe) -> Weighed:
-    """Makes the weights of prepared examples again, without rows; says what the judge does with its labels."""
+def _restore_weights(
+    store: Store, told: Account, encoded: Mapping[str, EncodedSet], recipe: ExampleRecipe
+) -> WeighingResult:
+    """Restores the weights of stored examples, without rows; checks how well the judge follows its labels."""
     statistics: dict[str, Any] = {
-        name: None if told[name] is None else kind(**{key: _frozen(value) for key, value in told[name].items()})
+        name: None if told[name] is None else kind(**{key: _to_tuples(value) for key, value in told[name].items()})
         for name, kind in _STATISTICS.items()
     }
     if isinstance(recipe.reader, RunJudge) and statistics["label_mass"] is not None:
         LabelCheck(recipe.reader, store).enforce(statistics["label_mass"])
     source = recipe.source.resolve(told["depth"] or 1)
-    weighed = Weighed(
+    weighed = WeighingResult(
         source=source,
         captured={},
         report=None if recipe.reader is None else CaptureReport(told["pairs"], 0, 0.0, None),
@@ -359,19 +365,19 @@ def _recall(store: Store, told: Account, encoded: Mapping[str, EncodedSet], reci
     chosen = list(recipe.transforms)
 
     def fit() -> Sequence[WeightTransform]:
-        captured = {} if recipe.reader is None else _find_stored(store, weighed, encoded)
+        captured = {} if recipe.reader is None else _find_captured(store, weighed, encoded)
         return fit_transforms(chosen, encoded["train"], source, captured, weighed.layers, recipe.align)
 
-    fitted = FittedLater(fit) if any(one.needs_fit for one in chosen) else tuple(chosen)
+    fitted = LazyTransforms(fit) if any(one.needs_fit for one in chosen) else tuple(chosen)
     return replace(weighed, transforms=fitted)
 
 
-def _frozen(value: object) -> object:
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+def _to_tuples(value: object) -> object:
+    return tuple(map(_to_tuples, value)) if isinstance(value, list) else value
 
 
-class FittedLater(RowsOnDemand[WeightTransform]):
-    """Transforms that are fitted on the training pairs when they are asked for, which few runs do."""
+class LazyTransforms(LazyRows[WeightTransform]):
+    """Transforms that are fitted on the training pairs on first access, which few runs need."""
 
     def __init__(self, fit: Callable[[], Sequence[WeightTransform]]) -> None:
         self._fit = cache(fit)
@@ -379,20 +385,20 @@ class FittedLater(RowsOnDemand[WeightTransform]):
     def __len__(self) -> int:
         return len(self._fit())
 
-    def _make(self, row: int) -> WeightTransform:
+    def _make_row(self, row: int) -> WeightTransform:
         return self._fit()[row]
 
 
-# ------------------------------------------------------------------------------------------------ the reference
+# ---------------------------------------------------------------------------------------- reference log-probabilities
 
 
 def prepare_logps(
     store: Path, table: StoreTable, rows: ExampleRows, load: Callable[[Sequence[int]], Logps]
 ) -> ExampleRows:
-    """Prepares the reference's log-probabilities of examples: ``load`` gives those of some of ``rows``."""
+    """Loads the reference's log-probabilities of examples from the store, or stores those that ``load`` gives."""
 
     def make(write: Callable[[pa.RecordBatch], None]) -> dict[str, object]:
-        out = ArrowRows(LOGPS, write)
+        out = ArrowRowWriter(LOGPS, write)
         for begin in range(0, len(rows), AT_ONCE):
             places = range(begin, min(begin + AT_ONCE, len(rows)))
             for pair in load(places):
@@ -400,19 +406,19 @@ def prepare_logps(
         out.flush()
         return {}
 
-    size = BYTES_OF_WEIGHT * int(np.sum(rows.sizes().responses))
-    made = prepared_rows(store, "reference", {"examples": rows.name, "reference": table.key}, size, make)
+    size = BYTES_OF_WEIGHT * int(np.sum(rows.token_counts().responses))
+    made = load_or_prepare(store, "reference", {"examples": rows.name, "reference": table.key}, size, make)
     return replace(rows, logps=made.table)
 
 
-# ------------------------------------------------------------------------------------------------ the steps
+# ------------------------------------------------------------------------------------------------ preparation steps
 
 
 @dataclass(frozen=True)
-class Texts:
-    """Pairs of both splits, their training ids, and what validation shares with training.
+class EncodedTexts:
+    """Pairs of both splits, their training ids, and the overlap of validation with training.
 
-    ``facts``: what decides the training ids, where they are prepared in the store.
+    ``facts``: what identifies the training ids, if they are in the store.
     """
 
     pairs: dict[str, PairSet]
@@ -423,22 +429,25 @@ class Texts:
 
 @phase("reading the pairs")
 def read_pairs(source: PairReader, weights: WeightSource, store: Store | None) -> dict[str, PairSet]:
-    """Returns the pairs of both splits; logs which columns of the training data neither pairs nor ``weights`` read."""
-    found, pairs = None if store is None else facts_of_data(source), None
+    """Reads the pairs of both splits; logs training columns that neither pairs nor ``weights`` use."""
+    found, pairs = None if store is None else describe_data(source), None
     if found is not None and store is not None and isinstance(source, PairSource):
-        with suppress(NoJson):  # such pairs are held in memory
+        with suppress(NotSerializableError):  # such pairs stay in memory
             pairs = prepare_pairs(Path(store.root), *found, source.load)
     if pairs is None:
         pairs = {split: source.load(split) for split in SPLITS}
-    name_unused(pairs["train"], weights.columns)
+    log_unused_columns(pairs["train"], weights.columns)
     return pairs
 
 
 @phase("tokenising the pairs")
-def encode(pairs: Mapping[str, PairSet], chat: ChatFormat, rules: LengthRules, store: Store | None) -> Texts:
-    """Returns both splits with their training ids under the length rules, and what they share.
+def encode(pairs: Mapping[str, PairSet], chat: ChatFormat, rules: LengthRules, store: Store | None) -> EncodedTexts:
+    """Encodes both splits under the length rules and counts their overlap.
 
-    Warns of text that the tokenizer does not know. UserError naming the split when nothing is left of it.
+    Warns if the tokenizer does not know much of the text.
+
+    Raises:
+        UserError: all pairs of a split were dropped; the message names the split.
     """
 
     def encode_split(split: str, take: Take | None = None) -> EncodedSet:
@@ -447,46 +456,50 @@ def encode(pairs: Mapping[str, PairSet], chat: ChatFormat, rules: LengthRules, s
         except UserError as error:
             raise UserError(f"{split}: {error}") from error
 
-    facts = None if store is None else facts_of_ids(chat, rules, pairs)
+    facts = None if store is None else describe_ids(chat, rules, pairs)
     if facts is None or store is None:
         encoded = {split: encode_split(split) for split in pairs}
         overlap = count_overlap(encoded["train"], encoded["val"])
     else:
         encoded, overlap = prepare_ids(Path(store.root), facts, pairs, encode_split)
     for split, found in encoded.items():
-        share = unknown_share(found, chat.tokenizer)
+        share = unknown_token_share(found, chat.tokenizer)
         if share > UNKNOWN:
             log.warning(
-                "%s: %.0f %% of the response tokens are %s, text that the tokenizer does not know: neither judge nor "
-                "policy can tell such words apart; take a model whose tokenizer fits the data",
+                "%s: %.0f %% of the response tokens are %s (unknown to the tokenizer): neither judge nor policy can "
+                "distinguish these words; use a model whose tokenizer fits the data",
                 split,
                 100 * share,
                 chat.tokenizer.unk_token,
             )
-    return Texts(dict(pairs), encoded, overlap, facts)
+    return EncodedTexts(dict(pairs), encoded, overlap, facts)
 
 
 @phase("weights of the training tokens")
 def make_examples(
-    recipe: Recipe, texts: Texts, store: Store | None, device: torch.device, refill: str = REFILL
-) -> Examples:
-    """Returns the examples that ``recipe`` makes of both splits; reads with its model what the store lacks."""
+    recipe: ExampleRecipe, texts: EncodedTexts, store: Store | None, device: torch.device, refill: str = REFILL
+) -> WeighedSplits:
+    """Makes the examples of both splits; runs the reader's model for weights missing from the store."""
     make = partial(_make_examples, recipe, texts, store, device, refill)
-    facts = recipe.facts(texts.facts)
-    return make() if facts is None or store is None else prepare_examples_of(store, facts, texts.encoded, recipe, make)
+    facts = recipe.describe(texts.facts)
+    return (
+        make()
+        if facts is None or store is None
+        else prepare_weighed_examples(store, facts, texts.encoded, recipe, make)
+    )
 
 
 def _make_examples(
-    recipe: Recipe,
-    texts: Texts,
+    recipe: ExampleRecipe,
+    texts: EncodedTexts,
     store: Store | None,
     device: torch.device,
     refill: str,
     take: Callable[[str, int, TrainingExample], None] | None = None,
-) -> Examples:
-    """Makes the examples of both splits; those that ``take`` is given are not held."""
+) -> WeighedSplits:
+    """Makes the examples of both splits; those passed to ``take`` are not held in memory."""
     encoded = texts.encoded
-    weighed = weigh(recipe.source, recipe.reader, store, encoded, device, refill=refill)
+    weighed = weigh_splits(recipe.source, recipe.reader, store, encoded, device, refill=refill)
     align, source, captured, layers = recipe.align, weighed.source, weighed.captured, weighed.layers
     transforms = fit_transforms(recipe.transforms, encoded["train"], source, captured, layers, align)
     sets, measured = dict[str, ExampleSet](), dict[str, SplitNumbers]()
@@ -495,12 +508,12 @@ def _make_examples(
         examples: list[TrainingExample] = []
 
         def keep(place: int, example: TrainingExample) -> None:
-            numbers.add(example)  # noqa: B023  # called in this round alone
+            numbers.add(example)  # noqa: B023  # only called within this iteration
             places.append(place)  # noqa: B023
             examples.append(example) if take is None else take(split, place, example)  # noqa: B023
 
         found = prepare_examples(encoded[split], source, captured, align, layers, transforms, keep)
         sets[split] = replace(found, examples=examples)
-        sizes = sizes_of(encoded[split].encoded).take(np.array(places, dtype=np.int64))
-        measured[split] = numbers.of(sizes)
-    return Examples(replace(weighed, transforms=transforms), sets, measured)
+        sizes = count_row_tokens(encoded[split].encoded).select(np.array(places, dtype=np.int64))
+        measured[split] = numbers.compute(sizes)
+    return WeighedSplits(replace(weighed, transforms=transforms), sets, measured)

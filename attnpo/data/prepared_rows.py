@@ -1,9 +1,8 @@
-"""Prepared rows of a run's data in the store: made once, memory-mapped by every process and run that has the same.
+"""Store of prepared rows: written once, then memory-mapped by every process and run with the same inputs.
 
-Under ``<store>/examples/`` a set of rows is ``<kind>-<digest of what made it>.arrow`` beside a record of the same name
-(``.json``): what made it, the digest of the file, and the account of how the rows came about. The record is written
-last, so that rows without one are no rows. One process makes them and the others wait for its lock, which the system
-gives back when that process ends, in whichever way.
+Files in ``<store>/examples/``: ``<kind>-<digest of the inputs>.arrow`` with the rows, and a ``.json`` record of the
+same name with the inputs, the file's digest and the row counts. The record is written last; rows without one are
+ignored. One process writes while others wait for its lock, which the system releases when that process ends.
 """
 
 import gc
@@ -39,63 +38,63 @@ FOLDER = "examples"
 LIVE = "attnpo.cli.progress"
 Write = Callable[[pa.RecordBatch], None]
 Account = dict[str, Any]
-"""Account of rows, as JSON gives it back."""
+"""Counts and statistics of rows, as parsed from JSON."""
 
 
 @dataclass(frozen=True)
 class PreparedRows:
-    """Rows of a set, memory-mapped, with the account of how they came about; ``anew``: this process made them."""
+    """Memory-mapped rows with their counts; ``anew``: this process wrote them."""
 
     table: pa.Table
     account: Account
     anew: bool
 
 
-def prepared_rows(
+def load_or_prepare(
     store: Path, kind: str, facts: Mapping[str, object], about: int, make: Callable[[Write], dict[str, object]]
 ) -> PreparedRows:
-    """Returns the rows of ``kind`` that ``facts`` name: those in the store, or what ``make`` gives to its ``Write``.
+    """Loads rows of ``kind`` identified by ``facts`` from the store, or writes what ``make`` produces.
 
     Args:
         store: the store's folder.
-        kind: the kind of rows, in a word.
-        facts: everything that decides what the rows are, for JSON.
-        about: their size in bytes, for whoever waits for them.
-        make: writes the rows' batches, one at least, and returns their account, for JSON.
+        kind: kind of rows, one word.
+        facts: everything that determines the rows, serializable to JSON.
+        about: approximate size in bytes, for the log.
+        make: writes the batches (at least one) and returns the counts, serializable to JSON.
 
     Raises:
-        UserError: nothing can be written there. Those of ``make`` leave nothing behind.
+        UserError: the store cannot be written. Errors from ``make`` leave no files behind.
     """
     folder = store / FOLDER
     file = folder / f"{kind}-{digest(facts)[:20]}.arrow"
-    found = _read(file, facts)
+    found = _open_rows(file, facts)
     if found is not None:
         return found
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _alone(file):
-            found = _read(file, facts, say=True)
+        with _hold_lock(file):
+            found = _open_rows(file, facts, say=True)
             if found is None:
-                log.info("%s rows are prepared: about %s in %s", kind, format_bytes(about), folder)
+                log.info("%s rows: preparing about %s in %s", kind, format_bytes(about), folder)
                 began = time.perf_counter()
-                found = _made(file, facts, make)
+                found = _write_rows(file, facts, make)
                 log.info("%s rows: prepared in %.1f s", kind, time.perf_counter() - began)
             return found
     except OSError as error:
         raise UserError(
-            f"store: prepared rows cannot be written to {folder} ({error}); make room there, or name another folder "
-            "with store=FOLDER"
+            f"store: prepared rows cannot be written to {folder} ({error}); free some space, or choose another "
+            "folder with store=FOLDER"
         ) from error
 
 
 @contextmanager
-def _alone(file: Path) -> Iterator[None]:
-    """Holds a context that one process at a time is in; the others wait and say so."""
+def _hold_lock(file: Path) -> Iterator[None]:
+    """Holds a lock so that only one process prepares these rows; logs when it has to wait."""
     lock = FileLock(file.with_name(f".{file.stem}.lock"))
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        log.info("%s: another process prepares these rows: waiting for them", file.stem)
+        log.info("%s: waiting for another process that is preparing these rows", file.stem)
         lock.acquire()
     try:
         yield
@@ -103,51 +102,51 @@ def _alone(file: Path) -> Iterator[None]:
         lock.release()
 
 
-def _read(file: Path, facts: Mapping[str, object], *, say: bool = False) -> PreparedRows | None:
-    """Opens the rows in ``file``; None where there are none, or (which ``say`` logs) not those written for it."""
+def _open_rows(file: Path, facts: Mapping[str, object], *, say: bool = False) -> PreparedRows | None:
+    """Opens the rows in ``file``; returns None if they are missing or invalid, which ``say`` logs."""
     path = file.with_suffix(".json")
     if not file.is_file() and not path.is_file():
         return None
-    record, problem = read_record(path), "has no record that can be read"
+    record, problem = read_record(path), "has no readable record"
     if record is not None:
-        problem = "is that of other data or settings"
-        if record["of"] == _plain(facts):
-            problem = "is not as it was written"
+        problem = "belongs to other data or settings"
+        if record["of"] == _digest_facts(facts):
+            problem = "was changed after it was written"
             with suppress(OSError, pa.ArrowException):
                 if cached_digest(file) == record["sha256"]:
-                    os.utime(path)  # what ``prune`` goes by
-                    log.info("%s: prepared before", file.name)
-                    return PreparedRows(_map(file), record["account"], anew=False)
-    if say and path.is_file():  # without a record its maker was stopped
-        log.warning("%s %s: its rows are prepared anew", file, problem)
+                    os.utime(path)  # ``prune_rows`` uses this time
+                    log.info("%s: already prepared", file.name)
+                    return PreparedRows(_map_table(file), record["account"], anew=False)
+    if say and path.is_file():  # without a record, its writer was interrupted
+        log.warning("%s %s: preparing its rows again", file, problem)
     return None
 
 
-def _plain(facts: Mapping[str, object]) -> dict[str, str]:
-    """Describes what made rows: each part by its digest."""
+def _digest_facts(facts: Mapping[str, object]) -> dict[str, str]:
+    """Returns the digest of each part of ``facts``."""
     return {name: digest(value)[:20] for name, value in facts.items()}
 
 
-def _map(file: Path) -> pa.Table:
+def _map_table(file: Path) -> pa.Table:
     with pa.memory_map(str(file)) as source:
         return pa.ipc.open_stream(source).read_all()
 
 
-def _made(file: Path, facts: Mapping[str, object], make: Callable[[Write], dict[str, object]]) -> PreparedRows:
-    for left in file.parent.glob(f"{WRITING}{file.stem}-*"):  # of a process that was killed
+def _write_rows(file: Path, facts: Mapping[str, object], make: Callable[[Write], dict[str, object]]) -> PreparedRows:
+    for left in file.parent.glob(f"{WRITING}{file.stem}-*"):  # left by a process that was killed
         left.unlink(missing_ok=True)
     handle, name = tempfile.mkstemp(dir=file.parent, prefix=f"{WRITING}{file.stem}-")
     temporary = Path(name)
     often = gc.get_threshold()
-    gc.set_threshold(100_000, 50, 1000)  # a row's many small objects hold no cycles: a quarter of the time
+    gc.set_threshold(100_000, 50, 1000)  # rows have many small objects without cycles: saves a quarter of the time
     try:
         with os.fdopen(handle, "wb") as sink:
-            writer = _Writer(sink)
+            writer = _StreamWriter(sink)
             account = make(writer)
             writer.close()
         apply_umask(temporary)
         fsync_path(temporary)
-        record = {"of": _plain(facts), "sha256": file_digest(temporary), "account": account}
+        record = {"of": _digest_facts(facts), "sha256": file_digest(temporary), "account": account}
         file.with_suffix(".json").unlink(missing_ok=True)
         os.replace(temporary, file)
         write_record(file.with_suffix(".json"), record)
@@ -156,11 +155,11 @@ def _made(file: Path, facts: Mapping[str, object], make: Callable[[Write], dict[
         temporary.unlink(missing_ok=True)
     stored = read_record(file.with_suffix(".json"))
     assert stored is not None
-    return PreparedRows(_map(file), stored["account"], anew=True)
+    return PreparedRows(_map_table(file), stored["account"], anew=True)
 
 
-def prune(store: Path, days: float) -> None:
-    """Removes prepared rows that no run has opened for so many days; a run that has them open keeps them."""
+def prune_rows(store: Path, days: float) -> None:
+    """Removes prepared rows that no run has opened for ``days`` days; runs that have them open can still read them."""
     removed, size, folder = 0, 0, store / FOLDER
     for file in sorted(folder.glob("*.arrow")):
         record = file.with_suffix(".json")
@@ -171,8 +170,8 @@ def prune(store: Path, days: float) -> None:
     log.info("%s: %d sets of prepared rows removed, %s", folder, removed, format_bytes(size))
 
 
-class _Writer:
-    """Writes record batches to a file as an Arrow stream, whose schema is that of the first."""
+class _StreamWriter:
+    """Writes record batches to a file as an Arrow stream, with the schema of the first batch."""
 
     def __init__(self, sink: IO[bytes]) -> None:
         self._sink = sink
@@ -184,7 +183,7 @@ class _Writer:
         self._stream.write_batch(batch)
 
     def close(self) -> None:
-        """Ends the stream."""
+        """Closes the stream."""
         assert self._stream is not None
         self._stream.close()
 
@@ -192,31 +191,31 @@ class _Writer:
 # ------------------------------------------------------------------------------------------------ log lines
 
 
-class _Recorder(logging.Handler):
-    """Keeps lines from INFO on ``into`` a list; hands those from the level ``shown`` on to the logger ``above``."""
+class _LineRecorder(logging.Handler):
+    """Log handler that records lines from level INFO in a list, and forwards those from level ``shown``."""
 
     def __init__(self, into: list[tuple[str, int, str]], above: logging.Logger | None, shown: int) -> None:
         super().__init__()
         self._into, self._above, self.shown = into, above, shown
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keeps a line with its logger and level."""
-        if record.levelno >= logging.INFO and record.name != LIVE:  # how long it took is no part of it
+        """Records a line with its logger and level."""
+        if record.levelno >= logging.INFO and record.name != LIVE:  # progress lines are not recorded
             self._into.append((record.name, record.levelno, record.getMessage()))
         if self._above is not None and record.levelno >= self.shown:
             self._above.handle(record)
 
 
 @contextmanager
-def record_lines() -> Iterator[list[tuple[str, int, str]]]:
-    """Keeps this package's log lines of its context in the list that it gives, for ``repeat_lines``.
+def record_log_lines() -> Iterator[list[tuple[str, int, str]]]:
+    """Records this package's log lines inside the context, for ``repeat_log_lines``; yields the list.
 
-    Lines that are not shown here, as those of a job's further processes are not, are kept as well.
+    Lines that are not displayed, as in all processes of a job but the first, are recorded as well.
     """
     package, root = logging.getLogger("attnpo"), logging.getLogger()
     lines: list[tuple[str, int, str]] = []
     level, above = package.level, package.propagate
-    handler = _Recorder(lines, root if above else None, package.getEffectiveLevel())
+    handler = _LineRecorder(lines, root if above else None, package.getEffectiveLevel())
     package.addHandler(handler)
     package.propagate = False
     package.setLevel(min(logging.INFO, handler.shown))
@@ -228,7 +227,7 @@ def record_lines() -> Iterator[list[tuple[str, int, str]]]:
         package.removeHandler(handler)
 
 
-def repeat_lines(lines: Iterable[tuple[str, int, str]]) -> None:
-    """Logs what was said when rows were made, which is as true of them now."""
+def repeat_log_lines(lines: Iterable[tuple[str, int, str]]) -> None:
+    """Logs the lines recorded when the rows were prepared."""
     for name, level, text in lines:
         logging.getLogger(name).log(level, "%s", text)

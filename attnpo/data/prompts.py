@@ -1,6 +1,6 @@
-"""Prompts to be answered: rows with a prompt text or messages, or the prompts of preference pairs, each accounted for.
+"""Prompts to be answered, read from rows with a prompt text, messages or preference pairs.
 
-Reads the same files, folders and hub names as ``PairSource``, under the same conventions for what a row holds.
+Reads the same files, folders and hub datasets as ``PairSource``, in the same row formats. Every row is accounted for.
 """
 
 import logging
@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from attnpo.data.adapters import Columns, Reason, RowProblem, adapt, require_columns
-from attnpo.data.base import format_count, row_range
+from attnpo.data.adapters import Columns, Reason, RowError, adapt_row, check_columns
+from attnpo.data.base import format_count, parse_row_range
 from attnpo.data.tables import read_table
 from attnpo.schema import Message, UserError, digest, prompt_identity
 from attnpo.text.chat import ChatFormat
@@ -22,10 +22,11 @@ REPEATED = "prompt repeated, answered once"
 
 @dataclass(frozen=True)
 class PromptColumns(Columns):
-    """``Columns`` with one more: ``id`` names each prompt (None: a digest of its messages does).
+    """Column names as in ``Columns``, plus ``id``, the column with the id of each prompt.
 
-    ``chosen`` and ``rejected`` matter only where a table has both: its rows are pairs then, and the prompt is what
-    both conversations share.
+    Without ``id``, a digest of the messages is used. ``chosen`` and ``rejected`` matter only if a table has both: its
+    rows
+    are then pairs, and the prompt is the shared part of both conversations.
     """
 
     id: str | None = None
@@ -41,9 +42,9 @@ class AnswerPrompt:
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Prompts in the order of their rows; ``left_out`` has the row numbers of what could not be used, by reason.
+    """Prompts in row order; ``left_out`` has the numbers of unusable rows by reason.
 
-    Every row looked at (``read``) is a prompt, a repetition of an earlier one (``repeated``), or left out.
+    Every row read (``read``) is a new prompt, a repetition of an earlier one (``repeated``), or left out.
     """
 
     prompts: list[AnswerPrompt]
@@ -53,22 +54,22 @@ class PromptSet:
 
     @property
     def counts(self) -> Counter[str]:
-        """Returns how many rows gave no new prompt, by reason."""
+        """Returns the number of rows that gave no new prompt, by reason."""
         counts = Counter({reason: len(rows) for reason, rows in self.left_out.items()})
         return counts + Counter({REPEATED: len(self.repeated)})
 
     def summary(self) -> str:
-        """Returns one line with all counts and the first row numbers of each."""
+        """Returns one line with all counts and the first row numbers of each reason."""
         events = sorted({**self.left_out, **({REPEATED: self.repeated} if self.repeated else {})}.items())
         parts = [format_count(reason, len(rows), rows) for reason, rows in events]
         return "; ".join([f"{self.read} rows read, {len(self.prompts)} prompts", *parts])
 
 
 def prompts_from_rows(rows: Iterable[Mapping[str, object]], columns: PromptColumns, first: int = 0) -> PromptSet:
-    """Returns the prompts of an iterable of rows; ``first`` is the number of the first row.
+    """Collects the prompts of an iterable of rows; ``first`` is the number of the first row.
 
     Raises:
-        UserError: two rows have the same id but ask different things, or a mapped column does not exist.
+        UserError: two rows have the same id but different prompts, or a mapped column does not exist.
     """
     prompts: dict[str, AnswerPrompt] = {}
     left_out: dict[str, list[int]] = {}
@@ -77,8 +78,8 @@ def prompts_from_rows(rows: Iterable[Mapping[str, object]], columns: PromptColum
     for number, row in enumerate(rows, start=first):
         read += 1
         try:
-            prompt = prompt_of(row, columns)
-        except RowProblem as problem:
+            prompt = parse_prompt(row, columns)
+        except RowError as problem:
             left_out.setdefault(problem.reason.value, []).append(number)
             continue
         if not prompt.messages[-1]["content"].strip():
@@ -89,34 +90,39 @@ def prompts_from_rows(rows: Iterable[Mapping[str, object]], columns: PromptColum
             repeated.append(number)
         else:
             raise UserError(
-                f"row {number} has the {columns.id} {prompt.id!r} of an earlier row but asks something else: ids must "
-                "be unique; name another column with data.columns.id=COLUMN, or leave it out (data.columns.id=null)"
+                f"row {number} has the {columns.id} {prompt.id!r} of an earlier row but a different prompt: ids must "
+                "be unique; choose another column with data.columns.id=COLUMN, or none (data.columns.id=null)"
             )
     return PromptSet(list(prompts.values()), read, repeated, left_out)
 
 
-def prompt_of(row: Mapping[str, object], columns: PromptColumns) -> AnswerPrompt:
-    """Returns the prompt of a row. RowProblem for one that holds none."""
+def parse_prompt(row: Mapping[str, object], columns: PromptColumns) -> AnswerPrompt:
+    """Returns the prompt of a row.
+
+    Raises:
+        RowError: the row has no prompt.
+    """
     if columns.chosen not in row or columns.rejected not in row:
         if columns.prompt is None or row.get(columns.prompt) is None:
-            raise RowProblem(Reason.MISSING)
-        # Two answers of a letter each make it a pair, so that the conventions for pairs read it.
+            raise RowError(Reason.MISSING)
+        # Two dummy answers turn it into a pair, so that the pair formats apply.
         row = {**row, columns.chosen: "a", columns.rejected: "b"}
-    messages = adapt(row, columns).pair.prompt
+    messages = adapt_row(row, columns).pair.prompt
     if columns.id is None:
         return AnswerPrompt(digest(prompt_identity(messages))[:32], messages)
     if row.get(columns.id) is None:
-        raise RowProblem(Reason.MISSING)
+        raise RowError(Reason.MISSING)
     return AnswerPrompt(str(row[columns.id]), messages)
 
 
 @dataclass(frozen=True)
 class PromptSource:
-    """Where the prompts of ``attnpo.generate`` come from (config node ``data``).
+    """Source of the prompts for ``attnpo.generate`` (config node ``data``).
 
-    ``path`` is a file, a folder with a file or shards per split or a saved data set, or the name of a dataset on the
-    hub; ``split`` names the split, or the stem of its file, in the last two. ``rows`` chooses rows ("500", "100:300",
-    "10%"), counted before any is left out. ``revision`` and ``subset`` are for the hub.
+    ``path`` is a file, a folder with one file or several shards per split, a saved dataset, or the name of a dataset on
+    the hub; for all but a file, ``split`` is the split name or file stem. ``rows`` selects rows ("500", "100:300",
+    "10%"),
+    counted before any are left out. ``revision`` and ``subset`` apply to the hub.
     """
 
     path: str
@@ -127,41 +133,42 @@ class PromptSource:
     subset: str | None = None
 
     def load(self) -> PromptSet:
-        """Returns the prompts.
+        """Loads the prompts.
 
         Raises:
             UserError: nothing is found at ``path``, a column or split is missing, a file cannot be read, ids are not
-                unique, or no row is usable.
+                unique,
+                or no row is usable.
         """
         table = read_table(self.path, self.split, "data.split", self.subset, self.revision)
         where = f"data.path={self.path}"
-        self._check(table.column_names, where)
-        chosen = row_range(self.rows, len(table), "data.rows")
+        self._check_columns(table.column_names, where)
+        chosen = parse_row_range(self.rows, len(table), "data.rows")
         prompts = prompts_from_rows(table.select(chosen), self.columns, first=chosen.start)
         if not prompts.prompts:
             raise UserError(
                 f"{where} has no usable prompt: {prompts.summary()}; columns found: {', '.join(table.column_names)}. "
-                "Look at these rows, or name the column of the prompts with data.columns.prompt=COLUMN"
+                "Check these rows, or set the prompt column with data.columns.prompt=COLUMN"
             )
         _LOG.log(logging.WARNING if prompts.left_out else logging.INFO, "%s: %s", where, prompts.summary())
         return prompts
 
-    def _check(self, names: Sequence[str], where: str) -> None:
+    def _check_columns(self, names: Sequence[str], where: str) -> None:
         columns = self.columns
         wanted = {"id": columns.id, "system": columns.system, "tools": columns.tools}
         if not {columns.chosen, columns.rejected} <= set(names):
             wanted["prompt"] = columns.prompt or "prompt"
         expected = "expected a column with prompts, or the chosen and rejected columns of pairs"
-        require_columns(wanted, names, where, expected)
+        check_columns(wanted, names, where, expected)
 
 
-REFUSED = "refused by the chat template"
-NO_TOKEN = "no token in the chat template's words"
+REFUSED = "rejected by the chat template"
+NO_TOKEN = "the chat template renders no token"
 
 
 @dataclass(frozen=True)
 class EncodedPrompts:
-    """Ids of the prompts that can be answered, by id, and the ids of those left out, by reason."""
+    """Token ids of the usable prompts by id, and the ids of prompts left out, by reason."""
 
     kept: dict[str, list[int]]
     left_out: dict[str, list[str]]
@@ -171,9 +178,9 @@ class EncodedPrompts:
 def encode_prompts(
     prompts: Iterable[AnswerPrompt], chat: ChatFormat | None, new_tokens: int, max_length: int | None
 ) -> EncodedPrompts:
-    """Returns the prompts' ids; left out is what the chat template refuses and what leaves no room for ``new_tokens``.
+    """Encodes prompts; leaves out those the chat template rejects or with too little room for ``new_tokens``.
 
-    ``refusal`` is the template's first one. Without a chat format all are kept and have no ids.
+    ``refusal`` is the template's first error. Without a chat format, all prompts are kept and have no token ids.
     """
     kept: dict[str, list[int]] = {}
     left_out: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""Rules of a run's data as plain, checked numbers: lengths, alignment, how a step is cut into micro-batches."""
+"""Data settings of a run, validated: lengths, alignment, and how a step is divided into micro-batches."""
 
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -9,15 +9,15 @@ from attnpo.text.alignment import AlignMethod
 AUTO = "auto"
 
 
-class Overlong(Enum):
-    """Rule for a pair with a branch past ``max_length``."""
+class OverlongAction(Enum):
+    """Action for a pair with a branch longer than ``max_length``."""
 
     CUT = "cut"
     DROP = "drop"
 
 
-class Keep(Enum):
-    """End of prompt and response that stays where both are longer than ``max_length``."""
+class KeepSide(Enum):
+    """Side of the sequence that is kept when prompt and response together exceed ``max_length``."""
 
     START = "start"
     END = "end"
@@ -25,34 +25,33 @@ class Keep(Enum):
 
 @dataclass(frozen=True)
 class LengthRules:
-    """Training lengths in tokens (paper appendix: 2048 and 1800).
+    """Length limits for training, in tokens (paper appendix: 2048 and 1800).
 
-    The prompt keeps its last ``max_prompt_length`` tokens. Of prompt and response together ``keep`` says which
-    ``max_length`` tokens stay: the first, so that the response loses its end, or the last, so that the prompt loses its
-    beginning and, where that is not enough, the response too (``truncation_mode`` keep_start and keep_end of TRL; the
-    authors' run had keep_end). With ``overlong: drop`` a pair that would be cut is dropped instead. Either way it is
-    counted.
+    The prompt keeps its last ``max_prompt_length`` tokens. ``keep`` selects which ``max_length`` tokens of prompt and
+    response remain: the first ones, so that the response loses its end, or the last ones, so that the prompt loses its
+    beginning and, if necessary, the response too (TRL's ``truncation_mode`` keep_start and keep_end; the authors used
+    keep_end). With ``overlong: drop``, pairs that would be truncated are dropped instead. Both cases are counted.
     """
 
     max_length: int = 2048
     max_prompt_length: int = 1800
-    overlong: Overlong = Overlong.CUT
-    keep: Keep = Keep.START
+    overlong: OverlongAction = OverlongAction.CUT
+    keep: KeepSide = KeepSide.START
 
     def __post_init__(self) -> None:
         if not 0 < self.max_prompt_length < self.max_length:
             raise UserError(
-                f"lengths.max_prompt_length must lie between 1 and lengths.max_length - 1 = {self.max_length - 1}, "
+                f"lengths.max_prompt_length must be between 1 and lengths.max_length - 1 = {self.max_length - 1}, "
                 f"got {self.max_prompt_length}"
             )
 
 
 @dataclass(frozen=True)
 class AlignRules:
-    """Rules that carry weights from the source's tokens to the training tokens, and the coverage a pair needs.
+    """Settings for mapping weights from source tokens to training tokens, and the coverage required of a pair.
 
-    ``min_coverage`` is the least share of a response's content tokens with a partner; a pair with a side below it is
-    dropped and counted. None: the source's own (paper: 0.9 for verbalised weights, no limit for attention).
+    ``min_coverage``: minimum share of a response's content tokens that match a source token; pairs with a side below it
+    are dropped and counted. None uses the source's default (paper: 0.9 for verbalised weights, no limit for attention).
     """
 
     method: AlignMethod = AlignMethod.LEVENSHTEIN
@@ -60,18 +59,20 @@ class AlignRules:
 
     def __post_init__(self) -> None:
         if self.min_coverage is not None and not 0 <= self.min_coverage <= 1:
-            raise UserError(f"align.min_coverage must lie in [0, 1], got {self.min_coverage}")
+            raise UserError(f"align.min_coverage must be in [0, 1], got {self.min_coverage}")
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """``pairs`` per optimiser step over all ranks, computed ``micro`` pairs at a time on each (paper: 32 and 1).
+    """Batch sizes: ``pairs`` per optimizer step over all ranks, ``micro`` pairs per forward pass (paper: 32 and 1).
 
-    With ``tokens`` instead of ``micro``, the pairs of a step are sorted by length and put together so that a forward of
-    one process holds at most so many tokens, padding included. ``eval_micro`` (8 where neither is given) and
-    ``eval_tokens`` are the same for validation. A budget may be "auto", as many tokens as the memory estimate has room
-    for, which gives way to a number of pairs. None of the four changes a number beyond rounding, only memory and speed.
-    Without ``shuffle`` every epoch has the training pairs in the order of their rows.
+    If ``tokens`` is given instead of ``micro``, the pairs of a step are sorted by length and grouped so that a forward
+    pass
+    of one process holds at most that many tokens, padding included. ``eval_micro`` (default 8) and ``eval_tokens`` are
+    the same for validation. A budget of "auto" uses as many tokens as fit into the estimated memory; a number of pairs
+    takes precedence over it. These four change only memory and speed, and results only by rounding. Without
+    ``shuffle``,
+    every epoch uses the training pairs in row order.
     """
 
     pairs: int = 32
@@ -94,53 +95,53 @@ class BatchPlan:
                     raise UserError(f"batch.{name} must be at least 1, or null{auto}, got {value!r}")
             if len(given) == 2:
                 raise UserError(
-                    f"batch.{micro} {given[micro]} and batch.{tokens} {given[tokens]} both say what a forward holds: "
+                    f"batch.{micro} {given[micro]} and batch.{tokens} {given[tokens]} both limit a forward pass: "
                     f"set one of them to null, such as batch.{micro}=null"
                 )
 
     @property
-    def per_forward(self) -> int:
-        """Returns the number of pairs per forward of training where no budget of tokens decides."""
+    def pairs_per_forward(self) -> int:
+        """Returns the pairs per forward pass in training, used without a token budget."""
         return self.micro or 1
 
     @property
-    def eval_per_forward(self) -> int:
-        """Returns the number of pairs per forward of validation where no budget of tokens decides."""
+    def eval_pairs_per_forward(self) -> int:
+        """Returns the pairs per forward pass in validation, used without a token budget."""
         return self.eval_micro or 8
 
     @property
-    def budget(self) -> int | None:
-        """Returns tokens per forward of training; None where pairs are counted, or nothing is decided yet."""
+    def token_budget(self) -> int | None:
+        """Returns the tokens per forward pass in training; None if pairs are counted or the budget is still "auto"."""
         return self.tokens if isinstance(self.tokens, int) else None
 
     @property
-    def eval_budget(self) -> int | None:
-        """Returns the same of validation."""
+    def eval_token_budget(self) -> int | None:
+        """Returns the tokens per forward pass in validation, or None."""
         return self.eval_tokens if isinstance(self.eval_tokens, int) else None
 
-    def decide(self, max_length: int) -> "BatchPlan":
-        """Returns the plan with every ``auto`` at its least: the longest pair, padded; in validation two of them."""
+    def resolve_auto(self, max_length: int) -> "BatchPlan":
+        """Replaces each "auto" budget by its minimum: the longest padded pair, or two of them in validation."""
         tokens = 2 * max_length if self.tokens == AUTO else self.tokens
         eval_tokens = 4 * max_length if self.eval_tokens == AUTO else self.eval_tokens
         return replace(self, tokens=tokens, eval_tokens=eval_tokens)
 
-    def accumulation(self, world_size: int) -> int | None:
-        """Returns the number of micro-batches per optimiser step on each of ``world_size`` ranks.
+    def accumulation_steps(self, world_size: int) -> int | None:
+        """Returns the number of micro-batches per optimizer step on each of ``world_size`` ranks.
 
-        None where the pairs' lengths decide.
+        None if it depends on the lengths of the pairs.
 
         Raises:
-            UserError: a step cannot be shared over the ranks, or not evenly where ``micro`` counts.
+            UserError: a step has fewer pairs than ranks, or ``micro`` does not divide it evenly.
         """
         if self.tokens is not None:
             if self.pairs < world_size:
                 raise UserError(f"batch.pairs must be at least 1 for each of {world_size} processes, got {self.pairs}")
             return None
-        share = self.per_forward * world_size
+        share = self.pairs_per_forward * world_size
         if self.pairs % share:
             raise UserError(
-                f"batch.pairs {self.pairs} must be a multiple of batch.micro {self.per_forward} x {world_size} "
-                f"processes; the nearest that are: {max(share, self.pairs - self.pairs % share)} and "
+                f"batch.pairs {self.pairs} must be a multiple of batch.micro {self.pairs_per_forward} x {world_size} "
+                f"processes; the nearest multiples are {max(share, self.pairs - self.pairs % share)} and "
                 f"{self.pairs + share - self.pairs % share}"
             )
         return self.pairs // share

@@ -1,4 +1,4 @@
-"""Log-probabilities by frozen models: a training's stored reference, rewards of unseen pairs, scorers of weights."""
+"""Log-probabilities from frozen models: the reference, rewards on unseen pairs, and scorers for token weights."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,19 +32,22 @@ from attnpo.weights.base import ScoredSource, ScorerModel
 from attnpo.weights.capture import LogpPair
 from attnpo.weights.sources.scorers import LoadedScorers, Scorer
 
-TOKENS_PER_FORWARD = 16384  # padded, both branches of each pair
+TOKENS_PER_FORWARD = 16384  # including padding, both branches of each pair
 
 
 def score_examples(
     model: ScoredLM, examples: Sequence[TrainingExample], pad_id: int, layout: Layout = padded_layout
 ) -> Iterator[tuple[str, LogpPair]]:
-    """Returns pair id and log-probabilities (chosen, rejected) of every example, in eval mode, shortest first."""
+    """Yields pair id and log-probabilities (chosen, rejected) of each example, shortest first.
+
+    The model is in eval mode meanwhile.
+    """
     was_training = model.training
     model.eval()
     device = next(model.parameters()).device
     ordered = sorted(examples, key=lambda example: example.longest)
     with torch.no_grad():
-        for chunk in within_budget(ordered):
+        for chunk in batch_by_budget(ordered):
             rows = [*(example.chosen for example in chunk), *(example.rejected for example in chunk)]
             inputs, ids, mask = layout([(row.prompt_ids, row.response_ids) for row in rows], pad_id)
             logps = model(inputs.to(device), ids.to(device), mask.to(device)).logps.float().cpu()
@@ -54,8 +57,8 @@ def score_examples(
     model.train(was_training)
 
 
-def within_budget(ordered: Sequence[TrainingExample]) -> Iterator[list[TrainingExample]]:
-    """Examples, shortest first, in batches of at most ``TOKENS_PER_FORWARD`` padded tokens (one pair at least)."""
+def batch_by_budget(ordered: Sequence[TrainingExample]) -> Iterator[list[TrainingExample]]:
+    """Yields batches of sorted examples with at most ``TOKENS_PER_FORWARD`` padded tokens, or a single pair."""
     batch: list[TrainingExample] = []
     for example in ordered:
         if batch and 2 * (len(batch) + 1) * example.longest > TOKENS_PER_FORWARD:
@@ -73,7 +76,7 @@ Scores = Mapping[str, Float[Tensor, " m"]]
 
 @dataclass(frozen=True)
 class ModelScorer:
-    """Frozen model as a scorer of training tokens (``attnpo.weights.base.Scorer``), in the number format it has."""
+    """Frozen model that scores training tokens (see ``attnpo.weights.base.Scorer``), in its own precision."""
 
     model: ScoredLM
     pad_id: int
@@ -83,23 +86,24 @@ class ModelScorer:
     ) -> list[Scores]:
         """Returns the statistics ``names`` of each response's tokens, in the order of ``ids``.
 
-        UserError for unknown names, and for an ``other`` whose vocabulary differs in size; TypeError for one that is no
-        ``ModelScorer``.
+        Raises:
+            UserError: a name is unknown, or the vocabulary of ``other`` has a different size.
+            TypeError: ``other`` is not a ``ModelScorer``.
         """
         if not isinstance(other, ModelScorer | None):
-            raise TypeError(f"two models are compared through their heads, and {type(other).__name__} shows none")
+            raise TypeError(f"two models are compared through their heads, but {type(other).__name__} has none")
         own, second = (len((scorer or self).model.head().weight) for scorer in (self, other))
         if own != second:
             raise UserError(
-                f"the distributions of two scorers are compared token by token, and their heads have {own} and "
-                f"{second} rows: take models with one vocabulary"
+                f"the distributions of two scorers are compared token by token, but their heads have {own} and "
+                f"{second} rows: use models with the same vocabulary"
             )
         found: dict[int, Scores] = {}
         for scorer in (self, *([] if other is None else [other])):
             scorer.model.eval()
         lengths = [len(row.prompt_ids) + len(row.response_ids) for row in ids]
         for batch in batch_longest_first(lengths, lambda length: TOKENS_PER_FORWARD // length):
-            stats = self._batch([ids[place] for place in batch], frozenset({"logps", *names}), other)
+            stats = self._score_batch([ids[place] for place in batch], frozenset({"logps", *names}), other)
             by_name = {"logps": stats.logps}
             by_name |= {f"vocab:{name}": rows for name, rows in stats.vocab.items()}
             by_name |= {f"joint:{name}": rows for name, rows in stats.joint.items()}
@@ -109,7 +113,9 @@ class ModelScorer:
         return [found[place] for place in range(len(ids))]
 
     @torch.no_grad()
-    def _batch(self, rows: Sequence[EncodedResponse], names: frozenset[str], other: "ModelScorer | None") -> TokenStats:
+    def _score_batch(
+        self, rows: Sequence[EncodedResponse], names: frozenset[str], other: "ModelScorer | None"
+    ) -> TokenStats:
         device = next(self.model.parameters()).device
         inputs, response_ids, mask = padded_layout([(row.prompt_ids, row.response_ids) for row in rows], self.pad_id)
         read = (inputs.to(device), response_ids.to(device), mask.to(device))
@@ -125,13 +131,17 @@ class ModelScorer:
 
 
 class RunTexts:
-    """Run's pairs as training ids under its chat format and length rules."""
+    """Encoder of a run's pairs with its chat format and length rules."""
 
     def __init__(self, chat: ChatFormat, rules: LengthRules) -> None:
         self.chat, self.rules = chat, rules
 
     def encode(self, pair: PreferencePair) -> Mapping[str, EncodedResponse]:
-        """Returns the ids by side that training reads; ``RefusedText`` for a pair that the length rules drop."""
+        """Returns the training ids by side.
+
+        Raises:
+            RefusedText: the length rules drop the pair.
+        """
         tally = Tally()
         encoded = encode_pair(pair, self.chat, self.rules, tally, keep_same=True)
         if encoded is None:
@@ -142,17 +152,19 @@ class RunTexts:
     def add_instruction(
         self, pair: PreferencePair, encoded: Mapping[str, EncodedResponse], instruction: str
     ) -> tuple[Mapping[str, EncodedResponse], bool]:
-        """Returns the same responses under a prompt with ``instruction``, and whether that prompt had to be shortened.
+        """Returns the same responses with ``instruction`` in the prompt, and whether the prompt was truncated.
 
-        The instruction ends the last user turn, so that a prompt that keeps its last tokens keeps it. ``RefusedText``
-        for a prompt without a user turn, and for one that the chat template refuses.
+        The instruction is appended to the last user turn, so truncation keeps it.
+
+        Raises:
+            RefusedText: the prompt has no user turn, or the chat template rejects it.
         """
-        prompt = _with_instruction(pair, instruction)
+        prompt = _append_instruction(pair, instruction)
         found, cut = {}, False
         for side in SIDES:
             response = encoded[side].response_ids
             ids = self.chat.encode(prompt, pair.response(side)).prompt_ids
-            # What the training prompt has is the least: a long response may leave no more.
+            # At least the length of the training prompt, even if a long response leaves less.
             room = min(self.rules.max_prompt_length, self.rules.max_length - len(response))
             room = max(room, len(encoded[side].prompt_ids))
             cut = cut or len(ids) > room
@@ -160,7 +172,7 @@ class RunTexts:
         return found, cut
 
     def fingerprint(self) -> dict[str, object]:
-        """Returns what identifies the ids: chat format and truncation."""
+        """Returns the identity of the ids: chat format and truncation."""
         rules = self.rules
         return {
             "chat": self.chat.fingerprint(),
@@ -170,10 +182,10 @@ class RunTexts:
         }
 
 
-def _with_instruction(pair: PreferencePair, instruction: str) -> list[Message]:
+def _append_instruction(pair: PreferencePair, instruction: str) -> list[Message]:
     places = [place for place, turn in enumerate(pair.prompt) if turn["role"] == "user"]
     if not places:
-        reason = "a prompt has no user turn for a scorer's instruction"
+        reason = "the prompt has no user turn for the scorer's instruction"
         raise RefusedText(reason, f"pair {pair.pair_id}: {reason}")
     turns = [copy_message(turn) for turn in pair.prompt]
     turns[places[-1]]["content"] += f"\n\n{instruction}"
@@ -181,16 +193,16 @@ def _with_instruction(pair: PreferencePair, instruction: str) -> list[Message]:
 
 
 class RunScorers(WeightReader):
-    """Models that a source compares, described by their folders alone until ``load`` loads them.
+    """Models that a weight source compares; ``load`` loads them, everything else reads only their folders.
 
     Args:
-        source: names its models.
-        model: the run's model, which is any scorer without a path.
-        chat: the run's chat format; its tokenizer's vocabulary is the one every scorer must have.
+        source: defines the models.
+        model: the run's model, used for scorers without a path.
+        chat: the run's chat format; all scorers must have its tokenizer's vocabulary.
         rules: the run's length rules.
 
     Raises:
-        UserError: a scorer that is not there, has another vocabulary, or is the other one under another path.
+        UserError: a scorer is missing, has another vocabulary, or is the same model as the other one.
     """
 
     name, done = "scorers", "scored"
@@ -205,7 +217,7 @@ class RunScorers(WeightReader):
         self._check_sizes(source)
         self._check_distinct()
 
-    def place(self, scorer: ScorerModel) -> tuple[str, str | None]:
+    def locate_model(self, scorer: ScorerModel) -> tuple[str, str | None]:
         """Returns the path and revision of a scorer."""
         return (self.model.path, self.model.revision) if scorer.path is None else (scorer.path, scorer.revision)
 
@@ -213,77 +225,77 @@ class RunScorers(WeightReader):
         if scorer.path is None:
             return
         try:
-            vocabulary = load_tokenizer(*self.place(scorer)).get_vocab()
+            vocabulary = load_tokenizer(*self.locate_model(scorer)).get_vocab()
         except UserError as error:
             raise UserError(f"weights.{name}.path: {error}") from error
         own = self.chat.tokenizer.get_vocab()
         if vocabulary != own:
             other = sorted(token for token in own.keys() | vocabulary.keys() if own.get(token) != vocabulary.get(token))
             raise UserError(
-                f"weights.{name}.path={scorer.path} has another vocabulary than {self.model.path} ({len(vocabulary)} "
-                f"and {len(own)} tokens, {len(other)} of them differ, first: {other[0]!r}), and a scorer reads the ids "
-                "of training: take one trained from a model with this tokenizer"
+                f"weights.{name}.path={scorer.path} has a different vocabulary from {self.model.path} "
+                f"({len(vocabulary)} and {len(own)} tokens; {len(other)} differ, such as {other[0]!r}), "
+                "but scorers read the training ids: use one trained from a model with this tokenizer"
             )
 
     def _check_sizes(self, source: ScoredSource) -> None:
-        sizes = {name: token_rows(load_text_config(*self.place(scorer))) for name, scorer in self.models.items()}
+        sizes = {name: token_rows(load_text_config(*self.locate_model(scorer))) for name, scorer in self.models.items()}
         longest = max(self.chat.tokenizer.get_vocab().values())
         if self.chat.rows.count is not None:
-            longest = min(longest, self.chat.rows.count - 1)  # training reads no others
+            longest = min(longest, self.chat.rows.count - 1)  # training uses no larger ids
         for name, size in sizes.items():
             if size is not None and size <= longest:
                 raise UserError(
-                    f"weights.{name}: the model has {size} token embeddings, and the largest id of training is "
-                    f"{longest}; take a model that belongs to this tokenizer"
+                    f"weights.{name}: the model has {size} token embeddings, but the largest training id is "
+                    f"{longest}; use a model that matches this tokenizer"
                 )
         if source.compares_whole and len(set(sizes.values())) > 1:
             stated = " and ".join(f"weights.{name} has {size}" for name, size in sizes.items())
             raise UserError(
-                f"the two scorers' distributions are compared token by token, and their vocabularies are of two sizes "
-                f"({stated}): take models with heads of one size"
+                f"the two scorers' distributions are compared token by token, but their vocabularies differ in size "
+                f"({stated}): use models with heads of the same size"
             )
 
     def _check_distinct(self) -> None:
-        """Refuses one model under two paths: what the paths hold decides, as their names say too little."""
+        """Raises UserError if both paths hold the same model, judged by the weights rather than the paths."""
         (first, one), (second, other) = self.models.items()
-        if one.instruction == other.instruction and self._weights(one) == self._weights(other):
+        if one.instruction == other.instruction and self._weights_digest(one) == self._weights_digest(other):
             raise UserError(
-                f"weights.{first} and weights.{second} hold the same weights, so that they agree on every token: set "
+                f"weights.{first} and weights.{second} hold the same model, so they agree on every token: set "
                 f"weights.{first}.path or weights.{second}.path to another model"
             )
 
-    def _weights(self, scorer: ScorerModel) -> dict[str, str]:
-        return weights_fingerprint(*self.place(scorer))
+    def _weights_digest(self, scorer: ScorerModel) -> dict[str, str]:
+        return weights_fingerprint(*self.locate_model(scorer))
 
     def fingerprint(self) -> dict[str, object]:
-        """Returns what identifies both models' numbers, in their order: weights, number format, kernel family."""
+        """Returns the identity of both models' scores, in order: weights, dtype, attention kernel."""
         described: dict[str, object] = {}
         for rank, scorer in zip(("first", "second"), self.models.values(), strict=True):
             described[rank] = {
-                "weights": self._weights(scorer),
+                "weights": self._weights_digest(scorer),
                 "dtype": scorer.dtype,
-                "kernel": resolve_attention(*self.place(scorer), "sdpa"),
+                "kernel": resolve_attention(*self.locate_model(scorer), "sdpa"),
             }
         return described
 
-    def paths(self) -> str:
-        """Returns both models for the log."""
-        return " and ".join(f"{name} {self.place(scorer)[0]}" for name, scorer in self.models.items())
+    def describe_models(self) -> str:
+        """Returns both models as text for the log."""
+        return " and ".join(f"{name} {self.locate_model(scorer)[0]}" for name, scorer in self.models.items())
 
     def describe_pass(self, rows: str) -> str:
-        """Returns in words what a pass does."""
-        return f"scorer pass: {self.paths()} read the training tokens of both responses"
+        """Returns a description of a scorer pass."""
+        return f"scorer pass: {self.describe_models()} read the training tokens of both responses"
 
     def fingerprint_of_prompts(self) -> Mapping[str, object]:
-        """Returns what identifies the ids that they read."""
+        """Returns the identity of the token ids that the scorers read."""
         return self.texts.fingerprint()
 
     def load(self, device: torch.device) -> LoadedScorers:
-        """Scorers and texts for capturing; loads a model that is asked in two ways once."""
+        """Loads the scorers; a model used with two instructions is loaded once."""
         loaded: dict[tuple[str, str | None, str], Scorer] = {}
         scorers = {}
         for name, scorer in self.models.items():
-            path, revision = self.place(scorer)
+            path, revision = self.locate_model(scorer)
             key = (path, revision, scorer.dtype)
             if key not in loaded:
                 model = load_model(path, dtype=scorer.dtype, revision=revision)

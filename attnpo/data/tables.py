@@ -1,7 +1,7 @@
-"""Tables of rows: files, folders with a file per split, saved data sets, the Hugging Face hub.
+"""Tables of rows: files, folders with a file per split, saved datasets, the Hugging Face hub.
 
-Parquet, folders that ``save_to_disk`` wrote and the hub are read by the ``datasets`` library, JSON and CSV here, row by
-row, so that what is wrong with a row costs that row and not the file. Light: commands ask it before torch is imported.
+The ``datasets`` library reads Parquet, folders written by ``save_to_disk`` and the hub. JSON and CSV are read here row
+by row, so that an error costs one row and not the whole file. Lightweight: commands use it before importing torch.
 """
 
 import csv
@@ -32,22 +32,22 @@ _MARKS = {".csv": ",", ".tsv": "\t"}
 _NAMED = {",": "commas", "\t": "tabs", ";": "semicolons"}
 DELIMITED = (*_MARKS, *(f"{suffix}.gz" for suffix in _MARKS))
 
-# Cells in which a library may have spelled out a missing value.
+# Texts that libraries write for missing values.
 _LIKE_MISSING = frozenset({"nan", "null", "none", "n/a", "<na>"})
 _SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".parquet", *DELIMITED)
 _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-# What ``save_to_disk`` leaves in the folder of a data set, and in the folder of one with splits.
+# Files that ``save_to_disk`` writes for a dataset, and for a dataset with splits.
 _SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"
 
 
 @runtime_checkable
 class RowTable(Protocol):
-    """Rows by number with named columns: what a ``datasets.Dataset`` and ``Lines`` have in common."""
+    """Rows accessible by number, with named columns; implemented by ``datasets.Dataset`` and ``MemoryTable``."""
 
     @property
     def column_names(self) -> list[str]:
-        """Returns names of all columns."""
+        """Returns the names of all columns."""
 
     def __len__(self) -> int:
         """Returns the number of rows."""
@@ -58,9 +58,9 @@ class RowTable(Protocol):
 
 @dataclass(frozen=True)
 class MemoryTable:
-    """Rows in memory, each with every column (None where its line has no such key).
+    """Rows in memory, each with a value for every column (None if its line lacks the key).
 
-    ``headed``: the columns are those that a first line names.
+    ``headed``: whether the column names come from a header line.
     """
 
     rows: Sequence[Mapping[str, object]]
@@ -77,9 +77,9 @@ class MemoryTable:
 
 @dataclass(frozen=True)
 class LinesOnDisk:
-    """Rows of files with an object on each line, parsed when they are asked for.
+    """Rows of JSON Lines files, parsed on access.
 
-    Row i begins at the byte ``begins[i]`` of ``files[numbers[i]]``. ``path``: the option's value.
+    Row i starts at byte ``begins[i]`` of ``files[numbers[i]]``. ``path``: value of the config key, for errors.
     """
 
     files: Sequence[Path]
@@ -92,7 +92,11 @@ class LinesOnDisk:
         return len(self.begins)
 
     def select(self, indices: Sequence[int]) -> Iterator[Mapping[str, object]]:
-        """Yields the rows with these numbers. UserError where a file has changed since it was looked through."""
+        """Yields the rows with these numbers.
+
+        Raises:
+            UserError: a file has changed since it was scanned.
+        """
         with ExitStack() as stack:
             opened = [stack.enter_context(file.open("rb")) for file in self.files]
             for index in indices:
@@ -101,38 +105,45 @@ class LinesOnDisk:
                 row = _try_json(_decode(file.readline()))
                 if not isinstance(row, dict):
                     name = self.files[self.numbers[index]].name
-                    raise UserError(f"data.path={self.path}: {name} was changed while it was read; start again")
+                    raise UserError(f"data.path={self.path}: {name} changed while it was being read; start again")
                 yield {name: row.get(name) for name in self.column_names}
 
 
 def read_table(path: str, split: str, option: str, subset: str | None = None, revision: str | None = None) -> RowTable:
-    """Returns all rows of a file, of a split of a folder, or of a dataset on the hub.
+    """Reads all rows of a file, of a split of a folder, or of a dataset on the hub.
 
-    ``option`` is the config key that names the split, for errors. UserError when nothing is there or it cannot be read.
+    ``option`` is the config key of the split, for errors.
+
+    Raises:
+        UserError: nothing is found, or it cannot be read.
     """
     place = Path(path).expanduser()
     if place.exists() and subset:
         raise UserError(
-            f"data.subset={subset} names a part of a dataset on the hub, and data.path={path} is on this machine: set "
-            "data.subset=null and data.path to the folder or file that is meant"
+            f"data.subset={subset} applies to datasets on the hub, but data.path={path} is a local path: set "
+            "data.subset=null and data.path to the folder or file you mean"
         )
     if place.exists() and revision:
-        _LOG.warning("data.path=%s is on this machine: data.revision does nothing", path)
+        _LOG.warning("data.path=%s is a local path: data.revision has no effect", path)
     if place.is_file():
-        return _from_files([place], path)
+        return _read_files([place], path)
     if (place / _SAVED).is_file():
-        return _from_saved(place, path)
+        return _read_saved(place, path)
     if (place / _SAVED_SPLITS).is_file():
-        _require_saved(place, path, split, option)
-        return _from_saved(place / split, path)
+        _check_saved_split(place, path, split, option)
+        return _read_saved(place / split, path)
     if place.is_dir():
-        return _from_files(_split_files(place, split, option), path)
-    _require_hub_name(path)
-    return _from_hub(path, split, subset, revision)
+        return _read_files(_split_files(place, split, option), path)
+    _check_hub_name(path)
+    return _load_from_hub(path, split, subset, revision)
 
 
-def files_of(path: str, split: str, option: str) -> list[Path] | None:
-    """Returns the files that ``read_table`` reads; None for the hub. UserError as there."""
+def list_files(path: str, split: str, option: str) -> list[Path] | None:
+    """Lists the files that ``read_table`` reads; None for the hub.
+
+    Raises:
+        UserError: as ``read_table``.
+    """
     place = Path(path).expanduser()
     if place.is_file():
         return [place]
@@ -143,28 +154,34 @@ def files_of(path: str, split: str, option: str) -> list[Path] | None:
 
 
 def check_validation(data: Mapping[str, object]) -> None:
-    """Raises UserError where a config node ``data`` names data on this machine that lacks validation pairs.
+    """Checks that local data of a config node ``data`` have validation pairs, without reading rows.
 
-    Reads no row. What the node of another component lacks is not asked for.
+    Skips the ``data`` nodes of other components.
+
+    Raises:
+        UserError: a set has no validation pairs.
     """
     sets = data.get("mix")
     for one in sets.values() if isinstance(sets, dict) and sets else [data]:
         own = {key: value for key, value in one.items() if value is not None} if isinstance(one, dict) else {}
         path, split, share, rows = ({**data, **own}.get(key) for key in ("path", "val_split", "val_share", "val_rows"))
         if isinstance(path, str) and path != MISSING and "val_share" in data and share is None:
-            require_validation(path, split if isinstance(split, str) else None, rows is not None)
+            check_validation_rows(path, split if isinstance(split, str) else None, rows is not None)
 
 
-def require_validation(path: str, split: str | None, rows: bool) -> None:
-    """Raises UserError where nothing says which pairs at ``path`` are for validation; ``rows``: their rows are named.
+def check_validation_rows(path: str, split: str | None, rows: bool) -> None:
+    """Checks that validation pairs are defined for ``path``, without reading rows or accessing the hub.
 
-    Reads no row, and asks nothing of the hub.
+    ``rows``: whether the config selects validation rows.
+
+    Raises:
+        UserError: they are not defined.
     """
     place = Path(path).expanduser()
-    if is_one_table(path):
+    if is_single_table(path):
         if not rows:
             raise UserError(
-                f"data.path={path} is one table, so its rows must be shared out: set data.val_share (0.1 keeps a "
+                f"data.path={path} is a single table, so its rows must be divided: set data.val_share (0.1 uses a "
                 'tenth of the prompts for validation), or data.train_rows and data.val_rows ("0:90%" and "90%:")'
             )
     elif split is None:
@@ -172,98 +189,102 @@ def require_validation(path: str, split: str | None, rows: bool) -> None:
     elif place.is_dir():
         try:
             if (place / _SAVED_SPLITS).is_file():
-                _require_saved(place, path, split, "data.val_split")
+                _check_saved_split(place, path, split, "data.val_split")
             else:
                 _split_files(place, split, "data.val_split")
         except UserError as error:
-            raise UserError(f"{error}, or share out the training split with data.val_share=0.1") from error
+            raise UserError(f"{error}, or divide the training split with data.val_share=0.1") from error
 
 
-def is_one_table(path: str) -> bool:
-    """Returns whether there is one table without splits at ``path``: a file, or a data set saved without splits."""
+def is_single_table(path: str) -> bool:
+    """Returns whether ``path`` is one table without splits: a file, or a dataset saved without splits."""
     place = Path(path).expanduser()
     return place.is_file() or (place / _SAVED).is_file()
 
 
 def has_split(path: str, split: str) -> bool:
-    """Returns whether a split has this name, True on the hub, which only loading would tell. UserError for no data."""
+    """Returns whether the data have this split; True for the hub, which would have to be loaded to know.
+
+    Raises:
+        UserError: no data are found.
+    """
     place = Path(path).expanduser()
     if not place.exists():
-        _require_hub_name(path)
+        _check_hub_name(path)
     if not place.is_dir():
         return not place.exists()
     if (place / _SAVED_SPLITS).is_file():
-        return split in _saved_splits(place, path)
-    return split in _stems(place).values()
+        return split in _read_split_names(place, path)
+    return split in _find_split_files(place).values()
 
 
-def _require_hub_name(path: str) -> None:
-    """Raises UserError for a path with nothing at it that can be no name of the hub either."""
+def _check_hub_name(path: str) -> None:
+    """Raises UserError if nothing exists at the path and it cannot be a hub name either."""
     place = Path(path).expanduser()
-    if _suffix(place) is not None or not _HUB_NAME.fullmatch(path):
-        raise UserError(f"data.path={path}: no such file or folder. {_neighbours(place)}")
+    if _readable_suffix(place) is not None or not _HUB_NAME.fullmatch(path):
+        raise UserError(f"data.path={path}: no such file or folder. {_describe_parent_folder(place)}")
 
 
-def _require_saved(folder: Path, path: str, split: str, option: str) -> None:
-    """Raises UserError for a split that a saved data set does not have."""
-    names = _saved_splits(folder, path)
+def _check_saved_split(folder: Path, path: str, split: str, option: str) -> None:
+    """Raises UserError if a saved dataset does not have the split."""
+    names = _read_split_names(folder, path)
     if split not in names:
         raise UserError(
-            f"{option}={split}: the data set saved in {folder} has the splits {', '.join(names) or 'none'}"
-            f"{_near(split, names, option)}. Name one of them with {option}=NAME"
+            f"{option}={split}: the dataset saved in {folder} has the splits {', '.join(names) or 'none'}"
+            f"{_suggest_split(split, names, option)}. Choose one with {option}=NAME"
         )
 
 
-def _suffix(file: Path) -> str | None:
-    """Returns the ending of a file that can be read, None for others."""
+def _readable_suffix(file: Path) -> str | None:
+    """Returns the suffix of a readable file, None for other files."""
     return next((suffix for suffix in _SUFFIXES if file.name.endswith(suffix)), None)
 
 
 def _split_files(folder: Path, split: str, option: str) -> list[Path]:
     """Returns the files of one split: one file, or its shards in order."""
-    stems = _stems(folder)
+    stems = _find_split_files(folder)
     files = [file for file, stem in stems.items() if stem == split]
     if not files:
         listed = ", ".join(sorted({str(file.relative_to(folder)) for file in stems})) or "none"
         raise UserError(
             f"{option}={split}: {folder} has no file {split}.jsonl, {split}.csv or {split}.parquet; files it has: "
-            f"{listed}{_near(split, list(stems.values()), option)}. Name one of them without its ending with "
-            f"{option}=NAME"
+            f"{listed}{_suggest_split(split, list(stems.values()), option)}. Choose one with {option}=NAME, "
+            "without the ending"
         )
-    shards = [file for file in files if _SHARD.search(file.name[: -len(_suffix(file) or "")])]
-    if (len(files) > 1 and shards != files) or len({(_suffix(file), file.parent) for file in files}) > 1:
+    shards = [file for file in files if _SHARD.search(file.name[: -len(_readable_suffix(file) or "")])]
+    if (len(files) > 1 and shards != files) or len({(_readable_suffix(file), file.parent) for file in files}) > 1:
         listed = ", ".join(str(file.relative_to(folder)) for file in files)
-        raise UserError(f"{option}={split} in {folder} could be any of {listed}; set data.path to the one you mean")
+        raise UserError(f"{option}={split} in {folder} is ambiguous: {listed}; set data.path to the file you mean")
     return files
 
 
-def _stems(folder: Path) -> dict[Path, str]:
-    """Returns the readable files of a folder and of its sub-folder ``data``, and the split that each belongs to."""
+def _find_split_files(folder: Path) -> dict[Path, str]:
+    """Returns the readable files of a folder and its sub-folder ``data``, with the split of each."""
     files = [file for place in (folder, folder / "data") if place.is_dir() for file in sorted(place.iterdir())]
-    readable = [file for file in files if file.is_file() and _suffix(file) is not None]
-    return {file: _SHARD.sub("", file.name[: -len(_suffix(file) or "")]) for file in readable}
+    readable = [file for file in files if file.is_file() and _readable_suffix(file) is not None]
+    return {file: _SHARD.sub("", file.name[: -len(_readable_suffix(file) or "")]) for file in readable}
 
 
-def _near(split: str, names: Sequence[str], option: str) -> str:
-    """Returns a remark with the split whose name holds ``split``, is held by it, or is nearest to it."""
+def _suggest_split(split: str, names: Sequence[str], option: str) -> str:
+    """Returns a hint with the most similar split name."""
     holding = next((name for name in names if name in split or split in name), None)
     return f"; did you mean {option}={holding}?" if holding else did_you_mean(split, names, f"{option}=")
 
 
-def _neighbours(place: Path) -> str:
-    """Returns a sentence on what does exist near a path that does not."""
+def _describe_parent_folder(place: Path) -> str:
+    """Returns a sentence that lists the contents of the closest existing parent folder."""
     parent = next(parent for parent in place.absolute().parents if parent.is_dir())
     names = sorted(entry.name + ("/" if entry.is_dir() else "") for entry in parent.iterdir())
     shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
-    return f"{parent} holds: {shown or 'nothing'}"
+    return f"{parent} contains: {shown or 'nothing'}"
 
 
-# ------------------------------------------------------------------------------------------------ the library
+# ----------------------------------------------------------------------------------------------- the datasets library
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Opens the library without progress bars and log lines (what matters in them is raised), and back afterwards."""
+def _silence_datasets() -> Iterator[None]:
+    """Disables progress bars and log output of the library inside the context; its errors are still raised."""
     import datasets
 
     shown, level = not datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
@@ -277,25 +298,25 @@ def _quiet() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def _from_files(files: list[Path], path: str) -> RowTable:
-    suffix = _suffix(files[0])
+def _read_files(files: list[Path], path: str) -> RowTable:
+    suffix = _readable_suffix(files[0])
     if suffix is None:
         raise UserError(f"data.path={path}: expected a file ending in {', '.join(_SUFFIXES)}, got {files[0].name}")
     if suffix == ".parquet":
-        table = _from_parquet(files, path)
+        table = _read_parquet(files, path)
     else:
-        table = read_delimited(files, path) if suffix in DELIMITED else read_lines(files, path)
+        table = read_csv(files, path) if suffix in DELIMITED else read_json(files, path)
     if not len(table):
         named = ", ".join(file.name for file in files)
         raise UserError(f"data.path={path}: {named} is empty; expected one row per line")
     return table
 
 
-def _from_parquet(files: list[Path], path: str) -> RowTable:
+def _read_parquet(files: list[Path], path: str) -> RowTable:
     import datasets
 
     try:
-        with _quiet():
+        with _silence_datasets():
             table: RowTable = datasets.load_dataset(
                 "parquet", data_files={"train": [str(file) for file in files]}, split="train", trust_remote_code=False
             )
@@ -303,18 +324,18 @@ def _from_parquet(files: list[Path], path: str) -> RowTable:
     except (datasets.exceptions.DatasetsError, OSError, ValueError, TypeError, StopIteration) as error:
         named = ", ".join(file.name for file in files)
         raise UserError(
-            f"data.path={path}: {named} cannot be read as parquet: {error.__cause__ or error}. Expected a table with "
-            "text that is valid Unicode"
+            f"data.path={path}: {named} cannot be read as Parquet: {error.__cause__ or error}. Expected a table whose "
+            "text is valid Unicode"
         ) from error
     return table
 
 
-def _from_saved(folder: Path, path: str) -> RowTable:
-    """Returns the rows of a folder that ``Dataset.save_to_disk`` wrote."""
+def _read_saved(folder: Path, path: str) -> RowTable:
+    """Reads the rows of a folder written by ``Dataset.save_to_disk``."""
     import datasets
 
     try:
-        with _quiet():
+        with _silence_datasets():
             table = datasets.load_from_disk(str(folder))
         if not isinstance(table, datasets.Dataset):
             raise ValueError("it holds several splits")
@@ -323,15 +344,15 @@ def _from_saved(folder: Path, path: str) -> RowTable:
         _check_utf8(table)
     except (datasets.exceptions.DatasetsError, OSError, ValueError, TypeError, LookupError) as error:
         raise UserError(
-            f"data.path={path}: {folder} cannot be read as a saved data set ({error}): expected what "
-            "save_to_disk of the library datasets writes, whole and with rows; save or copy it again"
+            f"data.path={path}: {folder} cannot be read as a saved dataset ({error}): expected a complete, "
+            "non-empty dataset written by save_to_disk of the datasets library; save or copy it again"
         ) from error
     saved: RowTable = table
     return saved
 
 
-def _saved_splits(folder: Path, path: str) -> list[str]:
-    """Returns the names of the splits of a saved data set."""
+def _read_split_names(folder: Path, path: str) -> list[str]:
+    """Returns the split names of a saved dataset."""
     file = folder / _SAVED_SPLITS
     try:
         return [str(name) for name in parse_json(file.read_text(encoding="utf-8"))["splits"]]
@@ -342,30 +363,30 @@ def _saved_splits(folder: Path, path: str) -> list[str]:
 
 
 def _check_utf8(table: "datasets.Dataset") -> None:
-    """Raises ValueError where a text of the table is not UTF-8, which ``datasets`` itself notices only on use."""
+    """Raises ValueError if a text is not UTF-8, which ``datasets`` only notices on access."""
     for column in table.data.columns:
         for chunk in column.chunks:
             chunk.validate(full=True)
 
 
-def _from_hub(name: str, split: str, subset: str | None, revision: str | None) -> RowTable:
+def _load_from_hub(name: str, split: str, subset: str | None, revision: str | None) -> RowTable:
     import datasets
 
     try:
-        with _quiet(), offline_if_unreachable():
+        with _silence_datasets(), offline_if_unreachable():
             table: RowTable = datasets.load_dataset(
                 name, subset, split=split, revision=revision, trust_remote_code=False
             )
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         details = "".join(f", {key} {value}" for key, value in (("subset", subset), ("revision", revision)) if value)
         why = (
-            f"there is no complete copy in the hub's cache, and {hub_unreachable_reason()}"
+            f"the hub's cache has no complete copy, and {hub_unreachable_reason()}"
             if hub_unreachable_reason()
             else str(error)
         )
         raise UserError(
-            f"data.path={name}: neither a file or folder here nor a dataset that could be loaded from the hub "
-            f"(split {split}{details}): {why}. To work from files, point data.path at a folder holding "
+            f"data.path={name}: not a local file or folder, and loading it from the hub failed "
+            f"(split {split}{details}): {why}. To use local files, set data.path to a folder with "
             f"{split}.jsonl or {split}.parquet"
         ) from error
     return table
@@ -374,94 +395,102 @@ def _from_hub(name: str, split: str, subset: str | None, revision: str | None) -
 # ------------------------------------------------------------------------------------------------ JSON
 
 
-def read_lines(files: Iterable[Path], path: str) -> RowTable:
-    """Returns all rows of JSON files: an object per line, or one array of objects per file.
+def read_json(files: Iterable[Path], path: str) -> RowTable:
+    """Reads all rows of JSON files with one object per line, or one array of objects per file.
 
-    A columnar reader gives every column one type: it refuses a file for one lone surrogate, and where it falls back on
-    a mixed type, such a text has come back as an empty one (datasets 5.2). Here these are left to the adapters.
-    Of plain files with lines no row is held: they are looked through, and parsed again where they are asked for.
-    Bytes that are no UTF-8 become lone surrogates, which the adapters refuse row by row.
+    Columnar readers give each column one type: they reject a whole file for a single lone surrogate, and when falling
+    back
+    to a mixed type they may return such texts as empty (datasets 5.2). Here the adapters handle them row by row. Rows
+    of
+    uncompressed line files are not held in memory: the files are scanned, and rows are parsed again on access. Bytes
+    that
+    are not UTF-8 become lone surrogates, which the adapters reject row by row.
 
     Raises:
-        UserError: a line holds no JSON object; the text names file and line, ``path`` is the option's value.
+        UserError: a line is not a JSON object; the message names file and line; ``path`` is the value of the config
+            key.
     """
     files = list(files)
-    if any(file.suffix == ".gz" or _begins_array(file, path) for file in files):
-        rows = [row for file in files for row in _json_rows(file, path)]
+    if any(file.suffix == ".gz" or _is_json_array(file, path) for file in files):
+        rows = [row for file in files for row in _read_json_rows(file, path)]
         names = list(dict.fromkeys(name for row in rows for name in row))
         return MemoryTable([{name: row.get(name) for name in names} for row in rows], names)
     columns, numbers, begins = dict[str, None](), array("q"), array("q")
     for number, file in enumerate(files):
-        with _reading(file, path), file.open("rb") as opened:
-            for _, begin, row in _lines(opened, file, path):
+        with _wrap_read_errors(file, path), file.open("rb") as opened:
+            for _, begin, row in _iter_json_lines(opened, file, path):
                 columns |= dict.fromkeys(row)
                 numbers.append(number)
                 begins.append(begin)
     return LinesOnDisk(files, numbers, begins, list(columns), path)
 
 
-def content_of(file: Path, path: str) -> bytes:
-    """Returns the bytes of a file, unpacked where its name ends in .gz. UserError naming file and ``path``."""
-    with _reading(file, path):
+def read_file_bytes(file: Path, path: str) -> bytes:
+    """Returns the bytes of a file, decompressed if its name ends in .gz.
+
+    Raises:
+        UserError: the file cannot be read; the message names it and ``path``.
+    """
+    with _wrap_read_errors(file, path):
         return gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
 
 
 @contextmanager
-def _reading(file: Path, path: str) -> Iterator[None]:
+def _wrap_read_errors(file: Path, path: str) -> Iterator[None]:
     try:
         yield
     except (OSError, EOFError, ZlibError) as error:
         raise UserError(f"data.path={path}: {file.name} cannot be read ({error}); write or copy it again") from error
 
 
-def _begins_array(file: Path, path: str) -> bool:
-    with _reading(file, path), file.open("rb") as opened:
+def _is_json_array(file: Path, path: str) -> bool:
+    with _wrap_read_errors(file, path), file.open("rb") as opened:
         return next((text for line in opened if (text := _decode(line).strip("\ufeff \t\r\n"))), "").startswith("[")
 
 
-def _json_rows(file: Path, path: str) -> Iterator[dict[str, Json]]:
-    content = content_of(file, path)
+def _read_json_rows(file: Path, path: str) -> Iterator[dict[str, Json]]:
+    content = read_file_bytes(file, path)
     text = _decode(content)
     whole = _try_json(text) if text.lstrip().startswith("[") else None
     if not isinstance(whole, list):
-        yield from (row for _, _, row in _lines(io.BytesIO(content), file, path))
+        yield from (row for _, _, row in _iter_json_lines(io.BytesIO(content), file, path))
         return
     for number, row in enumerate(whole, 1):
-        yield _object(row, number, file, path)
+        yield _check_object(row, number, file, path)
 
 
-def _lines(lines: Iterable[bytes], file: Path, path: str) -> Iterator[tuple[int, int, dict[str, Json]]]:
-    """Yields the number of each line that is not blank, its first byte and what it holds."""
+def _iter_json_lines(lines: Iterable[bytes], file: Path, path: str) -> Iterator[tuple[int, int, dict[str, Json]]]:
+    """Yields number, first byte and object of each line that is not blank."""
     begin = 0
-    for number, line in enumerate(lines, 1):  # of bytes: U+2028 and others end no line of JSON
+    for number, line in enumerate(lines, 1):  # bytes, because U+2028 and others do not end a line of JSON
         text = _decode(line).removesuffix("\n")
         if text.strip():
             row = _try_json(text)
             if isinstance(row, Exception):
                 raise UserError(
                     f"data.path={path}: {file.name}, line {number} is not JSON ({row}): {text[:40]!r}; expected one "
-                    "JSON object per line, in UTF-8. A file that was cut off must be written or copied again"
+                    "JSON object per line, in UTF-8. If the file was truncated, write or copy it again"
                 ) from row
-            yield number, begin, _object(row, number, file, path)
+            yield number, begin, _check_object(row, number, file, path)
         begin += len(line)
 
 
-def _object(row: Json, number: int, file: Path, path: str) -> dict[str, Json]:
+def _check_object(row: Json, number: int, file: Path, path: str) -> dict[str, Json]:
     if not isinstance(row, dict):
         raise UserError(
-            f"data.path={path}: {file.name}, line {number} holds {type(row).__name__} {str(row)[:40]!r}, expected "
+            f"data.path={path}: {file.name}, line {number} contains {type(row).__name__} {str(row)[:40]!r}, expected "
             "one JSON object per row"
         )
     return row
 
 
 def _decode(content: bytes) -> str:
-    """Returns text with what is no UTF-8 as lone surrogates, without a mark of byte order at its beginning."""
+    """Decodes UTF-8 without a byte order mark; invalid bytes become lone surrogates."""
     return content.decode("utf-8", errors="surrogateescape").removeprefix("\ufeff")
 
 
 def _try_json(text: str) -> Json | Exception:
-    """Returns the value of a JSON text, or the exception that says why it is none."""
+    """Parses a JSON text; returns the exception if it is invalid."""
     try:
         value: Json = parse_json(text)
     except ValueError as error:
@@ -472,45 +501,47 @@ def _try_json(text: str) -> Json | Exception:
 # ------------------------------------------------------------------------------------------------ CSV and TSV
 
 
-def read_delimited(files: Iterable[Path], path: str) -> MemoryTable:
-    """Returns all rows of CSV or TSV files of one header; a row's empty cells are None, as libraries mean them.
+def read_csv(files: Iterable[Path], path: str) -> MemoryTable:
+    """Reads all rows of CSV or TSV files with the same header; empty cells become None, as in other libraries.
 
-    No cell is guessed to be a number, a date or a missing value: "42" and "NaN" stay texts.
-    Logs how many cells hold nothing but a word for a missing value, which are texts like others.
+    Cells are never converted to numbers, dates or missing values: "42" and "NaN" stay texts. Logs the number of cells
+    with
+    nothing but a word for a missing value.
 
     Raises:
-        UserError: a file is no UTF-8, its header lacks or repeats a name, is divided by another mark or differs from
-            that of the first file, or a row has another number of cells; the text names file and line.
+        UserError: a file is not UTF-8, its header lacks or repeats a name, uses another delimiter or differs from that
+            of
+            the first file, or a row has a different number of cells; the message names file and line.
     """
     rows: list[dict[str, object]] = []
     names: list[str] | None = None
     for file in files:
         where = f"data.path={path}: {file.name}"
-        cells = _cells(file, path, where)
+        cells = _iter_csv_rows(file, path, where)
         header = next(cells, None)
         if header is None:
             continue
-        found = _header_names(header[1], _mark(file), where)
+        found = _parse_header(header[1], _delimiter(file), where)
         if names is not None and found != names:
             raise UserError(
-                f"{where} has the columns {', '.join(found)}, and the first file has {', '.join(names)}: give all "
-                "files of a split one header"
+                f"{where} has the columns {', '.join(found)}, but the first file has {', '.join(names)}: all "
+                "files of a split need the same header"
             )
         names = found
-        rows += _csv_rows(cells, names, where)
-    _tell_missing(rows, path)
+        rows += _rows_to_dicts(cells, names, where)
+    _warn_missing_words(rows, path)
     named = [name for name in names or [] if name]
     return MemoryTable([{name: row[name] for name in named} for row in rows], named, headed=True)
 
 
-def _mark(file: Path) -> str:
+def _delimiter(file: Path) -> str:
     return _MARKS[Path(file.name.removesuffix(".gz")).suffix]
 
 
-def _cells(file: Path, path: str, where: str) -> Iterator[tuple[int, list[str]]]:
-    """Yields the cells of each row that is not blank, with the number of its last line."""
+def _iter_csv_rows(file: Path, path: str, where: str) -> Iterator[tuple[int, list[str]]]:
+    """Yields the number of the last line and the cells of each row that is not blank."""
     try:
-        text = content_of(file, path).decode("utf-8-sig")
+        text = read_file_bytes(file, path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise UserError(
@@ -518,51 +549,51 @@ def _cells(file: Path, path: str, where: str) -> Iterator[tuple[int, list[str]]]
             'spreadsheets call "CSV UTF-8"'
         ) from error
     before = csv.field_size_limit(max(len(text), 1))
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=_mark(file), strict=True)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=_delimiter(file), strict=True)
     try:
         yield from [(reader.line_num, row) for row in reader if row]
     except csv.Error as error:
         raise UserError(
-            f"{where}, line {reader.line_num} cannot be read ({error}): put a cell that holds quotes, line breaks or "
-            'the dividing mark between quotes, and write a quote inside it twice ("")'
+            f"{where}, line {reader.line_num} cannot be read ({error}): put cells that contain quotes, line breaks or "
+            'the delimiter in quotes, and double each quote inside them ("")'
         ) from error
     finally:
         csv.field_size_limit(before)
 
 
-def _header_names(header: list[str], mark: str, where: str) -> list[str]:
-    """Returns the names of the columns; "" only for the first, where libraries put the row's number."""
+def _parse_header(header: list[str], mark: str, where: str) -> list[str]:
+    """Returns the column names; only the first may be empty, where libraries write the row index."""
     names = [name.strip() for name in header]
     other = next((one for one in _NAMED if one != mark and len(names) == 1 and one in names[0]), None)
     if other is not None:
         raise UserError(
-            f"{where}, line 1 is divided by {_NAMED[other]}, expected {_NAMED[mark]}: save it with {_NAMED[mark]}"
+            f"{where}, line 1 is separated by {_NAMED[other]}, expected {_NAMED[mark]}: save it with {_NAMED[mark]}"
             + (", or name it .tsv" if other == "\t" else "")
         )
     unnamed = [place for place, name in enumerate(names[1:], 2) if not name]
     if unnamed:
         raise UserError(
-            f"{where}, line 1 names no column {unnamed[0]}: expected a name for every column in the first line, such "
+            f"{where}, line 1 has no name for column {unnamed[0]}: the first line must name every column, such "
             f"as {mark.join(('prompt', 'chosen', 'rejected'))!r}"
         )
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:
-        raise UserError(f"{where}, line 1 names {', '.join(twice)} twice: give every column its own name")
+        raise UserError(f"{where}, line 1 repeats {', '.join(twice)}: give every column a unique name")
     return names
 
 
-def _csv_rows(cells: Iterator[tuple[int, list[str]]], names: list[str], where: str) -> Iterator[dict[str, object]]:
+def _rows_to_dicts(cells: Iterator[tuple[int, list[str]]], names: list[str], where: str) -> Iterator[dict[str, object]]:
     for line, row in cells:
         if len(row) != len(names):
             raise UserError(
-                f"{where}, the row that ends in line {line} has {len(row)} cells and the first line names "
-                f"{len(names)} columns: put a cell that holds the dividing mark or a line break between quotes"
+                f"{where}, the row that ends in line {line} has {len(row)} cells but the first line names "
+                f"{len(names)} columns: put cells that contain the delimiter or a line break in quotes"
             )
         yield {name: cell or None for name, cell in zip(names, row, strict=True)}
 
 
-def _tell_missing(rows: list[dict[str, object]], path: str) -> None:
-    """Warns of cells that say in a word that they are missing."""
+def _warn_missing_words(rows: list[dict[str, object]], path: str) -> None:
+    """Warns of cells with nothing but a word for a missing value."""
     like = [
         number
         for number, row in enumerate(rows)
@@ -570,8 +601,8 @@ def _tell_missing(rows: list[dict[str, object]], path: str) -> None:
     ]
     if like:
         _LOG.warning(
-            "data.path=%s: %d rows have a cell that is nothing but NaN, null, None or N/A (first: row %d), read as a "
-            "text: leave cells empty where a value is missing",
+            "data.path=%s: %d rows have a cell with only NaN, null, None or N/A (first: row %d), which is read as "
+            "text: leave cells of missing values empty",
             path,
             len(like),
             like[0],

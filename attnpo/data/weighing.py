@@ -1,4 +1,4 @@
-"""Captured weights of pairs: read from the store, or computed where it lacks them."""
+"""Captured weights of pairs: read from the store, or computed if missing."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from attnpo.cli.progress import phase
-from attnpo.data.arrow_rows import Joined, Picked, sizes_of
+from attnpo.data.arrow_rows import ConcatenatedPairs, PairSubset, count_row_tokens
 from attnpo.data.prepare import EncodedSet, Tally
 from attnpo.judge.base import LoadedJudge, WeightReader
 from attnpo.judge.judge import LabelCheck, RunJudge
@@ -46,16 +46,18 @@ Captured = Mapping[str, PairWeights]
 
 
 @dataclass(frozen=True)
-class Weighed:
-    """Resolved weight source and what it captured for the pairs at hand (empty for sources that capture nothing).
+class WeighingResult:
+    """Resolved weight source with the rows captured for a set of pairs (empty if the source captures nothing).
 
-    ``layers`` names the rows of ``captured``; ``depth`` is the number of the judge's layers, 0 without a judge; ``key``
-    is the store's key of the captured rows, or what identifies the columns of the data that the source reads.
-    ``verdicts`` and ``answers`` are the account of the judge's verdicts and of the answers about parts, where such were
-    read; ``label_mass`` is what was measured of the judge's labels, ``traces`` how long its traces are. ``transforms``
-    are the run's, fitted on its training pairs. ``reads``: sequences that models read of each pair to capture it;
-    ``seconds``: what that took per pair, None where it is not known. ``rounds``: prompts that were read, ``cut``: those
-    that had to be cut.
+    ``layers``: layer of each captured row. ``depth``: number of layers of the judge, 0 without a judge. ``key``: store
+    key
+    of the captured rows, or the identity of the columns that the source reads. ``verdicts`` and ``answers``: statistics
+    of
+    the judge's verdicts and of the verbalizer's answers, if any. ``label_mass``: probability mass on the judge's
+    labels.
+    ``traces``: lengths of the judge's traces. ``transforms``: the run's transforms, fitted on its training pairs.
+    ``reads``: sequences that models read per pair. ``seconds``: time per pair, None if unknown. ``rounds``: number of
+    prompts read; ``cut``: how many of them were truncated.
     """
 
     source: WeightSource
@@ -78,7 +80,7 @@ class Weighed:
 REFILL = "in one process, with data.prepare_data() and data.setup('fit')"
 
 
-def weigh(
+def weigh_splits(
     source: WeightSource,
     reader: WeightReader | None,
     store: Store | None,
@@ -88,59 +90,61 @@ def weigh(
     shard: tuple[int, int] | None = None,
     every_row: bool = False,
     refill: str = REFILL,
-) -> Weighed:
-    """Returns ``source`` with everything it captured for the pairs of ``encoded``; computes what the store lacks.
+) -> WeighingResult:
+    """Resolves ``source`` and captures its rows for the pairs of ``encoded``; computes those missing from the store.
 
-    Logs the pairs that the model cannot be shown.
+    Logs the pairs that the model cannot read.
 
     Args:
-        source: the weights, their layer settled.
-        reader: what they are read with; None for a source that captures nothing.
-        store: where they are kept.
+        source: weight source with its layer resolved.
+        reader: model that the source reads; None if it captures nothing.
+        store: store for the captured rows.
         encoded: pairs with their training ids, by split.
-        device: where the reader's model is loaded if something is lacking.
-        shard: (rank, ranks) restricts the work to every ranks-th pair, for several workers filling one store. Without
-            it, missing rows in a job of several processes are refused: they would be computed by every process.
-        every_row: all stored rows are given, not only those that the source reads.
-        refill: how to fill the store first, for that refusal.
+        device: device for the reader's model, if it must be loaded.
+        shard: (rank, ranks) restricts the work to every ranks-th pair, so that several workers can fill one store.
+            Without
+            it, missing rows in a job of several processes raise an error, as every process would compute them.
+        every_row: load all stored rows, not only those that the source reads.
+        refill: how to fill the store first, for that error.
 
     Raises:
-        UserError: the model can be shown none of the pairs, whichever process stored that; rows are missing in a job
-            of several processes.
+        UserError: the model can read none of the pairs (even if another process recorded that), or rows are missing in
+            a
+            job of several processes.
     """
     if reader is None:
-        return Weighed(source.resolve(1), {}, None, None, (), 0, _columns_key(source, encoded))
+        return WeighingResult(source.resolve(1), {}, None, None, (), 0, _columns_key(source, encoded))
     assert store is not None
     source = source.resolve(reader.num_layers or 1)
     layers = source.rows_to_store(reader.num_layers or 1, lambda: reader.num_heads)
-    wanted: Sequence[PreferencePair] = Joined([encoded[split].pairs for split in SPLITS])
-    share = wanted if shard is None else Picked(wanted, range(shard[0], len(wanted), shard[1]))
+    wanted: Sequence[PreferencePair] = ConcatenatedPairs([encoded[split].pairs for split in SPLITS])
+    share = wanted if shard is None else PairSubset(wanted, range(shard[0], len(wanted), shard[1]))
     key = weights_key(source, reader.fingerprint(), reader.fingerprint_of_prompts())
     columns = [TOKENS, *(layer_column(layer) for layer in layers), *([VERDICTS] if reader.verdict else [])]
     table = store.table(WEIGHTS, key)
     lacking = _log_stored(table, set(list_pair_ids(share)), encoded, columns, reader.rounds, len(layers))
     labels = LabelCheck(reader, store, wanted) if isinstance(reader, RunJudge) else None
 
-    def refuse_many(lacks: str) -> None:
+    def refuse_multiple_processes(lacks: str) -> None:
         if shard is None and world_size() > 1:
             raise UserError(
-                f"{lacks} missing in the store and this job has {world_size()} processes; fill the store first, "
+                f"{lacks} missing from the store and this job has {world_size()} processes; fill the store first, "
                 f"{refill}"
             )
 
     def load_judge() -> LoadedJudge:
-        refuse_many("the measurement of the judge's labels is")
+        refuse_multiple_processes("the label measurement of the judge is")
         judge = reader.load(device)
         assert isinstance(judge, LoadedJudge)
         return judge
 
-    def load() -> object:
-        refuse_many("weights are")
+    def load_reader() -> object:
+        refuse_multiple_processes("weights are")
         log.info("%s", reader.describe_pass(rows_in_words(layers)))
         if reader.trace is not None:
             most = reader.trace.max_new_tokens
             log.info(
-                "judge: a trace before each of %d verdicts, at most %d tokens to write (judge.trace.max_new_tokens=%d)",
+                "judge: writes a trace before each of %d verdicts, at most %d tokens (judge.trace.max_new_tokens=%d)",
                 reader.rounds * lacking,
                 reader.rounds * lacking * most,
                 most,
@@ -158,7 +162,7 @@ def weigh(
             layers,
             store,
             key,
-            load,
+            load_reader,
             load_layers=rows,
             verdicts=reader.verdict,
             progress=partial(log.info, "%s: %d of %d pairs", reader.name),
@@ -170,12 +174,12 @@ def weigh(
     _log_unreadable(table, list(dict.fromkeys(list_pair_ids(wanted))), columns, reader)
     told = captured.without_tokens if isinstance(captured, CapturedRows) else captured.values
     prompts = Counter[str]()
-    seen = _counting(told(), prompts)
+    seen = _count_prompts(told(), prompts)
     verdicts = None
     if isinstance(reader, RunJudge) and reader.verdict:
         verdicts = judge_statistics(seen, reader.prompts.label_ids)
-    deque(seen, maxlen=0)  # where no verdicts were asked for, none is looked at before
-    return Weighed(
+    deque(seen, maxlen=0)  # without verdicts, the rows have not been iterated yet
+    return WeighingResult(
         source,
         captured,
         report,
@@ -193,8 +197,8 @@ def weigh(
     )
 
 
-def _counting(captured: Iterable[PairWeights], prompts: Counter[str]) -> Iterator[PairWeights]:
-    """Yields ``captured``; counts the prompts that were read, and those that had to be cut."""
+def _count_prompts(captured: Iterable[PairWeights], prompts: Counter[str]) -> Iterator[PairWeights]:
+    """Yields ``captured`` while counting the prompts read and those truncated."""
     for pair in captured:
         prompts["read"] += len(pair.rounds)
         prompts["cut"] += sum(item.cut for item in pair.rounds)
@@ -202,7 +206,7 @@ def _counting(captured: Iterable[PairWeights], prompts: Counter[str]) -> Iterato
 
 
 def _columns_key(source: WeightSource, encoded: Mapping[str, EncodedSet]) -> dict[str, object]:
-    """Returns what identifies the columns that a source reads, which the pairs' ids do not cover."""
+    """Returns the identity of the columns that a source reads, which pair ids do not cover."""
     if not source.columns:
         return {}
     found = hashlib.sha256()
@@ -216,33 +220,36 @@ def _columns_key(source: WeightSource, encoded: Mapping[str, EncodedSet]) -> dic
 def _log_stored(
     table: StoreTable, wanted: set[str], encoded: Mapping[str, EncodedSet], columns: list[str], rounds: int, layers: int
 ) -> int:
-    """Logs what the store holds of the wanted pairs and about how much will be written; returns how many it lacks."""
+    """Logs how many wanted pairs are stored and the size of the rest; returns the number of missing pairs."""
     lacking = set(table.missing_pairs(sorted(wanted), columns))
     tokens = 0
     for made in encoded.values():
-        of_pairs = np.sum(sizes_of(made.encoded).responses, axis=0)
+        of_pairs = np.sum(count_row_tokens(made.encoded).responses, axis=0)
         tokens += rounds * int(of_pairs[[pair_id in lacking for pair_id in list_pair_ids(made.pairs)]].sum())
     log_store("weights", table, len(wanted), len(lacking), estimate_bytes(tokens, layers))
     return len(lacking)
 
 
 def _log_unreadable(table: StoreTable, wanted: list[str], columns: list[str], reader: WeightReader) -> None:
-    """Logs by reason which stored pairs the model cannot be shown; UserError when that is every wanted pair."""
+    """Logs by reason which stored pairs the model cannot read.
+
+    Raises:
+        UserError: it can read none of the wanted pairs.
+    """
     found = unreadable_pairs(table, wanted)
     if not found:
         return
     first = next(iter(found.values()))
     if len(found) == len(wanted):
         raise UserError(
-            f"the {reader.name} can be shown none of {len(wanted)} pairs; the first, pair {first.pair_id}: "
-            f"{first.story}"
+            f"the {reader.name} can read none of {len(wanted)} pairs; the first is pair {first.pair_id}: {first.story}"
         )
     tally = Tally()
     for pair_id, pair in found.items():
         tally.add(pair.reason, pair_id)
-        tally.words.setdefault(pair.reason, "" if pair.story == pair.reason else f"; the first: {pair.story}")
+        tally.words.setdefault(pair.reason, "" if pair.story == pair.reason else f"; first: {pair.story}")
     pending = len(table.missing_pairs(wanted, columns))
-    stored = f" ({pending} more are still with other processes)" if pending else ""
+    stored = f" ({pending} more are being processed elsewhere)" if pending else ""
     for reason, count in sorted(tally.counts.items()):
         log.warning(
             "%d of %d pairs%s cannot be %s and get no weights: %s: %s%s%s",
@@ -258,13 +265,15 @@ def _log_unreadable(table: StoreTable, wanted: list[str], columns: list[str], re
 
 
 def log_store(what: str, table: StoreTable, total: int, lacking: int, size: int) -> None:
-    """Logs what the store holds of ``what`` and, if pairs are lacking, why and how much will be written.
+    """Logs how many pairs of ``what`` are stored and, if some are missing, why and how much will be written.
 
-    Where all are, the first key part is named in which the nearest other table differs. ``size``: at most, in bytes.
+    If all are missing, names the first part of the key in which the most similar table differs. ``size``: upper limit
+    in
+    bytes.
     """
     line = f"{what}: {total - lacking} of {total} pairs in the store"
     if lacking:
         difference = table.nearest_difference() if lacking == total else None
-        nearest = f" (nearest stored: {difference})" if difference else ""
-        line += f"{nearest}; {lacking} to compute, at most about {format_bytes(size)} to write"
+        nearest = f" (most similar in the store: {difference})" if difference else ""
+        line += f"{nearest}; computing {lacking}, at most about {format_bytes(size)} to write"
     log.info("%s", line)

@@ -1,7 +1,8 @@
-"""Weight explorer: many pairs with the weights of several sources, layers and rounds in one self-contained page.
+"""Weight explorer: a self-contained page with the weights of many pairs by several sources, layers and rounds.
 
-The page asks nothing of the net. Numbers are quantised and packed: a weight is a byte on a logarithmic scale of its own
-set (``Scale``), a log-probability two bytes on a linear one. They are unpacked in the browser when they are looked at.
+The page loads nothing from the network. Numbers are quantised: a weight takes one byte on a logarithmic scale
+(``WeightScale``, one per set of weights), a log-probability two bytes on a linear scale. The browser decodes them on
+demand.
 """
 
 import base64
@@ -22,21 +23,21 @@ from attnpo.display.weighed_pair import WeighedPair
 from attnpo.schema import SIDES, UserError
 from attnpo.system.files import write_atomically
 
-TOP = 254  # the highest code of a number; 0 is the weight 0
-UNKNOWN = 255  # the code of a weight that is not finite or not there
-SIGNED_TOP = 127  # codes 1..127 are positive weights and 128..254 negative ones, where a set has any
-SPAN = 24.0  # octaves below the largest weight that are told apart
+TOP = 254  # largest code of a number; 0 is the weight 0
+UNKNOWN = 255  # code of a weight that is missing or not finite
+SIGNED_TOP = 127  # codes 1..127 are positive weights and 128..254 negative ones, if there are any
+SPAN = 24.0  # octaves below the largest weight that are distinguished
 LOGP_TOP = 65534
 LOGP_UNKNOWN = 65535
 FACTS = {"lengths": "length", **{name: name for name in ("coverage", "source_coverage", "kept_mass")}}
-LOGPS = {"policy": "logp", "reference": "reference_logp"}  # models by the columns of their log-probabilities
+LOGPS = {"policy": "logp", "reference": "reference_logp"}  # columns of log-probabilities by model
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
 
 @dataclass(frozen=True)
 class ExplorerView:
-    """Names one set of weights: a source, a layer of it ("" without layers) and a round ("combined", "round 1")."""
+    """Name of one set of weights: source, layer ("" without layers) and round ("combined", "round 1")."""
 
     source: str
     layer: str = ""
@@ -44,18 +45,15 @@ class ExplorerView:
 
 
 ExplorerPair = Mapping[ExplorerView, WeighedPair]
-"""One pair on the same training tokens in every view; other pairs may have more views, or fewer."""
+"""One pair with the same training tokens in every view; pairs may have different views."""
 
 
 # ------------------------------------------------------------------------------------------------ numbers
 
 
 @dataclass(frozen=True)
-class Scale:
-    """Scale by which the weights of a view, relative to uniform, become bytes.
-
-    Evenly in log2 from ``low`` to ``high``.
-    """
+class WeightScale:
+    """Logarithmic scale, from 2^``low`` to 2^``high``, that encodes relative weights of a view as bytes."""
 
     low: float
     high: float
@@ -63,24 +61,24 @@ class Scale:
 
     @property
     def step(self) -> float:
-        """Octaves between neighbouring codes."""
+        """Returns the octaves between neighbouring codes."""
         return (self.high - self.low) / ((SIGNED_TOP if self.signed else TOP) - 1)
 
     @property
-    def error(self) -> float:
+    def relative_error(self) -> float:
         """Returns the largest relative error of a weight within the scale: half a step."""
         return 2 ** (self.step / 2) - 1
 
     @classmethod
-    def over(cls, relative: Array) -> "Scale":
-        """Returns the scale from the smallest to the largest finite weight apart from 0, at most 24 octaves."""
+    def fit(cls, relative: Array) -> "WeightScale":
+        """Fits the scale to the smallest and largest non-zero finite weights, spanning at most 24 octaves."""
         sizes = np.abs(relative[np.isfinite(relative) & (relative != 0)])
         high = math.log2(float(sizes.max())) if sizes.size else 0.0
         low = max(math.log2(float(sizes.min())), high - SPAN) if sizes.size else 0.0
         return cls(low, high, bool((relative[np.isfinite(relative)] < 0).any()))
 
     def encode(self, relative: Array) -> bytes:
-        """Returns a byte per weight."""
+        """Encodes each weight as one byte."""
         top = SIGNED_TOP if self.signed else TOP
         finite = np.isfinite(relative)
         present = finite & (relative != 0)
@@ -92,9 +90,9 @@ class Scale:
 
 
 def encode_logps(logps: Array) -> tuple[bytes, float]:
-    """Returns two bytes per log-probability (little end first), and the nats between neighbouring codes.
+    """Encodes each log-probability in two bytes (little endian); also returns the nats between codes.
 
-    NaN has its own.
+    NaN has a separate code.
     """
     known = np.isfinite(logps)
     step = float(-logps[known].min(initial=0.0)) / LOGP_TOP or 1.0
@@ -106,26 +104,29 @@ def encode_logps(logps: Array) -> tuple[bytes, float]:
 
 
 def explorer_html(pairs: Sequence[ExplorerPair], *, title: str = "Token weights", note: str = "") -> str:
-    """Returns the explorer of ``pairs`` as one HTML page; ``note`` is a line below its title.
+    """Renders the explorer of ``pairs`` as one HTML page; ``note`` is a line below its title.
 
-    Weights relative to uniform are kept to half a step of their ``Scale`` (at most 3.4 %, 6.8 % where there are
-    negative ones), which the page states; weights of exactly 0 are exact. Log-probabilities are kept to 1/131068 of the
-    lowest one. UserError for no pairs, or a pair without weights.
+    Relative weights are accurate to half a step of their ``WeightScale`` (at most 3.4 %, or 6.8 % if some are
+    negative),
+    as stated on the page; weights of exactly 0 are exact. Log-probabilities are accurate to 1/131068 of the lowest one.
+
+    Raises:
+        UserError: there are no pairs, or a pair has no weights.
     """
     views = list(dict.fromkeys(view for pair in pairs for view in pair))
     if not views or not all(pairs):
-        raise UserError("the explorer got no pairs, or one without weights; expected at least one view of each pair")
+        raise UserError("the weight explorer needs at least one pair, and at least one view of each pair")
     blobs: dict[str, Markup] = {}
 
-    def keep(name: str, data: bytes) -> None:
+    def add_blob(name: str, data: bytes) -> None:
         blobs[name] = Markup(base64.b64encode(zlib.compress(data, 6)).decode("ascii"))
 
     firsts = [next(iter(pair.values())) for pair in pairs]
     sides = [side for pair in firsts for _, side in pair.sides]
-    keep("ids", np.array([one for side in sides for one in side.token_ids], dtype="<i4").tobytes())
+    add_blob("ids", np.array([one for side in sides for one in side.token_ids], dtype="<i4").tobytes())
     bounds = [np.array(side.offsets, dtype=np.int64).reshape(-1, 2) for side in sides]
     gaps = [np.diff(one.reshape(-1), prepend=0) for one in bounds]  # gap in front of a token, its characters, ...
-    keep("characters", np.concatenate(gaps).astype("<i4").tobytes())
+    add_blob("characters", np.concatenate(gaps).astype("<i4").tobytes())
     described = []
     for number, view in enumerate(views):
         rows = [None if (row := pair.get(view)) is None else (row.chosen, row.rejected) for pair in pairs]
@@ -138,14 +139,16 @@ def explorer_html(pairs: Sequence[ExplorerPair], *, title: str = "Token weights"
                 for place, (_, side) in enumerate(first.sides)
             ]
         )
-        scale = Scale.over(relative)
-        keep(f"weights-{number}", scale.encode(relative))
+        scale = WeightScale.fit(relative)
+        add_blob(f"weights-{number}", scale.encode(relative))
         described.append(
             {
                 **{"source": view.source, "layer": view.layer, "round": view.round},
-                **{"low": scale.low, "step": scale.step, "signed": scale.signed, "error": scale.error},
+                **{"low": scale.low, "step": scale.step, "signed": scale.signed, "error": scale.relative_error},
                 **{
-                    heads: [None if row is None else [_plain(getattr(side, name)) for side in row] for row in rows]
+                    heads: [
+                        None if row is None else [_nan_to_none(getattr(side, name)) for side in row] for row in rows
+                    ]
                     for heads, name in FACTS.items()
                 },
             }
@@ -155,7 +158,7 @@ def explorer_html(pairs: Sequence[ExplorerPair], *, title: str = "Token weights"
     for number, (name, key) in enumerate(known):
         logps = [side.scores.get(key, torch.full_like(side.weights, math.nan)).double().numpy() for side in sides]
         data, step = encode_logps(np.concatenate(logps))
-        keep(f"logps-{number}", data)
+        add_blob(f"logps-{number}", data)
         models.append({"name": name, "step": step})
     texts = {
         "pairs": [
@@ -182,8 +185,8 @@ def explorer_html(pairs: Sequence[ExplorerPair], *, title: str = "Token weights"
         "sides": SIDES,
         "note": note,
     }
-    keep("texts", json.dumps(texts, separators=(",", ":")).encode("ascii"))
-    # The page opens with the first view, and with the one it is compared with: the next source's first, or the next.
+    add_blob("texts", json.dumps(texts, separators=(",", ":")).encode("ascii"))
+    # The page opens with the first view and one to compare: the first view of another source, or else the second.
     other = next((number for number, view in enumerate(views) if view.source != views[0].source), 1)
     at_first = {"texts", "ids", "characters", "weights-0", f"weights-{other}"}
     return render(
@@ -196,11 +199,11 @@ def explorer_html(pairs: Sequence[ExplorerPair], *, title: str = "Token weights"
 
 
 def write_explorer(path: Path, pairs: Sequence[ExplorerPair], *, title: str = "Token weights", note: str = "") -> Path:
-    """Writes ``explorer_html`` to ``path``, whole or not at all, and returns it."""
+    """Writes ``explorer_html`` atomically to ``path`` and returns the path."""
     write_atomically(path, explorer_html(pairs, title=title, note=note))
     return path
 
 
-def _plain(value: float) -> float | None:
-    """Returns a number as JSON has it, None for NaN."""
+def _nan_to_none(value: float) -> float | None:
+    """Converts NaN to None for JSON."""
     return None if math.isnan(value) else float(value)

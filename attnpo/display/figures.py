@@ -1,4 +1,4 @@
-"""Figures of a run: training curves, and where its policy moved."""
+"""Figures of a run: training curves, and KL to the base by token weight and position."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,9 +12,20 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from pandas import Series
 
-from attnpo.display.look import COLOURS, INK, MARKERS, SOFT, Number, legend, new_figure, panel, save, styled
+from attnpo.display.look import (
+    COLOURS,
+    INK,
+    MARKERS,
+    SOFT,
+    Number,
+    add_legend,
+    label_axes,
+    new_figure,
+    save_figure,
+    styled,
+)
 
-_SMOOTH_FROM = 40  # from this many points on a curve is drawn with its running mean
+_SMOOTH_FROM = 40  # minimum number of points for drawing a running mean
 
 
 # ------------------------------------------------------------------------------------------------ training
@@ -35,7 +46,7 @@ class _Panel:
     smooth: bool = True
 
 
-def _both(title: str, name: str, level: float | None = None) -> _Panel:
+def _train_and_val_panel(title: str, name: str, level: float | None = None) -> _Panel:
     return _Panel(
         title,
         (_Curve(f"train/{name}", "train", COLOURS[0]), _Curve(f"val/{name}", "validation", COLOURS[1])),
@@ -44,9 +55,9 @@ def _both(title: str, name: str, level: float | None = None) -> _Panel:
 
 
 PANELS = (
-    _both("loss", "loss", math.log(2)),
-    _both("rewards/margins", "rewards/margins", 0.0),
-    _both("rewards/accuracies", "rewards/accuracies", 0.5),
+    _train_and_val_panel("loss", "loss", math.log(2)),
+    _train_and_val_panel("rewards/margins", "rewards/margins", 0.0),
+    _train_and_val_panel("rewards/accuracies", "rewards/accuracies", 0.5),
     _Panel(
         "rewards (validation dashed)",
         (
@@ -66,20 +77,22 @@ PANELS = (
 def training_curves(csv_rows: Sequence[Mapping[str, Number]], path: Path | str, title: str = "") -> Path:
     """Draws loss, margins, accuracies, rewards, learning rate and gradient norm over steps; returns the PNG's path.
 
-    ``csv_rows``: a mapping per step with what was logged then ("step", "train/loss", "val/loss", ...); a column may be
-    missing everywhere or in any row. Values that are not finite are left out and counted in the panel's title. Dotted
-    lines: ln 2 for the loss before the first step of DPO, 0 for rewards, 0.5 for the accuracy of a coin.
+    ``csv_rows``: one mapping per step with the values logged then ("step", "train/loss", "val/loss", ...); columns may
+    be
+    missing in some or all rows. Values that are not finite are skipped and counted in the panel's title. Dotted lines
+    show
+    ln 2 for the loss (DPO before the first step), 0 for rewards and 0.5 for the accuracy of guessing.
     """
     figure = new_figure(12, 6.6, title)
     for axes, shown in zip(figure.subplots(2, 3).flat, PANELS, strict=True):
         _draw_panel(axes, shown, csv_rows)
-    return save(figure, path, rect=(0, 0, 1, 0.97 if title else 1), h_pad=1.6, w_pad=1.6)
+    return save_figure(figure, path, rect=(0, 0, 1, 0.97 if title else 1), h_pad=1.6, w_pad=1.6)
 
 
 def _draw_panel(axes: Axes, shown: _Panel, rows: Sequence[Mapping[str, Number]]) -> None:
     dropped = drawn = 0
     for curve in shown.curves:
-        steps, values, bad = _series(rows, curve.column)
+        steps, values, bad = _column_series(rows, curve.column)
         dropped += bad
         drawn += bool(len(values))
         line: dict[str, Any] = {"color": curve.colour, "linewidth": 1.4, "label": curve.label}
@@ -91,10 +104,10 @@ def _draw_panel(axes: Axes, shown: _Panel, rows: Sequence[Mapping[str, Number]])
             axes.plot(steps, values, ".-" if len(values) < 5 else "-", **line)
         else:
             axes.plot(steps, values, color=curve.colour, linewidth=0.8, alpha=0.3)
-            window = 2 * max(2, len(values) // 30) + 1  # about a fifteenth of the curve, shorter at its ends
+            window = 2 * max(2, len(values) // 30) + 1  # about a fifteenth of the curve, less at its ends
             mean = Series(values).rolling(window, center=True, min_periods=1).mean()
             axes.plot(steps, mean, **{**line, "linewidth": 1.6})
-    panel(axes, shown.title + (f" ({dropped} not finite)" if dropped else ""), "optimiser step")
+    label_axes(axes, shown.title + (f" ({dropped} not finite)" if dropped else ""), "optimiser step")
     if not drawn:
         axes.text(0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", va="center", color=SOFT)
         axes.set(xticks=[], yticks=[])
@@ -103,13 +116,13 @@ def _draw_panel(axes: Axes, shown: _Panel, rows: Sequence[Mapping[str, Number]])
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
     if shown.level is not None:
         axes.axhline(shown.level, color=INK, linewidth=0.9, linestyle=":")
-    legend(axes)
+    add_legend(axes)
 
 
-def _series(
+def _column_series(
     rows: Sequence[Mapping[str, Number]], column: str
 ) -> tuple[Float[np.ndarray, " points"], Float[np.ndarray, " points"], int]:
-    """Returns steps and values of a column in order of steps, and how many logged values were not finite."""
+    """Returns a column's steps and values in order of steps, and the number of values that are not finite."""
     logged = [(float(row.get("step", number)), float(row[column])) for number, row in enumerate(rows) if column in row]
     kept = sorted(pair for pair in logged if math.isfinite(pair[0]) and math.isfinite(pair[1]))
     table = np.array(kept, dtype=np.float64).reshape(-1, 2)
@@ -119,27 +132,27 @@ def _series(
 # ------------------------------------------------------------------------------------------------ drift
 
 Lines = Mapping[str, Mapping[str, Number]]
-"""By name of a line its values by the number of their group."""
+"""Values by group number, for each line by name."""
 
 
 @styled
 def drift_figure(deciles: Lines, places: Lines, path: Path | str) -> Path:
-    """Draws a panel for each of the two that has lines; returns the PNG's path."""
+    """Draws one panel for each non-empty argument; returns the PNG's path."""
     panels = [
         (title, label, lines)
         for title, label, lines in (
             ("KL to the base by token weight", "weight decile, 1 is the lowest", deciles),
-            ("KL to the base by place", "tenth of the response", places),
+            ("KL to the base by position", "tenth of the response", places),
         )
         if lines
     ]
     figure = new_figure(5.6 * max(1, len(panels)), 3.4)
     for place, (title, label, lines) in enumerate(panels, 1):
-        axes = panel(figure.add_subplot(1, len(panels), place), title, label, "nats per token")
+        axes = label_axes(figure.add_subplot(1, len(panels), place), title, label, "nats per token")
         for (name, values), colour, marker in zip(lines.items(), COLOURS, MARKERS, strict=False):
             groups = [int(group) for group in values]
             axes.plot(groups, [*values.values()], color=colour, marker=marker, markersize=5, label=name)
         axes.set_ylim(bottom=0)
         axes.set_xticks(range(1, 11))
-        legend(axes)
-    return save(figure, path, w_pad=2.0)
+        add_legend(axes)
+    return save_figure(figure, path, w_pad=2.0)

@@ -1,7 +1,7 @@
-"""Text that is safe to show, and the colours of heat maps.
+"""Safe display of text, and the colours of heat maps.
 
-Colour means weight relative to uniform (w * |y|) on one fixed logarithmic scale, so that maps compare: no tint at 1,
-warm above up to 8, cool below down to 1/8.
+Colour shows weight relative to uniform (w * |y|) on a fixed logarithmic scale, so that maps are comparable: no tint at
+1, warm colours above up to 8, cool colours below down to 1/8.
 """
 
 import math
@@ -9,9 +9,9 @@ import unicodedata
 
 LEVELS = 16  # shades on each side of uniform
 OCTAVES = 3.0  # the scale ends at 2^3 = 8 times uniform, and at 1/8
-DARK_INK = 9  # from this shade on the tint is opaque enough to need dark letters on a dark page, too
+DARK_INK = 9  # from this shade on, the tint needs dark text even on a dark page
 
-WEIGHTS = ("relative", "weight")  # the columns of a pair that are coloured
+WEIGHTS = ("relative", "weight")  # columns of a pair that are coloured
 
 RGBA = tuple[int, int, int, float]
 RGB = tuple[int, int, int]
@@ -24,23 +24,25 @@ LEGEND: tuple[tuple[str, float], ...] = (
 _MARKS = {"\n": "↵\n", "\t": "⇥\t", "\r": "␍"}
 
 
-def visible(text: str) -> str:
-    """Returns ``text`` safe to show: line breaks and tabs carry a mark, what cannot be seen or would act is named.
+def make_visible(text: str) -> str:
+    """Makes ``text`` safe to display, with marks for line breaks and tabs.
 
-    Control characters become their pictures (escape sequences never reach a terminal), characters that reorder text
-    become [U+202E] and the like, lone surrogates the replacement character, spaces alone visible spaces.
+    Control characters become Unicode control pictures (so escape sequences never reach a terminal), bidirectional
+    control
+    characters become [U+202E] and the like, lone surrogates the replacement character, and texts of only spaces visible
+    spaces.
     """
     if text and not text.strip(" "):
         return "␣" * len(text)
-    return "".join(_visible(char) for char in text)
+    return "".join(_show_character(char) for char in text)
 
 
-def readable(text: str) -> str:
-    """Returns ``text`` as safe as ``visible`` makes it, with plain line breaks and spaces: for prompts."""
-    return "\n".join("".join(_visible(char) for char in line) for line in text.split("\n"))
+def make_readable(text: str) -> str:
+    """Makes ``text`` safe to display like ``make_visible``, but with plain line breaks and spaces, for prompts."""
+    return "\n".join("".join(_show_character(char) for char in line) for line in text.split("\n"))
 
 
-def _visible(char: str) -> str:
+def _show_character(char: str) -> str:
     if char in _MARKS:
         return _MARKS[char]
     code, kind = ord(char), unicodedata.category(char)
@@ -56,10 +58,10 @@ def _visible(char: str) -> str:
 # ------------------------------------------------------------------------------------------------ colours
 
 
-def level(relative: float | int) -> int:
+def shade_of(relative: float | int) -> int:
     """Returns the shade of a weight relative to uniform: -16 (1/8 or less) to 16 (8 or more), 0 for uniform.
 
-    Negative weights have the shade of their size; NaN has 0.
+    Negative weights have the shade of their absolute value; NaN has 0.
     """
     size = abs(relative)
     if math.isnan(size):
@@ -70,7 +72,7 @@ def level(relative: float | int) -> int:
 
 
 def tint(shade: int, negative: bool = False) -> RGBA:
-    """Returns red, green, blue (0-255) and opacity (0-1) of a shade, to be laid over any background."""
+    """Returns red, green, blue (0-255) and opacity (0-1) of a shade, for any background."""
     share = abs(shade) / LEVELS
     if negative:
         return 150, 80, 205, 0.12 + 0.68 * (shade + LEVELS) / (2 * LEVELS)
@@ -79,8 +81,8 @@ def tint(shade: int, negative: bool = False) -> RGBA:
     return 70, 130, 215, 0.30 * share
 
 
-def over(colour: RGBA, background: RGB) -> RGB:
-    """Returns ``colour`` laid over an opaque ``background``."""
+def blend(colour: RGBA, background: RGB) -> RGB:
+    """Blends ``colour`` with an opaque ``background``."""
     red, green, blue, opacity = colour
     mixed = [
         round(opacity * top + (1 - opacity) * below) for top, below in zip((red, green, blue), background, strict=True)
@@ -89,12 +91,12 @@ def over(colour: RGBA, background: RGB) -> RGB:
 
 
 def shade_class(relative: float) -> str:
-    """Returns the class of a finite weight, for which ``shade_rules`` has a rule."""
-    return f"{'v' if relative < 0 else 'h'}{level(relative) + LEVELS}"
+    """Returns the CSS class of a finite weight, as defined by ``shade_rules``."""
+    return f"{'v' if relative < 0 else 'h'}{shade_of(relative) + LEVELS}"
 
 
 def shade_rules(scope: str = "", signed: bool = True) -> str:
-    """Returns the style rules of all shades within the selector ``scope``; ``signed``: negative weights have theirs."""
+    """Returns the CSS rules of all shades within the selector ``scope``; ``signed`` includes negative weights."""
     rules = []
     for prefix, negative in (("h", False), ("v", True))[: 2 if signed else 1]:
         for shade in range(-LEVELS, LEVELS + 1):

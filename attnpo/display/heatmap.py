@@ -1,7 +1,7 @@
-"""Heat maps of token weights as self-contained HTML, in the terminal, and as an SVG picture of the terminal's.
+"""Heat maps of token weights as self-contained HTML, in the terminal, and as SVG.
 
-The HTML needs no font, script or file besides itself; every text of the data is escaped and every line of a response
-takes its own direction (left to right or right to left).
+The HTML needs no other font, script or file; all text from data is escaped, and each line of a response uses its own
+direction (left to right or right to left).
 """
 
 import io
@@ -17,7 +17,18 @@ from rich.table import Column, Table
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 from rich.text import Text
 
-from attnpo.display.heat import DARK_INK, LEGEND, RGB, level, over, readable, shade_class, shade_rules, tint, visible
+from attnpo.display.heat import (
+    DARK_INK,
+    LEGEND,
+    RGB,
+    blend,
+    make_readable,
+    make_visible,
+    shade_class,
+    shade_of,
+    shade_rules,
+    tint,
+)
 from attnpo.display.pair_record import PairRecord, WeighedResponse
 from attnpo.display.templating import render
 from attnpo.system.files import write_atomically
@@ -26,24 +37,24 @@ from attnpo.system.files import write_atomically
 
 
 def heatmap_html(pairs: Sequence[PairRecord], *, page: bool = True, title: str = "Token weights") -> str:
-    """Returns the heat maps of ``pairs``.
+    """Renders the heat maps of ``pairs`` as HTML.
 
-    A whole page, or with ``page`` False a fragment to put into one (style included).
+    Returns a whole page, or with ``page`` False a fragment (including its style) to embed in one.
     """
     signed = any(bool((side.weights < 0).any()) for pair in pairs for _, side in pair.sides)
     legend = [(name, shade_class(value)) for name, value in (*LEGEND, *([("negative", -1.0)] if signed else []))]
     rules = shade_rules(".heat ", signed)
-    fragment = render("heatmap.html", pairs=pairs, legend=legend, shade_rules=rules, spans_of=_spans)
+    fragment = render("heatmap.html", pairs=pairs, legend=legend, shade_rules=rules, spans_of=_iter_spans)
     return render("frame.html", title=title, body=fragment) if page else fragment
 
 
-def _spans(side: WeighedResponse) -> Iterator[tuple[str, str, str]]:
-    """Yields of each token its classes, the text that appears over it, and its own."""
+def _iter_spans(side: WeighedResponse) -> Iterator[tuple[str, str, str]]:
+    """Yields the CSS classes, hover text and text of each token."""
     rows = zip(side.tokens, side.relative.tolist(), side.has_partner, side.ends, strict=True)
     for place, (text, relative, matched, end) in enumerate(rows):
         shade = shade_class(relative) if math.isfinite(relative) else "bad"
         kind, said = (f"{shade} end", ", end of turn") if end else (shade, "") if matched else ("lost", ", no partner")
-        yield kind, f"{relative:.2f}{said}, {side.facts(place)}", text
+        yield kind, f"{relative:.2f}{said}, {side.describe_token(place)}", text
 
 
 # ------------------------------------------------------------------------------------------------ terminal
@@ -56,28 +67,29 @@ _LIGHT_LETTERS, _DARK_LETTERS = "#e6e8ec", "#1b1205"
 def heatmap_terminal(
     pairs: Sequence[PairRecord], console: Console, *, numbers: bool | None = None, paper: bool = False
 ) -> None:
-    """Writes the heat maps of ``pairs`` to ``console``, both responses side by side where 100 columns fit.
+    """Prints the heat maps of ``pairs`` to ``console``, with both responses side by side from 100 columns on.
 
-    ``numbers`` writes w * |y| after each token; by default where the console shows no colour. ``paper``: for a picture
-    on white, where nothing but us turns lines from right to left.
+    ``numbers``: whether to print w * |y| after each token; by default only if the console has no colours. ``paper``:
+    output
+    for a picture on white, where right-to-left lines must be reordered here.
     """
     with_numbers = console.color_system is None if numbers is None else numbers
     console.print(_legend_text(paper))
     for one in pairs:
         heads = [f"pair {one.pair.pair_id[:12]}", *([one.note] if one.note else []), *one.rounds]
-        console.rule(Text(visible(heads[0])), align="left", style="dim" if paper else "rule.line")
+        console.rule(Text(make_visible(heads[0])), align="left", style="dim" if paper else "rule.line")
         for line in heads[1:]:
-            console.print(Text(visible(line), style="dim"))
+            console.print(Text(make_visible(line), style="dim"))
         for message in one.pair.prompt:
-            role = Text(f"{visible(message['role'])}: ", style="bold")
-            console.print(role + Text(readable(message["content"])))
+            role = Text(f"{make_visible(message['role'])}: ", style="bold")
+            console.print(role + Text(make_readable(message["content"])))
         panels = [_side_panel(name, side, with_numbers, paper) for name, side in one.sides]
-        console.print(_beside(panels) if console.width >= 100 else Group(*panels))
+        console.print(_side_by_side(panels) if console.width >= 100 else Group(*panels))
 
 
 def write_svg(pairs: Sequence[PairRecord], path: Path | str) -> Path:
-    """Draws the heat maps of ``pairs`` as one SVG picture on white, as wide as 130 characters, and returns its path."""
-    out = io.StringIO()  # of a notebook too, which would show what is printed
+    """Draws the heat maps of ``pairs`` as one SVG on white, 130 characters wide; returns its path."""
+    out = io.StringIO()  # otherwise a notebook would display the printed text
     console = Console(
         record=True, width=130, file=out, force_terminal=True, force_jupyter=False, color_system="truecolor"
     )
@@ -88,7 +100,7 @@ def write_svg(pairs: Sequence[PairRecord], path: Path | str) -> Path:
     return target
 
 
-# Rich's own has the frame of a window, and asks the net for a font.
+# Rich's default draws a window frame and loads a font from the network.
 _SVG = """<svg viewBox="0 0 {terminal_width} {terminal_height}" xmlns="http://www.w3.org/2000/svg">
 <style>.{unique_id}-matrix {{ font: {char_height}px ui-monospace, "DejaVu Sans Mono", monospace; white-space: pre; }}
 {styles}</style>
@@ -98,7 +110,7 @@ _SVG = """<svg viewBox="0 0 {terminal_width} {terminal_height}" xmlns="http://ww
 """
 
 
-def _beside(panels: Sequence[RenderableType]) -> Table:
+def _side_by_side(panels: Sequence[RenderableType]) -> Table:
     grid = Table.grid(*(Column(ratio=1, overflow="fold") for _ in panels), expand=True)
     grid.add_row(*panels)
     return grid
@@ -109,7 +121,7 @@ def _side_panel(name: str, side: WeighedResponse, numbers: bool, paper: bool) ->
     for token, relative, matched, end in zip(
         side.tokens, side.relative.tolist(), side.has_partner, side.ends, strict=True
     ):
-        text.append(visible(token) or "▯", style=_token_style(relative, matched, end, paper))
+        text.append(make_visible(token) or "▯", style=_token_style(relative, matched, end, paper))
         if numbers:
             text.append("|." if not (matched or end) else f"|{relative:.2f}", style="dim")
             text.append(" ")
@@ -119,7 +131,7 @@ def _side_panel(name: str, side: WeighedResponse, numbers: bool, paper: bool) ->
 
 
 class _Mirrored:
-    """Text whose tokens run from the right edge of each line; the letters of each are left to who draws them."""
+    """Text whose tokens run from the right edge of each line; the order within a token is left to the viewer."""
 
     def __init__(self, text: Text) -> None:
         self.text = text
@@ -139,9 +151,9 @@ def _token_style(relative: float, matched: bool, end: bool, paper: bool) -> Styl
 
 
 def shade_style(relative: float | int, paper: bool = False) -> Style:
-    """Returns letters and background of a finite weight relative to uniform, on a dark terminal or on ``paper``."""
-    shade = level(relative)
-    red, green, blue = over(tint(shade, relative < 0), _WHITE if paper else _DARK)
+    """Returns the text and background colours of a finite relative weight, on a dark terminal or on ``paper``."""
+    shade = shade_of(relative)
+    red, green, blue = blend(tint(shade, relative < 0), _WHITE if paper else _DARK)
     letters = _DARK_LETTERS if paper or (shade >= DARK_INK - 3 and relative >= 0) else _LIGHT_LETTERS
     return Style(color=letters, bgcolor=f"#{red:02x}{green:02x}{blue:02x}")
 

@@ -1,4 +1,4 @@
-"""Look that figures share: colours of arms, panels, legends, and files in PNG and SVG for light and dark pages."""
+"""Shared style of figures: colours of arms, axes, legends, and PNG and SVG files for light and dark pages."""
 
 import io
 import math
@@ -11,22 +11,22 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from attnpo.display.page import svg_beside
+from attnpo.display.page import svg_path
 from attnpo.system.files import name_file_in_errors
 
-Number = float | int  # whole numbers are welcome wherever figures take numbers
+Number = float | int  # figures accept integers wherever they accept floats
 
 DPI = 150
-# Okabe and Ito's colours, which stay distinct for colour-blind readers, in an order that starts with strong contrast;
-# then others of middle lightness, so that all are seen on white and on a dark page.
+# Okabe and Ito's colours, distinct for colour-blind readers, ordered by contrast; then others of medium lightness,
+# visible on white and on dark pages.
 COLOURS = (
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8E5BB5", "#A0522D", "#7F7F7F", "#A8A400",
     "#C2185B", "#2F8F9D",
 )  # fmt: skip
 MARKERS = ("o", "^", "D", "v", "P", "X", "*", "p")
-STYLES = ("-", "--", "-.", ":")  # lines beyond the palette repeat its colours in another style
+STYLES = ("-", "--", "-.", ":")  # further lines repeat the colours in another style
 INK, SOFT, GRID, PAPER = "#33363c", "#9aa0aa", "#dfe2e7", "#ffffff"
-# What an SVG becomes on a dark page: the same hues, lighter where they would sink into it.
+# Colours of an SVG on a dark page: the same hues, lighter if necessary.
 _DARK = {
     INK: "#e6e8ec", GRID: "#363b45", PAPER: "#1c1f25", "#000000": "#e6e8ec", "#0072B2": "#4f8dff",
     "#56B4E9": "#8ed4f7", "#8E5BB5": "#b78fdb", "#A0522D": "#d18c64", "#7F7F7F": "#a9a9a9",
@@ -35,7 +35,7 @@ _DARK = {
 Corner = Literal["best", "upper left", "lower left", "lower right", "upper center", "center left"]
 
 
-# As a decorator: what a function draws has this look, and no one else's settings change.
+# Decorator: sets this style for everything that a function draws, without changing global settings.
 styled = matplotlib.rc_context(
     {
         "text.parse_math": False, "text.color": INK, "axes.titlesize": 10.5, "axes.titlelocation": "left",
@@ -49,14 +49,14 @@ styled = matplotlib.rc_context(
 
 
 def new_figure(width: Number, height: Number, title: str = "") -> Figure:
-    """Returns an empty figure of ``width`` x ``height`` inches that no window shows."""
+    """Creates an empty figure of ``width`` x ``height`` inches, without a window."""
     figure = Figure(figsize=(width, height), dpi=DPI, facecolor=PAPER)
     if title:
         figure.suptitle(title, fontsize=12, x=0.012, ha="left")
     return figure
 
 
-def save(
+def save_figure(
     figure: Figure,
     path: Path | str,
     *,
@@ -64,10 +64,10 @@ def save(
     w_pad: float | None = None,
     rect: tuple[float, float, float, float] | None = None,
 ) -> Path:
-    """Writes the figure as a PNG and beside it as an SVG, makes their folder first, empties it, and returns the PNG.
+    """Saves the figure as a PNG and as an SVG next to it, clears it, and returns the PNG's path.
 
-    The SVG keeps its text as text, has no background and takes lighter lines where its reader prefers dark pages.
-    The rest is of ``Figure.tight_layout``.
+    Creates the folder if needed. The SVG keeps text as text, has a transparent background and uses lighter lines if the
+    reader prefers dark pages. The other arguments are those of ``Figure.tight_layout``.
     """
     figure.tight_layout(h_pad=h_pad, w_pad=w_pad, rect=rect)
     target = Path(path)
@@ -79,14 +79,14 @@ def save(
     ):
         figure.savefig(target, format="png", dpi=DPI)
         figure.savefig(drawing, format="svg", facecolor="none", metadata={"Date": None})
-    with name_file_in_errors(svg_beside(target)):
-        svg_beside(target).write_text(adaptive(drawing.getvalue()), encoding="utf-8")
+    with name_file_in_errors(svg_path(target)):
+        svg_path(target).write_text(add_dark_mode(drawing.getvalue()), encoding="utf-8")
     figure.clear()
     return target
 
 
-def adaptive(svg: str) -> str:
-    """Returns an SVG of matplotlib's with a style that changes its colours on a dark page."""
+def add_dark_mode(svg: str) -> str:
+    """Adds a style to a matplotlib SVG that changes its colours on dark pages."""
     rules = "".join(
         f'[style*="{part}: {light.lower()}"]{{{part}:{dark} !important}}'
         for light, dark in _DARK.items()
@@ -101,8 +101,8 @@ def adaptive(svg: str) -> str:
 
 
 @dataclass(frozen=True)
-class Look:
-    """Look of an arm in every figure; ``note`` is put behind its name."""
+class ArmStyle:
+    """Style of an arm in every figure; ``note`` is appended to its name."""
 
     colour: str
     marker: str = "o"
@@ -112,7 +112,7 @@ class Look:
 
     @property
     def line_colours(self) -> dict[str, Any]:
-        """Returns the colours of its lines and inside of its markers."""
+        """Returns the colours of lines and marker faces."""
         return {"color": self.colour, "markerfacecolor": self.colour if self.filled else PAPER}
 
     def label(self, arm: str) -> str:
@@ -120,61 +120,63 @@ class Look:
         return f"{arm} ({self.note})" if self.note else arm
 
 
-Looks = Mapping[str, Look]
+ArmStyles = Mapping[str, ArmStyle]
 
 
-def looks_of(
+def make_arm_styles(
     arms: Iterable[str],
     control: str | None = None,
     *,
     altered: Collection[str] = (),
     told: Collection[str] = (),
-) -> dict[str, Look]:
-    """Returns a look for each arm, the same in every figure of a study.
+) -> dict[str, ArmStyle]:
+    """Assigns a style to each arm, the same in every figure of a study.
 
-    The ``control`` that others are compared with is black (white on a dark page), dashed and square; arms in
-    ``altered``, whose weights a transform has changed, have hollow markers; those in ``told``, which know the truth,
-    dotted lines. Colours repeat, with another line and marker, after the twelfth of the others.
+    The ``control`` is black (white on a dark page), dashed and square; arms in ``altered``, whose weights a transform
+    has
+    changed, have hollow markers; arms in ``told``, which know the true weights, have dotted lines. Colours repeat after
+    twelve arms, with other lines and markers.
     """
-    looks: dict[str, Look] = {}
+    looks: dict[str, ArmStyle] = {}
     number = 0
     for arm in dict.fromkeys(arms):
         if arm == control:
-            looks[arm] = Look(INK, "s", "--", note="control")
+            looks[arm] = ArmStyle(INK, "s", "--", note="control")
             continue
         turn, place = divmod(number, len(COLOURS))
         style = ":" if arm in told else STYLES[turn % 3]
         marker = MARKERS[(number + turn) % len(MARKERS)]
         note = "knows the truth" if arm in told else "altered" if arm in altered else ""
-        looks[arm] = Look(COLOURS[place], marker, style, arm not in altered, note)
+        looks[arm] = ArmStyle(COLOURS[place], marker, style, arm not in altered, note)
         number += 1
     return looks
 
 
 @dataclass(frozen=True)
-class Level:
-    """Score with the ends of its interval where there is one."""
+class ScoreInterval:
+    """Score with the ends of its interval, if any."""
 
     score: Number
     low: Number = math.nan
     high: Number = math.nan
 
     @property
-    def is_bounded(self) -> bool:
+    def has_interval(self) -> bool:
         """Returns whether there is an interval."""
         return math.isfinite(self.low) and math.isfinite(self.high)
 
 
-def level_of(value: "Level | Number") -> Level:
-    """Returns a number as a level without an interval."""
-    return value if isinstance(value, Level) else Level(value)
+def as_score_interval(value: "ScoreInterval | Number") -> ScoreInterval:
+    """Converts a number to a score without an interval."""
+    return value if isinstance(value, ScoreInterval) else ScoreInterval(value)
 
 
 def axis_limits(values: Sequence[Number], ends: Sequence[Number] = (), margin: float = 0.06) -> tuple[float, float]:
-    """Returns the limits of an axis that shows ``values``, and ``ends`` of intervals as far as one span beyond them.
+    """Returns axis limits that show ``values``, and interval ``ends`` up to one span outside them.
 
-    Of eight values and more those are left out that lie three times the distance between the quartiles, and a fifth of
-    the largest value, beyond them: such a value would press all others together and is drawn at the edge instead.
+    With eight or more values, outliers are ignored, as they would squeeze the others together; they are drawn at the
+    edge
+    instead. An outlier is farther from the quartiles than three times their distance plus a fifth of the larger one.
     """
     finite = sorted(float(value) for value in values if math.isfinite(value))
     if not finite:
@@ -194,14 +196,14 @@ def axis_limits(values: Sequence[Number], ends: Sequence[Number] = (), margin: f
 # ------------------------------------------------------------------------------------------------ parts of a figure
 
 
-def panel(axes: Axes, title: str, xlabel: str = "", ylabel: str = "") -> Axes:
-    """Gives ``axes`` titles, and returns them."""
+def label_axes(axes: Axes, title: str, xlabel: str = "", ylabel: str = "") -> Axes:
+    """Sets title and axis labels; returns ``axes``."""
     axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
     return axes
 
 
-def legend(axes: Axes, loc: Corner = "best", *, bbox_to_anchor: tuple[float, float] | None = None) -> None:
-    """Names the labelled lines of ``axes``, if there are any."""
+def add_legend(axes: Axes, loc: Corner = "best", *, bbox_to_anchor: tuple[float, float] | None = None) -> None:
+    """Adds a legend if ``axes`` has labelled lines."""
     if axes.get_legend_handles_labels()[0]:
         axes.legend(loc=loc, bbox_to_anchor=bbox_to_anchor)
 
@@ -217,7 +219,7 @@ def draw_interval(
     linewidth: float,
     alpha: float,
 ) -> None:
-    """Draws an interval, where there is one, as a bar at a place; ``across``: from left to right."""
+    """Draws an interval, if finite, as a bar at position ``at``; ``across``: horizontally."""
     if math.isfinite(low) and math.isfinite(high):
         ends, places = [low, high], [at, at]
         axes.plot(*((ends, places) if across else (places, ends)), color=color, linewidth=linewidth, alpha=alpha)

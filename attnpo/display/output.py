@@ -1,4 +1,4 @@
-"""Sections as text: on a terminal, in Markdown and LaTeX, and as JSON that is read back; ``page`` writes pages."""
+"""Report sections as text: on a terminal, in Markdown and LaTeX, and as JSON that can be read back."""
 
 import json
 import os
@@ -14,72 +14,77 @@ from rich.columns import Columns
 from rich.console import Console
 from rich.measure import Measurement
 
-from attnpo.display.heat import readable
-from attnpo.display.page import Banner, Block, Image, KeyValues, Paragraph, Preformatted, Section
+from attnpo.display.heat import make_readable
+from attnpo.display.page import Banner, Block, CodeBlock, Image, KeyValues, Paragraph, Section
 from attnpo.display.tables import Cell, TableBlock, format_cell, table_latex, table_markdown, table_rich
 from attnpo.schema import UserError
 from attnpo.system.files import parse_json
 
-WIDTH = 190  # columns, where the output is no terminal
+WIDTH = 190  # columns, if the output is not a terminal
 
 
-def terminal() -> Console:
-    """Returns the console of tables: as wide as the terminal, or as COLUMNS says; text in a notebook too."""
+def make_console() -> Console:
+    """Creates the console for tables: as wide as the terminal or COLUMNS; plain text in notebooks too."""
     wide = Console().is_terminal or "COLUMNS" in os.environ
     return Console(width=None if wide else WIDTH, force_jupyter=False)
 
 
 def print_sections(console: Console, sections: Sequence[Section]) -> None:
-    """Prints the sections as text: titles right above tables, figures as the names of their files.
+    """Prints the sections as text: titles above tables, figures as file names.
 
-    Tables without text between them stand beside each other where the console is wide enough. One that is too wide for
-    it, so that numbers would be broken, is continued below.
+    Consecutive tables are printed side by side if the console is wide enough. A table that is too wide continues below,
+    so
+    that numbers are not broken across lines.
     """
     for section in sections:
-        parts, heading = list(_parts(section)), section.title
+        parts, heading = list(_iter_tables_and_text(section)), section.title
         for tables, lines in parts:
             if heading and (tables or not any(shown for shown, _ in parts)):
-                console.print(readable(heading), highlight=False, markup=False, style="bold")
+                console.print(make_readable(heading), highlight=False, markup=False, style="bold")
                 heading = ""
-            drawn = [table_rich(part) for one in tables for part in fitting(console, one)]
+            drawn = [table_rich(part) for one in tables for part in split_to_width(console, one)]
             if len(drawn) > len(tables):
                 for table in drawn:
                     console.print(table)
             elif drawn:
                 console.print(Columns(drawn, padding=(0, 4)) if len(drawn) > 1 else drawn[0])
             for line in lines:
-                console.print(_note(console, line), highlight=False, markup=False, soft_wrap=True)
+                console.print(_wrap_note(console, line), highlight=False, markup=False, soft_wrap=True)
 
 
-def _note(console: Console, line: str) -> str:
-    """Returns a line below a table, set in: broken between words on a terminal, whole where programs read it."""
+def _wrap_note(console: Console, line: str) -> str:
+    """Indents a line below a table, wrapped at words on a terminal but not in output that programs read."""
     if console.width >= WIDTH:
         return f"  {line}"
     lines = wrap(line, console.width - 2, break_long_words=False, break_on_hyphens=False)
     return "\n".join(f"  {text}" for text in lines)
 
 
-def fitting(console: Console, table: TableBlock) -> list[TableBlock]:
-    """Returns a table as parts that are as narrow as the console, each with the columns that name its rows.
+def split_to_width(console: Console, table: TableBlock) -> list[TableBlock]:
+    """Splits a table into parts that fit the console, each with the key columns of its rows.
 
-    As it is where it has room. Numbers are kept whole, with their intervals; the names of rows and texts above a third
-    of the console are broken between words, and heads to their cells. Of the widths for names the one that takes the
-    fewest parts is chosen.
+    Returns the table unchanged if it fits. Numbers are kept whole, with their intervals; row names and texts wider than
+    a
+    third of the console are wrapped at words, and headers to the width of their cells. Among several widths for the
+    names,
+    the one that gives the fewest parts is chosen.
     """
-    if _width(console, table) <= console.width:
+    if _table_width(console, table) <= console.width:
         return [table]
-    naming = _naming(table)
-    cells = [[*line[:naming], *(_broken(cell, console.width // 3) for cell in line[naming:])] for line in table.cells]
-    table = _with_narrow_heads(replace(table, rows=cells))
+    naming = _count_key_columns(table)
+    cells = [
+        [*line[:naming], *(_wrap_cell(cell, console.width // 3) for cell in line[naming:])] for line in table.cells
+    ]
+    table = _wrap_headers(replace(table, rows=cells))
     widths = [console.width // share for share in (2, 3, 4, 5)]
-    tried = [_parts_of(console, table, naming, width) for width in widths]
+    tried = [_group_columns(console, table, naming, width) for width in widths]
     best = min(range(len(tried)), key=lambda place: len(tried[place]))
-    made = [_cut(table, part, naming, widths[best]) for part in tried[best]]
+    made = [_select_columns(table, part, naming, widths[best]) for part in tried[best]]
     return [part if number == 0 else replace(part, caption="") for number, part in enumerate(made)]
 
 
-def _naming(table: TableBlock) -> int:
-    """Returns how many columns name the rows: those the table says, and the texts after them that tell rows apart."""
+def _count_key_columns(table: TableBlock) -> int:
+    """Counts the key columns: those the table declares, plus text columns needed to tell rows apart."""
     lines, least = table.cells, min(table.naming, len(table.columns))
     for count in range(least, len(table.columns)):
         if len({tuple(line[:count]) for line in lines}) == len(lines):
@@ -89,42 +94,45 @@ def _naming(table: TableBlock) -> int:
     return least
 
 
-def _parts_of(console: Console, table: TableBlock, naming: int, width: int) -> list[list[int]]:
-    """Returns the columns of each part of a table whose names are in lines of ``width``."""
+def _group_columns(console: Console, table: TableBlock, naming: int, width: int) -> list[list[int]]:
+    """Returns the columns of each part of a table whose row names are wrapped to ``width``."""
     names = list(range(naming))
     parts = [names]
     for place in range(naming, len(table.columns)):
         wider = [*parts[-1], place]
-        if len(parts[-1]) > naming and _width(console, _cut(table, wider, naming, width)) > console.width:
+        if (
+            len(parts[-1]) > naming
+            and _table_width(console, _select_columns(table, wider, naming, width)) > console.width
+        ):
             parts.append([*names, place])
         else:
             parts[-1] = wider
     return parts
 
 
-def _cut(table: TableBlock, places: Sequence[int], naming: int, width: int) -> TableBlock:
-    """Returns the columns at ``places``, the names of rows in lines of ``width`` where words allow."""
+def _select_columns(table: TableBlock, places: Sequence[int], naming: int, width: int) -> TableBlock:
+    """Selects the columns at ``places``, with row names wrapped to ``width`` if possible."""
     columns = [table.columns[place] for place in places]
-    lines = [[*(_broken(cell, width) for cell in line[:naming]), *line[naming:]] for line in table.cells]
+    lines = [[*(_wrap_cell(cell, width) for cell in line[:naming]), *line[naming:]] for line in table.cells]
     return replace(table, columns=columns, rows=[[line[place] for place in places] for line in lines])
 
 
-def _broken(cell: Cell, width: int) -> Cell:
-    """Returns a text in lines between words, what stands in brackets kept together; numbers as they are."""
+def _wrap_cell(cell: Cell, width: int) -> Cell:
+    """Wraps a text at words without breaking inside brackets; returns numbers unchanged."""
     if not isinstance(cell, str) or cell_len(cell) <= width:
         return cell
     kept = re.sub(r"\[[^\[\]]*\]|\([^()]*\)", lambda found: found[0].replace(" ", _KEPT), cell)
     lines = wrap(kept, width, break_long_words=False, break_on_hyphens=False)
-    if any(cell_len(line) > width for line in lines):  # a long remark in brackets
+    if any(cell_len(line) > width for line in lines):  # a long text in brackets
         lines = wrap(cell, width, break_long_words=False, break_on_hyphens=False)
     return "\n".join(lines).replace(_KEPT, " ")
 
 
-_KEPT = "\ue000"  # of no font: stands for a blank that is not broken at
+_KEPT = "\ue000"  # private-use character: stands for a non-breaking blank
 
 
-def _with_narrow_heads(table: TableBlock) -> TableBlock:
-    """Returns the table with heads in lines no longer than its cells need, where words allow: Rich breaks words."""
+def _wrap_headers(table: TableBlock) -> TableBlock:
+    """Wraps headers at words to the width of their cells, as Rich would break words."""
     cells, _ = table.texts()
     heads = {
         name: "\n".join(
@@ -137,29 +145,29 @@ def _with_narrow_heads(table: TableBlock) -> TableBlock:
     return replace(table, columns=list(heads.values()), rows=table.cells, digits=renamed)
 
 
-def _width(console: Console, table: TableBlock) -> int:
-    """Columns of the terminal that a table needs where no cell is broken."""
+def _table_width(console: Console, table: TableBlock) -> int:
+    """Returns the columns of the terminal that a table needs without wrapping."""
     drawn = table_rich(replace(table, caption=""))
     return Measurement.get(console, console.options.update(width=10_000), drawn).maximum
 
 
-def latex(sections: Sequence[Section], title: str = "") -> str:
-    """Returns the tables of the sections in LaTeX (package booktabs), what else they say as comments."""
+def to_latex(sections: Sequence[Section], title: str = "") -> str:
+    """Formats the tables of the sections in LaTeX (package booktabs), and other text as comments."""
     told = [title] if title else []
     parts = ["\n".join(f"% {line}" for line in [*told, r"needs \usepackage{booktabs}"])]
     for section in sections:
-        for tables, lines in _parts(section):
+        for tables, lines in _iter_tables_and_text(section):
             parts += [table_latex(table, section.title) for table in tables]
             parts += ["\n".join(f"% {' '.join(line.split())}" for line in lines)] if lines else []
     return "\n\n".join(parts) + "\n"
 
 
-def markdown(sections: Sequence[Section], title: str = "") -> str:
-    """Returns the sections in Markdown, below ``title`` if there is one; text in lists."""
+def to_markdown(sections: Sequence[Section], title: str = "") -> str:
+    """Formats the sections in Markdown, below ``title`` if given; text becomes lists."""
     parts = [f"# {title}"] if title else []
     for section in sections:
         parts.append(f"## {section.title}")
-        for tables, lines in _parts(section):
+        for tables, lines in _iter_tables_and_text(section):
             for table in tables:
                 parts += [table.caption] if table.caption else []
                 parts.append(table_markdown(table))
@@ -167,23 +175,23 @@ def markdown(sections: Sequence[Section], title: str = "") -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _parts(section: Section) -> Iterator[tuple[list[TableBlock], list[str]]]:
-    """Yields the section's tables and lines of text in order: tables in a row, or the text between them."""
+def _iter_tables_and_text(section: Section) -> Iterator[tuple[list[TableBlock], list[str]]]:
+    """Yields consecutive tables, or the lines of text between them, in order."""
     for _, group in groupby(section.blocks, lambda block: isinstance(block, TableBlock)):
         blocks = list(group)
         tables = [block for block in blocks if isinstance(block, TableBlock)]
-        yield tables, [line for block in blocks for line in _lines(block)]
+        yield tables, [line for block in blocks for line in _block_lines(block)]
 
 
-def _lines(block: Block) -> list[str]:
+def _block_lines(block: Block) -> list[str]:
     """Returns a block as lines of text; none for tables and HTML."""
     match block:
         case Paragraph(text) | Banner(text):
-            return [readable(text)]
+            return [make_readable(text)]
         case KeyValues(values, digits):
             return [f"{name}: {format_cell(value, digits)}" for name, value in values.items()]
-        case Preformatted(text):
-            return [readable(line) for line in text.splitlines()]
+        case CodeBlock(text):
+            return [make_readable(line) for line in text.splitlines()]
         case Image(source, caption):
             return [f"{caption}: {source}" if caption else str(source)]
         case _:
@@ -193,8 +201,8 @@ def _lines(block: Block) -> list[str]:
 # ------------------------------------------------------------------------------------------------ JSON
 
 
-def tables_json(sections: Sequence[Section]) -> str:
-    """Returns the sections as JSON: titles, tables with the numbers in full, other text line by line."""
+def tables_to_json(sections: Sequence[Section]) -> str:
+    """Formats the sections as JSON: titles, tables with full-precision numbers, other text by line."""
     told = [
         {
             "title": section.title,
@@ -208,7 +216,7 @@ def tables_json(sections: Sequence[Section]) -> str:
                 for block in section.blocks
                 if isinstance(block, TableBlock)
             ],
-            "notes": [line for block in section.blocks for line in _lines(block)],
+            "notes": [line for block in section.blocks for line in _block_lines(block)],
         }
         for section in sections
     ]
@@ -216,9 +224,10 @@ def tables_json(sections: Sequence[Section]) -> str:
 
 
 def read_tables(path: Path) -> list[Section]:
-    """Returns the sections in a file that ``tables_json`` wrote, each with its tables and below them its lines of text.
+    """Reads the sections from a file written by ``tables_to_json``; in each, text follows the tables.
 
-    UserError for a file that holds none.
+    Raises:
+        UserError: the file has another format.
     """
     try:
         sections = [
@@ -240,5 +249,5 @@ def read_tables(path: Path) -> list[Section]:
             for section in parse_json(path.read_text(encoding="utf-8"))["sections"]
         ]
     except (ValueError, KeyError, TypeError) as problem:
-        raise UserError(f"{path}: expected the tables of a study, but they cannot be read ({problem!r})") from problem
+        raise UserError(f"{path}: expected the tables of a study, but cannot read it ({problem!r})") from problem
     return sections

@@ -1,4 +1,4 @@
-"""Report pages: one self-contained HTML file of sections with tables, images, key-value lists and fragments."""
+"""Report pages: self-contained HTML with sections of tables, images, key-value lists and fragments."""
 
 import base64
 from collections.abc import Mapping, Sequence
@@ -7,21 +7,21 @@ from pathlib import Path
 from urllib.parse import quote
 
 from attnpo.display.tables import DEFAULT_DIGITS, Cell, format_cell, table_html
-from attnpo.display.tables import TableBlock as TableBlock  # a block of a page like those below
+from attnpo.display.tables import TableBlock as TableBlock  # also a block of a page
 from attnpo.display.templating import render
 from attnpo.schema import UserError
 
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def svg_beside(path: Path) -> Path:
-    """Returns where the SVG of a PNG lies."""
+def svg_path(path: Path) -> Path:
+    """Returns the path of the SVG that belongs to a PNG."""
     return path.with_suffix(".svg")
 
 
 @dataclass(frozen=True)
 class Paragraph:
-    """Plain text; a ``warning`` has a background of its own."""
+    """Plain text; a ``warning`` is highlighted."""
 
     text: str
     warning: bool = False
@@ -29,7 +29,7 @@ class Paragraph:
 
 @dataclass(frozen=True)
 class Banner:
-    """Verdict in a few words, large: ``good`` and not are told apart by colour and by a mark."""
+    """Short verdict in large type; ``good`` selects its colour and mark."""
 
     text: str
     good: bool
@@ -37,7 +37,7 @@ class Banner:
 
 @dataclass(frozen=True)
 class KeyValues:
-    """Names and values, floats with ``digits`` decimals."""
+    """Names and values; floats have ``digits`` decimals."""
 
     values: Mapping[str, Cell]
     digits: int = DEFAULT_DIGITS
@@ -45,32 +45,32 @@ class KeyValues:
 
 @dataclass(frozen=True)
 class Image:
-    """PNG file, with what it shows in words; a page shows the SVG that lies beside it, where there is one."""
+    """PNG file with a caption; pages show the SVG next to it instead, if there is one."""
 
     source: Path
     caption: str = ""
 
 
 @dataclass(frozen=True)
-class Preformatted:
-    """Text in a fixed-width font with its own line breaks: a config, a command; folded under its ``title``, if any."""
+class CodeBlock:
+    """Text in a fixed-width font with its own line breaks, such as a config or command; collapsed under ``title``."""
 
     text: str
     title: str = ""
 
 
 @dataclass(frozen=True)
-class Fragment:
-    """HTML that is put in unescaped (``heatmap_html(rows, page=False)``); never text from data."""
+class RawHtml:
+    """HTML that is inserted without escaping (``heatmap_html(rows, page=False)``); never use text from data."""
 
     html: str
 
 
 @dataclass(frozen=True)
 class Links:
-    """Paths of files relative to the page, by the words for them and by what they belong to.
+    """Links to files relative to the page, by link text, grouped by row.
 
-    They are folded under ``title``, which stands open where they are few.
+    They are collapsed under ``title``, or expanded if there are few.
     """
 
     title: str
@@ -78,30 +78,35 @@ class Links:
 
 
 @dataclass(frozen=True)
-class Beside:
-    """Texts side by side, that of each name by its heading: the answers of several models to one prompt."""
+class SideBySide:
+    """Texts side by side under headings, such as the answers of several models to one prompt."""
 
     prompt: str
     texts: Mapping[str, str]
 
 
-Block = Paragraph | Banner | KeyValues | TableBlock | Image | Preformatted | Fragment | Links | Beside
+Block = Paragraph | Banner | KeyValues | TableBlock | Image | CodeBlock | RawHtml | Links | SideBySide
 
 
 @dataclass(frozen=True)
 class Section:
-    """Heading and what stands below it."""
+    """Heading with blocks below it."""
 
     title: str
     blocks: Sequence[Block] = field(default_factory=tuple)
 
 
 def report_page(title: str, sections: Sequence[Section]) -> str:
-    """Returns a whole HTML page: title, links to the sections, the sections in order.
+    """Renders a whole HTML page: title, links to the sections, and the sections in order.
 
-    Images are embedded; style and script stand in the page; it needs nothing from the net, follows the reader's light
-    or dark setting, and fits a phone and paper. The script sorts tables by a press on a head; without it all can be
-    read. All text is escaped, fragments excepted. UserError for an image that is missing or no PNG.
+    Images, style and script are embedded; the page needs no network, follows the reader's light or dark setting, and
+    works
+    on phones and on paper. The script sorts a table when its header is clicked; the page can be read without it. All
+    text
+    is escaped except ``RawHtml``.
+
+    Raises:
+        UserError: an image is missing or not a PNG.
     """
     return render(
         "page.html",
@@ -122,6 +127,6 @@ def _data_url(source: Path) -> str:
         raise UserError(f"report image {source}: cannot be read ({error.strerror}); draw the figure first") from error
     if not data.startswith(_PNG):
         raise UserError(f"report image {source}: expected a PNG, got something that starts with {data[:8]!r}")
-    drawing = svg_beside(source)
+    drawing = svg_path(source)
     kind, data = ("svg+xml", drawing.read_bytes()) if drawing.is_file() else ("png", data)
     return f"data:image/{kind};base64,{base64.b64encode(data).decode('ascii')}"

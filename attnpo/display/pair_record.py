@@ -1,4 +1,4 @@
-"""Weights of one pair on the training tokens, and what the judge said of it: what heat maps, tables and files show."""
+"""Token weights and judge verdicts of one pair: the data behind heat maps, tables and files."""
 
 import math
 import unicodedata
@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attnpo.display.heat import visible
+from attnpo.display.heat import make_visible
 from attnpo.schema import PreferencePair, UserError
 from attnpo.weights.postprocess import effective_number
 
@@ -20,14 +20,16 @@ Columns = Mapping[str, Float[Tensor, " m"]]
 
 @dataclass(frozen=True)
 class WeighedResponse:
-    """Response's m training tokens with a weight each, the end of turn among them.
+    """Response with a weight for each of its m training tokens, the end of turn included.
 
-    ``tokens``: their texts with the blanks before them; of several tokens of one character (byte tokens) the first has
-    the text and the others have "". ``offsets``: half-open character ranges of ``text``, empty for the end of turn; ()
-    where they are not known. ``length``: |y| as the source counts it, 1 for factors. ``coverage``: the share of the
-    tokens with characters that got a partner among the source's tokens. ``source_coverage`` and ``kept_mass``: the
-    shares of the source's tokens and of its weights that arrived. NaN where they are not known. ``scores``: more
-    numbers of the tokens, such as log-probabilities "logp" (policy) and "reference_logp".
+    ``tokens``: texts with preceding blanks; if several tokens form one character (byte tokens), the first has the text
+    and
+    the others have "". ``offsets``: half-open character ranges of ``text``, empty for the end of turn; () if unknown.
+    ``length``: |y| as the source counts it, 1 for factors. ``coverage``: share of tokens with characters that match a
+    source token. ``source_coverage`` and ``kept_mass``: shares of the source's tokens and of its weights that reached
+    training tokens. NaN if unknown. ``scores``: further numbers per token, such as log-probabilities "logp" (policy)
+    and
+    "reference_logp".
     """
 
     text: str
@@ -46,26 +48,26 @@ class WeighedResponse:
         counts |= {"offsets": len(self.offsets)} if self.offsets else {}
         for name, count in counts.items():
             if count != len(self.tokens):
-                raise UserError(f"expected one of the {name} for each of the {len(self.tokens)} tokens, got {count}")
+                raise UserError(f"{name}: expected one for each of the {len(self.tokens)} tokens, got {count}")
 
     @property
     def relative(self) -> Float[Tensor, " m"]:
-        """Returns the weights relative to uniform, w * |y|: 1 where a token counts as much as the mean token."""
+        """Returns the weights relative to uniform, w * |y|: 1 for a token of average weight."""
         return self.weights * self.length
 
     @property
     def columns(self) -> Columns:
-        """Returns all numbers of the tokens by name."""
+        """Returns all numbers of the tokens, by name."""
         return {"weight": self.weights, "relative": self.relative, **self.scores}
 
     @property
     def ends(self) -> tuple[bool, ...]:
-        """Returns of each token whether it ends the turn."""
+        """Returns for each token whether it ends the turn."""
         return tuple(end <= start for start, end in self.offsets) or (False,) * len(self.tokens)
 
     @property
     def has_partner(self) -> tuple[bool, ...]:
-        """Returns of each token whether it got a partner: with characters, and a weight unless all have one."""
+        """Returns for each token whether it matches a source token."""
         found = [not self.offsets or self.coverage == 1.0 or weight != 0 for weight in self.weights.tolist()]
         return tuple(partner and not end for partner, end in zip(found, self.ends, strict=True))
 
@@ -75,8 +77,8 @@ class WeighedResponse:
         return len(self.text) - max((end for start, end in self.offsets if end > start), default=0)
 
     @property
-    def effective(self) -> float:
-        """Returns the effective number of weights; NaN when a weight is not finite or there is none."""
+    def num_effective(self) -> float:
+        """Returns the effective number of weights; NaN if a weight is not finite or there are none."""
         known = len(self.weights) and bool(self.weights.isfinite().all())
         return effective_number(self.weights) if known else math.nan
 
@@ -87,15 +89,15 @@ class WeighedResponse:
         kinds = (unicodedata.bidirectional(char) for text in texts for char in text)
         return next((kind != "L" for kind in kinds if kind in ("L", "R", "AL")), False)
 
-    def heaviest(self, count: int = 5) -> list[tuple[str, float]]:
-        """Returns (text, w * |y|) of the tokens with the largest weights, the largest first."""
+    def heaviest_tokens(self, count: int = 5) -> list[tuple[str, float]]:
+        """Returns (text, w * |y|) of the tokens with the largest weights, in descending order."""
         rows = zip(self.tokens, self.weights.tolist(), self.relative.tolist(), strict=True)
         ranked = sorted((row for row in rows if math.isfinite(row[1]) and row[1] > 0), key=lambda row: -row[1])
-        return [(" ".join(visible(text).split()) or "(empty)", relative) for text, _, relative in ranked[:count]]
+        return [(" ".join(make_visible(text).split()) or "(empty)", relative) for text, _, relative in ranked[:count]]
 
     def summary(self) -> str:
-        """Returns the number of tokens, what arrived and effective number of weights, in words."""
-        count, effective = len(self.tokens), self.effective
+        """Describes the number of tokens, the shares that arrived and the effective number of weights."""
+        count, effective = len(self.tokens), self.num_effective
         parts = [f"{count} token" + ("" if count == 1 else "s")]
         named = ("coverage", self.coverage), ("source coverage", self.source_coverage), ("kept mass", self.kept_mass)
         parts += [f"{name} {100 * share:.1f} %" for name, share in named if not math.isnan(share)]
@@ -105,8 +107,8 @@ class WeighedResponse:
             parts.append(f"{self.cut} characters cut")
         return ", ".join(parts)
 
-    def facts(self, place: int) -> str:
-        """Returns what is known of a token apart from its weight relative to uniform, in words."""
+    def describe_token(self, place: int) -> str:
+        """Describes a token: weight, id, characters and log-probabilities."""
         parts = [f"weight {float(self.weights[place]):.4g}", f"id {self.token_ids[place]}"]
         start, end = self.offsets[place] if self.offsets else (0, 0)
         parts += [f"characters {start} to {end}"] if end > start else []
@@ -115,7 +117,7 @@ class WeighedResponse:
         return ", ".join([*parts, *([f"log-prob: {', '.join(told)}"] if told else [])])
 
     def to_dict(self) -> dict[str, object]:
-        """Returns plain values, which JSON can hold."""
+        """Returns JSON-serializable values."""
         return {
             "text": self.text,
             "tokens": list(self.tokens),
@@ -132,7 +134,11 @@ class WeighedResponse:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "WeighedResponse":
-        """Returns the response that ``to_dict`` gave. KeyError, TypeError or ValueError for what it did not give."""
+        """Restores the response from the result of ``to_dict``.
+
+        Raises:
+            KeyError, TypeError or ValueError: ``data`` has another format.
+        """
         return cls(
             data["text"],
             tuple(data["tokens"]),
@@ -149,35 +155,36 @@ class WeighedResponse:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Judge's answer in one round. ``logits`` are those of the labels (A, B); ``token`` its most likely token."""
+    """Judge's verdict in one round. ``logits``: those of the labels (A, B); ``token``: the most likely token."""
 
     chosen_is_a: bool
     logits: tuple[float | int, float | int] | None = None
     token: str | None = None
 
     @property
-    def preference(self) -> float | None:
-        """Returns the probability of the chosen label between the two, or None when the verdict was not read."""
+    def p_chosen(self) -> float | None:
+        """Returns the probability of the chosen response's label, or None if the verdict was not read."""
         if self.logits is None:
             return None
         margin = (self.logits[0] - self.logits[1]) * (1 if self.chosen_is_a else -1)
         return 0.5 * (1 + math.tanh(margin / 2))
 
     def summary(self) -> str:
-        """Returns the round in words."""
+        """Describes the verdict in words."""
         order = "chosen is A" if self.chosen_is_a else "chosen is B"
-        if self.preference is None:
+        if self.p_chosen is None:
             return f"{order}: verdict not read"
-        picks = "a tie" if self.preference == 0.5 else "picks chosen" if self.preference > 0.5 else "picks rejected"
-        said = "" if self.token is None else f", says {visible(self.token).strip()!r}"
-        return f"{order}: {picks}, p(chosen) {self.preference:.3f}{said}"
+        picks = "a tie" if self.p_chosen == 0.5 else "picks chosen" if self.p_chosen > 0.5 else "picks rejected"
+        said = "" if self.token is None else f", says {make_visible(self.token).strip()!r}"
+        return f"{order}: {picks}, p(chosen) {self.p_chosen:.3f}{said}"
 
 
 @dataclass(frozen=True, repr=False)
 class PairRecord:
-    """Both responses of a pair with their weights, as training uses them, and what the judge said.
+    """Both responses of a pair with their training weights, and the judge's verdicts.
 
-    ``verdicts``: one per order of the answers, the first with the chosen one as answer A. ``note``: a line such as the
+    ``verdicts``: one per order of the answers, the first with the chosen response as answer A. ``note``: a line such as
+    the
     weight source and its layer.
     """
 
@@ -189,10 +196,10 @@ class PairRecord:
 
     @property
     def sides(self) -> tuple[tuple[str, WeighedResponse], tuple[str, WeighedResponse]]:
-        """Returns ("chosen", its response), ("rejected", its response)."""
+        """Returns ("chosen", chosen response), ("rejected", rejected response)."""
         return ("chosen", self.chosen), ("rejected", self.rejected)
 
     @property
     def rounds(self) -> list[str]:
-        """Returns what the judge said, a line for each round."""
+        """Returns the judge's verdicts, one line per round."""
         return [f"round {number}: {one.summary()}" for number, one in enumerate(self.verdicts, 1)]

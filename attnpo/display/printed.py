@@ -1,8 +1,8 @@
-"""Numbers of a paper beside ours: tables with key columns, printed tables from CSV files, and printed rows with ours.
+"""Comparison with published numbers: tables with key columns, tables of a paper from CSV files, and their join.
 
-Our tables stay as they are. A joined table has the printed rows, each with what of ours meets it by key: for every
-column both know ours, the printed number and, unless both are whole numbers such as ranks, the difference ours minus
-printed. What one of the two lacks stays None in the rows, and is a dash where people read them (``for_reading``).
+Our tables stay as they are. A joined table has the published rows with our matching rows. For each column present in
+both it has our number, the published number and, unless both are integers such as ranks, the difference ours minus
+published. Missing values are None in the rows, and dashes for display (``format_missing``).
 """
 
 import csv
@@ -20,11 +20,11 @@ DASH = "-"
 
 @dataclass(frozen=True)
 class KeyedTable:
-    """Table whose rows are told apart by ``keys``, the last of them naming the item (a token, a side, an arm).
+    """Table whose rows are identified by ``keys``, the last of which names the item (a token, a side, an arm).
 
-    ``group`` is a column that only ours has (which weights): each of its values is joined with the printed rows anew.
-    ``digits`` are decimals by column. ``reading`` is the table as people read it, where that is another one than the
-    numbers in full: several of them in a cell, rounded as a paper rounds.
+    ``group``: column that only our table has (such as the kind of weights); each of its values is joined with all
+    published rows. ``digits``: decimals by column. ``reading``: the table for display, if it differs from the full
+    numbers, such as several numbers in a cell, rounded as in a paper.
     """
 
     name: str
@@ -38,8 +38,8 @@ class KeyedTable:
 
 
 @dataclass(frozen=True)
-class PrintedTable:
-    """Numbers of a CSV file: texts, and numbers where a whole column holds them, with their decimals."""
+class PublishedTable:
+    """Table from a CSV file: columns of text, or of numbers if all cells are numbers, with their decimals."""
 
     path: Path
     columns: tuple[str, ...]
@@ -47,40 +47,44 @@ class PrintedTable:
     digits: Mapping[str, int]
 
 
-def read_printed(path: Path, keys: Sequence[str], names: Mapping[str, str] | None = None) -> PrintedTable:
-    """Returns the table in a CSV file with a head line.
+def read_published_table(path: Path, keys: Sequence[str], names: Mapping[str, str] | None = None) -> PublishedTable:
+    """Reads a table from a CSV file with a header line.
 
-    ``keys`` are columns that stay text even where all their cells are numbers (a token can be "1"). ``names`` maps
-    heads to the names we have for them. UserError for what is no such table.
+    ``keys``: columns that stay text even if all their cells are numbers (a token can be "1"). ``names``: maps headers
+    to
+    our column names.
+
+    Raises:
+        UserError: the file is not such a table.
     """
     try:
         lines = list(csv.reader(StringIO(path.read_text(encoding="utf-8-sig"), newline=""), strict=True))
     except (OSError, UnicodeDecodeError, csv.Error) as problem:
         reason = problem.strerror if isinstance(problem, OSError) else problem
-        raise UserError(f"printed={path}: expected a CSV file with a head line, but: {reason}") from problem
+        raise UserError(f"printed={path}: expected a CSV file with a header line, but: {reason}") from problem
     lines = [line for line in lines if any(cell.strip() for cell in line)]
     if len(lines) < 2:
-        raise UserError(f"printed={path}: expected a head line and at least one row, got {len(lines)} lines")
+        raise UserError(f"printed={path}: expected a header line and at least one row, got {len(lines)} lines")
     head = [(names or {}).get(name.strip(), name.strip()) for name in lines[0]]
     if len(set(head)) < len(head) or not all(head):
-        raise UserError(f"printed={path}: expected a name for every column and none twice, got {', '.join(lines[0])}")
+        raise UserError(f"printed={path}: expected unique names for all columns, got {', '.join(lines[0])}")
     for number, line in enumerate(lines[1:], start=2):
         if len(line) != len(head):
-            raise UserError(f"printed={path}: line {number} has {len(line)} cells, expected {len(head)} as in the head")
+            raise UserError(f"printed={path}: line {number} has {len(line)} cells, the header has {len(head)}")
     columns: dict[str, Sequence[Cell]] = {}
     digits: dict[str, int] = {}
     for name, cells in zip(head, zip(*lines[1:], strict=True), strict=True):
         texts = [cell.strip() for cell in cells]
-        numbers = None if name in keys else _numbers(texts)
+        numbers = None if name in keys else _parse_numbers(texts)
         if numbers is not None:
             digits[name] = max(len(text.partition(".")[2]) for text in texts)
         columns[name] = numbers or [text or None for text in texts]
     rows = zip(*columns.values(), strict=True)
-    return PrintedTable(path, tuple(head), tuple(dict(zip(head, row, strict=True)) for row in rows), digits)
+    return PublishedTable(path, tuple(head), tuple(dict(zip(head, row, strict=True)) for row in rows), digits)
 
 
-def _numbers(texts: Sequence[str]) -> list[Cell] | None:
-    """Returns the cells as numbers (None for an empty one or a dash), or None when one of them is something else."""
+def _parse_numbers(texts: Sequence[str]) -> list[Cell] | None:
+    """Parses cells as numbers (None for an empty cell or a dash); returns None if a cell is not a number."""
     numbers: list[Cell] = []
     for text in texts:
         try:
@@ -91,10 +95,11 @@ def _numbers(texts: Sequence[str]) -> list[Cell] | None:
     return numbers if whole else [None if number is None else float(number) for number in numbers]
 
 
-def counterpart(tables: Sequence[KeyedTable], printed: PrintedTable) -> int:
-    """Returns the place of the table that shares most columns of numbers with ``printed``.
+def find_matching_table(tables: Sequence[KeyedTable], printed: PublishedTable) -> int:
+    """Returns the index of the table that shares the most number columns with ``printed``.
 
-    UserError when none shares any.
+    Raises:
+        UserError: no table shares any.
     """
     shared = [
         len(set(table.columns) & set(printed.columns) - set(table.keys)) * bool(set(table.keys) & set(printed.columns))
@@ -108,11 +113,14 @@ def counterpart(tables: Sequence[KeyedTable], printed: PrintedTable) -> int:
     return shared.index(max(shared))
 
 
-def beside(table: KeyedTable, printed: PrintedTable, *, fold: bool = False) -> KeyedTable:
-    """Returns the printed rows in the columns of their file, each with ours that meets it; for each group of ours anew.
+def join_published(table: KeyedTable, printed: PublishedTable, *, fold: bool = False) -> KeyedTable:
+    """Joins published rows with our matching rows, separately for each group of ours.
 
-    Rows meet by the key columns both have; ours has a number only where ``table`` has a column of that name. ``fold``:
-    upper and lower case are the same in keys, for names (never for tokens). UserError when no key is shared.
+    Rows match if the key columns present in both are equal. ``fold``: ignore case in keys, for names (never for
+    tokens).
+
+    Raises:
+        UserError: no key column is shared.
     """
     keys = shared_keys(table, printed)
     values = [name for name in printed.columns if name not in keys and name in printed.digits]
@@ -128,7 +136,7 @@ def beside(table: KeyedTable, printed: PrintedTable, *, fold: bool = False) -> K
     for group in dict.fromkeys(row.get(of_group) for row in table.rows):
         mine = [row for row in table.rows if row.get(of_group) == group]
         for theirs in printed.rows:
-            for ours in [row for row in mine if meets(row, theirs, keys, fold=fold)] or [nothing]:
+            for ours in [row for row in mine if has_same_keys(row, theirs, keys, fold=fold)] or [nothing]:
                 row = {**theirs, **{name: ours.get(name, theirs.get(name)) for name in keys}, of_group: group}
                 row |= {name: ours.get(name) for name in (*values, *table.keys) if name not in keys}
                 row |= {name + PRINTED: theirs[name] for name in values}
@@ -141,7 +149,7 @@ def beside(table: KeyedTable, printed: PrintedTable, *, fold: bool = False) -> K
     return replace(
         table,
         name=f"{table.name}{PRINTED}",
-        title=f"Printed numbers of {label_of(printed.path)}, with ours",
+        title=f"Published numbers of {file_label(printed.path)}, with ours",
         columns=tuple(wide),
         rows=tuple(rows),
         digits=digits,
@@ -149,8 +157,12 @@ def beside(table: KeyedTable, printed: PrintedTable, *, fold: bool = False) -> K
     )
 
 
-def shared_keys(table: KeyedTable, printed: PrintedTable) -> list[str]:
-    """Returns the key columns both have. UserError when there is none."""
+def shared_keys(table: KeyedTable, printed: PublishedTable) -> list[str]:
+    """Returns the key columns present in both tables.
+
+    Raises:
+        UserError: there are none.
+    """
     keys = [name for name in table.keys if name in printed.columns]
     if not keys:
         raise UserError(
@@ -159,26 +171,28 @@ def shared_keys(table: KeyedTable, printed: PrintedTable) -> list[str]:
     return keys
 
 
-def meets(ours: Mapping[str, Cell], theirs: Mapping[str, Cell], keys: Sequence[str], *, fold: bool = False) -> bool:
-    """Returns whether a row of ours and a printed one have the same keys."""
+def has_same_keys(
+    ours: Mapping[str, Cell], theirs: Mapping[str, Cell], keys: Sequence[str], *, fold: bool = False
+) -> bool:
+    """Returns whether one of our rows and a published row have the same keys."""
     both = [(ours.get(key), theirs[key]) for key in keys]
     texts = [[str(cell).casefold() if fold else str(cell) for cell in cells] for cells in both if None not in cells]
     return len(texts) == len(both) and all(one == other for one, other in texts)
 
 
-def label_of(path: Path) -> str:
-    """Returns what notes and titles call a file of printed numbers: its folder and name."""
+def file_label(path: Path) -> str:
+    """Returns the folder and name of a file, as a label in notes and titles."""
     return "/".join(path.parts[-2:])
 
 
-def unmet(table: KeyedTable) -> list[str]:
-    """Returns the columns of a joined table that have printed numbers and none of ours."""
+def unmatched_columns(table: KeyedTable) -> list[str]:
+    """Returns the columns of a joined table that have published numbers but none of ours."""
     names = [name.removesuffix(PRINTED) for name in table.columns if name.endswith(PRINTED)]
     return [name for name in names if all(row.get(name) is None for row in table.rows)]
 
 
-def for_reading(table: KeyedTable) -> KeyedTable:
-    """Returns the table as people read it: its own form, or a dash where ours or the printed number is missing."""
+def format_missing(table: KeyedTable) -> KeyedTable:
+    """Returns the table for display: its ``reading``, or with dashes for missing numbers."""
     if table.reading is not None:
         return table.reading
     compared = [name.removesuffix(PRINTED) for name in table.columns if name.endswith(PRINTED)]

@@ -1,4 +1,4 @@
-"""Results as tables: plain text, rich, Markdown, LaTeX, CSV, HTML, the same numbers with the same number of digits."""
+"""Tables as plain text, Rich, Markdown, LaTeX, CSV and HTML, with the same number of digits in all formats."""
 
 import csv
 import io
@@ -11,7 +11,7 @@ from rich import box
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from attnpo.display.heat import readable
+from attnpo.display.heat import make_readable
 from attnpo.display.templating import render
 from attnpo.schema import UserError
 
@@ -24,10 +24,11 @@ DEFAULT_DIGITS = 3
 
 @dataclass(frozen=True)
 class TableBlock:
-    """Table: its columns and rows, with decimals of floats for all columns or by column.
+    """Table with columns and rows; ``digits`` are decimals of floats for all columns or by column.
 
-    ``naming``: how many columns at its beginning say what a row is; they are repeated where a table is continued.
-    ``notes``: what columns hold, by head, which a page shows over the head and in a list below the table.
+    ``naming``: number of leading columns that identify a row, repeated when a wide table is split. ``notes``:
+    explanations
+    of columns by header, shown on pages above the header and in a list below the table.
     """
 
     columns: Sequence[str]
@@ -39,7 +40,7 @@ class TableBlock:
 
     @property
     def cells(self) -> list[list[Cell]]:
-        """Returns the cells of every row in the order of the columns."""
+        """Returns the cells of every row in column order."""
         return ordered_cells(self.columns, self.rows)
 
     @property
@@ -49,21 +50,21 @@ class TableBlock:
         return [digits if isinstance(digits, int) else digits.get(name, DEFAULT_DIGITS) for name in self.columns]
 
     def texts(self, as_stored: bool = False) -> tuple[list[list[str]], list[bool]]:
-        """Returns formatted cells, and for each column whether it holds numbers only (empty cells aside).
+        """Returns formatted cells, and for each column whether it has only numbers (apart from empty cells).
 
-        Characters that would act on a terminal or a page are named instead, unless ``as_stored``.
+        Control characters are made visible unless ``as_stored``.
         """
         values = self.cells
         cells = [[format_cell(*pair) for pair in zip(line, self.decimals, strict=True)] for line in values]
-        cells = cells if as_stored else [[readable(cell) for cell in line] for line in cells]
+        cells = cells if as_stored else [[make_readable(cell) for cell in line] for line in cells]
         filled = [[line[place] for line in values if line[place] is not None] for place in range(len(self.columns))]
         return cells, [bool(column) and all(map(_is_number, column)) for column in filled]
 
 
 def format_cell(value: Cell, digits: int = DEFAULT_DIGITS) -> str:
-    """Returns the text of a cell: floats with ``digits`` decimals, whole numbers as they are, None as an empty cell.
+    """Formats a cell: floats with ``digits`` decimals, integers as they are, None as an empty text.
 
-    A float that would read as zero without being zero (a learning rate among win rates) is written as 5.0e-07.
+    A non-zero float that would be printed as zero (a learning rate among win rates) is written as 5.0e-07.
     """
     if value is None:
         return ""
@@ -77,27 +78,27 @@ def format_cell(value: Cell, digits: int = DEFAULT_DIGITS) -> str:
     return f"{value:.1e}" if value != 0 else f"{0.0:.{digits}f}"
 
 
-def half_up(value: float, digits: int) -> float:
-    """Returns a finite number rounded to ``digits`` decimals, halves away from zero (10.125 gives 10.13).
+def round_half_up(value: float, digits: int) -> float:
+    """Rounds a finite number to ``digits`` decimals, halves away from zero (10.125 gives 10.13).
 
-    Reads the shortest decimal that stands for the number, without what arithmetic leaves in its last places.
+    Uses the shortest decimal representation of the number, ignoring rounding errors in its last digits.
     """
     return float(Decimal(repr(round(value, digits + 7))).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP))
 
 
 def format_fixed(value: float, digits: int) -> str:
-    """Returns a number with ``digits`` decimals, halves away from zero; inf and nan as these words."""
-    return f"{half_up(value, digits):.{digits}f}" if math.isfinite(value) else str(value)
+    """Formats a number with ``digits`` decimals, halves away from zero; inf and nan as words."""
+    return f"{round_half_up(value, digits):.{digits}f}" if math.isfinite(value) else str(value)
 
 
 def table_rich(table: TableBlock) -> RichTable:
-    """Returns the table for a rich console; cells are shown as they are, never read as markup, and none is cut off."""
+    """Converts the table for a Rich console; cells are shown literally, without markup, and are not cut off."""
     cells, right = table.texts()
-    title = Text(readable(table.caption)) if table.caption else None
+    title = Text(make_readable(table.caption)) if table.caption else None
     drawn = RichTable(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
     for place, (head, numeric) in enumerate(zip(table.columns, right, strict=True)):
         drawn.add_column(
-            Text(readable(head)), justify="right" if numeric else "left", overflow="fold", no_wrap=place == 0
+            Text(make_readable(head)), justify="right" if numeric else "left", overflow="fold", no_wrap=place == 0
         )
     for line in cells:
         drawn.add_row(*(Text(cell) for cell in line))
@@ -105,16 +106,16 @@ def table_rich(table: TableBlock) -> RichTable:
 
 
 def table_markdown(table: TableBlock) -> str:
-    """Returns the table in GitHub's Markdown, without a trailing newline; bars and line breaks in cells are escaped."""
+    """Formats the table in GitHub's Markdown without a trailing newline; escapes bars and line breaks."""
     cells, right = table.texts()
     lines = [list(table.columns), ["---:" if numeric else "---" for numeric in right], *cells]
     return "\n".join("| " + " | ".join(_markdown_cell(cell) for cell in line) + " |" for line in lines)
 
 
 def table_latex(table: TableBlock, title: str = "") -> str:
-    """Returns the table as a LaTeX float with the rules of booktabs, without a trailing newline; every text is escaped.
+    """Formats the table as a LaTeX float with booktabs rules, without a trailing newline; all text is escaped.
 
-    ``title`` is its caption where it has none of its own.
+    ``title`` is the caption if the table has none.
     """
     cells, right = table.texts()
     caption = table.caption or title
@@ -136,7 +137,7 @@ def table_latex(table: TableBlock, title: str = "") -> str:
 
 
 def table_csv(columns: Sequence[str], rows: Sequence[Row]) -> str:
-    """Returns the table as CSV with a head line; floats in full: the shortest text that reads back equal."""
+    """Formats the table as CSV with a header line; floats are written with full precision."""
     cells = [["" if value is None else str(value) for value in line] for line in ordered_cells(columns, rows)]
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows([list(columns), *cells])
@@ -144,9 +145,9 @@ def table_csv(columns: Sequence[str], rows: Sequence[Row]) -> str:
 
 
 def table_html(table: TableBlock) -> str:
-    """Returns the table as an HTML element without style; numeric columns carry the class "num"; everything is escaped.
+    """Renders the table as an HTML element without style; numeric columns have the class "num"; text is escaped.
 
-    Its notes are shown over the heads, and in a folded list below the table.
+    Notes are shown above the headers and in a collapsed list below the table.
     """
     cells, numeric = table.texts(as_stored=True)
     told = {name: table.notes[name] for name in table.columns if name in table.notes}
@@ -154,19 +155,19 @@ def table_html(table: TableBlock) -> str:
     return render("table.html", cells=cells, numeric=numeric, notes=told, **shown)
 
 
-# ------------------------------------------------------------------------------------------------ parts
+# ------------------------------------------------------------------------------------------------ cells
 
 
 def ordered_cells(columns: Sequence[str], rows: Sequence[Row]) -> list[list[Cell]]:
-    """Returns the cells of every row in the order of the columns."""
+    """Returns the cells of every row in column order."""
     if not columns or len(set(columns)) != len(columns):
-        raise UserError(f"table: expected at least one column and no name twice, got {list(columns)}")
+        raise UserError(f"table: expected at least one column and unique names, got {list(columns)}")
     out: list[list[Cell]] = []
     for number, row in enumerate(rows):
         if isinstance(row, Mapping):
             unknown = [name for name in row if name not in columns]
             if unknown:
-                raise UserError(f"table row {number}: no column {', '.join(unknown)}; columns are {', '.join(columns)}")
+                raise UserError(f"table row {number}: unknown column {', '.join(unknown)}; known: {', '.join(columns)}")
             out.append([row.get(name) for name in columns])
         elif len(row) != len(columns):
             raise UserError(f"table row {number}: expected {len(columns)} cells ({', '.join(columns)}), got {len(row)}")
@@ -193,7 +194,7 @@ _LATEX = str.maketrans(
         ">": r"\textgreater{}",
         "|": r"\textbar{}",
         "±": r"$\pm$",
-        "[": "{[}",  # after a line break in a table a bracket would be read as the break's option
+        "[": "{[}",  # after a line break in a table, a bracket would be read as its option
         "]": "{]}",
     }
 )

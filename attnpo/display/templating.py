@@ -1,28 +1,28 @@
-"""HTML from ``templates/``: every text put in is escaped, and invisible or control characters are named."""
+"""HTML from ``templates/``: text is escaped, and invisible or control characters are made visible."""
 
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from attnpo.display.heat import readable, visible
+from attnpo.display.heat import make_readable, make_visible
 
 
 def render(template: str, **values: object) -> str:
-    """Fills the template in the file of that name with ``values``."""
+    """Renders a template file with ``values``."""
     return _TEMPLATES.get_template(template).render(values)
 
 
 def _escape_value(value: object) -> object:
-    return value if isinstance(value, Markup) else readable(str(value))
+    return value if isinstance(value, Markup) else make_readable(str(value))
 
 
-def _lines(text: str) -> Markup:
-    return Markup("<br>").join(readable(line) for line in text.split("\n"))
+def _with_line_breaks(text: str) -> Markup:
+    return Markup("<br>").join(make_readable(line) for line in text.split("\n"))
 
 
-def _visible(text: str) -> Markup:
-    return escape(visible(text))
+def _escape_visible(text: str) -> Markup:
+    return escape(make_visible(text))
 
 
 _TEMPLATES = Environment(
@@ -33,4 +33,4 @@ _TEMPLATES = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_TEMPLATES.filters |= {"lines": _lines, "visible": _visible}
+_TEMPLATES.filters |= {"lines": _with_line_breaks, "visible": _escape_visible}

@@ -1,4 +1,4 @@
-"""Pairs in the terminal: both responses side by side, a token and one number per line."""
+"""Terminal tables of pairs: both responses side by side, one line per token with one number."""
 
 import math
 from collections.abc import Sequence
@@ -10,82 +10,84 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from attnpo.display.heat import WEIGHTS, readable, visible
+from attnpo.display.heat import WEIGHTS, make_readable, make_visible
 from attnpo.display.heatmap import shade_style
 from attnpo.display.pair_record import WeighedResponse
 from attnpo.display.weighed_pair import WeighedPair
 
 MEANING = {
-    "relative": "weight times |y|: 1 where all tokens count alike",
+    "relative": "weight times |y|: 1 for uniform weights",
     "weight": "share of the response's weight",
-    "logp": "log-probability under the policy, nats",
-    "reference_logp": "log-probability under the reference, nats",
-    "log_ratio": "log-probability under the policy less that under the reference, nats",
-    "contribution": "what the token adds to the reward margin of the pair",
+    "logp": "log-probability under the policy, in nats",
+    "reference_logp": "log-probability under the reference, in nats",
+    "log_ratio": "log-probability under the policy minus that under the reference, in nats",
+    "contribution": "contribution of the token to the reward margin of the pair",
 }
-_NOTHING = 1e-6  # less is rounding of float32
+_NOTHING = 1e-6  # smaller values are float32 rounding errors
 _DIGITS = {"relative": ".2f", "weight": ".4f", "logp": ".3f", "reference_logp": ".3f", "log_ratio": "+.3f"}
 
 
 def print_pairs(pairs: Sequence[WeighedPair], column: str, console: Console) -> None:
-    """Writes the pairs with the numbers of ``column`` to ``console``, in as many columns as that has."""
+    """Prints the pairs with the numbers of ``column`` to ``console``, across its full width."""
     previous = None
     for pair in pairs:
         if pair.pair.pair_id != previous:
             _print_head(pair, console)
         previous = pair.pair.pair_id
-        console.print(Text(visible(pair.note), style="bold"))
+        console.print(Text(make_visible(pair.note), style="bold"))
         for line in pair.rounds:
-            console.print(Text(visible(line), style="dim"))
-        console.print(_table(pair, column))
+            console.print(Text(make_visible(line), style="dim"))
+        console.print(_make_table(pair, column))
     console.print(Text(f"{column}: {MEANING[column]}. Underlined: no partner in the judge's prompt.", style="dim"))
 
 
 def _print_head(one: WeighedPair, console: Console) -> None:
-    console.rule(Text(visible(f"pair {one.pair.pair_id[:12]}")), align="left")
+    console.rule(Text(make_visible(f"pair {one.pair.pair_id[:12]}")), align="left")
     for message in one.pair.prompt:
-        console.print(Text(f"{visible(message['role'])}: ", style="bold") + Text(readable(message["content"])))
+        console.print(
+            Text(f"{make_visible(message['role'])}: ", style="bold") + Text(make_readable(message["content"]))
+        )
     for name, side in one.sides:
         console.print(Text(f"{name}: {side.summary()}", style="dim"))
     for number, trace in enumerate(one.traces, 1):
-        console.print(Text(f"the judge's trace in round {number}: ", style="bold") + Text(readable(trace)))
+        console.print(Text(f"the judge's trace in round {number}: ", style="bold") + Text(make_readable(trace)))
 
 
-def _table(pair: WeighedPair, column: str) -> Table:
+def _make_table(pair: WeighedPair, column: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, expand=True, padding=(0, 1), show_footer=True)
     table.add_column("", justify="right", style="dim", no_wrap=True)
     for name, side in pair.sides:
         head = "green" if name == "chosen" else "red"
         table.add_column(name, ratio=1, overflow="fold", footer="sum", header_style=head)
         total = float(side.columns[column].double().sum())
-        table.add_column(column, justify="right", no_wrap=True, footer=_number(total, column))
-    chosen, rejected = (_cells(side, column) for _, side in pair.sides)
+        table.add_column(column, justify="right", no_wrap=True, footer=_format_number(total, column))
+    chosen, rejected = (_format_tokens(side, column) for _, side in pair.sides)
     for place, (left, right) in enumerate(zip_longest(chosen, rejected, fillvalue=(Text(), Text()))):
         table.add_row(str(place), *left, *right)
     return table
 
 
-def _cells(side: WeighedResponse, column: str) -> list[tuple[Text, Text]]:
+def _format_tokens(side: WeighedResponse, column: str) -> list[tuple[Text, Text]]:
     rows = (side.columns[column].tolist(), side.relative.tolist(), side.has_partner, side.ends)
     return [
         (
             Text(
-                " ".join(visible(token).split()) or "▯",
+                " ".join(make_visible(token).split()) or "▯",
                 style="italic" if end else "" if matched else "underline dim",
             ),
-            Text(_number(value, column), style=_style(value, shade, column)),
+            Text(_format_number(value, column), style=_number_style(value, shade, column)),
         )
         for token, value, shade, matched, end in zip(side.tokens, *rows, strict=True)
     ]
 
 
-def _number(value: float, column: str) -> str:
-    """Returns ``value`` as the column prints it, rounding noise and all that would print as 0 without a sign."""
+def _format_number(value: float, column: str) -> str:
+    """Formats ``value`` for the column; rounding noise and anything printed as 0 have no sign."""
     said = f"{0.0 if abs(value) < _NOTHING else value:{_DIGITS.get(column, '+.3g')}}"
     return said.lstrip("+-") if float(said) == 0 else said
 
 
-def _style(value: float, relative: float, column: str) -> Style:
+def _number_style(value: float, relative: float, column: str) -> Style:
     if not math.isfinite(value):
         return Style(reverse=True, bold=True)
     if column in WEIGHTS:

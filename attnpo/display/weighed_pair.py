@@ -1,4 +1,4 @@
-"""Weights of one pair, or of many, on the training tokens: to read, to hand on and to look at."""
+"""Token weights of one or many pairs, for tables, files and heat maps."""
 
 import sys
 from abc import ABC, abstractmethod
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class WeighedToken(NamedTuple):
-    """One training token of one response, as a row of a table.
+    """One training token of a response, as a table row.
 
-    ``start``, ``end``: its characters of the response (none at the end of turn). ``relative``: the weight times |y|, 1
-    if uniform. ``matched``: it got a partner among the source's tokens.
+    ``start``, ``end``: its characters in the response (empty for the end of turn). ``relative``: weight times |y|, 1 if
+    uniform. ``matched``: whether it matches a token of the weight source.
     """
 
     pair_id: str
@@ -40,56 +40,57 @@ class WeighedToken(NamedTuple):
     matched: bool
 
 
-class _Shown(ABC):
-    """Tables and heat maps of all tokens, for one pair and for several."""
+class _PairViews(ABC):
+    """Tables and heat maps of all tokens, for one or several pairs."""
 
     @property
     @abstractmethod
-    def _all(self) -> Sequence["WeighedPair"]: ...
+    def _all_pairs(self) -> Sequence["WeighedPair"]: ...
 
     @property
     def tokens(self) -> list[WeighedToken]:
-        """Returns a row per training token of each pair, those of its chosen response first."""
-        rows = (row for pair in self._all for row in pair.rows())
+        """Returns one row per training token of each pair, chosen response first."""
+        rows = (row for pair in self._all_pairs for row in pair.rows())
         return [WeighedToken(**{name: row[name] for name in WeighedToken._fields}) for row in rows]
 
     def to_frame(self) -> "pd.DataFrame":
-        """Returns a pandas table with the fields of ``WeighedToken`` as columns."""
+        """Returns a pandas DataFrame with the fields of ``WeighedToken`` as columns."""
         from pandas import DataFrame
 
         return DataFrame(self.tokens)
 
     def show(self, console: Console | None = None) -> None:
-        """Shows the heat map: in a notebook as a coloured page, elsewhere in the terminal (or on ``console``)."""
+        """Displays the heat map: as HTML in a notebook, else in the terminal (or on ``console``)."""
         if console is None and in_notebook():
             from IPython.display import HTML, display
 
             display(HTML(self._repr_html_()))  # type: ignore[no-untyped-call]
         else:
-            heatmap_terminal(self._all, Console() if console is None else console)
+            heatmap_terminal(self._all_pairs, Console() if console is None else console)
 
     def html(self, path: Path | str) -> Path:
-        """Writes the heat map as a self-contained page to ``path``, and returns that."""
+        """Writes the heat map as a self-contained page to ``path``; returns the path."""
         target = Path(path).expanduser()
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(target, heatmap_html(self._all))
+        write_atomically(target, heatmap_html(self._all_pairs))
         return target
 
     def svg(self, path: Path | str) -> Path:
-        """Draws the heat map as a picture in ``path``, and returns that."""
-        return write_svg(self._all, path)
+        """Draws the heat map as an SVG at ``path``; returns the path."""
+        return write_svg(self._all_pairs, path)
 
     def _repr_html_(self) -> str:
-        return heatmap_html(self._all, page=False)
+        return heatmap_html(self._all_pairs, page=False)
 
 
 @dataclass(frozen=True, repr=False)
-class WeighedPair(_Shown, PairRecord):
-    """Pair with weights that can be looked at, written and weighed again.
+class WeighedPair(_PairViews, PairRecord):
+    """Pair with token weights that can be displayed, saved and recomputed at other layers.
 
-    ``layer``: the number of the layer that was read, None for sources without one.
-    ``captured``: the raw rows on the source's tokens. ``again`` weighs it at another layer or by one round. ``view``:
-    which weights these are, by name, where several are shown. ``traces``: what the judge wrote before its verdicts.
+    ``layer``: number of the layer, None for sources without layers. ``captured``: raw weights on the source's tokens.
+    ``again``: recomputes the weights at another layer or for one round. ``view``: names of these weights, if several
+    are
+    shown. ``traces``: traces that the judge wrote before its verdicts.
     """
 
     layer: int | None = None
@@ -99,11 +100,11 @@ class WeighedPair(_Shown, PairRecord):
     traces: tuple[str, ...] = ()
 
     @property
-    def _all(self) -> Sequence["WeighedPair"]:
+    def _all_pairs(self) -> Sequence["WeighedPair"]:
         return (self,)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns a mapping per token, chosen first: pair, view, token, its characters, and the columns' numbers."""
+        """Returns one mapping per token, chosen first: pair, view, token, characters, and numbers."""
         found = []
         for name, side in self.sides:
             columns = {column: values.tolist() for column, values in side.columns.items()}
@@ -126,18 +127,21 @@ class WeighedPair(_Shown, PairRecord):
         return found
 
     def at(self, layer: int | str | None = None, *, round: int | None = None) -> "WeighedPair":
-        """Returns the same pair at another layer, or by one judge round alone (1: chosen is A, 2: chosen is B).
+        """Returns the same pair at another layer, or for one judge round (1: chosen is A, 2: chosen is B).
 
-        Read from the same forward pass of the judge. UserError for a layer or round that was not read.
+        Uses the same forward pass of the judge.
+
+        Raises:
+            UserError: the layer or round was not read.
         """
         if self.again is None:
-            raise UserError(f"pair {self.pair.pair_id}: its weights are known at this layer alone")
+            raise UserError(f"pair {self.pair.pair_id}: weights of other layers were not kept")
         return self.again(layer, round)
 
     def to_dict(self) -> dict[str, object]:
-        """Returns plain values, which JSON can hold."""
+        """Returns JSON-serializable values."""
         said = [
-            {"chosen_is_a": one.chosen_is_a, "p_chosen": one.preference, "logits": one.logits, "token": one.token}
+            {"chosen_is_a": one.chosen_is_a, "p_chosen": one.p_chosen, "logits": one.logits, "token": one.token}
             for one in self.verdicts
         ]
         return {
@@ -150,7 +154,11 @@ class WeighedPair(_Shown, PairRecord):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "WeighedPair":
-        """Returns the pair that ``to_dict`` gave. KeyError, TypeError or ValueError for what it did not give."""
+        """Restores the pair from the result of ``to_dict``.
+
+        Raises:
+            KeyError, TypeError or ValueError: ``data`` has another format.
+        """
         chosen, rejected = (WeighedResponse.from_dict(data[side]) for side in SIDES)
         said = (
             Verdict(one["chosen_is_a"], one["logits"] and tuple(one["logits"]), one["token"])
@@ -165,8 +173,8 @@ class WeighedPair(_Shown, PairRecord):
         return f"WeighedPair({self.pair.pair_id[:12]}, {counts}{read})"
 
 
-class WeighedPairs(_Shown, Sequence[WeighedPair]):
-    """Weighed pairs in the order they were given."""
+class WeighedPairs(_PairViews, Sequence[WeighedPair]):
+    """Weighted pairs in the given order."""
 
     def __init__(self, pairs: Sequence[WeighedPair]) -> None:
         self._pairs = tuple(pairs)
@@ -182,15 +190,15 @@ class WeighedPairs(_Shown, Sequence[WeighedPair]):
         return WeighedPairs(self._pairs[place]) if isinstance(place, slice) else self._pairs[place]
 
     @property
-    def _all(self) -> Sequence[WeighedPair]:
+    def _all_pairs(self) -> Sequence[WeighedPair]:
         return self._pairs
 
     def at(self, layer: int | str | None = None, *, round: int | None = None) -> "WeighedPairs":
-        """Returns the same pairs at another layer, or by one of the judge's rounds alone."""
+        """Returns the same pairs at another layer, or for one judge round."""
         return WeighedPairs([pair.at(layer, round=round) for pair in self])
 
     def to_dict(self) -> list[dict[str, object]]:
-        """Returns one mapping of plain values per pair."""
+        """Returns one JSON-serializable mapping per pair."""
         return [pair.to_dict() for pair in self]
 
     def __repr__(self) -> str:
@@ -204,23 +212,23 @@ def pair_with_weights(
     captured: PairWeights | None = None,
     scores: Sequence[Mapping[str, Float[Tensor, " _"]]] = ({}, {}),
 ) -> WeighedPair:
-    """Returns a pair with the weights of its training example.
+    """Combines a pair with the weights of its training example.
 
     Args:
         pair: texts of prompt and responses.
-        example: training ids with their characters, and the weights.
-        decode: the text of a single token id, for tokens without characters (end of turn) and verdicts.
+        example: training ids with character ranges, and weights.
+        decode: returns the text of a single token id, for tokens without characters (end of turn) and verdicts.
         captured: the source's rounds, for their verdicts.
-        scores: more numbers of the tokens, chosen and rejected.
+        scores: further numbers per token, chosen and rejected.
     """
     chosen, rejected = (
         WeighedResponse(
             pair.response(side),
-            tuple(_texts(pair.response(side), encoded, decode)),
+            tuple(_iter_token_texts(pair.response(side), encoded, decode)),
             tuple(encoded.response_ids),
             tuple((start, end) for start, end in encoded.offsets),
             example.weights[i],
-            float(example.scales[i]),
+            float(example.weight_scales[i]),
             float(example.coverage[i]),
             float(example.source_coverage[i]),
             float(example.kept_mass[i]),
@@ -239,8 +247,8 @@ def pair_with_weights(
     return WeighedPair(pair, chosen, rejected, verdicts, captured=captured)
 
 
-def _texts(text: str, encoded: EncodedResponse, decode: Callable[[int], str]) -> Iterator[str]:
-    """Yields each token's text; characters between two tokens (spaces that offsets leave out) go with the later one."""
+def _iter_token_texts(text: str, encoded: EncodedResponse, decode: Callable[[int], str]) -> Iterator[str]:
+    """Yields each token's text, with preceding characters that offsets skip, such as blanks."""
     shown = 0
     for token_id, (start, end) in zip(encoded.response_ids, encoded.offsets, strict=True):
         yield decode(token_id) if end <= start else text[shown : max(shown, end)]
@@ -248,7 +256,7 @@ def _texts(text: str, encoded: EncodedResponse, decode: Callable[[int], str]) ->
 
 
 def in_notebook() -> bool:
-    """Returns whether this process is the kernel of a notebook."""
+    """Returns whether this process is a notebook kernel."""
     module = sys.modules.get("IPython")
     shell = None if module is None else module.get_ipython()
     return shell is not None and hasattr(shell, "kernel")

@@ -90,7 +90,9 @@ def answer_prompts(cfg: AnswerConfig) -> Path:
         UserError: model or prompts cannot be read, nothing can be answered, or the file holds answers of another model
             or sampling, or another job is writing into it.
     """
-    from attnpo.data.prepare import warn_of_rendered  # transformers waits until the configuration is known to be sound
+    from attnpo.data.prepare import (
+        warn_about_special_tokens,  # transformers waits until the configuration is known to be sound
+    )
 
     model, data, per_prompt, sampling = cfg.model, cfg.data, cfg.answers.per_prompt, cfg.sampling
     if per_prompt > 1 and sampling.temperature == 0:
@@ -118,7 +120,7 @@ def answer_prompts(cfg: AnswerConfig) -> Path:
         _require_some(encoded, len(found.prompts), "prompts")
         if answerer.chat is not None:
             rendered = [prompt.id for prompt in found.prompts if answerer.chat.spells_special(prompt.messages)]
-            warn_of_rendered(len(rendered), len(found.prompts), rendered)
+            warn_about_special_tokens(len(rendered), len(found.prompts), rendered)
         key = key_of(answerer, sampling)
         have = file.open(key)
         wanted = [(prompt, draw) for prompt in encoded.kept for draw in range(per_prompt)]

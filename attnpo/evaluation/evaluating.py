@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from attnpo.config.fields import to_config
-from attnpo.data.overlap import count_seen
-from attnpo.display.output import markdown, print_sections, terminal
+from attnpo.data.overlap import count_seen_prompts
+from attnpo.display.output import make_console, print_sections, to_markdown
 from attnpo.display.page import report_page
 from attnpo.evaluation.answers import answer_questions
 from attnpo.evaluation.base import Benchmark, BenchmarkScore, Graded, Measure, ModelAnswer, Replies, Subject, first_turn
@@ -82,7 +82,7 @@ def evaluate(cfg: EvaluateConfig) -> int:
         result = run_evaluation(cfg, folder)
     if result is None:
         return 0 if cfg.limits.dry_run else 1
-    print_sections(terminal(), result_sections(result))
+    print_sections(make_console(), result_sections(result))
     main = result.score(result.main)
     if main is not None and math.isnan(main.mean):
         log.warning(
@@ -109,7 +109,7 @@ def run_evaluation(cfg: EvaluateConfig, folder: Path) -> EvaluationResult | None
         result.write(folder)
         sections = result_sections(result)
         title = f"{result.label} on {result.benchmark}"
-        for name, text in zip(PAGES, (markdown(sections, title), report_page(title, sections)), strict=True):
+        for name, text in zip(PAGES, (to_markdown(sections, title), report_page(title, sections)), strict=True):
             write_atomically(folder / name, text)
     return result
 
@@ -223,7 +223,7 @@ def _grade(
         counts[EMPTY] += each.statistics.empty
         counts.update({f"answers that could not be made: {why}": n for why, n in each.statistics.refused.items()})
     counts[LEFT_OUT] += len(questions) - len(chosen)
-    counts.update(count_seen(entrant.model.path, map(first_turn, chosen)))
+    counts.update(count_seen_prompts(entrant.model.path, map(first_turn, chosen)))
     return EvaluationResult(
         label=entrant.label,
         model=entrant.model.path,

@@ -28,7 +28,7 @@ from torch import Tensor
 from attnpo.data.adapters import Columns
 from attnpo.data.base import PairReader, PairSet, PairSource
 from attnpo.data.collate import TrainingExample
-from attnpo.data.overlap import count_seen
+from attnpo.data.overlap import count_seen_prompts
 from attnpo.data.prepare import encode_pairs
 from attnpo.data.rules import LengthRules
 from attnpo.evaluation.base import Benchmark, BenchmarkScore, Measure, Subject, UngradedResult
@@ -196,7 +196,7 @@ class ImplicitReward:
         counts = {**found.counts, **found.notes, **encoded.tally.counts, **orders.account(), **notes}
         for line in encoded.tally.lines():
             log.warning("%s: %s", self.name, line)
-        counts |= count_seen(subject.model.path, (pair.prompt for pair in encoded.pairs))
+        counts |= count_seen_prompts(subject.model.path, (pair.prompt for pair in encoded.pairs))
         return UngradedResult(orders.scores(), {name: count for name, count in counts.items() if count}, orders.table())
 
     # -------------------------------------------------------------------------------------------- models
@@ -554,7 +554,7 @@ def fill_from_run(measure: Benchmark | Measure, model: str, overrides: tuple[str
                 *(KEY, run.model.path, run.model.quantize),
             )
     if measure.data.path == AUTO:
-        place = str(getattr(run.data, "place", "its data"))
+        place = str(getattr(run.data, "location", "its data"))
         measure = replace(measure, data=ValidationPairs(place, group=measure.data.group, source=run.data))
         told.append(f"validation pairs of {place}")
     lengths = lengths_of(run.lengths, measure.lengths, overrides)

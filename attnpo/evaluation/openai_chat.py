@@ -39,7 +39,7 @@ from attnpo.schema import BOOKKEEPING, Sampling, UserError, check_at_least, chec
 from attnpo.system.credentials import redact
 from attnpo.system.packages import install_command
 from attnpo.text.chat import ChatFormat, RefusedText
-from attnpo.text.template import tools_of, without_tools
+from attnpo.text.template import get_tools, to_template_turns
 
 if TYPE_CHECKING:
     import tiktoken
@@ -285,10 +285,10 @@ class ServedAnswerer:
         UserError for settings that only ``extensions`` can send.
         """
         seed = int(digest([sampling.seed, list(one.messages), one.draw])[:8], 16) >> 1  # 31 bits fit everywhere
-        tools, kwargs = tools_of(one.messages), self.model.chat_template_kwargs
+        tools, kwargs = get_tools(one.messages), self.model.chat_template_kwargs
         body = {
             "model": self.name,
-            "messages": without_tools(one.messages),
+            "messages": to_template_turns(one.messages),
             **({} if tools is None else {"tools": tools}),
             "max_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,

@@ -16,9 +16,9 @@ from typing import NotRequired, Protocol, runtime_checkable
 import torch
 
 from attnpo.config.compose import RUNS_ROOT, RootConfig
-from attnpo.data.adapters import RowProblem, require_columns
-from attnpo.data.base import row_range
-from attnpo.data.prompts import AnswerPrompt, PromptColumns, prompt_of
+from attnpo.data.adapters import RowError, check_columns
+from attnpo.data.base import parse_row_range
+from attnpo.data.prompts import AnswerPrompt, PromptColumns, parse_prompt
 from attnpo.data.tables import read_table
 from attnpo.evaluation.answers import AnswerRow
 from attnpo.evaluation.chat import LENGTH
@@ -152,8 +152,8 @@ class AnswerSource:
             table = read_table(self.path, self.split, "data.split")
             names = table.column_names
             wanted = {"prompt": self.prompt, "answer": self.answer}
-            require_columns(wanted, names, f"data.path={self.path}", "expected a prompt and an answer per row")
-            rows = table.select(row_range(self.rows, len(table), "data.rows"))
+            check_columns(wanted, names, f"data.path={self.path}", "expected a prompt and an answer per row")
+            rows = table.select(parse_row_range(self.rows, len(table), "data.rows"))
         except UserError as problem:
             text = str(problem).replace("data.columns.", "answers.").replace("data.", "answers.")
             raise UserError(text) from problem
@@ -189,8 +189,8 @@ class AnswerSource:
         read = 0
         for read, row in enumerate(rows, start=1):
             try:
-                prompt = prompt_of(row, columns)
-            except RowProblem as problem:
+                prompt = parse_prompt(row, columns)
+            except RowError as problem:
                 counts[f"rows left out, {problem.reason.value}"] += 1
                 continue
             if prompts.setdefault(prompt.id, prompt) != prompt:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from attnpo.display.page import KeyValues, Paragraph, Section
-from attnpo.display.tables import Cell, TableBlock, format_fixed, half_up
+from attnpo.display.tables import Cell, TableBlock, format_fixed, round_half_up
 from attnpo.evaluation.base import BenchmarkScore
 from attnpo.evaluation.spreads import half_widths
 from attnpo.schema import UserError
@@ -115,7 +115,7 @@ def _row(score: BenchmarkScore) -> list[Cell]:
     if math.isnan(score.mean):
         return [name, NONE, NONE, interval, grading, score.questions]
     rounds = rounds_text(score, DIGITS) or NONE
-    return [name, half_up(score.mean, DIGITS), rounds, interval, grading, score.questions]
+    return [name, round_half_up(score.mean, DIGITS), rounds, interval, grading, score.questions]
 
 
 def rounds_text(score: BenchmarkScore, digits: int) -> str:

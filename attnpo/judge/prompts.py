@@ -24,9 +24,9 @@ import numpy as np
 from attnpo.judge.base import JudgePrompt
 from attnpo.judge.settings import Assembly, JudgeRules, SpanMode, TraceRules
 from attnpo.schema import SIDES, Message, PreferencePair, UserError, digest
-from attnpo.text.chat import SENTINEL, ChatFormat, check_text, place_in_frame, split_frame
-from attnpo.text.ranges import Range, as_places, as_ranges, hold_every_character
-from attnpo.text.traces import start_apart
+from attnpo.text.chat import SENTINEL, ChatFormat, check_text, locate_in_frame, split_frame
+from attnpo.text.ranges import Range, as_array, as_ranges, extend_over_gaps
+from attnpo.text.traces import weighted_start
 
 PLACEHOLDERS = ("question", "answer_a", "answer_b")
 
@@ -404,7 +404,7 @@ class JudgePrompts:
 
     def _show(self, pair: PreferencePair, side: str) -> _JudgedAnswer:
         """Returns a response as the judge sees it, without a trace that is weighed apart."""
-        response, begins = pair.response(side), start_apart(pair, side)
+        response, begins = pair.response(side), weighted_start(pair, side)
         check_text(response, f"the {side} response")
         if self.rules.assembly is Assembly.IDS:
             encoded = self._training.encode(pair.prompt, response)
@@ -438,7 +438,7 @@ class JudgePrompts:
             begin, end = max(rendered.spans[name][0] + shift, low), min(rendered.spans[name][1] + shift, high)
             first = bisect_right(places, begin, key=itemgetter(1))
             last = max(first, bisect_left(places, end, key=itemgetter(0)))
-            held = hold_every_character(as_places(places[first:last]), full, begin, end)
+            held = extend_over_gaps(as_array(places[first:last]), full, begin, end)
             if self.rules.span is SpanMode.REFERENCE:
                 closing = bisect_left(places, end + (self._gaps[name] or 0), key=itemgetter(0))
                 last = self._reference_end(first, last, closing)
@@ -497,7 +497,7 @@ class JudgePrompts:
         if not self.rules.chat:
             return text + prefill, 0, 0, len(text)
         full = self._render_chat(text)
-        place = place_in_frame(full, self._frame, text)
+        place = locate_in_frame(full, self._frame, text)
         if place is None:
             raise UserError(
                 "the chat template changes a user message beyond trimming blanks at its ends, so the responses cannot "
@@ -509,8 +509,8 @@ class JudgePrompts:
 
     def _whole_ranges(self, text: str) -> list[Range]:
         """Returns the ranges of a response's tokens, so that no cut behind one parts an accent from its letter."""
-        places = as_places(self.chat.tokenize(text, start=False)[1])
-        return as_ranges(hold_every_character(places, text, 0, len(text)))
+        places = as_array(self.chat.tokenize(text, start=False)[1])
+        return as_ranges(extend_over_gaps(places, text, 0, len(text)))
 
     def _shorten(self, question: str, shown: Mapping[str, _JudgedAnswer]) -> list[_Placed]:
         """Returns both rounds within ``_limit``: responses keep their beginning, the question its end."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import stdev
 
 from attnpo.config.fields import to_config
-from attnpo.data.prepare import EncodedSet, calibration_pairs, sample_of
+from attnpo.data.prepare import EncodedSet, sample_as_splits, select_calibration_pairs
 from attnpo.judge.base import CAPTURE_VERSION
 from attnpo.judge.judge import RunJudge
 from attnpo.judge.layers import attending
@@ -106,7 +106,7 @@ def find_layer(source: WeightSource, readers: Readers, train: EncodedSet, rules:
     Logs the choice, and warns when the sample does not carry it. UserError in a job of several processes, where the
     sample would have to be judged.
     """
-    sample = calibration_pairs(train.pairs, rules.pairs)
+    sample = select_calibration_pairs(train.pairs, rules.pairs)
     judge = readers.make_judge()
     key = {
         "version": VERSION,
@@ -200,7 +200,7 @@ def layer_rankings(
     """
     depth = readers.make_judge().num_layers
     every = sorted({resolve_layer(layer, depth) for layer in layers or attending(depth)})
-    weighed = readers.weigh(at_layers(source, 1, every), sample_of(encoded, sample))
+    weighed = readers.weigh(at_layers(source, 1, every), sample_as_splits(encoded, sample))
     return {
         layer: rankings(at_layers(source, layer).resolve(depth), weighed.captured, weighed.layers) for layer in every
     }

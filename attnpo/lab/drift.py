@@ -17,8 +17,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from attnpo.cli.progress import phase
-from attnpo.data.arrow_rows import pair_ids_of, pairs_of
-from attnpo.data.collate import TrainingExample, bare_rows, collate
+from attnpo.data.arrow_rows import find_pairs, get_pair_ids
+from attnpo.data.collate import TrainingExample, collate, make_unweighted_rows
 from attnpo.lab.light import BELOW, DECISIVE, END, NO_WEIGHT, OTHER, WEIGHTED
 from attnpo.models.layouts import Sequences, padded_layout
 from attnpo.models.scored import ScoredLM
@@ -112,7 +112,7 @@ def measure_drift(
     )
     first = {split: _first(inputs.examples[split].examples, count) for split, count in counts.items()}
     pairs = {
-        split: pairs_of(inputs.pairs[split].pairs, [example.pair_id for example in examples])
+        split: find_pairs(inputs.pairs[split].pairs, [example.pair_id for example in examples])
         for split, examples in first.items()
     }
     val, train = _measure_movement(run, first["val"], pairs["val"]), _measure_movement(run, first["train"], None)
@@ -147,7 +147,7 @@ def measure_drift(
 
 
 def _first(examples: Sequence[TrainingExample], count: int) -> list[TrainingExample]:
-    ids = pair_ids_of(examples)
+    ids = get_pair_ids(examples)
     return [examples[place] for place in sorted(range(len(ids)), key=ids.__getitem__)[:count]]
 
 
@@ -197,7 +197,7 @@ def _score_responses(run: TrainedRun, sides: Sequence[EncodedResponse]) -> list[
 def _on_base(run: TrainedRun, sequences: Sequences) -> tuple[RowGroup, TokenStats]:
     """Returns the rows of one forward with the base's statistics, which most points of a study ask for again."""
     base = run.readers.base
-    group = bare_rows(sequences, padded_layout, base.chat.rows.pad_id).to(base.device)
+    group = make_unweighted_rows(sequences, padded_layout, base.chat.rows.pad_id).to(base.device)
 
     def make() -> TokenStats:
         with base.autocast():
@@ -243,7 +243,7 @@ def _relative(source: WeightSource, example: TrainingExample, place: int) -> Row
     if isinstance(source, OnlineSource) or not example.weights[place].numel():
         return None
     weights = example.weights[place].double().numpy()
-    return weights * example.scales[place]
+    return weights * example.weight_scales[place]
 
 
 def _factors(objective: PreferenceObjective, inputs: Inputs) -> Iterator[Row]:

@@ -16,18 +16,18 @@ from attnpo.display.look import (
     MARKERS,
     PAPER,
     SOFT,
-    Level,
-    Look,
-    Looks,
+    ArmStyle,
+    ArmStyles,
     Number,
+    ScoreInterval,
+    add_legend,
+    as_score_interval,
     axis_limits,
     draw_interval,
-    legend,
-    level_of,
-    looks_of,
+    label_axes,
+    make_arm_styles,
     new_figure,
-    panel,
-    save,
+    save_figure,
     styled,
 )
 
@@ -64,10 +64,10 @@ def frontier(
     path: Path | str,
     *,
     limits: Sequence[Number] = (),
-    base_reward: Level | Number | None = None,
+    base_reward: ScoreInterval | Number | None = None,
     title: str = "",
     ylabel: str = "reward",
-    looks: Looks | None = None,
+    looks: ArmStyles | None = None,
 ) -> Path:
     """Draws reward against KL, a line per arm over its grid in order of KL; returns the PNG's path.
 
@@ -79,7 +79,11 @@ def frontier(
     """
     every = list(points)
     drawn = [point for point in every if math.isfinite(point.kl) and math.isfinite(point.reward)]
-    base = None if base_reward is None or not math.isfinite(level_of(base_reward).score) else level_of(base_reward)
+    base = (
+        None
+        if base_reward is None or not math.isfinite(as_score_interval(base_reward).score)
+        else as_score_interval(base_reward)
+    )
     edge = FAR * max(limits) if limits else math.inf
     near = [point for point in drawn if point.kl <= edge] or drawn
     low, high = axis_limits(
@@ -93,26 +97,28 @@ def frontier(
     beyond = [point for point in drawn if point not in near or not low <= point.reward <= high]
     notes += ["hollow arrow at the edge: a point beyond it, with its number"] if beyond else []
     marks = ["dash-dotted: KL at which arms are compared"] if limits else []
-    panel(axes, title, "\n".join(["KL to the base, nats (root scale)", HOW, *marks, *notes]), ylabel)
+    label_axes(axes, title, "\n".join(["KL to the base, nats (root scale)", HOW, *marks, *notes]), ylabel)
     top = _root_axis(axes, max((point.kl for point in near), default=1.0), limits)
     axes.set_ylim(low, high)
-    seen = looks or looks_of(point.arm for point in drawn)
+    seen = looks or make_arm_styles(point.arm for point in drawn)
     for arm in dict.fromkeys(point.arm for point in drawn):
         line = sorted((point for point in drawn if point.arm == arm), key=lambda point: point.kl)
         _draw_arm(axes, arm, line, beyond, seen[arm])
     _draw_beyond(axes, beyond, seen, top, (low, high))
     if base is not None:
         axes.axhline(base.score, color=INK, linewidth=0.9, linestyle=":", label="base")
-        if base.is_bounded:
+        if base.has_interval:
             axes.axhspan(base.low, base.high, color=SOFT, alpha=0.18, linewidth=0)
     for limit in limits:
         if 0 <= limit <= top:
             axes.axvline(math.sqrt(limit), color=SOFT, linewidth=0.9, linestyle="-.")
-    legend(axes, loc="center left", bbox_to_anchor=(1.01, 0.5))
-    return save(figure, path)
+    add_legend(axes, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    return save_figure(figure, path)
 
 
-def _draw_arm(axes: Axes, arm: str, line: Sequence[FrontierPoint], beyond: Sequence[FrontierPoint], look: Look) -> None:
+def _draw_arm(
+    axes: Axes, arm: str, line: Sequence[FrontierPoint], beyond: Sequence[FrontierPoint], look: ArmStyle
+) -> None:
     inside = [point for point in line if point not in beyond]
     chosen = ", ".join(point.label for point in line if point.best and point.label)
     name = f"{look.label(arm)}\n    best: {chosen}" if chosen else look.label(arm)
@@ -128,7 +134,7 @@ def _draw_arm(axes: Axes, arm: str, line: Sequence[FrontierPoint], beyond: Seque
 
 
 def _draw_beyond(
-    axes: Axes, beyond: Sequence[FrontierPoint], looks: Looks, top: float, span: tuple[float, float]
+    axes: Axes, beyond: Sequence[FrontierPoint], looks: ArmStyles, top: float, span: tuple[float, float]
 ) -> None:
     """Arrows at the edge for points beyond it, with the number that lies there."""
     low, high = span
@@ -173,9 +179,9 @@ class ArmPanel:
 
     title: str
     xlabel: str
-    levels: Mapping[str, Level]
+    levels: Mapping[str, ScoreInterval]
     others: Mapping[str, Sequence[Number]] = field(default_factory=dict)
-    line: tuple[str, Level] | None = None
+    line: tuple[str, ScoreInterval] | None = None
 
 
 @styled
@@ -186,7 +192,7 @@ def arm_figure(
     title: str = "",
     note: str = "",
     control: str | None = None,
-    looks: Looks | None = None,
+    looks: ArmStyles | None = None,
 ) -> Path:
     """Draws the panels side by side, a row per arm in the order of the first, and returns the PNG's path.
 
@@ -194,20 +200,20 @@ def arm_figure(
     off all others too, by ``axis_limits``, since they would press them together, and ``note`` says what else is shown.
     """
     arms = list(dict.fromkeys(arm for shown in panels for arm in shown.levels))
-    seen = looks or looks_of(arms, control)
+    seen = looks or make_arm_styles(arms, control)
     figure = new_figure(2.6 + 3.6 * max(1, len(panels)), 1.5 + 0.34 * max(3, len(arms)), title)
     grid = figure.subplots(1, max(1, len(panels)), squeeze=False, sharey=True)[0]
     for place, (axes, shown) in enumerate(zip(grid, panels, strict=False)):
         marked = f"; dotted: {shown.line[0]}" if shown.line is not None and math.isfinite(shown.line[1].score) else ""
-        panel(axes, shown.title, shown.xlabel + marked + (f"\n{note}" if note and place == 0 else ""))
+        label_axes(axes, shown.title, shown.xlabel + marked + (f"\n{note}" if note and place == 0 else ""))
         _draw_arms(axes, shown, arms, seen, control)
     for axes in grid[:1]:
         axes.set_yticks(range(len(arms)), [seen[arm].label(arm) for arm in arms])
         axes.set_ylim(len(arms) - 0.4, -0.6)
-    return save(figure, path)
+    return save_figure(figure, path)
 
 
-def _draw_arms(axes: Axes, shown: ArmPanel, arms: Sequence[str], looks: Looks, control: str | None) -> None:
+def _draw_arms(axes: Axes, shown: ArmPanel, arms: Sequence[str], looks: ArmStyles, control: str | None) -> None:
     line = [] if shown.line is None or not math.isfinite(shown.line[1].score) else [shown.line[1]]
     levels = {arm: level for arm, level in shown.levels.items() if math.isfinite(level.score)}
     ends = [end for level in [*levels.values(), *line] for end in (level.low, level.high)]
@@ -223,7 +229,7 @@ def _draw_arms(axes: Axes, shown: ArmPanel, arms: Sequence[str], looks: Looks, c
             continue
         draw_interval(axes, place, level.low, level.high, across=True, color=look.colour, linewidth=2.4, alpha=0.65)
         axes.plot(level.score, place, look.marker, markersize=7, **look.line_colours)
-    if control in levels and levels[control].is_bounded:
+    if control in levels and levels[control].has_interval:
         axes.axvspan(levels[control].low, levels[control].high, color=SOFT, alpha=0.18, linewidth=0)
     for marked in line:
         axes.axvline(marked.score, color=INK, linewidth=0.9, linestyle=":")
@@ -249,10 +255,10 @@ def layer_curve(
     points: Iterable[LayerPoint],
     path: Path | str,
     *,
-    baselines: Mapping[str, Level | Number] | None = None,
+    baselines: Mapping[str, ScoreInterval | Number] | None = None,
     ylabel: str = "score",
     title: str = "",
-    looks: Looks | None = None,
+    looks: ArmStyles | None = None,
     control: str | None = None,
 ) -> Path:
     """Draws the score per layer and, in a panel beside it, the baselines, all with intervals; returns the PNG's path.
@@ -262,15 +268,15 @@ def layer_curve(
     the study's arms.
     """
     kept = sorted((point for point in points if math.isfinite(point.score)), key=lambda point: point.layer)
-    levels = {name: level_of(value) for name, value in (baselines or {}).items()}
+    levels = {name: as_score_interval(value) for name, value in (baselines or {}).items()}
     levels = {name: level for name, level in levels.items() if math.isfinite(level.score)}
-    seen = {"": Look(COLOURS[0]), **looks_of(levels, control), **dict(looks or {})}
+    seen = {"": ArmStyle(COLOURS[0]), **make_arm_styles(levels, control), **dict(looks or {})}
     wide = 0.3 * len(levels) + 0.3
     figure = new_figure(6.4 + (wide + 2.4) * bool(levels), 4.4)
     shares = [5.4, wide] if levels else [1.0]
     grid = figure.subplots(1, len(shares), sharey=True, squeeze=False, gridspec_kw={"width_ratios": shares})[0]
     bounded = any(map(math.isfinite, [*(one.low for one in kept), *(one.low for one in levels.values())]))
-    panel(grid[0], title, "layer\nbars: 95 % intervals" if bounded else "layer", ylabel)
+    label_axes(grid[0], title, "layer\nbars: 95 % intervals" if bounded else "layer", ylabel)
     layers = [point.layer for point in kept]
     own = any(point.arm for point in kept)
     grid[0].plot(layers, [point.score for point in kept], color=SOFT if own else COLOURS[0], linewidth=1.6)
@@ -284,14 +290,14 @@ def layer_curve(
     scores = [*(point.score for point in kept), *(level.score for level in levels.values())]
     ends = [(one.low, one.high) for one in kept] + [(one.low, one.high) for one in levels.values()]
     grid[0].set_ylim(*axis_limits(scores, [end for both in ends for end in both]))
-    return save(figure, path)
+    return save_figure(figure, path)
 
 
 def _draw_levels(
-    axes: Axes, grid: Iterable[Axes], levels: Mapping[str, Level], looks: Looks, control: str | None
+    axes: Axes, grid: Iterable[Axes], levels: Mapping[str, ScoreInterval], looks: ArmStyles, control: str | None
 ) -> None:
     """Baselines beside the layers: a point with its interval each, and its level through all panels."""
-    panel(axes, "")
+    label_axes(axes, "")
     axes.tick_params(left=False, labelleft=False)
     for place, (name, level) in enumerate(levels.items()):
         look = looks[name]
@@ -300,11 +306,11 @@ def _draw_levels(
         axes.plot(place, level.score, look.marker, markersize=7, label=named, **look.line_colours)
         for each in grid:
             each.axhline(level.score, color=look.colour, linewidth=0.9, linestyle=":", alpha=0.7, zorder=1)
-            if name == control and level.is_bounded:
+            if name == control and level.has_interval:
                 each.axhspan(level.low, level.high, color=SOFT, alpha=0.15, linewidth=0)
     axes.set_xticks([])
     axes.set_xlim(-0.6, len(levels) - 0.4)
-    legend(axes, loc="center left", bbox_to_anchor=(1.02, 0.5))
+    add_legend(axes, loc="center left", bbox_to_anchor=(1.02, 0.5))
 
 
 @dataclass(frozen=True)
@@ -322,7 +328,7 @@ def layer_panels(panels: Sequence[LayerPanel], path: Path | str) -> Path:
     figure = new_figure(3.7 * max(1, len(panels)), 3.6)
     for place, shown in enumerate(panels, 1):
         axes = figure.add_subplot(1, max(1, len(panels)), place)
-        panel(axes, shown.title, "layer", shown.ylabel)
+        label_axes(axes, shown.title, "layer", shown.ylabel)
         layers = sorted({layer for rows in shown.lines.values() for row in rows for layer in row})
         for number, (name, rows) in enumerate(shown.lines.items()):
             colour = COLOURS[number % len(COLOURS)]
@@ -335,8 +341,8 @@ def layer_panels(panels: Sequence[LayerPanel], path: Path | str) -> Path:
         axes.axhline(0, color=SOFT, linewidth=0.8)
         axes.set_xticks(layers if len(layers) <= 8 else layers[:: -(-len(layers) // 8)])
         if len(shown.lines) > 1:
-            legend(axes)
-    return save(figure, path)
+            add_legend(axes)
+    return save_figure(figure, path)
 
 
 # ------------------------------------------------------------------------------------------------ gains
@@ -364,29 +370,29 @@ def gains(
     xlabel: str,
     ylabel: str = "difference",
     title: str = "",
-    looks: Looks | None = None,
+    looks: ArmStyles | None = None,
 ) -> Path:
     """Draws differences to a control over a scale, a panel per title, a line per arm; returns the PNG's path.
 
     Panels share both axes. Arms stand a little beside each other at every place, their intervals as bars; points that
     are not at an equal KL are hollow, and those that are not finite left out. ``looks``: those of the study's arms.
     """
-    seen = looks or looks_of(name for lines in panels.values() for name in lines)
+    seen = looks or make_arm_styles(name for lines in panels.values() for name in lines)
     figure = new_figure(2.0 + 3.2 * max(1, len(panels)), 4.2, title)
     drawn: list[Axes] = []
     for number, (name, lines) in enumerate(panels.items(), 1):
         beside = drawn[0] if drawn else None
         axes = figure.add_subplot(1, len(panels), number, sharex=beside, sharey=beside)
-        panel(axes, name, xlabel, "" if drawn else ylabel)
+        label_axes(axes, name, xlabel, "" if drawn else ylabel)
         _draw_gains(axes, lines, seen)
         drawn.append(axes)
     for last in drawn[-1:]:
-        legend(last, loc="center left", bbox_to_anchor=(1.01, 0.5))
+        add_legend(last, loc="center left", bbox_to_anchor=(1.01, 0.5))
     figure.text(0.012, 0.02, GAINS, fontsize=9)
-    return save(figure, path, rect=(0, 0.05, 1, 1))
+    return save_figure(figure, path, rect=(0, 0.05, 1, 1))
 
 
-def _draw_gains(axes: Axes, lines: Mapping[str, Sequence[GainPoint]], looks: Looks) -> None:
+def _draw_gains(axes: Axes, lines: Mapping[str, Sequence[GainPoint]], looks: ArmStyles) -> None:
     kept = {name: [one for one in line if math.isfinite(one.gain)] for name, line in lines.items()}
     places = sorted({float(one.place) for line in kept.values() for one in line})
     gap = min((after - before for before, after in itertools.pairwise(places)), default=1.0)

@@ -38,7 +38,7 @@ from attnpo.schema import UserError, check_choice, digest
 from attnpo.system.files import SEAL, describe_change, has_checksums, parse_json
 from attnpo.system.hub_access import hub_unreachable_reason, offline_if_unreachable
 from attnpo.text.chat import ChatFormat
-from attnpo.text.template import with_default
+from attnpo.text.template import with_default_template
 
 logger = logging.getLogger(__name__)
 
@@ -407,5 +407,5 @@ def load_chat(model: ModelSpec) -> tuple[ModelSpec, ChatFormat]:
         fold_system=model.fold_system,
         rows=token_rows(load_config(model.path, model.revision)),
     )
-    chat.tokenizer.chat_template = with_default(chat.tokenizer, chat.chosen.text)
+    chat.tokenizer.chat_template = with_default_template(chat.tokenizer, chat.chosen.text)
     return model, chat

@@ -9,9 +9,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from attnpo.cli.progress import phase
-from attnpo.data.arrow_rows import pair_weights_of
+from attnpo.data.arrow_rows import get_pair_weights
 from attnpo.data.collate import TrainingExample
-from attnpo.data.micro_batches import COSTS, SHARED_PREFIX, require_room
+from attnpo.data.micro_batches import COSTS, SHARED_PREFIX, check_token_budget
 from attnpo.data.prepare import (
     CUT,
     CUT_IN_FRONT,
@@ -19,13 +19,13 @@ from attnpo.data.prepare import (
     EncodedSet,
     ExampleSet,
     Tally,
-    calibration_pairs,
     prepare_examples,
-    sample_of,
+    sample_as_splits,
+    select_calibration_pairs,
 )
 from attnpo.data.rules import AlignRules, BatchPlan
-from attnpo.data.sampler import steps_in
-from attnpo.data.weighing import SPLITS, Weighed
+from attnpo.data.sampler import count_steps
+from attnpo.data.weighing import SPLITS, WeighingResult
 from attnpo.judge.base import WeightReader
 from attnpo.judge.judge import RunJudge
 from attnpo.judge.layers import HeadRow, Row
@@ -120,11 +120,11 @@ def split_lines(inputs: Inputs, split: str, statistics: dict[str, Any]) -> Itera
 def plan_line(pairs: int, plan: BatchPlan, settings: TrainerSettings, kept: CallbackSettings) -> str:
     """Returns how the pairs become optimiser steps, and when the run is validated and saved."""
     processes = planned_processes(settings)
-    accumulation = plan.accumulation(processes)
-    cut = f" = {plan.per_forward} per forward x {accumulation} accumulated x"
+    accumulation = plan.accumulation_steps(processes)
+    cut = f" = {plan.pairs_per_forward} per forward x {accumulation} accumulated x"
     if plan.tokens is not None:
         cut = f", at most {plan.tokens} tokens per forward on"
-    each = steps_in(pairs, plan.pairs, processes)
+    each = count_steps(pairs, plan.pairs, processes)
     epochs, ends = settings.max_epochs, ""
     if settings.max_steps > 0 and epochs > 0:
         ends = f" (trainer.max_steps ends the run; trainer.max_epochs={epochs} would take {epochs * each})"
@@ -145,7 +145,7 @@ def log_inputs(inputs: Inputs, statistics: Mapping[str, Json]) -> None:
         if "warning" in found:
             log.warning("%s: %s", split, found["warning"])
     if inputs.overlap is not None:
-        log.log(logging.WARNING if inputs.overlap.warning() else logging.INFO, "val: %s", inputs.overlap.text())
+        log.log(logging.WARNING if inputs.overlap.warning() else logging.INFO, "val: %s", inputs.overlap.summary())
     log_captured(inputs.weighed)
 
 
@@ -162,7 +162,7 @@ def log_plan(
         log.info("%s", line)
 
 
-def _cut_prompts(weighed: Weighed) -> dict[str, dict[str, int]]:
+def _cut_prompts(weighed: WeighingResult) -> dict[str, dict[str, int]]:
     """Prompts of the judge, and pairs with a scorer's instruction, that were read, and how many had to be cut."""
     if weighed.report is None:
         return {}
@@ -174,7 +174,7 @@ def _cut_prompts(weighed: Weighed) -> dict[str, dict[str, int]]:
     return found
 
 
-def log_captured(weighed: Weighed) -> None:
+def log_captured(weighed: WeighingResult) -> None:
     """Logs what was cut, the judge's passport in two lines, its traces, how well answers were read, with warnings."""
     cut_prompts = _cut_prompts(weighed)
     if (cut := cut_prompts.get("judge_prompts", {})).get("cut"):
@@ -205,7 +205,7 @@ def require_examples(split: str, made: ExampleSet, processes: int) -> None:
             "align.min_coverage, lengths) or the data"
         )
     pairs = len(made.examples)
-    if pairs and not pair_weights_of(made.examples).any():
+    if pairs and not get_pair_weights(made.examples).any():
         nothing = "trained" if split == "train" else "measured, so that best/ would be chosen by a loss of 0"
         raise UserError(
             f"{split}: all {pairs} pairs have the weight 0 (their pair weight, or all token weights of "
@@ -220,9 +220,9 @@ def require_examples(split: str, made: ExampleSet, processes: int) -> None:
 
 def require_budgets(examples: Mapping[str, ExampleSet], layout: str, plan: BatchPlan) -> None:
     """Refuses early what the data module would. Which layout auto will be is not known: the least counts."""
-    budgets = {"train": ("tokens", plan.budget), "val": ("eval_tokens", plan.eval_budget)}
+    budgets = {"train": ("tokens", plan.token_budget), "val": ("eval_tokens", plan.eval_token_budget)}
     for split, (key, budget) in budgets.items():
-        require_room(examples[split].examples, COSTS.get(layout, SHARED_PREFIX), budget, f"batch.{key}")
+        check_token_budget(examples[split].examples, COSTS.get(layout, SHARED_PREFIX), budget, f"batch.{key}")
 
 
 def answer_lines(answers: VerbalizerStatistics) -> Iterator[str]:
@@ -248,7 +248,7 @@ def row_lines(example: TrainingExample, tokenizer: PreTrainedTokenizerBase) -> l
     lines = [
         f"row 0, pair {example.pair_id[:8]}, prompt (masked): ...{tokenizer.decode(example.chosen.prompt_ids[-40:])!r}"
     ]
-    both = zip(SIDES, example.sides, example.weights, example.lengths, example.scales, strict=True)
+    both = zip(SIDES, example.sides, example.weights, example.lengths, example.weight_scales, strict=True)
     for name, side, row, length, scale in both:
         scaled = (row * scale).tolist()
         parts = [
@@ -306,10 +306,10 @@ def name_rows(source: WeightSource, rows: Sequence[Row]) -> str:
     return f"{name}, layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}" if layers else name
 
 
-def log_arrivals(readers: Readers, weighed: Weighed, encoded: EncodedSet, align: AlignRules) -> None:
+def log_arrivals(readers: Readers, weighed: WeighingResult, encoded: EncodedSet, align: AlignRules) -> None:
     """Logs coverage and kept mass of each stored layer, measured on a sample of this process's pairs, untransformed."""
-    pairs = calibration_pairs([pair for pair in encoded.pairs if pair.pair_id in weighed.captured], SAMPLE)
-    sample = sample_of(encoded, pairs)["train"]
+    pairs = select_calibration_pairs([pair for pair in encoded.pairs if pair.pair_id in weighed.captured], SAMPLE)
+    sample = sample_as_splits(encoded, pairs)["train"]
     source, rows, captured = weighed.source, weighed.layers, weighed.captured
     reader = readers.make(source)
     stored = source.capture_layers(weighed.depth)

@@ -7,14 +7,14 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from attnpo.data import prepared
-from attnpo.data.arrow_rows import ExampleRows, pairs_of, sizes_of
+from attnpo.data.arrow_rows import ExampleRows, count_row_tokens, find_pairs
 from attnpo.data.base import PairSet
 from attnpo.data.example_numbers import SplitNumbers
-from attnpo.data.overlap import Overlap, key_of_prompt, write_prompts
+from attnpo.data.overlap import Overlap, digest_prompt, write_prompt_digests
 from attnpo.data.prepare import EncodedSet, ExampleSet
-from attnpo.data.prepared import Examples, Recipe, Texts
+from attnpo.data.prepared import EncodedTexts, ExampleRecipe, WeighedSplits
 from attnpo.data.rules import LengthRules
-from attnpo.data.weighing import Weighed
+from attnpo.data.weighing import WeighingResult
 from attnpo.display.weighed_pair import WeighedPair, pair_with_weights
 from attnpo.models.described import position_warning
 from attnpo.models.loading import load_text_config
@@ -38,15 +38,15 @@ class Inputs:
     """
 
     pairs: dict[str, PairSet]
-    weighed: Weighed
+    weighed: WeighingResult
     examples: dict[str, ExampleSet]
-    recipe: Recipe
+    recipe: ExampleRecipe
     overlap: Overlap | None = None
     measured: Mapping[str, SplitNumbers] = field(default_factory=dict)
     layer_choice: Mapping[str, object] | None = None
 
 
-def encode(pairs: Mapping[str, PairSet], base: BaseModel, rules: LengthRules) -> Texts:
+def encode(pairs: Mapping[str, PairSet], base: BaseModel, rules: LengthRules) -> EncodedTexts:
     """Returns the training ids of both splits under length rules. UserError beyond the model's positions."""
     texts = prepared.encode(pairs, base.chat, rules, base.store)
     check_positions(base.spec, texts.encoded)
@@ -56,7 +56,7 @@ def encode(pairs: Mapping[str, PairSet], base: BaseModel, rules: LengthRules) ->
 def check_positions(model: ModelSpec, encoded: Mapping[str, EncodedSet]) -> None:
     """Raises UserError for a row that is longer than the model's positions, with the length that can be had."""
     for split, found in encoded.items():
-        lengths = sizes_of(found.encoded).longest.tolist()
+        lengths = count_row_tokens(found.encoded).longest.tolist()
         longest = max(lengths, default=0)
         beyond = position_warning(
             load_text_config(model.path, model.revision), model.path, "lengths.max_length", longest
@@ -71,11 +71,11 @@ def read_inputs(cfg: RunConfig, base: BaseModel, readers: Readers) -> Inputs:
 
     ``base`` and ``readers``: of the resolved configuration (``resolve``).
     """
-    cfg.batch.accumulation(planned_processes(cfg.trainer))  # refuses what cannot be split evenly
+    cfg.batch.accumulation_steps(planned_processes(cfg.trainer))  # refuses what cannot be split evenly
     identity = identity_of(cfg)
     by_texts: dict[str, object] = {"what": "pairs", **{name: cfg.values[name] for name in ("data", "model", "lengths")}}
 
-    def read() -> Texts:
+    def read() -> EncodedTexts:
         pairs = prepared.read_pairs(cfg.data, cfg.weights, base.store)
         return prepared.encode(pairs, base.chat, cfg.lengths, base.store)
 
@@ -89,8 +89,8 @@ def read_inputs(cfg: RunConfig, base: BaseModel, readers: Readers) -> Inputs:
         "layer": getattr(source, "layer", None),
     }
 
-    def weigh() -> tuple[Recipe, Examples]:
-        recipe = Recipe(source, readers.make(source), [*cfg.transforms.values()], cfg.align, cfg.data)
+    def weigh() -> tuple[ExampleRecipe, WeighedSplits]:
+        recipe = ExampleRecipe(source, readers.make(source), [*cfg.transforms.values()], cfg.align, cfg.data)
         return recipe, prepared.make_examples(recipe, texts, base.store, base.device, readers.refill)
 
     recipe, made = _memory.recall(lambda: by_weights, weigh, _examples_in)
@@ -101,10 +101,10 @@ def write_training_prompts(inputs: Inputs, folder: Path) -> None:
     """Leaves the digests of the prompts that a run trains on in its folder, for evaluations of its models."""
     examples, pairs = inputs.examples["train"].examples, inputs.pairs["train"].pairs
     if isinstance(examples, ExampleRows):
-        write_prompts(folder, examples.prompts())
+        write_prompt_digests(folder, examples.prompt_digests())
         return
     trained = {example.pair_id for example in examples}
-    write_prompts(folder, (key_of_prompt(pair.prompt) for pair in pairs if pair.pair_id in trained))
+    write_prompt_digests(folder, (digest_prompt(pair.prompt) for pair in pairs if pair.pair_id in trained))
 
 
 # ------------------------------------------------------------------------------------------------ memory
@@ -113,11 +113,11 @@ def write_training_prompts(inputs: Inputs, folder: Path) -> None:
 _memory = Memory(entries=64, room=4096)  # pairs
 
 
-def _pairs_in(made: Texts) -> int:
+def _pairs_in(made: EncodedTexts) -> int:
     return sum(part.read for part in made.encoded.values())
 
 
-def _examples_in(made: tuple[Recipe, Examples]) -> int:
+def _examples_in(made: tuple[ExampleRecipe, WeighedSplits]) -> int:
     return sum(part.read for part in made[1].sets.values())
 
 
@@ -136,7 +136,7 @@ def heat_rows(
     if isinstance(inputs.weighed.source, OnlineSource):
         return []
     examples = inputs.examples["train"].examples[:count]
-    pairs = pairs_of(inputs.pairs["train"].pairs, [example.pair_id for example in examples])
+    pairs = find_pairs(inputs.pairs["train"].pairs, [example.pair_id for example in examples])
     rows = []
     for example in examples:
         known = {"logp": (policy or {}).get(example.pair_id), "reference_logp": example.reference_logps}

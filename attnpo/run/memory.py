@@ -65,7 +65,7 @@ class Footprint:
     @property
     def least(self) -> BatchPlan:
         """Returns the batch with every ``auto`` at its least."""
-        return self.batch.decide(self.max_length)
+        return self.batch.resolve_auto(self.max_length)
 
     def estimate(self, config: PretrainedConfig, model: ModelSpec, batch: BatchPlan) -> MemoryEstimate:
         """Estimates what training needs on each device with these choices for model and batch."""
@@ -78,10 +78,10 @@ class Footprint:
             reference=self.reference,
             strategy=self.trainer.strategy,
             devices=planned_processes(self.trainer),
-            micro=batch.per_forward,
-            eval_micro=batch.eval_per_forward,
-            tokens=batch.budget,
-            eval_tokens=batch.eval_budget,
+            micro=batch.pairs_per_forward,
+            eval_micro=batch.eval_pairs_per_forward,
+            tokens=batch.token_budget,
+            eval_tokens=batch.eval_token_budget,
         )
 
     def capacity(self) -> int | None:
@@ -203,7 +203,7 @@ def fill_card(plan: Footprint, config: PretrainedConfig, model: ModelSpec, capac
     def fits(batch: BatchPlan) -> bool:
         return plan.estimate(config, model, batch).fits(capacity)
 
-    made, floors = least, (least.budget, least.eval_budget)
+    made, floors = least, (least.budget, least.eval_token_budget)
     if plan.batch.tokens == AUTO and floors[0] is not None:
         made = replace(made, tokens=max_token_budget(lambda most: fits(replace(least, tokens=most)), floors[0], share))
     if plan.batch.eval_tokens == AUTO and floors[1] is not None:
@@ -257,8 +257,8 @@ def _lines(
     keys = [f"model.{key}" for key in KEYS if getattr(plan.model, key) == AUTO]
     keys += [f"batch.{key}" for key in BUDGETS if getattr(plan.batch, key) == AUTO]
     made = [_words(choices[place])]
-    made += [f"{batch.budget:,} tokens per forward"] if batch.budget else []
-    made += [f"{batch.eval_budget:,} in validation"] if batch.eval_budget else []
+    made += [f"{batch.token_budget:,} tokens per forward"] if batch.token_budget else []
+    made += [f"{batch.eval_token_budget:,} in validation"] if batch.eval_token_budget else []
     lines = [f"{_name_parts(keys)}: {', '.join(made)} ({why})"]
     for choice, estimate in zip(choices, estimates, strict=False):
         unit, name = (GIB, "GiB") if estimate.total >= GIB else (MIB, "MiB")

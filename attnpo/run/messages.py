@@ -30,7 +30,7 @@ def announce(command: str, cfg: RunConfig, folder: Path | None, budget: str | No
         built = f"built by {choices.get('prepare') or type(cfg.prepare).__name__} (once, then from the store)"
     model, data = (
         built if built is not None and path in (MISSING, "None") else path
-        for path in (cfg.model.path, str(getattr(cfg.data, "place", None)))
+        for path in (cfg.model.path, str(getattr(cfg.data, "location", None)))
     )
     lora = f", LoRA of rank {cfg.model.lora.rank}" if cfg.model.lora is not None else ""
     reference = f"; reference {cfg.reference}" if "reference" in objective.requires else ""

@@ -17,7 +17,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from attnpo.cli.progress import phase
-from attnpo.data.arrow_rows import ExampleRows, pair_ids_of, sizes_of
+from attnpo.data.arrow_rows import ExampleRows, count_row_tokens, get_pair_ids
 from attnpo.data.collate import TrainingExample
 from attnpo.data.prepare import ExampleSet
 from attnpo.data.prepared import prepare_logps
@@ -69,8 +69,8 @@ def fill_reference(
     """
     places: dict[str, tuple[Sequence[TrainingExample], int, int]] = {}
     for made in sets.values():
-        tokens_of = np.sum(sizes_of(made.examples).responses, axis=0).tolist()
-        for place, pair_id in enumerate(pair_ids_of(made.examples)):
+        tokens_of = np.sum(count_row_tokens(made.examples).responses, axis=0).tolist()
+        for place, pair_id in enumerate(get_pair_ids(made.examples)):
             places[pair_id] = made.examples, place, tokens_of[place]
     wanted = list(places) if shard is None else list(places)[shard[0] :: shard[1]]
     lacking = [places[pair_id] for pair_id in table.missing_pairs(wanted, SIDES)]
@@ -154,8 +154,8 @@ def reference_table(base: BaseModel, rules: LengthRules) -> StoreTable:
 
 def with_reference(store: Path, table: StoreTable, made: ExampleSet) -> Sequence[TrainingExample]:
     """Returns a split's examples with the stored log-probs; UserError when one is missing or of another length."""
-    examples, ids = made.examples, pair_ids_of(made.examples)
-    chosen, rejected = (counts.tolist() for counts in sizes_of(examples).responses)
+    examples, ids = made.examples, get_pair_ids(made.examples)
+    chosen, rejected = (counts.tolist() for counts in count_row_tokens(examples).responses)
 
     def load(places: Sequence[int]) -> list[LogpPair]:
         lengths = {ids[place]: (chosen[place], rejected[place]) for place in places}

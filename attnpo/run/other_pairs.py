@@ -12,8 +12,8 @@ from torch import Tensor
 
 from attnpo.data.collate import TrainingExample, collate
 from attnpo.data.prepare import EncodedSet, encode_pairs, prepare_examples
-from attnpo.data.prepared import Recipe
-from attnpo.data.weighing import Weighed
+from attnpo.data.prepared import ExampleRecipe
+from attnpo.data.weighing import WeighingResult
 from attnpo.judge.base import LoadedJudge
 from attnpo.models.layouts import padded_layout
 from attnpo.objectives.base import LengthScaled, PreferenceObjective, mean_factors
@@ -32,7 +32,7 @@ class RewardFactors(NamedTuple):
 
 
 def weigh_others(
-    recipe: Recipe, weighed: Weighed, readers: Readers, pairs: Sequence[PreferencePair], ask: bool = False
+    recipe: ExampleRecipe, weighed: WeighingResult, readers: Readers, pairs: Sequence[PreferencePair], ask: bool = False
 ) -> list[TrainingExample]:
     """Returns pairs as examples with weights; with weights of 0 where a pair gets none.
 
@@ -91,8 +91,8 @@ def token_factors(objective: PreferenceObjective, rows: RowGroup) -> Float[Tenso
 
 def reward_factors(
     objective: PreferenceObjective,
-    recipe: Recipe,
-    weighed: Weighed,
+    recipe: ExampleRecipe,
+    weighed: WeighingResult,
     readers: Readers,
     pairs: Sequence[PreferencePair],
 ) -> Mapping[str, RewardFactors]:

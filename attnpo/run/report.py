@@ -20,14 +20,14 @@ from attnpo.display.column_notes import column_notes
 from attnpo.display.figures import drift_figure, training_curves
 from attnpo.display.heatmap import heatmap_html
 from attnpo.display.page import (
-    Beside,
     Block,
-    Fragment,
+    CodeBlock,
     Image,
     KeyValues,
     Paragraph,
-    Preformatted,
+    RawHtml,
     Section,
+    SideBySide,
     TableBlock,
     report_page,
 )
@@ -81,7 +81,7 @@ def write_run_report(
         blocks.append(Section("Against the truth, on held-out prompts", [truth_table(result.truth)]))
     if settings.samples and (samples := read_samples(folder)):
         answers = [
-            Beside(row["prompt"], {"before (reference)": row["reference"], "after (policy)": row["policy"]})
+            SideBySide(row["prompt"], {"before (reference)": row["reference"], "after (policy)": row["policy"]})
             for row in samples
         ]
         blocks.append(Section("Answers before and after training", answers))
@@ -90,17 +90,17 @@ def write_run_report(
     blocks.append(inputs_section(result))
     if settings.heat_maps and (shown := heat_rows(inputs, chat.tokenizer, settings.heat_maps, policy)):
         blocks.append(
-            Section("Token weights of the first pairs", [Paragraph(HOVER), Fragment(heatmap_html(shown, page=False))])
+            Section("Token weights of the first pairs", [Paragraph(HOVER), RawHtml(heatmap_html(shown, page=False))])
         )
     example = next(iter(inputs.examples["train"].examples), None)
     if example is not None:
-        blocks.append(Section("Row 0 as it is trained", [Preformatted("\n".join(row_lines(example, chat.tokenizer)))]))
+        blocks.append(Section("Row 0 as it is trained", [CodeBlock("\n".join(row_lines(example, chat.tokenizer)))]))
     blocks.append(
         Section(
             "Versions and configuration",
             [
                 KeyValues(result.versions),
-                Preformatted(configuration, "the whole configuration"),
+                CodeBlock(configuration, "the whole configuration"),
             ],
         )
     )

@@ -19,7 +19,7 @@ from attnpo.data.collate import TrainingExample
 from attnpo.data.prepare import EncodedSet
 from attnpo.data.rules import LengthRules
 from attnpo.data.scoring import RunScorers, score_examples
-from attnpo.data.weighing import Weighed
+from attnpo.data.weighing import WeighingResult
 from attnpo.judge.base import WeightReader
 from attnpo.judge.judge import RunJudge
 from attnpo.judge.settings import Judge
@@ -159,9 +159,9 @@ class Readers:
         *,
         shard: tuple[int, int] | None = None,
         every_row: bool = False,
-    ) -> Weighed:
+    ) -> WeighingResult:
         """Returns the weights of ``source`` for the pairs of ``encoded`` (``data.weighing``); a layer must be known."""
-        return weighing.weigh(
+        return weighing.weigh_splits(
             source,
             self.make(source),
             self.base.store,

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from attnpo.cli.progress import import_phase, phase
 from attnpo.config.compose import to_yaml
 from attnpo.config.named_files import digest_named_functions
-from attnpo.data.arrow_rows import pair_ids_of
+from attnpo.data.arrow_rows import get_pair_ids
 from attnpo.data.prompts import AnswerPrompt, encode_prompts
 from attnpo.models.backbone import freeze
 from attnpo.models.generate import context_length, make_chat_generator
@@ -269,7 +269,7 @@ _base_answers: dict[tuple[ModelSpec, Any, str], Any] = {}
 
 def validation_pairs(inputs: Inputs) -> list[PreferencePair]:
     """Returns the validation pairs that the policy is measured on."""
-    kept = set(pair_ids_of(inputs.examples["val"].examples))
+    kept = set(get_pair_ids(inputs.examples["val"].examples))
     return [pair for pair in inputs.pairs["val"].pairs if pair.pair_id in kept]
 
 

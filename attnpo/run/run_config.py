@@ -136,7 +136,7 @@ class RunConfig(RootConfig):
             require_format(self.model, self.optimizer)
         require_whole(self.trainer, self.objective)
         check_transforms(self.weights, list(self.transforms.values()))
-        if isinstance(self.data, PairSource) and self.data.weighs_apart:
+        if isinstance(self.data, PairSource) and self.data.has_separate_traces:
             check_apart(self.weights)
         if self.model.reward:
             require_margin(self.objective, self.weights, self.trainer)

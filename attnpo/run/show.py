@@ -18,11 +18,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from attnpo.config.compose import MISSING
-from attnpo.data.base import PairSet, row_range
+from attnpo.data.base import PairSet, parse_row_range
 from attnpo.data.collate import TrainingExample, collate
 from attnpo.data.prepare import EncodedSet, Tally, encode_pairs, make_example
 from attnpo.data.rules import AlignRules
-from attnpo.data.weighing import Weighed
+from attnpo.data.weighing import WeighingResult
 from attnpo.display.heatmap import heatmap_html
 from attnpo.display.pair_record import WeighedResponse
 from attnpo.display.token_table import print_pairs
@@ -220,7 +220,7 @@ def _views(
     layers: Sequence[int | str],
     rounds: Sequence[int | str],
     stages: Sequence[str],
-    weighed: Weighed,
+    weighed: WeighingResult,
     transforms: Mapping[str, WeightTransform],
 ) -> list[tuple[ViewKey, WeightSource]]:
     """Returns the views that are asked for, each with the source at its layer. UserError for what there is not."""
@@ -258,7 +258,7 @@ def _example(
     pair: PreferencePair,
     encoded: Mapping[str, EncodedResponse],
     raw: PairWeights | None,
-    weighed: Weighed,
+    weighed: WeighingResult,
     transforms: Mapping[str, WeightTransform],
     align: AlignRules,
 ) -> TrainingExample:
@@ -276,7 +276,7 @@ def _example(
 def _chosen(found: PairSet, split: str, rows: str, ids: Sequence[str]) -> Sequence[PreferencePair]:
     """Returns the pairs that ``ids`` or ``rows`` name."""
     if not ids:
-        return [found.pairs[row] for row in row_range(rows, len(found), "rows")]
+        return [found.pairs[row] for row in parse_row_range(rows, len(found), "rows")]
     return [found.pairs[place] for place in _places(list_pair_ids(found.pairs), ids, f"split={split}")]
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from attnpo.cli.progress import phase
 from attnpo.cli.terminal import command_text, mark_training_started
-from attnpo.data.arrow_rows import pair_ids_of, sizes_of
+from attnpo.data.arrow_rows import count_row_tokens, get_pair_ids
 from attnpo.data.collate import TrainingExample
 from attnpo.data.datamodule import PreferenceDataModule
 from attnpo.data.prepare import ExampleSet
@@ -141,7 +141,7 @@ def train(
         max_steps=settings.max_steps,
         auto=cfg.batch.tokens == AUTO,
     )
-    data.put(examples["train"], examples["val"])
+    data.set_examples(examples["train"], examples["val"])
     exporter = make_exporter(base.spec, base.chat, callbacks.export_dtype, facts)
     gathered = WholePolicy()
     watched: list[L.Callback] = [gathered, *([kept] if kept else [])]
@@ -155,7 +155,7 @@ def train(
         with quiet_lightning():
             trainer = make_trainer(settings, loggers, watched, folder, accumulation=1, environment=environment())
         require_world(trainer.world_size, settings)
-        trainer.accumulate_grad_batches = data.accumulation(trainer.world_size)
+        trainer.accumulate_grad_batches = data.accumulation_steps(trainer.world_size)
         return trainer
 
     trainer = begin()
@@ -188,9 +188,9 @@ def with_references(
 
 def keeper(store: Store, table: StoreTable, sets: Mapping[str, ExampleSet]) -> KeptReference | None:
     """Returns what stores a run's reference log-probabilities while it computes them; None if all are stored."""
-    pair_ids = list(dict.fromkeys(pair_id for made in sets.values() for pair_id in pair_ids_of(made.examples)))
+    pair_ids = list(dict.fromkeys(pair_id for made in sets.values() for pair_id in get_pair_ids(made.examples)))
     lacking = table.missing_pairs(pair_ids, SIDES)
-    tokens = sum(int(np.sum(sizes_of(made.examples).responses)) for made in sets.values())
+    tokens = sum(int(np.sum(count_row_tokens(made.examples).responses)) for made in sets.values())
     size = BYTES_PER_TOKEN * tokens * len(lacking) // max(1, len(pair_ids))
     log_store("reference log-probs", table, len(pair_ids), len(lacking), size)
     if not lacking:
@@ -259,17 +259,17 @@ def _fit(
 
 def _has_room(trainer: L.Trainer, module: PreferenceModule, data: PreferenceDataModule, resume: Path | None) -> bool:
     """Trains; False where memory ran out in the first step of a single process whose budget could be halved."""
-    budgets = data.budgets
+    budgets = data.token_budgets
     try:
         trainer.fit(module, data, ckpt_path=resume, weights_only=True)
         return True
     except torch.OutOfMemoryError:
-        if trainer.world_size > 1 or module.sharded or module.updated or not data.halve():
+        if trainer.world_size > 1 or module.sharded or module.updated or not data.halve_budget():
             raise
     log.warning(
         "out of memory in the first step: batch.tokens=auto becomes %d tokens per forward, not %d, and the step starts "
         "anew",
-        *(data.budgets[0], budgets[0]),
+        *(data.token_budgets[0], budgets[0]),
     )
     module.zero_grad(set_to_none=True)
     gc.collect()

@@ -145,7 +145,7 @@ def _row(pair: PreferencePair, example: TrainingExample) -> dict[str, object]:
         row[side] = pair.response(side)
         row[f"{side}_ids"] = list(example.sides[place].response_ids)
         row[f"{side}_weights"] = example.weights[place].float().tolist()
-        row[f"{side}_scale"] = example.scales[place]
+        row[f"{side}_scale"] = example.weight_scales[place]
         row |= {f"{side}_{share}": getattr(example, share)[place] for share in SHARES}
     return row
 

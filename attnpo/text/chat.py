@@ -1,7 +1,7 @@
-"""Training ids of a conversation: the prompt as the template renders it, the response with its character ranges.
+"""Training ids of conversations: the rendered prompt, and the response with character ranges.
 
-The ids are those of the rendered conversation, tokenised without adding special tokens; the template alone decides
-about headers and the end of turn. BOS is put in front only where the tokenizer would do so and the template did not.
+The rendered conversation is tokenised without adding special tokens, so only the template determines headers and the
+end of turn. A BOS is prepended only if the tokenizer would add one and the template did not.
 """
 
 import hashlib
@@ -23,24 +23,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from jinja2 import TemplateError, TemplateSyntaxError
 
 from attnpo.schema import REASONING, EncodedResponse, Message, UserError
-from attnpo.text.ranges import Offsets, Range, as_places, hold_every_character
+from attnpo.text.ranges import Offsets, Range, as_array, extend_over_gaps
 from attnpo.text.template import SENTINEL as SENTINEL
 from attnpo.text.template import RefusedText as RefusedText
 from attnpo.text.template import RunawayTemplate as RunawayTemplate
 from attnpo.text.template import (
-    TokenWithoutRow,
-    ToolUse,
+    TokenWithoutEmbedding,
+    ToolSupport,
     choose_template,
-    describe_syntax,
-    settable,
-    tools_of,
-    with_options,
-    without_tools,
+    describe_syntax_error,
+    get_tools,
+    prepend_options,
+    settable_variables,
+    to_template_turns,
 )
 from attnpo.text.template import check_text as check_text
-from attnpo.text.template import place_in_frame as place_in_frame
+from attnpo.text.template import locate_in_frame as locate_in_frame
 from attnpo.text.template import split_frame as split_frame
-from attnpo.text.traces import Piece, all_in_response, has_trace, place_traced, trace_of, with_trace, without_trace
+from attnpo.text.traces import TextSpan, add_trace, get_trace, has_trace, locate_trace, strip_trace, to_response_ranges
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
@@ -49,43 +49,44 @@ if TYPE_CHECKING:
     Encodings = Mapping[str, Encoding]
 
 
-class Overran(Exception):
-    """Timeout of what ran inside ``deadline``."""
+class DeadlineExceeded(Exception):
+    """Error for code that exceeds the time limit of ``deadline``."""
 
 
 @contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """Raises ``Overran`` in what runs inside once this thread has computed for ``seconds``.
+    """Raises ``DeadlineExceeded`` inside the context once this thread has computed for ``seconds``.
 
-    Time in which the process was stopped or waited for a busy machine does not count. Signals reach the main thread
-    alone: in others, and where the system has no interval timers, nothing is limited. Nor is a single call into C that
-    does not look for signals.
+    Only CPU time counts, not time in which the process was stopped or waiting. Signals reach only the main thread, so
+    there is no limit in other threads, on systems without interval timers, or for a single call into C code that does
+    not
+    check for signals.
     """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
         return
     began = time.thread_time()
 
-    def ring(number: int, frame: FrameType | None) -> None:
+    def on_alarm(number: int, frame: FrameType | None) -> None:
         if time.thread_time() - began >= seconds:
-            raise Overran
+            raise DeadlineExceeded
 
-    before = signal.signal(signal.SIGALRM, ring)
+    before = signal.signal(signal.SIGALRM, on_alarm)
     left, interval = signal.setitimer(signal.ITIMER_REAL, seconds, seconds / 4)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL if before is None else before)
-        if left:  # another timer ran: it goes on with what was left of it
+        if left:  # another timer was running: restart it with its remaining time
             signal.setitimer(signal.ITIMER_REAL, left, interval)
 
 
 @contextmanager
-def within(room: int) -> Iterator[None]:
-    """Makes what runs inside meet a MemoryError once the process takes ``room`` bytes more than it has.
+def limit_memory(room: int) -> Iterator[None]:
+    """Raises MemoryError inside the context once the process uses ``room`` bytes more than before.
 
-    The limit is the process's: it holds in the main thread alone, and where the system tells what a process has.
+    The limit applies to the whole process; it is set only where the system reports the process's memory.
     """
     try:
         with open("/proc/self/statm", "rb", buffering=0) as file:
@@ -110,31 +111,31 @@ def within(room: int) -> Iterator[None]:
 log = logging.getLogger(__name__)
 
 RENDERING = 10.0
-"""Seconds of computing that a prompt and its answers may take to render; real templates take milliseconds."""
+"""CPU seconds allowed for rendering a prompt and its answers; real templates take milliseconds."""
 ROOM, LONGEST = 2**30, 10**7
-"""Bytes of memory that a conversation may take to render, and characters that a template may add to its turns."""
+"""Bytes of memory allowed for rendering a conversation, and characters that a template may add to its turns."""
 
 AT_ONCE, CHARACTERS = 256, 2**22
-"""Prompts whose texts are tokenised at once, and characters after which they are fewer."""
+"""Maximum numbers of prompts and of characters that are tokenised together."""
 
 _NONE: "Encodings" = {}
 _LEAVE_OUT = "set data.columns.traces=strip to train on the answer without its reasoning trace, or "
 
 _UNREAD = (
-    "the chat template never reads tools: the functions that the data name change nothing in its prompts; give a "
-    "template that writes them as model.chat_template, or leave data.columns.tools out"
+    "the chat template never reads tools, so the functions in the data do not appear in the prompts; set "
+    "model.chat_template to a template that uses them, or remove data.columns.tools"
 )
 
 NOT_A_PREFIX = "prompt is not a token prefix"
 
-# What a template can raise: its own refusals, and whatever an expression in it runs into.
+# Errors that rendering a template can raise: its own, and those of its expressions.
 _FAULTS = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
 
 
 class TokenRows:
-    """Token ids that a model has embeddings for: those below ``count``, or all where it is None.
+    """Token ids for which a model has embeddings: ids below ``count``, or all ids if it is None.
 
-    Logs a warning where the padding token is outside.
+    Logs a warning if the padding token has none.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", count: int | None) -> None:
@@ -142,8 +143,8 @@ class TokenRows:
         pad = tokenizer.pad_token_id
         if pad is not None and self.is_outside(pad):
             log.warning(
-                "the padding token %r of %r has the id %d, and the model has %d token embeddings: rows are padded with "
-                "the id %d instead, which changes no number",
+                "the padding token %r of %r has the id %d, but the model has only %d token embeddings: rows are padded "
+                "with the id %d instead, which does not change results",
                 tokenizer.pad_token,
                 tokenizer.name_or_path,
                 pad,
@@ -153,7 +154,7 @@ class TokenRows:
 
     @property
     def pad_id(self) -> int:
-        """Returns the id for padding positions: the tokenizer's, or where that is outside EOS's, or 0."""
+        """Returns the padding id: the tokenizer's if it has an embedding, else that of EOS, else 0."""
         known = (self._tokenizer.pad_token_id or 0, self._tokenizer.eos_token_id, 0)
         return next(index for index in known if index is not None and not self.is_outside(index))
 
@@ -161,23 +162,23 @@ class TokenRows:
         """Tells whether the model has no embedding for a token."""
         return self.count is not None and token >= self.count
 
-    def require(self, ids: Sequence[int]) -> None:
-        """Raises TokenWithoutRow where one of ``ids`` is outside."""
+    def check_ids(self, ids: Sequence[int]) -> None:
+        """Raises TokenWithoutEmbedding if the model has no embedding for one of ``ids``."""
         last = max(ids, default=0)
         if self.is_outside(last):
-            raise TokenWithoutRow(
+            raise TokenWithoutEmbedding(
                 "a token that the model has no embedding for",
                 f"the token {self._tokenizer.convert_ids_to_tokens(last)!r} of {self._tokenizer.name_or_path!r} has "
-                f"the id {last}, and the model has {self.count} token embeddings (vocab_size in its config.json): take "
-                "it out of the chat template (model.chat_template gives another) or of the text, or give a model whose "
+                f"the id {last}, but the model has {self.count} token embeddings (vocab_size in its config.json): "
+                "remove it from the chat template (set model.chat_template) or from the text, or use a model whose "
                 "embeddings were resized to its tokenizer (resize_token_embeddings)",
             )
 
 
 class EncodedAnswers(NamedTuple):
-    """Responses to one prompt up to the first refused one, whose ``problem`` it is.
+    """Encoded responses to one prompt, up to the first rejected one, whose error is ``problem``.
 
-    ``apart``: whether each was tokenised on its own, as its first characters merge with the prompt's last token.
+    ``apart``: whether each was tokenised separately because its beginning merges with the prompt's last token.
     """
 
     encoded: list[EncodedResponse]
@@ -186,32 +187,32 @@ class EncodedAnswers(NamedTuple):
 
 
 class _Conversation(NamedTuple):
-    """Rendered conversation: the length of its prompt as rendered, and where its response stands in it."""
+    """Rendered conversation: the length of its rendered prompt, and the position of the response."""
 
     full: str
     before: int
-    pieces: list[Piece]
+    pieces: list[TextSpan]
     response: str
 
     @property
     def begin(self) -> int:
-        """Returns where the response begins, the template's text around a trace included."""
+        """Returns the start of the response, including the template's text around a trace."""
         return self.before if len(self.pieces) > 1 else self.pieces[0].start
 
     @property
     def head(self) -> str:
-        """Returns what the template writes between its generation prompt and the response; empty for mere blanks."""
+        """Returns the text between generation prompt and response; empty if it is only whitespace."""
         head = self.full[self.before : self.begin]
         return head if head.strip() else ""
 
     @property
     def prompt(self) -> str:
-        """Returns the text whose ids are the prompt's."""
+        """Returns the text that is tokenised as the prompt."""
         return self.full[: self.before] + self.head.rstrip()
 
 
 class _Rendered(NamedTuple):
-    """Conversations of one prompt up to the first that failed, whose ``problem`` it is."""
+    """Rendered conversations of one prompt, up to the first that failed with ``problem``."""
 
     conversations: list[_Conversation]
     problem: UserError | None
@@ -219,24 +220,26 @@ class _Rendered(NamedTuple):
 
     @property
     def texts(self) -> list[str]:
-        """Returns what of them is tokenised."""
+        """Returns the texts to tokenise."""
         return [text for one in self.conversations for text in (one.full, one.prompt)]
 
 
 class ChatFormat:
-    """Tokenizer and a chat template as one function from messages to ids.
+    """Conversion of messages to token ids with a tokenizer and a chat template.
 
-    ``chat_template`` replaces the tokenizer's own template text, ``fallback`` stands in where there is none; ``chosen``
-    says which of them it is. ``kwargs`` are values of variables that the template reads (``enable_thinking``);
-    ``fold_system`` puts a system turn's text in front of the first user turn, a blank line between. Both stand in front
-    of ``chat_template`` from then on, so in every rendering, in the fingerprint and in what is exported; ``part`` is
-    the config node that they belong to. ``rows``: the token embeddings of the model that the ids are for, None where
-    they are not known; no id lies outside them. ``counts`` has "prompt is not a token prefix" for responses whose first
-    characters merge with the prompt's last token and were therefore tokenised on their own.
+    ``chat_template`` replaces the tokenizer's template; ``fallback`` is used if there is none; ``chosen`` tells which
+    one is
+    in use. ``kwargs`` sets variables of the template (``enable_thinking``); ``fold_system`` prepends a system turn's
+    text
+    to the first user turn, separated by a blank line. Both are prepended to ``chat_template`` as code, and so apply to
+    every rendering, the fingerprint and exports; ``part`` is their config node. ``rows``: number of token embeddings of
+    the model, None if unknown; no id exceeds it. ``counts["prompt is not a token prefix"]`` counts responses that were
+    tokenised separately because their first characters merge with the prompt's last token.
 
-    Raises UserError for a tokenizer without a template, for one that gives no character ranges (not "fast"), for
-    ``kwargs`` that the template never reads, for a template that does not come to an end, and for one that writes a
-    token that the model has no row for.
+    Raises:
+        UserError: the tokenizer has no template or gives no character ranges (is not "fast"), ``kwargs`` has variables
+            that
+            the template never reads, or the template does not terminate or writes a token without an embedding.
     """
 
     def __init__(
@@ -253,13 +256,13 @@ class ChatFormat:
         if not tokenizer.is_fast:
             raise UserError(
                 f"the tokenizer {tokenizer.name_or_path!r} gives no character offsets ({type(tokenizer).__name__}, "
-                "not a fast tokenizer); spans and alignment need them: use a model folder with a tokenizer.json"
+                "not a fast tokenizer), which alignment needs: use a model folder with a tokenizer.json"
             )
         self.chosen = choose_template(tokenizer, chat_template, fallback, part)
-        self.chat_template = with_options(self.chosen.text, tokenizer, kwargs, fold_system, part)
+        self.chat_template = prepend_options(self.chosen.text, tokenizer, kwargs, fold_system, part)
         self._part, self._folds, self.rows = part, fold_system, TokenRows(tokenizer, rows)
         if "strftime_now" in self.chat_template:
-            log.warning("the chat template writes today's date: prompts, and what is stored for them, change every day")
+            log.warning("the chat template writes today's date: prompts and their stored results change every day")
         self.tokenizer = tokenizer
         self.counts: Counter[str] = Counter()
         self._plain: Tokenizer | None = None
@@ -267,8 +270,8 @@ class ChatFormat:
         self._special |= {index for index in tokenizer.all_special_ids if index is not None}
         self._spelling = {index: str(tokenizer.convert_ids_to_tokens(index)).strip() for index in self._special}
         spelled = sorted(map(re.escape, filter(None, self._spelling.values())), key=len, reverse=True)
-        self._spelled = re.compile("|".join(spelled) or r"(?!)")  # without any, it matches nowhere
-        self._bos: int | None = tokenizer.bos_token_id if self._adds_bos(tokenizer.bos_token_id) else None
+        self._spelled = re.compile("|".join(spelled) or r"(?!)")  # matches nothing if there are none
+        self._bos: int | None = tokenizer.bos_token_id if self._should_add_bos(tokenizer.bos_token_id) else None
         self._eos: int | None = tokenizer.eos_token_id
         self._ends: set[int] = set() if self._eos is None else {self._eos}
         self._probed = False
@@ -277,23 +280,23 @@ class ChatFormat:
         self._fingerprint: dict[str, object] | None = None
         self._runaway: RunawayTemplate | None = None
         self._said: set[str] = set()
-        self._tools = ToolUse(self.chat_template)
+        self._tools = ToolSupport(self.chat_template)
         self._try_template()
 
     def _try_template(self) -> None:
-        """Refuses a template that runs away, or writes a token without a row. What else it refuses is told on use."""
+        """Raises if the template does not terminate or writes a token without an embedding; other errors come later."""
         prompt, answer = [Message(role="user", content="a")], Message(role="assistant", content="a")
         for turns in (prompt, [*prompt, answer]):
             try:
                 self.tokenize(self.render(turns, add_generation_prompt=turns is prompt))
-            except (RunawayTemplate, TokenWithoutRow):
+            except (RunawayTemplate, TokenWithoutEmbedding):
                 raise
             except UserError as problem:
-                log.debug("the chat template refuses %d turns: %s", len(turns), problem)
+                log.debug("the chat template rejects %d turns: %s", len(turns), problem)
 
     @property
     def _backend(self) -> "Tokenizer":
-        """Returns the tokenizer's backend, or a copy where its file or last caller has it pad, cut or split."""
+        """Returns the tokenizer's backend, or a copy if it is set to pad, truncate or split special tokens."""
         own: Tokenizer = self.tokenizer.backend_tokenizer
         split = self.tokenizer.split_special_tokens
         if own.padding is None and own.truncation is None and own.encode_special_tokens == split:
@@ -305,49 +308,53 @@ class ChatFormat:
             self._plain.encode_special_tokens = split
         return self._plain
 
-    def _adds_bos(self, bos: int | None) -> bool:
+    def _should_add_bos(self, bos: int | None) -> bool:
         return bos is not None and self._backend.encode("a", add_special_tokens=True).ids[:1] == [bos]
 
     # ------------------------------------------------------------------------------------------ text and ids
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool, template: str | None = None) -> str:
-        """Returns the conversation as text; ``template`` is used in place of the format's own.
+        """Renders a conversation as text, with ``template`` instead of the format's own if given.
 
-        Raises UserError with the template's own words when it refuses the messages, and when it runs away: after
-        RENDERING seconds the first time, at once from then on.
+        Raises:
+            UserError: the template rejects the messages (with its own message) or does not terminate; after the first
+                time,
+                which takes RENDERING seconds, the error is raised at once.
         """
-        if self._leaves_tools(messages):
-            self._say(logging.WARNING, _UNREAD)
+        if self._ignores_tools(messages):
+            self._log_once(logging.WARNING, _UNREAD)
         with self._limit_rendering():
             return self._render(messages, add_generation_prompt, template)
 
     @contextmanager
     def _limit_rendering(self) -> Iterator[None]:
-        """Stops what is rendered inside at its limits, then and from then on."""
+        """Limits time and memory of rendering inside the context; once exceeded, later renderings fail at once."""
         try:
-            with deadline(RENDERING), within(ROOM):
+            with deadline(RENDERING), limit_memory(ROOM):
                 yield
-        except (Overran, MemoryError) as problem:
-            spent = f"computed for {RENDERING:g} seconds" if isinstance(problem, Overran) else "wrote without end"
+        except (DeadlineExceeded, MemoryError) as problem:
+            spent = (
+                f"computed for {RENDERING:g} seconds" if isinstance(problem, DeadlineExceeded) else "ran out of memory"
+            )
             self._runaway = RunawayTemplate(
-                "the chat template (model.chat_template where that is set, else that of "
-                f"{self.tokenizer.name_or_path!r}) {spent} over one conversation and was stopped; give another "
-                "template as model.chat_template"
+                "the chat template (model.chat_template if set, else that of "
+                f"{self.tokenizer.name_or_path!r}) {spent} on one conversation and was stopped; set "
+                "model.chat_template to another template"
             )
             raise self._runaway from problem
 
-    def _leaves_tools(self, messages: Sequence[Message]) -> bool:
-        return self._runaway is None and tools_of(messages) is not None and not self._tools.reads
+    def _ignores_tools(self, messages: Sequence[Message]) -> bool:
+        return self._runaway is None and get_tools(messages) is not None and not self._tools.has_tools_variable
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool, template: str | None = None) -> str:
         if self._runaway is not None:
             raise self._runaway
-        turns, tools = without_tools(messages), tools_of(messages)
-        text = self._written(turns, tools, add_generation_prompt, template)
-        self._tools.check(turns, lambda marked: self._written(marked, tools, add_generation_prompt, template))
+        turns, tools = to_template_turns(messages), get_tools(messages)
+        text = self._apply_template(turns, tools, add_generation_prompt, template)
+        self._tools.check(turns, lambda marked: self._apply_template(marked, tools, add_generation_prompt, template))
         return text
 
-    def _written(
+    def _apply_template(
         self,
         turns: Sequence[dict[str, Any]],
         tools: list[dict[str, Any]] | None,
@@ -365,54 +372,59 @@ class ChatFormat:
             if len(text) > LONGEST + sum(len(turn["content"]) for turn in turns):
                 raise MemoryError
         except TemplateSyntaxError as problem:
-            raise UserError(describe_syntax(problem)) from problem
-        except OverflowError as problem:  # Jinja's sandbox limits range(), and floats end
+            raise UserError(describe_syntax_error(problem)) from problem
+        except OverflowError as problem:  # Jinja's sandbox limits range(), and floats overflow
             raise RefusedText(
                 "the chat template computes too large a number",
-                f"the chat template computes a number that is too large ({problem}); give another template as "
-                "model.chat_template",
+                f"the chat template computes a number that is too large ({problem}); set model.chat_template to "
+                "another template",
             ) from problem
         except _FAULTS as problem:
             roles = ", ".join(turn["role"] for turn in turns)
-            fold = ", set model.fold_system=true to put a system turn's text in front of the first user turn,"
+            fold = ", set model.fold_system=true to move a system turn's text into the first user turn,"
             system = self._part == "model" and not self._folds and "system" in roles.split(", ")
             raise RefusedText(
-                "the chat template refuses its turns",
-                f"the chat template refuses a conversation with the roles [{roles}]: {problem}; change the data's "
-                f"roles{fold * system} or give another template as model.chat_template",
+                "the chat template rejects its turns",
+                f"the chat template rejects a conversation with the roles [{roles}]: {problem}; change the data's "
+                f"roles{fold * system} or set model.chat_template to another template",
             ) from problem
         return str(text)
 
     def tokenize(self, text: str, start: bool = True) -> tuple[list[int], list[Range]]:
-        """Returns ids of rendered text and the half-open character range of each; no special tokens are added.
+        """Tokenises rendered text; returns ids and their half-open character ranges, without added special tokens.
 
-        The exception is one BOS, with the range (0, 0), when ``start`` says that the text begins a sequence, the
-        tokenizer would add it and the text has none. Raises UserError for text with lone surrogates, and for a token
-        that the model has no row for.
+        The exception is a BOS with the range (0, 0), added if ``start`` says that the text begins a sequence, the
+        tokenizer
+        would add one and the text has none.
+
+        Raises:
+            UserError: the text has lone surrogates, or the model has no embedding for a token.
         """
         check_text(text, "the rendered text")
-        return self._read(self._backend.encode(text, add_special_tokens=False), start)
+        return self._read_encoding(self._backend.encode(text, add_special_tokens=False), start)
 
-    def _read(self, encoding: "Encoding", start: bool = True) -> tuple[list[int], list[Range]]:
+    def _read_encoding(self, encoding: "Encoding", start: bool = True) -> tuple[list[int], list[Range]]:
         ids: list[int] = encoding.ids
         offsets: list[Range] = encoding.offsets
         if start and self._bos is not None and ids[:1] != [self._bos]:
             ids, offsets = [self._bos, *ids], [(0, 0), *offsets]
-        self.rows.require(ids)
+        self.rows.check_ids(ids)
         return ids, offsets
 
     def prompt_ids(self, prompt: Sequence[Message]) -> list[int]:
-        """Returns ids of the prompt and the generation prompt, with exactly one BOS where the tokenizer has one.
+        """Returns the ids of the prompt and generation prompt, with exactly one BOS if the tokenizer has one.
 
-        Raises UserError when the template refuses the messages or the text cannot be encoded.
+        Raises:
+            UserError: the template rejects the messages, or the text cannot be encoded.
         """
-        return list(self._prompt(self.render(prompt, add_generation_prompt=True))[0])
+        return list(self._tokenize_prompt(self.render(prompt, add_generation_prompt=True))[0])
 
     def inference_template(self) -> str:
-        """Returns the chat template whose text alone gives ``prompt_ids``: with a BOS where training puts one in front.
+        """Returns a chat template whose text alone gives ``prompt_ids``, with a BOS if training prepends one.
 
-        Libraries for generation tokenise what the template renders and add no special token. Where no template with or
-        without a BOS gives the ids of training, which is logged, it is the format's own.
+        Generation libraries tokenise the rendered text without adding special tokens. If no template with or without a
+        BOS
+        gives the training ids, this is logged and the format's own template is returned.
         """
         probes = []
         for roles in (["user"], ["system", "user"]):
@@ -420,37 +432,42 @@ class ChatFormat:
             try:
                 probes.append((turns, self.prompt_ids(turns)))
             except UserError as problem:
-                log.debug("no prompt of the roles %s: %s", roles, problem)
+                log.debug("cannot encode a prompt with the roles %s: %s", roles, problem)
         for start in ("", "{{ bos_token }}", "{{ bos_token }} "):
             template = start + self.chat_template
             texts = [self.render(turns, add_generation_prompt=True, template=template) for turns, _ in probes]
             plain = [self._backend.encode(text, add_special_tokens=False).ids for text in texts]
             if plain == [ids for _, ids in probes]:
                 return template
-        log.warning("libraries that generate begin a prompt with other tokens than training does; check the template")
+        log.warning("generation libraries start prompts with different tokens from training; check the chat template")
         return self.chat_template
 
-    def _prompt(self, text: str, known: "Encodings" = _NONE) -> tuple[list[int], list[Range]]:
-        if self._last_prompt is None or self._last_prompt[0] != text:  # both responses of a pair share it
-            self._last_prompt = (text, *self._tokens(text, known))
+    def _tokenize_prompt(self, text: str, known: "Encodings" = _NONE) -> tuple[list[int], list[Range]]:
+        if self._last_prompt is None or self._last_prompt[0] != text:  # shared by both responses of a pair
+            self._last_prompt = (text, *self._tokenize_known(text, known))
         return self._last_prompt[1], self._last_prompt[2]
 
-    def _tokens(self, text: str, known: "Encodings") -> tuple[list[int], list[Range]]:
-        return self._read(known[text]) if text in known else self.tokenize(text)
+    def _tokenize_known(self, text: str, known: "Encodings") -> tuple[list[int], list[Range]]:
+        return self._read_encoding(known[text]) if text in known else self.tokenize(text)
 
     # ------------------------------------------------------------------------------------------ responses
 
     def encode(self, prompt: Sequence[Message], response: str) -> EncodedResponse:
-        """Returns prompt ids, response ids up to and with the end-of-turn token, and the response tokens' characters.
+        """Returns prompt ids, response ids including the end-of-turn token, and the response tokens' character ranges.
 
-        Visible text that the template puts between its generation prompt and the response (an empty thought) is part of
-        the prompt; a blank there is not, as the response's first token mostly holds it.
-        Ranges are half open in ``response`` as given, also when the template trims it; tokens that hold none of its
-        characters (text the template puts around the response, the end of turn) have (len, len). A turn that the
-        template does not close with a special token gets the tokenizer's EOS. An empty response is the end token alone.
+        Visible text that the template writes between generation prompt and response (an empty thought) belongs to the
+        prompt;
+        whitespace there does not, as it is usually part of the response's first token. Ranges are half open in
+        ``response`` as
+        given, even if the template trims it; tokens without any of its characters (template text, end of turn) have
+        (len, len).
+        If the template does not end the turn with a special token, the tokenizer's EOS is added. An empty response is
+        the end
+        token alone.
 
-        Raises UserError when the template rewrites the prompt or the response, when there is no token to end the turn
-        with, and for text with lone surrogates.
+        Raises:
+            UserError: the template rewrites the prompt or the response, no token can end the turn, or the text has lone
+                surrogates.
         """
         found = self.encode_answers(prompt, [response])
         if found.problem is not None:
@@ -458,38 +475,39 @@ class ChatFormat:
         return found.encoded[0]
 
     def encode_answers(self, prompt: Sequence[Message], responses: Sequence[str]) -> EncodedAnswers:
-        """Returns what ``encode`` gives for responses to one prompt, up to the first that is refused."""
-        return self._finish(self._place(prompt, responses), _NONE)
+        """Encodes several responses to one prompt, up to the first that is rejected."""
+        return self._encode_rendered(self._render_answers(prompt, responses), _NONE)
 
     def encode_many(self, conversations: Iterable[tuple[Sequence[Message], Sequence[str]]]) -> Iterator[EncodedAnswers]:
-        """Yields for each prompt with its responses what ``encode_answers`` gives.
+        """Yields the result of ``encode_answers`` for each prompt with its responses.
 
-        AT_ONCE of them are tokenised together, on all cores, while this thread renders the next ones (only the main
-        thread can hold templates to their limits). Raises what else ``encode`` raises where it is met.
+        AT_ONCE prompts are tokenised together on all cores while this thread renders the next ones (only the main
+        thread can
+        limit templates). Other errors of ``encode`` are raised when they occur.
         """
         rest, merged = iter(conversations), self.counts[NOT_A_PREFIX]
         with ThreadPoolExecutor(1) as pool:
-            batch, job = self._begin(rest, pool)
-            job.result()  # the tokenizer's threads start while no template's memory is limited
+            batch, job = self._start_batch(rest, pool)
+            job.result()  # start the tokenizer's threads before any memory limit is set
             while batch:
-                after = self._begin(rest, pool)
-                yield from map(partial(self._finish, known=job.result()), batch)
+                after = self._start_batch(rest, pool)
+                yield from map(partial(self._encode_rendered, known=job.result()), batch)
                 batch, job = after
-        log.debug("%d responses were tokenised again, on their own", self.counts[NOT_A_PREFIX] - merged)
+        log.debug("%d responses were tokenised again separately", self.counts[NOT_A_PREFIX] - merged)
 
-    def _begin(
+    def _start_batch(
         self, rest: Iterator[tuple[Sequence[Message], Sequence[str]]], pool: ThreadPoolExecutor
     ) -> "tuple[list[_Rendered], Future[Encodings]]":
         batch: list[_Rendered] = []
         size = 0
         while len(batch) < AT_ONCE and size < CHARACTERS and (one := next(rest, None)) is not None:
-            batch.append(self._place(*one))
+            batch.append(self._render_answers(*one))
             size += sum(map(len, batch[-1].texts))
         texts = list(dict.fromkeys(text for rendered in batch for text in rendered.texts))
         tokenize = partial(self._backend.encode_batch, texts, add_special_tokens=False)
         return batch, pool.submit(lambda: dict(zip(texts, tokenize(), strict=True)))
 
-    def _place(self, prompt: Sequence[Message], responses: Sequence[str]) -> _Rendered:
+    def _render_answers(self, prompt: Sequence[Message], responses: Sequence[str]) -> _Rendered:
         placed: list[_Conversation] = []
         unread, before, problem = False, None, None
         try:
@@ -497,23 +515,23 @@ class ChatFormat:
                 for response in responses:
                     check_text(response, "the response")
                     if before is None:
-                        unread = self._leaves_tools(prompt)
+                        unread = self._ignores_tools(prompt)
                         before = self._render(prompt, add_generation_prompt=True)
-                    full = self._with_response(prompt, before, response)
-                    pieces = self._locate(prompt, before, full, response)
+                    full = self._render_with_response(prompt, before, response)
+                    pieces = self._locate_response(prompt, before, full, response)
                     check_text(full, "the rendered text")
                     placed.append(_Conversation(full, len(before), pieces, response))
         except UserError as error:
             problem = error
         return _Rendered(placed, problem, unread)
 
-    def _finish(self, rendered: _Rendered, known: "Encodings") -> EncodedAnswers:
+    def _encode_rendered(self, rendered: _Rendered, known: "Encodings") -> EncodedAnswers:
         found = EncodedAnswers([], [])
         if rendered.unread:
-            self._say(logging.WARNING, _UNREAD)
+            self._log_once(logging.WARNING, _UNREAD)
         try:
             for conversation in rendered.conversations:
-                encoded, is_prefix = self._divide(conversation, known)
+                encoded, is_prefix = self._split_prompt_response(conversation, known)
                 if not is_prefix:
                     self.counts[NOT_A_PREFIX] += 1
                 found.encoded.append(encoded)
@@ -524,93 +542,93 @@ class ChatFormat:
             return found._replace(problem=problem)
         return found
 
-    def _divide(self, conversation: _Conversation, known: "Encodings") -> tuple[EncodedResponse, bool]:
+    def _split_prompt_response(self, conversation: _Conversation, known: "Encodings") -> tuple[EncodedResponse, bool]:
         full, begin, head = conversation.full, conversation.begin, conversation.head
-        ids, offsets = self._tokens(full, known)
+        ids, offsets = self._tokenize_known(full, known)
         if head:
-            self._say(
+            self._log_once(
                 logging.INFO,
-                f"the chat template writes {head!r} in front of an answer: it counts as part of the prompt",
+                f"the chat template writes {head!r} before an answer, which counts as part of the prompt",
             )
-        prompt_ids, prompt_offsets = self._prompt(conversation.prompt, known)
+        prompt_ids, prompt_offsets = self._tokenize_prompt(conversation.prompt, known)
         count = len(prompt_ids)
         is_prefix = ids[:count] == prompt_ids and offsets[:count] == prompt_offsets
         if is_prefix:
             while head and count < len(ids) and offsets[count][1] <= begin:
-                count += 1  # a blank on its own; one that the response's first token holds stays there
+                count += 1  # a separate blank token; a blank within the response's first token stays there
             prompt_ids, ids, offsets = ids[:count], ids[count:], offsets[count:]
         else:
             seam = begin if head else conversation.before
-            prompt_ids, _ = self._prompt(full[:seam])
+            prompt_ids, _ = self._tokenize_prompt(full[:seam])
             ids, offsets = self.tokenize(full[seam:], start=False)
             offsets = [(start + seam, stop + seam) for start, stop in offsets]
         end = conversation.pieces[-1].end
-        ids, offsets = self._close(ids, offsets, end)
-        places = hold_every_character(as_places(offsets), full, begin, end)
-        places = all_in_response(places, conversation.pieces, len(conversation.response))
+        ids, offsets = self._cut_after_end_token(ids, offsets, end)
+        places = extend_over_gaps(as_array(offsets), full, begin, end)
+        places = to_response_ranges(places, conversation.pieces, len(conversation.response))
         return EncodedResponse(list(prompt_ids), ids, Offsets(places)), is_prefix
 
-    def _say(self, level: int, text: str) -> None:
-        """Logs ``text`` once."""
+    def _log_once(self, level: int, text: str) -> None:
+        """Logs ``text`` the first time only."""
         if text not in self._said:
             self._said.add(text)
             log.log(level, "%s", text)
 
-    def _answer(self, response: str) -> Message:
-        """Returns the assistant's turn; a trace stands in a variable of its own where the template reads one."""
-        apart = trace_of(response) if REASONING in self.chat_template else None
+    def _assistant_turn(self, response: str) -> Message:
+        """Returns the assistant turn, with the trace in its own field if the template reads that."""
+        apart = get_trace(response) if REASONING in self.chat_template else None
         if apart is None:
             return Message(role="assistant", content=response)
-        answer = without_trace(response)
+        answer = strip_trace(response)
         return Message(role="assistant", content=answer, reasoning_content=apart)
 
-    def _with_response(self, prompt: Sequence[Message], before: str, response: str) -> str:
-        full = self._render([*prompt, self._answer(response)], add_generation_prompt=False)
+    def _render_with_response(self, prompt: Sequence[Message], before: str, response: str) -> str:
+        full = self._render([*prompt, self._assistant_turn(response)], add_generation_prompt=False)
         if full.startswith(before):
             return full
         place = next((i for i, (a, b) in enumerate(zip(before, full, strict=False)) if a != b), len(full))
-        read = ", ".join(settable(self.chat_template, self.tokenizer))
+        read = ", ".join(settable_variables(self.chat_template, self.tokenizer))
         options = f"set {self._part}.chat_template_kwargs (the template reads {read}), or " if read else ""
         raise RefusedText(
-            "the chat template renders its prompt differently once an answer follows",
-            "the chat template renders the prompt differently once an assistant turn follows: at character "
+            "the chat template renders the prompt differently when an answer follows",
+            "the chat template renders the prompt differently when an assistant turn follows: at character "
             f"{place} the prompt alone has {before[place : place + 40]!r}, the conversation has "
-            f"{full[place : place + 40]!r}; training needs the prompt to be the beginning of the conversation: "
-            f"{_LEAVE_OUT * has_trace(response)}{options}give a template that keeps it as model.chat_template",
+            f"{full[place : place + 40]!r}; for training, the conversation must begin with the prompt: "
+            f"{_LEAVE_OUT * has_trace(response)}{options}set model.chat_template to a template that keeps it",
         )
 
-    def _locate(self, prompt: Sequence[Message], before: str, full: str, response: str) -> list[Piece]:
-        """Returns where the response stands in ``full``: in one piece, or tags, trace and answer apart."""
+    def _locate_response(self, prompt: Sequence[Message], before: str, full: str, response: str) -> list[TextSpan]:
+        """Locates the response in ``full``: as one span, or as separate spans for tags, trace and answer."""
         for learn in (False, True):
             if learn or self._frame is None:
                 self._frame = self._learn_frame(prompt, before, has_trace(response))
-            place = place_in_frame(full[len(before) :], self._frame, response)
+            place = locate_in_frame(full[len(before) :], self._frame, response)
             if place is not None:
-                return [Piece(place[1] + len(before), place[2] + len(before), place[0])]
+                return [TextSpan(place[1] + len(before), place[2] + len(before), place[0])]
             body = full[len(before) : len(full) - len(self._frame[1])]
-            traced = place_traced(body, response) if full.endswith(self._frame[1]) else None
+            traced = locate_trace(body, response) if full.endswith(self._frame[1]) else None
             if traced is not None:
-                return [Piece(start + len(before), stop + len(before), at) for start, stop, at in traced]
+                return [TextSpan(start + len(before), stop + len(before), at) for start, stop, at in traced]
         raise RefusedText(
-            "the chat template rewrites its response",
+            "the chat template rewrites the response",
             "the chat template changes the text of an assistant turn beyond trimming blanks at its ends: the response "
             f"{response[:60]!r} became {full[len(before) :][:80]!r}; "
-            f"{_LEAVE_OUT * has_trace(response)}give another template as model.chat_template",
+            f"{_LEAVE_OUT * has_trace(response)}set model.chat_template to another template",
         )
 
     def _learn_frame(self, prompt: Sequence[Message], before: str, traced: bool) -> tuple[str, str]:
-        """Returns the text around an answer, which may have to follow a trace to be one that follows this prompt."""
+        """Returns the text around an answer, probed with a trace if the template requires one."""
         try:
-            probe = self._with_response(prompt, before, SENTINEL)
+            probe = self._render_with_response(prompt, before, SENTINEL)
         except RefusedText:
             if not traced:
                 raise
-            probe = self._with_response(prompt, before, with_trace("a", SENTINEL))
+            probe = self._render_with_response(prompt, before, add_trace("a", SENTINEL))
         return split_frame(probe[len(before) :])
 
-    def _close(self, ids: list[int], offsets: list[Range], end: int) -> tuple[list[int], list[Range]]:
-        """Returns tokens up to the first special one after the content's last character, or all of them and EOS."""
-        # A special token written inside the response ends at or before ``end``, so it is never taken for the end.
+    def _cut_after_end_token(self, ids: list[int], offsets: list[Range], end: int) -> tuple[list[int], list[Range]]:
+        """Cuts after the first special token behind the content, or appends EOS if there is none."""
+        # A special token within the response ends at or before ``end``, so it is never mistaken for the end token.
         for index in range(bisect_right(offsets, end, key=lambda place: place[1]), len(ids)):
             if ids[index] in self._special:
                 self._ends.add(ids[index])
@@ -618,14 +636,14 @@ class ChatFormat:
         if self._eos is None:
             raise UserError(
                 "the chat template does not end an assistant turn with a special token and the tokenizer has no EOS "
-                "token: give a tokenizer with one, or a template that closes the turn as model.chat_template"
+                "token: use a tokenizer with one, or set model.chat_template to a template that ends the turn"
             )
-        self.rows.require([self._eos])
+        self.rows.check_ids([self._eos])
         return [*ids, self._eos], [*offsets, (end, end)]
 
-    def special_inside(self, encoded: EncodedResponse, response: str) -> int:
-        """Returns how many special tokens of ``encoded`` are spelled out in ``response`` itself (a literal "</s>")."""
-        if self._special.isdisjoint(encoded.response_ids[:-1]):  # the last one mostly is the end of turn
+    def count_special_inside(self, encoded: EncodedResponse, response: str) -> int:
+        """Counts special tokens of ``encoded`` that ``response`` contains as text, such as a literal "</s>"."""
+        if self._special.isdisjoint(encoded.response_ids[:-1]):  # the last one is usually the end of turn
             places = zip(encoded.response_ids[-1:], encoded.offsets[-1:], strict=True)
         else:
             places = zip(encoded.response_ids, encoded.offsets, strict=True)
@@ -636,36 +654,36 @@ class ChatFormat:
         )
 
     def spells_special(self, prompt: Sequence[Message]) -> bool:
-        """Tells whether a message of ``prompt`` spells out a special token, as a prompt rendered already does."""
+        """Tells whether a message of ``prompt`` contains a special token as text, as already rendered prompts do."""
         return any(self._spelled.search(turn["content"]) for turn in prompt)
 
     @property
     def end_ids(self) -> frozenset[int]:
-        """Returns ids that end an assistant turn: EOS and the end-of-turn tokens the template was seen to write."""
+        """Returns the ids that end an assistant turn: EOS and end-of-turn tokens seen in the template's output."""
         if not self._probed:
             self._probed, counts, self.counts = True, self.counts, Counter()
             try:
                 self.encode([Message(role="user", content="a")], "a")
-            except UserError as problem:  # a template for prompts only is still good for judging and generation
-                log.debug("no end-of-turn token learnt from the template: %s", problem)
+            except UserError as problem:  # a template for prompts only can still be used for judging and generation
+                log.debug("cannot determine an end-of-turn token from the template: %s", problem)
             self.counts = counts
         return frozenset(self._ends)
 
-    def _head(self) -> str:
-        """Returns the text between generation prompt and answer; empty where the template refuses one turn."""
+    def _answer_prefix(self) -> str:
+        """Returns the template's text between generation prompt and answer; empty if it rejects a single turn."""
         try:
             turns = [Message(role="user", content="a")]
             with self._limit_rendering():
                 before = self._render(turns, add_generation_prompt=True)
-                return split_frame(self._with_response(turns, before, SENTINEL)[len(before) :])[0]
+                return split_frame(self._render_with_response(turns, before, SENTINEL)[len(before) :])[0]
         except UserError as problem:
-            log.debug("the template's text in front of an answer is not known: %s", problem)
+            log.debug("cannot determine the template's text before an answer: %s", problem)
             return ""
 
     def fingerprint(self) -> dict[str, object]:
-        """Digests of the tokenizer (vocabulary, merges, normaliser, added tokens) and of the template text."""
+        """Computes digests of the tokenizer (vocabulary, merges, normaliser, added tokens) and the template text."""
         if self._fingerprint is None:
-            head = self._head()
+            head = self._answer_prefix()
             self._fingerprint = {
                 "tokenizer": hashlib.sha256(self._backend.to_str().encode()).hexdigest(),
                 "chat_template": hashlib.sha256(self.chat_template.encode()).hexdigest(),

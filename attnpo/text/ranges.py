@@ -1,4 +1,4 @@
-"""Character ranges of tokens, made whole where a tokenizer's normaliser left characters out."""
+"""Character ranges of tokens, extended to characters that a tokenizer's normaliser left out."""
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 
 Range = tuple[int, int]
 Places = NDArray[np.int64]
-"""Ranges as rows of two."""
+"""Ranges as an array with two columns."""
 
 
 class Offsets(Sequence[Range]):
-    """Ranges of tokens in an array, each of which becomes a tuple when it is read."""
+    """Character ranges in an array, converted to tuples on access."""
 
     def __init__(self, places: Places) -> None:
         self.places = places
@@ -41,27 +41,28 @@ class Offsets(Sequence[Range]):
         return repr(list(self))
 
 
-def as_places(ranges: Sequence[Range]) -> Places:
-    """Returns ranges as an array."""
+def as_array(ranges: Sequence[Range]) -> Places:
+    """Converts ranges to an array."""
     if isinstance(ranges, Offsets):
         return ranges.places
     return np.fromiter(chain.from_iterable(ranges), np.int64, 2 * len(ranges)).reshape(-1, 2)
 
 
 def as_ranges(places: Places) -> list[Range]:
-    """Returns ranges as tuples."""
+    """Converts an array to ranges as tuples."""
     return list(zip(places[:, 0].tolist(), places[:, 1].tolist(), strict=True))
 
 
-def hold_every_character(places: Places, text: str, begin: int, end: int) -> Places:
-    """Returns the tokens' ranges so that every visible character of ``text[begin:end]`` lies in one.
+def extend_over_gaps(places: Places, text: str, begin: int, end: int) -> Places:
+    """Extends token ranges so that together they cover every visible character of ``text[begin:end]``.
 
-    A tokenizer that composes, strips or removes characters (e and an accent to é) gives the token the first of them
-    alone. A character that no range holds belongs to the tokens that end before it; in front of the first token of
-    ``text[begin:end]``, to the tokens that begin there. Blanks are left out: some tokenizers drop them, and some leave
-    the blank in front of a word out of the word's range, so that they say nothing of its owner. Ranges come in order.
+    Tokenizers that compose, strip or remove characters (such as e and an accent to é) give the token only the first of
+    them. An uncovered character is added to the tokens that end before it or, before the first token of
+    ``text[begin:end]``, to those that start after it. Blanks are not added: some tokenizers drop them and others
+    exclude
+    the blank before a word from its range, so their token is unclear. Ranges must be in order.
     """
-    gaps = {} if _covers(places, begin, end) else _find_gaps(as_ranges(places), text, begin, end)
+    gaps = {} if _covers_all(places, begin, end) else _find_gaps(as_ranges(places), text, begin, end)
     if not gaps:
         return places
     grown = places.copy()
@@ -71,8 +72,8 @@ def hold_every_character(places: Places, text: str, begin: int, end: int) -> Pla
     return grown
 
 
-def _covers(places: Places, begin: int, end: int) -> bool:
-    """Tells whether every character from ``begin`` to ``end`` lies in a range, blanks too."""
+def _covers_all(places: Places, begin: int, end: int) -> bool:
+    """Tells whether ranges cover every character from ``begin`` to ``end``, blanks included."""
     starts, stops = places.T
     held = (stops > np.maximum(starts, begin)) & (starts <= end)
     reach = np.maximum.accumulate(np.concatenate(([begin], stops[held])))
@@ -80,7 +81,7 @@ def _covers(places: Places, begin: int, end: int) -> bool:
 
 
 def _find_gaps(places: Sequence[Range], text: str, begin: int, end: int) -> dict[tuple[int, bool], int]:
-    """Returns where tokens that begin (True) or end (False) at a character begin or end instead."""
+    """Maps (character, True) to new starts and (character, False) to new ends of tokens next to gaps."""
     found, reach, holds = {}, begin, False
     for start, stop in (*places, (end, end + 1)):
         if stop <= max(begin, start) or start > end:

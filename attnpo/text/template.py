@@ -1,8 +1,8 @@
-"""Reading of chat templates: which one is used, its options, tools, a content's frame, and refusals.
+"""Chat templates: which one is used, its options, tools, the text around a message, and errors.
 
-Options are written in front of a template: values of its variables, a folded system turn. A template with its options
-is a template again, so whatever renders, stores or exports it keeps them. A prompt's tools travel with its first turn,
-as the JSON text of a list of function schemas.
+Options (values of variables, folding of the system turn) are prepended to a template as code. The result is again a
+template, so that everything that renders, stores or exports it keeps the options. A prompt's tools are stored in its
+first turn, as JSON text of a list of function schemas.
 """
 
 import json
@@ -24,52 +24,56 @@ if TYPE_CHECKING:
 
 
 class RefusedText(UserError):
-    """Text that cannot become training ids; ``reason`` says why in words that fit every such text."""
+    """Error for text that cannot become training ids; ``reason`` describes the kind of problem, for counting."""
 
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(text)
         self.reason = reason
 
 
-class TokenWithoutRow(RefusedText):
-    """Refusal of a text with a token that the model has no embedding for."""
+class TokenWithoutEmbedding(RefusedText):
+    """Error for text with a token that the model has no embedding for."""
 
 
 class RunawayTemplate(UserError):
-    """Chat template that does not come to an end within its limits."""
+    """Error for a chat template that does not terminate within its limits."""
 
 
 def check_text(text: str, what: str) -> None:
-    """Raises UserError naming ``what`` when the text holds a lone surrogate, which no encoding can write."""
+    """Raises UserError naming ``what`` if the text has a lone surrogate, which cannot be encoded."""
     try:
         text.encode()
     except UnicodeEncodeError as problem:
         raise RefusedText(
-            "its text holds a lone surrogate",
-            f"{what} holds the lone surrogate U+{ord(text[problem.start]):04X} at character {problem.start}, which "
+            "the text contains a lone surrogate",
+            f"{what} contains the lone surrogate U+{ord(text[problem.start]):04X} at character {problem.start}, which "
             "cannot be encoded: repair the text or drop the row",
         ) from problem
 
 
 SENTINEL = "ATTNPOPLACEHOLDER"
-"""Stands for a message's content where only the text around it is wanted."""
+"""Placeholder for a message's content, used to find the text around it."""
 
 
 def split_frame(rendered: str) -> tuple[str, str]:
-    """Returns the text before and after the sentinel, which must stand there exactly once (else UserError)."""
+    """Returns the text before and after the sentinel.
+
+    Raises:
+        UserError: the sentinel does not occur exactly once.
+    """
     before, sentinel, after = rendered.partition(SENTINEL)
     if not sentinel or SENTINEL in after:
         raise UserError(
             f"the chat template writes a message's content {rendered.count(SENTINEL)} times, expected exactly once: "
-            "give another template as model.chat_template"
+            "set model.chat_template to another template"
         )
     return before, after
 
 
-def place_in_frame(rendered: str, frame: tuple[str, str], content: str) -> tuple[int, int, int] | None:
-    """Returns how ``content`` stands between the two texts of ``frame``; None when ``rendered`` is anything else.
+def locate_in_frame(rendered: str, frame: tuple[str, str], content: str) -> tuple[int, int, int] | None:
+    """Locates ``content`` between the two texts of ``frame``; returns None if ``rendered`` is anything else.
 
-    The leading characters of the content that were trimmed away, and the half-open range of what is left in
+    Returns the number of leading characters of the content that were trimmed, and the half-open range of the rest in
     ``rendered``. Only blanks at either end may be missing.
     """
     head, tail = frame
@@ -89,14 +93,14 @@ def place_in_frame(rendered: str, frame: tuple[str, str], content: str) -> tuple
 log = logging.getLogger(__name__)
 
 _PASSED = "messages tools documents add_generation_prompt raise_exception strftime_now"
-_PARAMETERS = (  # of the renderer itself
+_PARAMETERS = (  # parameters of the renderer itself
     "conversation chat_template continue_final_message tokenize padding truncation max_length return_tensors "
     "return_dict return_assistant_tokens_mask tokenizer_kwargs sanitize_control_tokens"
 )
 SUPPLIED = frozenset((_PASSED + " " + _PARAMETERS).split())
-"""Names that a template is given by ``apply_chat_template``; a user sets none of them."""
+"""Names that ``apply_chat_template`` passes to a template; users cannot set them."""
 
-# A blank line between the system turn's text and the first user turn, as Gemma's own template has it.
+# Puts a blank line between the system text and the first user turn, like Gemma's own template.
 FOLD = (
     "{% if messages and messages[0]['role'] == 'system' %}"
     "{% if messages[1:] and messages[1]['role'] == 'user' %}"
@@ -107,7 +111,7 @@ FOLD = (
 
 
 class ChosenTemplate(NamedTuple):
-    """Text of a chat template, where it comes from, and a warning where that is not the tokenizer itself."""
+    """Text of a chat template, its origin, and a warning if it is not the tokenizer's own."""
 
     text: str
     origin: str
@@ -117,12 +121,15 @@ class ChosenTemplate(NamedTuple):
 def choose_template(
     tokenizer: "PreTrainedTokenizerBase", given: str | None, fallback: str | None = None, part: str = "model"
 ) -> ChosenTemplate:
-    """Returns ``given``, else the tokenizer's own template, else, for a tokenizer that brings none, ``fallback``.
+    """Returns ``given``, or else the tokenizer's own template, or else ``fallback``.
 
-    Logs the warning once. ``part`` is the config node that ``given`` belongs to. Raises UserError where there is none.
+    Logs the warning once. ``part``: config node of ``given``.
+
+    Raises:
+        UserError: there is no template.
     """
     name, own = tokenizer.name_or_path, tokenizer.chat_template
-    if isinstance(own, dict):  # several by name
+    if isinstance(own, dict):  # several named templates
         own = own.get("default")
     if given is not None:
         warning = "chat_template replaces the tokenizer's own chat template"
@@ -134,17 +141,17 @@ def choose_template(
         chosen = ChosenTemplate(fallback, "model.fallback_template", warning)
     else:
         raise UserError(
-            f"the tokenizer {name!r} has no chat template to use: set {part}.chat_template (chat_template= in Python) "
-            "to the template's text, to a file that holds it, or to model/plain_chat.jinja, a plain one that comes "
-            "with attnpo"
+            f"the tokenizer {name!r} has no chat template: set {part}.chat_template (chat_template= in Python) to the "
+            "template's text, to a file with it, or to model/plain_chat.jinja, a plain template included in "
+            "attnpo"
         )
     if chosen.warning is not None:
         _warn_once(f"{name}: {chosen.warning}")
     return chosen
 
 
-def with_default(tokenizer: "PreTrainedTokenizerBase", template: str) -> str | dict[str, str]:
-    """Returns a tokenizer's chat templates with ``template`` as the one in use; those that it has by name stay."""
+def with_default_template(tokenizer: "PreTrainedTokenizerBase", template: str) -> str | dict[str, str]:
+    """Returns a tokenizer's chat templates with ``template`` as the default; other named templates are kept."""
     own = tokenizer.chat_template
     return {**own, "default": template} if isinstance(own, dict) else template
 
@@ -155,104 +162,119 @@ def _warn_once(text: str) -> None:
 
 
 class _Generation(Extension):
-    """Tag pair that marks an assistant's text in templates of transformers; it renders its body."""
+    """Template tag that marks the assistant's text in transformers' templates; renders its body."""
 
-    tags = {"generation"}  # noqa: RUF012  the base class has it as an instance's
+    tags = {"generation"}  # noqa: RUF012  an instance attribute in the base class
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def variables(template: str) -> frozenset[str]:
-    """Returns the names that a chat template looks up from outside, functions of Jinja not among them.
+def template_variables(template: str) -> frozenset[str]:
+    """Returns the undefined names in a chat template, without Jinja's own functions.
 
-    Raises UserError for text that is not valid Jinja.
+    Raises:
+        UserError: the text is not valid Jinja.
     """
     environment = ImmutableSandboxedEnvironment(extensions=[_Generation, loopcontrols])
     try:
         return frozenset(meta.find_undeclared_variables(environment.parse(template)))
     except TemplateSyntaxError as problem:
-        raise UserError(describe_syntax(problem)) from problem
+        raise UserError(describe_syntax_error(problem)) from problem
 
 
-def describe_syntax(problem: TemplateSyntaxError) -> str:
-    """Returns the message of an error for a chat template that is not valid Jinja."""
+def describe_syntax_error(problem: TemplateSyntaxError) -> str:
+    """Returns an error message for a chat template that is not valid Jinja."""
     return (
         f"the chat template is not valid Jinja: {problem.message} (line {problem.lineno}); correct model.chat_template "
         "or the chat template in the model folder"
     )
 
 
-def settable(template: str, tokenizer: "PreTrainedTokenizerBase") -> list[str]:
-    """Returns the variables that a chat template reads and its user may set. UserError for invalid Jinja."""
-    return sorted(variables(template) - SUPPLIED - set(tokenizer.special_tokens_map))
+def settable_variables(template: str, tokenizer: "PreTrainedTokenizerBase") -> list[str]:
+    """Returns the variables of a chat template that users may set.
+
+    Raises:
+        UserError: the text is not valid Jinja.
+    """
+    return sorted(template_variables(template) - SUPPLIED - set(tokenizer.special_tokens_map))
 
 
-def with_options(
+def prepend_options(
     template: str,
     tokenizer: "PreTrainedTokenizerBase",
     kwargs: Mapping[str, object] | None = None,
     fold_system: bool = False,
     part: str = "model",
 ) -> str:
-    """Returns ``template`` with ``kwargs`` and, with ``fold_system``, the system turn in the first user turn.
+    """Prepends settings to ``template``: the values of ``kwargs``, and folding of the system turn if asked.
 
-    A value holds where the caller of the template gives none. Without options the template is returned as it is.
-    ``part``: the config node the options belong to, for errors.
+    A value applies unless the caller of the template passes another. Without options the template is returned
+    unchanged.
+    ``part``: config node of the options, for errors.
 
-    Raises UserError for a name that the template never reads or that the renderer supplies, and for a value that is
-    no plain data.
+    Raises:
+        UserError: the template never reads a name, the renderer supplies it, or a value is not plain data.
     """
     kwargs = kwargs or {}
     supplied = SUPPLIED | set(tokenizer.special_tokens_map)
-    read = settable(template, tokenizer) if kwargs else []
+    read = settable_variables(template, tokenizer) if kwargs else []
     named = ", ".join(read) or "none that can be set"
     lines = []
     for name, value in kwargs.items():
         key = f"{part}.chat_template_kwargs.{name}"
         if name in supplied:
-            raise UserError(f"{key}: the renderer itself supplies {name}; variables of this chat template: {named}")
+            raise UserError(f"{key}: the renderer supplies {name}; variables of this chat template: {named}")
         if name not in read:
             raise UserError(
-                f"{key}: the chat template never reads {name}, so it would change nothing; variables it reads: "
-                f"{named}: correct the name or leave it out"
+                f"{key}: the chat template never reads {name}, so it would have no effect; correct the name or "
+                f"remove it; variables of this template: {named}"
             )
-        lines.append(f"{{% if {name} is not defined %}}{{% set {name} = {literal(value, key)} %}}{{% endif %}}\n")
-    return "".join(lines) + FOLD * fold_system + template  # a newline after a block is dropped by the renderer
+        lines.append(f"{{% if {name} is not defined %}}{{% set {name} = {jinja_literal(value, key)} %}}{{% endif %}}\n")
+    return "".join(lines) + FOLD * fold_system + template  # the renderer drops a newline after a block
 
 
-def literal(value: object, key: str) -> str:
-    """Returns plain data as a Jinja expression. UserError naming ``key`` for any other value."""
+def jinja_literal(value: object, key: str) -> str:
+    """Formats plain data as a Jinja expression.
+
+    Raises:
+        UserError: any other value; the message names ``key``.
+    """
     if value is None or isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int | float | str):
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, list | tuple):
-        return f"[{', '.join(literal(item, key) for item in value)}]"
+        return f"[{', '.join(jinja_literal(item, key) for item in value)}]"
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{literal(str(name), key)}: {literal(item, key)}' for name, item in value.items())}}}"
+        return (
+            "{"
+            + ", ".join(f"{jinja_literal(str(name), key)}: {jinja_literal(one, key)}" for name, one in value.items())
+            + "}"
+        )
     raise UserError(f"{key}: expected a number, a text, true, false, null, a list or a mapping, got {value!r}")
 
 
 TOOL = "tool"
-"""Role of a turn that holds a call's result."""
+"""Role of a turn with the result of a function call."""
 
 
-def written(functions: object) -> str | None:
-    """Returns the JSON text of a list of mappings, or of a JSON text of one, its keys in their order.
+def functions_to_json(functions: object) -> str | None:
+    """Converts a list of mappings, or its JSON text, to JSON text; keys keep their order.
 
-    None for an empty value.
+    Returns None for an empty value. Unless given as JSON text, keys with the value None are dropped: tables add them if
+    another row has that key.
 
-    Outside JSON text a key with the value None is left out: tables write it where another row has that key.
-    Raises ValueError for anything else.
+    Raises:
+        ValueError: the value is anything else.
     """
     if functions is None or (isinstance(functions, str) and not functions.strip()):
         return None
     try:
-        parsed = parse_json(functions) if isinstance(functions, str) else _present(functions)
+        parsed = parse_json(functions) if isinstance(functions, str) else _drop_none(functions)
     except RecursionError as problem:
-        raise ValueError("it is nested too deeply") from problem
+        raise ValueError("the value is nested too deeply") from problem
     if not isinstance(parsed, list) or not all(isinstance(one, Mapping) for one in parsed):
         raise ValueError("expected a list of mappings")
     try:
@@ -261,22 +283,22 @@ def written(functions: object) -> str | None:
         raise ValueError(str(problem)) from problem
 
 
-def _present(value: object) -> object:
+def _drop_none(value: object) -> object:
     if isinstance(value, Mapping):
-        return {str(key): _present(one) for key, one in value.items() if one is not None}
+        return {str(key): _drop_none(one) for key, one in value.items() if one is not None}
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return [_present(one) for one in value]
+        return [_drop_none(one) for one in value]
     return value
 
 
-def tools_of(messages: Sequence[Message]) -> list[dict[str, Any]] | None:
-    """Returns the tools of a conversation, as chat templates and servers take them; None without any."""
+def get_tools(messages: Sequence[Message]) -> list[dict[str, Any]] | None:
+    """Returns the tools of a conversation, as chat templates and servers expect them; None if there are none."""
     text = messages[0].get("tools") if messages else None
     return None if text is None else cast("list[dict[str, Any]]", parse_json(text))
 
 
-def without_tools(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Returns the turns as chat templates and servers take them: calls as mappings, and no turn with tools."""
+def to_template_turns(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Converts turns for chat templates and servers: calls become mappings, and tools are removed."""
     turns = []
     for message in messages:
         turn: dict[str, Any] = {name: str(value) for name, value in message.items() if name != "tools"}
@@ -286,10 +308,10 @@ def without_tools(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return turns
 
 
-class ToolUse:
-    """Use that a chat template makes of tools, found out with the first conversation that has them.
+class ToolSupport:
+    """Tool support of a chat template, determined with the first conversation that has tools.
 
-    ``render`` gives the text of turns. A template that would leave calls or results out refuses its conversation.
+    ``render`` returns the text of turns. Conversations whose calls or results the template would omit are rejected.
     """
 
     def __init__(self, template: str) -> None:
@@ -298,26 +320,26 @@ class ToolUse:
         self._reads: bool | None = None
 
     @property
-    def reads(self) -> bool:
+    def has_tools_variable(self) -> bool:
         """Returns whether the template reads the variable ``tools``."""
         if self._reads is None:
-            self._reads = "tools" in variables(self._template)
+            self._reads = "tools" in template_variables(self._template)
         return self._reads
 
     def check(self, turns: Sequence[Mapping[str, Any]], render: Callable[[list[dict[str, Any]]], str]) -> None:
-        """Raises RefusedText for calls and results that the template would not write."""
+        """Raises RefusedText if the template would omit calls or results."""
         if "tool_calls" not in self._template and any(turn.get("tool_calls") for turn in turns):
             raise RefusedText(
                 "the chat template writes no tool calls",
-                "the chat template never reads tool_calls, so that it would leave a turn's calls out; give a template "
-                "that writes them as model.chat_template",
+                "the chat template never reads tool_calls, so it would omit them; set model.chat_template to a "
+                "template that writes them",
             )
         if self._shows_results is None and any(turn["role"] == TOOL for turn in turns):
             marked = [{**turn, **({"content": SENTINEL} if turn["role"] == TOOL else {})} for turn in turns]
             self._shows_results = SENTINEL in render(marked)
         if self._shows_results is False and any(turn["role"] == TOOL for turn in turns):
             raise RefusedText(
-                "the chat template writes no results of tools",
-                f"the chat template leaves turns of the role {TOOL} out; give a template that writes them as "
-                "model.chat_template",
+                "the chat template writes no tool results",
+                f"the chat template omits turns with the role {TOOL}; set model.chat_template to a template that "
+                "writes them",
             )

@@ -1,4 +1,4 @@
-"""Reasoning traces: what a model wrote for itself, as ``<think>...</think>``, in front of its answer."""
+"""Reasoning traces: ``<think>...</think>`` at the beginning of a response."""
 
 import re
 from collections.abc import Sequence
@@ -15,9 +15,11 @@ _TRACED = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
 
 
 class Traces(Enum):
-    """Treatment of a reasoning trace in a response: trained on with its answer, or taken out of the data.
+    """Handling of reasoning traces in responses: keep them, or remove them from the data.
 
-    WEIGH_APART: trained on, at its share of the tokens; judges read, and weights are spread over, the answer alone.
+    WEIGH_APART: trained on, with a share of the weight equal to its share of the tokens; judges read only the answer,
+    and
+    weights are spread over it alone.
     """
 
     KEEP = "keep"
@@ -25,8 +27,8 @@ class Traces(Enum):
     WEIGH_APART = "weigh_apart"
 
 
-class Piece(NamedTuple):
-    """Stretch of a rendered text, half open, and where its first character stands in the response."""
+class TextSpan(NamedTuple):
+    """Half-open span of a rendered text, and the position of its first character in the response."""
 
     start: int
     end: int
@@ -34,59 +36,59 @@ class Piece(NamedTuple):
 
 
 def has_trace(response: str) -> bool:
-    """Returns whether a closed trace begins the response."""
+    """Returns whether the response begins with a closed trace."""
     return _TRACED.match(response) is not None
 
 
-def trace_of(response: str) -> str | None:
-    """Returns the text of the trace that begins the response, without blanks around it; None without one."""
+def get_trace(response: str) -> str | None:
+    """Returns the trace at the beginning of the response, stripped of blanks; None if there is none."""
     found = _TRACED.match(response)
     return None if found is None else found[1].strip()
 
 
 def is_unclosed(response: str) -> bool:
-    """Returns whether the response begins with a trace that never ends."""
+    """Returns whether the response begins with a trace that is never closed."""
     return response.lstrip().startswith(OPEN) and CLOSE not in response
 
 
-def with_trace(trace: str, answer: str) -> str:
-    """Returns the trace and answer as one response."""
+def add_trace(trace: str, answer: str) -> str:
+    """Joins trace and answer to one response."""
     return f"{OPEN}\n{trace.strip()}\n{CLOSE}\n\n{answer}"
 
 
 def answer_start(response: str) -> int:
-    """Returns the answer's first character, after the trace and blanks behind it; 0 without a trace."""
+    """Returns the position of the answer after trace and blanks; 0 without a trace."""
     found = _TRACED.match(response)
     return 0 if found is None else len(response) - len(response[found.end() :].lstrip())
 
 
-def without_trace(response: str) -> str:
-    """Returns the answer alone; a response without a trace as it is."""
+def strip_trace(response: str) -> str:
+    """Removes the trace, if any, from a response."""
     return response[answer_start(response) :]
 
 
-def start_apart(pair: PreferencePair, side: str) -> int:
-    """Returns the first weighed character: the answer's where a trace is weighed apart, else 0."""
+def weighted_start(pair: PreferencePair, side: str) -> int:
+    """Returns the first weighted character: the start of the answer if traces are excluded, else 0."""
     return answer_start(pair.response(side)) if pair.apart else 0
 
 
 def judged_text(pair: PreferencePair, side: str) -> str:
-    """Returns what a judge reads of a response: all of it, or its answer where a trace is weighed apart."""
-    return pair.response(side)[start_apart(pair, side) :]
+    """Returns the part of a response that a judge reads: all of it, or only the answer if traces are excluded."""
+    return pair.response(side)[weighted_start(pair, side) :]
 
 
-def before(start: int, offsets: Sequence[Sequence[int]]) -> int:
-    """Returns how many tokens precede the first that holds a character of the response from ``start`` on."""
+def count_tokens_before(start: int, offsets: Sequence[Sequence[int]]) -> int:
+    """Counts the tokens before the first one that covers a character at or after ``start``."""
     if not start:
         return 0
     return next((place for place, (first, end) in enumerate(offsets) if end > max(first, start)), len(offsets))
 
 
-def place_traced(body: str, response: str) -> list[Piece] | None:
-    """Returns where the tags, the trace and the answer of ``response`` stand in ``body``, what a template made of it.
+def locate_trace(body: str, response: str) -> list[TextSpan] | None:
+    """Locates the tags, trace and answer of ``response`` in ``body``, as rendered by a template.
 
-    The template may have changed the blanks around trace and answer, and may have the opening tag in its prompt. None
-    for a response without a trace, and where the template did more than that.
+    The template may change blanks around trace and answer, and may write the opening tag in the prompt. Returns None if
+    the response has no trace, or the template made other changes.
     """
     given = _TRACED.match(response)
     if given is None:
@@ -104,22 +106,22 @@ def place_traced(body: str, response: str) -> list[Piece] | None:
         len(response) - len(response[given.end() :].lstrip()),
     ]
     spans = [found.span(group) for group in range(1, 5)]
-    return [Piece(*span, place) for span, place in zip(spans, places, strict=True) if span[1] > span[0]]
+    return [TextSpan(*span, place) for span, place in zip(spans, places, strict=True) if span[1] > span[0]]
 
 
-def all_in_response(places: Places, pieces: list[Piece], last: int) -> Places:
-    """Returns ``in_response`` of many ranges; most lie within the longest piece."""
+def to_response_ranges(places: Places, pieces: list[TextSpan], last: int) -> Places:
+    """Applies ``to_response_range`` to many ranges; fast for those within the longest span."""
     begin, stop, place = max(pieces, key=lambda piece: piece.end - piece.start)
     starts, ends = places.T
     inside = (starts >= begin) & (starts < stop) & (ends > begin) & (ends <= stop)
     found = places + (place - begin)
     for row in np.flatnonzero(~inside).tolist():
-        found[row] = in_response(int(starts[row]), int(ends[row]), pieces, last)
+        found[row] = to_response_range(int(starts[row]), int(ends[row]), pieces, last)
     return found
 
 
-def in_response(start: int, end: int, pieces: list[Piece], last: int) -> Range:
-    """Returns the characters of the response that [start, end) of the rendered text holds; (last, last) for none."""
+def to_response_range(start: int, end: int, pieces: list[TextSpan], last: int) -> Range:
+    """Returns the characters of the response covered by rendered [start, end); (last, last) if none."""
     held = [piece for piece in pieces if start < piece.end and end > piece.start]
     if not held:
         return last, last

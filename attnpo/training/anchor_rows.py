@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
-from attnpo.data.collate import bare_rows
+from attnpo.data.collate import make_unweighted_rows
 from attnpo.models.backbone import is_materialised
 from attnpo.models.generate import GenerationRequest, context_length, generate_tokens
 from attnpo.models.input_gradient import prompt_lengths
@@ -57,7 +57,9 @@ class Anchors:
             sampled = generate_tokens(policy.model, alike, self.sampling, room, self.end_ids, self.pad_id)
             for index, response in zip(indices, sampled, strict=True):
                 responses[index] = response
-        rows = replace(bare_rows(list(zip(prompts, responses, strict=True)), padded_layout, self.pad_id), factors=True)
+        rows = replace(
+            make_unweighted_rows(list(zip(prompts, responses, strict=True)), padded_layout, self.pad_id), factors=True
+        )
         return replace(batch, groups={"anchor": rows}).to(batch.main.response_mask.device).groups["anchor"]
 
     def _by_room(self, policy: ScoredLM, prompts: Sequence[Sequence[int]]) -> dict[int, list[int]]:

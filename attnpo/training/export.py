@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, Pr
 from attnpo.models.loading import DTYPES
 from attnpo.models.lora import MergeRounding, adapter_state, dtype_name, merge_state_dict, write_adapter
 from attnpo.system.files import apply_umask, write_atomically
-from attnpo.text.template import with_default
+from attnpo.text.template import with_default_template
 from attnpo.training.model_card import Facts, model_card
 
 log = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ class Exporter:
             backend.no_padding()
         saved = copy.copy(self.tokenizer)
         if self.chat_template is not None:
-            saved.chat_template = with_default(saved, self.chat_template)
+            saved.chat_template = with_default_template(saved, self.chat_template)
         saved.save_pretrained(folder)
 
 

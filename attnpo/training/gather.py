@@ -46,9 +46,9 @@ class LeastBudgets(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Brings the budgets together (a collective: every rank takes part)."""
         if trainer.world_size > 1:
-            found = from_all_ranks(self.data.budgets, trainer.world_size)
-            self.data.agree([min(of_ranks) for of_ranks in zip(*found, strict=True)])
-            trainer.accumulate_grad_batches = self.data.accumulation(trainer.world_size)
+            found = from_all_ranks(self.data.token_budgets, trainer.world_size)
+            self.data.set_budgets([min(of_ranks) for of_ranks in zip(*found, strict=True)])
+            trainer.accumulate_grad_batches = self.data.accumulation_steps(trainer.world_size)
 
 
 class WholePolicy(L.Callback):

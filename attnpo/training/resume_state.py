@@ -51,8 +51,8 @@ class Continuation(L.Callback):
         self._random = list(saved.get("random", []))
         data, state = getattr(trainer, "datamodule", None), checkpoint.get(PreferenceDataModule.__name__)
         if isinstance(data, PreferenceDataModule) and state and "loops" in checkpoint:
-            epoch, batches, length = data.place(state)
-            trainer.accumulate_grad_batches = data.accumulation(trainer.world_size)
+            epoch, batches, length = data.locate_state(state)
+            trainer.accumulate_grad_batches = data.accumulation_steps(trainer.world_size)
             set_counters(checkpoint["loops"]["fit_loop"], checkpoint["global_step"], epoch, batches, length)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

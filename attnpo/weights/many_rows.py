@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from attnpo.schema import EncodedResponse, TokenWeights
-from attnpo.text.alignment import AlignMethod, equal_ids
-from attnpo.text.ranges import as_places
+from attnpo.text.alignment import AlignMethod, match_equal_ids
+from attnpo.text.ranges import as_array
 from attnpo.weights.arrival import kept_share
 from attnpo.weights.postprocess import Postprocess, RoundOrder
 
@@ -169,7 +169,7 @@ def carry(
     ours = torch.cat([row.token_ids for row, _, _ in responses]).numpy()
     theirs = np.fromiter(chain.from_iterable(onto.response_ids for onto in encoded), np.int64, len(target.owner))
     differs = ours[givers] != theirs[receivers]
-    places = np.concatenate([as_places(onto.offsets) for onto in encoded])
+    places = np.concatenate([as_array(onto.offsets) for onto in encoded])
     holds = places[:, 1] > places[:, 0]
     if method is AlignMethod.CHARACTERS:
         offsets = torch.cat([row.offsets for row, _, _ in responses]).numpy()
@@ -182,7 +182,7 @@ def carry(
         if edited.size:
             pairs = [np.zeros((0, 2), dtype=np.int64)]
             for row in edited.tolist():
-                shared[row], rest = equal_ids(ours[source.of(row)].tolist(), encoded[row].response_ids)
+                shared[row], rest = match_equal_ids(ours[source.of(row)].tolist(), encoded[row].response_ids)
                 begin = np.array([source.starts[row], target.starts[row]])
                 pairs.append(np.array(rest, dtype=np.int64).reshape(-1, 2) + begin)
             behind = np.concatenate(pairs).T

@@ -29,8 +29,8 @@ from attnpo.schema import (
     TokenWeights,
     UserError,
 )
-from attnpo.text.alignment import Aligned, AlignMethod, Ranges, align, range_array
-from attnpo.text.traces import before, start_apart
+from attnpo.text.alignment import AlignedWeights, AlignMethod, Ranges, align, to_range_array
+from attnpo.text.traces import count_tokens_before, weighted_start
 from attnpo.weights.arrival import shares_that_arrived
 from attnpo.weights.base import OnlineSource, TextSource, WeightSource, is_neutral
 from attnpo.weights.many_rows import Landed, carry, distributions
@@ -317,7 +317,7 @@ def _finish_selected(source: WeightSource, asked: PairToWeigh, captured: PairWei
         if not rows:
             raise UserError(f"{where}: expected at least one round of captured weights, got none; capture it again")
         rows, realigned = _same_tokens(rows)
-        begins = 0 if pair is None else start_apart(pair, side)
+        begins = 0 if pair is None else weighted_start(pair, side)
         rows, trace = rows_with_trace(source, rows, encoded[side], begins)
         raw = [row.weights[0].double() for row in rows]
         weights = _finish(source, raw, where, trace)
@@ -460,7 +460,7 @@ def _raw_rows(
             f"pair {asked.pair_id}, {side}: expected {count} weights of {type(source).__name__}, one for each training "
             f"token, got the shape {tuple(own.shape)}; correct the source"
         )
-    offsets = torch.from_numpy(range_array(encoded.offsets))
+    offsets = torch.from_numpy(to_range_array(encoded.offsets))
     ids = torch.from_numpy(np.array(encoded.response_ids, dtype=np.int64))
     return [TokenWeights(ids, offsets, own.unsqueeze(0))]
 
@@ -470,7 +470,7 @@ def _land(
 ) -> Landed:
     finished, encoded = both[side], asked.encoded[side]
     base, weights = finished.row, finished.weights
-    places = range_array(encoded.offsets)
+    places = to_range_array(encoded.offsets)
     holds = torch.from_numpy(places[:, 1] > places[:, 0])
     if source.tokens == "train":
         _require_same_ids(base, encoded, f"pair {asked.pair_id}, {side}")
@@ -482,8 +482,8 @@ def _land(
         if finished.said is not None:
             matched &= _align(base, finished.said.double(), encoded.response_ids, places, method).weights > 0
         weights = torch.where(holds, weights, 1.0 / base.token_ids.numel() if _is_end_mean(source) else 0.0)
-    weighed = holds & (torch.arange(holds.numel()) >= before(finished.begins, encoded.offsets))
-    trace = before(finished.begins, base.offsets.tolist()) if finished.begins else 0
+    weighed = holds & (torch.arange(holds.numel()) >= count_tokens_before(finished.begins, encoded.offsets))
+    trace = count_tokens_before(finished.begins, base.offsets.tolist()) if finished.begins else 0
     return Landed(
         weights.to(base.weights.dtype),
         float(holds.numel() if source.tokens == "train" else base.token_ids.numel()),
@@ -529,7 +529,7 @@ def _align(
     target_ids: Sequence[int] | Int[Tensor, " m"],
     target_offsets: Ranges,
     method: AlignMethod,
-) -> Aligned:
+) -> AlignedWeights:
     """Returns ``weights``, which stand on the tokens of ``source``, on the target's."""
     return align(source.token_ids, source.offsets, weights, target_ids, target_offsets, method)
 
@@ -569,11 +569,13 @@ def rows_with_trace(
     check_apart(source)
     if source.tokens != "train":
         rows = [_prepend_row(row, encoded, begins) for row in rows]
-    return list(rows), before(begins, rows[0].offsets.tolist())
+    return list(rows), count_tokens_before(begins, rows[0].offsets.tolist())
 
 
 def _prepend_row(row: TokenWeights, encoded: EncodedResponse, begins: int) -> TokenWeights:
-    tokens = list(zip(encoded.response_ids, encoded.offsets, strict=True))[: before(begins, encoded.offsets)]
+    tokens = list(zip(encoded.response_ids, encoded.offsets, strict=True))[
+        : count_tokens_before(begins, encoded.offsets)
+    ]
     held = [(token, place) for token, place in tokens if place[1] > place[0]]
     ids = torch.tensor([token for token, _ in held], dtype=torch.long)
     offsets = torch.tensor([place for _, place in held], dtype=torch.long).reshape(-1, 2)

@@ -21,7 +21,7 @@ from attnpo.schema import (
     digest,
 )
 from attnpo.text.chat import ChatFormat, RefusedText
-from attnpo.text.traces import judged_text, start_apart
+from attnpo.text.traces import judged_text, weighted_start
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -112,7 +112,7 @@ class ScoreQuestions:
 
         Of a response whose trace is weighed apart, those of the answer.
         """
-        whole, begins = self.trained.encode(pair.prompt, pair.response(side)), start_apart(pair, side)
+        whole, begins = self.trained.encode(pair.prompt, pair.response(side)), weighted_start(pair, side)
         held: Sequence[tuple[int, tuple[int, int]]] = [
             (token, place)
             for token, place in zip(whole.response_ids, whole.offsets, strict=True)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attnpo.data.micro_batches import COSTS, fill, partition
+from attnpo.data.micro_batches import COSTS, fill_greedily, partition_by_cost
 from attnpo.models.backbone import layer_stack
 from attnpo.models.compiled import check_compiled_blocks, compile_blocks
 from attnpo.models.layouts import LAYOUTS, Layout, padded_layout
@@ -100,10 +100,10 @@ class Refused(Exception):
 def cut(pairs: Sequence[Pair], layout: str, tokens: int) -> list[list[Pair]]:
     """Returns micro-batches of at most ``tokens`` tokens, pairs of like length together, as training cuts a step."""
     cost = COSTS[layout]
-    sized = [(cost.of([(pair.prompt, row) for row in pair.rows]), pair) for pair in pairs]
+    sized = [(cost.pair_cost([(pair.prompt, row) for row in pair.rows]), pair) for pair in pairs]
     sized.sort(key=lambda each: -each[0])
     sizes = [size for size, _ in sized]
-    parts = partition(sizes, len(fill(sizes, cost, tokens)), cost)
+    parts = partition_by_cost(sizes, len(fill_greedily(sizes, cost, tokens)), cost)
     return [[sized[place][1] for place in part] for part in parts]
 
 

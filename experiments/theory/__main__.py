@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _study(folder: Path, *, markdown: bool) -> int:
-    from attnpo.display.output import print_sections, terminal
+    from attnpo.display.output import make_console, print_sections
     from attnpo.display.page import Section
     from experiments.theory.figures import theory_figure, tightness_figure
     from experiments.theory.study import run_study
@@ -43,7 +43,7 @@ def _study(folder: Path, *, markdown: bool) -> int:
     if markdown:
         sys.stdout.write(f"{report_markdown(study)}\n\n")
     else:
-        print_sections(terminal(), [Section(one.caption, [replace(one, caption="")]) for one in tables(study)])
+        print_sections(make_console(), [Section(one.caption, [replace(one, caption="")]) for one in tables(study)])
     sys.stdout.write(f"figures: {first} {second}\n")
     return 0
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from attnpo.display.look import COLOURS, INK, MARKERS, SOFT, legend, new_figure, panel, save, styled
+from attnpo.display.look import COLOURS, INK, MARKERS, SOFT, add_legend, label_axes, new_figure, save_figure, styled
 from experiments.theory.cases import Reads
 from experiments.theory.own_statements import FreedomPath, LemmaRow, PolicyRow
 from experiments.theory.study import Study
@@ -28,7 +28,7 @@ def theory_figure(study: Study, path: Path | str) -> Path:
     _dpo(grid[0, 1], study.policies)
     _sandwich(grid[1, 0], study.lemmas)
     _freedom(grid[1, 1], study.freedom)
-    return save(figure, path, h_pad=2.2, w_pad=2.2)
+    return save_figure(figure, path, h_pad=2.2, w_pad=2.2)
 
 
 def _of(rows: Sequence[PolicyRow], reads: Reads) -> list[PolicyRow]:
@@ -36,7 +36,7 @@ def _of(rows: Sequence[PolicyRow], reads: Reads) -> list[PolicyRow]:
 
 
 def _optimum(axes: Axes, rows: Sequence[PolicyRow]) -> None:
-    panel(axes, "optimum of J_w and heuristic policy h", "delta, largest |w - 1|", "total variation")
+    label_axes(axes, "optimum of J_w and heuristic policy h", "delta, largest |w - 1|", "total variation")
     loose = _of(rows, Reads.RESPONSE)
     deltas = [row.delta for row in loose]
     colour, marker = LOOK[Reads.RESPONSE]
@@ -53,18 +53,18 @@ def _optimum(axes: Axes, rows: Sequence[PolicyRow]) -> None:
         color=LOOK[Reads.POSITION][0],
     )
     _logs(axes, deltas)
-    legend(axes, loc="upper left")
+    add_legend(axes, loc="upper left")
 
 
 def _dpo(axes: Axes, rows: Sequence[PolicyRow]) -> None:
-    panel(axes, "heuristic policy h and DPO's policy", "delta, largest |w - 1|", "total variation")
+    label_axes(axes, "heuristic policy h and DPO's policy", "delta, largest |w - 1|", "total variation")
     for reads, (colour, marker) in LOOK.items():
         kind = _of(rows, reads)
         deltas = [row.delta for row in kind]
         axes.plot(deltas, [row.tv_h_dpo for row in kind], "-", color=colour, marker=marker, label=NAMES[reads])
         axes.plot(deltas, [row.bound_b for row in kind], "--", color=colour, label="our bound (b)")
     _logs(axes, [row.delta for row in rows])
-    legend(axes, loc="lower right")
+    add_legend(axes, loc="lower right")
 
 
 def _logs(axes: Axes, deltas: Sequence[float]) -> None:
@@ -77,7 +77,7 @@ def _logs(axes: Axes, deltas: Sequence[float]) -> None:
 
 
 def _sandwich(axes: Axes, rows: Sequence[LemmaRow]) -> None:
-    panel(axes, "weighted over plain KL, from random policies to h", "delta, largest |w - 1|", "KL_w / KL")
+    label_axes(axes, "weighted over plain KL, from random policies to h", "delta, largest |w - 1|", "KL_w / KL")
     for reads in (Reads.RESPONSE, Reads.POSITION):
         kind = [row for row in rows if row.reads is reads]
         deltas, colour = [row.delta for row in kind], LOOK[reads][0]
@@ -89,11 +89,11 @@ def _sandwich(axes: Axes, rows: Sequence[LemmaRow]) -> None:
     axes.plot(deltas, [1 + delta for delta in deltas], "--", color=INK, linewidth=1.1, label="1 - delta, 1 + delta")
     axes.plot(deltas, [1 - delta for delta in deltas], "--", color=INK, linewidth=1.1)
     axes.axhline(0.0, color=SOFT, linewidth=0.9)
-    legend(axes, loc="lower left")
+    add_legend(axes, loc="lower left")
 
 
 def _freedom(axes: Axes, path: FreedomPath) -> None:
-    panel(axes, "how far tokens move: KL per token over DPO's", "gradient steps on TwDPO's loss", "KL over DPO's")
+    label_axes(axes, "how far tokens move: KL per token over DPO's", "gradient steps on TwDPO's loss", "KL over DPO's")
     for place, weight in enumerate(path.weights):
         colour = FREEDOM[place % len(FREEDOM)]
         axes.plot(
@@ -106,7 +106,7 @@ def _freedom(axes: Axes, path: FreedomPath) -> None:
     axes.yaxis.set_major_locator(FixedLocator([0.1, 0.2, 0.5, 1, 2, 4]))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    legend(axes, loc="lower right")
+    add_legend(axes, loc="lower right")
 
 
 @styled
@@ -115,7 +115,7 @@ def tightness_figure(study: Study, path: Path | str) -> Path:
     figure = new_figure(11.4, 3.9)
     for axes, (varied, label) in zip(figure.subplots(1, len(PANELS), sharey=True), PANELS.items(), strict=True):
         rows = [row for row in study.tightness if row.varied == varied]
-        panel(axes, f"over {varied}", label, "bound over actual" if varied == "delta" else "")
+        label_axes(axes, f"over {varied}", label, "bound over actual" if varied == "delta" else "")
         _draw_looseness(axes, rows)
         axes.set(yscale="log", xscale="linear" if varied == "length" else "log")
         axes.xaxis.set_major_locator(FixedLocator([row.value for row in rows]))
@@ -123,8 +123,8 @@ def tightness_figure(study: Study, path: Path | str) -> Path:
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.axhline(1.0, color=SOFT, linewidth=0.9)
         if varied == "delta":
-            legend(axes)
-    return save(figure, path, w_pad=1.8)
+            add_legend(axes)
+    return save_figure(figure, path, w_pad=1.8)
 
 
 def _draw_looseness(axes: Axes, rows: list[TightnessRow]) -> None:

@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from attnpo.display.look import COLOURS, MARKERS, SOFT, legend, new_figure, panel, save, styled
+from attnpo.display.look import COLOURS, MARKERS, SOFT, add_legend, label_axes, new_figure, save_figure, styled
 from attnpo.lab.drift import DECILES, score_base, score_policy
 from attnpo.models.scored import ScoredLM
 from attnpo.schema import RowGroup, TokenStats, UserError
@@ -212,10 +212,10 @@ def freedom_figure(result: Freedom, path: Path | str, title: str = "KL to the ba
     figure = new_figure(5.6 * len(panels), 4.2)
     for axes, (head, measure) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
         _lines(axes, result.of(measure), list(result.claim.index))
-        panel(axes, head, "weight decile, 1 is the lowest", labels[measure])
+        label_axes(axes, head, "weight decile, 1 is the lowest", labels[measure])
         axes.axhline(1.0, color=SOFT, linewidth=0.9)
-        legend(axes)
-    return save(figure, path, w_pad=2.0)
+        add_legend(axes)
+    return save_figure(figure, path, w_pad=2.0)
 
 
 def _lines(axes: Axes, policies: Mapping[str, pandas.DataFrame], names: Sequence[str]) -> None:

@@ -25,7 +25,7 @@ from attnpo.data.adapters import Columns, Note, Reason
 from attnpo.data.base import PairSet, PairSource, pairs_from_rows
 from attnpo.data.collate import collate
 from attnpo.data.prepare import APART, UNREADABLE, VOID, EncodedSet, encode_pairs, prepare_examples
-from attnpo.data.rules import AlignRules, LengthRules, Overlong
+from attnpo.data.rules import AlignRules, LengthRules, OverlongAction
 from attnpo.judge.base import LoadedJudge
 from attnpo.judge.prompts import JudgePrompts
 from attnpo.judge.settings import Assembly, JudgeRules
@@ -280,10 +280,10 @@ def judged(found: EncodedSet, prompts: JudgePrompts) -> dict[str, Any]:
 EVENTS = (
     "dropped: prompt longer than lengths.max_prompt_length",
     "dropped: prompt and response longer than lengths.max_length",
-    "dropped: the chat template refuses its turns",
+    "dropped: the chat template rejects its turns",
     "dropped: the chat template writes no tool calls",
-    "dropped: the chat template rewrites its response",
-    "dropped: the chat template renders its prompt differently once an answer follows",
+    "dropped: the chat template rewrites the response",
+    "dropped: the chat template renders the prompt differently when an answer follows",
     UNREADABLE,
     "dropped: coverage below align.min_coverage",
     "cut: prompt to its last",
@@ -292,7 +292,7 @@ EVENTS = (
     "special token spelled out in the chosen response",
     "special token spelled out in the rejected response",
     "special token spelled out in the prompt",
-    "dropped: both responses are the same tokens",
+    "dropped: both responses have the same training tokens",
     "no weighted token in the",
 )
 
@@ -316,7 +316,7 @@ def test_every_row_is_accounted_for_at_each_stage(chats: list[ChatFormat], recor
             ]
         ),
         chat=st.sampled_from(chats),
-        rules=st.sampled_from([LengthRules(200, 150), LengthRules(80, 40), LengthRules(60, 30, Overlong.DROP)]),
+        rules=st.sampled_from([LengthRules(200, 150), LengthRules(80, 40), LengthRules(60, 30, OverlongAction.DROP)]),
         judge=st.builds(
             JudgeRules,
             template_file=st.just(str(CONFIG_DIR / "judge" / "testbed.txt")),
@@ -356,7 +356,7 @@ def test_every_row_is_accounted_for_at_each_stage(chats: list[ChatFormat], recor
     assert set(account.notes) == {note.value for note in Note}
     assert [event for event in EVENTS if not any(name.startswith(event) for name in account.events)] == []
     apart = [f"{side} response {APART}" for side in ("chosen", "rejected")]
-    known = (*EVENTS, VOID, "judge rounds cut a response", *apart)
+    known = (*EVENTS, VOID, "judge rounds tokenised a response", *apart)
     assert [name for name in account.events if not name.startswith(known)] == []
     lost = account.reasons.total()
     assert account.rows == account.kept + lost

@@ -57,7 +57,7 @@ def test_a_file_that_was_cut_off(attempts: Attempts, record: Record) -> None:
     content = b"\n".join(lines(attempts))
     message = attempts.weigh(world=attempts.content(content[: len(content) // 2])).refused()
     assert "train.jsonl, line 6 is not JSON (Unterminated string" in message
-    assert message.endswith("A file that was cut off must be written or copied again")
+    assert message.endswith("If the file was truncated, write or copy it again")
     record("JSON that breaks off", message, NOT_STARTED)
 
 
@@ -139,7 +139,7 @@ def test_a_sheet_with_an_empty_and_a_ragged_row(attempts: Attempts, record: Reco
     record("CSV with an empty cell", message.partition("(train): ")[2], "1 pair, counted")
     sheet.writerow(["p", "a", "b", "c"])
     message = attempts.weigh(world=attempts.content(held.getvalue().encode(), "train.csv")).refused()
-    assert f"train.csv, the row that ends in line {TRAIN + 3} has 4 cells and the first line names 3 columns" in message
+    assert f"train.csv, the row that ends in line {TRAIN + 3} has 4 cells but the first line names 3 columns" in message
     record("CSV with a row too long", message, NOT_STARTED)
 
 
@@ -205,7 +205,7 @@ def test_parquet_with_text_that_is_no_utf8(attempts: Attempts, record: Record) -
     broken = pa.Array.from_buffers(pa.string(), 1, [None, offsets, pa.py_buffer(b"ab\xff")])
     table = pa.table({"prompt": ["p"], "chosen": broken, "rejected": ["b"]})
     message = attempts.weigh(world=parquet(attempts, table)).refused()
-    assert "train.parquet cannot be read as parquet: Invalid UTF8 sequence" in message
+    assert "train.parquet cannot be read as Parquet: Invalid UTF8 sequence" in message
     record("Parquet with text that is not UTF-8", message, NOT_STARTED)
 
 

@@ -80,7 +80,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a config with a smaller vocabulary": (
         rewrite(CONFIG, vocab_size=20),
-        "and the model has 20 token embeddings (vocab_size in its config.json): take it out of the chat template",
+        "but the model has 20 token embeddings (vocab_size in its config.json): remove it from the chat template",
     ),
     "a config with a larger vocabulary": (
         rewrite(CONFIG, vocab_size=2000),
@@ -162,7 +162,10 @@ def test_a_chat_template_that_runs_away_is_stopped(
         given = [f"model.chat_template='{template}'"]
     began = time.thread_time()
     message = attempts.fit("weights=uniform", *given, world=world).refused()
-    assert "computed for 0.3 seconds over one conversation and was stopped; give another template" in message
+    assert (
+        "computed for 0.3 seconds on one conversation and was stopped; set model.chat_template to another template"
+        in message
+    )
     assert "model.chat_template" in message and str(world.model) in message
     assert time.thread_time() - began < 20
     record(f"a chat template with {case} ({origin})", message, NOT_STARTED)
@@ -357,7 +360,7 @@ def test_a_template_with_a_token_without_a_row_is_refused_at_once(
     policy = attempts.on() if "weights=attention" in given else world
     answer = attempts.fit(*overrides, "align.method=characters", "objective.length_from=train", world=policy)
     size = json.loads((world.model / CONFIG).read_text())["vocab_size"]
-    words = f"the token '{OUTSIDE}' of '{world.model}' has the id {size}, and the model has {size} token embeddings"
+    words = f"the token '{OUTSIDE}' of '{world.model}' has the id {size}, but the model has {size} token embeddings"
     assert words in answer.refused() and "resize_token_embeddings" in answer.error
     assert not any("rows read" in line for line in answer.log), "before the data"
     record(f"{damage.__name__.replace('_', ' ')} ({' '.join(given)})", answer.refused(), NOT_STARTED)
@@ -393,7 +396,7 @@ def test_a_row_that_spells_a_token_without_a_row_is_dropped_and_counted(attempts
     world = attempts.broken_model(token_outside)
     data = attempts.saying(chosen=f"the film was {OUTSIDE} great .").data
     answer = attempts.fit("weights=uniform", "layout=padded", world=attempts.on(model=world.model, data=data))
-    found = answer.noted("dropped, and so are others like it", "token embeddings")
+    found = answer.noted("dropped (similar pairs are only counted)", "token embeddings")
     assert any("dropped: a token that the model has no embedding for: 1" in line for line in answer.log)
     record("a row with a token without a row", found, "1 pair of 12")
 
@@ -465,7 +468,7 @@ def test_another_judges_tokenizer_without_offsets(attempts: Attempts, record: Re
     record(f"{overrides[-1]}: a tokenizer without offsets", message, NOT_STARTED)
 
 
-NO_TEMPLATE = "has no chat template to use: set {}.chat_template (chat_template= in Python) to the template's text"
+NO_TEMPLATE = "has no chat template: set {}.chat_template (chat_template= in Python) to the template's text"
 
 
 @pytest.mark.parametrize(
@@ -493,9 +496,9 @@ def test_a_tokenizer_without_a_template(attempts: Attempts, record: Record, part
 
 TEMPLATES = {
     "a chat template that is no Jinja": ("{% if %}", "the chat template is not valid Jinja: Expected an expression"),
-    "a chat template that refuses everything": ("{{ raise_exception('no') }}", "the chat template refuses its turns"),
-    "a chat template with a type error": ("{{ messages[0].content + 3 }}", "the chat template refuses its turns"),
-    "a chat template that divides by zero": ("{{ 1 / 0 }}", "the chat template refuses its turns"),
+    "a chat template that refuses everything": ("{{ raise_exception('no') }}", "the chat template rejects its turns"),
+    "a chat template with a type error": ("{{ messages[0].content + 3 }}", "the chat template rejects its turns"),
+    "a chat template that divides by zero": ("{{ 1 / 0 }}", "the chat template rejects its turns"),
     "a chat template without the content": ("{% for m in messages %}hello{% endfor %}", "content 0 times"),
     "a chat template that writes it twice": (
         "{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}",
@@ -503,11 +506,11 @@ TEMPLATES = {
     ),
     "a chat template in capitals": (
         "{% for m in messages %}{{ m.content | upper }}<end>{% endfor %}",
-        "the chat template rewrites its response",
+        "the chat template rewrites the response",
     ),
     "a chat template that hides earlier turns": (
         "{{ messages[-1].content }}<end>",
-        "the chat template renders its prompt differently",
+        "the chat template renders the prompt differently",
     ),
 }
 

@@ -13,7 +13,7 @@ from attnpo.run.folders import saved_config
 from attnpo.run.result import RunResult
 from attnpo.schema import UserError
 from attnpo.system.files import read_checksums, read_record
-from attnpo.text.template import written
+from attnpo.text.template import functions_to_json
 from tests.bad_input.attempts import Attempts
 from tests.bad_input.conftest import Record
 
@@ -51,9 +51,9 @@ def test_a_record_nested_too_deeply_counts_as_damaged(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nested too deeply"):
         RunResult.read(DEEP)
     with pytest.raises(ValueError, match="nested too deeply"):
-        written(DEEP)
+        functions_to_json(DEEP)
     with pytest.raises(ValueError, match="nested too deeply"):
-        written(json.loads("[" * 700 + "]" * 700))
+        functions_to_json(json.loads("[" * 700 + "]" * 700))
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "model.safetensors.index.json"])
@@ -98,5 +98,5 @@ def test_a_chat_template_that_writes_without_end_is_stopped(attempts: Attempts, 
 
     world = attempts.broken_model(damage)
     message = attempts.fit("weights=uniform", world=world).refused()
-    assert "wrote without end over one conversation and was stopped; give another template as model.chat" in message
+    assert "ran out of memory on one conversation and was stopped; set model.chat_template to another" in message
     record(f"a chat template of {case}", message, NOT_STARTED)

@@ -55,14 +55,14 @@ def test_a_response_without_a_token_for_the_judge(attempts: Attempts, record: Re
     cannot = answer.noted("cannot be judged")
     reason = "the chosen response has no token in the judge's prompt"
     assert cannot == f"1 of {TRAIN + VAL} pairs cannot be judged and get no weights: {reason}: {pair_id}"
-    message = answer.noted("dropped: the judge cannot be shown both responses")
+    message = answer.noted("dropped: the judge cannot read both responses")
     assert f"both responses: {reason}: 1 of {TRAIN}" in message and pair_id in message
     assert answer.noted("train:", "pairs of").startswith(f"train: {TRAIN - 1} pairs of {TRAIN} rows")
     record(case, message, f"1 of {TRAIN} pairs, counted")
     with judge_loads() as loaded:
         again = attempts.fit(world=world)
     assert loaded == [], "what the judge cannot read is stored as that"
-    assert again.noted("dropped: the judge cannot be shown both responses") == message
+    assert again.noted("dropped: the judge cannot read both responses") == message
     assert again.noted("cannot be judged") == attempts.weigh(world=world).noted("cannot be judged") == cannot
 
 
@@ -87,7 +87,7 @@ def test_processes_whose_share_the_judge_cannot_read(attempts: Attempts, monkeyp
     monkeypatch.setenv("RANK", "0")
     half, read = TRAIN // 2, TRAIN // 2 + 1
     first = attempts.weigh(world=world).noted("cannot be judged")
-    assert first.startswith(f"{half} of {read} pairs ({read} more are still with other processes) cannot be judged")
+    assert first.startswith(f"{half} of {read} pairs ({read} more are being processed elsewhere) cannot be judged")
     monkeypatch.setenv("RANK", "1")
     assert attempts.weigh(world=world).status == 0
     monkeypatch.setenv("RANK", "0")
@@ -108,7 +108,7 @@ def test_no_pair_that_the_judge_can_read(attempts: Attempts, record: Record) -> 
     world = attempts.with_rows(rows)
     (world.data / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     message = attempts.weigh(world=world).refused()
-    assert message.startswith("the judge can be shown none of 4 pairs; the first, pair ")
+    assert message.startswith("the judge can read none of 4 pairs; the first is pair ")
     assert message.endswith("the rejected response has no token in the judge's prompt")
     record("every rejected response blank", message, "run not started")
     with judge_loads() as loaded:
@@ -127,7 +127,7 @@ def test_no_pair_that_the_judge_can_read_in_two_processes(attempts: Attempts, mo
     monkeypatch.setenv("RANK", "0")
     assert attempts.weigh(world=world).noted("cannot be judged")
     monkeypatch.setenv("RANK", "1")
-    assert attempts.weigh(world=world).refused().startswith("the judge can be shown none of 4 pairs; the first, pair ")
+    assert attempts.weigh(world=world).refused().startswith("the judge can read none of 4 pairs; the first is pair ")
 
 
 HOSTILE = {
@@ -199,7 +199,10 @@ def test_a_prompt_that_fills_the_room_and_one_that_is_cut(attempts: Attempts, re
     message = answer.noted("train: cut: prompt to its last 10 tokens")
     first = [[row[side][-1]["content"].split()[0] for row in attempts.rows[:TRAIN]] for side in ("chosen", "rejected")]
     same = sum(chosen == rejected for chosen, rejected in zip(*first, strict=True))
-    assert 0 < same < TRAIN and counted(answer.noted("train: dropped: both responses are the same tokens")) == same
+    assert (
+        0 < same < TRAIN
+        and counted(answer.noted("train: dropped: both responses have the same training tokens")) == same
+    )
     assert counted(message) == TRAIN - same
     for side in ("chosen", "rejected"):
         assert counted(answer.noted(f"train: cut: {side} response at lengths.max_length 11")) == TRAIN - same
@@ -284,9 +287,9 @@ def test_a_template_that_refuses_one_rows_roles(attempts: Attempts, record: Reco
     pair_id = PreferencePair.from_texts(
         row["chosen"][:-1], row["chosen"][-1]["content"], row["rejected"][-1]["content"]
     )
-    message = answer.noted("train: dropped: the chat template refuses its turns")
+    message = answer.noted("train: dropped: the chat template rejects its turns")
     assert counted(message) == 1 and pair_id.pair_id[:8] in message
-    first = answer.noted("dropped, and so are others like it")
+    first = answer.noted("dropped (similar pairs are only counted)")
     assert pair_id.pair_id in first and "roles [system, user]" in first and "knows the roles user and" in first
     record("a role the chat template refuses", message, f"1 of {TRAIN} pairs, counted")
 
@@ -298,7 +301,7 @@ def test_a_template_that_refuses_every_rows_roles(attempts: Attempts, record: Re
             row[side].insert(0, {"role": "system", "content": "be brief"})
     message = attempts.weigh(world=attempts.with_rows(rows)).refused()
     assert message.startswith(
-        f"train: none of {TRAIN} pairs can be trained on (dropped: the chat template refuses its turns: {TRAIN} ("
+        f"train: none of {TRAIN} pairs can be trained on (dropped: the chat template rejects its turns: {TRAIN} ("
     )
     record("roles the chat template refuses, everywhere", message, "run not started")
 
@@ -311,6 +314,6 @@ def test_a_template_that_rewrites_one_response(attempts: Attempts, record: Recor
     (attempts.folder / "chat.jinja").write_text(template)
     world = attempts.saying(chosen="a secret seat .")
     answer = attempts.fit("weights=uniform", f"model.chat_template={attempts.folder / 'chat.jinja'}", world=world)
-    message = answer.noted("train: dropped: the chat template rewrites its response")
+    message = answer.noted("train: dropped: the chat template rewrites the response")
     assert counted(message) == 1 and first_id(attempts, chosen="a secret seat .") in message
     record("a response the chat template rewrites", message, f"1 of {TRAIN} pairs, counted")

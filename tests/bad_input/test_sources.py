@@ -178,7 +178,7 @@ def test_a_source_that_gives_no_weights_names_the_pair(
     answer = attempts.fit(*chosen)
     case = f"{'captured' if kind == 'Spoilt' else 'native'} weights of {value} in one response"
     if kind == "Spoilt" and value == "0.0":
-        message = answer.noted("all raw weights of the chosen response are 0: uniform instead")
+        message = answer.noted("all raw weights of the chosen response are 0: uniform weights are used")
         assert f": 1 of {TRAIN} (" in message and pair.pair_id[:8] in message
         record(case, message, "one response's weights, counted")
         return

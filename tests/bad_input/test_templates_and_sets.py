@@ -17,7 +17,7 @@ def test_a_variable_that_the_chat_template_never_reads(attempts: Attempts, recor
     given = f"{part}.chat_template_kwargs={{enable_thinking: false}}"
     message = attempts.weigh(given).refused()
     assert message.startswith(f"{part}.chat_template_kwargs.enable_thinking: the chat template never reads ")
-    assert "variables it reads: " in message
+    assert "variables of this template: " in message
     record(given, message, NOT_STARTED)
 
 

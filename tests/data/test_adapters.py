@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnpo.data.adapters import Columns, Note, Reason, RowProblem, adapt
-from attnpo.data.base import PairSet, PairSource, name_unused, pairs_from_rows, row_range
+from attnpo.data.adapters import Columns, Note, Reason, RowError, adapt_row
+from attnpo.data.base import PairSet, PairSource, log_unused_columns, pairs_from_rows, parse_row_range
 from attnpo.schema import SIDES, PreferencePair, UserError, digest
 from attnpo.text.traces import Traces
 from tests import own_texts
@@ -22,7 +22,7 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 
 
 def row_to_pair(row: dict[str, Any], columns: Columns | None = None) -> PreferencePair:
-    return adapt(row, columns or Columns()).pair
+    return adapt_row(row, columns or Columns()).pair
 
 
 def said(text: str) -> dict[str, str]:
@@ -120,7 +120,7 @@ def test_content_in_text_parts_is_text() -> None:
 @pytest.mark.parametrize("part", [{"type": "image", "text": "x"}, {"type": "text", "text": None}, {"text": "x"}, "x"])
 def test_content_with_another_part_is_not_text(part: Any) -> None:
     answer = {"role": "assistant", "content": [*in_parts("Red"), part]}
-    with pytest.raises(RowProblem, match=Reason.NOT_TEXT.value):
+    with pytest.raises(RowError, match=Reason.NOT_TEXT.value):
         row_to_pair({"prompt": "Name a colour.", "chosen": [answer], "rejected": [said("Two")]})
 
 
@@ -170,27 +170,27 @@ def test_columns_that_are_not_used_are_named_once(tmp_path: Path, caplog: pytest
         (tmp_path / f"{split}.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
     source = PairSource(str(tmp_path))
     with caplog.at_level(logging.INFO):
-        name_unused(PairSource(str(tmp_path / "plain.jsonl")).load("train"))
+        log_unused_columns(PairSource(str(tmp_path / "plain.jsonl")).load("train"))
         assert "not used" not in caplog.text
         pairs = source.load("train")
         source.load("val")
-        name_unused(pairs)
+        log_unused_columns(pairs)
     said_of = [record for record in caplog.records if "not used" in record.message]
     assert [record.levelno for record in said_of] == [logging.INFO, logging.WARNING]
     assert "columns that are not used: score, chosen_Weights, loss_mask" in said_of[0].message
-    assert "chosen_Weights, loss_mask may hold weights and are not used" in said_of[1].message
+    assert "chosen_Weights, loss_mask may hold weights but are not used" in said_of[1].message
     assert "weights=column" in said_of[1].message
     caplog.clear()
     with caplog.at_level(logging.INFO):  # those that the weight source reads
-        name_unused(pairs, ("chosen_Weights", "loss_mask"))
-    assert caplog.messages == ["data: columns that are not used: score"]
+        log_unused_columns(pairs, ("chosen_Weights", "loss_mask"))
+    assert caplog.messages == ["data: unused columns: score"]
 
 
 @pytest.mark.parametrize("name", CONVENTIONS)
 def test_convention(name: str) -> None:
     row, history, responses = (*CONVENTIONS[name], ("Red", "Two"))[:3]
     columns = Columns(role="from", content="value") if name == "ShareGPT" else Columns()
-    adapted = adapt(row, columns)
+    adapted = adapt_row(row, columns)
     assert adapted.pair == PreferencePair.from_texts(history, *responses)
     assert (Note.SPLIT in adapted.notes) == name.startswith("shared start"), "only a guessed split is noted"
 
@@ -232,7 +232,7 @@ PROBLEMS: list[tuple[Reason, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("reason", "row"), PROBLEMS)
 def test_problem_names_its_reason(reason: Reason, row: dict[str, Any]) -> None:
-    with pytest.raises(RowProblem) as caught:
+    with pytest.raises(RowError) as caught:
         row_to_pair(row)
     assert caught.value.reason is reason
     account = pairs_from_rows([row])
@@ -252,7 +252,7 @@ def test_a_function_call_in_place_of_text_is_named() -> None:
 
 
 def test_one_empty_side_is_kept_and_noted() -> None:
-    adapted = adapt({"prompt": "p", "chosen": "", "rejected": "b"}, Columns())
+    adapted = adapt_row({"prompt": "p", "chosen": "", "rejected": "b"}, Columns())
     assert (adapted.pair.chosen, adapted.notes) == ("", (Note.EMPTY,))
 
 
@@ -273,7 +273,7 @@ def test_mapped_columns_and_extra() -> None:
         {**row, "system": " "}, Columns(prompt="question", chosen="good", rejected="bad", system="system")
     )
     assert list(plain.prompt) == [USER]
-    with pytest.raises(RowProblem, match="malformed"):  # two system messages
+    with pytest.raises(RowError, match="malformed"):  # two system messages
         turns = {"prompt": [SYSTEM, USER], "chosen": "Red", "rejected": "Two", "system": "Be kind."}
         row_to_pair(turns, Columns(system="system"))
 
@@ -285,7 +285,7 @@ def test_an_input_column_continues_the_prompt() -> None:
     for blank in ("", " ", None):
         assert row_to_pair({**row, "input": blank}, columns).prompt == (asked("Translate."),)
     assert row_to_pair(row, columns).extra == {}
-    with pytest.raises(RowProblem, match=Reason.MALFORMED.value):
+    with pytest.raises(RowError, match=Reason.MALFORMED.value):
         row_to_pair({**row, "instruction": [USER]}, columns)
 
 
@@ -316,7 +316,7 @@ def test_missing_columns_name_the_options() -> None:
 def test_shared_start_loses_no_text(start: str, first: str, second: str) -> None:
     try:
         pair = row_to_pair({"chosen": start + first, "rejected": start + second})
-    except RowProblem as problem:
+    except RowError as problem:
         assert problem.reason in (Reason.NO_PROMPT, Reason.IDENTICAL)
         return
     prompt = pair.prompt[0]["content"]
@@ -474,7 +474,7 @@ def test_errors_name_what_is_there(folder: Path) -> None:
     with pytest.raises(UserError, match=r"no prompt: 1 \(row 0\).*data\.columns\.prompt="):
         PairSource(str(folder), train_split="asked").load("train")
     (folder / "train.parquet").write_bytes(b"PAR1")
-    with pytest.raises(UserError, match="could be any of"):
+    with pytest.raises(UserError, match="is ambiguous"):
         PairSource(str(folder)).load("train")
     with pytest.raises(UserError, match="cannot be read as parquet"):
         PairSource(str(folder / "train.parquet")).load("train")
@@ -509,19 +509,19 @@ def test_unreachable_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_row_range(selection: str | None, expected: range) -> None:
-    assert row_range(selection, 40) == expected
+    assert parse_row_range(selection, 40) == expected
 
 
 @pytest.mark.parametrize("selection", ["", ":", "x", "-3", "1:2:3", "1.5", "5:5", "40:", "2%", "0"])
 def test_row_range_refuses(selection: str) -> None:
     with pytest.raises(UserError, match=r"data\.val_rows="):
-        row_range(selection, 40, "data.val_rows")
+        parse_row_range(selection, 40, "data.val_rows")
 
 
 def test_asking_for_more_rows_than_there_are_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    row_range("40", 40)
+    parse_row_range("40", 40)
     assert not caplog.records
-    row_range("41", 40)
+    parse_row_range("41", 40)
     assert "more than the 40 rows" in caplog.text
 
 
@@ -539,23 +539,23 @@ def reasoned(trace: str | None, answer: str) -> list[dict[str, object]]:
 
 def test_a_trace_beside_the_content_is_that_of_the_response() -> None:
     row = {"chosen": reasoned("why", "good"), "rejected": reasoned(None, "bad")}
-    kept = adapt(row, Columns())
+    kept = adapt_row(row, Columns())
     assert (kept.pair.chosen, kept.pair.rejected) == ("<think>\nwhy\n</think>\n\ngood", "bad")
     assert [turn.get("reasoning_content") for turn in kept.pair.prompt] == [None, "earlier", None]
     assert not kept.notes
-    stripped = adapt(row, Columns(traces=Traces.STRIP))
+    stripped = adapt_row(row, Columns(traces=Traces.STRIP))
     without = {side: [{**turn, "reasoning_content": None} for turn in turns] for side, turns in row.items()}
-    assert stripped.pair == adapt(without, Columns()).pair != kept.pair
+    assert stripped.pair == adapt_row(without, Columns()).pair != kept.pair
     assert stripped.notes == (Note.STRIPPED,)
 
 
 def test_a_trace_weighed_apart_stays_in_its_response_and_marks_its_pair() -> None:
     row = {"chosen": reasoned("why", "good"), "rejected": reasoned(None, "bad")}
-    kept, apart = adapt(row, Columns()).pair, adapt(row, Columns(traces=Traces.WEIGH_APART)).pair
+    kept, apart = adapt_row(row, Columns()).pair, adapt_row(row, Columns(traces=Traces.WEIGH_APART)).pair
     assert (apart.prompt, apart.chosen, apart.rejected) == (kept.prompt, kept.chosen, kept.rejected)
     assert apart.apart and not kept.apart and apart.pair_id != kept.pair_id
     bare = {side: reasoned(None, side) for side in ("chosen", "rejected")}
-    assert adapt(bare, Columns(traces=Traces.WEIGH_APART)) == adapt(bare, Columns())
+    assert adapt_row(bare, Columns(traces=Traces.WEIGH_APART)) == adapt_row(bare, Columns())
     again = pairs_from_rows(
         [row, {"chosen": row["rejected"], "rejected": row["chosen"]}], Columns(traces=Traces.WEIGH_APART)
     )
@@ -596,34 +596,34 @@ def used(*more: dict[str, object], **of_call: object) -> list[dict[str, object]]
 def test_tools_stand_with_the_first_turn_of_the_prompt() -> None:
     row = {"prompt": "Rain?", "chosen": "No.", "rejected": "Yes.", "tools": [{**TOOL, "strict": None}], "note": "s"}
     columns = Columns(tools="tools", system="note")
-    pair = adapt(row, columns).pair
+    pair = adapt_row(row, columns).pair
     assert [turn.get("tools") for turn in pair.prompt] == [json.dumps([TOOL]), None]
-    assert adapt({**row, "tools": json.dumps([TOOL])}, columns).pair == pair
-    without = adapt({**row, "tools": None}, columns).pair
-    assert without.pair_id == adapt(row, Columns(system="note")).pair.pair_id != pair.pair_id
-    assert adapt({**row, "tools": []}, columns).pair == adapt({**row, "tools": "  "}, columns).pair == without
-    assert columns.unused(row) == [] and Columns(system="note").unused(row) == ["tools"]
+    assert adapt_row({**row, "tools": json.dumps([TOOL])}, columns).pair == pair
+    without = adapt_row({**row, "tools": None}, columns).pair
+    assert without.pair_id == adapt_row(row, Columns(system="note")).pair.pair_id != pair.pair_id
+    assert adapt_row({**row, "tools": []}, columns).pair == adapt_row({**row, "tools": "  "}, columns).pair == without
+    assert columns.find_unmapped(row) == [] and Columns(system="note").find_unmapped(row) == ["tools"]
     for wrong in ("weather", {"name": "weather"}, ["weather"], 1):
-        with pytest.raises(RowProblem, match=Reason.TOOLS.value):
-            adapt({**row, "tools": wrong}, columns)
+        with pytest.raises(RowError, match=Reason.TOOLS.value):
+            adapt_row({**row, "tools": wrong}, columns)
     with pytest.raises(UserError, match=r'no column "tools".*data\.columns\.tools=COLUMN'):
-        adapt({"prompt": "Q", "chosen": "a", "rejected": "b"}, Columns(tools="tools"))
+        adapt_row({"prompt": "Q", "chosen": "a", "rejected": "b"}, Columns(tools="tools"))
     # A prompt that attnpo.generate has written needs no column.
-    assert adapt({"prompt": list(pair.prompt), "chosen": "No.", "rejected": "Yes."}, Columns()).pair == pair
+    assert adapt_row({"prompt": list(pair.prompt), "chosen": "No.", "rejected": "Yes."}, Columns()).pair == pair
 
 
 def test_calls_and_results_are_turns_of_the_prompt() -> None:
     row = {"prompt": used(), "chosen": "No.", "rejected": "Yes."}
-    pair = adapt(row, Columns()).pair
+    pair = adapt_row(row, Columns()).pair
     assert pair.prompt[1] == {"role": "assistant", "content": "", "tool_calls": json.dumps([CALL])}
     assert pair.prompt[2] == {"role": "tool", "content": "wet", "tool_call_id": "1", "name": "weather"}
     twice = [*used(), *used()[1:], {"role": "assistant", "content": "No."}, {"role": "user", "content": "Sure?"}]
     # A second call may follow a result.
-    assert len(adapt({**row, "prompt": twice}, Columns()).pair.prompt) == 7
-    assert adapt({**row, "prompt": used()}, Columns(traces=Traces.STRIP)).pair == pair
+    assert len(adapt_row({**row, "prompt": twice}, Columns()).pair.prompt) == 7
+    assert adapt_row({**row, "prompt": used()}, Columns(traces=Traces.STRIP)).pair == pair
     answered = used({"role": "assistant", "content": "No."})
     whole = {"chosen": answered, "rejected": used({"role": "assistant", "content": "Yes."})}
-    assert adapt(whole, Columns()).pair == pair
+    assert adapt_row(whole, Columns()).pair == pair
 
 
 @pytest.mark.parametrize(
@@ -638,8 +638,8 @@ def test_calls_and_results_are_turns_of_the_prompt() -> None:
     ],
 )
 def test_turns_of_tools_in_no_order(turns: list[dict[str, object]], reason: Reason) -> None:
-    with pytest.raises(RowProblem, match=reason.value):
-        adapt({"prompt": turns, "chosen": "No.", "rejected": "Yes."}, Columns())
+    with pytest.raises(RowError, match=reason.value):
+        adapt_row({"prompt": turns, "chosen": "No.", "rejected": "Yes."}, Columns())
 
 
 def test_an_answer_that_calls_a_tool_is_no_text_to_train_on() -> None:

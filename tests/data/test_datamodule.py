@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from attnpo.data.collate import TrainingExample
-from attnpo.data.datamodule import PreferenceDataModule, StepRows, make_mismatched, partners
-from attnpo.data.micro_batches import COSTS, PACKED, PADDED, ByCount, RowCost, costs_of
+from attnpo.data.datamodule import PreferenceDataModule, PreStepRows, find_mismatch_partners, make_mismatched_rows
+from attnpo.data.micro_batches import COSTS, PACKED, PADDED, BatchByCount, RowCost, count_pair_tokens
 from attnpo.data.rules import BatchPlan
-from attnpo.data.sampler import PlannedBatch, StepBatches
+from attnpo.data.sampler import PlannedBatch, StepBatchSampler
 from attnpo.models.layouts import LAYOUTS, padded_layout
 from attnpo.schema import EncodedResponse, PreferenceBatch, RowGroup, UserError
 from tests.training.tiny import make_examples
@@ -84,14 +84,14 @@ def test_pairs_in_the_order_of_their_rows(tokens: int | None) -> None:
         examples, make_examples(5, seed=99), padded_layout, 0, BatchPlan(8, 2), 0, epochs=2
     )
     shuffled.load_state_dict(state)
-    with pytest.raises(UserError, match="another order of the data: shuffle was False, is True"):
+    with pytest.raises(UserError, match="the order of the data changed: shuffle was False, is True"):
         shuffled.train_dataloader()
 
 
 def test_a_resumed_epoch_carries_the_rows_of_its_steps() -> None:
     whole = list(module(make_examples(20)).train_dataloader())
     data = module(make_examples(20))
-    sampler = data._sampler(0, 1)
+    sampler = data._make_sampler(0, 1)
     data.load_state_dict(sampler.state_dict(batches=4))
     rest = list(data.train_dataloader())
     assert [batch.pair_ids for batch in rest] == [batch.pair_ids for batch in whole[4:]]
@@ -145,47 +145,47 @@ def test_no_forward_holds_more_than_its_budget(name: str) -> None:
 
 def test_the_accumulation_is_that_of_the_worst_step_of_all_epochs() -> None:
     """Counted in epochs, or in the steps that end the run: six are two epochs, seven the third as well."""
-    found = {epochs: budgeted(PADDED, 40, epochs=epochs).accumulation(1) for epochs in range(1, 9)}
+    found = {epochs: budgeted(PADDED, 40, epochs=epochs).accumulation_steps(1) for epochs in range(1, 9)}
     assert found[1] < found[8] == max(found.values())
     for steps in range(1, 25):
-        assert budgeted(PADDED, 40, max_steps=steps).accumulation(1) == found[-(-steps // 3)], steps
-    assert budgeted(PADDED, None).accumulation(2) == 4
+        assert budgeted(PADDED, 40, max_steps=steps).accumulation_steps(1) == found[-(-steps // 3)], steps
+    assert budgeted(PADDED, None).accumulation_steps(2) == 4
     assert [budgeted(PADDED).steps_per_epoch(processes) for processes in (1, 5)] == [3, 2]
 
 
 def test_a_chosen_budget_is_halved_as_far_as_the_longest_pair_allows_and_one_that_was_set_stays() -> None:
     data = budgeted(PADDED, 64, auto=True)
-    longest = max(costs_of(make_examples(20), PADDED))
-    assert (data.halve(), data.budgets) == (True, (max(32, longest), 64))
-    while data.halve():
+    longest = max(count_pair_tokens(make_examples(20), PADDED))
+    assert (data.halve_budget(), data.token_budgets) == (True, (max(32, longest), 64))
+    while data.halve_budget():
         pass
-    assert data.budgets[0] == longest and not data.halve()
+    assert data.token_budgets[0] == longest and not data.halve_budget()
     fixed = budgeted(PADDED, 64)
-    assert (fixed.halve(), fixed.budgets) == (False, (64, 64))
+    assert (fixed.halve_budget(), fixed.token_budgets) == (False, (64, 64))
 
 
 def test_a_state_goes_on_with_the_budget_it_was_saved_with() -> None:
     """Inside a step with any choice; between steps where the run began with the same choice, which was too large."""
-    sampler = budgeted(PADDED, 40)._sampler(0, 1)
+    sampler = budgeted(PADDED, 40)._make_sampler(0, 1)
     per_step = sampler.split.accumulation
     assert per_step > 1
     for batches, chosen, used in ((1, 64, 40), (1, 96, 40), (per_step, 64, 40), (per_step, 96, 96)):
         data = budgeted(PADDED, chosen, auto=True)
-        _, consumed, length = data.place({**sampler.state_dict(batches), "budgets": [64, 40]})
-        assert data.budgets == (used, 64), (batches, chosen)
-        expected = budgeted(PADDED, used)._sampler(0, 1)
+        _, consumed, length = data.locate_state({**sampler.state_dict(batches), "budgets": [64, 40]})
+        assert data.token_budgets == (used, 64), (batches, chosen)
+        expected = budgeted(PADDED, used)._make_sampler(0, 1)
         assert (consumed == batches) if used == 40 else (consumed == expected.split.accumulation)
         assert length == len(expected)
     fixed = budgeted(PADDED, 64)
-    with pytest.raises(UserError, match="inside an optimiser step"):
-        fixed.place({**sampler.state_dict(1), "budgets": [64, 40]})
+    with pytest.raises(UserError, match="within an optimizer step"):
+        fixed.locate_state({**sampler.state_dict(1), "budgets": [64, 40]})
 
 
 @pytest.mark.parametrize("cost", COSTS.values(), ids=sorted(COSTS))
 @pytest.mark.parametrize("key", ["tokens", "eval_tokens"])
 def test_a_budget_below_the_longest_pair_is_refused(cost: RowCost, key: str) -> None:
     examples = make_examples(20) if key == "tokens" else make_examples(5, seed=99)
-    costs = costs_of(examples, cost)
+    costs = count_pair_tokens(examples, cost)
     needed = max(costs)
     longest = examples[costs.index(needed)]
     with pytest.raises(UserError) as caught:
@@ -202,10 +202,10 @@ def test_budgets_and_processes_that_cannot_be() -> None:
         with pytest.raises(UserError, match=f"batch.{key} must be at least 1, or null"):
             BatchPlan(8, **{key: 0})
     with pytest.raises(UserError, match=r"batch\.pairs must be at least 1 for each of 9 processes, got 8"):
-        BatchPlan(8, tokens=64).accumulation(9)
-    assert BatchPlan(9, tokens=64).accumulation(2) is None
+        BatchPlan(8, tokens=64).accumulation_steps(9)
+    assert BatchPlan(9, tokens=64).accumulation_steps(2) is None
     with pytest.raises(UserError, match=r"batch\.tokens 32: a step of 8 pairs on 5 processes needs 2 forwards"):
-        budgeted(PADDED, 32).accumulation(5)
+        budgeted(PADDED, 32).accumulation_steps(5)
 
 
 def test_how_full_the_micro_batches_are_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -217,8 +217,9 @@ def test_how_full_the_micro_batches_are_is_logged_once(caplog: pytest.LogCapture
     (line,) = [record.getMessage() for record in caplog.records]
     tokens = [laid(batch) for batch in batches]
     assert line == (
-        f"micro-batches: {data.accumulation(1)} for the 8 pairs of a step, {data.accumulation(1)} on each process; "
-        f"batch.tokens 64; packed rows, {max(tokens)} tokens at most and {round(sum(tokens) / len(tokens))} in the mean"
+        f"micro-batches: {data.accumulation_steps(1)} for the 8 pairs of a step, "
+        f"{data.accumulation_steps(1)} on each process; batch.tokens 64; packed rows with at most "
+        f"{max(tokens)} tokens, {round(sum(tokens) / len(tokens))} on average"
     )
 
 
@@ -243,7 +244,7 @@ def test_rows_ahead_keep_the_budget_and_are_those_of_the_step(world: int) -> Non
     found: list[list[tuple[list[int], ...]]] = [[], [], []]
     counts: list[set[int]] = [set(), set(), set()]
     for rank in range(world):
-        batches = [data.train_batches[planned] for planned in data._sampler(rank, world)]
+        batches = [data.train_batches[planned] for planned in data._make_sampler(rank, world)]
         first = [batch for batch in batches if batch.ahead]
         assert max(laid(group) for batch in first for group in batch.ahead["mismatched"]) <= 48
         for step, batch in enumerate(first):
@@ -265,7 +266,7 @@ def test_rows_ahead_that_are_longer_than_any_pair_stand_alone() -> None:
     data = PreferenceDataModule.from_examples(
         examples, examples, padded_layout, 0, BatchPlan(6, tokens=20), 0, ahead=("mismatched",)
     )
-    first = next(data.train_batches[planned] for planned in data._sampler(0, 1))
+    first = next(data.train_batches[planned] for planned in data._make_sampler(0, 1))
     groups = first.ahead["mismatched"]
     assert sum(len(group.response_ids) for group in groups) == 12
     long = [group for group in groups if laid(group) > 20]
@@ -317,22 +318,22 @@ def test_the_partner_is_the_nearest_earlier_pair_with_another_prompt(seed: int) 
         ring = [step[(place - back) % 7] for back in range(1, 7)]
         prompt = examples[position].chosen.prompt_ids
         others = [other for other in ring if examples[other].chosen.prompt_ids != prompt]
-        assert partners(examples, step)[position] == (others or ring)[0]
+        assert find_mismatch_partners(examples, step)[position] == (others or ring)[0]
 
 
 def test_where_all_share_a_prompt_it_is_the_pair_before_and_never_the_pair_itself() -> None:
-    assert partners(having(1, 1, 1), (0, 1, 2)) == {0: 2, 1: 0, 2: 1}
+    assert find_mismatch_partners(having(1, 1, 1), (0, 1, 2)) == {0: 2, 1: 0, 2: 1}
 
 
 @pytest.mark.parametrize(("position", "partner"), [(0, 3), (2, 1), (4, 3)])
 def test_a_step_of_one_pair_looks_at_its_neighbours_in_the_data(position: int, partner: int) -> None:
     """Prompts 1 2 3 4 1: pair 0 passes over pair 4, which has its prompt."""
-    assert partners(having(1, 2, 3, 4, 1), (position,)) == {position: partner}
+    assert find_mismatch_partners(having(1, 2, 3, 4, 1), (position,)) == {position: partner}
 
 
 def test_a_single_pair_has_no_partner() -> None:
     with pytest.raises(ValueError, match="at least two pairs"):
-        partners(having(1), (0,))
+        find_mismatch_partners(having(1), (0,))
 
 
 # ------------------------------------------------------------------------------------------------ rows
@@ -340,9 +341,9 @@ def test_a_single_pair_has_no_partner() -> None:
 
 def test_a_prompt_stands_before_both_responses_of_another_pair() -> None:
     """Per micro-batch of this rank, chosen rows first; the other rank's pairs (3 and 0) are partners too."""
-    found = make_mismatched(having(1, 2, 3, 4), plan_step((3, 0, 2, 1), ((2,), (1,))))
+    found = make_mismatched_rows(having(1, 2, 3, 4), plan_step((3, 0, 2, 1), ((2,), (1,))))
     assert found == [[([3], [10, 10]), ([3], [11, 11])], [([2], [30, 30]), ([2], [31, 31])]]
-    (whole,) = make_mismatched(having(1, 2, 3, 4), plan_step((3, 0, 2, 1), ((2, 1),)))
+    (whole,) = make_mismatched_rows(having(1, 2, 3, 4), plan_step((3, 0, 2, 1), ((2, 1),)))
     assert whole == [found[0][0], found[1][0], found[0][1], found[1][1]]
 
 
@@ -353,15 +354,15 @@ def test_a_step_has_the_same_rows_however_it_is_split(micro: int, world: int) ->
     found: dict[int, list[Row]] = {}
     groups: dict[int, set[int]] = {}
     for rank in range(world):
-        for batch in StepBatches(20, 8, ByCount(micro), seed=1, rank=rank, world_size=world):
+        for batch in StepBatchSampler(20, 8, BatchByCount(micro), seed=1, rank=rank, world_size=world):
             if batch.micro == 0:
-                made = StepRows(["mismatched"]).make(examples, batch, padded_layout, 0)["mismatched"]
+                made = PreStepRows(["mismatched"]).make(examples, batch, padded_layout, 0)["mismatched"]
                 found.setdefault(batch.step, []).extend(row for group in made for row in rows_in(group))
                 groups.setdefault(batch.step, set()).add(len(made))
                 assert len(made) == batch.micros
     whole = {
-        batch.step: sorted(row for micro in make_mismatched(examples, batch) for row in micro)
-        for batch in StepBatches(20, 8, ByCount(8), seed=1)
+        batch.step: sorted(row for micro in make_mismatched_rows(examples, batch) for row in micro)
+        for batch in StepBatchSampler(20, 8, BatchByCount(8), seed=1)
     }
     assert {step: sorted(rows) for step, rows in found.items()} == whole
     assert [len(rows) for rows in whole.values()] == [16, 16, 8]
@@ -369,14 +370,14 @@ def test_a_step_has_the_same_rows_however_it_is_split(micro: int, world: int) ->
 
 
 def test_rows_have_no_weights_and_no_stored_reference() -> None:
-    (group,) = StepRows(["mismatched"]).make(having(1, 2), plan_step((0, 1), ((0, 1),)), padded_layout, 0)["mismatched"]
+    (group,) = PreStepRows(["mismatched"]).make(having(1, 2), plan_step((0, 1), ((0, 1),)), padded_layout, 0)["mismatched"]
     assert group.token_weights["reward"].shape == (4, 2) and not group.token_weights["reward"].any()
     assert group.reference_logps is None and group.source_lengths.tolist() == [2.0] * 4
 
 
 def test_nobody_makes_rows_of_another_name() -> None:
-    with pytest.raises(ValueError, match="called anchor; there are mismatched"):
-        StepRows(["mismatched", "anchor"])
+    with pytest.raises(ValueError, match="rows anchor; known: mismatched"):
+        PreStepRows(["mismatched", "anchor"])
 
 
 # ------------------------------------------------------------------------------------------------ lengths
@@ -386,7 +387,7 @@ def test_responses_are_cut_to_what_the_prompt_leaves(caplog: pytest.LogCaptureFi
     """A prompt of 6 tokens leaves 2 of 8, one of 9 still gets a token, one of 1 takes the whole response of 5."""
     examples = [example(0, [1] * 6, 3), example(1, [2] * 9, 5), example(2, [3], 5)]
     caplog.set_level(logging.INFO)
-    rows = StepRows(["mismatched"], max_length=8)
+    rows = PreStepRows(["mismatched"], max_length=8)
     for _ in range(2):
         (group,) = rows.make(examples, plan_step((0, 1, 2), ((0, 1, 2),)), padded_layout, 0)["mismatched"]
         found = rows_in(group)
@@ -394,12 +395,12 @@ def test_responses_are_cut_to_what_the_prompt_leaves(caplog: pytest.LogCaptureFi
         assert found[3:] == [([1] * 6, [31, 31]), ([2] * 9, [11]), ([3], [21] * 5)]
         assert group.source_lengths.tolist() == [2.0, 1.0, 5.0] * 2
     told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 1 and told[0].startswith("mismatched rows: 4 of the 6 of this step are longer than"), told
+    assert len(told) == 1 and told[0].startswith("mismatched rows: 4 of 6 in this step are longer than"), told
     assert "lengths.max_length 8" in told[0]
 
 
 def test_rows_that_just_fit_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     examples = [example(0, [1] * 3, 2), example(1, [2] * 3, 2)]
-    (group,) = StepRows(["mismatched"], 5).make(examples, plan_step((0, 1), ((0, 1),)), padded_layout, 0)["mismatched"]
+    (group,) = PreStepRows(["mismatched"], 5).make(examples, plan_step((0, 1), ((0, 1),)), padded_layout, 0)["mismatched"]
     assert [len(response) for _, response in rows_in(group)] == [2] * 4 and not caplog.records

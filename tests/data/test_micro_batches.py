@@ -8,8 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnpo.data.micro_batches import COSTS, PACKED, PADDED, ByCount, ByTokens, RowCost, deal, fill, partition
-from attnpo.data.sampler import StepBatches
+from attnpo.data.micro_batches import (
+    COSTS,
+    PACKED,
+    PADDED,
+    BatchByCount,
+    BatchByTokens,
+    RowCost,
+    assign_to_ranks,
+    fill_greedily,
+    partition_by_cost,
+)
+from attnpo.data.sampler import StepBatchSampler
 from attnpo.models.layouts import LAYOUTS
 from attnpo.schema import UserError
 
@@ -32,7 +42,7 @@ def test_a_cost_is_the_tokens_that_the_layout_lays(
     rows = [((prompt, chosen), (other or prompt, rejected)) for prompt, chosen, rejected, other in pairs]
     laid = LAYOUTS[name]([pair[0] for pair in rows] + [pair[1] for pair in rows], 0)
     cost = COSTS[name]
-    assert cost.together([cost.of(pair) for pair in rows]) == laid.inputs.input_ids.numel()
+    assert cost.batch_cost([cost.pair_cost(pair) for pair in rows]) == laid.inputs.input_ids.numel()
 
 
 def test_every_layout_has_a_cost() -> None:
@@ -55,7 +65,7 @@ def largest(sizes: list[int], parts: list[range], cost: RowCost) -> int:
 @given(SIZES, COST, st.data())
 def test_no_other_cut_has_a_smaller_largest_part(sizes: list[int], cost: RowCost, data: st.DataObject) -> None:
     parts = data.draw(st.integers(1, len(sizes)))
-    found = partition(sizes, parts, cost)
+    found = partition_by_cost(sizes, parts, cost)
     assert len(found) == parts and all(found)
     assert [place for part in found for place in part] == list(range(len(sizes)))
     assert largest(sizes, found, cost) == min(largest(sizes, cut, cost) for cut in every_cut(len(sizes), parts))
@@ -64,7 +74,7 @@ def test_no_other_cut_has_a_smaller_largest_part(sizes: list[int], cost: RowCost
 @settings(max_examples=60, deadline=None)
 @given(SIZES, COST, st.integers(30, 150))
 def test_no_other_cut_keeps_the_limit_in_fewer_parts(sizes: list[int], cost: RowCost, limit: int) -> None:
-    starts = fill(sizes, cost, limit)
+    starts = fill_greedily(sizes, cost, limit)
     parts = [range(low, high) for low, high in pairwise([*starts, len(sizes)])]
     assert largest(sizes, parts, cost) <= limit
     fewer = range(1, len(parts))
@@ -74,7 +84,7 @@ def test_no_other_cut_keeps_the_limit_in_fewer_parts(sizes: list[int], cost: Row
 @pytest.mark.parametrize("parts", [0, 4])
 def test_parts_that_cannot_be(parts: int) -> None:
     with pytest.raises(ValueError, match=f"3 pairs cannot be cut into {parts} parts"):
-        partition([3, 2, 1], parts, PADDED)
+        partition_by_cost([3, 2, 1], parts, PADDED)
 
 
 @settings(max_examples=60, deadline=None)
@@ -82,7 +92,7 @@ def test_parts_that_cannot_be(parts: int) -> None:
 def test_ranks_get_as_many_parts_and_alike_totals(ranks: int, each: int, data: st.DataObject) -> None:
     count = ranks * each
     costs = data.draw(st.lists(st.integers(1, 50), min_size=count, max_size=count))
-    hands = deal(costs, ranks)
+    hands = assign_to_ranks(costs, ranks)
     assert sorted(part for hand in hands for part in hand) == list(range(count))
     assert {len(hand) for hand in hands} == {each}
     totals = [sum(costs[part] for part in hand) for hand in hands]
@@ -96,35 +106,33 @@ def test_ranks_get_as_many_parts_and_alike_totals(ranks: int, each: int, data: s
 
 
 def test_a_step_is_sorted_and_equal_pairs_keep_the_order_of_the_step() -> None:
-    cutting = ByTokens([5, 9, 5, 3, 5], PADDED, budget=15)
-    (hand,) = cutting.hands((4, 0, 3, 1, 2), 3, 1)
+    cutting = BatchByTokens([5, 9, 5, 3, 5], PADDED, budget=15)
+    (hand,) = cutting.split_step((4, 0, 3, 1, 2), 3, 1)
     assert hand == [(4, 0), (2, 3), (1,)]  # 10, 10 and 9 tokens
-    assert cutting.hands([4, 0, 3, 1, 2], 3, 1) == [hand]
+    assert cutting.split_step([4, 0, 3, 1, 2], 3, 1) == [hand]
     assert (cutting.min_micro_batches((4, 0, 3, 1, 2), 1), cutting.min_micro_batches((4, 0, 3, 1, 2), 2)) == (3, 2)
 
 
 def test_a_step_that_was_not_planned_for_is_no_silent_excess() -> None:
-    cutting = ByTokens([8, 8], PADDED, budget=10)
+    cutting = BatchByTokens([8, 8], PADDED, budget=10)
     with pytest.raises(ValueError, match="1 micro-batches on 1 ranks need 16 tokens, not 10"):
-        cutting.hands((0, 1), 1, 1)
-    assert cutting.closest((0, 1), 1, 1) == [[(0, 1)]]
+        cutting.split_step((0, 1), 1, 1)
+    assert cutting.split_ignoring_budget((0, 1), 1, 1) == [[(0, 1)]]
 
 
 def test_more_forwards_than_pairs_are_refused() -> None:
-    cutting = ByTokens([8, 8, 8, 8, 8], PADDED, budget=10, key="batch.eval_tokens")
+    cutting = BatchByTokens([8, 8, 8, 8, 8], PADDED, budget=10, key="batch.eval_tokens")
     with pytest.raises(UserError, match=r"^batch\.eval_tokens 10: a step of 5 pairs on 2 processes needs 3 forwards"):
-        cutting.micros([range(5)], 5, 2)
-    assert cutting.micros([range(4)], 4, 2) == 2
+        cutting.num_micro_batches([range(5)], 5, 2)
+    assert cutting.num_micro_batches([range(4)], 4, 2) == 2
 
 
 def test_a_short_last_step_may_go_above_the_budget_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     """Three pairs left for two processes: one has to take two at once, since both take as many forwards."""
-    batches = StepBatches(7, 4, ByTokens([10] * 7, PADDED, 10), world_size=2)
-    assert (
-        "a last step of 3 pairs for 2 processes: a forward of it may hold more tokens than batch.tokens" in caplog.text
-    )
+    batches = StepBatchSampler(7, 4, BatchByTokens([10] * 7, PADDED, 10), world_size=2)
+    assert "a last step of 3 pairs on 2 processes: a forward pass may hold more tokens than batch.tokens" in caplog.text
     assert (batches.split.accumulation, batches.split.short) == (2, 1)
-    assert sorted(len(part) for part in batches.parts()) == [1, 1, 1, 1, 1, 2]
+    assert sorted(len(part) for part in batches.iter_micro_batches()) == [1, 1, 1, 1, 1, 2]
 
 
 # ------------------------------------------------------------------------------------------------ what it is for
@@ -152,12 +160,12 @@ def test_a_budget_pads_less_and_runs_fewer_forwards_than_single_pairs() -> None:
     real = sum(2 * prompt + chosen + rejected for prompt, chosen, rejected in drawn)
     sizes = [2 * (prompt + max(chosen, rejected)) for prompt, chosen, rejected in drawn]
     steps = [range(first, first + 32) for first in range(0, 1600, 32)]
-    pooled = ByTokens(sizes, PADDED, budget=4096)
-    worst = pooled.micros(steps, 32, 1)
-    costs = {"tokens": [pooled.tokens(part) for step in steps for part in pooled.hands(step, worst, 1)[0]]}
+    pooled = BatchByTokens(sizes, PADDED, budget=4096)
+    worst = pooled.num_micro_batches(steps, 32, 1)
+    costs = {"tokens": [pooled.batch_tokens(part) for step in steps for part in pooled.split_step(step, worst, 1)[0]]}
     for micro in (1, 4):
-        parts = [part for step in steps for part in ByCount(micro).hands(step, 32 // micro, 1)[0]]
-        costs[f"micro {micro}"] = [pooled.tokens(part) for part in parts]
+        parts = [part for step in steps for part in BatchByCount(micro).split_step(step, 32 // micro, 1)[0]]
+        costs[f"micro {micro}"] = [pooled.batch_tokens(part) for part in parts]
     waste = {name: sum(found) / real for name, found in costs.items()}
     assert max(costs["tokens"]) <= 4096 < max(costs["micro 4"])
     assert waste["tokens"] < 1.2 < 1.6 < waste["micro 4"]

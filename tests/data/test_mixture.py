@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from attnpo.config.compose import compose, load, parse
-from attnpo.data.base import SET, MixedSet, PairSource
+from attnpo.data.base import SET, MixtureSet, PairSource
 from attnpo.run.identity import identity_of
 from attnpo.run.resolve import open_paths
 from attnpo.run.run_config import RunConfig
@@ -29,11 +29,11 @@ def sheet(folder: Path, name: str, count: int, broken: int = 0) -> str:
 
 def source(folder: Path, seed: int = 0, **amounts: tuple[str, float]) -> PairSource:
     sets = {
-        "chat": MixedSet(sheet(folder, "chat", 40, broken=2)),
-        "code": MixedSet(sheet(folder, "code", 20)),
-        "mail": MixedSet(sheet(folder, "mail", 60)),
+        "chat": MixtureSet(sheet(folder, "chat", 40, broken=2)),
+        "code": MixtureSet(sheet(folder, "code", 20)),
+        "mail": MixtureSet(sheet(folder, "mail", 60)),
     }
-    sets |= {name: MixedSet(sets[name].path, **{key: value}) for name, (key, value) in amounts.items()}  # type: ignore[arg-type]
+    sets |= {name: MixtureSet(sets[name].path, **{key: value}) for name, (key, value) in amounts.items()}  # type: ignore[arg-type]
     return PairSource("???", val_share=0.2, mix=sets, mix_seed=seed)
 
 
@@ -88,7 +88,7 @@ def test_an_empty_set_is_refused_with_its_name(tmp_path: Path, record_property: 
     bad = tmp_path / "same.jsonl"
     bad.write_text('{"prompt": "p", "chosen": "x", "rejected": "x"}\n', encoding="utf-8")
     for path, problem in ((tmp_path / "none.jsonl", r"none\.jsonl is empty"), (bad, "has no usable pair")):
-        sets = {"chat": MixedSet(sheet(tmp_path, "chat", 8)), "void": MixedSet(str(path))}
+        sets = {"chat": MixtureSet(sheet(tmp_path, "chat", 8)), "void": MixtureSet(str(path))}
         with pytest.raises(UserError, match=rf"data\.mix\.void: .*{problem}") as refused:
             PairSource("???", val_share=0.2, mix=sets).load("train")
         case = f"a set of a mixture: {path.name}"
@@ -99,12 +99,15 @@ def test_an_empty_set_is_refused_with_its_name(tmp_path: Path, record_property: 
     ("sets", "problem"),
     [
         ({}, r"data\.mix: expected at least one set"),
-        ({"a b": MixedSet("x")}, r"'a b' is no name of a set"),
-        ({"a": MixedSet("x", weight=1.0), "b": MixedSet("y")}, r"data\.mix\.b has no weight, and other sets have one"),
-        ({"a": MixedSet("x", count=1), "b": MixedSet("y", weight=1.0)}, r"data\.mix\.a has no weight"),
+        ({"a b": MixtureSet("x")}, r"'a b' is not a valid set name"),
+        (
+            {"a": MixtureSet("x", weight=1.0), "b": MixtureSet("y")},
+            r"data\.mix\.b has no weight, but other sets do",
+        ),
+        ({"a": MixtureSet("x", count=1), "b": MixtureSet("y", weight=1.0)}, r"data\.mix\.a has no weight"),
     ],
 )
-def test_what_is_no_mixture_is_refused(sets: dict[str, MixedSet], problem: str) -> None:
+def test_what_is_no_mixture_is_refused(sets: dict[str, MixtureSet], problem: str) -> None:
     with pytest.raises(UserError, match=problem):
         PairSource("???", mix=sets)
 
@@ -114,7 +117,7 @@ def test_more_than_a_set_has_or_less_than_a_pair_is_refused(tmp_path: Path) -> N
     with pytest.raises(UserError, match=r"data\.mix\.chat\.count=900: the set has \d+ usable pairs"):
         source(tmp_path, **given).load("train")
     given = {"chat": ("weight", 1.0), "code": ("weight", 1e-9), "mail": ("weight", 1.0)}
-    with pytest.raises(UserError, match=r"data\.mix\.code\.weight=1e-09 takes none of its"):
+    with pytest.raises(UserError, match=r"data\.mix\.code\.weight=1e-09 selects none of its"):
         source(tmp_path, **given).load("train")
 
 

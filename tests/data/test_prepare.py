@@ -20,9 +20,9 @@ from attnpo.data.prepare import (
     fit_transforms,
     percentiles,
     prepare_examples,
-    unknown_share,
+    unknown_token_share,
 )
-from attnpo.data.rules import AlignRules, Keep, LengthRules, Overlong
+from attnpo.data.rules import AlignRules, KeepSide, LengthRules, OverlongAction
 from attnpo.lab.testbed.grammar import Grammar
 from attnpo.lab.testbed.tokenizer import build_tokenizer
 from attnpo.schema import SIDES, EncodedResponse, JudgeRound, PairWeights, PreferencePair, TokenWeights, UserError
@@ -63,9 +63,9 @@ def test_the_share_of_unknown_tokens(chat: ChatFormat) -> None:
         [{"role": "user", "content": WORDS[0]}], f"{WORDS[1]} qwzx qzzx", f"{WORDS[2]} {WORDS[3]}"
     )
     known = encode_pairs([make_pair(3, 6)], chat, LengthRules())
-    assert unknown_share(known, chat.tokenizer) == 0
-    assert unknown_share(encode_pairs([pair], chat, LengthRules()), chat.tokenizer) == pytest.approx(2 / 7)
-    assert unknown_share(EncodedSet([], [], Tally(), 0), chat.tokenizer) == 0
+    assert unknown_token_share(known, chat.tokenizer) == 0
+    assert unknown_token_share(encode_pairs([pair], chat, LengthRules()), chat.tokenizer) == pytest.approx(2 / 7)
+    assert unknown_token_share(EncodedSet([], [], Tally(), 0), chat.tokenizer) == 0
 
 
 class Calls:
@@ -136,7 +136,7 @@ def test_keeping_the_end_cuts_the_prompt_first_and_is_counted(chat: ChatFormat) 
     """The rejected response takes two tokens of the prompt; the long chosen one takes all, and loses three itself."""
     limit = PROMPT + 3
     pair = make_pair(11, 4)
-    found = encode_pairs([pair], chat, LengthRules(limit, PROMPT, keep=Keep.END))
+    found = encode_pairs([pair], chat, LengthRules(limit, PROMPT, keep=KeepSide.END))
     assert found.tally.counts == {
         f"cut: beginning of the chosen response, and all of its prompt, at lengths.max_length {limit}": 1,
         f"cut: beginning of the prompt for the rejected response at lengths.max_length {limit}": 1,
@@ -148,14 +148,14 @@ def test_keeping_the_end_cuts_the_prompt_first_and_is_counted(chat: ChatFormat) 
     assert [len(found.encoded[0][side].prompt_ids) for side in SIDES] == [1, PROMPT - 2]
     dropped = make_pair(8, 4, shift=1)
     with pytest.raises(UserError, match=f"dropped: prompt and response longer than lengths.max_length {limit}: 1"):
-        encode_pairs([dropped], chat, LengthRules(limit, PROMPT, Overlong.DROP, Keep.END))
+        encode_pairs([dropped], chat, LengthRules(limit, PROMPT, OverlongAction.DROP, KeepSide.END))
 
 
 def test_weights_reach_the_end_that_is_kept(chat: ChatFormat) -> None:
     """Each kept token has the weight that it has in the whole response."""
     pair = make_pair(11, 4)
     rows = {}
-    for name, rules in (("whole", LengthRules(200, 100)), ("end", LengthRules(PROMPT + 3, PROMPT, keep=Keep.END))):
+    for name, rules in (("whole", LengthRules(200, 100)), ("end", LengthRules(PROMPT + 3, PROMPT, keep=KeepSide.END))):
         encoded = encode_pairs([pair], chat, rules)
         whole = {side: chat.encode(pair.prompt, pair.response(side)) for side in SIDES}
         rounds = captured(pair, whole, {"chosen": 11, "rejected": 4})
@@ -180,7 +180,7 @@ def test_drop_leaves_out_whole_pairs(
 ) -> None:
     """By its responses the second pair alone is too long; by the prompt all but the one with a short prompt."""
     pairs = [make_pair(3, 4), make_pair(3, 6, shift=1), make_pair(2, 2, shift=2, question=2)]
-    found = encode_pairs(pairs, chat, LengthRules(max_length, max_prompt_length, Overlong.DROP))
+    found = encode_pairs(pairs, chat, LengthRules(max_length, max_prompt_length, OverlongAction.DROP))
     assert found.pairs == [pairs[i] for i in left]
     assert found.tally.counts == {event: 3 - len(left)}
     made = prepare_examples(found, Uniform(), {}, AlignRules())
@@ -188,7 +188,7 @@ def test_drop_leaves_out_whole_pairs(
     assert made.tally.counts == found.tally.counts
 
 
-SAME = "dropped: both responses are the same tokens as they would be trained on"
+SAME = "dropped: both responses have the same training tokens"
 
 
 def test_responses_of_the_same_tokens_are_dropped_and_counted(chat: ChatFormat) -> None:
@@ -407,7 +407,7 @@ def test_weights_that_became_uniform_are_counted_and_named(chat: ChatFormat) -> 
     )  # fmt: skip
     rows = {pair.pair_id: PairWeights(pair.pair_id, silent)}
     made = prepare_examples(encoded, Attention(layer=1).resolve(1), rows, AlignRules(), layers=(1,))
-    event = "all raw weights of the rejected response are 0: uniform instead"
+    event = "all raw weights of the rejected response are 0: uniform weights are used"
     assert (made.tally.counts, made.tally.first[event]) == ({event: 1}, [pair.pair_id[:8]])
 
 

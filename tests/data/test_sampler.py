@@ -11,23 +11,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
-from attnpo.data.micro_batches import PACKED, PADDED, ByCount, ByTokens, Cutting, RowCost
-from attnpo.data.sampler import PlannedBatch, StepBatches, steps_in
+from attnpo.data.micro_batches import PACKED, PADDED, BatchByCount, BatchByTokens, BatchRule, RowCost
+from attnpo.data.sampler import PlannedBatch, StepBatchSampler, count_steps
 from attnpo.schema import UserError
 
 SIZES = st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(1, 4))  # micro-batch, accumulation, ranks
 
 
-def ranks(num_pairs: int, micro: int, accumulation: int, world: int, **options: bool | int) -> list[StepBatches]:
-    return over(world, num_pairs, micro * accumulation * world, ByCount(micro), **options)
+def ranks(num_pairs: int, micro: int, accumulation: int, world: int, **options: bool | int) -> list[StepBatchSampler]:
+    return over(world, num_pairs, micro * accumulation * world, BatchByCount(micro), **options)
 
 
-def over(world: int, num_pairs: int, size: int, cutting: Cutting, **options: bool | int) -> list[StepBatches]:
-    return [StepBatches(num_pairs, size, cutting, rank=r, world_size=world, **options) for r in range(world)]
+def over(world: int, num_pairs: int, size: int, cutting: BatchRule, **options: bool | int) -> list[StepBatchSampler]:
+    return [StepBatchSampler(num_pairs, size, cutting, rank=r, world_size=world, **options) for r in range(world)]
 
 
-def counted(num_pairs: int, micro: int, accumulation: int, **options: bool | int) -> StepBatches:
-    return StepBatches(num_pairs, micro * accumulation, ByCount(micro), **options)
+def counted(num_pairs: int, micro: int, accumulation: int, **options: bool | int) -> StepBatchSampler:
+    return StepBatchSampler(num_pairs, micro * accumulation, BatchByCount(micro), **options)
 
 
 def steps(plans: Iterable[Iterable[PlannedBatch]]) -> dict[int, list[int]]:
@@ -150,8 +150,8 @@ def test_a_broken_pass_starts_anew() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_resume_at_any_batch_gives_the_rest(rank: int) -> None:
-    def plan() -> StepBatches:
-        return StepBatches(29, 12, ByCount(2), seed=2, rank=rank, world_size=2)
+    def plan() -> StepBatchSampler:
+        return StepBatchSampler(29, 12, BatchByCount(2), seed=2, rank=rank, world_size=2)
 
     whole = plan()
     epochs = [list(whole), list(whole)]
@@ -197,7 +197,7 @@ def test_resume_with_another_split_of_the_step(done: int) -> None:
 
 def test_resume_refuses_what_would_be_other_batches() -> None:
     state = counted(28, 1, 8, seed=4).state_dict(batches=3)
-    with pytest.raises(UserError, match="inside an optimiser step"):
+    with pytest.raises(UserError, match="within an optimizer step"):
         counted(28, 2, 4, seed=4).load_state_dict(state)
     with pytest.raises(UserError, match="num_pairs was 28, is 27, seed was 4, is 5"):
         counted(27, 1, 8, seed=5).load_state_dict(state)
@@ -211,12 +211,12 @@ def test_resume_refuses_what_would_be_other_batches() -> None:
 def test_sizes_below_one(sizes: tuple[int, int, int]) -> None:
     size, micro, world = sizes
     with pytest.raises(UserError, match="at least 1, got 0"):
-        StepBatches(10, size, ByCount(micro), world_size=world)
+        StepBatchSampler(10, size, BatchByCount(micro), world_size=world)
 
 
 def test_rank_out_of_range() -> None:
     with pytest.raises(ValueError, match="rank must be 0 to 1"):
-        StepBatches(10, 2, ByCount(1), rank=2, world_size=2)
+        StepBatchSampler(10, 2, BatchByCount(1), rank=2, world_size=2)
 
 
 class Echo(Dataset[tuple[list[int], int]]):
@@ -264,13 +264,13 @@ def fewest(sizes: list[int], cost: RowCost, limit: int) -> int:
 def test_budget_properties(num_pairs: int, size: int, world: int, budget: int, cost: RowCost, seed: int) -> None:
     """Two epochs: every pair once, the steps of any other cutting, the budget kept, no micro-batch too many."""
     sizes, epochs = lengths(num_pairs, seed), 2
-    cutting = ByTokens(sizes, cost, budget)
-    steps_each = steps_in(num_pairs, size, world)
+    cutting = BatchByTokens(sizes, cost, budget)
+    steps_each = count_steps(num_pairs, size, world)
     if steps_each == 0 or (size < world <= num_pairs):
         with pytest.raises(UserError, match="no optimiser step"):
             over(world, num_pairs, size, cutting)
         return
-    plain = StepBatches(num_pairs, size, ByCount(size), seed=seed)
+    plain = StepBatchSampler(num_pairs, size, BatchByCount(size), seed=seed)
     whole = [steps([plain]) for _ in range(epochs)]
     short = num_pairs % size if num_pairs % size >= world else 0
     needed = [
@@ -279,7 +279,7 @@ def test_budget_properties(num_pairs: int, size: int, world: int, budget: int, c
     ]
     counts = [size] * (num_pairs // size) + [short] * (short > 0)
     if any(max(found) * world > size for found in needed[: num_pairs // size]):
-        with pytest.raises(UserError, match="forwards on each, and with"):
+        with pytest.raises(UserError, match="forward passes on each, so some of the"):
             over(world, num_pairs, size, cutting, seed=seed, epochs=epochs)
         return
     capped = short > 0 and max(needed[-1]) * world > short
@@ -295,19 +295,19 @@ def test_budget_properties(num_pairs: int, size: int, world: int, budget: int, c
         for together in zip(*batches, strict=True):
             assert len({(batch.step, batch.step_pairs, batch.micro, batch.micros) for batch in together}) == 1
             last = capped and together[0].step == steps_each - 1
-            assert all(batch.indices and (last or cutting.tokens(batch.indices) <= budget) for batch in together)
+            assert all(batch.indices and (last or cutting.batch_tokens(batch.indices) <= budget) for batch in together)
         for step in range(steps_each):
             held = [[batch for batch in found if batch.step == step] for found in batches]
             assert all(found[0].of_rank == tuple(tuple(batch.indices) for batch in found) for found in held)
             assert {batch.step_pairs for found in held for batch in found} == {counts[step]}
-            parts = [[cutting.tokens(batch.indices) for batch in found] for found in held]
+            parts = [[cutting.batch_tokens(batch.indices) for batch in found] for found in held]
             totals = [sum(part) for part in parts]
             assert max(totals) - min(totals) <= max(map(max, parts)) - min(map(min, parts))
 
 
 def test_a_budget_gives_the_same_batches_again() -> None:
     def found() -> list[list[list[int]]]:
-        cutting = ByTokens(lengths(50), PADDED, 150)
+        cutting = BatchByTokens(lengths(50), PADDED, 150)
         return [[batch.indices for batch in plan] for plan in over(2, 50, 16, cutting, seed=3)]
 
     assert found() == found()
@@ -318,7 +318,7 @@ def test_a_budget_gives_the_same_batches_again() -> None:
 
 def test_a_literal_plan_with_a_budget() -> None:
     """Steps of 4 and 2 pairs on two ranks; the budget holds one long pair, or two of 4 tokens."""
-    first, second = (list(plan) for plan in over(2, 6, 4, ByTokens([9, 4, 4, 8, 3, 2], PADDED, 9), shuffle=False))
+    first, second = (list(plan) for plan in over(2, 6, 4, BatchByTokens([9, 4, 4, 8, 3, 2], PADDED, 9), shuffle=False))
     assert first == [
         PlannedBatch([0], step=0, step_pairs=4, micro=0, micros=2),
         PlannedBatch([2], step=0, step_pairs=4, micro=1, micros=2),
@@ -330,7 +330,7 @@ def test_a_literal_plan_with_a_budget() -> None:
 
 def test_a_short_step_of_long_pairs_sets_the_number_for_all() -> None:
     """Lightning steps after a fixed number of micro-batches, so no step may have more."""
-    plan = StepBatches(7, 4, ByTokens([1, 1, 1, 1, 9, 9, 9], PADDED, 9), shuffle=False)
+    plan = StepBatchSampler(7, 4, BatchByTokens([1, 1, 1, 1, 9, 9, 9], PADDED, 9), shuffle=False)
     assert (plan.split.accumulation, plan.split.short, len(plan)) == (3, 3, 6)
     assert [batch.indices for batch in plan][3:] == [[4], [5], [6]]
 
@@ -340,23 +340,23 @@ def test_an_epoch_that_was_not_planned_for_does_not_exceed_the_budget() -> None:
     sizes = [9, 9, 1, 1]
     plan = next(
         plan
-        for plan in (StepBatches(4, 2, ByTokens(sizes, PADDED, 10), seed=seed) for seed in range(20))
-        if all(len({0, 1} & set(step)) == 1 for step in plan._steps(0)) and plan.split.accumulation == 2
+        for plan in (StepBatchSampler(4, 2, BatchByTokens(sizes, PADDED, 10), seed=seed) for seed in range(20))
+        if all(len({0, 1} & set(step)) == 1 for step in plan._split_into_steps(0)) and plan.split.accumulation == 2
     )
-    assert StepBatches(4, 2, ByTokens(sizes, PADDED, 18), seed=plan.seed).split.accumulation == 1
-    cheap = StepBatches(4, 2, ByTokens(sizes, PACKED, 10), seed=plan.seed)
+    assert StepBatchSampler(4, 2, BatchByTokens(sizes, PADDED, 18), seed=plan.seed).split.accumulation == 1
+    cheap = StepBatchSampler(4, 2, BatchByTokens(sizes, PACKED, 10), seed=plan.seed)
     assert cheap.split.accumulation == 1
     with pytest.raises(ValueError, match="need 18 tokens, not 10"):
         for _ in range(20):
             list(cheap)
-    assert StepBatches(4, 2, ByTokens(sizes, PACKED, 10), seed=plan.seed, epochs=20).split.accumulation == 2
+    assert StepBatchSampler(4, 2, BatchByTokens(sizes, PACKED, 10), seed=plan.seed, epochs=20).split.accumulation == 2
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_resume_at_any_batch_of_a_budget(rank: int) -> None:
-    def plan() -> StepBatches:
-        cutting = ByTokens(lengths(29), PADDED, 120)
-        return StepBatches(29, 8, cutting, seed=2, rank=rank, world_size=2, epochs=3)
+    def plan() -> StepBatchSampler:
+        cutting = BatchByTokens(lengths(29), PADDED, 120)
+        return StepBatchSampler(29, 8, cutting, seed=2, rank=rank, world_size=2, epochs=3)
 
     whole = plan()
     for epoch, batches in enumerate([list(whole), list(whole)]):
@@ -376,8 +376,8 @@ def test_a_budget_may_change_between_steps(done: int) -> None:
     sizes = lengths(28)
     plans = {
         "pairs": ranks(28, 1, 8, 1, seed=4),
-        "budget": over(1, 28, 8, ByTokens(sizes, PADDED, 100), seed=4),
-        "other": over(2, 28, 8, ByTokens(sizes, PACKED, 150), seed=4),
+        "budget": over(1, 28, 8, BatchByTokens(sizes, PADDED, 100), seed=4),
+        "other": over(2, 28, 8, BatchByTokens(sizes, PACKED, 150), seed=4),
     }
     assert len({(plan[0].split.accumulation, len(plan[0])) for plan in plans.values()}) == 3
     whole = steps(plans["pairs"])
@@ -390,11 +390,11 @@ def test_a_budget_may_change_between_steps(done: int) -> None:
 
 
 def test_within_a_step_the_budget_must_stay() -> None:
-    def plan(budget: int) -> StepBatches:
-        return StepBatches(28, 8, ByTokens(lengths(28), PADDED, budget), seed=4)
+    def plan(budget: int) -> StepBatchSampler:
+        return StepBatchSampler(28, 8, BatchByTokens(lengths(28), PADDED, budget), seed=4)
 
     state = plan(100).state_dict(1)
     with pytest.raises(UserError, match=r"at most 100 tokens of padded rows, accumulation \d+, 1 processes"):
         plan(101).load_state_dict(state)
-    with pytest.raises(UserError, match="inside an optimiser step"):
+    with pytest.raises(UserError, match="within an optimizer step"):
         counted(28, 1, 8, seed=4).load_state_dict(state)

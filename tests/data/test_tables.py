@@ -58,8 +58,8 @@ def test_a_wrong_split_gives_near_names(saved: Path) -> None:
     with pytest.raises(UserError) as refused:
         PairSource(str(saved)).load("val")
     assert str(refused.value) == (
-        f"data.val_split=test: the data set saved in {saved} has the splits train_prefs, test_prefs; did you mean "
-        "data.val_split=test_prefs?. Name one of them with data.val_split=NAME, or share out the training split with "
+        f"data.val_split=test: the dataset saved in {saved} has the splits train_prefs, test_prefs; did you mean "
+        "data.val_split=test_prefs?. Choose one with data.val_split=NAME, or divide the training split with "
         "data.val_share=0.1"
     )
     with pytest.raises(UserError, match=r"did you mean data\.train_split=train_prefs\?"):
@@ -69,7 +69,7 @@ def test_a_wrong_split_gives_near_names(saved: Path) -> None:
 def test_a_saved_table_without_splits_is_like_one_file(saved: Path) -> None:
     path = str(saved / "train_prefs")
     assert len(PairSource(path).load("train")) == 16
-    with pytest.raises(UserError, match=r"is one table, so its rows must be shared out: set data\.val_share"):
+    with pytest.raises(UserError, match=r"is a single table, so its rows must be divided: set data\.val_share"):
         PairSource(path).load("val")
     source = PairSource(path, val_share=0.25)
     assert (len(source.load("train")), len(source.load("val"))) == (12, 4)
@@ -80,7 +80,7 @@ def test_a_damaged_folder_names_what_to_do(saved: Path) -> None:
     arrow = next((saved / "train_prefs").glob("*.arrow"))
     content = arrow.read_bytes()
     arrow.write_bytes(content[: len(content) // 2])
-    with pytest.raises(UserError, match=r"train_prefs cannot be read as a saved data set .*save or copy it again"):
+    with pytest.raises(UserError, match=r"train_prefs cannot be read as a saved dataset .*save or copy it again"):
         source.load("train")
     shutil.rmtree(saved / "train_prefs")
     with pytest.raises(UserError, match="train_prefs cannot be read as a saved data set"):
@@ -110,7 +110,7 @@ def test_a_share_of_the_prompts_is_kept_for_validation(tmp_path: Path, caplog: p
     source = PairSource(one_file(tmp_path, ROWS), val_share=0.3)
     with caplog.at_level(logging.INFO):
         train, val = source.load("train"), source.load("val")
-    assert "data.val_share=0.3: 3 of 10 prompts (6 of 20 rows) are kept for validation" in caplog.text
+    assert "data.val_share=0.3: 3 of 10 prompts (6 of 20 rows) are used for validation" in caplog.text
     assert "same rows" not in caplog.text
     assert not {*prompts(train)} & {*prompts(val)} and len({*prompts(val)}) == 3
     assert (train.read, val.read) == (14, 6)
@@ -140,14 +140,14 @@ def test_either_side_has_a_prompt_at_least(tmp_path: Path) -> None:
     for share, held in ((0.01, 1), (0.99, 9)):
         source = PairSource(one_file(tmp_path, ROWS), val_share=share)
         assert len({*prompts(source.load("val"))}) == held
-    with pytest.raises(UserError, match=r"its 2 rows have 1 usable: give data of more prompts"):
+    with pytest.raises(UserError, match=r"the 2 rows have 1 usable: use data with more prompts"):
         PairSource(one_file(tmp_path, ROWS[:2]), val_share=0.5).load("train")
 
 
 @pytest.mark.parametrize("share", [0, 1.0, 10])
 def test_a_share_is_between_0_and_1(share: float) -> None:
     asked = ["setting=real_smoke", "model.path=unset", "data.path=unset", f"data.val_share={share}"]
-    with pytest.raises(UserError, match=r"expected a share of the prompts of more than 0 and less than 1") as refused:
+    with pytest.raises(UserError, match=r"expected a share of the prompts between 0 and 1") as refused:
         load("fit", asked)
     assert ("such as 0.1 for 10 %" in str(refused.value)) == (share == 10)
 
@@ -157,7 +157,7 @@ def test_a_share_goes_without_a_validation_split(tmp_path: Path, split: str) -> 
     for name in ("train", split):
         one_file(tmp_path, ROWS, f"{name}.jsonl")
     source = PairSource(str(tmp_path), val_split=split, val_share=0.3)
-    with pytest.raises(UserError, match=rf"data\.val_split={split}: expected one of them; .* data\.val_split=null"):
+    with pytest.raises(UserError, match=rf"data\.val_split={split}: give only one; .* data\.val_split=null"):
         source.load("train")
     assert len(PairSource(str(tmp_path), val_split=None, val_share=0.3).load("train")) == 14
     with pytest.raises(UserError, match=r"data\.val_split=null: name the validation split, or set data\.val_share"):
@@ -167,7 +167,7 @@ def test_a_share_goes_without_a_validation_split(tmp_path: Path, split: str) -> 
 def test_a_folder_with_a_training_split_alone_is_shared_out(tmp_path: Path) -> None:
     one_file(tmp_path, ROWS, "train.jsonl")
     assert len(PairSource(str(tmp_path), val_share=0.3).load("val")) == 6
-    with pytest.raises(UserError, match=r"data\.val_split=test: expected one of them"):
+    with pytest.raises(UserError, match=r"data\.val_split=test: give only one"):
         PairSource("hub/name", val_share=0.3).load("train")
 
 
@@ -221,7 +221,7 @@ def test_an_empty_cell_is_missing_and_nan_is_a_text_that_is_told(
         found = read(tmp_path, HEADER + b"a,b,c\nq,,x\nq,y,\nwhat is 0/0?,NaN,1\n")
     assert found.examples == {Reason.MISSING.value: [1, 2]} and (found.kept, found.dropped) == (2, 2)
     assert found.pairs[1].chosen == "NaN"
-    assert "1 rows have a cell that is nothing but NaN, null, None or N/A (first: row 3)" in caplog.text
+    assert "1 rows have a cell with only NaN, null, None or N/A (first: row 3)" in caplog.text
 
 
 def test_a_cell_may_be_longer_than_the_reader_of_python_allows(tmp_path: Path) -> None:
@@ -239,19 +239,19 @@ def test_further_columns_go_with_the_pair(tmp_path: Path) -> None:
     [
         (b"", "pairs.csv is empty"),
         (HEADER, "pairs.csv is empty; expected one row per line"),
-        (HEADER + b"p,a,b\np,a\n", "the row that ends in line 3 has 2 cells and the first line names 3 columns"),
+        (HEADER + b"p,a,b\np,a\n", "the row that ends in line 3 has 2 cells but the first line names 3 columns"),
         (HEADER + b"p,a,b, and more\n", "the row that ends in line 2 has 4 cells"),
-        (HEADER + b'p,"a,b\n', r"line 2 cannot be read \(unexpected end of data\): put a cell that holds quotes"),
+        (HEADER + b'p,"a,b\n', r"line 2 cannot be read \(unexpected end of data\): put cells that contain quotes"),
         (HEADER + b'p,"a"b,c\n', "line 2 cannot be read"),
         (b"p,a,b\nq,c,d\n", r'the first line of data.path=.*has no column "chosen", "rejected"; .* found: a, b, p;'),
-        (b"prompt,chosen,chosen\np,a,b\n", "line 1 names chosen twice: give every column its own name"),
-        (b"prompt,,rejected\np,a,b\n", "line 1 names no column 2: expected a name for every column"),
-        (b"prompt;chosen;rejected\np;a;b\n", "line 1 is divided by semicolons, expected commas: save it with commas"),
+        (b"prompt,chosen,chosen\np,a,b\n", "line 1 repeats chosen: give every column a unique name"),
+        (b"prompt,,rejected\np,a,b\n", "line 1 has no name for column 2: the first line must name every column"),
+        (b"prompt;chosen;rejected\np;a;b\n", "line 1 is separated by semicolons, expected commas: save it with commas"),
         (b"prompt\tchosen\trejected\np\ta\tb\n", r"divided by tabs, expected commas: .*, or name it \.tsv"),
         (HEADER + "p,caf\xe9,b\n".encode("latin-1"), r'line 2 is not UTF-8 \(byte 0xe9\): .* "CSV UTF-8"'),
         ((HEADER + b"p,a,b\n").decode().encode("utf-16"), r"line 1 is not UTF-8 \(byte 0xff\)"),
         (HEADER + b"p,a,b\n\0\0\0\0", "the row that ends in line 3 has 1 cells"),
-        (b"prompt,completion,label\np,a,true\n", "These are single answers with a label, as KTO reads them"),
+        (b"prompt,completion,label\np,a,true\n", "These are single labelled answers, as in KTO"),
         (
             HEADER + b"p,\"[{'role': 'assistant', 'content': 'a'}]\",\"[{'role': 'assistant', 'content': 'b'}]\"\n",
             r"messages are written as one text: 1 \(row 0\)",
@@ -266,7 +266,9 @@ def test_what_is_refused_says_where_and_what_to_do(tmp_path: Path, content: byte
 def test_files_of_a_split_have_one_header(tmp_path: Path) -> None:
     for part, header in enumerate(("prompt,chosen,rejected", "prompt,rejected,chosen")):
         (tmp_path / f"train-0000{part}-of-00002.csv").write_text(f"{header}\np,a,b\n")
-    with pytest.raises(UserError, match="the first file has prompt, chosen, rejected: give all files of a split one"):
+    with pytest.raises(
+        UserError, match="the first file has prompt, chosen, rejected: all files of a split need the same"
+    ):
         PairSource(str(tmp_path)).load("train")
     (tmp_path / "train-00001-of-00002.csv").write_text("prompt,chosen,rejected\nq,c,d\n")
     assert texts(PairSource(str(tmp_path)).load("train")) == [("p", "a", "b"), ("q", "c", "d")]

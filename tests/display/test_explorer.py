@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from attnpo.display.explorer import ExplorerView, Scale, encode_logps, explorer_html, write_explorer
+from attnpo.display.explorer import ExplorerView, WeightScale, encode_logps, explorer_html, write_explorer
 from attnpo.schema import UserError
 from tests.display.browser import Browser, browser
 from tests.display.explored import hard, many
@@ -35,7 +35,7 @@ def texts(page: str) -> Any:
 # ------------------------------------------------------------------------------------------------ numbers
 
 
-def decode(scale: Scale, packed: bytes) -> np.ndarray:
+def decode(scale: WeightScale, packed: bytes) -> np.ndarray:
     """Returns the weights of the codes, NaN where unknown, as the page's script does."""
     codes = np.frombuffer(packed, dtype=np.uint8).astype(float)
     negative = scale.signed & (codes > 127) & (codes < 255)
@@ -48,24 +48,24 @@ def test_weights_come_back_within_the_stated_error(signed: bool) -> None:
     rng = np.random.default_rng(1)
     weights = np.exp(2 * rng.standard_normal(5000)) * (rng.choice([-1, 1], 5000) if signed else 1)
     weights[:7] = [0, math.nan, math.inf, 1, 1, 0, 3]
-    scale = Scale.over(weights)
+    scale = WeightScale.fit(weights)
     back = decode(scale, scale.encode(weights))
     finite = np.isfinite(weights)
     assert scale.signed == signed and np.isnan(back[~finite]).all()
     assert ((back == 0) == (weights == 0)).all()
     present = finite & (weights != 0)
     error = np.abs(back[present] / weights[present] - 1)
-    assert error.max() <= scale.error * (1 + 1e-9) and 0.005 < scale.error < 0.07
+    assert error.max() <= scale.relative_error * (1 + 1e-9) and 0.005 < scale.relative_error < 0.07
 
 
 def test_few_weights_have_a_scale_too_and_what_is_smaller_is_its_lowest() -> None:
     for weights in ([], [0.0, 0.0], [1.0, 1.0], [math.nan], [-2.0]):
         given = np.array(weights, dtype=float)
-        scale = Scale.over(given)
+        scale = WeightScale.fit(given)
         np.testing.assert_allclose(decode(scale, scale.encode(given)), given)
     given = np.array([1.0, 2.0**-40])
-    scale = Scale.over(given)
-    assert decode(scale, scale.encode(given)).tolist() == [1.0, 2.0**-24] and scale.error < 0.034
+    scale = WeightScale.fit(given)
+    assert decode(scale, scale.encode(given)).tolist() == [1.0, 2.0**-24] and scale.relative_error < 0.034
 
 
 def test_log_probs_come_back() -> None:
@@ -96,9 +96,11 @@ def test_a_page_holds_every_number_of_its_pairs() -> None:
     for number, view in enumerate(told["views"]):
         mine = ExplorerView(view["source"], view["layer"], view["round"])
         relative = np.concatenate([side.relative.numpy() for pair in pairs for _, side in pair[mine].sides])
-        scale = Scale.over(relative)
+        scale = WeightScale.fit(relative)
         assert (view["low"], view["step"], view["signed"]) == (scale.low, scale.step, False)
-        np.testing.assert_allclose(decode(scale, blob(page, f"weights-{number}")), relative, rtol=scale.error + 1e-9)
+        np.testing.assert_allclose(
+            decode(scale, blob(page, f"weights-{number}")), relative, rtol=scale.relative_error + 1e-9
+        )
     assert told["logps"][0]["name"] == "reference" and "<i>" not in page and told["note"] == "n & m"
 
 
@@ -110,7 +112,7 @@ def test_a_view_may_lack_a_pair() -> None:
     assert blob(page, "weights-1")[-count:] == bytes([255]) * count
     assert texts(page)["views"][1]["lengths"][1] is None
     for wrong in ([], [{}, first]):
-        with pytest.raises(UserError, match="no pairs, or one without weights"):
+        with pytest.raises(UserError, match="needs at least one pair"):
             explorer_html(wrong)
 
 
@@ -250,10 +252,10 @@ def test_keys_lead_through_the_list(tab: Browser, tmp_path: Path) -> None:
 
 
 def test_the_script_shows_what_acts_as_the_heat_map_does(tab: Browser, tmp_path: Path) -> None:
-    from attnpo.display.heat import visible
+    from attnpo.display.heat import make_visible
 
     tab.open(write_explorer(tmp_path / "explorer.html", hard(1)))
     tab.until("document.documentElement.dataset.ready")
     for text in ("   ", " a b ", "\n\t\r\x00\x1b\x7f\x85", "\u200e\u202e\u2066\u061c\u2028\u2029", "ab\ufeff👩‍🚀é"):
-        assert tab.value(f"explorer.visible({json.dumps(text)})") == visible(text), ascii(text)
-    assert tab.value('explorer.visible("\\ud800")') == visible("\ud800")
+        assert tab.value(f"explorer.visible({json.dumps(text)})") == make_visible(text), ascii(text)
+    assert tab.value('explorer.visible("\\ud800")') == make_visible("\ud800")

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from attnpo.display.figures import training_curves
-from attnpo.display.look import COLOURS, DPI, INK, Level, Look, axis_limits, looks_of
-from attnpo.display.page import svg_beside
+from attnpo.display.look import COLOURS, DPI, INK, ArmStyle, ScoreInterval, axis_limits, make_arm_styles
+from attnpo.display.page import svg_path
 from attnpo.lab.figures import ArmPanel, FrontierPoint, LayerPoint, arm_figure, frontier, layer_curve
 
 BLUE, ORANGE, GREEN = (colour.lower() for colour in COLOURS[:3])
@@ -35,7 +35,7 @@ def pixels(path: Path) -> np.ndarray:
 
 def read_drawing(path: Path) -> str:
     """Returns the SVG beside a PNG, after the rules of dark pages, which name colours too."""
-    return svg_beside(path).read_text(encoding="utf-8").partition("</style>")[2]
+    return svg_path(path).read_text(encoding="utf-8").partition("</style>")[2]
 
 
 def test_training_curves(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_training_curves(tmp_path: Path) -> None:
 def test_layer_curve(tmp_path: Path) -> None:
     """With intervals the figure says so, and the control's is a band over all of it."""
     points = [LayerPoint(4, 0.39), LayerPoint(1, 0.46), LayerPoint(2, math.nan)]
-    levels = {"uniform": Level(0.36, 0.33, 0.38), "gone": math.nan}
+    levels = {"uniform": ScoreInterval(0.36, 0.33, 0.38), "gone": math.nan}
     held = read_drawing(layer_curve(points, tmp_path / "h.png", baselines=levels, title="t", control="uniform"))
     many = [LayerPoint(number, 0.1) for number in range(1, 81)]
     bare = read_drawing(layer_curve(many, tmp_path / "b.png", baselines={"uniform": 0.36}, control="uniform"))
@@ -80,13 +80,13 @@ def test_frontier(tmp_path: Path) -> None:
         FrontierPoint("a <b> & $c$", 2.0, 0.4, "beta $0.1$", 0.3, 0.5, best=True),
         FrontierPoint("diverged", math.inf, 0.0),
     ]
-    base = Level(-0.1, -0.2, 0.0)
+    base = ScoreInterval(-0.1, -0.2, 0.0)
     path = frontier(points, tmp_path / "f.png", limits=(0.5, 1, 2), base_reward=base, title="t")
     told = read_drawing(path)
     assert GREEN not in told, "an arm without a finite point takes no colour"
     assert "stroke-width: 1.8" in told, "the ring around the best point"
     assert "opacity: 0.18" in told and "1 points not finite, left out" in told and "dash-dotted: KL" in told
-    whole = svg_beside(path).read_text(encoding="utf-8")
+    whole = svg_path(path).read_text(encoding="utf-8")
     root = ElementTree.fromstring(whole)
     words = [text for node in root.iter("{http://www.w3.org/2000/svg}text") for text in node.itertext()]
     assert "a <b> & $c$" in words and "    best: beta $0.1$" in words, "text stays text"
@@ -95,7 +95,7 @@ def test_frontier(tmp_path: Path) -> None:
     plain = [FrontierPoint(p.arm, p.kl, p.reward, p.label) for p in points]
     told = read_drawing(frontier(plain, tmp_path / "g.png", base_reward=-0.1))
     assert "stroke-width: 1.8" not in told and "opacity: 0.18" not in told
-    again = [svg_beside(frontier([], tmp_path / name / "f.png")).read_text(encoding="utf-8") for name in ("1", "2")]
+    again = [svg_path(frontier([], tmp_path / name / "f.png")).read_text(encoding="utf-8") for name in ("1", "2")]
     assert again[0] == again[1], "the same figure gives the same file"
 
 
@@ -136,11 +136,11 @@ def test_the_axis_leaves_out_what_would_press_all_others_together_and_nothing_el
 
 def test_an_arm_looks_the_same_whatever_is_drawn_with_it() -> None:
     arms = ["uniform", "attention L1", "shuffled", "true importance"]
-    looks = looks_of(arms, "uniform", altered=["shuffled"], told=["true importance"])
-    assert looks["uniform"] == Look(INK, "s", "--", note="control")
+    looks = make_arm_styles(arms, "uniform", altered=["shuffled"], told=["true importance"])
+    assert looks["uniform"] == ArmStyle(INK, "s", "--", note="control")
     assert [looks[arm].colour for arm in arms[1:]] == list(COLOURS[:3])
     assert not looks["shuffled"].filled and looks["true importance"].style == ":"
-    many = looks_of([*arms, *(f"arm {number}" for number in range(20))], "uniform", altered=["shuffled"])
+    many = make_arm_styles([*arms, *(f"arm {number}" for number in range(20))], "uniform", altered=["shuffled"])
     assert many["attention L1"] == looks["attention L1"] and many["shuffled"] == looks["shuffled"]
     seen = [(look.colour, look.marker, look.style) for look in many.values()]
     assert len(set(seen)) == len(seen) == 24, "no two of them look alike"
@@ -148,10 +148,10 @@ def test_an_arm_looks_the_same_whatever_is_drawn_with_it() -> None:
 
 
 def test_an_arms_colour_is_that_of_its_look_in_every_figure(tmp_path: Path) -> None:
-    looks = {"a": Look("#c2185b"), "b": Look("#2f8f9d"), "u": Look(INK, "s", "--")}
+    looks = {"a": ArmStyle("#c2185b"), "b": ArmStyle("#2f8f9d"), "u": ArmStyle(INK, "s", "--")}
     points = [FrontierPoint(arm, 1.0, 0.1 * place) for place, arm in enumerate("bua")]
     first = frontier(points, tmp_path / "f.png", looks=looks)
-    levels = {arm: Level(0.2, 0.1, 0.3) for arm in "ab"}
+    levels = {arm: ScoreInterval(0.2, 0.1, 0.3) for arm in "ab"}
     second = arm_figure([ArmPanel("t", "x", levels)], tmp_path / "a.png", looks=looks)
     third = layer_curve([LayerPoint(1, 0.1, arm="a"), LayerPoint(2, 0.2, arm="b")], tmp_path / "l.png", looks=looks)
     for path in (first, second, third):

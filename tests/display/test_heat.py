@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from attnpo.data.collate import TrainingExample
-from attnpo.display.heat import level, over, readable, tint, visible
+from attnpo.display.heat import blend, make_readable, make_visible, shade_of, tint
 from attnpo.display.heatmap import heatmap_html, heatmap_terminal, write_svg
 from attnpo.display.pair_record import Verdict
 from attnpo.display.weighed_pair import WeighedPair, pair_with_weights
@@ -78,9 +78,9 @@ def sample(*texts: str, note: str = "attention, layer 1") -> WeighedPair:
 
 def test_verdict_reads_logits_by_order() -> None:
     sure = 1 / (1 + math.exp(-2))
-    assert Verdict(True, (2.0, 0.0)).preference == pytest.approx(sure)
-    assert Verdict(False, (2.0, 0.0)).preference == pytest.approx(1 - sure)
-    assert Verdict(True, (1e4, -1e4)).preference == 1.0
+    assert Verdict(True, (2.0, 0.0)).p_chosen == pytest.approx(sure)
+    assert Verdict(False, (2.0, 0.0)).p_chosen == pytest.approx(1 - sure)
+    assert Verdict(True, (1e4, -1e4)).p_chosen == 1.0
     assert "a tie" in Verdict(True, (1.0, 1.0)).summary()
     assert Verdict(False).summary() == "chosen is B: verdict not read"
     assert Verdict(True, (2.0, 0.0), " A").summary() == "chosen is A: picks chosen, p(chosen) 0.881, says 'A'"
@@ -88,33 +88,33 @@ def test_verdict_reads_logits_by_order() -> None:
 
 def test_side_numbers() -> None:
     side = response(("x", 0.5), ("x", 0.25), ("x", 0.25), length=4.0, coverage=0.75)
-    assert side.relative.tolist() == [2.0, 1.0, 1.0] and side.effective == pytest.approx(1 / 0.375)
+    assert side.relative.tolist() == [2.0, 1.0, 1.0] and side.num_effective == pytest.approx(1 / 0.375)
     assert side.summary() == "3 tokens, coverage 75.0 %, effective number of weights 2.7"
     told = replace(side, source_coverage=0.5, kept_mass=0.9).summary()
     assert "coverage 75.0 %, source coverage 50.0 %, kept mass 90.0 %, effective" in told
-    assert math.isnan(response().effective) and math.isnan(response(("x", math.nan)).effective)
+    assert math.isnan(response().num_effective) and math.isnan(response(("x", math.nan)).num_effective)
     assert response(("x", 1.0), cut="twelve chars").summary().endswith("12 characters cut")
-    with pytest.raises(UserError, match="expected one of the weight for each of the 3 tokens, got 1"):
+    with pytest.raises(UserError, match="weight: expected one for each of the 3 tokens, got 1"):
         replace(side, weights=torch.ones(1))
 
 
 def test_scale() -> None:
     # A level is a sixteenth of three octaves.
-    assert [level(value) for value in (0.0, 0.125, 0.5, 1.0, 2.0, 8.0, 100.0)] == [-16, -16, -5, 0, 5, 16, 16]
-    assert level(-2.0) == 5 and level(math.nan) == 0 and level(math.inf) == 16
+    assert [shade_of(value) for value in (0.0, 0.125, 0.5, 1.0, 2.0, 8.0, 100.0)] == [-16, -16, -5, 0, 5, 16, 16]
+    assert shade_of(-2.0) == 5 and shade_of(math.nan) == 0 and shade_of(math.inf) == 16
     assert tint(0)[3] == 0.0
     opacities = [tint(shade)[3] for shade in range(1, 17)]
     assert opacities == sorted(opacities) and opacities[-1] <= 1
-    assert over((255, 0, 0, 1.0), (0, 0, 0)) == (255, 0, 0) and over((255, 0, 0, 0.0), (1, 2, 3)) == (1, 2, 3)
+    assert blend((255, 0, 0, 1.0), (0, 0, 0)) == (255, 0, 0) and blend((255, 0, 0, 0.0), (1, 2, 3)) == (1, 2, 3)
 
 
 def test_visible() -> None:
-    assert visible("a\n\nb\t") == "a↵\n↵\nb⇥\t"
-    assert visible("  ") == "␣␣" and visible(" a ") == " a " and visible("") == ""
-    assert visible("\x1b[31m\x00\r\x7f") == "␛[31m␀␍[U+007F]"
-    assert visible("a\u202eb\u2066") == "a[U+202E]b[U+2066]"
-    assert visible("\ud800x") == "\ufffdx"
-    assert readable("a\n\n  b\x07") == "a\n\n  b␇"
+    assert make_visible("a\n\nb\t") == "a↵\n↵\nb⇥\t"
+    assert make_visible("  ") == "␣␣" and make_visible(" a ") == " a " and make_visible("") == ""
+    assert make_visible("\x1b[31m\x00\r\x7f") == "␛[31m␀␍[U+007F]"
+    assert make_visible("a\u202eb\u2066") == "a[U+202E]b[U+2066]"
+    assert make_visible("\ud800x") == "\ufffdx"
+    assert make_readable("a\n\n  b\x07") == "a\n\n  b␇"
 
 
 def test_pair_from_a_training_example() -> None:
@@ -153,8 +153,8 @@ def test_html_says_everything_and_needs_nothing_from_outside() -> None:
     ):  # fmt: skip
         assert part in read.text, part
     shown = {text: (kind, (title or "").partition(", weight")[0]) for kind, title, text in read.tokens}
-    assert shown[" heavy"] == (f"h{16 + level(2.5)}", "2.50")  # .5 times |y| of 5
-    assert shown["Good"] == (f"h{16 + level(5 / 6)}", "0.83")
+    assert shown[" heavy"] == (f"h{16 + shade_of(2.5)}", "2.50")  # .5 times |y| of 5
+    assert shown["Good"] == (f"h{16 + shade_of(5 / 6)}", "0.83")
     assert shown[" lost"] == ("lost", "0.00, no partner")
     assert shown[END] == ("h0 end", "0.00, end of turn")
     assert shown["No"] == ("h16", "1.00") and ".↵\n" in shown
@@ -198,9 +198,9 @@ def test_html_escapes_every_text() -> None:
 @settings(max_examples=15)
 @given(st.text(max_size=30).filter(lambda text: text != END))
 def test_html_shows_any_token_as_it_is_made_visible(text: str) -> None:
-    # Parsers read a carriage return as a line break, which visible() never lets through.
+    # Parsers read a carriage return as a line break, which make_visible() never lets through.
     read = Reader(heatmap_html([sample("a", text, "b")], page=False))
-    assert read.tokens[1][2] == (visible(text) or "▯")
+    assert read.tokens[1][2] == (make_visible(text) or "▯")
 
 
 def test_right_to_left_lines_take_their_own_direction() -> None:
@@ -240,7 +240,7 @@ def test_terminal_without_colour_writes_numbers() -> None:
 
 def test_terminal_with_colour_has_the_scale_and_no_numbers() -> None:
     text = terminal(sample(), colour=True)
-    red, green, blue = over(tint(level(2.5)), (24, 26, 31))
+    red, green, blue = blend(tint(shade_of(2.5)), (24, 26, 31))
     assert f"48;2;{red};{green};{blue}m heavy" in text
     assert "|2.50" not in text and "|2.50" in terminal(sample(), colour=True, numbers=True)
 
@@ -255,7 +255,7 @@ def test_a_picture_has_the_shades_and_runs_from_the_right_where_its_text_does(tm
     picture = write_svg([sample("שלום", "<b>&", " latin")], tmp_path / "new" / "heat.svg")
     code = picture.read_text(encoding="utf-8")
     places = {(node.text or "").strip(): float(node.get("x", 0)) for node in ElementTree.fromstring(code).iter()}
-    assert "#{:02x}{:02x}{:02x}".format(*over(tint(level(2.5)), (255, 255, 255))) in code
+    assert "#{:02x}{:02x}{:02x}".format(*blend(tint(shade_of(2.5)), (255, 255, 255))) in code
     assert places["שלום"] > places["<b>&"] > places["latin"] > places["lost"], "from right to left"
     left = write_svg([sample("word", " <b>&")], tmp_path / "left.svg").read_text(encoding="utf-8")
     found = {(node.text or "").strip(): float(node.get("x", 0)) for node in ElementTree.fromstring(left).iter()}

@@ -9,17 +9,17 @@ import pytest
 
 from attnpo.display.heatmap import heatmap_html
 from attnpo.display.page import (
-    Beside,
-    Fragment,
+    CodeBlock,
     Image,
     KeyValues,
     Links,
     Paragraph,
-    Preformatted,
+    RawHtml,
     Section,
+    SideBySide,
     TableBlock,
     report_page,
-    svg_beside,
+    svg_path,
 )
 from attnpo.schema import UserError
 from tests.display.browser import chromium
@@ -35,7 +35,7 @@ def picture(folder: Path) -> Path:
 
 def test_a_page_of_everything(tmp_path: Path) -> None:
     png = picture(tmp_path)
-    svg_beside(png).write_text("<svg/>", encoding="utf-8")
+    svg_path(png).write_text("<svg/>", encoding="utf-8")
     code = report_page(
         "Run <1>",
         [
@@ -47,8 +47,8 @@ def test_a_page_of_everything(tmp_path: Path) -> None:
                 "Rest",
                 [
                     Paragraph("lost control", warning=True),
-                    Preformatted("a:\n  b: <1>"),
-                    Fragment(heatmap_html([pair_of(response(("x", 1.0)))], page=False)),
+                    CodeBlock("a:\n  b: <1>"),
+                    RawHtml(heatmap_html([pair_of(response(("x", 1.0)))], page=False)),
                 ],
             ),
         ],
@@ -59,7 +59,7 @@ def test_a_page_of_everything(tmp_path: Path) -> None:
     images = [attrs for tag, attrs in read.seen if tag == "img"]
     assert len(images) == 1 and images[0]["alt"] == 'a "caption"'
     drawn = base64.b64decode((images[0]["src"] or "").removeprefix("data:image/svg+xml;base64,"))
-    assert drawn == svg_beside(png).read_bytes()
+    assert drawn == svg_path(png).read_bytes()
     links = [attrs["href"] for tag, attrs in read.seen if tag == "a"]
     assert links == ["#s1", "#s2", "#s3"]
     assert [attrs["id"] for tag, attrs in read.seen if tag == "section" and "id" in attrs] == ["s1", "s2", "s3"]
@@ -71,7 +71,7 @@ def test_a_page_of_everything(tmp_path: Path) -> None:
 
 def test_text_cannot_act() -> None:
     hostile = "</p><script>x</script>\u202e"
-    read = Reader(report_page(hostile, [Section(hostile, [Paragraph(hostile), Preformatted(hostile)])]))
+    read = Reader(report_page(hostile, [Section(hostile, [Paragraph(hostile), CodeBlock(hostile)])]))
     assert len([tag for tag, _ in read.seen if tag == "script"]) == 1, "the page's own"
     assert read.text.count("</p><script>x</script>[U+202E]") == 5  # page title, heading, section heading, two blocks
 
@@ -86,7 +86,7 @@ def test_images_must_be_there_and_be_png(tmp_path: Path) -> None:
 
 def test_what_is_long_is_folded_and_what_is_short_is_open() -> None:
     files = {f"run {number}": {"page": f"points/{number}/report.html"} for number in range(13)}
-    blocks = [Links("few", dict(list(files.items())[:12])), Links("many", files), Preformatted("lr: 1", "the config")]
+    blocks = [Links("few", dict(list(files.items())[:12])), Links("many", files), CodeBlock("lr: 1", "the config")]
     code = report_page("t", [Section("s", blocks)])
     opened = {words: "open" in start for start, words in re.findall(r"<details([^>]*)><summary>([^<]*)<", code)}
     assert opened == {"few": True, "many": False, "the config": False}
@@ -118,7 +118,7 @@ def test_heads_say_what_they_hold_over_them_and_in_a_list_below() -> None:
 
 def test_answers_stand_side_by_side_and_files_are_linked() -> None:
     blocks = [
-        Beside(f"asked {HOSTILE}", {"base": "one", f"arm {HOSTILE}": f"two {HOSTILE}"}),
+        SideBySide(f"asked {HOSTILE}", {"base": "one", f"arm {HOSTILE}": f"two {HOSTILE}"}),
         Links(
             "files of 2 runs", {f"run {HOSTILE}": {"result": 'points/a b"c=0.1#/result.json', "log": "points/log.txt"}}
         ),

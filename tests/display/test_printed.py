@@ -4,7 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from attnpo.display.printed import KeyedTable, beside, counterpart, for_reading, read_printed, unmet
+from attnpo.display.printed import (
+    KeyedTable,
+    find_matching_table,
+    format_missing,
+    join_published,
+    read_published_table,
+    unmatched_columns,
+)
 from attnpo.display.tables import Cell
 from attnpo.schema import UserError
 
@@ -39,7 +46,7 @@ def test_rows_are_matched_by_their_keys(tmp_path: Path) -> None:
     path = printed(
         tmp_path, 'model,side,rank,token,weight\nm,chosen,1,yes,0.9\nm,chosen,2,1,0.2\nother,chosen,1,"a,b",0.1\n'
     )
-    table = beside(OURS, read_printed(path, KEYS))
+    table = join_published(OURS, read_published_table(path, KEYS))
     assert told(table, "weights", "model", "token", "rank", "rank printed", "weight", "weight printed") == [
         ("L1", "m", "yes", None, 1, None, 0.9),
         ("L1", "m", "1", 2, 2, 0.25, 0.2),
@@ -58,11 +65,11 @@ def test_rows_are_matched_by_their_keys(tmp_path: Path) -> None:
 
 def test_what_one_lacks_is_a_dash_for_readers_only(tmp_path: Path) -> None:
     path = printed(tmp_path, "model,side,token,weight\nm,chosen,1,0.2\nm,chosen,Yes,-\n")
-    table = beside(OURS, read_printed(path, KEYS))
-    read = for_reading(table)
+    table = join_published(OURS, read_published_table(path, KEYS))
+    read = format_missing(table)
     assert told(read, "weight", "weight printed") == [(0.25, 0.2), (0.5, "-"), ("-", 0.2), ("-", "-")]
     assert table.rows[1]["weight printed"] is None
-    assert for_reading(OURS) is OURS
+    assert format_missing(OURS) is OURS
 
 
 def test_columns_that_only_the_paper_has_stand_alone(tmp_path: Path) -> None:
@@ -70,8 +77,8 @@ def test_columns_that_only_the_paper_has_stand_alone(tmp_path: Path) -> None:
     rows: tuple[dict[str, Cell], ...] = ({"arm": "dpo", "reward": 0.5}, {"arm": "shuffled", "reward": 0.25})
     arms = KeyedTable("arms", "", ("arm", "reward"), rows, ("arm",))
     path = printed(tmp_path, "base_model,arm,mt_bench,reward\nbig,DPO,6.73,0.4\nbig,Other,7.1,-\nsmall,DPO,5.50,-\n")
-    table = beside(arms, read_printed(path, arms.keys), fold=True)
-    assert unmet(table) == ["mt_bench"]
+    table = join_published(arms, read_published_table(path, arms.keys), fold=True)
+    assert unmatched_columns(table) == ["mt_bench"]
     assert table.columns == (
         "base_model",
         "arm",
@@ -90,32 +97,32 @@ def test_columns_that_only_the_paper_has_stand_alone(tmp_path: Path) -> None:
 def test_a_file_goes_to_the_table_it_shares_numbers_with(tmp_path: Path) -> None:
     sinks = KeyedTable("sink", "", ("model", "first"), ({"model": "m", "first": 1.0},), ("model",))
     path = printed(tmp_path, "model,first\nm,2.5\n")
-    assert counterpart([OURS, sinks], read_printed(path, KEYS)) == 1
+    assert find_matching_table([OURS, sinks], read_published_table(path, KEYS)) == 1
     with pytest.raises(UserError, match=r"expected columns of one of our tables .*sink: model, first\), got model, mt"):
-        counterpart([OURS, sinks], read_printed(printed(tmp_path, "model,mt_bench\nm,2.5\n"), KEYS))
+        find_matching_table([OURS, sinks], read_published_table(printed(tmp_path, "model,mt_bench\nm,2.5\n"), KEYS))
 
 
 def test_files_that_are_no_table_are_refused(tmp_path: Path) -> None:
     cases = {
-        "": "expected a head line and at least one row, got 0 lines",
+        "": "expected a header line and at least one row, got 0 lines",
         "a,b\n": "got 1 lines",
-        "a,a\n1,2\n": "expected a name for every column and none twice, got a, a",
-        "a,b\n1\n": "line 2 has 1 cells, expected 2",
+        "a,a\n1,2\n": "expected unique names for all columns, got a, a",
+        "a,b\n1\n": "line 2 has 1 cells, the header has 2",
     }
     for text, message in cases.items():
         with pytest.raises(UserError, match=message):
-            read_printed(printed(tmp_path, text), KEYS)
+            read_published_table(printed(tmp_path, text), KEYS)
     (tmp_path / "x.csv").write_bytes(b"\xff\xfe\x00")
     for path in (tmp_path / "x.csv", tmp_path):
-        with pytest.raises(UserError, match="expected a CSV file with a head line, but"):
-            read_printed(path, KEYS)
+        with pytest.raises(UserError, match="expected a CSV file with a header line, but"):
+            read_published_table(path, KEYS)
 
 
 def test_a_table_without_a_shared_key_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="expected a column model or side or token, got weight"):
-        beside(OURS, read_printed(printed(tmp_path, "weight\n0.5\n"), KEYS))
+        join_published(OURS, read_published_table(printed(tmp_path, "weight\n0.5\n"), KEYS))
 
 
 def test_empty_cells_and_dashes_are_no_numbers(tmp_path: Path) -> None:
-    table = read_printed(printed(tmp_path, "model,weight,rank\nm,,1\nn,-,2\no,1e-2,3\n"), KEYS)
+    table = read_published_table(printed(tmp_path, "model,weight,rank\nm,,1\nn,-,2\no,1e-2,3\n"), KEYS)
     assert [tuple(row.values()) for row in table.rows] == [("m", None, 1), ("n", None, 2), ("o", 0.01, 3)]

@@ -9,7 +9,7 @@ import pytest
 from attnpo.config.compose import load
 from attnpo.data.adapters import Reason
 from attnpo.data.base import PairSet, PairSource
-from attnpo.text.template import tools_of
+from attnpo.text.template import get_tools
 
 PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
 EXAMPLES = {
@@ -55,7 +55,7 @@ def test_an_example_is_read_by_its_command(name: str, tmp_path: Path, monkeypatc
     assert (train.dropped, val.dropped, len(train), len(val)) == (0, 0, 2, 1)
     assert not train.notes and not train.unused
     assert sorted(texts(train) + texts(val)) == sorted(EXPECTED[name])
-    known = [tool["function"]["name"] for pair in train.pairs + val.pairs for tool in tools_of(pair.prompt) or []]
+    known = [tool["function"]["name"] for pair in train.pairs + val.pairs for tool in get_tools(pair.prompt) or []]
     assert sorted(known) == (["paint", "touch"] if name == "tools.jsonl" else [])
 
 

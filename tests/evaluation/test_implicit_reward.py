@@ -16,7 +16,7 @@ from pandas import DataFrame
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from attnpo.config.compose import CONFIG_DIR, instantiate
-from attnpo.data.rules import LengthRules, Overlong
+from attnpo.data.rules import LengthRules, OverlongAction
 from attnpo.evaluation.base import Measure, Subject, UngradedResult
 from attnpo.evaluation.implicit_reward import SECTION_OF, SECTIONS, ImplicitReward, Orders, Ties, UnseenPairs, interval
 from attnpo.lab.testbed.pretrain import new_model
@@ -169,7 +169,7 @@ def test_cut_pairs_are_counted(world: World, tmp_path: Path) -> None:
     measured = measure(world, tmp_path, other, lengths=LengthRules(24, 16))
     assert any(reason.startswith("cut: chosen response") for reason in measured.counts)
     with pytest.raises(UserError, match=r"implicit reward: none of 12 pairs .* benchmark\.lengths\.max_length"):
-        measure(world, tmp_path, other, lengths=LengthRules(2, 1, overlong=Overlong.DROP))
+        measure(world, tmp_path, other, lengths=LengthRules(2, 1, overlong=OverlongAction.DROP))
 
 
 def test_versions_follow_pairs_reference_and_rules(world: World, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from attnpo.display.output import tables_json
+from attnpo.display.output import tables_to_json
 from attnpo.display.page import Section, TableBlock
 from attnpo.lab.results import read_study
 from attnpo.schema import UserError
@@ -66,7 +66,7 @@ def a_study(
 ) -> Path:
     """A finished study of one grid point, by arm ("world: arm" where it has worlds) and seed."""
     folder.mkdir(parents=True)
-    (folder / "tables.json").write_text(tables_json([Section("Arms", [TableBlock(["arm"], [["a"]])])]))
+    (folder / "tables.json").write_text(tables_to_json([Section("Arms", [TableBlock(["arm"], [["a"]])])]))
     rows, runs = [], []
     for number, ((label, seed), one) in enumerate(ran.items()):
         named = label.split(": ") if worlds else [label]

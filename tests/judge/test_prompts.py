@@ -287,7 +287,7 @@ def test_lone_surrogates_name_the_pair(formats: Formats, rules: JudgeRules, asse
         (("q", "a", "b\udfff"), "the rejected response"),
     ):
         pair = pair_of(*texts)
-        with pytest.raises(UserError, match=f"pair {pair.pair_id}: {where} holds the lone surrogate"):
+        with pytest.raises(UserError, match=f"pair {pair.pair_id}: {where} contains the lone surrogate"):
             prompts.build(pair)
 
 

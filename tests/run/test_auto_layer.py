@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from attnpo.data.prepare import EncodedSet, calibration_pairs
+from attnpo.data.prepare import EncodedSet, select_calibration_pairs
 from attnpo.data.prepared import read_pairs
 from attnpo.judge.layers import resolve_layer
 from attnpo.lab.auto_layer import LayerChoice, best_layer, standard_error
@@ -186,8 +186,8 @@ def test_of_equal_layers_the_deepest_is_taken() -> None:
 
 def test_the_sample_does_not_depend_on_the_order_of_a_file(made: Made) -> None:
     pairs = made[2].pairs
-    sample = calibration_pairs(pairs, 5)
-    assert sample == calibration_pairs([*pairs[::-1], *pairs], 5)
+    sample = select_calibration_pairs(pairs, 5)
+    assert sample == select_calibration_pairs([*pairs[::-1], *pairs], 5)
     assert [pair.pair_id for pair in sample] == sorted(pair.pair_id for pair in pairs)[:5]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from attnpo.config.compose import load
-from attnpo.data.arrow_rows import sizes_of
+from attnpo.data.arrow_rows import count_row_tokens
 from attnpo.data.example_numbers import token_percentiles
 from attnpo.data.micro_batches import PADDED, SHARED_PREFIX
 from attnpo.data.prepare import percentiles
@@ -154,7 +154,7 @@ def test_what_the_store_lacks_is_said_with_the_reason_and_the_size(
     said = [record.getMessage() for record in caplog.records]
     first = next(line for line in said if line.startswith("weights: "))
     assert re.fullmatch(
-        rf"weights: 0 of {PAIRS} pairs in the store; {PAIRS} to compute, at most about .* to write", first
+        rf"weights: 0 of {PAIRS} pairs in the store; computing {PAIRS}, at most about .* to write", first
     )
     caplog.clear()
     with judge_loads() as loaded:
@@ -166,7 +166,8 @@ def test_what_the_store_lacks_is_said_with_the_reason_and_the_size(
     caplog.clear()
     make_inputs(world.config("judge.dtype=float64"))
     assert (
-        f"0 of {PAIRS} pairs in the store (nearest stored: judge.dtype: stored float32, asked float64)" in caplog.text
+        f"0 of {PAIRS} pairs in the store (most similar in the store: judge.dtype: stored float32, asked float64)"
+        in caplog.text
     )
 
 
@@ -207,7 +208,7 @@ def test_cut_and_dropped_pairs_are_counted_with_their_share(world: World, caplog
     assert statistics["tokens"]["longest"] == statistics["lengths"] == percentiles(longest)
     assert statistics["lengths"]["max"] == longest[-1] == 26
     assert statistics["tokens"]["prompt"] == {"p50": 11, "p90": 11, "p99": 11, "max": 11}
-    assert token_percentiles(sizes_of([]))["longest"] == {}
+    assert token_percentiles(count_row_tokens([]))["longest"] == {}
     assert "steps: 4 pairs each = 2 per forward x 2 accumulated x 1 process; 3 in an epoch, 3 in all" in caplog.text
     assert "validation and saving every 20 and at the end" in caplog.text
     assert caplog.text.count("row 0, ") == 3
@@ -247,7 +248,7 @@ def test_a_budget_of_tokens_is_told_and_held_against_the_pairs(
     for layout, cost in (("padded", PADDED), ("auto", SHARED_PREFIX)):
         for split, key in (("train", "tokens"), ("val", "eval_tokens")):
             made = inputs.examples[split].examples
-            needed = max(cost.of([(side.prompt_ids, side.response_ids) for side in pair.sides]) for pair in made)
+            needed = max(cost.pair_cost([(side.prompt_ids, side.response_ids) for side in pair.sides]) for pair in made)
             with pytest.raises(UserError, match=f"^batch.{key} must hold the longest pair: .* {needed}, .* got 9;"):
                 run(world.config(*BUDGETS, f"batch.{key}=9", f"layout={layout}"), tmp_path / "run")
             tell(world.config(*BUDGETS, f"batch.{key}={needed}", f"layout={layout}"))

@@ -288,11 +288,11 @@ def test_budgets_are_as_large_as_a_step_where_there_is_room_and_the_least_where_
     """A step is 4 pairs of two rows of 64 tokens; a number of pairs leaves no budget to choose."""
     caplog.set_level(logging.INFO)
     plan = planned(world.config(*FILL))
-    assert (plan.least.budget, plan.least.eval_budget) == (128, 256)
+    assert (plan.least.budget, plan.least.eval_token_budget) == (128, 256)
     assert fit_memory(plan)[1] == plan.least
     monkeypatch.setattr(memory, "device_memory", lambda device: 1 << 40)
     _, batch = fit_memory(plan)
-    assert (batch.budget, batch.eval_budget) == (512 - 128, MOST)
+    assert (batch.token_budget, batch.eval_token_budget) == (512 - 128, MOST)
     said = [line for line in caplog.messages if "batch.tokens=auto" in line]
     assert len(said) == 2 and said[1].startswith("batch.tokens=auto and batch.eval_tokens=auto: activations kept, ")
     assert "384 tokens per forward, 32,768 in validation (the quickest that fits the device's 1024.0 GiB)" in said[1]

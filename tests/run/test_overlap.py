@@ -29,7 +29,7 @@ from tests.run.made import make_inputs
 from tests.run.worlds import TRAIN, VAL, World
 
 Rows = list[dict[str, Any]]
-LEAK = f"3 of {VAL} validation pairs and 4 of {VAL} validation prompts are trained on as well"
+LEAK = f"3 of {VAL} validation pairs and 4 of {VAL} validation prompts are also in the training data"
 
 
 def rows_of(world: World, split: str) -> Rows:
@@ -82,7 +82,11 @@ def test_it_is_logged_before_anything_is_trained(
 ) -> None:
     for made, level, words in (
         (leaky, "WARNING", f"val: {LEAK}"),
-        (world, "INFO", f"val: 0 of {VAL} validation pairs and 0 of {VAL} validation prompts are trained on as well"),
+        (
+            world,
+            "INFO",
+            f"val: 0 of {VAL} validation pairs and 0 of {VAL} validation prompts are also in the training data",
+        ),
     ):
         caplog.clear()
         with caplog.at_level(logging.INFO, logger="attnpo"):
@@ -107,13 +111,13 @@ def test_a_world_that_shares_nothing_warns_of_nothing(world: World) -> None:
 )
 def test_one_split_is_not_both(world: World, chosen: list[str]) -> None:
     overrides = [one.format(data=world.data) for one in chosen]
-    with pytest.raises(UserError, match=r"training and validation are the same (12|5) rows.*data\.val_share=0\.1"):
+    with pytest.raises(UserError, match=r"training and validation use the same (12|5) rows.*data\.val_share=0\.1"):
         fill_store(world.config("weights=uniform", *overrides))
 
 
 def test_rows_that_overlap_in_part_are_warned_of_and_counted(world: World, caplog: pytest.LogCaptureFixture) -> None:
     inputs = make_inputs(world.config("weights=uniform", "data.val_split=train", "data.val_rows='4'"))
-    assert "name some of the same rows" in caplog.text
+    assert "data.train_rows overlap" in caplog.text
     assert example_statistics(inputs)["val"].get("trained_on", {}).get("trained_pairs") == 4
 
 
@@ -152,5 +156,5 @@ def test_a_benchmark_counts_prompts_of_the_training(
             assert evaluate(config(out, mark, Asks(prompts=asked), model=ModelSpec(str(model)))) == 0
         found = read_evaluation(out)
         assert found is not None and found.counts.get(SEEN, 0) == counted
-    assert f"3 of {len(asked)} different prompts are in" in caplog.text
-    assert f"{world.model}: has no training_prompts.txt beside it" in caplog.text
+    assert f"3 of {len(asked)} distinct prompts are in" in caplog.text
+    assert f"{world.model}: no training_prompts.txt next to it" in caplog.text

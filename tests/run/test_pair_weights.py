@@ -42,8 +42,8 @@ def test_a_column_weighs_the_pairs_of_any_objective(world: World) -> None:
     inputs = made.inputs
     weights = [example.pair_weight for example in inputs.examples["train"].examples]
     assert weights == [0.0] + [2.0] * (TRAIN - 1)
-    assert inputs.examples["train"].tally.counts["pair weight 0: trains nothing"] == 1
-    assert "pair weight 0: trains nothing" not in inputs.examples["val"].tally.counts and VAL > 0
+    assert inputs.examples["train"].tally.counts["pair weight 0: no effect on training"] == 1
+    assert "pair weight 0: no effect on training" not in inputs.examples["val"].tally.counts and VAL > 0
     with_column(world, 0.5)
     other = make(world.config(*asked, "seed=5", "lengths.max_prompt_length=390"))
     changed = {key for key, value in contents(other).items() if contents(made)[key] != value}

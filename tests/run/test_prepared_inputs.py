@@ -83,7 +83,7 @@ def test_two_processes_share_what_one_of_them_prepares(tmp_path: Path) -> None:
         process.join(120)
     first, second = (json.loads(path.read_text()) for path in (tmp_path / "found").iterdir())
     assert first["examples"] == second["examples"] and first["examples"]
-    made = [line for one in (first, second) for line in one["lines"] if "rows are prepared" in line]
+    made = [line for one in (first, second) for line in one["lines"] if "rows: preparing" in line]
     assert sorted(line.split()[0] for line in made) == ["encoded", "pairs", "weighed"]
     told = [{line for line in one["lines"] if line.startswith("data.path")} for one in (first, second)]
     assert told[0] == told[1] and len(told[0]) == 2

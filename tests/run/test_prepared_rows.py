@@ -13,7 +13,14 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from attnpo.data.prepared_rows import FOLDER, PreparedRows, prepared_rows, prune, record_lines, repeat_lines
+from attnpo.data.prepared_rows import (
+    FOLDER,
+    PreparedRows,
+    load_or_prepare,
+    prune_rows,
+    record_log_lines,
+    repeat_log_lines,
+)
 from attnpo.models import kept_digests
 from attnpo.schema import UserError
 from attnpo.system.files import WRITING
@@ -33,7 +40,7 @@ def open_or_make(store: Path, made: list[str] | None = None, of: int = 0) -> Pre
         write(BATCH)
         return {"rows": BATCH.num_rows, "mean": float("nan")}
 
-    return prepared_rows(store, "numbers", {"of": of}, 8000, make)
+    return load_or_prepare(store, "numbers", {"of": of}, 8000, make)
 
 
 def files(store: Path) -> tuple[Path, Path]:
@@ -88,7 +95,7 @@ def test_rows_that_are_not_as_written_are_named_and_made_anew(
     with caplog.at_level(logging.WARNING, "attnpo"):
         found = open_or_make(store, made)
     assert found.anew and found.table.num_rows == 1000 and found.account["rows"] == 1000
-    assert made == ["made", "made"] and "its rows are prepared anew" in caplog.text
+    assert made == ["made", "made"] and "preparing its rows again" in caplog.text
     assert not open_or_make(store, made).anew and len(made) == 2
 
 
@@ -105,7 +112,7 @@ def test_an_error_leaves_nothing_behind(tmp_path: Path) -> None:
         raise UserError("row 7 cannot be used")
 
     with pytest.raises(UserError, match="row 7"):
-        prepared_rows(tmp_path, "numbers", {"of": 0}, 0, make)
+        load_or_prepare(tmp_path, "numbers", {"of": 0}, 0, make)
     assert not [path for path in (tmp_path / FOLDER).iterdir() if not path.name.endswith(".lock")]
 
 
@@ -124,7 +131,7 @@ def _make_slowly(store: Path, seconds: float) -> None:
             log.write("made\n")
         return {}
 
-    prepared_rows(store, "numbers", {"of": 0}, 0, make)
+    load_or_prepare(store, "numbers", {"of": 0}, 0, make)
 
 
 def started(store: Path, seconds: float) -> multiprocessing.Process:
@@ -165,9 +172,9 @@ def test_rows_that_nobody_opens_are_removed(tmp_path: Path) -> None:
     open_or_make(tmp_path, of=1)
     rows = sorted((tmp_path / FOLDER).glob("*.arrow"))
     os.utime(rows[0].with_suffix(".json"), (0, 0))
-    prune(tmp_path, 30)
+    prune_rows(tmp_path, 30)
     assert sorted((tmp_path / FOLDER).glob("*.arrow")) == rows[1:]
-    prune(tmp_path, 0)
+    prune_rows(tmp_path, 0)
     assert not list((tmp_path / FOLDER).glob("*.arrow")) and not list((tmp_path / FOLDER).glob("*.json"))
 
 
@@ -178,12 +185,12 @@ def test_lines_are_kept_whoever_shows_them(
     package = logging.getLogger("attnpo")
     monkeypatch.setattr(package, "level", shown)
     room = logging.getLogger("attnpo.data.base")
-    with record_lines() as lines:
+    with record_log_lines() as lines:
         room.info("%d rows", 3)
         room.debug("never kept")
     assert lines == [("attnpo.data.base", logging.INFO, "3 rows")]
     assert ("3 rows" in caplog.text) is (shown == logging.INFO)
     package.setLevel(logging.INFO)
     caplog.clear()
-    repeat_lines(json.loads(json.dumps(lines)))
+    repeat_log_lines(json.loads(json.dumps(lines)))
     assert [record.getMessage() for record in caplog.records] == ["3 rows"]

@@ -102,7 +102,7 @@ def test_a_text_means_itself(monkeypatch: pytest.MonkeyPatch, text: str) -> None
 
 def test_answers_of_the_same_tokens_are_no_pair_to_show(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     assert show.entry([*words(world), "prompt=p", "chosen=it was good .", "rejected=it was good . "]) == 2
-    assert "none of 1 pairs can be trained on (dropped: both responses are the same" in capsys.readouterr().err
+    assert "none of 1 pairs can be trained on (dropped: both responses have the same" in capsys.readouterr().err
 
 
 def test_files_and_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,5 +329,5 @@ def test_what_this_pair_has_not(world: World, finished: Path, capsys: pytest.Cap
 
 
 def test_rounding_noise_is_printed_as_zero() -> None:
-    told = [token_table._number(value, "log_ratio") for value in (-4e-4, 4e-7, 0.25, -0.25)]
+    told = [token_table._format_number(value, "log_ratio") for value in (-4e-4, 4e-7, 0.25, -0.25)]
     assert told == ["0.000", "0.000", "+0.250", "-0.250"]

@@ -271,7 +271,7 @@ def config_of(name: str) -> PretrainedConfig:
 
 def estimate(cfg: FitConfig, config: PretrainedConfig, capacity: float) -> MemoryEstimate:
     """Of training, with what ``auto`` stands for on devices of so many GiB."""
-    room, choices, least = int(capacity * GIB), cfg.model.memory_choices(), cfg.batch.decide(cfg.lengths.max_length)
+    room, choices, least = int(capacity * GIB), cfg.model.memory_choices(), cfg.batch.resolve_auto(cfg.lengths.max_length)
     place, _ = chosen([_estimate(cfg, model, config, least) for model in choices], room)
     return _estimate(cfg, choices[place], config, fill_card(footprint(cfg), config, choices[place], room))
 
@@ -295,10 +295,10 @@ def _estimate(cfg: FitConfig, model: ModelSpec, config: PretrainedConfig, plan: 
         reference=cfg.reference,
         strategy=cfg.trainer.strategy,
         devices=int(devices) if devices.isdigit() else 1,
-        micro=plan.per_forward,
-        eval_micro=plan.eval_per_forward,
-        tokens=plan.budget,
-        eval_tokens=plan.eval_budget,
+        micro=plan.pairs_per_forward,
+        eval_micro=plan.eval_pairs_per_forward,
+        tokens=plan.token_budget,
+        eval_tokens=plan.eval_token_budget,
     )
 
 
@@ -351,7 +351,7 @@ def test_a_card_is_filled_and_five_percent_of_it_stay_free(option: str) -> None:
     cfg = composed(SETTINGS[0], f"hardware={option}")
     again, tokens = FILLED[option]
     for choice in cfg.model.memory_choices():
-        plan = cfg.batch.decide(cfg.lengths.max_length)
+        plan = cfg.batch.resolve_auto(cfg.lengths.max_length)
         if choice.uses_checkpointing == again:
             plan = fill_card(footprint(cfg), config, choice, capacity)
             assert (choice.chunk, plan.tokens, plan.eval_tokens) == (1024, tokens, MOST)
@@ -378,7 +378,7 @@ def test_a_length_goes_with_any_setting_and_adds_up(name: str, length: int) -> N
     assert (made.lengths.max_length, made.judge.max_length) == (tokens, tokens)
     assert FRAME + made.lengths.max_prompt_length + 2 * made.judge.max_response_length == tokens
     assert (made.batch.tokens, made.batch.eval_tokens, made.batch.micro) == ("auto", 2 * tokens, None)
-    assert made.batch.decide(tokens).tokens == 2 * tokens
+    assert made.batch.resolve_auto(tokens).tokens == 2 * tokens
     assert (made.model.gradient_checkpointing, made.model.logps_chunk) == ("auto", "auto")
 
 

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from attnpo.data.prepare import truncate
 from attnpo.schema import EncodedResponse, UserError
-from attnpo.text.chat import NOT_A_PREFIX, ChatFormat, Overran, RefusedText, deadline
+from attnpo.text.chat import NOT_A_PREFIX, ChatFormat, DeadlineExceeded, RefusedText, deadline
 from tests.text.formats import EDGE_MERGE, FORMATS, GOLDEN, GPT2, PLAIN, Formats
 
 TURNS = [{"role": "user", "content": "Why is the sky blue?"}]
@@ -286,7 +286,7 @@ def test_text_between_prompt_and_response_is_part_of_the_prompt(
         assert whole.startswith(chat.tokenizer.decode((one.prompt_ids + one.response_ids)[1:]))
     assert chat.tokenizer.decode(chat.prompt_ids(DIALOGUE)).endswith("assistant\n" + opening)
     told = opening != thought
-    assert caplog.text.count("it counts as part of the prompt") == told
+    assert caplog.text.count("which counts as part of the prompt") == told
     assert ("part_of_the_prompt" in chat.fingerprint()) == told and "part_of_the_prompt" not in plain.fingerprint()
     assert not chat.counts
 
@@ -315,7 +315,7 @@ def test_templates_that_rewrite_or_refuse(formats: Formats, old: str, new: str, 
 
 def test_a_range_above_the_sandboxs_limit_is_the_templates_fault(formats: Formats) -> None:
     chat = formats("gpt2_plain", "{% for i in range(100001) %}{% endfor %}{{ messages[0].content }}")
-    with pytest.raises(RefusedText, match=r"too large .*Range too big.*; give another template") as caught:
+    with pytest.raises(RefusedText, match=r"too large .*Range too big.*; set model.chat_template to") as caught:
         chat.prompt_ids(TURNS)
     assert "roles" not in str(caught.value) and caught.value.reason == "the chat template computes too large a number"
 
@@ -330,7 +330,7 @@ def test_no_token_to_end_the_turn_with(formats: Formats) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_lone_surrogates_are_named_and_nul_is_text(formats: Formats, name: str) -> None:
     chat = formats(name)
-    with pytest.raises(UserError, match=r"the response holds the lone surrogate U\+D83D at character 2"):
+    with pytest.raises(UserError, match=r"the response contains the lone surrogate U\+D83D at character 2"):
         chat.encode(TURNS, "ab\ud83d")
     with pytest.raises(UserError, match=r"lone surrogate U\+DC00"):
         chat.prompt_ids([{"role": "user", "content": "\udc00"}])
@@ -380,7 +380,7 @@ def compute(seconds: float) -> None:
 
 def test_computing_is_stopped_and_waiting_is_not() -> None:
     began = time.thread_time()
-    with pytest.raises(Overran), deadline(0.1):
+    with pytest.raises(DeadlineExceeded), deadline(0.1):
         compute(60)
     assert time.thread_time() - began < 5
     with deadline(0.05):

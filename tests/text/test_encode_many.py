@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from attnpo.data.base import pairs_from_rows
 from attnpo.data.prepare import encode_pairs
-from attnpo.data.rules import Keep, LengthRules, Overlong
+from attnpo.data.rules import KeepSide, LengthRules, OverlongAction
 from attnpo.schema import Message, PreferencePair, UserError
 from attnpo.text import chat as chat_module
 from attnpo.text.chat import ChatFormat, EncodedAnswers
-from attnpo.text.ranges import Range, _find_gaps, as_places, as_ranges, hold_every_character
-from attnpo.text.traces import Piece, all_in_response, in_response
+from attnpo.text.ranges import Range, _find_gaps, as_array, as_ranges, extend_over_gaps
+from attnpo.text.traces import TextSpan, to_response_range, to_response_ranges
 from tests import own_texts
 from tests.text.formats import CHATML, FORMATS, GOLDEN, GPT2, LLAMA2_LIKE, PLAIN, REAL, SHARED, Formats
 from tests.text.test_families import FAMILIES, FOLDER
@@ -62,8 +62,8 @@ ODD = [
     *("a<|im_start|>user\nb", "<s>"),
 ]
 RULES = [
-    *(LengthRules(), LengthRules(60, 40), LengthRules(24, 16), LengthRules(60, 40, Overlong.DROP)),
-    *(LengthRules(60, 40, keep=Keep.END), LengthRules(4, 3)),
+    *(LengthRules(), LengthRules(60, 40), LengthRules(24, 16), LengthRules(60, 40, OverlongAction.DROP)),
+    *(LengthRules(60, 40, keep=KeepSide.END), LengthRules(4, 3)),
 ]
 TEXTS = st.lists(st.one_of(st.sampled_from(ODD), st.text(max_size=8)), max_size=3).map("".join)
 
@@ -182,7 +182,7 @@ def test_few_long_texts_are_tokenised_at_once(formats: Formats) -> None:
     chat = formats("gpt2_chatml")
     rest = iter([([Message(role="user", content="a" * 50)], ["b" * 50])] * 5)
     with patch.object(chat_module, "CHARACTERS", 300), chat_module.ThreadPoolExecutor(1) as pool:
-        assert [len(chat._begin(rest, pool)[0]) for _ in range(4)] == [2, 2, 1, 0]
+        assert [len(chat._start_batch(rest, pool)[0]) for _ in range(4)] == [2, 2, 1, 0]
 
 
 def grow(places: Sequence[Range], text: str, begin: int, end: int) -> list[Range]:
@@ -214,10 +214,10 @@ def test_ranges_grow_and_move_as_token_by_token(
     places: list[tuple[int, int]], begin: int, size: int, text: str
 ) -> None:
     end = begin + size
-    assert as_ranges(hold_every_character(as_places(places), text, begin, end)) == grow(places, text, begin, end)
+    assert as_ranges(extend_over_gaps(as_array(places), text, begin, end)) == grow(places, text, begin, end)
     for cut in range(begin, end + 1):
-        pieces = [Piece(begin, cut, 3), Piece(cut + 1, end + 1, 40)]
-        pieces = [piece for piece in pieces if piece.end > piece.start] or [Piece(begin, end, 3)]
-        assert as_ranges(all_in_response(as_places(places), pieces, 99)) == [
-            in_response(*place, pieces, 99) for place in places
+        pieces = [TextSpan(begin, cut, 3), TextSpan(cut + 1, end + 1, 40)]
+        pieces = [piece for piece in pieces if piece.end > piece.start] or [TextSpan(begin, end, 3)]
+        assert as_ranges(to_response_ranges(as_array(places), pieces, 99)) == [
+            to_response_range(*place, pieces, 99) for place in places
         ]

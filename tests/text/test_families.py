@@ -7,7 +7,7 @@ import pytest
 
 from attnpo.schema import EncodedResponse, Message, UserError
 from attnpo.text.chat import ChatFormat
-from attnpo.text.traces import without_trace
+from attnpo.text.traces import strip_trace
 from tests.text.formats import Formats
 
 FOLDER = Path(__file__).parent / "templates"
@@ -51,7 +51,7 @@ def check(format_: ChatFormat, messages: list[Message], response: str, head: str
     encoded = format_.encode(messages, response)
     assert isinstance(encoded, EncodedResponse)
     shown = "".join(response[start:end] for start, end in encoded.offsets)
-    assert shown.endswith(without_trace(response)) and "Rayleigh" in shown if response == TRACED else shown == response
+    assert shown.endswith(strip_trace(response)) and "Rayleigh" in shown if response == TRACED else shown == response
     opened = str(format_.tokenizer.decode(format_.prompt_ids(messages)))
     assert format_.tokenizer.decode(encoded.prompt_ids) == opened + head
     assert encoded.response_ids[-1] in format_.end_ids and not format_.counts
@@ -73,7 +73,7 @@ def test_every_family_is_trained_on_or_names_what_it_needs(formats: Formats, fam
     elif "kwargs" in named:
         check(chat(formats, family, kwargs=OFF), messages, response, head)
     else:
-        check(chat(formats, family), messages, without_trace(response), HEADS.get(family, ""))
+        check(chat(formats, family), messages, strip_trace(response), HEADS.get(family, ""))
 
 
 def test_the_families_are_those_of_the_table() -> None:

@@ -10,7 +10,7 @@ from attnpo.lab.testbed.grammar import Grammar
 from attnpo.lab.testbed.tokenizer import build_tokenizer
 from attnpo.schema import UserError
 from attnpo.text.chat import ChatFormat
-from attnpo.text.template import literal, variables
+from attnpo.text.template import jinja_literal, template_variables
 from tests.text.formats import GPT2, PLAIN, Formats
 
 # Begins with a newline and an indented block, which the renderer drops at the beginning of a line alone; the macro
@@ -61,10 +61,13 @@ def test_the_exported_template_sets_them_and_its_caller_may_say_otherwise(format
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("enable_thinkin", r"kwargs\.enable_thinkin: the chat template never reads .* it reads: enable_thinking: corr"),
-        ("messages", r"kwargs\.messages: the renderer itself supplies messages; variables .*: enable_thinking$"),
-        ("bos_token", r"kwargs\.bos_token: the renderer itself supplies bos_token"),
-        ("tokenize", r"kwargs\.tokenize: the renderer itself supplies tokenize"),
+        (
+            "enable_thinkin",
+            r"kwargs\.enable_thinkin: the chat template never reads .*; correct .* template: enable_thinking$",
+        ),
+        ("messages", r"kwargs\.messages: the renderer supplies messages; variables .*: enable_thinking$"),
+        ("bos_token", r"kwargs\.bos_token: the renderer supplies bos_token"),
+        ("tokenize", r"kwargs\.tokenize: the renderer supplies tokenize"),
     ],
 )
 def test_what_the_template_does_not_read_is_refused(formats: Formats, name: str, message: str) -> None:
@@ -76,7 +79,7 @@ def test_what_the_template_does_not_read_is_refused(formats: Formats, name: str,
 
 def test_variables_see_through_the_tags_of_transformers() -> None:
     template = "{% for m in messages %}{% generation %}{{ m.content + x }}{% endgeneration %}{% break %}{% endfor %}"
-    assert variables(template + "{% set y = 1 %}{{ y }}{{ range(2) }}") == {"messages", "x"}
+    assert template_variables(template + "{% set y = 1 %}{{ y }}{{ range(2) }}") == {"messages", "x"}
 
 
 PLAIN_DATA = st.recursive(
@@ -96,7 +99,7 @@ def test_any_plain_data_arrives_as_it_is(formats: Formats, value: object) -> Non
 
 def test_other_values_are_named() -> None:
     with pytest.raises(UserError, match=r"key: expected a number, a text, .*got \{1\}"):
-        literal([{1}], "key")
+        jinja_literal([{1}], "key")
 
 
 def test_a_system_turn_goes_in_front_of_the_first_user_turn(formats: Formats) -> None:
@@ -112,7 +115,7 @@ def test_a_system_turn_goes_in_front_of_the_first_user_turn(formats: Formats) ->
 
 def test_the_refusal_of_a_system_turn_names_the_option(formats: Formats) -> None:
     refuses = chat(formats, NO_SYSTEM + PLAIN)
-    with pytest.raises(UserError, match=r"System role not supported; .*set model\.fold_system=true to put"):
+    with pytest.raises(UserError, match=r"System role not supported; .*set model\.fold_system=true to move"):
         refuses.render([*SYSTEM, *TURNS], True)
     always = chat(formats, PLAIN + "{{ raise_exception('no') }}")
     with pytest.raises(UserError) as refused:
@@ -141,5 +144,5 @@ def test_a_template_in_place_of_the_tokenizers_own_is_warned_of(caplog: pytest.L
 def test_templates_by_name_without_a_default_are_refused() -> None:
     tokenizer = build_tokenizer(Grammar())
     tokenizer.chat_template = {"tool_use": PLAIN}
-    with pytest.raises(UserError, match="has no chat template to use"):
+    with pytest.raises(UserError, match="has no chat template"):
         ChatFormat(tokenizer)

@@ -9,7 +9,7 @@ import pytest
 from attnpo.judge.prompts import question_text
 from attnpo.schema import Message, PreferencePair
 from attnpo.text.chat import ChatFormat, RefusedText
-from attnpo.text.template import tools_of, without_tools, written
+from attnpo.text.template import functions_to_json, get_tools, to_template_turns
 from tests.text.formats import CHATML, Formats
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
@@ -69,7 +69,7 @@ def test_a_template_that_would_lose_calls_or_results_refuses_them(formats: Forma
     assert problem.value.reason == "the chat template writes no tool calls"
     format_ = chat(formats, HIDES)
     for _ in range(2):
-        with pytest.raises(RefusedText, match="leaves turns of the role tool out"):
+        with pytest.raises(RefusedText, match="omits turns with the role tool"):
             format_.prompt_ids(CALLED)
     assert format_.prompt_ids(ASKED)
     assert '"wet"' in chat(formats, QUOTES).render(CALLED, True)
@@ -87,12 +87,12 @@ def test_tools_are_part_of_a_pairs_id_and_move_no_other() -> None:
 
 
 def test_words_of_tools() -> None:
-    assert tools_of(ASKED) == [WEATHER] and tools_of(PLAIN) is None
-    assert without_tools(CALLED)[:2] == [*PLAIN, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    assert get_tools(ASKED) == [WEATHER] and get_tools(PLAIN) is None
+    assert to_template_turns(CALLED)[:2] == [*PLAIN, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
     filled: dict[str, Any] = {**WEATHER, "strict": None}  # as a table fills it up
-    assert written([filled]) == written(TOOLS) == TOOLS
-    assert written('[{"strict": null}]') == '[{"strict": null}]'
-    assert written(None) is written("") is written([]) is written("[]") is None
+    assert functions_to_json([filled]) == functions_to_json(TOOLS) == TOOLS
+    assert functions_to_json('[{"strict": null}]') == '[{"strict": null}]'
+    assert functions_to_json(None) is functions_to_json("") is functions_to_json([]) is functions_to_json("[]") is None
     for wrong in ("weather", '{"a": 1}', ["weather"], [{"a": b"x"}], 3):
         with pytest.raises(ValueError, match=r"."):
-            written(wrong)
+            functions_to_json(wrong)

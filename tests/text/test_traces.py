@@ -5,14 +5,14 @@ import pytest
 from attnpo.schema import EncodedResponse, Message, PreferencePair
 from attnpo.text.chat import ChatFormat, RefusedText
 from attnpo.text.traces import (
-    before,
+    add_trace,
+    count_tokens_before,
+    get_trace,
     has_trace,
     is_unclosed,
     judged_text,
-    start_apart,
-    trace_of,
-    with_trace,
-    without_trace,
+    strip_trace,
+    weighted_start,
 )
 from tests.text.formats import CHATML, Formats
 
@@ -94,22 +94,22 @@ def test_the_trace_of_an_earlier_turn_reaches_the_template(formats: Formats) -> 
 def test_words_of_traces() -> None:
     for response in SPELLINGS:
         assert has_trace(response) and not is_unclosed(response)
-        assert trace_of(response) == TRACE and without_trace(response).strip() == ANSWER
-    assert with_trace(TRACE, ANSWER) == SPELLINGS[0]
+        assert get_trace(response) == TRACE and strip_trace(response).strip() == ANSWER
+    assert add_trace(TRACE, ANSWER) == SPELLINGS[0]
     assert is_unclosed(f" <think>{TRACE}") and not has_trace(f"<think>{TRACE}")
     inside = f"{ANSWER} <think>no</think>"
-    assert not has_trace(inside) and not is_unclosed(inside) and without_trace(inside) == inside
+    assert not has_trace(inside) and not is_unclosed(inside) and strip_trace(inside) == inside
 
 
 @pytest.mark.parametrize("response", SPELLINGS)
 def test_what_a_judge_reads_of_a_trace_weighed_apart(response: str) -> None:
     apart = PreferencePair.from_texts(TURNS, response, ANSWER, apart=True)
     assert judged_text(apart, "chosen") == judged_text(apart, "rejected") == ANSWER
-    assert response[start_apart(apart, "chosen") :] == ANSWER and start_apart(apart, "rejected") == 0
+    assert response[weighted_start(apart, "chosen") :] == ANSWER and weighted_start(apart, "rejected") == 0
     assert judged_text(PreferencePair.from_texts(TURNS, response, ANSWER), "chosen") == response
 
 
 def test_the_tokens_before_an_answer() -> None:
     # A blank of the template stands in the trace.
     offsets = [(0, 7), (7, 12), (30, 30), (12, 20), (20, 24), (24, 30), (30, 30)]
-    assert [before(start, offsets) for start in (0, 21, 20, 24, 29, 30)] == [0, 4, 4, 5, 5, 7]
+    assert [count_tokens_before(start, offsets) for start in (0, 21, 20, 24, 29, 30)] == [0, 4, 4, 5, 5, 7]

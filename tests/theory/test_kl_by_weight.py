@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from attnpo.data.collate import bare_rows
+from attnpo.data.collate import make_unweighted_rows
 from attnpo.models.layouts import padded_layout
 from attnpo.models.scored import ScoredLM
 from attnpo.schema import RowGroup, TokenStats, UserError
@@ -115,7 +115,7 @@ def test_both_models_are_measured_on_the_rows() -> None:
     with torch.no_grad():
         policy.lm_head.weight.mul_(20)  # far from the base
     group = replace(
-        bare_rows([([1, 2], [3, 4, 5]), ([6], [7, 8])], padded_layout, 0),
+        make_unweighted_rows([([1, 2], [3, 4, 5]), ([6], [7, 8])], padded_layout, 0),
         token_weights={"reward": torch.tensor([[0.5, 0.25, 0.25], [1.0, 0.0, 0.0]])},
     )
     weights, kl = measure(ScoredLM(policy), ScoredLM(base), group)

@@ -137,7 +137,7 @@ def run_case(case: Case, folder: Path, place: Path, devices: int) -> Rows:
         (place / f"error{os.environ['RANK']}.txt").write_text(str(error))
         return []
     if case.uneven:
-        assert data.budgets == (case.tokens, case.tokens), "the least of both processes"
+        assert data.token_budgets == (case.tokens, case.tokens), "the least of both processes"
     if module.sharded:
         first = os.environ["RANK"] == "0"
         assert whole.state is not None and bool(whole.state) == first, "kept on one process alone"

@@ -130,9 +130,9 @@ def test_the_last_steps_of_an_epoch_are_counted_as_the_sampler_makes_them() -> N
 def test_other_processes_that_leave_out_pairs_are_refused() -> None:
     """17 pairs in steps of 8: one pair is left, which two processes cannot share."""
     data = make_data(make_examples(17), BatchPlan(8, 1))
-    state = data._sampler(0, 1).state_dict(8)
-    two = data._sampler(0, 2)
-    with pytest.raises(UserError, match=r"ends with 1 pairs, which 2 processes leave out and 1 do not.* 1 processes"):
+    state = data._make_sampler(0, 1).state_dict(8)
+    two = data._make_sampler(0, 2)
+    with pytest.raises(UserError, match=r"ends with 1 pairs, which 2 processes drop but 1 do not.* 1 processes"):
         two.load_state_dict(state)
 
 

@@ -65,7 +65,7 @@ def train(place: Path, *, devices: int, blow: L.Callback | None = None, resume: 
     callbacks = [Continuation(), signals, last, *([blow] if blow else [])]
     with quiet_lightning():
         trainer = make_trainer(settings, make_loggers(LoggerSettings(), place, {}), callbacks, place, 1)
-        trainer.accumulate_grad_batches = plan.accumulation(trainer.world_size)
+        trainer.accumulate_grad_batches = plan.accumulation_steps(trainer.world_size)
         module, data = make_module(STEPS), make_data(make_examples(20), plan)
         with signals.handle_signals(trainer, STEPS, place / "last"):
             trainer.fit(module, data, ckpt_path=resume, weights_only=True)

@@ -68,7 +68,7 @@ def test_what_cannot_be_scored_is_refused() -> None:
     assert one.scores([], {"logps"}) == []
     with pytest.raises(UserError, match="unknown token statistic 'surprise'"):
         one.scores(ROWS, {"surprise"})
-    with pytest.raises(UserError, match="their heads have 40 and 44 rows: take models with one vocabulary"):
+    with pytest.raises(UserError, match="their heads have 40 and 44 rows: use models with the same vocabulary"):
         one.scores(ROWS, {"joint:contrast"}, scorer(model(2, 44)))
 
     class Other:

@@ -63,7 +63,7 @@ def gradients(plan: BatchPlan, name: str, world: int) -> list[list[Tensor]]:
     data = make(module, plan, name)
     found: list[list[Tensor]] = []
     for rank in range(world):
-        for planned in data._sampler(rank, world):
+        for planned in data._make_sampler(rank, world):
             if planned.step == len(found):
                 found.append([torch.zeros((), dtype=torch.float64)])
             module.policy.zero_grad()
@@ -102,7 +102,7 @@ def test_a_run_with_a_budget_is_the_run_of_single_pairs(tmp_path: Path) -> None:
     for name in ("padded", "shared_prefix"):
         module = make_module(6)
         data = make(module, BatchPlan(8, tokens=40, eval_tokens=40), name)
-        assert 1 < data.accumulation(1) < 8
+        assert 1 < data.accumulation_steps(1) < 8
         close(trained(module, data, tmp_path / name), expected, (*NAMES, "val/loss"), 0)
 
 
@@ -136,9 +136,9 @@ def test_a_run_saved_inside_a_step_goes_on_with_the_budget_that_was_chosen(tmp_p
     trained(module, data, tmp_path / "whole", Inside(tmp_path / "inside.ckpt"))
     module = make_module(6)
     again = make(module, BatchPlan(8, tokens=80), auto=True)
-    assert again.accumulation(1) < data.accumulation(1)
+    assert again.accumulation_steps(1) < data.accumulation_steps(1)
     rows = trained(module, again, tmp_path / "again", resume=tmp_path / "inside.ckpt")
-    assert again.budgets == data.budgets and again.accumulation(1) == data.accumulation(1)
+    assert again.token_budgets == data.token_budgets and again.accumulation_steps(1) == data.accumulation_steps(1)
     assert [row["step"] for row in rows if "train/loss" in row] == [1, 2, 3, 4, 5]
 
 

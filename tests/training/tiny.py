@@ -104,7 +104,7 @@ def train(
     with quiet_lightning():
         loggers = make_loggers(LoggerSettings(), place, {})
         trainer = make_trainer(made, loggers, [*callbacks], place, 1)
-        trainer.accumulate_grad_batches = data.accumulation(trainer.world_size)
+        trainer.accumulate_grad_batches = data.accumulation_steps(trainer.world_size)
         if resume is None:
             trainer.validate(module, data, verbose=False)
         trainer.fit(module, data, ckpt_path=resume, weights_only=True)

@@ -99,7 +99,7 @@ const explorer = (() => {
   const hex = code => "[U+" + code.toString(16).toUpperCase().padStart(4, "0") + "]";
   const MARKS = {"\n": "\u21b5\n", "\t": "\u21e5\t", "\r": "\u240d"};
   const acts = /[\p{Zl}\p{Zp}\u200e\u200f\u061c\u202a-\u202e\u2066-\u2069]/u;
-  // The same as visible() and readable() in attnpo/display/heat.py.
+  // The same as make_visible() and make_readable() in attnpo/display/heat.py.
   function named(char) {
     if (char in MARKS) return MARKS[char];
     const code = char.codePointAt(0);

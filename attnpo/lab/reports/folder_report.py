@@ -5,7 +5,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from attnpo.display.page import Image, Section, TableBlock
-from attnpo.display.printed import KeyedTable, PrintedTable, beside, label_of, meets, read_printed, shared_keys
+from attnpo.display.printed import (
+    KeyedTable,
+    PublishedTable,
+    file_label,
+    has_same_keys,
+    join_published,
+    read_published_table,
+    shared_keys,
+)
 from attnpo.display.tables import DEFAULT_DIGITS, Cell, format_cell, ordered_cells
 from attnpo.lab.reports.output import RUNS, publish
 from attnpo.lab.reports.report_config import RUN, STUDY
@@ -160,7 +168,7 @@ def put_beside(ours: Sequence[Ours], path: Path) -> tuple[list[KeyedTable | None
         settings, names = set(map(letters, one.settings)), [whose(row) for row in file.rows]
         mine.append([place for place, name in enumerate(names) if name is None or letters(name) in settings])
         for place in mine[-1]:
-            if any(meets(row, file.rows[place], keys, fold=True) for row in one.table.rows):
+            if any(has_same_keys(row, file.rows[place], keys, fold=True) for row in one.table.rows):
                 met.add((number, place))
     every = {place for places in mine for place in places}
     left = every - {place for _, place in met}
@@ -173,21 +181,23 @@ def put_beside(ours: Sequence[Ours], path: Path) -> tuple[list[KeyedTable | None
             tables.append(None)
             continue
         columns = tuple(name for name in file.columns if name != SETTING)
-        table = beside(one.table, replace(file, columns=columns, rows=tuple(file.rows[i] for i in shown)), fold=True)
+        table = join_published(
+            one.table, replace(file, columns=columns, rows=tuple(file.rows[i] for i in shown)), fold=True
+        )
         where = f", {SETTING} {', '.join(sorted(one.settings))}" if one.settings else ""
-        tables.append(replace(table, title=f"{one.table.name}: printed numbers of {label_of(path)}{where}"))
+        tables.append(replace(table, title=f"{one.table.name}: printed numbers of {file_label(path)}{where}"))
     return tables, notes
 
 
-def read_rows(path: Path, table: KeyedTable) -> PrintedTable:
+def read_rows(path: Path, table: KeyedTable) -> PublishedTable:
     """Returns a file with its rows named as ours are; its methods stand for arms (or runs) where it has none.
 
     UserError when it has neither.
     """
     item = table.keys[-1]
-    printed = read_printed(path, [*table.keys, METHOD, *MODELS])
+    printed = read_published_table(path, [*table.keys, METHOD, *MODELS])
     if item not in printed.columns:
-        printed = read_printed(path, [*table.keys, *MODELS], {METHOD: item})
+        printed = read_published_table(path, [*table.keys, *MODELS], {METHOD: item})
     shared_keys(table, printed)
     return printed
 
@@ -203,19 +213,19 @@ def letters(name: str) -> str:
 
 
 def about_rows(
-    path: Path, printed: PrintedTable, ours: Sequence[Ours], left: Sequence[int], mine: set[int]
+    path: Path, printed: PublishedTable, ours: Sequence[Ours], left: Sequence[int], mine: set[int]
 ) -> list[str]:
     """Lines on the rows of a file that are of another model, and on those of which we have no row."""
     others = ", ".join(dict.fromkeys(str(whose(row)) for place, row in enumerate(printed.rows) if place not in mine))
     settings = ", ".join(sorted({setting for one in ours for setting in one.settings}))
     here = f"{SETTING} {settings}" if settings else "an unknown setting (no config.yaml says it)"
     if not mine:
-        return [f"{label_of(path)}: left out, its numbers belong to other models ({others}) than these, of {here}"]
-    lines = [f"{label_of(path)}: rows of other models left out ({others})"] if others else []
+        return [f"{file_label(path)}: left out, its numbers belong to other models ({others}) than these, of {here}"]
+    lines = [f"{file_label(path)}: rows of other models left out ({others})"] if others else []
     item = ours[0].table.keys[-1]
     if left and item in printed.columns:
         lacking = dict.fromkeys(str(printed.rows[place][item]) for place in left)
-        lines.append(f"{label_of(path)}: printed alone, with no {item} of ours: {', '.join(lacking)}")
+        lines.append(f"{file_label(path)}: printed alone, with no {item} of ours: {', '.join(lacking)}")
     return lines
 
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 
-from attnpo.display.output import latex, markdown, print_sections, terminal
+from attnpo.display.output import make_console, print_sections, to_latex, to_markdown
 from attnpo.display.page import Paragraph, Section, TableBlock, report_page
-from attnpo.display.printed import KeyedTable, for_reading, unmet
+from attnpo.display.printed import KeyedTable, format_missing, unmatched_columns
 from attnpo.display.tables import DEFAULT_DIGITS, Cell, format_cell, table_csv
 from attnpo.run.folders import make_folder
 from attnpo.schema import UserError
@@ -39,14 +39,14 @@ def publish(
     """
     notes = [*dict.fromkeys(notes), *absent(tables, why)]
     below = [Section("Notes", [Paragraph(line) for line in notes])] if notes else []
-    read = [for_reading(table) for table in tables]
-    console = terminal()
+    read = [format_missing(table) for table in tables]
+    console = make_console()
     print_sections(console, [*(section for table in read for section in on_terminal(table, by)), *below])
     told = [Section(table.title, [TableBlock(table.columns, table.rows, digits=table.digits)]) for table in read]
     columns = ["table", *dict.fromkeys(name for table in tables for name in table.columns)]
     texts = {
-        f"{stem}.md": markdown([*told, *below], title),
-        f"{stem}.tex": latex([*told, *below], title),
+        f"{stem}.md": to_markdown([*told, *below], title),
+        f"{stem}.tex": to_latex([*told, *below], title),
         f"{stem}.csv": table_csv(columns, [{"table": table.name, **row} for table in tables for row in table.rows]),
         "report.html": report_page(title, [*told, *below, *sections]),
     }
@@ -97,7 +97,7 @@ def drop_constant_columns(table: KeyedTable) -> KeyedTable:
 
 def absent(tables: Sequence[KeyedTable], why: str) -> list[str]:
     """Returns a line on printed columns that have none of ours beside them, if there are any, with ``why`` after it."""
-    lacking = dict.fromkeys(name for table in tables for name in unmet(table))
+    lacking = dict.fromkeys(name for table in tables for name in unmatched_columns(table))
     reason = f": {why}" if why else ""
     return [f"printed alone, with none of ours: {', '.join(lacking)}{reason}"] if lacking else []
 

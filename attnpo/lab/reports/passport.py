@@ -23,11 +23,11 @@ from jaxtyping import Float
 from attnpo.cli.terminal import command_text
 from attnpo.config.compose import to_yaml
 from attnpo.data.base import PairSet
-from attnpo.data.prepare import EncodedSet, ExampleSet, Tally, prepare_examples, sample_of
+from attnpo.data.prepare import EncodedSet, ExampleSet, Tally, prepare_examples, sample_as_splits
 from attnpo.data.prepared import read_pairs
 from attnpo.data.rules import AlignRules
-from attnpo.display.output import print_sections, terminal
-from attnpo.display.page import Banner, KeyValues, Paragraph, Preformatted, Section, TableBlock, report_page
+from attnpo.display.output import make_console, print_sections
+from attnpo.display.page import Banner, CodeBlock, KeyValues, Paragraph, Section, TableBlock, report_page
 from attnpo.display.tables import DEFAULT_DIGITS, Cell, format_cell
 from attnpo.evaluation.intervals import t_quantile
 from attnpo.judge.base import JudgeModel, JudgeReading, LoadedJudge
@@ -116,11 +116,9 @@ def write_passport(cfg: PassportConfig) -> Path:
         text = json.dumps(content, default=asdict)
         write_atomically(folder / MARK, json.dumps({"mark": mark}) + "\n")
         write_record(folder / f"{STEM}.json", json.loads(text, parse_constant=lambda _: None))  # null for NaN
-        about = Section(
-            "Versions and configuration", [KeyValues(package_versions()), Preformatted(to_yaml(run.values))]
-        )
+        about = Section("Versions and configuration", [KeyValues(package_versions()), CodeBlock(to_yaml(run.values))])
         write_atomically(folder / f"{STEM}.html", report_page(title, [*sections(found), about]))
-        console = terminal()
+        console = make_console()
         console.print(title, highlight=False, markup=False, style="bold")
         print_sections(console, sections(found, short=True))
         console.print(f"  {folder}/{STEM}.html, {STEM}.json", highlight=False, markup=False)
@@ -264,7 +262,7 @@ def measure_judge(
     asked = distinct_layers(settings.layers, judge.num_layers, "passport.layers")
     numbers = list(asked) or list(attending(judge.num_layers))
     ranked = {layer: rankings(judged.source(layer), judged.read, judged.rows) for layer in numbers}
-    fits = sample_of(replace(pool, tally=Tally(), read=len(judged.sample)), judged.sample)["train"]
+    fits = sample_as_splits(replace(pool, tally=Tally(), read=len(judged.sample)), judged.sample)["train"]
     falls, full, removals = measure_removal(ranked, judged, settings) if settings.removal_pairs else ({}, None, 0)
     looks = []
     for layer in numbers:

@@ -19,14 +19,14 @@ from attnpo.display.printed import (
     DIFFERENCE,
     PRINTED,
     KeyedTable,
-    PrintedTable,
-    beside,
-    counterpart,
-    for_reading,
-    label_of,
-    read_printed,
+    PublishedTable,
+    file_label,
+    find_matching_table,
+    format_missing,
+    join_published,
+    read_published_table,
 )
-from attnpo.display.tables import Cell, format_fixed, half_up
+from attnpo.display.tables import Cell, format_fixed, round_half_up
 from attnpo.evaluation.base import BenchmarkScore
 from attnpo.evaluation.intervals import average_ranks
 from attnpo.evaluation.result import RESULT, EvaluationResult, read_result, rounds_text
@@ -201,7 +201,7 @@ class ScoreColumn:
     @property
     def printed_values(self) -> dict[str, float]:
         """Returns the means as they are printed, by label."""
-        return {label: half_up(score.mean, self.digits) for label, score in self.scores.items()}
+        return {label: round_half_up(score.mean, self.digits) for label, score in self.scores.items()}
 
 
 @dataclass(frozen=True)
@@ -384,7 +384,7 @@ def main_tables(board: Board) -> list[KeyedTable]:
                 told[name] = f"{text}*" if (label, figure.benchmark) in odd else mean
                 words[name] = f"{text} {rounds_text(score, figure.digits)}".rstrip()
         rank = ranks.get(label)
-        near = None if rank is None else half_up(rank, DECIMALS)
+        near = None if rank is None else round_half_up(rank, DECIMALS)
         for rows, cells, last in zip(tables, (full, told, wide, words), (rank, near, rank, near), strict=True):
             rows.append({**cells, AVG_RANK: last})
     scores, scores_read, rounds, rounds_read = tables
@@ -495,10 +495,10 @@ def put_beside(tables: Sequence[KeyedTable], path: Path, model: str | None) -> t
 
     UserError for a file without the column ``method`` or without any column of ours.
     """
-    printed = read_printed(path, [METHOD, ARM, BENCHMARK, *MODELS], {PRINTED_RANK: AVG_RANK})
+    printed = read_published_table(path, [METHOD, ARM, BENCHMARK, *MODELS], {PRINTED_RANK: AVG_RANK})
     if METHOD not in printed.columns:
         raise UserError(f"printed={path}: expected a column {METHOD}, got {', '.join(printed.columns)}")
-    counterpart(tables, printed)  # says what is expected where no column is shared
+    find_matching_table(tables, printed)  # says what is expected where no column is shared
     printed, lines = rows_of(printed, model)
     if not printed.rows:
         return [], lines
@@ -510,7 +510,7 @@ def put_beside(tables: Sequence[KeyedTable], path: Path, model: str | None) -> t
     if AVG_RANK in left and ranked != theirs:
         left.remove(AVG_RANK)
         lines.append(
-            f"{label_of(path)}: average ranks not compared: over {len(theirs)} rows there, over {len(ranked)} here"
+            f"{file_label(path)}: average ranks not compared: over {len(theirs)} rows there, over {len(ranked)} here"
         )
     joined: list[KeyedTable] = []
     for table, names in sorted(zip(tables, shared, strict=True), key=lambda item: -len(item[1])):
@@ -519,15 +519,15 @@ def put_beside(tables: Sequence[KeyedTable], path: Path, model: str | None) -> t
         if names:
             columns = tuple(name for name in printed.columns if name in (METHOD, BENCHMARK, *names))
             rows = tuple({name: row[name] for name in columns} for row in printed.rows)
-            told = beside(table, replace(printed, columns=columns, rows=rows), fold=True)
-            told = replace(told, title=f"Printed numbers of {label_of(path)} beside our {table.name}")
+            told = join_published(table, replace(printed, columns=columns, rows=rows), fold=True)
+            told = replace(told, title=f"Printed numbers of {file_label(path)} beside our {table.name}")
             joined.append(replace(told, reading=round_like_printed(told, names)))
     if left:
-        lines.append(f"{label_of(path)}: printed columns without ours: {', '.join(left)}")
+        lines.append(f"{file_label(path)}: printed columns without ours: {', '.join(left)}")
     ours = dict.fromkeys(str(row[METHOD]) for table in tables for row in table.rows)
     alone = [label for label in ours if label.casefold() not in theirs]
     if alone:
-        lines.append(f"{label_of(path)}: no printed row for {join_names(alone)}; its rows are {', '.join(methods)}")
+        lines.append(f"{file_label(path)}: no printed row for {join_names(alone)}; its rows are {', '.join(methods)}")
     return joined, lines
 
 
@@ -539,20 +539,20 @@ def round_like_printed(table: KeyedTable, names: Sequence[str]) -> KeyedTable:
         for name in names:
             ours, theirs, digits = row[name], row.get(name + PRINTED), table.digits[name + PRINTED]
             if isinstance(ours, int | float):
-                told[name] = near = half_up(ours, digits)
+                told[name] = near = round_half_up(ours, digits)
                 if isinstance(theirs, int | float) and name + DIFFERENCE in row:
-                    told[name + DIFFERENCE] = half_up(near - theirs, digits)
+                    told[name + DIFFERENCE] = round_half_up(near - theirs, digits)
         rows.append(told)
     digits_of = {name: table.digits.get(name + PRINTED, count) for name, count in table.digits.items()}
-    return for_reading(replace(table, rows=tuple(rows), digits=digits_of))
+    return format_missing(replace(table, rows=tuple(rows), digits=digits_of))
 
 
-def rows_of(printed: PrintedTable, model: str | None) -> tuple[PrintedTable, list[str]]:
+def rows_of(printed: PublishedTable, model: str | None) -> tuple[PublishedTable, list[str]]:
     """Returns the printed rows about a model, names compared by letters and digits alone; and a line on those left out.
 
     Without a model all rows of a file about one, and none of a file about several, whose methods have one name each.
     """
-    names, label = list(dict.fromkeys(filter(None, map(whose, printed.rows)))), label_of(printed.path)
+    names, label = list(dict.fromkeys(filter(None, map(whose, printed.rows)))), file_label(printed.path)
     wanted = model if model is not None else names[0] if len(names) == 1 else None
     if wanted is None:
         if not names:

@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerBase
 
 from attnpo.config.compose import load
 from attnpo.data.prepare import EncodedSet, make_example
-from attnpo.data.prepared import Recipe, read_pairs
+from attnpo.data.prepared import ExampleRecipe, read_pairs
 from attnpo.display.explorer import ExplorerPair, ExplorerView, write_explorer
-from attnpo.display.output import terminal
+from attnpo.display.output import make_console
 from attnpo.lab.reports.report_config import ReportConfig
 from attnpo.lab.reports.weight_report import asked_layers, each_weights, model_label, weights_label
 from attnpo.run.inputs import Inputs, encode, heat_rows
@@ -50,7 +50,7 @@ def weight_explorer(cfg: ReportConfig, folder: Path) -> None:
             setting = choices.get("setting", "prepared") if built else None
             label = model_label(run.judge, base.spec, setting) if run.label is None else run.label
         texts = encode(read_pairs(run.data, run.weights, base.store), base, run.lengths)
-        recipe = Recipe(run.weights, None, [*run.transforms.values()], run.align, run.data)
+        recipe = ExampleRecipe(run.weights, None, [*run.transforms.values()], run.align, run.data)
         name, layered = choices.get("weights"), hasattr(run.weights, "layer")
         layers = asked_layers(run.weights, name, readers, run.layers if layered else ())
         every = each_weights(recipe, readers, run.auto_layer, texts, layers)
@@ -67,7 +67,7 @@ def weight_explorer(cfg: ReportConfig, folder: Path) -> None:
     shown = with_logps(pairs, table)
     note = "on training tokens; combined: as the objective reads them; a single round: before transforms"
     path = write_explorer(folder / PAGE, shown, title=f"Token weights: {label}", note=note)
-    terminal().print(f"  {path}", highlight=False, markup=False)
+    make_console().print(f"  {path}", highlight=False, markup=False)
 
 
 def collect_pairs(
@@ -107,7 +107,7 @@ def first_pairs(
             method, layers = made.recipe.align.method, made.weighed.layers
             weights = training_weights(made.weighed.source, alone, encoded_pair, method, layers=layers, pair=pair)
             found = make_example(pair.pair_id, encoded_pair, weights)
-            arrived = zip(found.scales, found.coverage, found.source_coverage, found.kept_mass, strict=True)
+            arrived = zip(found.weight_scales, found.coverage, found.source_coverage, found.kept_mass, strict=True)
             chosen, rejected = (
                 replace(side, weights=row, length=scale, coverage=coverage, source_coverage=source, kept_mass=kept)
                 for (_, side), row, (scale, coverage, source, kept) in zip(

@@ -23,12 +23,19 @@ from transformers import PreTrainedTokenizerBase
 
 from attnpo.config.compose import to_yaml
 from attnpo.data.prepare import EncodedSet, fit_transforms, prepare_examples
-from attnpo.data.prepared import Recipe, Texts, read_pairs
-from attnpo.data.weighing import Weighed
+from attnpo.data.prepared import EncodedTexts, ExampleRecipe, read_pairs
+from attnpo.data.weighing import WeighingResult
 from attnpo.display.heatmap import heatmap_html, write_svg
-from attnpo.display.output import terminal
-from attnpo.display.page import Fragment, KeyValues, Preformatted, Section
-from attnpo.display.printed import KeyedTable, PrintedTable, beside, counterpart, label_of, read_printed
+from attnpo.display.output import make_console
+from attnpo.display.page import CodeBlock, KeyValues, RawHtml, Section
+from attnpo.display.printed import (
+    KeyedTable,
+    PublishedTable,
+    file_label,
+    find_matching_table,
+    join_published,
+    read_published_table,
+)
 from attnpo.display.tables import Cell
 from attnpo.display.weighed_pair import WeighedPair
 from attnpo.judge.layers import HeadRow, attending, distinct_layers
@@ -93,7 +100,7 @@ def weight_report(cfg: ReportConfig, folder: Path, mark: str) -> None:
     run, base, readers, built = resolve(cfg)
     texts = encode(read_pairs(run.data, run.weights, base.store), base, run.lengths)
     name, transforms = run.composed.choices.get("weights"), run.transforms
-    recipe = Recipe(run.weights, None, [*transforms.values()], run.align, run.data)
+    recipe = ExampleRecipe(run.weights, None, [*transforms.values()], run.align, run.data)
     layers = asked_layers(run.weights, name, readers, run.layers)
     measured = [
         measure(
@@ -113,27 +120,27 @@ def weight_report(cfg: ReportConfig, folder: Path, mark: str) -> None:
     notes = notes_on(measured, run.seed, run.min_count)
     shown = [[table] for table in tables]
     for path in files(cfg.printed):
-        printed = read_printed(path, KEYS)
-        place = counterpart(tables, printed)
+        printed = read_published_table(path, KEYS)
+        place = find_matching_table(tables, printed)
         mine, lines = rows_on(printed, model)
-        shown[place] += [beside(tables[place], mine)] if mine.rows else []
+        shown[place] += [join_published(tables[place], mine)] if mine.rows else []
         notes += lines
     ranked = (row for row in tables[1].rows if isinstance(row["rank"], int) and row["rank"] <= cfg.top)
     shown[1][0] = replace(tables[1], rows=tuple(ranked))
     sections = [
         *(
-            Section(f"Token weights of the first pairs: {one.label}", [Fragment(heatmap_html(one.heat, page=False))])
+            Section(f"Token weights of the first pairs: {one.label}", [RawHtml(heatmap_html(one.heat, page=False))])
             for one in measured
             if one.heat
         ),
         *(Section(f"Account: {one.label}", [KeyValues(one.account)]) for one in measured),
-        Section("Versions and configuration", [KeyValues(package_versions()), Preformatted(to_yaml(run.values))]),
+        Section("Versions and configuration", [KeyValues(package_versions()), CodeBlock(to_yaml(run.values))]),
     ]
     publish(f"Token weights: {model}", [*chain(*shown)], notes, folder, "weights", mark, sections, by="side")
     for one in measured:
         if one.heat:
             path = write_svg(one.heat[:1], folder / f"heat-{safe_filename(one.label)}.svg")
-            terminal().print(f"  {path}", highlight=False, markup=False)
+            make_console().print(f"  {path}", highlight=False, markup=False)
 
 
 # ------------------------------------------------------------------------------------------------ what is weighed
@@ -156,7 +163,7 @@ def asked_layers(
 
 
 def each_weights(
-    recipe: Recipe, readers: Readers, finder: LayerFinder, texts: Texts, layers: Sequence[int | None]
+    recipe: ExampleRecipe, readers: Readers, finder: LayerFinder, texts: EncodedTexts, layers: Sequence[int | None]
 ) -> Iterator[Inputs]:
     """Yields the weights of each layer on the training examples; the judge is asked at most once."""
     source, encoded = recipe.source, texts.encoded
@@ -220,7 +227,7 @@ def measure(
     return WeightStatistics(label, sides, sink, tokens, most, account, heat)
 
 
-def shares_before_sink(weighed: Weighed, encoded: EncodedSet, kept: set[str]) -> Iterator[dict[str, float]]:
+def shares_before_sink(weighed: WeighingResult, encoded: EncodedSet, kept: set[str]) -> Iterator[dict[str, float]]:
     """Statistics of every kept response's row on the source's own tokens: rounds combined, the sink kept."""
     source = weighed.source
     if source.postprocess is not None:
@@ -294,17 +301,17 @@ def model_label(judge: Judge, model: ModelSpec, setting: str | None) -> str:
     return Path(judge.path or model.path).name
 
 
-def rows_on(printed: PrintedTable, model: str) -> tuple[PrintedTable, list[str]]:
+def rows_on(printed: PublishedTable, model: str) -> tuple[PublishedTable, list[str]]:
     """Returns the printed rows about a model, all of a file that names none, and a line on those about others."""
     mine = tuple(row for row in printed.rows if row.get(KEYS[0], model) == model)
     names = list(dict.fromkeys(str(row[KEYS[0]]) for row in printed.rows if row not in mine))
     lines = []
     if names and mine:
-        lines.append(f"{label_of(printed.path)}: rows of other models left out ({', '.join(names)})")
+        lines.append(f"{file_label(printed.path)}: rows of other models left out ({', '.join(names)})")
     elif names:
         said = f"say label={names[0]}" + (f" (or {', '.join(names[1:])})" if names[1:] else "")
         lines.append(
-            f"{label_of(printed.path)}: left out, its numbers belong to other models than {model}; where {model} is "
+            f"{file_label(printed.path)}: left out, its numbers belong to other models than {model}; where {model} is "
             f"one of them under another name, {said}"
         )
     return replace(printed, rows=mine), lines

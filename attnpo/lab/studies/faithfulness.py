@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from attnpo.data.prepare import EncodedSet, calibration_pairs, sample_of
+from attnpo.data.prepare import EncodedSet, sample_as_splits, select_calibration_pairs
 from attnpo.display.page import Block, Image, Paragraph, Section, TableBlock
 from attnpo.display.tables import Cell
 from attnpo.evaluation.intervals import Prompts, hierarchical_bootstrap
@@ -85,10 +85,10 @@ class Faithfulness:
         log-odds of whole responses (``full``), and numbers of pairs, prompts, left-out pairs and seconds.
         """
         began, pool = time.perf_counter(), pool_splits(encoded)
-        first = calibration_pairs(encoded["train"].pairs, self.pairs)
+        first = select_calibration_pairs(encoded["train"].pairs, self.pairs)
         known = {pair.pair_id for pair in first}
         rest = [pair for pair in pool.pairs if pair.pair_id not in known] if len(first) < self.pairs else []
-        sample = [*first, *calibration_pairs(rest, self.pairs - len(first))]
+        sample = [*first, *select_calibration_pairs(rest, self.pairs - len(first))]
         own = getattr(truth, "grammar", None)
         grammar = own if isinstance(own, Grammar) else None
         layers = layer_rankings(layer_source(source), readers, pool, sample, self.layers)
@@ -152,7 +152,7 @@ def rollout_rankings(
     """Returns the rollout's weights for ``sample``, with the study's post-processing; missing pairs are judged."""
     own = getattr(layer_source(source), "postprocess", None)
     rollout = Rollout() if own is None else Rollout(postprocess=own)
-    weighed = readers.weigh(rollout, sample_of(pool, sample))
+    weighed = readers.weigh(rollout, sample_as_splits(pool, sample))
     return rankings(weighed.source, weighed.captured, weighed.layers)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from attnpo.display.look import SOFT, Level, Look, Looks, looks_of
+from attnpo.display.look import SOFT, ArmStyle, ArmStyles, ScoreInterval, make_arm_styles
 from attnpo.display.page import Block, Image, Paragraph, Section, TableBlock
 from attnpo.evaluation.intervals import Interval, hierarchical_bootstrap, paired_difference
 from attnpo.lab.figures import ArmPanel, FrontierPoint, GainPoint, LayerPoint, arm_figure, frontier, gains, layer_curve
@@ -23,7 +23,7 @@ TRANSFORM = "transform="
 Number = Callable[[RunResult], float]
 
 
-def arm_looks(outcome: Outcome) -> dict[str, Look]:
+def arm_looks(outcome: Outcome) -> dict[str, ArmStyle]:
     """Returns the colour and markers of every arm, used in all worlds and figures."""
     study = outcome.study
     altered = [
@@ -31,24 +31,26 @@ def arm_looks(outcome: Outcome) -> dict[str, Look]:
         for arm in outcome.arms
         if any(item.startswith(TRANSFORM) and item != f"{TRANSFORM}null" for item in arm.overrides)
     ]
-    looks = looks_of((arm.name for arm in outcome.arms), study.control, altered=altered, told=list(study.truth_arms))
-    return {**looks, BASE_ROW: Look(SOFT, "s", ":")}
+    looks = make_arm_styles(
+        (arm.name for arm in outcome.arms), study.control, altered=altered, told=list(study.truth_arms)
+    )
+    return {**looks, BASE_ROW: ArmStyle(SOFT, "s", ":")}
 
 
-def base_level(point: PointResults) -> Level:
+def base_level(point: PointResults) -> ScoreInterval:
     """Returns the base's mean reward on test prompts, with an interval if its rewards were stored."""
     rows = [scores.base_rewards for scores in point.truth_scores("test")]
     kept = [row for row in rows if row is not None]
     mean = point.mean_truth_score("test", "base_reward")
     if len(kept) < len(rows):
-        return Level(mean)
+        return ScoreInterval(mean)
     found = hierarchical_bootstrap(np.array(kept))
-    return Level(mean, found.low, found.high)
+    return ScoreInterval(mean, found.low, found.high)
 
 
-def interval_level(found: Interval | None) -> Level:
+def interval_level(found: Interval | None) -> ScoreInterval:
     """Converts a mean with its interval to the form that figures take; NaN for None."""
-    return Level(math.nan) if found is None else Level(found.mean, found.low, found.high)
+    return ScoreInterval(math.nan) if found is None else ScoreInterval(found.mean, found.low, found.high)
 
 
 def seed_interval(values: Sequence[float]) -> Interval | None:
@@ -79,7 +81,14 @@ def _other_points(
 
 
 def _draw_over_layers(
-    outcome: Outcome, world: str, levels: Mapping[str, Level], path: Path, looks: Looks, *, ylabel: str, title: str
+    outcome: Outcome,
+    world: str,
+    levels: Mapping[str, ScoreInterval],
+    path: Path,
+    looks: ArmStyles,
+    *,
+    ylabel: str,
+    title: str,
 ) -> bool:
     """Draws the arms of layers as a curve, other arms as horizontal lines; returns False for fewer than two layers."""
     layer_of = {arm.name: arm.layer for arm in outcome.arms if arm.world == world and arm.layer is not None}
@@ -108,7 +117,7 @@ def study_figures(outcome: Outcome) -> list[Image]:
     return [*([] if axis is None else [_gain_figure(outcome, axis, looks)]), *of_worlds, *over_layers]
 
 
-def _gain_figure(outcome: Outcome, axis: WorldAxis, looks: Looks) -> Image:
+def _gain_figure(outcome: Outcome, axis: WorldAxis, looks: ArmStyles) -> Image:
     """Draws the differences to the control over the worlds' axis, one panel per KL level."""
     found = {world: arms_at_levels(outcome, world) for world in axis.at}
     scale = sorted(axis.at.items(), key=lambda item: item[1])
@@ -138,7 +147,7 @@ def _gain_figure(outcome: Outcome, axis: WorldAxis, looks: Looks) -> Image:
     )
 
 
-def _world_figures(outcome: Outcome, world: str, looks: Looks) -> Iterator[Image]:
+def _world_figures(outcome: Outcome, world: str, looks: ArmStyles) -> Iterator[Image]:
     best = outcome.best_points(world)
     if not best:
         return
@@ -208,11 +217,11 @@ def split_arms_into_figures(arms: Sequence[str], control: str | None) -> list[li
     return [[*shared, *others[start : start + size]] for start in range(0, len(others), size)]
 
 
-def benchmark_layer_figures(outcome: Outcome, world: str, looks: Looks) -> Iterator[Image]:
+def benchmark_layer_figures(outcome: Outcome, world: str, looks: ArmStyles) -> Iterator[Image]:
     """Yields a figure per benchmark with the score over layers; none unless the study has arms of layers."""
     for name, rows in outcome.benchmarks.items():
         scored = {row: score for (at, row), score in rows.items() if at == world and not score.failure_text}
-        levels = {row: Level(score.mean, *score.interval_bounds) for row, score in scored.items()}
+        levels = {row: ScoreInterval(score.mean, *score.interval_bounds) for row, score in scored.items()}
         path = _figure_path(outcome, f"layers-{safe_filename(name)}", world)
         title = f"{_figure_title(outcome, world)}: {name}, each arm at its chosen point"
         ylabel = f"{name} ({scored[next(iter(scored))].name})" if scored else name
@@ -271,7 +280,7 @@ AXES = {
 Known = Mapping[str, Mapping[str, Interval | None]]  # by measure and arm, for measures that any chosen point has
 
 
-def unweighted_section(outcome: Outcome, looks: Looks) -> list[Section]:
+def unweighted_section(outcome: Outcome, looks: ArmStyles) -> list[Section]:
     """Compares arms without a known true reward: unweighted accuracy, margin and KL, as a table and figures.
 
     Returns only the explanation if no run measured these, and nothing without points.
@@ -328,7 +337,7 @@ def _difference_cell(outcome: Outcome, arm: str, best: Mapping[str, PointResults
 
 
 def _unweighted_figures(
-    outcome: Outcome, world: str, best: Mapping[str, PointResults], known: Known, looks: Looks
+    outcome: Outcome, world: str, best: Mapping[str, PointResults], known: Known, looks: ArmStyles
 ) -> Iterator[Image]:
     named = f"{outcome.study.name}{_world_suffix(world)}"
     panels = [
@@ -336,7 +345,7 @@ def _unweighted_figures(
             *AXES[name],
             {arm: interval_level(found) for arm, found in values.items()},
             _other_points(outcome, world, best, partial(_mean_over_runs, NUMBERS[name])),
-            ("chance", Level(0.5)) if name == "accuracy" else None,
+            ("chance", ScoreInterval(0.5)) if name == "accuracy" else None,
         )
         for name, values in known.items()
     ]

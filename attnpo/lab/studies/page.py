@@ -9,18 +9,18 @@ from typing import Any
 
 from attnpo.display.column_notes import column_notes
 from attnpo.display.heatmap import heatmap_html
-from attnpo.display.output import markdown, print_sections, tables_json, terminal
+from attnpo.display.output import make_console, print_sections, tables_to_json, to_markdown
 from attnpo.display.page import (
-    Beside,
     Block,
-    Fragment,
     Image,
     Links,
     Paragraph,
+    RawHtml,
     Section,
+    SideBySide,
     TableBlock,
     report_page,
-    svg_beside,
+    svg_path,
 )
 from attnpo.display.tables import Cell, table_csv
 from attnpo.lab.studies.benchmarks import EXPORTS
@@ -120,7 +120,7 @@ def print_interim_table(outcome: Outcome) -> None:
     """Prints the main table of the points that have finished so far."""
     seeds = ", ".join(str(seed) for seed in sorted({point.seed for point, _ in outcome.points}))
     title = f"{outcome.study.name} so far: {len(outcome.points)} points, seeds {seeds}"
-    print_sections(terminal(), [Section(title, [short_table(outcome)])])
+    print_sections(make_console(), [Section(title, [short_table(outcome)])])
     sys.stdout.flush()
 
 
@@ -136,12 +136,12 @@ def finish_study(outcome: Outcome) -> None:
         *drift_sections(outcome),
     ]
     sections = [arms, *tables, *analysis_sections(outcome)]
-    console = terminal()
+    console = make_console()
     title = outcome.study.title or outcome.study.name
     shown = [short_table(outcome) if isinstance(block, TableBlock) else block for block in arms.blocks]
     print_sections(console, [Section(title, shown), *sections[1:]])
-    write_atomically(folder / "table.md", markdown(sections))
-    write_atomically(folder / TABLES, tables_json(sections))
+    write_atomically(folder / "table.md", to_markdown(sections))
+    write_atomically(folder / TABLES, tables_to_json(sections))
     write_atomically(folder / "results.csv", points_csv(outcome.results))
     if outcome.benchmarks:
         write_atomically(folder / SCORES, table_csv(*scores_table(outcome)))
@@ -231,7 +231,7 @@ def write_study_report(outcome: Outcome, tables: Sequence[Section]) -> list[str]
     write_atomically(outcome.folder / REPORT, report_page(title, sections))
     drawn = [block.source for section in sections for block in section.blocks if isinstance(block, Image)]
     kept = [path for path in drawn if path.parent == outcome.folder]
-    return sorted({path.name for png in kept for path in (png, svg_beside(png)) if path.is_file()})
+    return sorted({path.name for png in kept for path in (png, svg_path(png)) if path.is_file()})
 
 
 def runs_section(outcome: Outcome) -> Section:
@@ -275,12 +275,12 @@ def answers_sections(outcome: Outcome) -> Iterator[Section]:
             first = heat[0].pair.pair_id
             same = [row for row in heat if row.pair.pair_id == first]
             told = Paragraph("The same training pair with the weights of each arm.")
-            yield Section(f"One pair, arm by arm{of}", [told, Fragment(heatmap_html(same, page=False))])
+            yield Section(f"One pair, arm by arm{of}", [told, RawHtml(heatmap_html(same, page=False))])
         beside = []
         for prompt in dict.fromkeys(answer.prompt for one in kept.values() for answer in one.answers):
             mine = {name: [one for one in page.answers if one.prompt == prompt] for name, page in kept.items()}
             base = next(found[0].base for found in mine.values() if found)
-            beside.append(Beside(prompt, {"base": base} | {name: of[0].policy for name, of in mine.items() if of}))
+            beside.append(SideBySide(prompt, {"base": base} | {name: of[0].policy for name, of in mine.items() if of}))
         if beside:
             told = Paragraph(
                 "Answers sampled after training, from the first seed at each arm's chosen point; answers of the base "

@@ -10,7 +10,7 @@ from statistics import fmean
 import numpy as np
 
 from attnpo.display.page import Block, Paragraph, Section, TableBlock
-from attnpo.display.tables import Cell, half_up
+from attnpo.display.tables import Cell, round_half_up
 from attnpo.evaluation.intervals import Interval, average_ranks
 from attnpo.evaluation.spreads import grading_noise
 from attnpo.lab.light import BELOW, DECISIVE, END, NO_WEIGHT, OTHER
@@ -405,7 +405,7 @@ def scores_table(outcome: Outcome) -> tuple[list[str], list[Row]]:
         # Rounded as in the table, since the paper ranks printed scores; NaN for missing scores.
         means = {
             name: [
-                math.nan if (score := mine[of]) is None or score.failure_text else half_up(score.mean, digits[of])
+                math.nan if (score := mine[of]) is None or score.failure_text else round_half_up(score.mean, digits[of])
                 for of in directions
             ]
             for name, mine in found.items()

@@ -22,7 +22,7 @@ from attnpo.schema import (
     check_at_least,
 )
 from attnpo.text.chat import ChatFormat, RefusedText
-from attnpo.text.traces import judged_text, start_apart
+from attnpo.text.traces import judged_text, weighted_start
 from attnpo.weights.capture import show_pairs
 from attnpo.weights.postprocess import Postprocess
 from attnpo.weights.sources.attention import Attention, chosen_rows
@@ -105,7 +105,7 @@ class RewardAttention(Attention):
 
 def _answer_of(pair: PreferencePair, side: str, conversations: ChatFormat) -> EncodedResponse:
     """Returns the conversation that is read, with the characters of the response as it stands in the pair."""
-    encoded, begins = conversations.encode(pair.prompt, judged_text(pair, side)), start_apart(pair, side)
+    encoded, begins = conversations.encode(pair.prompt, judged_text(pair, side)), weighted_start(pair, side)
     return encoded._replace(offsets=[(start + begins, end + begins) for start, end in encoded.offsets])
 
 

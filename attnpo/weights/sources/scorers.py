@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnpo.judge.layers import Row
 from attnpo.schema import SIDES, EncodedResponse, JudgeRound, PairWeights, PreferencePair, TokenWeights, UserError
-from attnpo.text.ranges import as_places
+from attnpo.text.ranges import as_array
 from attnpo.weights.base import ScoredSource, ScorerModel
 from attnpo.weights.capture import show_pairs
 
@@ -152,7 +152,7 @@ def _to_pair_weights(asked: _Asked, rows: Mapping[str, Float[Tensor, " n"]]) -> 
         encoded = asked.encoded[side]
         sides[side] = TokenWeights(
             torch.tensor(encoded.response_ids, dtype=torch.long),
-            torch.from_numpy(as_places(encoded.offsets)),
+            torch.from_numpy(as_array(encoded.offsets)),
             rows[side].unsqueeze(0),
         )
     return PairWeights(asked.pair_id, (JudgeRound(True, sides["chosen"], sides["rejected"], cut=asked.cut),))

@@ -24,7 +24,7 @@ from attnpo.schema import (
     UserError,
     check_range,
 )
-from attnpo.text.traces import judged_text, start_apart
+from attnpo.text.traces import judged_text, weighted_start
 from attnpo.weights.base import CapturedSource
 from attnpo.weights.capture import show_pairs
 from attnpo.weights.postprocess import Postprocess
@@ -87,7 +87,7 @@ class Verbalized(CapturedSource):
 
 def _row(pair: PreferencePair, side: str, answer: str, questions: ScoreQuestions) -> TokenWeights:
     """Returns the scores that ``answer`` gives to the tokens of one response."""
-    text, begins = judged_text(pair, side), start_apart(pair, side)
+    text, begins = judged_text(pair, side), weighted_start(pair, side)
     ids, places = questions.tokens(pair, side)
     shown = [(max(start, begins) - begins, end - begins) for start, end in places]
     row = spread(read_answer(answer, text).spans, text, shown)

@@ -86,7 +86,7 @@ def test_prompts_that_are_rendered_already_are_warned_of(
     texts = [chat.render([{"role": "user", "content": text}], add_generation_prompt=True) for text in ASKED[:2]]
     path = write(tmp_path / "rendered.jsonl", [{"prompt": text} for text in texts])
     answer_prompts(config(world, path, tmp_path / "a.jsonl", "data.columns.id=null"))
-    assert "2 of 2 prompts" in caplog.text and "spell out special tokens" in caplog.text
+    assert "2 of 2 prompts" in caplog.text and "contain special tokens as text" in caplog.text
 
 
 def test_batches_decide_no_answer(world: World, prompts: Path, tmp_path: Path) -> None:

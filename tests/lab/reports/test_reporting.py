@@ -14,7 +14,7 @@ import torch
 from omegaconf import OmegaConf
 
 from attnpo.config.compose import compose, parse_as
-from attnpo.display.output import read_tables, tables_json
+from attnpo.display.output import read_tables, tables_to_json
 from attnpo.display.page import Paragraph, Section, TableBlock
 from attnpo.display.printed import KeyedTable
 from attnpo.display.tables import Cell
@@ -287,7 +287,7 @@ def a_study(folder: Path, rewards: dict[str, float], setting: str = "toy_1") -> 
     ]
     folder.mkdir(parents=True)
     sections = [Section("Arms", [TableBlock(ARMS, rows, digits={"KL": 2}), Paragraph("seeds 0")])]
-    (folder / "tables.json").write_text(tables_json(sections))
+    (folder / "tables.json").write_text(tables_to_json(sections))
     runs = [
         {"world": "", "arm": arm, "layer": None, "values": [], "seed": 3, "folder": f"points/{arm}-seed0-00000000"}
         for arm in rewards
@@ -491,8 +491,8 @@ def test_tables_are_read_back_as_they_were_printed(tmp_path: Path) -> None:
         Section("two", [TableBlock(["x"], [["|"]], caption="within")]),
     ]
     path = study / "tables.json"
-    path.write_text(tables_json(sections))
-    assert tables_json(read_tables(path)) == path.read_text() and "1.501" in path.read_text()
+    path.write_text(tables_to_json(sections))
+    assert tables_to_json(read_tables(path)) == path.read_text() and "1.501" in path.read_text()
     read = read_study(study)
     tables = keyed_tables(read)
     assert [(table.title, table.keys) for table in tables] == [("one", ("arm",)), ("within", ("x",))]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from attnpo.data.prepare import EncodedSet, calibration_pairs
+from attnpo.data.prepare import EncodedSet, select_calibration_pairs
 from attnpo.data.prepared import read_pairs
 from attnpo.display.page import Image, TableBlock, report_page
 from attnpo.lab.studies.faithfulness import EQUAL, ROLLOUT, TRUTH, Faithfulness, decisive_mass
@@ -73,7 +73,7 @@ def test_the_weights_measured_are_those_that_the_study_trains(world: World) -> N
     assert all(found[name] == plain[name] for found in (sink, heads) for name in (EQUAL, TRUTH))
     assert masses("weights=uniform") == plain, "attention as it is by default where the weights read no layer"
     source, readers, encoded = made(world, "weights=attention", "weights.layer=2", "weights.postprocess.sink_tokens=3")
-    sample = calibration_pairs(encoded["train"].pairs, 4)
+    sample = select_calibration_pairs(encoded["train"].pairs, 4)
     weighed = readers.weigh(source, encoded)
     rows = rankings(weighed.source, weighed.captured, weighed.layers)
     assert decisive_mass(sample, rows, GRAMMAR) == sink["layer 2"]

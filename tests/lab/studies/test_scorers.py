@@ -119,7 +119,7 @@ def test_a_source_of_ones_own_is_an_arm(outcome: Outcome) -> None:
 def test_a_scorer_that_fails_or_cannot_be_read_loses_its_arms_alone(outcome: Outcome) -> None:
     lost = {point.arm.name: error for point, error in outcome.failed}
     assert lost.keys() == {"foreign", "orphan"}
-    assert "has another vocabulary than" in lost["foreign"] and "weights.oracle.path=" in lost["foreign"]
+    assert "has a different vocabulary from" in lost["foreign"] and "weights.oracle.path=" in lost["foreign"]
     assert "scorer lost could not be trained: " in lost["orphan"] and "nowhere" in lost["orphan"]
     (line,) = outcome.lost_scorers
     assert line.startswith("FAILED scorer lost, seed 0: ") and "nowhere" in line

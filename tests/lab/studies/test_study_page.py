@@ -8,7 +8,7 @@ import pytest
 
 from attnpo.display.column_notes import column_notes
 from attnpo.display.heatmap import heatmap_html
-from attnpo.display.look import COLOURS, INK, svg_beside
+from attnpo.display.look import COLOURS, INK, svg_path
 from attnpo.display.pair_record import Verdict
 from attnpo.display.weighed_pair import WeighedPair
 from attnpo.lab.studies.figures import arm_looks, study_figures, unweighted_accuracy, unweighted_margin
@@ -89,7 +89,7 @@ def test_every_world_and_figure_has_one_look_per_arm(tmp_path: Path) -> None:
     images = study_figures(outcome)
     assert len(images) == 6, "arms, frontier and layers of each world"
     for image in images:
-        drawn = svg_beside(image.source).read_text()
+        drawn = svg_path(image.source).read_text()
         assert COLOURS[0].lower() in drawn and COLOURS[1].lower() in drawn, image.source.name
 
 
@@ -169,7 +169,7 @@ def test_a_study_without_a_truth_is_compared_without_weights(tmp_path: Path) -> 
     # Attention L1, place 1, beta 0.3: 0.4 and 0.42 over the seeds; uniform 0.3 and 0.32.
     assert "0.705" in read.text and "+0.050 [" in read.text, "accuracy, and what it has more than the control"
     assert "0.410" in read.text and "+0.100 [" in read.text, "margin in nats"
-    drawn = svg_beside(tmp_path / "yardstick.png").read_text()
+    drawn = svg_path(tmp_path / "yardstick.png").read_text()
     for words in ("unweighted accuracy", "unweighted margin", "KL to the base", "uniform (control)", "chance"):
         assert words in drawn
 
