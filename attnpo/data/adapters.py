@@ -61,7 +61,7 @@ class Note(StrEnum):
 
 
 class RowError(Exception):
-    """Error for a row that cannot become a pair; ``reason`` says why."""
+    """Error for a row that cannot become a pair, with the ``reason``."""
 
     def __init__(self, reason: Reason) -> None:
         super().__init__(reason.value)
@@ -73,13 +73,11 @@ class Columns:
     """Column names of a dataset, and the key names within a message.
 
     ``prompt``: prompt column; None if there is none. A column with the default name may be absent from the data.
-    ``system``: column with the text of a system message, blank or missing in rows without one.
-    ``input``: column with text appended to a text prompt on a new line (Alpaca's format), blank or missing in rows
-    without one. ``tools``: column with the functions that may be called, as a list of schemas or its JSON text, missing
-    or
-    empty in rows without any. ``role`` and ``content``: keys of one message ("from" and "value" in ShareGPT files,
-    whose
-    roles "human" and "gpt" are understood). ``traces``: handling of reasoning traces, i.e. the assistant's
+    ``system``: column with the text of a system message, blank or missing in rows without one. ``input``: column with
+    text appended to a text prompt on a new line (Alpaca's format), blank or missing in rows without one. ``tools``:
+    column with the functions that may be called, as a list of schemas or its JSON text, missing or empty in rows
+    without any. ``role`` and ``content``: keys of one message ("from" and "value" in ShareGPT files, whose roles
+    "human" and "gpt" are understood). ``traces``: handling of reasoning traces, i.e. the assistant's
     ``reasoning_content`` or ``<think>...</think>`` at the beginning of a response.
     """
 

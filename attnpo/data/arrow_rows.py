@@ -1,7 +1,7 @@
 """Pairs, training ids and training examples as rows of Arrow tables, read lazily and without copying.
 
-Defines the table schemas and both directions of the conversion; does no file I/O. Tables may be memory-mapped.
-Each access to a row builds a new object, which is not cached.
+Defines the table schemas and both directions of the conversion; does no file I/O. Tables may be memory-mapped. Each
+access to a row builds a new object, which is not cached.
 """
 
 import json
@@ -346,8 +346,8 @@ def example_to_row(row: int, example: TrainingExample) -> dict[str, object]:
 class ExampleRows(LazyRows[TrainingExample]):
     """Training examples whose weights are in a table with the schema of ``weights_schema``.
 
-    ``encoded``: their training ids. ``ids``: pair ids. ``name``: identifier of the weights, unique to them.
-    ``logps``: the reference's log-probabilities, one row per example, if stored.
+    ``encoded``: their training ids. ``ids``: pair ids. ``name``: identifier of the weights, unique to them. ``logps``:
+    the reference's log-probabilities, one row per example, if stored.
     """
 
     weighed: pa.Table

@@ -58,13 +58,10 @@ class PairSet:
 
     ``counts``: dropped rows per reason. ``notes``: remarks on kept rows (duplicates, an empty side) with their counts.
     ``read``: number of rows read. ``examples``: for each reason and note, the numbers of the first three rows
-    concerned;
-    the first row of the split is row 0. ``unused``: table columns used for neither prompt nor responses; a pair's
-    ``extra`` holds their values. ``sets``: for a mixture, the row counts of each set by name; reasons and notes then
-    start
-    with the set's name. ``written``: number of pairs passed on instead of being held in memory. ``known``: the
-    fingerprint
-    if it was computed before.
+    concerned; the first row of the split is row 0. ``unused``: table columns used for neither prompt nor responses; a
+    pair's ``extra`` holds their values. ``sets``: for a mixture, the row counts of each set by name; reasons and notes
+    then start with the set's name. ``written``: number of pairs passed on instead of being held in memory. ``known``:
+    the fingerprint if it was computed before.
     """
 
     pairs: Sequence[PreferencePair]
@@ -221,9 +218,8 @@ def parse_row_range(selection: str | None, length: int, option: str = "data.trai
     """Parses a row selection out of ``length`` rows; None selects all.
 
     "500" selects the first 500 rows, "100:300" rows 100 to 299, "10%" the first tenth (rounded down), "10%:20%" the
-    second
-    tenth; either side of the colon may be omitted. Rows past the end are ignored, so the range may be shorter than
-    asked.
+    second tenth; either side of the colon may be omitted. Rows past the end are ignored, so the range may be shorter
+    than asked.
 
     Raises:
         UserError: the text has none of these forms, or selects no row.
@@ -290,8 +286,8 @@ class MixtureSet:
     """One set of a mixture (config node ``data.mix.NAME``).
 
     ``weight``: share of the training pairs, relative to the weights of the other sets. ``count``: number of training
-    pairs.
-    If no set has either, all pairs are used. The other keys are those of ``data``; None means the mixture's value.
+    pairs. If no set has either, all pairs are used. The other keys are those of ``data``; None means the mixture's
+    value.
     """
 
     path: str
@@ -400,14 +396,11 @@ class PairSource:
 
     ``path`` is a folder with one file per split (``train.jsonl``, ``test.csv``, shards named as on the hub, also in a
     sub-folder ``data``), a folder written by ``save_to_disk``, a single file for both splits, or the name of a dataset
-    on
-    the hub. ``train_split`` and ``val_split`` are split names or file stems. ``train_rows`` and ``val_rows`` select
-    rows
-    ("500", "100:300", "10%") of a split, counted before any are dropped. ``val_share`` makes both splits from one: this
-    share of its prompts, between 0 and 1, is used for validation. It needs ``val_split`` to be None, or the default if
-    no
-    split has that name. ``revision`` and ``subset`` apply to the hub. ``exchanged`` swaps the two responses, to train a
-    model on the opposite preference.
+    on the hub. ``train_split`` and ``val_split`` are split names or file stems. ``train_rows`` and ``val_rows`` select
+    rows ("500", "100:300", "10%") of a split, counted before any are dropped. ``val_share`` makes both splits from one:
+    this share of its prompts, between 0 and 1, is used for validation. It needs ``val_split`` to be None, or the
+    default if no split has that name. ``revision`` and ``subset`` apply to the hub. ``exchanged`` swaps the two
+    responses, to train a model on the opposite preference.
 
     ``mix`` replaces ``path`` by several named sets; a set inherits every key that it does not give, and ``val_share``
     applies to the prompts of all sets together. ``mix_seed`` determines which training pairs are used, and their order.
@@ -459,8 +452,7 @@ class PairSource:
 
         Raises:
             UserError: nothing is found at ``path``, a column or split is missing, a file cannot be read, or no row of
-                the
-                split, or of a set of the mixture, is usable.
+                the split, or of a set of the mixture, is usable.
             ValueError: ``split`` is any other word.
         """
         if split not in SPLITS:

@@ -22,9 +22,8 @@ class TrainingExample:
 
     ``weights``: weights of both responses (Float["m"] each). ``lengths``: |y| as the weight source counts it.
     ``coverage``: share of content tokens that match a source token. ``source_coverage`` and ``kept_mass``: shares of
-    the
-    source's tokens and of its total weight that reached training tokens. ``reference_logps``: float32 log-probabilities
-    per token. ``factors``: the weights are plain factors rather than a distribution.
+    the source's tokens and of its total weight that reached training tokens. ``reference_logps``: float32
+    log-probabilities per token. ``factors``: the weights are plain factors rather than a distribution.
     """
 
     pair_id: str

@@ -50,8 +50,7 @@ def find_mismatch_partners(examples: Sequence[TrainingExample], step: Sequence[i
     """Returns, for each pair position in ``step``, the pair whose responses follow its prompt.
 
     The partner is the nearest earlier pair of the step (treated as a ring) with a different prompt, or the previous
-    pair
-    if all prompts are equal. A step with a single pair uses the ring of all examples instead.
+    pair if all prompts are equal. A step with a single pair uses the ring of all examples instead.
 
     Raises:
         ValueError: there is only one example.
@@ -95,7 +94,7 @@ MAKERS: Mapping[str, Callable[[Sequence[TrainingExample], PlannedBatch], list[li
 
 
 def truncate_response(row: Ids, max_length: int) -> Ids:
-    """Truncates the response to what the prompt leaves of ``max_length``, keeping at least one token."""
+    """Truncates the response so that prompt and response fit ``max_length``, keeping at least one token."""
     prompt, response = row
     return prompt, response[: max(1, max_length - len(prompt))]
 
@@ -187,8 +186,7 @@ def regroup_for_pre_step(
     """Regroups a step's pairs by the lengths of their pre-step rows.
 
     Groups keep the budget of ``cutting`` unless a single row exceeds it; every rank gets the same number of groups.
-    Sums
-    over the rows of all ranks do not change.
+    Sums over the rows of all ranks do not change.
     """
     alone = replace(planned, of_rank=tuple((i,) for i in planned.whole))
     sizes = dict.fromkeys(planned.whole, 0)
@@ -207,11 +205,10 @@ class PreferenceDataModule(L.LightningDataModule):
     """Lightning data module for preference pairs with token weights.
 
     Computes weights missing from the store, loads the rest and plans whole optimizer steps. ``prepare_data`` and
-    ``setup``
-    do the work; a Trainer calls them, or you can before creating one. With several processes, ``setup`` only reads the
-    store and raises if weights are missing, since every process would compute them. Each pair is used exactly once per
-    epoch, for any number of ranks. Checkpoints save how many batches were trained on, so a resumed run continues with
-    exactly the remaining ones.
+    ``setup`` do the work; a Trainer calls them, or you can before creating one. With several processes, ``setup`` only
+    reads the store and raises if weights are missing, since every process would compute them. Each pair is used exactly
+    once per epoch, for any number of ranks. Checkpoints save how many batches were trained on, so a resumed run
+    continues with exactly the remaining ones.
 
     Args:
         pairs: source of the splits "train" and "val", such as ``PairSource("pairs.jsonl")``.
@@ -412,7 +409,7 @@ class PreferenceDataModule(L.LightningDataModule):
     def steps_per_epoch(self, processes: int) -> int:
         """Returns the number of optimizer steps per epoch.
 
-        It depends on ``processes``: if fewer pairs are left at the end than there are processes, they make no step.
+        It depends on ``processes``: a last step with fewer pairs than processes is dropped.
         """
         return count_steps(len(self.train_batches.examples), self.plan.pairs, processes)
 
@@ -427,7 +424,7 @@ class PreferenceDataModule(L.LightningDataModule):
     # ------------------------------------------------------------------------------------------------ the budget
     @property
     def token_budgets(self) -> tuple[int, ...]:
-        """Returns the token budgets per forward pass of training and validation, where these are used."""
+        """Returns the token budgets per forward pass of training and validation, for those that use a budget."""
         cuttings = (self.train_batches.cutting, self.val_batches.cutting)
         return tuple(cutting.budget for cutting in cuttings if isinstance(cutting, BatchByTokens))
 
@@ -456,8 +453,7 @@ class PreferenceDataModule(L.LightningDataModule):
         """Returns (epoch, consumed micro-batches, total micro-batches of the epoch) of a saved ``state``.
 
         The numbers refer to this run's micro-batches. With an automatic budget, the saved run's budget is restored if
-        the
-        state was saved within a step, or if the saved run started with the same budget and had to lower it.
+        the state was saved within a step, or if the saved run started with the same budget and had to lower it.
         """
         sampler = self._make_sampler(*self._rank_and_world_size())
         chosen, used = state.get("budgets", (0, 0))

@@ -118,8 +118,7 @@ def assign_to_ranks(costs: Sequence[int], ranks: int) -> list[list[int]]:
     """Assigns parts to ranks, costliest first; every rank gets the same number, with similar totals.
 
     In each round the ranks get parts of similar cost, so that they compute for about the same time; the costliest part
-    of
-    a round goes to the rank with the smallest total. The number of parts must be a multiple of ``ranks``.
+    of a round goes to the rank with the smallest total. The number of parts must be a multiple of ``ranks``.
     """
     order = sorted(range(len(costs)), key=lambda part: -costs[part])
     assigned: list[list[int]] = [[] for _ in range(ranks)]
@@ -181,8 +180,7 @@ class BatchByTokens:
     """Rule for micro-batches of similarly long pairs with at most ``budget`` tokens each.
 
     The pairs of a step are sorted by size, longest first (ties in step order), and split so that the largest
-    micro-batch
-    is as small as possible. ``sizes``: tokens of each pair. ``key``: config key of the budget.
+    micro-batch is as small as possible. ``sizes``: tokens of each pair. ``key``: config key of the budget.
     """
 
     sizes: Sequence[int] | Mapping[int, int] = field(repr=False)
@@ -203,8 +201,7 @@ class BatchByTokens:
         """Returns the number of micro-batches per rank for ``steps`` of ``pairs`` pairs each.
 
         This is the fewest that keep the budget in all steps, 0 if there are none, and never more than each rank has
-        pairs. The
-        ``short`` last steps of epochs, whose size nobody chose, may then exceed the budget, which is logged.
+        pairs. The ``short`` last steps of epochs, whose size nobody chose, may then exceed the budget, which is logged.
 
         Raises:
             UserError: steps of full size need more micro-batches than there are pairs.

@@ -57,15 +57,11 @@ def truncate(
 ) -> tuple[EncodedResponse, TruncatedSides]:
     """Truncates a sequence; returns it with the sides that lost tokens.
 
-    The prompt keeps its last ``max_prompt_length`` tokens (a BOS at its start is cut too, as in the paper's run), then
-    the
-    response keeps what the prompt leaves of ``max_length``. The response may end up empty; callers drop and count such
-    a
-    pair.
+    The prompt keeps its last ``max_prompt_length`` tokens (a BOS at its start is cut too, as in the paper's run); the
+    response keeps the rest of ``max_length``. The response may end up empty; callers drop and count such a pair.
 
     With ``keep_end``, prompt and response together keep their last ``max_length`` tokens instead, as with TRL's
-    keep_end.
-    If the response alone fills them, its first token serves as the prompt, since nothing predicts it.
+    keep_end. If the response alone fills them, its first token serves as the prompt, since nothing predicts it.
     """
     prompt = encoded.prompt_ids[max(0, len(encoded.prompt_ids) - max(0, max_prompt_length)) :]
     over = len(prompt) + len(encoded.response_ids) - max_length
@@ -127,9 +123,8 @@ def encode_pair(
     """Encodes and truncates both branches of a pair; returns None if the pair is dropped (counted in ``tally``).
 
     A pair is dropped if the chat template rejects or rewrites its text (the first case of each kind is logged in full),
-    or
-    if both responses have the same token ids after trimming or truncation, so that no preference is left. ``keep_same``
-    keeps such pairs, for uses other than training.
+    or if both responses have the same token ids after trimming or truncation, so that no preference is left.
+    ``keep_same`` keeps such pairs, for uses other than training.
     """
     return _apply_length_rules(pair, chat.encode_answers(*_prompt_and_responses(pair)), chat, rules, tally, keep_same)
 
@@ -324,8 +319,7 @@ def prepare_examples(
         encoded: pairs of one split.
         source: resolved weight source.
         captured: the source's stored rows by pair id (empty if it needs none); a pair that it could not read has no
-            rounds
-            and is dropped.
+            rounds and is dropped.
         align: how weights are mapped to training tokens, and the coverage required of a pair.
         layers: layer of each captured row.
         transforms: weight transforms, fitted with ``fit_transforms``.

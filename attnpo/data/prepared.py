@@ -1,8 +1,8 @@
 """Data preparation steps: reading pairs, encoding them, and making weighted examples.
 
-For large data, each step's result is written to the store once and memory-mapped by later runs. Defines what
-identifies each result, the counts stored with it, and the size from which results are stored; smaller data are
-recomputed quickly and held in memory.
+For large data, each result is written to the store once and memory-mapped by later runs. Defines the keys of the stored
+results, the counts stored with them, and the size from which results are stored; smaller data are recomputed quickly
+and held in memory.
 """
 
 import datetime
@@ -90,9 +90,9 @@ UNKNOWN = 0.05  # share of the response tokens above which a warning is logged
 
 
 def describe_data(source: object) -> tuple[dict[str, object], int] | None:
-    """Returns what identifies the pairs of a data source, by name, and their size in bytes.
+    """Describes the inputs that determine the pairs of a source, by name; also returns their size in bytes.
 
-    Returns None if they are few, or if the source is defined outside the package.
+    Returns None if the data are small, or if the source is defined outside the package.
     """
     if type(source) is not PairSource:
         return None
@@ -116,7 +116,7 @@ def prepare_pairs(
     size: int,
     load: Callable[[str, Callable[[PreferencePair], object]], PairSet],
 ) -> dict[str, PairSet]:
-    """Loads the pairs of both splits from the store, or stores what ``load`` reads; repeats its log lines."""
+    """Loads the pairs of both splits from the store, or reads them with ``load`` and stores them; repeats the log."""
 
     def make(write: Callable[[pa.RecordBatch], None]) -> dict[str, object]:
         accounts: dict[str, object] = {}
@@ -160,7 +160,7 @@ Take = Callable[[int, PreferencePair, dict[str, EncodedResponse]], None]
 
 
 def describe_ids(chat: ChatFormat, rules: LengthRules, pairs: Mapping[str, PairSet]) -> dict[str, object] | None:
-    """Returns what identifies the training ids of pairs, by name; None if the pairs are few."""
+    """Describes the inputs that determine the training ids of pairs, by name; None if there are few pairs."""
     if sum(map(len, pairs.values())) <= PAIRS_HELD:
         return None
     return {
@@ -177,7 +177,7 @@ def describe_ids(chat: ChatFormat, rules: LengthRules, pairs: Mapping[str, PairS
 def prepare_ids(
     store: Path, facts: Mapping[str, object], pairs: Mapping[str, PairSet], encode: Callable[[str, Take], EncodedSet]
 ) -> tuple[dict[str, EncodedSet], Overlap]:
-    """Loads the training ids of both splits and their overlap from the store, or stores what ``encode`` makes."""
+    """Loads the training ids of both splits and their overlap from the store, or makes and stores them."""
 
     def make(write: Callable[[pa.RecordBatch], None]) -> dict[str, object]:
         accounts, overlaps = dict[str, object](), OverlapCounter()
@@ -230,10 +230,10 @@ class ExampleRecipe:
     pairs: object = None
 
     def describe(self, ids: Mapping[str, object] | None) -> dict[str, object] | None:
-        """Returns what identifies the examples made from training ids with the description ``ids``, by name.
+        """Describes the inputs that determine the examples, by name; ``ids`` describes the training ids.
 
-        Returns None if there are few pairs, and for weights or transforms from outside the package, whose inputs are
-        unknown.
+        Returns None if there are few pairs, or if weights or transforms from outside the package may read unknown
+        inputs.
         """
         parts = [self.source, *self.transforms]
         if ids is None or any(type(part).__module__.partition(".")[0] != PACKAGE.name for part in parts):
@@ -276,7 +276,7 @@ def prepare_weighed_examples(
     recipe: ExampleRecipe,
     make_all: Callable[[Callable[[str, int, TrainingExample], None]], WeighedSplits],
 ) -> WeighedSplits:
-    """Loads the examples of both splits from the store, or stores those that ``make_all`` makes."""
+    """Loads the examples of both splits from the store, or makes them with ``make_all`` and stores them."""
     just: list[WeighedSplits] = []
 
     def make(write: Callable[[pa.RecordBatch], None]) -> dict[str, object]:
@@ -395,7 +395,7 @@ class LazyTransforms(LazyRows[WeightTransform]):
 def prepare_logps(
     store: Path, table: StoreTable, rows: ExampleRows, load: Callable[[Sequence[int]], Logps]
 ) -> ExampleRows:
-    """Loads the reference's log-probabilities of examples from the store, or stores those that ``load`` gives."""
+    """Loads the reference's log-probabilities of examples from the store, or gets and stores those of ``load``."""
 
     def make(write: Callable[[pa.RecordBatch], None]) -> dict[str, object]:
         out = ArrowRowWriter(LOGPS, write)
@@ -418,7 +418,7 @@ def prepare_logps(
 class EncodedTexts:
     """Pairs of both splits, their training ids, and the overlap of validation with training.
 
-    ``facts``: what identifies the training ids, if they are in the store.
+    ``facts``: description of the inputs, if the training ids are in the store.
     """
 
     pairs: dict[str, PairSet]

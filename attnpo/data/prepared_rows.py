@@ -43,7 +43,7 @@ Account = dict[str, Any]
 
 @dataclass(frozen=True)
 class PreparedRows:
-    """Memory-mapped rows with their counts; ``anew``: this process wrote them."""
+    """Memory-mapped rows with their counts; ``anew``: whether this process wrote them."""
 
     table: pa.Table
     account: Account
@@ -53,7 +53,7 @@ class PreparedRows:
 def load_or_prepare(
     store: Path, kind: str, facts: Mapping[str, object], about: int, make: Callable[[Write], dict[str, object]]
 ) -> PreparedRows:
-    """Loads rows of ``kind`` identified by ``facts`` from the store, or writes what ``make`` produces.
+    """Loads rows of ``kind`` from the store, or makes and stores them.
 
     Args:
         store: the store's folder.
@@ -103,7 +103,7 @@ def _hold_lock(file: Path) -> Iterator[None]:
 
 
 def _open_rows(file: Path, facts: Mapping[str, object], *, say: bool = False) -> PreparedRows | None:
-    """Opens the rows in ``file``; returns None if they are missing or invalid, which ``say`` logs."""
+    """Opens the rows in ``file``; returns None if they are missing or invalid, and logs the reason if ``say``."""
     path = file.with_suffix(".json")
     if not file.is_file() and not path.is_file():
         return None

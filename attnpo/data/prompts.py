@@ -25,8 +25,7 @@ class PromptColumns(Columns):
     """Column names as in ``Columns``, plus ``id``, the column with the id of each prompt.
 
     Without ``id``, a digest of the messages is used. ``chosen`` and ``rejected`` matter only if a table has both: its
-    rows
-    are then pairs, and the prompt is the shared part of both conversations.
+    rows are then pairs, and the prompt is the shared part of both conversations.
     """
 
     id: str | None = None
@@ -121,8 +120,7 @@ class PromptSource:
 
     ``path`` is a file, a folder with one file or several shards per split, a saved dataset, or the name of a dataset on
     the hub; for all but a file, ``split`` is the split name or file stem. ``rows`` selects rows ("500", "100:300",
-    "10%"),
-    counted before any are left out. ``revision`` and ``subset`` apply to the hub.
+    "10%"), counted before any are left out. ``revision`` and ``subset`` apply to the hub.
     """
 
     path: str
@@ -137,8 +135,7 @@ class PromptSource:
 
         Raises:
             UserError: nothing is found at ``path``, a column or split is missing, a file cannot be read, ids are not
-                unique,
-                or no row is usable.
+                unique, or no row is usable.
         """
         table = read_table(self.path, self.split, "data.split", self.subset, self.revision)
         where = f"data.path={self.path}"

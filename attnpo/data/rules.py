@@ -67,12 +67,10 @@ class BatchPlan:
     """Batch sizes: ``pairs`` per optimizer step over all ranks, ``micro`` pairs per forward pass (paper: 32 and 1).
 
     If ``tokens`` is given instead of ``micro``, the pairs of a step are sorted by length and grouped so that a forward
-    pass
-    of one process holds at most that many tokens, padding included. ``eval_micro`` (default 8) and ``eval_tokens`` are
-    the same for validation. A budget of "auto" uses as many tokens as fit into the estimated memory; a number of pairs
-    takes precedence over it. These four change only memory and speed, and results only by rounding. Without
-    ``shuffle``,
-    every epoch uses the training pairs in row order.
+    pass of one process holds at most that many tokens, padding included. ``eval_micro`` (default 8) and ``eval_tokens``
+    are the same for validation. A budget of "auto" uses as many tokens as fit into the estimated memory; a number of
+    pairs takes precedence over it. These four change only memory and speed, and results only by rounding. Without
+    ``shuffle``, every epoch uses the training pairs in row order.
     """
 
     pairs: int = 32

@@ -22,10 +22,8 @@ class PlannedBatch:
 
     ``indices``: positions in the list of pairs. ``step``: index of the optimizer step within the epoch. ``step_pairs``:
     number of pairs in the whole step, over all ranks and micro-batches. ``micro``: index of this micro-batch in the
-    step;
-    ``micros``: number of micro-batches in the step, the same on every rank. ``whole``: positions of all pairs of the
-    step.
-    ``of_rank``: positions for this rank by micro-batch. ``rank`` and ``ranks``: this rank and their number.
+    step; ``micros``: number of micro-batches in the step, the same on every rank. ``whole``: positions of all pairs of
+    the step. ``of_rank``: positions for this rank by micro-batch. ``rank`` and ``ranks``: this rank and their number.
     """
 
     indices: list[int]
@@ -81,15 +79,13 @@ class StepBatchSampler(Sampler[PlannedBatch]):
 
     Every pair is seen exactly once per epoch. The step a pair belongs to depends only on ``seed`` and the epoch (or on
     list order without ``shuffle``). All full steps have the same number of micro-batches on every rank and in every
-    epoch,
-    because Lightning accumulates a fixed number: the fewest that ``cutting`` needs for the worst step of the run. An
-    epoch's last step may be short; it has the fewest micro-batches needed in any epoch, each with at least one pair. If
-    fewer pairs than ranks are left, they are dropped: different ones in each epoch, or always the last ones without
-    ``shuffle``; ``dropped`` is their number.
+    epoch, because Lightning accumulates a fixed number: the fewest that ``cutting`` needs for the worst step of the
+    run. An epoch's last step may be short; it has the fewest micro-batches needed in any epoch, each with at least one
+    pair. If fewer pairs than ranks are left, they are dropped: different ones in each epoch, or always the last ones
+    without ``shuffle``; ``dropped`` is their number.
 
     After a full pass, iterating again starts the next epoch; after an interrupted one, it restarts the same epoch.
-    After
-    ``load_state_dict``, the first full pass yields exactly the remaining batches.
+    After ``load_state_dict``, the first full pass yields exactly the remaining batches.
 
     Args:
         num_pairs: length of the list of pairs.
@@ -211,8 +207,7 @@ class StepBatchSampler(Sampler[PlannedBatch]):
         """Returns the state to resume from: epoch, batches consumed, and the settings that determine their pairs.
 
         ``batches``: number of batches of the epoch that were trained on; by default the number yielded so far, which is
-        larger
-        if a loader's workers prefetch.
+        larger if a loader's workers prefetch.
         """
         return {
             "epoch": self.epoch,
@@ -228,13 +223,11 @@ class StepBatchSampler(Sampler[PlannedBatch]):
         """Makes the next pass yield the remaining batches of the saved epoch, possibly none.
 
         The division of steps may differ from the saved one (rule, number of micro-batches or processes) if the state
-        was saved
-        between two optimizer steps.
+        was saved between two optimizer steps.
 
         Raises:
             UserError: the data, their order or the step size changed; or the state was saved within a step and the
-                division
-                changed; or only one of the two runs drops the last pairs of an epoch.
+                division changed; or only one of the two runs drops the last pairs of an epoch.
         """
         order, saved = self._order_key(), state["order"]
         differing = [f"{key} was {saved.get(key)}, is {now}" for key, now in order.items() if saved.get(key) != now]

@@ -58,7 +58,7 @@ class RowTable(Protocol):
 
 @dataclass(frozen=True)
 class MemoryTable:
-    """Rows in memory, each with a value for every column (None if its line lacks the key).
+    """Rows in memory, each with a value for every column (None for missing keys).
 
     ``headed``: whether the column names come from a header line.
     """
@@ -203,7 +203,7 @@ def is_single_table(path: str) -> bool:
 
 
 def has_split(path: str, split: str) -> bool:
-    """Returns whether the data have this split; True for the hub, which would have to be loaded to know.
+    """Returns whether the data have this split; True for the hub, without checking.
 
     Raises:
         UserError: no data are found.
@@ -363,7 +363,7 @@ def _read_split_names(folder: Path, path: str) -> list[str]:
 
 
 def _check_utf8(table: "datasets.Dataset") -> None:
-    """Raises ValueError if a text is not UTF-8, which ``datasets`` only notices on access."""
+    """Raises ValueError if a text is not UTF-8; ``datasets`` itself checks only on access."""
     for column in table.data.columns:
         for chunk in column.chunks:
             chunk.validate(full=True)
@@ -399,12 +399,9 @@ def read_json(files: Iterable[Path], path: str) -> RowTable:
     """Reads all rows of JSON files with one object per line, or one array of objects per file.
 
     Columnar readers give each column one type: they reject a whole file for a single lone surrogate, and when falling
-    back
-    to a mixed type they may return such texts as empty (datasets 5.2). Here the adapters handle them row by row. Rows
-    of
-    uncompressed line files are not held in memory: the files are scanned, and rows are parsed again on access. Bytes
-    that
-    are not UTF-8 become lone surrogates, which the adapters reject row by row.
+    back to a mixed type they may return such texts as empty (datasets 5.2). Here the adapters handle them row by row.
+    Rows of uncompressed line files are not held in memory: the files are scanned, and rows are parsed again on access.
+    Bytes that are not UTF-8 become lone surrogates, which the adapters reject row by row.
 
     Raises:
         UserError: a line is not a JSON object; the message names file and line; ``path`` is the value of the config
@@ -504,14 +501,12 @@ def _try_json(text: str) -> Json | Exception:
 def read_csv(files: Iterable[Path], path: str) -> MemoryTable:
     """Reads all rows of CSV or TSV files with the same header; empty cells become None, as in other libraries.
 
-    Cells are never converted to numbers, dates or missing values: "42" and "NaN" stay texts. Logs the number of cells
-    with
-    nothing but a word for a missing value.
+    Cells are never converted to numbers, dates or missing values: "42" and "NaN" stay texts. Logs the number of rows
+    with a cell like "NaN" or "null".
 
     Raises:
-        UserError: a file is not UTF-8, its header lacks or repeats a name, uses another delimiter or differs from that
-            of
-            the first file, or a row has a different number of cells; the message names file and line.
+        UserError: a file is not UTF-8, its header is incomplete or repeats a name, uses another delimiter or differs
+            from that of the first file, or a row has a different number of cells; the message names file and line.
     """
     rows: list[dict[str, object]] = []
     names: list[str] | None = None
@@ -593,7 +588,7 @@ def _rows_to_dicts(cells: Iterator[tuple[int, list[str]]], names: list[str], whe
 
 
 def _warn_missing_words(rows: list[dict[str, object]], path: str) -> None:
-    """Warns of cells with nothing but a word for a missing value."""
+    """Warns of cells with only a word such as "NaN" or "null"."""
     like = [
         number
         for number, row in enumerate(rows)

@@ -50,14 +50,11 @@ class WeighingResult:
     """Resolved weight source with the rows captured for a set of pairs (empty if the source captures nothing).
 
     ``layers``: layer of each captured row. ``depth``: number of layers of the judge, 0 without a judge. ``key``: store
-    key
-    of the captured rows, or the identity of the columns that the source reads. ``verdicts`` and ``answers``: statistics
-    of
-    the judge's verdicts and of the verbalizer's answers, if any. ``label_mass``: probability mass on the judge's
-    labels.
-    ``traces``: lengths of the judge's traces. ``transforms``: the run's transforms, fitted on its training pairs.
-    ``reads``: sequences that models read per pair. ``seconds``: time per pair, None if unknown. ``rounds``: number of
-    prompts read; ``cut``: how many of them were truncated.
+    key of the captured rows, or the identity of the columns that the source reads. ``verdicts`` and ``answers``:
+    statistics of the judge's verdicts and of the verbalizer's answers, if any. ``label_mass``: probability mass on the
+    judge's labels. ``traces``: lengths of the judge's traces. ``transforms``: the run's transforms, fitted on its
+    training pairs. ``reads``: sequences that models read per pair. ``seconds``: time per pair, None if unknown.
+    ``rounds``: number of prompts read; ``cut``: how many of them were truncated.
     """
 
     source: WeightSource
@@ -102,15 +99,13 @@ def weigh_splits(
         encoded: pairs with their training ids, by split.
         device: device for the reader's model, if it must be loaded.
         shard: (rank, ranks) restricts the work to every ranks-th pair, so that several workers can fill one store.
-            Without
-            it, missing rows in a job of several processes raise an error, as every process would compute them.
+            Without it, missing rows in a job of several processes raise an error, as every process would compute them.
         every_row: load all stored rows, not only those that the source reads.
         refill: how to fill the store first, for that error.
 
     Raises:
         UserError: the model can read none of the pairs (even if another process recorded that), or rows are missing in
-            a
-            job of several processes.
+            a job of several processes.
     """
     if reader is None:
         return WeighingResult(source.resolve(1), {}, None, None, (), 0, _columns_key(source, encoded))
@@ -206,7 +201,7 @@ def _count_prompts(captured: Iterable[PairWeights], prompts: Counter[str]) -> It
 
 
 def _columns_key(source: WeightSource, encoded: Mapping[str, EncodedSet]) -> dict[str, object]:
-    """Returns the identity of the columns that a source reads, which pair ids do not cover."""
+    """Returns a key for the columns a source reads, because pair ids do not cover them."""
     if not source.columns:
         return {}
     found = hashlib.sha256()
@@ -220,7 +215,7 @@ def _columns_key(source: WeightSource, encoded: Mapping[str, EncodedSet]) -> dic
 def _log_stored(
     table: StoreTable, wanted: set[str], encoded: Mapping[str, EncodedSet], columns: list[str], rounds: int, layers: int
 ) -> int:
-    """Logs how many wanted pairs are stored and the size of the rest; returns the number of missing pairs."""
+    """Logs how many of the wanted pairs are stored and the size of the rest; returns the number missing."""
     lacking = set(table.missing_pairs(sorted(wanted), columns))
     tokens = 0
     for made in encoded.values():
@@ -267,9 +262,7 @@ def _log_unreadable(table: StoreTable, wanted: list[str], columns: list[str], re
 def log_store(what: str, table: StoreTable, total: int, lacking: int, size: int) -> None:
     """Logs how many pairs of ``what`` are stored and, if some are missing, why and how much will be written.
 
-    If all are missing, names the first part of the key in which the most similar table differs. ``size``: upper limit
-    in
-    bytes.
+    If all are missing, names the first difference to the key of the most similar table. ``size``: upper limit in bytes.
     """
     line = f"{what}: {total - lacking} of {total} pairs in the store"
     if lacking:

@@ -107,8 +107,8 @@ def explorer_html(pairs: Sequence[ExplorerPair], *, title: str = "Token weights"
     """Renders the explorer of ``pairs`` as one HTML page; ``note`` is a line below its title.
 
     Relative weights are accurate to half a step of their ``WeightScale`` (at most 3.4 %, or 6.8 % if some are
-    negative),
-    as stated on the page; weights of exactly 0 are exact. Log-probabilities are accurate to 1/131068 of the lowest one.
+    negative), as stated on the page; weights of exactly 0 are exact. Log-probabilities are accurate to 1/131068 of the
+    lowest one.
 
     Raises:
         UserError: there are no pairs, or a pair has no weights.

@@ -28,9 +28,8 @@ def make_visible(text: str) -> str:
     """Makes ``text`` safe to display, with marks for line breaks and tabs.
 
     Control characters become Unicode control pictures (so escape sequences never reach a terminal), bidirectional
-    control
-    characters become [U+202E] and the like, lone surrogates the replacement character, and texts of only spaces visible
-    spaces.
+    control characters become [U+202E] and the like, lone surrogates the replacement character, and texts of only spaces
+    visible spaces.
     """
     if text and not text.strip(" "):
         return "␣" * len(text)

@@ -132,10 +132,9 @@ def make_arm_styles(
 ) -> dict[str, ArmStyle]:
     """Assigns a style to each arm, the same in every figure of a study.
 
-    The ``control`` is black (white on a dark page), dashed and square; arms in ``altered``, whose weights a transform
-    has
-    changed, have hollow markers; arms in ``told``, which know the true weights, have dotted lines. Colours repeat after
-    twelve arms, with other lines and markers.
+    The ``control`` is black (white on a dark page), dashed and square. Arms in ``altered`` (weights changed by a
+    transform) have hollow markers; arms in ``told`` (which know the true weights) have dotted lines. Colours repeat
+    after twelve arms, with other lines and markers.
     """
     looks: dict[str, ArmStyle] = {}
     number = 0
@@ -175,8 +174,8 @@ def axis_limits(values: Sequence[Number], ends: Sequence[Number] = (), margin: f
     """Returns axis limits that show ``values``, and interval ``ends`` up to one span outside them.
 
     With eight or more values, outliers are ignored, as they would squeeze the others together; they are drawn at the
-    edge
-    instead. An outlier is farther from the quartiles than three times their distance plus a fifth of the larger one.
+    edge instead. An outlier is farther from the quartiles than three times their distance plus a fifth of the larger
+    one.
     """
     finite = sorted(float(value) for value in values if math.isfinite(value))
     if not finite:

@@ -33,8 +33,7 @@ def print_sections(console: Console, sections: Sequence[Section]) -> None:
     """Prints the sections as text: titles above tables, figures as file names.
 
     Consecutive tables are printed side by side if the console is wide enough. A table that is too wide continues below,
-    so
-    that numbers are not broken across lines.
+    so that numbers are not broken across lines.
     """
     for section in sections:
         parts, heading = list(_iter_tables_and_text(section)), section.title
@@ -64,10 +63,8 @@ def split_to_width(console: Console, table: TableBlock) -> list[TableBlock]:
     """Splits a table into parts that fit the console, each with the key columns of its rows.
 
     Returns the table unchanged if it fits. Numbers are kept whole, with their intervals; row names and texts wider than
-    a
-    third of the console are wrapped at words, and headers to the width of their cells. Among several widths for the
-    names,
-    the one that gives the fewest parts is chosen.
+    a third of the console are wrapped at words, and headers to the width of their cells. Among several widths for the
+    names, the one that gives the fewest parts is chosen.
     """
     if _table_width(console, table) <= console.width:
         return [table]

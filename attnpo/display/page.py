@@ -100,10 +100,8 @@ def report_page(title: str, sections: Sequence[Section]) -> str:
     """Renders a whole HTML page: title, links to the sections, and the sections in order.
 
     Images, style and script are embedded; the page needs no network, follows the reader's light or dark setting, and
-    works
-    on phones and on paper. The script sorts a table when its header is clicked; the page can be read without it. All
-    text
-    is escaped except ``RawHtml``.
+    works on phones and on paper. The script sorts a table when its header is clicked; the page can be read without it.
+    All text is escaped except ``RawHtml``.
 
     Raises:
         UserError: an image is missing or not a PNG.

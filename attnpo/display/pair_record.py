@@ -23,13 +23,11 @@ class WeighedResponse:
     """Response with a weight for each of its m training tokens, the end of turn included.
 
     ``tokens``: texts with preceding blanks; if several tokens form one character (byte tokens), the first has the text
-    and
-    the others have "". ``offsets``: half-open character ranges of ``text``, empty for the end of turn; () if unknown.
-    ``length``: |y| as the source counts it, 1 for factors. ``coverage``: share of tokens with characters that match a
-    source token. ``source_coverage`` and ``kept_mass``: shares of the source's tokens and of its weights that reached
-    training tokens. NaN if unknown. ``scores``: further numbers per token, such as log-probabilities "logp" (policy)
-    and
-    "reference_logp".
+    and the others have "". ``offsets``: half-open character ranges of ``text``, empty for the end of turn; () if
+    unknown. ``length``: |y| as the source counts it, 1 for factors. ``coverage``: share of tokens with characters that
+    match a source token. ``source_coverage`` and ``kept_mass``: shares of the source's tokens and of its weights that
+    reached training tokens. NaN if unknown. ``scores``: further numbers per token, such as log-probabilities "logp"
+    (policy) and "reference_logp".
     """
 
     text: str
@@ -155,7 +153,7 @@ class WeighedResponse:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Judge's verdict in one round. ``logits``: those of the labels (A, B); ``token``: the most likely token."""
+    """Judge's verdict in one round. ``logits``: logits of the labels (A, B); ``token``: the most likely token."""
 
     chosen_is_a: bool
     logits: tuple[float | int, float | int] | None = None
@@ -184,8 +182,7 @@ class PairRecord:
     """Both responses of a pair with their training weights, and the judge's verdicts.
 
     ``verdicts``: one per order of the answers, the first with the chosen response as answer A. ``note``: a line such as
-    the
-    weight source and its layer.
+    the weight source and its layer.
     """
 
     pair: PreferencePair

@@ -20,7 +20,7 @@ DASH = "-"
 
 @dataclass(frozen=True)
 class KeyedTable:
-    """Table whose rows are identified by ``keys``, the last of which names the item (a token, a side, an arm).
+    """Table whose rows are identified by ``keys``; the last key names the item (a token, a side, an arm).
 
     ``group``: column that only our table has (such as the kind of weights); each of its values is joined with all
     published rows. ``digits``: decimals by column. ``reading``: the table for display, if it differs from the full
@@ -51,8 +51,7 @@ def read_published_table(path: Path, keys: Sequence[str], names: Mapping[str, st
     """Reads a table from a CSV file with a header line.
 
     ``keys``: columns that stay text even if all their cells are numbers (a token can be "1"). ``names``: maps headers
-    to
-    our column names.
+    to our column names.
 
     Raises:
         UserError: the file is not such a table.
@@ -161,7 +160,7 @@ def shared_keys(table: KeyedTable, printed: PublishedTable) -> list[str]:
     """Returns the key columns present in both tables.
 
     Raises:
-        UserError: there are none.
+        UserError: no key column is shared.
     """
     keys = [name for name in table.keys if name in printed.columns]
     if not keys:

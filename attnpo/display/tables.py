@@ -27,8 +27,7 @@ class TableBlock:
     """Table with columns and rows; ``digits`` are decimals of floats for all columns or by column.
 
     ``naming``: number of leading columns that identify a row, repeated when a wide table is split. ``notes``:
-    explanations
-    of columns by header, shown on pages above the header and in a list below the table.
+    explanations of columns by header, shown on pages above the header and in a list below the table.
     """
 
     columns: Sequence[str]

@@ -89,8 +89,7 @@ class WeighedPair(_PairViews, PairRecord):
 
     ``layer``: number of the layer, None for sources without layers. ``captured``: raw weights on the source's tokens.
     ``again``: recomputes the weights at another layer or for one round. ``view``: names of these weights, if several
-    are
-    shown. ``traces``: traces that the judge wrote before its verdicts.
+    are shown. ``traces``: traces that the judge wrote before its verdicts.
     """
 
     layer: int | None = None

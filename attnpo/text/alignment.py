@@ -1,8 +1,8 @@
 """Moves token weights from the source's tokens to the training tokens of the same response.
 
-Two methods. LEVENSHTEIN is the paper's (appendix on token matching): tokens with equal ids in an optimal edit
-alignment pass on their weight one to one; all other training tokens get 0. CHARACTERS needs no common vocabulary:
-weights of tokens without an equal counterpart are moved through the characters they cover.
+Two methods. LEVENSHTEIN is the paper's (appendix on token matching): tokens with equal ids in an optimal edit alignment
+pass on their weight one to one; all other training tokens get 0. CHARACTERS needs no common vocabulary: weights of
+tokens without an equal counterpart are moved through the characters they cover.
 
 Differs from the official code in that ids of the training side are never changed (there, an unmatched judge token is
 prepended to the completion).
@@ -38,9 +38,8 @@ class AlignedWeights(NamedTuple):
 
     ``coverage``: share of training tokens with characters that have a match (1.0 if no training token has characters).
     ``source_coverage``: share of source tokens whose weight was moved, wholly or partly (1.0 for a source without
-    tokens).
-    ``matched``: training tokens with a match. ``arrived``: for each source token, the share of its weight that reached
-    training tokens with characters.
+    tokens). ``matched``: training tokens with a match. ``arrived``: for each source token, the share of its weight that
+    reached training tokens with characters.
     """
 
     weights: Float[Tensor, " m"]
@@ -61,15 +60,11 @@ def align(
     """Returns the weights on the target's tokens, in the dtype and on the device of ``weights``.
 
     ``offsets`` and ``target_offsets`` are half-open character ranges in the same response text; LEVENSHTEIN reads only
-    the
-    target's (for the coverage). Weights are neither renormalised nor rescaled: LEVENSHTEIN loses the weight of
-    unmatched
-    source tokens, CHARACTERS that of characters before the first or after the last target token. If no target token
-    covers
-    a character in between (such as a blank dropped by its tokenizer), that character's weight moves to the other
-    characters of its source token or, if none of them is covered, to the preceding target tokens. Identical inputs
-    return
-    bit-identical weights.
+    the target's (for the coverage). Weights are neither renormalised nor rescaled: LEVENSHTEIN loses the weight of
+    unmatched source tokens, CHARACTERS that of characters before the first or after the last target token. If no target
+    token covers a character in between (such as a blank dropped by its tokenizer), that character's weight moves to the
+    other characters of its source token or, if none of them is covered, to the preceding target tokens. Identical
+    inputs return bit-identical weights.
 
     Raises:
         ValueError: lengths do not match.
@@ -241,7 +236,7 @@ def _match_equal_tokens(
 def _remove_gaps(
     givers: NDArray[np.int64], given: NDArray[np.int64], target_places: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns (source token, character) without gaps of the target; tokens that lie within one keep it."""
+    """Returns (source token, character) without gaps of the target; a token entirely within one is kept."""
     places = target_places[target_places[:, 1] > target_places[:, 0]]
     places = places[np.argsort(places[:, 0], kind="stable")]
     reach = np.maximum.accumulate(places[:, 1])

@@ -59,8 +59,7 @@ def deadline(seconds: float) -> Iterator[None]:
 
     Only CPU time counts, not time in which the process was stopped or waiting. Signals reach only the main thread, so
     there is no limit in other threads, on systems without interval timers, or for a single call into C code that does
-    not
-    check for signals.
+    not check for signals.
     """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
@@ -133,7 +132,7 @@ _FAULTS = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, A
 
 
 class TokenRows:
-    """Token ids for which a model has embeddings: ids below ``count``, or all ids if it is None.
+    """Token ids with an embedding in the model: ids below ``count``, or all ids if it is None.
 
     Logs a warning if the padding token has none.
     """
@@ -228,18 +227,15 @@ class ChatFormat:
     """Conversion of messages to token ids with a tokenizer and a chat template.
 
     ``chat_template`` replaces the tokenizer's template; ``fallback`` is used if there is none; ``chosen`` tells which
-    one is
-    in use. ``kwargs`` sets variables of the template (``enable_thinking``); ``fold_system`` prepends a system turn's
-    text
-    to the first user turn, separated by a blank line. Both are prepended to ``chat_template`` as code, and so apply to
-    every rendering, the fingerprint and exports; ``part`` is their config node. ``rows``: number of token embeddings of
-    the model, None if unknown; no id exceeds it. ``counts["prompt is not a token prefix"]`` counts responses that were
-    tokenised separately because their first characters merge with the prompt's last token.
+    one is in use. ``kwargs`` sets variables of the template (``enable_thinking``); ``fold_system`` prepends a system
+    turn's text to the first user turn, separated by a blank line. Both are prepended to ``chat_template`` as code, and
+    so apply to every rendering, the fingerprint and exports; ``part`` is their config node. ``rows``: number of token
+    embeddings of the model, None if unknown; no id exceeds it. ``counts["prompt is not a token prefix"]`` counts
+    responses that were tokenised separately because their first characters merge with the prompt's last token.
 
     Raises:
         UserError: the tokenizer has no template or gives no character ranges (is not "fast"), ``kwargs`` has variables
-            that
-            the template never reads, or the template does not terminate or writes a token without an embedding.
+            that the template never reads, or the template does not terminate or writes a token without an embedding.
     """
 
     def __init__(
@@ -317,9 +313,8 @@ class ChatFormat:
         """Renders a conversation as text, with ``template`` instead of the format's own if given.
 
         Raises:
-            UserError: the template rejects the messages (with its own message) or does not terminate; after the first
-                time,
-                which takes RENDERING seconds, the error is raised at once.
+            UserError: the template rejects the messages (with its own message) or does not terminate within RENDERING
+                seconds; after a timeout, further calls raise at once.
         """
         if self._ignores_tools(messages):
             self._log_once(logging.WARNING, _UNREAD)
@@ -393,9 +388,8 @@ class ChatFormat:
     def tokenize(self, text: str, start: bool = True) -> tuple[list[int], list[Range]]:
         """Tokenises rendered text; returns ids and their half-open character ranges, without added special tokens.
 
-        The exception is a BOS with the range (0, 0), added if ``start`` says that the text begins a sequence, the
-        tokenizer
-        would add one and the text has none.
+        The exception is a BOS with the range (0, 0), added if ``start`` is set (the text begins a sequence), the
+        tokenizer would add one and the text has none.
 
         Raises:
             UserError: the text has lone surrogates, or the model has no embedding for a token.
@@ -423,8 +417,7 @@ class ChatFormat:
         """Returns a chat template whose text alone gives ``prompt_ids``, with a BOS if training prepends one.
 
         Generation libraries tokenise the rendered text without adding special tokens. If no template with or without a
-        BOS
-        gives the training ids, this is logged and the format's own template is returned.
+        BOS gives the training ids, this is logged and the format's own template is returned.
         """
         probes = []
         for roles in (["user"], ["system", "user"]):
@@ -456,14 +449,10 @@ class ChatFormat:
         """Returns prompt ids, response ids including the end-of-turn token, and the response tokens' character ranges.
 
         Visible text that the template writes between generation prompt and response (an empty thought) belongs to the
-        prompt;
-        whitespace there does not, as it is usually part of the response's first token. Ranges are half open in
-        ``response`` as
-        given, even if the template trims it; tokens without any of its characters (template text, end of turn) have
-        (len, len).
-        If the template does not end the turn with a special token, the tokenizer's EOS is added. An empty response is
-        the end
-        token alone.
+        prompt; whitespace there does not, as it is usually part of the response's first token. Ranges are half open in
+        ``response`` as given, even if the template trims it; tokens without any of its characters (template text, end
+        of turn) have (len, len). If the template does not end the turn with a special token, the tokenizer's EOS is
+        added. An empty response is the end token alone.
 
         Raises:
             UserError: the template rewrites the prompt or the response, no token can end the turn, or the text has lone
@@ -482,8 +471,7 @@ class ChatFormat:
         """Yields the result of ``encode_answers`` for each prompt with its responses.
 
         AT_ONCE prompts are tokenised together on all cores while this thread renders the next ones (only the main
-        thread can
-        limit templates). Other errors of ``encode`` are raised when they occur.
+        thread can limit templates). Other errors of ``encode`` are raised when they occur.
         """
         rest, merged = iter(conversations), self.counts[NOT_A_PREFIX]
         with ThreadPoolExecutor(1) as pool:

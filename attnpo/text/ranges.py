@@ -59,8 +59,7 @@ def extend_over_gaps(places: Places, text: str, begin: int, end: int) -> Places:
     Tokenizers that compose, strip or remove characters (such as e and an accent to é) give the token only the first of
     them. An uncovered character is added to the tokens that end before it or, before the first token of
     ``text[begin:end]``, to those that start after it. Blanks are not added: some tokenizers drop them and others
-    exclude
-    the blank before a word from its range, so their token is unclear. Ranges must be in order.
+    exclude the blank before a word from its range, so their token is unclear. Ranges must be in order.
     """
     gaps = {} if _covers_all(places, begin, end) else _find_gaps(as_ranges(places), text, begin, end)
     if not gaps:

@@ -1,8 +1,8 @@
-"""Chat templates: which one is used, its options, tools, the text around a message, and errors.
+"""Chat templates: selection, options, tools, the text around a message, and errors.
 
 Options (values of variables, folding of the system turn) are prepended to a template as code. The result is again a
-template, so that everything that renders, stores or exports it keeps the options. A prompt's tools are stored in its
-first turn, as JSON text of a list of function schemas.
+template, so everything that renders, stores or exports it keeps the options. A prompt's tools are stored in its first
+turn, as JSON text of a list of function schemas.
 """
 
 import json
@@ -126,7 +126,7 @@ def choose_template(
     Logs the warning once. ``part``: config node of ``given``.
 
     Raises:
-        UserError: there is no template.
+        UserError: none of the three exists.
     """
     name, own = tokenizer.name_or_path, tokenizer.chat_template
     if isinstance(own, dict):  # several named templates
@@ -211,8 +211,7 @@ def prepend_options(
     """Prepends settings to ``template``: the values of ``kwargs``, and folding of the system turn if asked.
 
     A value applies unless the caller of the template passes another. Without options the template is returned
-    unchanged.
-    ``part``: config node of the options, for errors.
+    unchanged. ``part``: config node of the options, for errors.
 
     Raises:
         UserError: the template never reads a name, the renderer supplies it, or a value is not plain data.

@@ -18,8 +18,7 @@ class Traces(Enum):
     """Handling of reasoning traces in responses: keep them, or remove them from the data.
 
     WEIGH_APART: trained on, with a share of the weight equal to its share of the tokens; judges read only the answer,
-    and
-    weights are spread over it alone.
+    and weights are spread over it alone.
     """
 
     KEEP = "keep"
