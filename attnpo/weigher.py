@@ -249,7 +249,7 @@ class Weigher:
         encoded = [
             self._encode_pairs(pair, f"pair {place}" if several else "the pair") for place, pair in enumerate(pairs)
         ]
-        rendered = [pair.pair_id[:8] for pair in pairs if self.chat.spells_special(pair.prompt)]
+        rendered = [pair.pair_id[:8] for pair in pairs if self.chat.has_special_tokens(pair.prompt)]
         warn_about_special_tokens(len(rendered), len(pairs), rendered)
         unique = list({pair.pair_id: pair for pair in pairs}.values())
         raw: dict[str, PairWeights] = {}

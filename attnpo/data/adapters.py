@@ -24,7 +24,7 @@ from enum import StrEnum
 from attnpo.schema import REASONING, Message, PreferencePair, UserError, copy_message
 from attnpo.system.files import shorten
 from attnpo.text.template import TOOL, functions_to_json
-from attnpo.text.traces import Traces, add_trace, has_trace, is_unclosed, strip_trace
+from attnpo.text.traces import TraceHandling, add_trace, has_trace, is_unclosed, strip_trace
 
 
 class Reason(StrEnum):
@@ -89,7 +89,7 @@ class Columns:
     tools: str | None = None
     role: str = "role"
     content: str = "content"
-    traces: Traces = Traces.KEEP
+    traces: TraceHandling = TraceHandling.KEEP
 
     def find_unmapped(self, names: Iterable[str]) -> list[str]:
         """Returns the columns among ``names`` that no option maps, in their original order."""
@@ -329,14 +329,14 @@ def _response_text(turn: Message) -> str:
     return turn["content"] if trace is None else add_trace(trace, turn["content"])
 
 
-def _apply_trace_rule(turns: _Turns, traces: Traces) -> tuple[_Turns, Note | None]:
+def _apply_trace_rule(turns: _Turns, traces: TraceHandling) -> tuple[_Turns, Note | None]:
     """Applies the rule for reasoning traces; returns the turns and a note if a response was affected."""
     both = (turns.chosen, turns.rejected)
     if any(map(is_unclosed, both)):
         raise RowError(Reason.UNCLOSED)
     traced = any(map(has_trace, both))
-    if traces is not Traces.STRIP:
-        return turns, Note.APART if traced and traces is Traces.WEIGH_APART else None
+    if traces is not TraceHandling.STRIP:
+        return turns, Note.APART if traced and traces is TraceHandling.WEIGH_APART else None
     history = [copy_message({**turn, "reasoning_content": ""}) for turn in turns.history]
     return _Turns(history, *map(strip_trace, both)), Note.STRIPPED if traced else None
 

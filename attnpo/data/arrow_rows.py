@@ -76,7 +76,7 @@ class RaggedColumn:
         found: npt.NDArray[np.generic] = self._values[chunk][start:end]
         return found
 
-    def count(self, number: int) -> int:
+    def count_occurrences(self, number: int) -> int:
         """Counts the occurrences of ``number`` in all lists."""
         pieces = zip(self._values, self._bounds, strict=True)
         return sum(int(np.count_nonzero(values[bounds[0] : bounds[-1]] == number)) for values, bounds in pieces)
@@ -279,7 +279,7 @@ class EncodedRows(LazyRows[dict[str, EncodedResponse]]):
     def count_token(self, token: int) -> tuple[int, int]:
         """Returns how often ``token`` occurs in the responses, and the total number of response tokens."""
         responses = [self._lists[f"{side}_response"] for side in SIDES]
-        return sum(one.count(token) for one in responses), int(sum(one.lengths.sum() for one in responses))
+        return sum(one.count_occurrences(token) for one in responses), int(sum(one.lengths.sum() for one in responses))
 
     def token_counts(self) -> "TokenCounts":
         """Returns the token counts of all rows."""
@@ -305,7 +305,7 @@ class TokenCounts:
         return np.stack([prompt + response for prompt, response in zip(self.prompts, self.responses, strict=True)])
 
     @property
-    def longest(self) -> Counts:
+    def longest_branch(self) -> Counts:
         """Returns the token count of the longer branch of each pair."""
         longest: Counts = self.branch_tokens.max(axis=0)
         return longest

@@ -16,7 +16,7 @@ from typing import Protocol, runtime_checkable
 from attnpo.data.adapters import Columns, Note, RowError, adapt_row
 from attnpo.data.tables import MemoryTable, RowTable, check_validation_rows, has_split, is_single_table, read_table
 from attnpo.schema import PreferencePair, UserError, check_at_least, check_seed, digest, list_pair_ids
-from attnpo.text.traces import Traces
+from attnpo.text.traces import TraceHandling
 
 _LOG = logging.getLogger(__name__)
 
@@ -78,12 +78,12 @@ class PairSet:
         return len(self.pairs)
 
     @property
-    def kept(self) -> int:
+    def num_kept(self) -> int:
         """Returns the number of rows that became pairs."""
         return len(self.pairs) + self.written
 
     @property
-    def dropped(self) -> int:
+    def num_dropped(self) -> int:
         """Returns the number of rows that were dropped; ``read`` equals ``kept`` plus ``dropped``."""
         return sum(self.counts.values())
 
@@ -101,7 +101,7 @@ class PairSet:
         events = [*sorted(self.counts.items()), *sorted(self.notes.items())]
         parts = [format_count(name, count, self.examples.get(name, ())) for name, count in events]
         parts += ["the first row is row 0"] if parts else []
-        return "; ".join([f"{self.read} rows read, {self.kept} kept, {self.dropped} dropped", *parts])
+        return "; ".join([f"{self.read} rows read, {self.num_kept} kept, {self.num_dropped} dropped", *parts])
 
 
 def log_unused_columns(pairs: PairSet, read: Collection[str] = ()) -> None:
@@ -189,7 +189,7 @@ def merge_mixture_sets(
         counts.update({f"{name}: not taken": left} if left else {})
         notes.update({f"{name}: {note}": count for note, count in one.notes.items()})
         examples |= {f"{name}: {event}": list(rows) for event, rows in one.examples.items()}
-        accounts[name] = SetCounts(sources[name].path, one.read, len(one), one.dropped, number[name])
+        accounts[name] = SetCounts(sources[name].path, one.read, len(one), one.num_dropped, number[name])
         _LOG.info("data.mix.%s: %s", name, accounts[name])
     rows = [(name, found[name].pairs[place]) for name, place in taken]
     pairs = [replace(pair, extra={**pair.extra, SET: name}) for name, pair in rows]
@@ -439,7 +439,7 @@ class PairSource:
     def has_separate_traces(self) -> bool:
         """Returns whether any of its sets weights only the answer that follows a reasoning trace."""
         every = [self.columns, *(one.columns for one in (self.mix or {}).values() if one.columns is not None)]
-        return any(columns.traces is Traces.WEIGH_APART for columns in every)
+        return any(columns.traces is TraceHandling.WEIGH_APART for columns in every)
 
     @property
     def location(self) -> str:
@@ -503,13 +503,13 @@ class PairSource:
         if self.exchanged:
             columns = replace(columns, chosen=columns.rejected, rejected=columns.chosen)
         pairs = pairs_from_rows(table.select(numbers), columns, numbers, write)
-        if not pairs.kept:
+        if not pairs.num_kept:
             raise UserError(
                 f"{where} has no usable pair: {pairs.summary()}; columns found: {', '.join(table.column_names)}. "
                 "Check these rows, or map the columns with data.columns.prompt=..., data.columns.chosen=..., "
                 "data.columns.rejected=..."
             )
-        _LOG.log(logging.WARNING if pairs.dropped else logging.INFO, "%s: %s", where, pairs.summary())
+        _LOG.log(logging.WARNING if pairs.num_dropped else logging.INFO, "%s: %s", where, pairs.summary())
         return replace(pairs, unused=tuple(self.columns.find_unmapped(table.column_names)))
 
     # -------------------------------------------------------------------------------------------- mixtures

@@ -49,7 +49,7 @@ class TrainingExample:
         return (1.0, 1.0) if self.factors else self.lengths
 
     @property
-    def longest(self) -> int:
+    def longest_branch(self) -> int:
         """Returns the number of tokens of the longer branch, prompt included."""
         return max(len(side.prompt_ids) + len(side.response_ids) for side in self.sides)
 

@@ -119,7 +119,7 @@ class PreStepRows:
         if unknown:
             raise ValueError(f"unknown pre-step rows {', '.join(unknown)}; known: {', '.join(MAKERS)}")
 
-    def make(
+    def make_rows(
         self, examples: Sequence[TrainingExample], planned: PlannedBatch, layout: Layout, pad_id: int
     ) -> dict[str, tuple[RowGroup, ...]]:
         """Returns, by name, one row group for each micro-batch of the rank's step."""
@@ -172,7 +172,7 @@ class BatchDataset(Dataset[PreferenceBatch]):
             return batch
         if isinstance(self.cutting, BatchByTokens):
             planned = regroup_for_pre_step(self.examples, planned, self.ahead, self.cutting)
-        return replace(batch, ahead=self.ahead.make(self.examples, planned, self.layout, self.pad_id))
+        return replace(batch, ahead=self.ahead.make_rows(self.examples, planned, self.layout, self.pad_id))
 
     def _step_tokens(self, whole: tuple[int, ...]) -> tuple[int, int]:
         """Returns the number of chosen and of rejected response tokens in a step."""

@@ -46,7 +46,7 @@ class ExampleMeans:
         return round(self._sums.get(name, 0.0) / max(1, of * self.count), 5)
 
     @property
-    def arrival(self) -> Arrival:
+    def mean_arrival(self) -> Arrival:
         """Returns the mean shares of weights that arrived; NaN if there are no examples."""
         names = ("coverage", *COLUMNS)
         return Arrival(*(self.mean(name) if self.count else math.nan for name in names))
@@ -58,14 +58,14 @@ class ExampleMeans:
 
 
 @dataclass(frozen=True)
-class SplitNumbers:
+class SplitStatistics:
     """Statistics of a split's examples for a run's result, and the shares of weights that arrived."""
 
     numbers: dict[str, Any]
     arrival: Arrival
 
 
-class ExampleNumbers:
+class ExampleStatistics:
     """Statistics collector for a split's examples, which are made from ``pairs`` and added one by one."""
 
     def __init__(self, pairs: PairSet, source: WeightSource) -> None:
@@ -89,7 +89,7 @@ class ExampleNumbers:
             if own := [example for example in some if self._home[example.pair_id] == name]:
                 means.add(own)
 
-    def compute(self, sizes: TokenCounts) -> SplitNumbers:
+    def compute(self, sizes: TokenCounts) -> SplitStatistics:
         """Returns the statistics; ``sizes`` are the token counts of the examples."""
         self._flush()
         source, every = self._source, self._all
@@ -101,11 +101,11 @@ class ExampleNumbers:
         numbers = {
             **every.arrival_numbers(source),
             **({} if online else {"effective_share": every.mean("effective_share"), "mass": every.mean("mass", of=2)}),
-            "lengths": percentiles(sizes.longest.tolist()),
+            "lengths": percentiles(sizes.longest_branch.tolist()),
             "tokens": token_percentiles(sizes),
             **({"sets": sets} if sets else {}),
         }
-        return SplitNumbers(numbers, every.arrival)
+        return SplitStatistics(numbers, every.mean_arrival)
 
 
 def token_percentiles(sizes: TokenCounts) -> dict[str, dict[str, int]]:
@@ -113,5 +113,9 @@ def token_percentiles(sizes: TokenCounts) -> dict[str, dict[str, int]]:
 
     Covers prompts, both responses and the longer branch.
     """
-    parts = {"prompt": sizes.prompts[0], "longest": sizes.longest, **dict(zip(SIDES, sizes.responses, strict=True))}
+    parts = {
+        "prompt": sizes.prompts[0],
+        "longest": sizes.longest_branch,
+        **dict(zip(SIDES, sizes.responses, strict=True)),
+    }
     return {name: percentiles(parts[name].tolist()) for name in ("prompt", *SIDES, "longest")}

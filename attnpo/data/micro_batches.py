@@ -145,7 +145,7 @@ class BatchByCount:
             raise UserError(f"pairs per micro-batch must be at least 1, got {self.micro}")
 
     @property
-    def rule(self) -> str:
+    def description(self) -> str:
         """Returns a description of the rule; equal descriptions mean equal micro-batches."""
         return f"micro-batch {self.micro}"
 
@@ -189,7 +189,7 @@ class BatchByTokens:
     key: str = "batch.tokens"
 
     @property
-    def rule(self) -> str:
+    def description(self) -> str:
         """Returns a description of the rule; equal descriptions mean equal micro-batches."""
         return f"at most {self.budget} tokens of {self.cost.name} rows"
 
@@ -266,7 +266,7 @@ def count_pair_tokens(examples: Sequence[TrainingExample], cost: RowCost) -> lis
     """Returns the input tokens of each pair on its own."""
     sizes = count_row_tokens(examples)
     once = sizes.prompts[0] * sizes.shared if cost.shared else 0
-    counts = len(SIDES) * sizes.longest if cost.padded else sizes.branch_tokens.sum(axis=0) - once
+    counts = len(SIDES) * sizes.longest_branch if cost.padded else sizes.branch_tokens.sum(axis=0) - once
     return [int(count) for count in counts]
 
 

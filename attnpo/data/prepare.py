@@ -91,11 +91,11 @@ class Tally:
         if len(ids) < 3:
             ids.append(pair_id[:8])
 
-    def total(self, opening: str) -> int:
+    def count_starting_with(self, opening: str) -> int:
         """Returns the number of events whose name starts with ``opening``."""
         return sum(count for event, count in self.counts.items() if event.startswith(opening))
 
-    def lines(self) -> list[str]:
+    def format_lines(self) -> list[str]:
         """Returns one line per event, e.g. ``dropped: response cut to nothing: 2 (3f2a..., 77b0...)``."""
         return [f"{event}: {count} ({', '.join(self.first[event])})" for event, count in sorted(self.counts.items())]
 
@@ -168,7 +168,7 @@ def _apply_length_rules(
         tally.add(f"cut: prompt to its last {rules.max_prompt_length} tokens", pair.pair_id)
     for side, words in cut_sides.items():
         tally.add(f"{words.format(side)} at lengths.max_length {rules.max_length}", pair.pair_id)
-    if chat.spells_special(pair.prompt):
+    if chat.has_special_tokens(pair.prompt):
         tally.add(IN_PROMPT, pair.pair_id)
     for side in special:
         tally.add(f"special token spelled out in the {side} response", pair.pair_id)
@@ -236,8 +236,8 @@ def encode_pairs(
         left += encoded is not None
     if read and not left:
         raise UserError(
-            f"none of {read} pairs can be trained on ({'; '.join(tally.lines())}): a pair needs different responses "
-            "and must fit lengths.max_length and the chat template; change these settings or the data"
+            f"none of {read} pairs can be trained on ({'; '.join(tally.format_lines())}): a pair needs different "
+            "responses and must fit lengths.max_length and the chat template; change these settings or the data"
             + "".join(f"; {words}" for words in list(tally.words.values())[:1])
         )
     warn_about_special_tokens(tally.counts[IN_PROMPT], left, tally.first.get(IN_PROMPT, []))

@@ -42,7 +42,7 @@ from attnpo.data.arrow_rows import (
 )
 from attnpo.data.base import SPLITS, PairReader, PairSet, PairSource, SetCounts, log_unused_columns
 from attnpo.data.collate import TrainingExample
-from attnpo.data.example_numbers import ExampleNumbers, SplitNumbers
+from attnpo.data.example_numbers import ExampleStatistics, SplitStatistics
 from attnpo.data.overlap import Overlap, OverlapCounter, count_overlap, digest_prompt
 from attnpo.data.prepare import (
     EncodedSet,
@@ -118,7 +118,7 @@ def prepare_pairs(
 ) -> dict[str, PairSet]:
     """Loads the pairs of both splits from the store, or reads them with ``load`` and stores them; repeats the log."""
 
-    def make(write: Callable[[pa.RecordBatch], None]) -> dict[str, object]:
+    def write_pairs(write: Callable[[pa.RecordBatch], None]) -> dict[str, object]:
         accounts: dict[str, object] = {}
         with record_log_lines() as lines:
             for split in SPLITS:
@@ -127,12 +127,12 @@ def prepare_pairs(
                 rows.flush()
                 accounts[split] = {
                     **{name: dict(getattr(found, name)) for name in ("counts", "examples", "notes")},
-                    **{"read": found.read, "unused": found.unused, "kept": found.kept, "known": found.known},
+                    **{"read": found.read, "unused": found.unused, "kept": found.num_kept, "known": found.known},
                     "sets": {name: asdict(account) for name, account in found.sets.items()},
                 }
         return {**accounts, "lines": lines}
 
-    made = load_or_prepare(store, "pairs", facts, size, make)
+    made = load_or_prepare(store, "pairs", facts, size, write_pairs)
     if not made.anew:
         repeat_log_lines(made.account["lines"])
     start, pairs = 0, {}
@@ -179,24 +179,24 @@ def prepare_ids(
 ) -> tuple[dict[str, EncodedSet], Overlap]:
     """Loads the training ids of both splits and their overlap from the store, or makes and stores them."""
 
-    def make(write: Callable[[pa.RecordBatch], None]) -> dict[str, object]:
+    def write_ids(write: Callable[[pa.RecordBatch], None]) -> dict[str, object]:
         accounts, overlaps = dict[str, object](), OverlapCounter()
         with record_log_lines() as lines:
             for split in SPLITS:
                 rows = ArrowRowWriter(ENCODED, write)
 
-                def take(place: int, pair: PreferencePair, sides: dict[str, EncodedResponse]) -> None:
+                def add_pair(place: int, pair: PreferencePair, sides: dict[str, EncodedResponse]) -> None:
                     prompt = digest_prompt(pair.prompt)
                     overlaps.add(split, prompt, sides)  # noqa: B023  # only called within this iteration
                     rows.add(encoded_to_row(place, prompt, sides))  # noqa: B023
 
-                found = encode(split, take)
+                found = encode(split, add_pair)
                 rows.flush()
                 accounts[split] = {"tally": vars(found.tally), "read": found.read, "kept": rows.count}
         return {**accounts, "overlap": asdict(overlaps.count()), "lines": lines}
 
     texts = sum(PER_TEXT * one.pairs.num_bytes for one in pairs.values() if isinstance(one.pairs, PairRows))
-    made = load_or_prepare(store, "encoded", facts, texts, make)
+    made = load_or_prepare(store, "encoded", facts, texts, write_ids)
     if not made.anew:
         repeat_log_lines(made.account["lines"])
     start, encoded = 0, {}
@@ -266,7 +266,7 @@ class WeighedSplits:
 
     weighed: WeighingResult
     sets: dict[str, ExampleSet]
-    measured: dict[str, SplitNumbers]
+    measured: dict[str, SplitStatistics]
 
 
 def prepare_weighed_examples(
@@ -279,17 +279,17 @@ def prepare_weighed_examples(
     """Loads the examples of both splits from the store, or makes them with ``make_all`` and stores them."""
     just: list[WeighedSplits] = []
 
-    def make(write: Callable[[pa.RecordBatch], None]) -> dict[str, object]:
+    def write_examples(write: Callable[[pa.RecordBatch], None]) -> dict[str, object]:
         rows: dict[str, ArrowRowWriter] = {}
 
-        def take(split: str, place: int, example: TrainingExample) -> None:
+        def add_example(split: str, place: int, example: TrainingExample) -> None:
             if split not in rows:
                 for other in rows.values():
                     other.flush()
                 rows[split] = ArrowRowWriter(weights_schema(example.weights[0].dtype), write)
             rows[split].add(example_to_row(place, example))
 
-        just.append(make_all(take))
+        just.append(make_all(add_example))
         for one in rows.values() or [ArrowRowWriter(weights_schema(torch.float32), write)]:
             one.flush()
         return {
@@ -298,7 +298,7 @@ def prepare_weighed_examples(
         }
 
     tokens = sum(int(np.sum(count_row_tokens(one.encoded).responses)) for one in encoded.values())
-    made = load_or_prepare(Path(store.root), "weighed", facts, BYTES_OF_WEIGHT * tokens, make)
+    made = load_or_prepare(Path(store.root), "weighed", facts, BYTES_OF_WEIGHT * tokens, write_examples)
     start, sets, measured = 0, {}, {}
     for split in SPLITS:
         account, ids = made.account[split], encoded[split].encoded
@@ -307,7 +307,7 @@ def prepare_weighed_examples(
         rows = ExampleRows(table, ids, list_pair_ids(encoded[split].pairs), f"{digest(facts)[:20]} {split}")
         numbers = {name: account[name] for name in ("read", "dropped", "content_tokens", "unmatched_tokens")}
         sets[split] = ExampleSet(rows, _load_tally(account["tally"]), **numbers)
-        measured[split] = SplitNumbers(account["numbers"], Arrival(**account["arrival"]))
+        measured[split] = SplitStatistics(account["numbers"], Arrival(**account["arrival"]))
         start += account["kept"]
     weighed = just.pop().weighed if just else _restore_weights(store, made.account["weighed"], encoded, recipe)
     if recipe.reader is not None:
@@ -364,11 +364,11 @@ def _restore_weights(
     )
     chosen = list(recipe.transforms)
 
-    def fit() -> Sequence[WeightTransform]:
+    def fit_captured() -> Sequence[WeightTransform]:
         captured = {} if recipe.reader is None else _find_captured(store, weighed, encoded)
         return fit_transforms(chosen, encoded["train"], source, captured, weighed.layers, recipe.align)
 
-    fitted = LazyTransforms(fit) if any(one.needs_fit for one in chosen) else tuple(chosen)
+    fitted = LazyTransforms(fit_captured) if any(one.needs_fit for one in chosen) else tuple(chosen)
     return replace(weighed, transforms=fitted)
 
 
@@ -397,7 +397,7 @@ def prepare_logps(
 ) -> ExampleRows:
     """Loads the reference's log-probabilities of examples from the store, or gets and stores those of ``load``."""
 
-    def make(write: Callable[[pa.RecordBatch], None]) -> dict[str, object]:
+    def write_logps(write: Callable[[pa.RecordBatch], None]) -> dict[str, object]:
         out = ArrowRowWriter(LOGPS, write)
         for begin in range(0, len(rows), AT_ONCE):
             places = range(begin, min(begin + AT_ONCE, len(rows)))
@@ -407,7 +407,7 @@ def prepare_logps(
         return {}
 
     size = BYTES_OF_WEIGHT * int(np.sum(rows.token_counts().responses))
-    made = load_or_prepare(store, "reference", {"examples": rows.name, "reference": table.key}, size, make)
+    made = load_or_prepare(store, "reference", {"examples": rows.name, "reference": table.key}, size, write_logps)
     return replace(rows, logps=made.table)
 
 
@@ -502,17 +502,17 @@ def _make_examples(
     weighed = weigh_splits(recipe.source, recipe.reader, store, encoded, device, refill=refill)
     align, source, captured, layers = recipe.align, weighed.source, weighed.captured, weighed.layers
     transforms = fit_transforms(recipe.transforms, encoded["train"], source, captured, layers, align)
-    sets, measured = dict[str, ExampleSet](), dict[str, SplitNumbers]()
+    sets, measured = dict[str, ExampleSet](), dict[str, SplitStatistics]()
     for split in SPLITS:
-        numbers, places = ExampleNumbers(texts.pairs[split], source), list[int]()
+        numbers, places = ExampleStatistics(texts.pairs[split], source), list[int]()
         examples: list[TrainingExample] = []
 
-        def keep(place: int, example: TrainingExample) -> None:
+        def add_example(place: int, example: TrainingExample) -> None:
             numbers.add(example)  # noqa: B023  # only called within this iteration
             places.append(place)  # noqa: B023
             examples.append(example) if take is None else take(split, place, example)  # noqa: B023
 
-        found = prepare_examples(encoded[split], source, captured, align, layers, transforms, keep)
+        found = prepare_examples(encoded[split], source, captured, align, layers, transforms, add_example)
         sets[split] = replace(found, examples=examples)
         sizes = count_row_tokens(encoded[split].encoded).select(np.array(places, dtype=np.int64))
         measured[split] = numbers.compute(sizes)

@@ -142,7 +142,7 @@ class StepBatchSampler(Sampler[PlannedBatch]):
         if self._short:
             last = (self._split_into_steps(epoch)[-1] for epoch in range(epochs))
             short = self.cutting.num_micro_batches(last, self._short, world_size, short=True)
-        return StepSplit(self.cutting.rule, max(accumulation, short), short, world_size)
+        return StepSplit(self.cutting.description, max(accumulation, short), short, world_size)
 
     def __len__(self) -> int:
         """Returns the number of this rank's micro-batches in a whole epoch.
@@ -168,7 +168,7 @@ class StepBatchSampler(Sampler[PlannedBatch]):
     def _start_epoch(self, epoch: int) -> None:
         self.epoch, self.consumed, self._start, self._passed = epoch, 0, 0, False
 
-    def order(self, epoch: int) -> list[int]:
+    def epoch_order(self, epoch: int) -> list[int]:
         """Returns the permutation of an epoch."""
         if not self.shuffle:
             return list(range(self.num_pairs))
@@ -178,7 +178,7 @@ class StepBatchSampler(Sampler[PlannedBatch]):
 
     def _split_into_steps(self, epoch: int) -> list[list[int]]:
         """Returns the pairs of each step of an epoch."""
-        order = self.order(epoch)
+        order = self.epoch_order(epoch)
         return [order[step * self.size : (step + 1) * self.size] for step in range(self.steps_per_epoch)]
 
     def iter_micro_batches(self) -> Iterator[tuple[int, ...]]:

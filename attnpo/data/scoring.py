@@ -45,7 +45,7 @@ def score_examples(
     was_training = model.training
     model.eval()
     device = next(model.parameters()).device
-    ordered = sorted(examples, key=lambda example: example.longest)
+    ordered = sorted(examples, key=lambda example: example.longest_branch)
     with torch.no_grad():
         for chunk in batch_by_budget(ordered):
             rows = [*(example.chosen for example in chunk), *(example.rejected for example in chunk)]
@@ -61,7 +61,7 @@ def batch_by_budget(ordered: Sequence[TrainingExample]) -> Iterator[list[Trainin
     """Yields batches of sorted examples with at most ``TOKENS_PER_FORWARD`` padded tokens, or a single pair."""
     batch: list[TrainingExample] = []
     for example in ordered:
-        if batch and 2 * (len(batch) + 1) * example.longest > TOKENS_PER_FORWARD:
+        if batch and 2 * (len(batch) + 1) * example.longest_branch > TOKENS_PER_FORWARD:
             yield batch
             batch = []
         batch.append(example)

@@ -60,14 +60,14 @@ class WeightScale:
     signed: bool
 
     @property
-    def step(self) -> float:
+    def octaves_per_code(self) -> float:
         """Returns the octaves between neighbouring codes."""
         return (self.high - self.low) / ((SIGNED_TOP if self.signed else TOP) - 1)
 
     @property
     def relative_error(self) -> float:
         """Returns the largest relative error of a weight within the scale: half a step."""
-        return 2 ** (self.step / 2) - 1
+        return 2 ** (self.octaves_per_code / 2) - 1
 
     @classmethod
     def fit(cls, relative: Array) -> "WeightScale":
@@ -83,7 +83,7 @@ class WeightScale:
         finite = np.isfinite(relative)
         present = finite & (relative != 0)
         logs = np.log2(np.abs(np.where(present, relative, 1.0)))
-        places = np.round((logs - self.low) / self.step) if self.step else np.zeros_like(logs)
+        places = np.round((logs - self.low) / self.octaves_per_code) if self.octaves_per_code else np.zeros_like(logs)
         codes = np.where(present, 1 + np.clip(places, 0, top - 1), 0)
         codes = np.where(finite, codes + np.where(present & (relative < 0), SIGNED_TOP, 0), UNKNOWN)
         return codes.astype(np.uint8).tobytes()
@@ -144,7 +144,12 @@ def explorer_html(pairs: Sequence[ExplorerPair], *, title: str = "Token weights"
         described.append(
             {
                 **{"source": view.source, "layer": view.layer, "round": view.round},
-                **{"low": scale.low, "step": scale.step, "signed": scale.signed, "error": scale.relative_error},
+                **{
+                    "low": scale.low,
+                    "step": scale.octaves_per_code,
+                    "signed": scale.signed,
+                    "error": scale.relative_error,
+                },
                 **{
                     heads: [
                         None if row is None else [_nan_to_none(getattr(side, name)) for side in row] for row in rows
@@ -174,7 +179,7 @@ def explorer_html(pairs: Sequence[ExplorerPair], *, title: str = "Token weights"
         "ends": {
             token_id: text
             for side in sides
-            for token_id, text, end in zip(side.token_ids, side.tokens, side.ends, strict=True)
+            for token_id, text, end in zip(side.token_ids, side.tokens, side.end_flags, strict=True)
             if end
         },
         "views": described,

@@ -70,7 +70,7 @@ def shade_of(relative: float | int) -> int:
     return round(LEVELS * max(-1.0, min(1.0, math.log2(size) / OCTAVES))) if math.isfinite(size) else LEVELS
 
 
-def tint(shade: int, negative: bool = False) -> RGBA:
+def get_tint(shade: int, negative: bool = False) -> RGBA:
     """Returns red, green, blue (0-255) and opacity (0-1) of a shade, for any background."""
     share = abs(shade) / LEVELS
     if negative:
@@ -99,7 +99,7 @@ def shade_rules(scope: str = "", signed: bool = True) -> str:
     rules = []
     for prefix, negative in (("h", False), ("v", True))[: 2 if signed else 1]:
         for shade in range(-LEVELS, LEVELS + 1):
-            red, green, blue, opacity = tint(shade, negative)
+            red, green, blue, opacity = get_tint(shade, negative)
             ink = ";color:#1b1205" if shade >= DARK_INK and not negative else ""
             rules.append(
                 f"{scope}.{prefix}{shade + LEVELS}{{background:rgba({red},{green},{blue},{opacity:.3f}){ink}}}"

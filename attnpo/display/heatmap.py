@@ -22,12 +22,12 @@ from attnpo.display.heat import (
     LEGEND,
     RGB,
     blend,
+    get_tint,
     make_readable,
     make_visible,
     shade_class,
     shade_of,
     shade_rules,
-    tint,
 )
 from attnpo.display.pair_record import PairRecord, WeighedResponse
 from attnpo.display.templating import render
@@ -50,7 +50,7 @@ def heatmap_html(pairs: Sequence[PairRecord], *, page: bool = True, title: str =
 
 def _iter_spans(side: WeighedResponse) -> Iterator[tuple[str, str, str]]:
     """Yields the CSS classes, hover text and text of each token."""
-    rows = zip(side.tokens, side.relative.tolist(), side.has_partner, side.ends, strict=True)
+    rows = zip(side.tokens, side.relative.tolist(), side.partner_flags, side.end_flags, strict=True)
     for place, (text, relative, matched, end) in enumerate(rows):
         shade = shade_class(relative) if math.isfinite(relative) else "bad"
         kind, said = (f"{shade} end", ", end of turn") if end else (shade, "") if matched else ("lost", ", no partner")
@@ -118,18 +118,18 @@ def _side_by_side(panels: Sequence[RenderableType]) -> Table:
 def _side_panel(name: str, side: WeighedResponse, numbers: bool, paper: bool) -> Panel:
     text = Text(overflow="fold")
     for token, relative, matched, end in zip(
-        side.tokens, side.relative.tolist(), side.has_partner, side.ends, strict=True
+        side.tokens, side.relative.tolist(), side.partner_flags, side.end_flags, strict=True
     ):
         text.append(make_visible(token) or "▯", style=_token_style(relative, matched, end, paper))
         if numbers:
             text.append("|." if not (matched or end) else f"|{relative:.2f}", style="dim")
             text.append(" ")
-    body = _Mirrored(text) if paper and side.is_right_to_left else text
+    body = _MirroredText(text) if paper and side.is_right_to_left else text
     head = Text(side.summary(), style="dim", overflow="fold")
     return Panel(Group(head, body), title=name, title_align="left", border_style="green" if name == "chosen" else "red")
 
 
-class _Mirrored:
+class _MirroredText:
     """Text whose tokens run from the right edge of each line; the order within a token is left to the viewer."""
 
     def __init__(self, text: Text) -> None:
@@ -152,7 +152,7 @@ def _token_style(relative: float, matched: bool, end: bool, paper: bool) -> Styl
 def shade_style(relative: float | int, paper: bool = False) -> Style:
     """Returns the text and background colours of a finite relative weight, on a dark terminal or on ``paper``."""
     shade = shade_of(relative)
-    red, green, blue = blend(tint(shade, relative < 0), _WHITE if paper else _DARK)
+    red, green, blue = blend(get_tint(shade, relative < 0), _WHITE if paper else _DARK)
     letters = _DARK_LETTERS if paper or (shade >= DARK_INK - 3 and relative >= 0) else _LIGHT_LETTERS
     return Style(color=letters, bgcolor=f"#{red:02x}{green:02x}{blue:02x}")
 

@@ -130,7 +130,7 @@ _KEPT = "\ue000"  # private-use character: stands for a non-breaking blank
 
 def _wrap_headers(table: TableBlock) -> TableBlock:
     """Wraps headers at words to the width of their cells, as Rich would break words."""
-    cells, _ = table.texts()
+    cells, _ = table.format_cells()
     heads = {
         name: "\n".join(
             wrap(name, max([1, *(cell_len(line[place]) for line in cells)]), break_long_words=False) or [name]

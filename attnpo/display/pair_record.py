@@ -59,18 +59,18 @@ class WeighedResponse:
         return {"weight": self.weights, "relative": self.relative, **self.scores}
 
     @property
-    def ends(self) -> tuple[bool, ...]:
+    def end_flags(self) -> tuple[bool, ...]:
         """Returns for each token whether it ends the turn."""
         return tuple(end <= start for start, end in self.offsets) or (False,) * len(self.tokens)
 
     @property
-    def has_partner(self) -> tuple[bool, ...]:
+    def partner_flags(self) -> tuple[bool, ...]:
         """Returns for each token whether it matches a source token."""
         found = [not self.offsets or self.coverage == 1.0 or weight != 0 for weight in self.weights.tolist()]
-        return tuple(partner and not end for partner, end in zip(found, self.ends, strict=True))
+        return tuple(partner and not end for partner, end in zip(found, self.end_flags, strict=True))
 
     @property
-    def cut(self) -> int:
+    def num_cut_characters(self) -> int:
         """Returns the number of characters after the last training token."""
         return len(self.text) - max((end for start, end in self.offsets if end > start), default=0)
 
@@ -83,7 +83,7 @@ class WeighedResponse:
     @property
     def is_right_to_left(self) -> bool:
         """Returns whether the first letter with a direction is written from right to left."""
-        texts = (text for text, end in zip(self.tokens, self.ends, strict=True) if not end)
+        texts = (text for text, end in zip(self.tokens, self.end_flags, strict=True) if not end)
         kinds = (unicodedata.bidirectional(char) for text in texts for char in text)
         return next((kind != "L" for kind in kinds if kind in ("L", "R", "AL")), False)
 
@@ -101,8 +101,8 @@ class WeighedResponse:
         parts += [f"{name} {100 * share:.1f} %" for name, share in named if not math.isnan(share)]
         if not math.isnan(effective):
             parts.append(f"effective number of weights {effective:.1f}")
-        if self.cut:
-            parts.append(f"{self.cut} characters cut")
+        if self.num_cut_characters:
+            parts.append(f"{self.num_cut_characters} characters cut")
         return ", ".join(parts)
 
     def describe_token(self, place: int) -> str:
@@ -197,6 +197,6 @@ class PairRecord:
         return ("chosen", self.chosen), ("rejected", self.rejected)
 
     @property
-    def rounds(self) -> list[str]:
+    def round_summaries(self) -> list[str]:
         """Returns the judge's verdicts, one line per round."""
         return [f"round {number}: {one.summary()}" for number, one in enumerate(self.verdicts, 1)]

@@ -48,7 +48,7 @@ class TableBlock:
         digits = self.digits
         return [digits if isinstance(digits, int) else digits.get(name, DEFAULT_DIGITS) for name in self.columns]
 
-    def texts(self, as_stored: bool = False) -> tuple[list[list[str]], list[bool]]:
+    def format_cells(self, as_stored: bool = False) -> tuple[list[list[str]], list[bool]]:
         """Returns formatted cells, and for each column whether it has only numbers (apart from empty cells).
 
         Control characters are made visible unless ``as_stored``.
@@ -92,7 +92,7 @@ def format_fixed(value: float, digits: int) -> str:
 
 def table_rich(table: TableBlock) -> RichTable:
     """Converts the table for a Rich console; cells are shown literally, without markup, and are not cut off."""
-    cells, right = table.texts()
+    cells, right = table.format_cells()
     title = Text(make_readable(table.caption)) if table.caption else None
     drawn = RichTable(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
     for place, (head, numeric) in enumerate(zip(table.columns, right, strict=True)):
@@ -106,7 +106,7 @@ def table_rich(table: TableBlock) -> RichTable:
 
 def table_markdown(table: TableBlock) -> str:
     """Formats the table in GitHub's Markdown without a trailing newline; escapes bars and line breaks."""
-    cells, right = table.texts()
+    cells, right = table.format_cells()
     lines = [list(table.columns), ["---:" if numeric else "---" for numeric in right], *cells]
     return "\n".join("| " + " | ".join(_markdown_cell(cell) for cell in line) + " |" for line in lines)
 
@@ -116,7 +116,7 @@ def table_latex(table: TableBlock, title: str = "") -> str:
 
     ``title`` is the caption if the table has none.
     """
-    cells, right = table.texts()
+    cells, right = table.format_cells()
     caption = table.caption or title
     told = [" & ".join(_latex_text(cell) for cell in line) + r" \\" for line in [table.columns, *cells]]
     lines = [
@@ -148,7 +148,7 @@ def table_html(table: TableBlock) -> str:
 
     Notes are shown above the headers and in a collapsed list below the table.
     """
-    cells, numeric = table.texts(as_stored=True)
+    cells, numeric = table.format_cells(as_stored=True)
     told = {name: table.notes[name] for name in table.columns if name in table.notes}
     shown = {"columns": table.columns, "caption": table.caption}
     return render("table.html", cells=cells, numeric=numeric, notes=told, **shown)

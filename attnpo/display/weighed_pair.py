@@ -121,7 +121,7 @@ class WeighedPair(_PairViews, PairRecord):
                     "matched": matched,
                     **{column: values[place] for column, values in columns.items()},
                 }
-                for place, (token, matched) in enumerate(zip(side.tokens, side.has_partner, strict=True))
+                for place, (token, matched) in enumerate(zip(side.tokens, side.partner_flags, strict=True))
             ]
         return found
 

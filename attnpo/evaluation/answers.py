@@ -119,7 +119,7 @@ def answer_prompts(cfg: AnswerConfig) -> Path:
             log.warning("the first refusal: %s", encoded.refusal)
         _require_some(encoded, len(found.prompts), "prompts")
         if answerer.chat is not None:
-            rendered = [prompt.id for prompt in found.prompts if answerer.chat.spells_special(prompt.messages)]
+            rendered = [prompt.id for prompt in found.prompts if answerer.chat.has_special_tokens(prompt.messages)]
             warn_about_special_tokens(len(rendered), len(found.prompts), rendered)
         key = key_of(answerer, sampling)
         have = file.open(key)

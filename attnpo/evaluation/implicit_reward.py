@@ -194,7 +194,7 @@ class ImplicitReward:
             compared = {**compared, f"{GAIN}_weighted": (WEIGHTED, REFERENCE)}
         orders = Orders(gaps, [self.data.group_of(pair) for pair in encoded.pairs], self.ties, compared)
         counts = {**found.counts, **found.notes, **encoded.tally.counts, **orders.account(), **notes}
-        for line in encoded.tally.lines():
+        for line in encoded.tally.format_lines():
             log.warning("%s: %s", self.name, line)
         counts |= count_seen_prompts(subject.model.path, (pair.prompt for pair in encoded.pairs))
         return UngradedResult(orders.scores(), {name: count for name, count in counts.items() if count}, orders.table())

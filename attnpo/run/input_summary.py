@@ -72,7 +72,7 @@ def example_statistics(inputs: Inputs) -> dict[str, Any]:
         out["weights"] = {"from_store": weighed.report.hits, "computed": weighed.report.computed}
     out.update(_cut_prompts(weighed))
     if weighed.answers is not None:
-        lost = sum(made.tally.total(DROPPED_FOR_COVERAGE) for made in inputs.examples.values())
+        lost = sum(made.tally.count_starting_with(DROPPED_FOR_COVERAGE) for made in inputs.examples.values())
         out["verbalizer"] = {**weighed.answers.numbers(), "dropped_pairs": lost}
     if inputs.layer_choice is not None:
         out[CHOICE] = inputs.layer_choice
@@ -100,7 +100,7 @@ def describe_split_loss(inputs: Inputs, split: str) -> str | None:
 def split_lines(inputs: Inputs, split: str, statistics: dict[str, Any]) -> Iterator[str]:
     """Yields what became of a split's rows, how long they are, and how much of their weights arrived."""
     pairs, made = inputs.pairs[split], inputs.examples[split]
-    dropped = f"{pairs.dropped} dropped on reading, {made.dropped} later"
+    dropped = f"{pairs.num_dropped} dropped on reading, {made.dropped} later"
     yield f"{split}: {statistics['pairs']} pairs of {pairs.read} rows ({dropped})"
     for name, one in statistics.get("sets", {}).items():
         yield f"{split}, set {name}: " + ", ".join(f"{value} {key}" for key, value in one.items() if key != "path")
@@ -290,7 +290,7 @@ def describe_loss(
         helps.append("another wording (judge.template_file)")
     if align is AlignMethod.LEVENSHTEIN:
         helps.append("align.method=characters")
-    cut = sum(tally.total(words.format(side)) for words in (CUT, CUT_IN_FRONT) for side in SIDES)
+    cut = sum(tally.count_starting_with(words.format(side)) for words in (CUT, CUT_IN_FRONT) for side in SIDES)
     cuts = f", with those on the {cut} pieces that lengths.max_length cut from responses" if cut else ""
     what = f". What can help: {', '.join(helps)}" if helps else ""
     return (

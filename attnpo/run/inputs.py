@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from attnpo.data import prepared
 from attnpo.data.arrow_rows import ExampleRows, count_row_tokens, find_pairs
 from attnpo.data.base import PairSet
-from attnpo.data.example_numbers import SplitNumbers
+from attnpo.data.example_numbers import SplitStatistics
 from attnpo.data.overlap import Overlap, digest_prompt, write_prompt_digests
 from attnpo.data.prepare import EncodedSet, ExampleSet
 from attnpo.data.prepared import EncodedTexts, ExampleRecipe, WeighedSplits
@@ -42,7 +42,7 @@ class Inputs:
     examples: dict[str, ExampleSet]
     recipe: ExampleRecipe
     overlap: Overlap | None = None
-    measured: Mapping[str, SplitNumbers] = field(default_factory=dict)
+    measured: Mapping[str, SplitStatistics] = field(default_factory=dict)
     layer_choice: Mapping[str, object] | None = None
 
 
@@ -56,7 +56,7 @@ def encode(pairs: Mapping[str, PairSet], base: BaseModel, rules: LengthRules) ->
 def check_positions(model: ModelSpec, encoded: Mapping[str, EncodedSet]) -> None:
     """Raises UserError for a row that is longer than the model's positions, with the length that can be had."""
     for split, found in encoded.items():
-        lengths = count_row_tokens(found.encoded).longest.tolist()
+        lengths = count_row_tokens(found.encoded).longest_branch.tolist()
         longest = max(lengths, default=0)
         beyond = position_warning(
             load_text_config(model.path, model.revision), model.path, "lengths.max_length", longest

@@ -178,7 +178,7 @@ def weighed_pairs(cfg: ShowConfig) -> list[WeighedPair]:
             "to show: give other weights, or bad_batch= for a step that was saved"
         )
     encoded = encode_pairs(pairs, base.chat, run.lengths)
-    for line in encoded.tally.lines():
+    for line in encoded.tally.format_lines():
         log.warning("%s", line)
     weighed = readers.weigh(source, {"train": encoded, "val": EncodedSet([], [], Tally(), 0)}, every_row=True)
     asked = _views(cfg.layers, cfg.rounds, cfg.stages, weighed, transforms)

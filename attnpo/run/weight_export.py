@@ -161,7 +161,7 @@ def about(
         "split": split,
         "pairs": len(made.examples),
         "dropped": made.dropped,
-        "counts": made.tally.lines(),
+        "counts": made.tally.format_lines(),
         "model": model.path,
         "revision": model.revision,
         "tokenizer": chat.fingerprint(),

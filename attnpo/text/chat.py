@@ -140,7 +140,7 @@ class TokenRows:
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", count: int | None) -> None:
         self._tokenizer, self.count = tokenizer, count
         pad = tokenizer.pad_token_id
-        if pad is not None and self.is_outside(pad):
+        if pad is not None and self.is_out_of_range(pad):
             log.warning(
                 "the padding token %r of %r has the id %d, but the model has only %d token embeddings: rows are padded "
                 "with the id %d instead, which does not change results",
@@ -155,16 +155,16 @@ class TokenRows:
     def pad_id(self) -> int:
         """Returns the padding id: the tokenizer's if it has an embedding, else that of EOS, else 0."""
         known = (self._tokenizer.pad_token_id or 0, self._tokenizer.eos_token_id, 0)
-        return next(index for index in known if index is not None and not self.is_outside(index))
+        return next(index for index in known if index is not None and not self.is_out_of_range(index))
 
-    def is_outside(self, token: int) -> bool:
+    def is_out_of_range(self, token: int) -> bool:
         """Tells whether the model has no embedding for a token."""
         return self.count is not None and token >= self.count
 
     def check_ids(self, ids: Sequence[int]) -> None:
         """Raises TokenWithoutEmbedding if the model has no embedding for one of ``ids``."""
         last = max(ids, default=0)
-        if self.is_outside(last):
+        if self.is_out_of_range(last):
             raise TokenWithoutEmbedding(
                 "a token that the model has no embedding for",
                 f"the token {self._tokenizer.convert_ids_to_tokens(last)!r} of {self._tokenizer.name_or_path!r} has "
@@ -194,20 +194,20 @@ class _Conversation(NamedTuple):
     response: str
 
     @property
-    def begin(self) -> int:
+    def response_start(self) -> int:
         """Returns the start of the response, including the template's text around a trace."""
         return self.before if len(self.pieces) > 1 else self.pieces[0].start
 
     @property
-    def head(self) -> str:
+    def response_prefix(self) -> str:
         """Returns the text between generation prompt and response; empty if it is only whitespace."""
-        head = self.full[self.before : self.begin]
+        head = self.full[self.before : self.response_start]
         return head if head.strip() else ""
 
     @property
-    def prompt(self) -> str:
+    def prompt_text(self) -> str:
         """Returns the text that is tokenised as the prompt."""
-        return self.full[: self.before] + self.head.rstrip()
+        return self.full[: self.before] + self.response_prefix.rstrip()
 
 
 class _Rendered(NamedTuple):
@@ -218,7 +218,7 @@ class _Rendered(NamedTuple):
     unread: bool
 
     @property
-    def texts(self) -> list[str]:
+    def texts_to_tokenize(self) -> list[str]:
         """Returns the texts to tokenise."""
         return [text for one in self.conversations for text in (one.full, one.prompt)]
 
@@ -490,8 +490,8 @@ class ChatFormat:
         size = 0
         while len(batch) < AT_ONCE and size < CHARACTERS and (one := next(rest, None)) is not None:
             batch.append(self._render_answers(*one))
-            size += sum(map(len, batch[-1].texts))
-        texts = list(dict.fromkeys(text for rendered in batch for text in rendered.texts))
+            size += sum(map(len, batch[-1].texts_to_tokenize))
+        texts = list(dict.fromkeys(text for rendered in batch for text in rendered.texts_to_tokenize))
         tokenize = partial(self._backend.encode_batch, texts, add_special_tokens=False)
         return batch, pool.submit(lambda: dict(zip(texts, tokenize(), strict=True)))
 
@@ -641,7 +641,7 @@ class ChatFormat:
             if token in self._special and end > start
         )
 
-    def spells_special(self, prompt: Sequence[Message]) -> bool:
+    def has_special_tokens(self, prompt: Sequence[Message]) -> bool:
         """Tells whether a message of ``prompt`` contains a special token as text, as already rendered prompts do."""
         return any(self._spelled.search(turn["content"]) for turn in prompt)
 

@@ -14,7 +14,7 @@ OPEN, CLOSE = "<think>", "</think>"
 _TRACED = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
 
 
-class Traces(Enum):
+class TraceHandling(Enum):
     """Handling of reasoning traces in responses: keep them, or remove them from the data.
 
     WEIGH_APART: trained on, with a share of the weight equal to its share of the tokens; judges read only the answer,

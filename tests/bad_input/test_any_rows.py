@@ -36,7 +36,7 @@ from attnpo.schema import SIDES, PreferencePair, UserError
 from attnpo.system.store import Store
 from attnpo.text.alignment import AlignMethod
 from attnpo.text.chat import SENTINEL, ChatFormat
-from attnpo.text.traces import Traces
+from attnpo.text.traces import TraceHandling
 from attnpo.weights.capture import ensure_captured
 from attnpo.weights.sources.attention import Attention
 from attnpo.weights.sources.uniform import Uniform
@@ -309,8 +309,8 @@ def test_every_row_is_accounted_for_at_each_stage(chats: list[ChatFormat], recor
         columns=st.sampled_from(
             [
                 Columns(),
-                Columns(traces=Traces.STRIP),
-                Columns(traces=Traces.WEIGH_APART),
+                Columns(traces=TraceHandling.STRIP),
+                Columns(traces=TraceHandling.WEIGH_APART),
                 Columns(prompt=None),
                 Columns(system="prompt", prompt=None),
             ]
@@ -335,11 +335,11 @@ def test_every_row_is_accounted_for_at_each_stage(chats: list[ChatFormat], recor
         align: AlignRules,
     ) -> None:
         for read in (pairs_from_rows(rows, columns), from_file(rows, columns, tmp_path)):
-            assert read is None or read.read == len(rows) == read.kept + read.dropped
+            assert read is None or read.read == len(rows) == read.num_kept + read.num_dropped
         if read is None:
             return
         account.rows += len(rows)
-        account.kept += read.kept
+        account.kept += read.num_kept
         account.reasons += read.counts
         account.notes += read.notes
         found = encoded_or_refused(read.pairs, chat, rules)

@@ -192,5 +192,5 @@ def test_a_response_cut_to_nothing(record: Record) -> None:
     pair = PreferencePair.from_texts([{"role": "user", "content": "good " * 30}], "good .", "bad .")
     tally = Tally()
     assert encode_pair(pair, ChatFormat(build_tokenizer(Grammar())), rules, tally) is None
-    assert tally.lines() == [f"dropped: a response was cut to nothing: 1 ({pair.pair_id[:8]})"]
-    record("a response cut to nothing", tally.lines()[0], "1 of 1 pairs, counted")
+    assert tally.format_lines() == [f"dropped: a response was cut to nothing: 1 ({pair.pair_id[:8]})"]
+    record("a response cut to nothing", tally.format_lines()[0], "1 of 1 pairs, counted")

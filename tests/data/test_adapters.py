@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from attnpo.data.adapters import Columns, Note, Reason, RowError, adapt_row
 from attnpo.data.base import PairSet, PairSource, log_unused_columns, pairs_from_rows, parse_row_range
 from attnpo.schema import SIDES, PreferencePair, UserError, digest
-from attnpo.text.traces import Traces
+from attnpo.text.traces import TraceHandling
 from tests import own_texts
 
 USER = {"role": "user", "content": "Name a colour."}
@@ -127,7 +127,7 @@ def test_content_with_another_part_is_not_text(part: Any) -> None:
 def test_a_pair_with_exchanged_sides_is_kept_and_counted() -> None:
     rows = [{"prompt": "p", "chosen": one, "rejected": other} for one, other in ("ab", "cd", "ba", "ab", "ba")]
     found = pairs_from_rows(rows)
-    assert (found.kept, found.dropped) == (5, 0)
+    assert (found.num_kept, found.num_dropped) == (5, 0)
     assert found.notes == Counter({Note.EXCHANGED.value: 3, Note.DUPLICATE.value: 2})
     assert found.examples[Note.EXCHANGED.value] == [2, 3, 4]
     assert "exchanged: 3 (rows 2, 3, 4)" in found.summary()
@@ -158,7 +158,7 @@ CALL = {**said("I look."), "function_call": {"name": "look", "arguments": "{}"}}
 )  # fmt: skip
 def test_rows_that_look_wrong_are_kept_and_counted(row: dict[str, Any], noticed: str | None) -> None:
     found = pairs_from_rows([row, row])
-    assert found.kept == 2 and "duplicate" in found.summary()
+    assert found.num_kept == 2 and "duplicate" in found.summary()
     assert (f"; {noticed}: 2 (rows 0, 1)" in found.summary()) if noticed else set(found.notes) == {Note.DUPLICATE.value}
 
 
@@ -236,7 +236,7 @@ def test_problem_names_its_reason(reason: Reason, row: dict[str, Any]) -> None:
         row_to_pair(row)
     assert caught.value.reason is reason
     account = pairs_from_rows([row])
-    assert (account.read, account.kept, account.counts) == (1, 0, Counter({reason.value: 1}))
+    assert (account.read, account.num_kept, account.counts) == (1, 0, Counter({reason.value: 1}))
 
 
 def test_every_reason_is_reached() -> None:
@@ -356,7 +356,7 @@ def keeps_every_row(file: Path, duplicates: int = 0) -> int:
     """Reads a file of the hub's conventions and compares every pair with its row; returns how many there are."""
     found = PairSource(str(file.parent), train_split=file.stem).load("train")
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
-    assert (found.read, found.kept, found.dropped) == (len(rows), len(rows), 0)
+    assert (found.read, found.num_kept, found.num_dropped) == (len(rows), len(rows), 0)
     tied = sum(row.get("score_chosen", 1) <= row.get("score_rejected", 0) for row in rows)
     assert found.notes == +Counter({Note.DUPLICATE.value: duplicates, SCORES: tied})
     for pair, row in zip(found.pairs, rows, strict=True):
@@ -394,7 +394,7 @@ def test_edge_cases_are_counted_by_reason(tmp_path: Path, caplog: pytest.LogCapt
     with caplog.at_level(logging.INFO):
         found = PairSource(str(file)).load("train")
     assert found.counts == Counter({Reason.IDENTICAL: 5, Reason.MALFORMED: 3}) and found.notes == {Note.EMPTY: 5}
-    assert (found.read, found.kept, found.dropped) == (15, 7, 8)
+    assert (found.read, found.num_kept, found.num_dropped) == (15, 7, 8)
     assert found.examples[Reason.IDENTICAL] == [0, 3, 6] and found.examples[Reason.MALFORMED] == [2, 5, 8]
     assert [record.levelname for record in caplog.records if found.summary() in record.message] == ["WARNING"]
 
@@ -543,7 +543,7 @@ def test_a_trace_beside_the_content_is_that_of_the_response() -> None:
     assert (kept.pair.chosen, kept.pair.rejected) == ("<think>\nwhy\n</think>\n\ngood", "bad")
     assert [turn.get("reasoning_content") for turn in kept.pair.prompt] == [None, "earlier", None]
     assert not kept.notes
-    stripped = adapt_row(row, Columns(traces=Traces.STRIP))
+    stripped = adapt_row(row, Columns(traces=TraceHandling.STRIP))
     without = {side: [{**turn, "reasoning_content": None} for turn in turns] for side, turns in row.items()}
     assert stripped.pair == adapt_row(without, Columns()).pair != kept.pair
     assert stripped.notes == (Note.STRIPPED,)
@@ -551,29 +551,29 @@ def test_a_trace_beside_the_content_is_that_of_the_response() -> None:
 
 def test_a_trace_weighed_apart_stays_in_its_response_and_marks_its_pair() -> None:
     row = {"chosen": reasoned("why", "good"), "rejected": reasoned(None, "bad")}
-    kept, apart = adapt_row(row, Columns()).pair, adapt_row(row, Columns(traces=Traces.WEIGH_APART)).pair
+    kept, apart = adapt_row(row, Columns()).pair, adapt_row(row, Columns(traces=TraceHandling.WEIGH_APART)).pair
     assert (apart.prompt, apart.chosen, apart.rejected) == (kept.prompt, kept.chosen, kept.rejected)
     assert apart.apart and not kept.apart and apart.pair_id != kept.pair_id
     bare = {side: reasoned(None, side) for side in ("chosen", "rejected")}
-    assert adapt_row(bare, Columns(traces=Traces.WEIGH_APART)) == adapt_row(bare, Columns())
+    assert adapt_row(bare, Columns(traces=TraceHandling.WEIGH_APART)) == adapt_row(bare, Columns())
     again = pairs_from_rows(
-        [row, {"chosen": row["rejected"], "rejected": row["chosen"]}], Columns(traces=Traces.WEIGH_APART)
+        [row, {"chosen": row["rejected"], "rejected": row["chosen"]}], Columns(traces=TraceHandling.WEIGH_APART)
     )
     assert again.notes[Note.EXCHANGED.value] == 1
 
 
-@pytest.mark.parametrize("traces", Traces)
-def test_a_trace_that_never_ends_drops_its_row(traces: Traces) -> None:
+@pytest.mark.parametrize("traces", TraceHandling)
+def test_a_trace_that_never_ends_drops_its_row(traces: TraceHandling) -> None:
     rows = [
         {"prompt": "Q", "chosen": "<think>a</think>b", "rejected": "<think>c"},
         {"prompt": "Q", "chosen": "<think>a</think>b", "rejected": "<think>c</think>b"},
         {"prompt": "Q", "chosen": "<think>a</think>b", "rejected": "d"},
     ]
     found = pairs_from_rows(rows, Columns(traces=traces))
-    strip = traces is Traces.STRIP
+    strip = traces is TraceHandling.STRIP
     assert found.counts == {"reasoning trace is not closed": 1} | ({"identical responses": 1} if strip else {})
     assert found.pairs[-1].chosen == ("b" if strip else "<think>a</think>b")
-    noted = {Traces.KEEP: {}, Traces.STRIP: {"reasoning trace stripped": 1}}
+    noted = {TraceHandling.KEEP: {}, TraceHandling.STRIP: {"reasoning trace stripped": 1}}
     assert found.notes == noted.get(traces, {"reasoning trace weighed apart": 2})
 
 
@@ -620,7 +620,7 @@ def test_calls_and_results_are_turns_of_the_prompt() -> None:
     twice = [*used(), *used()[1:], {"role": "assistant", "content": "No."}, {"role": "user", "content": "Sure?"}]
     # A second call may follow a result.
     assert len(adapt_row({**row, "prompt": twice}, Columns()).pair.prompt) == 7
-    assert adapt_row({**row, "prompt": used()}, Columns(traces=Traces.STRIP)).pair == pair
+    assert adapt_row({**row, "prompt": used()}, Columns(traces=TraceHandling.STRIP)).pair == pair
     answered = used({"role": "assistant", "content": "No."})
     whole = {"chosen": answered, "rejected": used({"role": "assistant", "content": "Yes."})}
     assert adapt_row(whole, Columns()).pair == pair

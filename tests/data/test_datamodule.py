@@ -356,7 +356,7 @@ def test_a_step_has_the_same_rows_however_it_is_split(micro: int, world: int) ->
     for rank in range(world):
         for batch in StepBatchSampler(20, 8, BatchByCount(micro), seed=1, rank=rank, world_size=world):
             if batch.micro == 0:
-                made = PreStepRows(["mismatched"]).make(examples, batch, padded_layout, 0)["mismatched"]
+                made = PreStepRows(["mismatched"]).make_rows(examples, batch, padded_layout, 0)["mismatched"]
                 found.setdefault(batch.step, []).extend(row for group in made for row in rows_in(group))
                 groups.setdefault(batch.step, set()).add(len(made))
                 assert len(made) == batch.micros
@@ -370,7 +370,9 @@ def test_a_step_has_the_same_rows_however_it_is_split(micro: int, world: int) ->
 
 
 def test_rows_have_no_weights_and_no_stored_reference() -> None:
-    (group,) = PreStepRows(["mismatched"]).make(having(1, 2), plan_step((0, 1), ((0, 1),)), padded_layout, 0)["mismatched"]
+    (group,) = PreStepRows(["mismatched"]).make_rows(having(1, 2), plan_step((0, 1), ((0, 1),)), padded_layout, 0)[
+        "mismatched"
+    ]
     assert group.token_weights["reward"].shape == (4, 2) and not group.token_weights["reward"].any()
     assert group.reference_logps is None and group.source_lengths.tolist() == [2.0] * 4
 
@@ -389,7 +391,7 @@ def test_responses_are_cut_to_what_the_prompt_leaves(caplog: pytest.LogCaptureFi
     caplog.set_level(logging.INFO)
     rows = PreStepRows(["mismatched"], max_length=8)
     for _ in range(2):
-        (group,) = rows.make(examples, plan_step((0, 1, 2), ((0, 1, 2),)), padded_layout, 0)["mismatched"]
+        (group,) = rows.make_rows(examples, plan_step((0, 1, 2), ((0, 1, 2),)), padded_layout, 0)["mismatched"]
         found = rows_in(group)
         assert found[:3] == [([1] * 6, [30, 30]), ([2] * 9, [10]), ([3], [20] * 5)]
         assert found[3:] == [([1] * 6, [31, 31]), ([2] * 9, [11]), ([3], [21] * 5)]
@@ -402,5 +404,5 @@ def test_responses_are_cut_to_what_the_prompt_leaves(caplog: pytest.LogCaptureFi
 def test_rows_that_just_fit_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     examples = [example(0, [1] * 3, 2), example(1, [2] * 3, 2)]
-    (group,) = PreStepRows(["mismatched"], 5).make(examples, plan_step((0, 1), ((0, 1),)), padded_layout, 0)["mismatched"]
+    (group,) = PreStepRows(["mismatched"], 5).make_rows(examples, plan_step((0, 1), ((0, 1),)), padded_layout, 0)["mismatched"]
     assert [len(response) for _, response in rows_in(group)] == [2] * 4 and not caplog.records

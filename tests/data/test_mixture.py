@@ -44,7 +44,7 @@ def taken(mixture: PairSource) -> Counter[str]:
 def test_each_set_is_counted_apart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         train, val = (source(tmp_path).load(split) for split in ("train", "val"))
-    assert train.read == train.kept + train.dropped and train.read + val.read == 122
+    assert train.read == train.num_kept + train.num_dropped and train.read + val.read == 122
     assert train.counts == {"chat: identical responses": 2}
     assert sum(one.taken for one in train.sets.values()) == len(train) == 120 - len(val)
     chat = train.sets["chat"]

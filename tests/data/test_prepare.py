@@ -278,7 +278,7 @@ def test_a_pair_without_any_weighted_token_counts_for_nothing(chat: ChatFormat) 
         VOID: 1,
     }
     assert (made.read, made.dropped) == (3, 0)
-    assert f": 1 ({encoded.pairs[0].pair_id[:8]})" in made.tally.lines()[1]
+    assert f": 1 ({encoded.pairs[0].pair_id[:8]})" in made.tally.format_lines()[1]
 
 
 def test_pairs_the_judge_could_not_be_shown_are_counted_by_reason(chat: ChatFormat) -> None:
@@ -332,7 +332,7 @@ def test_a_tally_counts_all_and_names_three() -> None:
         tally.add("dropped: why", f"{i}" * 32)
     tally.add("cut: what", "a" * 32)
     assert tally.counts == {"dropped: why": 5, "cut: what": 1}
-    assert tally.lines() == ["cut: what: 1 (aaaaaaaa)", "dropped: why: 5 (00000000, 11111111, 22222222)"]
+    assert tally.format_lines() == ["cut: what: 1 (aaaaaaaa)", "dropped: why: 5 (00000000, 11111111, 22222222)"]
 
 
 def test_percentiles_are_places_of_the_rising_list() -> None:

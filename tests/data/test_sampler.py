@@ -136,7 +136,7 @@ def test_epochs_reshuffle_and_are_keyed_by_seed_and_epoch() -> None:
 
 def test_order_is_pinned() -> None:
     # Recorded from this implementation: a change of it would make saved runs resume on other pairs.
-    assert counted(8, 2, 2, seed=7).order(0) == [5, 0, 6, 3, 4, 7, 1, 2]
+    assert counted(8, 2, 2, seed=7).epoch_order(0) == [5, 0, 6, 3, 4, 7, 1, 2]
 
 
 def test_a_broken_pass_starts_anew() -> None:

@@ -219,7 +219,7 @@ def test_an_empty_cell_is_missing_and_nan_is_a_text_that_is_told(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         found = read(tmp_path, HEADER + b"a,b,c\nq,,x\nq,y,\nwhat is 0/0?,NaN,1\n")
-    assert found.examples == {Reason.MISSING.value: [1, 2]} and (found.kept, found.dropped) == (2, 2)
+    assert found.examples == {Reason.MISSING.value: [1, 2]} and (found.num_kept, found.num_dropped) == (2, 2)
     assert found.pairs[1].chosen == "NaN"
     assert "1 rows have a cell with only NaN, null, None or N/A (first: row 3)" in caplog.text
 

@@ -39,7 +39,9 @@ def decode(scale: WeightScale, packed: bytes) -> np.ndarray:
     """Returns the weights of the codes, NaN where unknown, as the page's script does."""
     codes = np.frombuffer(packed, dtype=np.uint8).astype(float)
     negative = scale.signed & (codes > 127) & (codes < 255)
-    sizes = np.exp2(scale.low + (codes - 1 - np.where(negative, 127, 0)) * scale.step) * np.where(negative, -1, 1)
+    sizes = np.exp2(scale.low + (codes - 1 - np.where(negative, 127, 0)) * scale.octaves_per_code) * np.where(
+        negative, -1, 1
+    )
     return np.where(codes == 0, 0.0, np.where(codes == 255, np.nan, sizes))
 
 
@@ -97,7 +99,7 @@ def test_a_page_holds_every_number_of_its_pairs() -> None:
         mine = ExplorerView(view["source"], view["layer"], view["round"])
         relative = np.concatenate([side.relative.numpy() for pair in pairs for _, side in pair[mine].sides])
         scale = WeightScale.fit(relative)
-        assert (view["low"], view["step"], view["signed"]) == (scale.low, scale.step, False)
+        assert (view["low"], view["step"], view["signed"]) == (scale.low, scale.octaves_per_code, False)
         np.testing.assert_allclose(
             decode(scale, blob(page, f"weights-{number}")), relative, rtol=scale.relative_error + 1e-9
         )

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from attnpo.data.collate import TrainingExample
-from attnpo.display.heat import blend, make_readable, make_visible, shade_of, tint
+from attnpo.display.heat import blend, get_tint, make_readable, make_visible, shade_of
 from attnpo.display.heatmap import heatmap_html, heatmap_terminal, write_svg
 from attnpo.display.pair_record import Verdict
 from attnpo.display.weighed_pair import WeighedPair, pair_with_weights
@@ -102,8 +102,8 @@ def test_scale() -> None:
     # A level is a sixteenth of three octaves.
     assert [shade_of(value) for value in (0.0, 0.125, 0.5, 1.0, 2.0, 8.0, 100.0)] == [-16, -16, -5, 0, 5, 16, 16]
     assert shade_of(-2.0) == 5 and shade_of(math.nan) == 0 and shade_of(math.inf) == 16
-    assert tint(0)[3] == 0.0
-    opacities = [tint(shade)[3] for shade in range(1, 17)]
+    assert get_tint(0)[3] == 0.0
+    opacities = [get_tint(shade)[3] for shade in range(1, 17)]
     assert opacities == sorted(opacities) and opacities[-1] <= 1
     assert blend((255, 0, 0, 1.0), (0, 0, 0)) == (255, 0, 0) and blend((255, 0, 0, 0.0), (1, 2, 3)) == (1, 2, 3)
 
@@ -132,12 +132,14 @@ def test_pair_from_a_training_example() -> None:
     made = pair_with_weights(pair, example, lambda token: f"<{token}>", PairWeights(pair.pair_id, rounds))
     # Spaces outside the offsets go with the next token; the second byte of é has no text; "!" was cut off.
     assert made.chosen.tokens == ("ab", " cd", " é", "", "<9>")
-    assert made.chosen.has_partner == (True, False, True, True, False)
-    assert made.chosen.ends == (False, False, False, False, True)
-    assert (made.chosen.cut, made.chosen.length, made.rejected.coverage) == (1, 4.0, 1.0)
+    assert made.chosen.partner_flags == (True, False, True, True, False)
+    assert made.chosen.end_flags == (False, False, False, False, True)
+    assert (made.chosen.num_cut_characters, made.chosen.length, made.rejected.coverage) == (1, 4.0, 1.0)
     assert made.verdicts == (Verdict(True, (1.0, 0.0), "<3>"), Verdict(False, None, None))
     full = replace(example, coverage=(1.0, 1.0))
-    assert pair_with_weights(pair, full, str).chosen.has_partner == (True, True, True, True, False), "0 with a partner"
+    assert pair_with_weights(pair, full, str).chosen.partner_flags == (True, True, True, True, False), (
+        "0 with a partner"
+    )
 
 
 # ------------------------------------------------------------------------------------------------ HTML
@@ -240,7 +242,7 @@ def test_terminal_without_colour_writes_numbers() -> None:
 
 def test_terminal_with_colour_has_the_scale_and_no_numbers() -> None:
     text = terminal(sample(), colour=True)
-    red, green, blue = blend(tint(shade_of(2.5)), (24, 26, 31))
+    red, green, blue = blend(get_tint(shade_of(2.5)), (24, 26, 31))
     assert f"48;2;{red};{green};{blue}m heavy" in text
     assert "|2.50" not in text and "|2.50" in terminal(sample(), colour=True, numbers=True)
 
@@ -255,7 +257,7 @@ def test_a_picture_has_the_shades_and_runs_from_the_right_where_its_text_does(tm
     picture = write_svg([sample("שלום", "<b>&", " latin")], tmp_path / "new" / "heat.svg")
     code = picture.read_text(encoding="utf-8")
     places = {(node.text or "").strip(): float(node.get("x", 0)) for node in ElementTree.fromstring(code).iter()}
-    assert "#{:02x}{:02x}{:02x}".format(*blend(tint(shade_of(2.5)), (255, 255, 255))) in code
+    assert "#{:02x}{:02x}{:02x}".format(*blend(get_tint(shade_of(2.5)), (255, 255, 255))) in code
     assert places["שלום"] > places["<b>&"] > places["latin"] > places["lost"], "from right to left"
     left = write_svg([sample("word", " <b>&")], tmp_path / "left.svg").read_text(encoding="utf-8")
     found = {(node.text or "").strip(): float(node.get("x", 0)) for node in ElementTree.fromstring(left).iter()}

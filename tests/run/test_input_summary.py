@@ -204,7 +204,7 @@ def test_cut_and_dropped_pairs_are_counted_with_their_share(world: World, caplog
     assert f"train: cut: prompt to its last 11 tokens: 7 of {TRAIN} (58.3%; first: " in caplog.text
     assert "prompt 11/11/11/11, chosen " in caplog.text and "longest " in caplog.text
     statistics = example_statistics(inputs)["train"]
-    longest = sorted(example.longest for example in inputs.examples["train"].examples)
+    longest = sorted(example.longest_branch for example in inputs.examples["train"].examples)
     assert statistics["tokens"]["longest"] == statistics["lengths"] == percentiles(longest)
     assert statistics["lengths"]["max"] == longest[-1] == 26
     assert statistics["tokens"]["prompt"] == {"p50": 11, "p90": 11, "p99": 11, "max": 11}

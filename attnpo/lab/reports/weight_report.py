@@ -197,7 +197,7 @@ def measure(
     """
     examples = made.examples["train"]
     if not examples.examples:
-        raise UserError(f"{label}: none of {examples.read} pairs is left: {'; '.join(examples.tally.lines())}")
+        raise UserError(f"{label}: none of {examples.read} pairs is left: {'; '.join(examples.tally.format_lines())}")
     sides, tokens, most = {}, {}, 0
     for place, side in enumerate(SIDES):
         ids = [example.sides[place].response_ids for example in examples.examples]
