@@ -203,7 +203,7 @@ def fill_card(plan: Footprint, config: PretrainedConfig, model: ModelSpec, capac
     def fits(batch: BatchPlan) -> bool:
         return plan.estimate(config, model, batch).fits(capacity)
 
-    made, floors = least, (least.budget, least.eval_token_budget)
+    made, floors = least, (least.token_budget, least.eval_token_budget)
     if plan.batch.tokens == AUTO and floors[0] is not None:
         made = replace(made, tokens=max_token_budget(lambda most: fits(replace(least, tokens=most)), floors[0], share))
     if plan.batch.eval_tokens == AUTO and floors[1] is not None:
