@@ -404,5 +404,7 @@ def test_responses_are_cut_to_what_the_prompt_leaves(caplog: pytest.LogCaptureFi
 def test_rows_that_just_fit_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     examples = [example(0, [1] * 3, 2), example(1, [2] * 3, 2)]
-    (group,) = PreStepRows(["mismatched"], 5).make_rows(examples, plan_step((0, 1), ((0, 1),)), padded_layout, 0)["mismatched"]
+    (group,) = PreStepRows(["mismatched"], 5).make_rows(examples, plan_step((0, 1), ((0, 1),)), padded_layout, 0)[
+        "mismatched"
+    ]
     assert [len(response) for _, response in rows_in(group)] == [2] * 4 and not caplog.records

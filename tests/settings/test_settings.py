@@ -271,7 +271,11 @@ def config_of(name: str) -> PretrainedConfig:
 
 def estimate(cfg: FitConfig, config: PretrainedConfig, capacity: float) -> MemoryEstimate:
     """Of training, with what ``auto`` stands for on devices of so many GiB."""
-    room, choices, least = int(capacity * GIB), cfg.model.memory_choices(), cfg.batch.resolve_auto(cfg.lengths.max_length)
+    room, choices, least = (
+        int(capacity * GIB),
+        cfg.model.memory_choices(),
+        cfg.batch.resolve_auto(cfg.lengths.max_length),
+    )
     place, _ = chosen([_estimate(cfg, model, config, least) for model in choices], room)
     return _estimate(cfg, choices[place], config, fill_card(footprint(cfg), config, choices[place], room))
 
