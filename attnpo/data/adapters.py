@@ -36,13 +36,13 @@ class Reason(StrEnum):
     MALFORMED = "malformed conversation"
     HISTORIES = "histories differ"
     PROMPT = "prompt is not in the conversation"
-    WRITTEN = "messages are written as one text"
+    WRITTEN = "messages are stored as one string"
     NO_PROMPT = "no prompt"
     IDENTICAL = "identical responses"
     UNCLOSED = "reasoning trace is not closed"
     TOOLS = "tools are not a list of functions"
-    CALLS = "answer calls a tool"
-    LEGACY = "function_call in place of text (tool_calls are read)"
+    CALLS = "response calls a tool"
+    LEGACY = "function_call instead of text (use tool_calls)"
 
 
 class Note(StrEnum):
@@ -50,14 +50,14 @@ class Note(StrEnum):
 
     EMPTY = "empty response kept"
     STRIPPED = "reasoning trace stripped"
-    APART = "reasoning trace weighed apart"
+    APART = "reasoning trace excluded from weighting"
     UNASKED = "empty prompt kept"
-    SPLIT = "prompt cut from the shared start of both texts"
+    SPLIT = "prompt taken from the common prefix of both texts"
     DUPLICATE = "duplicate pair kept"
-    EXCHANGED = "pair kept that also stands there with chosen and rejected exchanged"
-    REPEATS = "both responses repeat the prompt at their beginning"
-    SCORES = "score of the chosen response is not above that of the rejected one"
-    LEGACY = "function_call beside text is not read (tool_calls are)"
+    EXCHANGED = "pair kept that also occurs with chosen and rejected swapped"
+    REPEATS = "both responses begin with the prompt"
+    SCORES = "chosen response does not have the higher score"
+    LEGACY = "function_call next to text is ignored (use tool_calls)"
 
 
 class RowError(Exception):

@@ -60,7 +60,7 @@ class OverlapCounter:
             self._shared += digest_token_ids(sides) in self._ids
 
     def count(self) -> Overlap:
-        """Returns the counts."""
+        """Returns the counts so far."""
         trained, validated = self._prompts
         return Overlap(self._pairs, len(validated), self._shared, len(validated & trained))
 

@@ -1,1 +1,1 @@
-"""Presentation of numbers: tables, report pages, figures, heat maps."""
+"""Presentation of results: tables, report pages, figures, heat maps."""

@@ -1,1 +1,1 @@
-"""Text to token ids: training sequences, judge prompts with character spans, weights moved between tokenisations."""
+"""Conversion of text to token ids: chat templates, character ranges, and weights moved between tokenisations."""

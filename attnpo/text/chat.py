@@ -158,7 +158,7 @@ class TokenRows:
         return next(index for index in known if index is not None and not self.is_out_of_range(index))
 
     def is_out_of_range(self, token: int) -> bool:
-        """Tells whether the model has no embedding for a token."""
+        """Tells whether the model has no embedding for ``token``."""
         return self.count is not None and token >= self.count
 
     def check_ids(self, ids: Sequence[int]) -> None:

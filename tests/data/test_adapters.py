@@ -133,10 +133,10 @@ def test_a_pair_with_exchanged_sides_is_kept_and_counted() -> None:
     assert "exchanged: 3 (rows 2, 3, 4)" in found.summary()
 
 
-REPEATS = "both responses repeat the prompt at their beginning"
-SCORES = "score of the chosen response is not above that of the rejected one"
-LEGACY = "function_call beside text is not read (tool_calls are)"
-LEGACY_ALONE = "function_call in place of text (tool_calls are read)"
+REPEATS = "both responses begin with the prompt"
+SCORES = "chosen response does not have the higher score"
+LEGACY = "function_call next to text is ignored (use tool_calls)"
+LEGACY_ALONE = "function_call instead of text (use tool_calls)"
 CALL = {**said("I look."), "function_call": {"name": "look", "arguments": "{}"}}
 
 
@@ -574,7 +574,7 @@ def test_a_trace_that_never_ends_drops_its_row(traces: TraceHandling) -> None:
     assert found.counts == {"reasoning trace is not closed": 1} | ({"identical responses": 1} if strip else {})
     assert found.pairs[-1].chosen == ("b" if strip else "<think>a</think>b")
     noted = {TraceHandling.KEEP: {}, TraceHandling.STRIP: {"reasoning trace stripped": 1}}
-    assert found.notes == noted.get(traces, {"reasoning trace weighed apart": 2})
+    assert found.notes == noted.get(traces, {"reasoning trace excluded from weighting": 2})
 
 
 # ---------------------------------------------------------------------------------------------- tools
@@ -645,4 +645,4 @@ def test_turns_of_tools_in_no_order(turns: list[dict[str, object]], reason: Reas
 def test_an_answer_that_calls_a_tool_is_no_text_to_train_on() -> None:
     answers = {"chosen": used()[:2], "rejected": [used()[0], {"role": "assistant", "content": "Yes."}]}
     found = pairs_from_rows([answers], Columns())
-    assert found.counts == {"answer calls a tool": 1} and not found.pairs
+    assert found.counts == {"response calls a tool": 1} and not found.pairs

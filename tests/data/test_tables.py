@@ -254,7 +254,7 @@ def test_further_columns_go_with_the_pair(tmp_path: Path) -> None:
         (b"prompt,completion,label\np,a,true\n", "These are single labelled answers, as in KTO"),
         (
             HEADER + b"p,\"[{'role': 'assistant', 'content': 'a'}]\",\"[{'role': 'assistant', 'content': 'b'}]\"\n",
-            r"messages are written as one text: 1 \(row 0\)",
+            r"messages are stored as one string: 1 \(row 0\)",
         ),
     ],
 )  # fmt: skip

@@ -53,7 +53,7 @@ def test_a_trace_weighed_apart_has_its_share_and_the_judge_reads_the_answer(
     with caplog.at_level(logging.INFO):
         apart = make_inputs(world.config("weights=attention", "data.columns.traces=weigh_apart"))
         bare = make_inputs(world.config("weights=attention", "data.columns.traces=strip"))
-    assert caplog.text.count("reasoning trace weighed apart: 2 (rows 0, 1)") == 2
+    assert caplog.text.count("reasoning trace excluded from weighting: 2 (rows 0, 1)") == 2
     traced = [(0, 0), (1, 1)]  # place of the pair and its side
     for split in SPLITS:
         rows = list(zip(apart.examples[split].examples, bare.examples[split].examples, strict=True))
