@@ -107,7 +107,7 @@ class Columns:
         wanted: dict[str, str | None] = {name: getattr(self, name) for name in names}
         if self.prompt != Columns.prompt:
             wanted["prompt"] = self.prompt
-        expected = "expected: a chosen and a rejected column, and a prompt column unless they hold the prompt too"
+        expected = "expected: a chosen and a rejected column, and a prompt column unless these include the prompt"
         check_columns(wanted, present, where, expected)
 
 
@@ -126,7 +126,7 @@ def check_columns(wanted: Mapping[str, str | None], present: Iterable[str], wher
         remark = " These are single labelled answers, as in KTO: put two answers to one prompt in each row." * unpaired
         raise UserError(
             f"{where} has no column {absent}; columns found: {', '.join(map(shorten, names)) or 'none'}; {expected}."
-            f"{remark} Name them with {options}"
+            f"{remark} Set them with {options}"
         )
 
 

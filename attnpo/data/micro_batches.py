@@ -87,7 +87,7 @@ def partition_by_cost(sizes: Sequence[int], parts: int, cost: RowCost) -> list[r
         ValueError: ``parts`` is below 1 or above the number of sizes.
     """
     if not 1 <= parts <= len(sizes):
-        raise ValueError(f"{len(sizes)} pairs cannot be cut into {parts} parts")
+        raise ValueError(f"cannot split {len(sizes)} pairs into {parts} non-empty parts")
     low, high = sizes[0], cost.batch_cost(sizes)
     while low < high:
         middle = (low + high) // 2
@@ -237,7 +237,9 @@ class BatchByTokens:
         hands = self.split_ignoring_budget(step, micros, ranks)
         most = max(self.batch_tokens(part) for hand in hands for part in hand)
         if most > self.budget and (micros + 1) * ranks <= len(step):
-            raise ValueError(f"{micros} micro-batches on {ranks} ranks need {most} tokens, not {self.budget}")
+            raise ValueError(
+                f"{micros} micro-batches on {ranks} ranks need {most} tokens, above the budget {self.budget}"
+            )
         return hands
 
     def split_ignoring_budget(self, step: Sequence[int], micros: int, ranks: int) -> RankBatches:

@@ -167,7 +167,7 @@ def prune_rows(store: Path, days: float) -> None:
             removed, size = removed + 1, size + file.stat().st_size
             record.unlink(missing_ok=True)
             file.unlink(missing_ok=True)
-    log.info("%s: %d sets of prepared rows removed, %s", folder, removed, format_bytes(size))
+    log.info("%s: removed %d sets of prepared rows, %s", folder, removed, format_bytes(size))
 
 
 class _StreamWriter:

@@ -133,7 +133,7 @@ class BatchPlan:
         """
         if self.tokens is not None:
             if self.pairs < world_size:
-                raise UserError(f"batch.pairs must be at least 1 for each of {world_size} processes, got {self.pairs}")
+                raise UserError(f"batch.pairs must be at least the number of processes, {world_size}, got {self.pairs}")
             return None
         share = self.pairs_per_forward * world_size
         if self.pairs % share:

@@ -117,7 +117,7 @@ class StepBatchSampler(Sampler[PlannedBatch]):
             if value < 1:
                 raise UserError(f"{name} must be at least 1, got {value}")
         if not 0 <= rank < world_size:
-            raise ValueError(f"rank must be 0 to {world_size - 1}, got {rank}")
+            raise ValueError(f"rank must be between 0 and {world_size - 1}, got {rank}")
         self.num_pairs, self.size, self.seed, self.shuffle, self.rank = num_pairs, size, seed, shuffle, rank
         self.cutting = cutting
         self._full, rest = divmod(num_pairs, size)

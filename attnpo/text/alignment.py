@@ -74,7 +74,7 @@ def align(
         if len(ids) != len(ranges):
             raise ValueError(f"{name}: {len(ids)} token ids but {len(ranges)} character ranges")
     if weights.shape != (len(source),):
-        raise ValueError(f"weights have shape {tuple(weights.shape)}, expected one row of {len(source)} source tokens")
+        raise ValueError(f"weights have shape {tuple(weights.shape)}, expected ({len(source)},) for the source tokens")
     target_places = to_range_array(target_offsets)
     holding = target_places[:, 1] > target_places[:, 0]
     if method is AlignMethod.LEVENSHTEIN:

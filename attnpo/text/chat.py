@@ -370,7 +370,7 @@ class ChatFormat:
             raise UserError(describe_syntax_error(problem)) from problem
         except OverflowError as problem:  # Jinja's sandbox limits range(), and floats overflow
             raise RefusedText(
-                "the chat template computes too large a number",
+                "the chat template computes a number that is too large",
                 f"the chat template computes a number that is too large ({problem}); set model.chat_template to "
                 "another template",
             ) from problem

@@ -252,7 +252,7 @@ def jinja_literal(value: object, key: str) -> str:
             + ", ".join(f"{jinja_literal(str(name), key)}: {jinja_literal(one, key)}" for name, one in value.items())
             + "}"
         )
-    raise UserError(f"{key}: expected a number, a text, true, false, null, a list or a mapping, got {value!r}")
+    raise UserError(f"{key}: expected a number, a string, true, false, null, a list or a mapping, got {value!r}")
 
 
 TOOL = "tool"

@@ -201,7 +201,7 @@ def test_budgets_and_processes_that_cannot_be() -> None:
     for key in ("tokens", "eval_tokens"):
         with pytest.raises(UserError, match=f"batch.{key} must be at least 1, or null"):
             BatchPlan(8, **{key: 0})
-    with pytest.raises(UserError, match=r"batch\.pairs must be at least 1 for each of 9 processes, got 8"):
+    with pytest.raises(UserError, match=r"batch\.pairs must be at least the number of processes, 9, got 8"):
         BatchPlan(8, tokens=64).accumulation_steps(9)
     assert BatchPlan(9, tokens=64).accumulation_steps(2) is None
     with pytest.raises(UserError, match=r"batch\.tokens 32: a step of 8 pairs on 5 processes needs 2 forwards"):

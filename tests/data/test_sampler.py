@@ -215,7 +215,7 @@ def test_sizes_below_one(sizes: tuple[int, int, int]) -> None:
 
 
 def test_rank_out_of_range() -> None:
-    with pytest.raises(ValueError, match="rank must be 0 to 1"):
+    with pytest.raises(ValueError, match="rank must be between 0 and 1"):
         StepBatchSampler(10, 2, BatchByCount(1), rank=2, world_size=2)
 
 

@@ -317,7 +317,10 @@ def test_a_range_above_the_sandboxs_limit_is_the_templates_fault(formats: Format
     chat = formats("gpt2_plain", "{% for i in range(100001) %}{% endfor %}{{ messages[0].content }}")
     with pytest.raises(RefusedText, match=r"too large .*Range too big.*; set model.chat_template to") as caught:
         chat.prompt_ids(TURNS)
-    assert "roles" not in str(caught.value) and caught.value.reason == "the chat template computes too large a number"
+    assert (
+        "roles" not in str(caught.value)
+        and caught.value.reason == "the chat template computes a number that is too large"
+    )
 
 
 def test_no_token_to_end_the_turn_with(formats: Formats) -> None:

@@ -98,7 +98,7 @@ def test_any_plain_data_arrives_as_it_is(formats: Formats, value: object) -> Non
 
 
 def test_other_values_are_named() -> None:
-    with pytest.raises(UserError, match=r"key: expected a number, a text, .*got \{1\}"):
+    with pytest.raises(UserError, match=r"key: expected a number, a string, .*got \{1\}"):
         jinja_literal([{1}], "key")
 
 
