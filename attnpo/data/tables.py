@@ -380,7 +380,7 @@ def _load_from_hub(name: str, split: str, subset: str | None, revision: str | No
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         details = "".join(f", {key} {value}" for key, value in (("subset", subset), ("revision", revision)) if value)
         why = (
-            f"the hub's cache has no complete copy, and {hub_unreachable_reason()}"
+            f"there is no complete copy in the hub's cache, and {hub_unreachable_reason()}"
             if hub_unreachable_reason()
             else str(error)
         )

@@ -76,7 +76,7 @@ def test_a_broken_line_in_the_middle(attempts: Attempts, record: Record) -> None
 )  # fmt: skip
 def test_a_line_that_is_no_object(attempts: Attempts, record: Record, case: str, line: bytes, held: str) -> None:
     message = attempts.weigh(world=attempts.content(b"\n".join([*lines(attempts), line]))).refused()
-    assert f"train.jsonl, line {TRAIN + 1} holds {held}, expected one JSON object per row" in message
+    assert f"train.jsonl, line {TRAIN + 1} contains {held}, expected one JSON object per row" in message
     record(case, message, NOT_STARTED)
 
 
@@ -211,7 +211,7 @@ def test_parquet_with_text_that_is_no_utf8(attempts: Attempts, record: Record) -
 
 def test_parquet_that_is_none(attempts: Attempts, record: Record) -> None:
     message = attempts.weigh(world=parquet(attempts, b"PAR1 and then nothing")).refused()
-    assert "train.parquet cannot be read as parquet" in message
+    assert "train.parquet cannot be read as Parquet" in message
     record("a file that is no Parquet", message, NOT_STARTED)
 
 

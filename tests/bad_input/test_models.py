@@ -336,7 +336,7 @@ def test_a_padding_token_without_a_row_changes_no_number(
     assert {name: value for name, value in numbers[0].items() if "_per_s" not in name} == {
         name: value for name, value in numbers[1].items() if "_per_s" not in name
     }
-    found = answer.noted(f"the padding token '{OUTSIDE}'", "which changes no number")
+    found = answer.noted(f"the padding token '{OUTSIDE}'", "which does not change results")
     if samples:
         assert len((place / "run" / "generations.jsonl").read_text().splitlines()) == samples
     else:

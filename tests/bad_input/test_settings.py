@@ -64,7 +64,7 @@ KEYS = {
     "judge.dtype=int8": ("judge.dtype must be one of float64, float32, bfloat16, float16, got 'int8'",),
     "seed=4294967296": ("seed: expected a whole number from 0 to 4294967295, got 4294967296",),
     "seed=10000000000000000000000": ("seed: expected a whole number of at most 64 bits",),
-    "data.train_rows='200%'": ('data.train_rows="200%" is not a row selection', "a share of at most 100%"),
+    "data.train_rows='200%'": ('data.train_rows="200%" is not a row selection', "a percentage up to 100%"),
     "data.subset=part": ("data.subset=part applies to datasets on the hub, but data.path=", "data.subset=null"),
     "store=''": ("store: expected the path of a folder in printable characters, got ''",),
     "output=''": ("output: expected the path of a folder in printable characters, got ''",),

@@ -80,7 +80,7 @@ def test_damage_costs_the_rows_of_one_shard(
         answer = attempts.weigh(world=world)
     message = answer.noted("is ignored, its rows count as missing")
     assert victim.name in message and why in message
-    assert len(loaded) == 1 and answer.noted(f"weights: {PAIRS - VAL} of {PAIRS} pairs in the store; {VAL} to compute")
+    assert len(loaded) == 1 and answer.noted(f"weights: {PAIRS - VAL} of {PAIRS} pairs in the store; computing {VAL}")
     assert victim.read_bytes() == sound, "the same numbers come again, under the same name"
     assert other.read_bytes() == kept
     with judge_loads() as loaded:
@@ -95,7 +95,7 @@ def test_an_entry_that_is_gone_is_an_interrupted_write(
     world, victim, _ = damaged_store
     victim.with_suffix(".json").unlink()
     message = attempts.weigh(world=world).noted(
-        f"weights: {PAIRS - VAL} of {PAIRS} pairs in the store; {VAL} to compute"
+        f"weights: {PAIRS - VAL} of {PAIRS} pairs in the store; computing {VAL}"
     )
     record("an entry that is gone", message, f"{VAL} of {PAIRS} rows, computed anew")
 

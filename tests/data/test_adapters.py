@@ -458,9 +458,9 @@ def test_single_file_needs_a_share_for_validation(folder: Path, caplog: pytest.L
         PairSource(path).load("val")
     source = PairSource(path, train_rows="0:80%", val_rows="80%:")
     assert prompts(source.load("train")) + prompts(source.load("val")) == [f"train {i}" for i in range(10)]
-    assert "same rows" not in caplog.text
+    assert "data.train_rows overlap" not in caplog.text
     PairSource(path, val_rows="2").load("val")
-    assert "same rows" in caplog.text
+    assert "data.train_rows overlap" in caplog.text
 
 
 def test_errors_name_what_is_there(folder: Path) -> None:
@@ -476,7 +476,7 @@ def test_errors_name_what_is_there(folder: Path) -> None:
     (folder / "train.parquet").write_bytes(b"PAR1")
     with pytest.raises(UserError, match="is ambiguous"):
         PairSource(str(folder)).load("train")
-    with pytest.raises(UserError, match="cannot be read as parquet"):
+    with pytest.raises(UserError, match="cannot be read as Parquet"):
         PairSource(str(folder / "train.parquet")).load("train")
     (folder / "pairs.xlsx").write_text("a,b\n")
     with pytest.raises(UserError, match=r"expected a file ending in .*got pairs\.xlsx"):
@@ -522,7 +522,7 @@ def test_asking_for_more_rows_than_there_are_is_logged(caplog: pytest.LogCapture
     parse_row_range("40", 40)
     assert not caplog.records
     parse_row_range("41", 40)
-    assert "more than the 40 rows" in caplog.text
+    assert "more rows than the 40 available" in caplog.text
 
 
 # ---------------------------------------------------------------------------------------------- reasoning traces

@@ -191,7 +191,7 @@ def test_a_budget_below_the_longest_pair_is_refused(cost: RowCost, key: str) -> 
     with pytest.raises(UserError) as caught:
         budgeted(cost, **{key: needed - 1})
     assert str(caught.value) == (
-        f"batch.{key} must hold the longest pair: expected at least {needed}, the tokens of pair {longest.pair_id} as "
+        f"batch.{key} must hold the longest pair: expected at least {needed}, the tokens of pair {longest.pair_id} in "
         f"{cost.name} rows, got {needed - 1}; raise batch.{key}, or lower lengths.max_length"
     )
     budgeted(cost, **{key: needed})
@@ -204,7 +204,7 @@ def test_budgets_and_processes_that_cannot_be() -> None:
     with pytest.raises(UserError, match=r"batch\.pairs must be at least the number of processes, 9, got 8"):
         BatchPlan(8, tokens=64).accumulation_steps(9)
     assert BatchPlan(9, tokens=64).accumulation_steps(2) is None
-    with pytest.raises(UserError, match=r"batch\.tokens 32: a step of 8 pairs on 5 processes needs 2 forwards"):
+    with pytest.raises(UserError, match=r"batch\.tokens 32: a step of 8 pairs on 5 processes needs 2 forward passes"):
         budgeted(PADDED, 32).accumulation_steps(5)
 
 

@@ -58,7 +58,7 @@ def every_cut(count: int, parts: int) -> list[list[range]]:
 
 
 def largest(sizes: list[int], parts: list[range], cost: RowCost) -> int:
-    return max(cost.together(sizes[part.start : part.stop]) for part in parts)
+    return max(cost.batch_cost(sizes[part.start : part.stop]) for part in parts)
 
 
 @settings(max_examples=60, deadline=None)
@@ -122,7 +122,9 @@ def test_a_step_that_was_not_planned_for_is_no_silent_excess() -> None:
 
 def test_more_forwards_than_pairs_are_refused() -> None:
     cutting = BatchByTokens([8, 8, 8, 8, 8], PADDED, budget=10, key="batch.eval_tokens")
-    with pytest.raises(UserError, match=r"^batch\.eval_tokens 10: a step of 5 pairs on 2 processes needs 3 forwards"):
+    with pytest.raises(
+        UserError, match=r"^batch\.eval_tokens 10: a step of 5 pairs on 2 processes needs 3 forward passes"
+    ):
         cutting.num_micro_batches([range(5)], 5, 2)
     assert cutting.num_micro_batches([range(4)], 4, 2) == 2
 

@@ -114,7 +114,7 @@ def test_what_is_no_mixture_is_refused(sets: dict[str, MixtureSet], problem: str
 
 def test_more_than_a_set_has_or_less_than_a_pair_is_refused(tmp_path: Path) -> None:
     given = {"chat": ("count", 900), "code": ("count", 9), "mail": ("count", 9)}
-    with pytest.raises(UserError, match=r"data\.mix\.chat\.count=900: the set has \d+ usable pairs"):
+    with pytest.raises(UserError, match=r"data\.mix\.chat\.count=900: the set has only \d+ usable pairs"):
         source(tmp_path, **given).load("train")
     given = {"chat": ("weight", 1.0), "code": ("weight", 1e-9), "mail": ("weight", 1.0)}
     with pytest.raises(UserError, match=r"data\.mix\.code\.weight=1e-09 selects none of its"):

@@ -83,7 +83,7 @@ def test_a_damaged_folder_names_what_to_do(saved: Path) -> None:
     with pytest.raises(UserError, match=r"train_prefs cannot be read as a saved dataset .*save or copy it again"):
         source.load("train")
     shutil.rmtree(saved / "train_prefs")
-    with pytest.raises(UserError, match="train_prefs cannot be read as a saved data set"):
+    with pytest.raises(UserError, match="train_prefs cannot be read as a saved dataset"):
         source.load("train")
     (saved / "dataset_dict.json").write_text("{}")
     with pytest.raises(UserError, match=r"dataset_dict\.json cannot be read \(KeyError"):
@@ -94,7 +94,7 @@ def test_a_saved_data_set_without_rows_is_refused(tmp_path: Path) -> None:
     import datasets
 
     datasets.Dataset.from_list(ROWS).select([]).save_to_disk(str(tmp_path / "empty"))
-    with pytest.raises(UserError, match=r"cannot be read as a saved data set .*whole and with rows"):
+    with pytest.raises(UserError, match=r"cannot be read as a saved dataset .*complete, non-empty dataset"):
         PairSource(str(tmp_path / "empty")).load("train")
 
 
@@ -111,7 +111,7 @@ def test_a_share_of_the_prompts_is_kept_for_validation(tmp_path: Path, caplog: p
     with caplog.at_level(logging.INFO):
         train, val = source.load("train"), source.load("val")
     assert "data.val_share=0.3: 3 of 10 prompts (6 of 20 rows) are used for validation" in caplog.text
-    assert "same rows" not in caplog.text
+    assert "data.train_rows overlap" not in caplog.text
     assert not {*prompts(train)} & {*prompts(val)} and len({*prompts(val)}) == 3
     assert (train.read, val.read) == (14, 6)
     assert sorted(pair.chosen for pair in [*train.pairs, *val.pairs]) == sorted(row["chosen"] for row in ROWS)
@@ -247,7 +247,7 @@ def test_further_columns_go_with_the_pair(tmp_path: Path) -> None:
         (b"prompt,chosen,chosen\np,a,b\n", "line 1 repeats chosen: give every column a unique name"),
         (b"prompt,,rejected\np,a,b\n", "line 1 has no name for column 2: the first line must name every column"),
         (b"prompt;chosen;rejected\np;a;b\n", "line 1 is separated by semicolons, expected commas: save it with commas"),
-        (b"prompt\tchosen\trejected\np\ta\tb\n", r"divided by tabs, expected commas: .*, or name it \.tsv"),
+        (b"prompt\tchosen\trejected\np\ta\tb\n", r"separated by tabs, expected commas: .*, or name it \.tsv"),
         (HEADER + "p,caf\xe9,b\n".encode("latin-1"), r'line 2 is not UTF-8 \(byte 0xe9\): .* "CSV UTF-8"'),
         ((HEADER + b"p,a,b\n").decode().encode("utf-16"), r"line 1 is not UTF-8 \(byte 0xff\)"),
         (HEADER + b"p,a,b\n\0\0\0\0", "the row that ends in line 3 has 1 cells"),

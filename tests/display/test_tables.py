@@ -50,7 +50,7 @@ def test_csv_reads_back_equal() -> None:
 def test_mistakes_are_named() -> None:
     with pytest.raises(UserError, match=r"row 1: expected 2 cells \(a, b\), got 1"):
         table_markdown(TableBlock(["a", "b"], [[1, 2], [1]]))
-    with pytest.raises(UserError, match="no column c"):
+    with pytest.raises(UserError, match="unknown column c"):
         table_markdown(TableBlock(["a", "b"], [{"c": 1}]))
     with pytest.raises(UserError, match="twice"):
         table_csv(["a", "a"], [])

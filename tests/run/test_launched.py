@@ -342,7 +342,7 @@ def test_torchrun_weighs_trains_is_stopped_and_one_process_goes_on(
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     codes, said = in_two_processes(["-m", "attnpo.weigh", *keys], runs.parent)
     assert codes == [0, 0], said[-4000:]
-    assert "weights: 0 of 8 pairs in the store; 8 to compute" in said, "half of 16 pairs"
+    assert "weights: 0 of 8 pairs in the store; computing 8" in said, "half of 16 pairs"
     two = runs / "two"
     with (runs.parent / "two.txt").open("w+") as output:
         command = [*TORCHRUN, "-m", "attnpo.fit", *keys, "name=two"]
