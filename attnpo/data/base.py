@@ -1,7 +1,7 @@
 """Sources of preference pairs: files, folders of files or the Hugging Face hub.
 
 ``attnpo.data.tables`` reads the tables and ``attnpo.data.adapters`` converts rows to pairs. No row is dropped silently:
-``read == kept + dropped`` holds for every ``PairSet``, with a reason and the first row numbers for each drop.
+``read == num_kept + num_dropped`` holds for every ``PairSet``, with a reason and the first row numbers for each drop.
 """
 
 import logging
@@ -84,7 +84,7 @@ class PairSet:
 
     @property
     def num_dropped(self) -> int:
-        """Returns the number of rows that were dropped; ``read`` equals ``kept`` plus ``dropped``."""
+        """Returns the number of rows that were dropped; ``read`` is the sum of ``num_kept`` and ``num_dropped``."""
         return sum(self.counts.values())
 
     @property
