@@ -52,7 +52,7 @@ def test_an_example_is_read_by_its_command(name: str, tmp_path: Path, monkeypatc
     source = load("fit", shlex.split(command.replace("\\\n", " "))[3:]).data
     assert isinstance(source, PairSource) and source.path == f"own/{name}"
     train, val = source.load("train"), source.load("val")
-    assert (train.dropped, val.dropped, len(train), len(val)) == (0, 0, 2, 1)
+    assert (train.num_dropped, val.num_dropped, len(train), len(val)) == (0, 0, 2, 1)
     assert not train.notes and not train.unused
     assert sorted(texts(train) + texts(val)) == sorted(EXPECTED[name])
     known = [tool["function"]["name"] for pair in train.pairs + val.pairs for tool in get_tools(pair.prompt) or []]

@@ -201,7 +201,9 @@ def measure(
     sides, tokens, most = {}, {}, 0
     for place, side in enumerate(SIDES):
         ids = [example.sides[place].response_ids for example in examples.examples]
-        weights, scales = ([getattr(one, name)[place] for one in examples.examples] for name in ("weights", "scales"))
+        weights, scales = (
+            [getattr(one, name)[place] for one in examples.examples] for name in ("weights", "weight_scales")
+        )
         sides[side] = summarize(
             response_statistics(one.weights[place], one.lengths[place]) for one in examples.examples
         )
