@@ -64,7 +64,7 @@ def fill_store(cfg: "RunConfig") -> None:
         log_judge(readers.make_judge(), base.device)
     encoded = encode(read_pairs(cfg.data, cfg.weights, base.store), base, cfg.lengths).encoded
     for split, found in encoded.items():
-        for line in found.tally.lines():
+        for line in found.tally.format_lines():
             log.warning("%s: %s", split, line)
     shard = rank_and_world_size()
     if cfg.weights.requires:

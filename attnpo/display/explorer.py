@@ -169,7 +169,7 @@ def explorer_html(pairs: Sequence[ExplorerPair], *, title: str = "Token weights"
         "pairs": [
             {
                 "id": one.pair.pair_id,
-                "note": "; ".join(next((row.rounds for row in pair.values() if row.rounds), [])),
+                "note": "; ".join(next((row.round_summaries for row in pair.values() if row.round_summaries), [])),
                 "prompt": [[message["role"], message["content"]] for message in one.pair.prompt],
                 "texts": [side.text for _, side in one.sides],
                 "counts": [len(side.tokens) for _, side in one.sides],

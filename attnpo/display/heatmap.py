@@ -75,7 +75,7 @@ def heatmap_terminal(
     with_numbers = console.color_system is None if numbers is None else numbers
     console.print(_legend_text(paper))
     for one in pairs:
-        heads = [f"pair {one.pair.pair_id[:12]}", *([one.note] if one.note else []), *one.rounds]
+        heads = [f"pair {one.pair.pair_id[:12]}", *([one.note] if one.note else []), *one.round_summaries]
         console.rule(Text(make_visible(heads[0])), align="left", style="dim" if paper else "rule.line")
         for line in heads[1:]:
             console.print(Text(make_visible(line), style="dim"))

@@ -35,7 +35,7 @@ def print_pairs(pairs: Sequence[WeighedPair], column: str, console: Console) -> 
             _print_head(pair, console)
         previous = pair.pair.pair_id
         console.print(Text(make_visible(pair.note), style="bold"))
-        for line in pair.rounds:
+        for line in pair.round_summaries:
             console.print(Text(make_visible(line), style="dim"))
         console.print(_make_table(pair, column))
     console.print(Text(f"{column}: {MEANING[column]}. Underlined: no partner in the judge's prompt.", style="dim"))

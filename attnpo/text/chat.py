@@ -220,7 +220,7 @@ class _Rendered(NamedTuple):
     @property
     def texts_to_tokenize(self) -> list[str]:
         """Returns the texts to tokenise."""
-        return [text for one in self.conversations for text in (one.full, one.prompt)]
+        return [text for one in self.conversations for text in (one.full, one.prompt_text)]
 
 
 class ChatFormat:
@@ -531,14 +531,14 @@ class ChatFormat:
         return found
 
     def _split_prompt_response(self, conversation: _Conversation, known: "Encodings") -> tuple[EncodedResponse, bool]:
-        full, begin, head = conversation.full, conversation.begin, conversation.head
+        full, begin, head = conversation.full, conversation.response_start, conversation.response_prefix
         ids, offsets = self._tokenize_known(full, known)
         if head:
             self._log_once(
                 logging.INFO,
                 f"the chat template writes {head!r} before an answer, which counts as part of the prompt",
             )
-        prompt_ids, prompt_offsets = self._tokenize_prompt(conversation.prompt, known)
+        prompt_ids, prompt_offsets = self._tokenize_prompt(conversation.prompt_text, known)
         count = len(prompt_ids)
         is_prefix = ids[:count] == prompt_ids and offsets[:count] == prompt_offsets
         if is_prefix:
