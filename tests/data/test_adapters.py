@@ -130,7 +130,7 @@ def test_a_pair_with_exchanged_sides_is_kept_and_counted() -> None:
     assert (found.num_kept, found.num_dropped) == (5, 0)
     assert found.notes == Counter({Note.EXCHANGED.value: 3, Note.DUPLICATE.value: 2})
     assert found.examples[Note.EXCHANGED.value] == [2, 3, 4]
-    assert "exchanged: 3 (rows 2, 3, 4)" in found.summary()
+    assert "swapped: 3 (rows 2, 3, 4)" in found.summary()
 
 
 REPEATS = "both responses begin with the prompt"
@@ -171,13 +171,13 @@ def test_columns_that_are_not_used_are_named_once(tmp_path: Path, caplog: pytest
     source = PairSource(str(tmp_path))
     with caplog.at_level(logging.INFO):
         log_unused_columns(PairSource(str(tmp_path / "plain.jsonl")).load("train"))
-        assert "not used" not in caplog.text
+        assert "data: " not in caplog.text
         pairs = source.load("train")
         source.load("val")
         log_unused_columns(pairs)
-    said_of = [record for record in caplog.records if "not used" in record.message]
+    said_of = [record for record in caplog.records if record.message.startswith("data: ")]
     assert [record.levelno for record in said_of] == [logging.INFO, logging.WARNING]
-    assert "columns that are not used: score, chosen_Weights, loss_mask" in said_of[0].message
+    assert "unused columns: score, chosen_Weights, loss_mask" in said_of[0].message
     assert "chosen_Weights, loss_mask may hold weights but are not used" in said_of[1].message
     assert "weights=column" in said_of[1].message
     caplog.clear()

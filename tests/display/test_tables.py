@@ -52,7 +52,7 @@ def test_mistakes_are_named() -> None:
         table_markdown(TableBlock(["a", "b"], [[1, 2], [1]]))
     with pytest.raises(UserError, match="unknown column c"):
         table_markdown(TableBlock(["a", "b"], [{"c": 1}]))
-    with pytest.raises(UserError, match="twice"):
+    with pytest.raises(UserError, match="unique names"):
         table_csv(["a", "a"], [])
 
 
