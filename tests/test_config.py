@@ -147,9 +147,12 @@ def test_later_overlays_win_and_the_command_line_beats_all() -> None:
         ("seed.x=3", ["seed.x", "`seed` is a value"]),
         ("weights=atention", ["weights/atention", "attention, mixture"]),
         ("experiment=sinkles", ["experiment/sinkles", "did you mean experiment=sinkless?"]),
-        ("seed=[1", ["seed=[1: cannot be read (", "quotes of its own"]),
+        ("seed=[1", ["seed=[1 cannot be parsed (", "or spaces in quotes"]),
         ("seed=1,2", ["--multirun"]),
-        ("weights=null", ["weights=null: a group takes one of its options (attention, mixture)", "~weights leaves"]),
+        (
+            "weights=null",
+            ["weights=null: expected one of the group's options (attention, mixture)", "~weights removes"],
+        ),
         ("setting=smal", ["setting/smal", "did you mean setting=small?"]),
         ("beta=${nothing}", ["beta: Interpolation key 'nothing' not found"]),
     ],
@@ -211,7 +214,7 @@ def test_missing_folder_names_the_way_out(monkeypatch: pytest.MonkeyPatch, confi
         (f"weights._target_={HERE}.Atention", f"weights._target_: cannot import {HERE}.Atention"),
         (
             f"weights.sink._target_={HERE}.End",
-            f"weights.sink._target_: expected Sink, got {HERE}.End, which is no frozen dataclass",
+            f"weights.sink._target_: expected Sink, got {HERE}.End, which is not a frozen dataclass",
         ),
         ("weights.layer=???", "weights.layer: required; give weights.layer=VALUE"),
     ],
@@ -258,7 +261,7 @@ def test_a_value_read_from_another_key_is_reported_where_it_is_set() -> None:
 @pytest.mark.parametrize("reads", ["path.grammar", "weights.limit.size.x"])
 def test_a_value_read_below_a_null_is_said_in_words(reads: str) -> None:
     empty = reads.partition(".grammar")[0].removesuffix(".size.x")
-    advice = f"`{empty}` is null in this setting: leave setting= out (testbed), or choose another option of `weights`"
+    advice = f"`{empty}` is null in this setting: omit setting= (testbed), or choose another option of `weights`"
     assert refused(f"weights.sink.tokens=${{{reads}}}") == f"weights.sink.tokens (read from {reads}): {advice}"
     cfg = config.compose("fit", [f"weights.sink.tokens=${{{reads}}}"])
     for failing in (lambda: config.instantiate(cfg.weights), lambda: config.to_container(cfg)):
@@ -374,7 +377,7 @@ def test_the_root_of_fit_is_one_typed_component() -> None:
         "study",
     }
     assert "optimizer.lr" not in set(component_fields.bookkeeping_keys(root))
-    with pytest.raises(UserError, match="expected a ReportConfig as _target_ of its root, got FitConfig"):
+    with pytest.raises(UserError, match="the _target_ of its root must be a ReportConfig, got FitConfig"):
         config.parse_as(config.compose("fit"), ReportConfig)
 
 
@@ -442,19 +445,19 @@ def test_targets_of_other_packages_are_not_imported(target: str, monkeypatch: py
         (
             "objective",
             "attnpo.run.run.run",
-            "expected a PreferenceObjective, got attnpo.run.run.run, which is no frozen dataclass",
+            "expected a PreferenceObjective, got attnpo.run.run.run, which is not a frozen dataclass",
         ),
         (
             "objective",
             "attnpo.config.compose.os.system",
-            "expected a class of attnpo, got attnpo.config.compose.os.system, which is of posix;",
+            "expected a class of attnpo, got attnpo.config.compose.os.system, which is defined in posix;",
         ),
         (
             "weights",
             "attnpo.data.base.PairSource.load",
             "expected a WeightSource, got attnpo.data.base.PairSource.load, which is no",
         ),
-        ("optimizer", "attnpo.fit.main", "expected Optimizer, got attnpo.fit.main, which is no frozen dataclass"),
+        ("optimizer", "attnpo.fit.main", "expected Optimizer, got attnpo.fit.main, which is not a frozen dataclass"),
         ("objective", "attnpo.training.optimizer.Optimizer", "expected a PreferenceObjective, got"),
         ("weights", "attnpo.objectives.dpo.DPO", "expected a WeightSource, got"),
         ("data", "attnpo.data.adapters.Columns", "expected a PairReader, got"),
@@ -501,14 +504,21 @@ class Rules:
         }.items():
             assert import_target(f"my_parts.{name}", "function") == (None, ANY), name
             _, why = import_target(f"my_parts.{name}", "function")
-            assert f"got my_parts.{name}, which is of {home};" in why and f"ATTNPO_ALLOW_TARGETS={home} only" in why
+            assert (
+                f"got my_parts.{name}, which is defined in {home};" in why
+                and f"ATTNPO_ALLOW_TARGETS={home} only" in why
+            )
         for name in ("own", "kept", "quarter", "Rules", "Rules.one", "words"):
             assert import_target(f"my_parts.{name}", "function")[1] == "", name
         cfg = fit_with("~objective", "+objective={_target_:my_parts.Mine}")
-        with pytest.raises(UserError, match=r"objective\._target_: .* my_parts\.Mine, which is of foreign_parts;"):
+        with pytest.raises(
+            UserError, match=r"objective\._target_: .* my_parts\.Mine, which is defined in foreign_parts;"
+        ):
             config.validate(cfg, complete=False)
         asked = ["weights=formula", "weights.function=my_parts.function"]
-        with pytest.raises(UserError, match=r"weights\.function: .* my_parts\.function, which is of foreign_parts;"):
+        with pytest.raises(
+            UserError, match=r"weights\.function: .* my_parts\.function, which is defined in foreign_parts;"
+        ):
             config.validate(fit_with("setting=real_smoke", *asked), complete=False)
         monkeypatch.setenv("ATTNPO_ALLOW_TARGETS", "my_parts,foreign_parts")
         config.validate(cfg, complete=False)
@@ -723,11 +733,11 @@ def test_a_missing_package_is_one_line_with_what_to_install(
     def asks(cfg: Fit) -> int:
         raise ImportError(f"this needs `{module}`, which cannot be found")
 
-    advice = {"peft": "it comes with the extra `lora`: pip install -e '.[lora]'", "wandb": "pip install wandb"}
+    advice = {"peft": "it is part of the extra `lora`: pip install -e '.[lora]'", "wandb": "pip install wandb"}
     for main in (imports, asks):
         assert enter(main) == 2
         shown = capsys.readouterr().err
-        assert shown.startswith(f"error: the package {module} is not installed; ") and shown.count("\n") == 1
+        assert shown.startswith(f"error: the package {module} is not installed") and shown.count("\n") == 1
         assert advice[module] in shown
 
 
@@ -917,7 +927,7 @@ def test_options_of_the_testbed_say_what_they_lack_elsewhere(overrides: list[str
     with pytest.raises(UserError) as caught:
         config.validate(cfg, complete=False)
     assert str(caught.value) == (
-        f"{key} (read from prepare.grammar): `prepare` is null in this setting: leave setting= out (testbed), or "
+        f"{key} (read from prepare.grammar): `prepare` is null in this setting: omit setting= (testbed), or "
         f"choose another option of `{key.partition('.')[0]}`"
     )
 

@@ -315,9 +315,9 @@ sys.exit(run_entry(main, "fit", [], "Waits.", "python -m attnpo.fit"))
 @pytest.mark.parametrize(
     ("number", "status", "last"),
     [
-        (signal.SIGTERM, 143, "stopped by SIGTERM before training; what was stored stays"),
-        (signal.SIGINT, 130, "stopped by SIGINT before training; what was stored stays"),
-        (signal.SIGUSR1, 138, "stopped by SIGUSR1 before training; what was stored stays"),
+        (signal.SIGTERM, 143, "stopped by SIGTERM before training; stored results are kept"),
+        (signal.SIGINT, 130, "stopped by SIGINT before training; stored results are kept"),
+        (signal.SIGUSR1, 138, "stopped by SIGUSR1 before training; stored results are kept"),
     ],
 )
 def test_a_signal_ends_a_command_with_one_line(number: signal.Signals, status: int, last: str, tmp_path: Path) -> None:
@@ -376,7 +376,7 @@ def test_a_signal_during_imports_ends_a_command_with_one_line(
     lines = [line for line in done.stderr.splitlines() if line.startswith("stopped by ")]
     assert (done.returncode, lines) == (
         128 + number,
-        [f"stopped by {number.name} before training; what was stored stays"],
+        [f"stopped by {number.name} before training; stored results are kept"],
     )
     assert "Traceback" not in done.stderr and done.stderr.splitlines()[-1] == lines[0]
 
@@ -408,7 +408,7 @@ def test_a_signal_while_composing_ends_a_command_with_one_line() -> None:
     done = subprocess.run(
         [sys.executable, "-c", COMPOSES], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
-    said = "stopped by SIGTERM before training; what was stored stays\n"
+    said = "stopped by SIGTERM before training; stored results are kept\n"
     assert (done.returncode, done.stdout, done.stderr) == (143, "", said)
 
 
@@ -427,7 +427,7 @@ def test_a_folder_that_is_gone_is_told(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert done.stderr == (
-        "error: the folder that this command was started in is gone; change to one that is there and give it again\n"
+        "error: the current folder no longer exists: change to an existing folder and repeat the command\n"
     )
 
 

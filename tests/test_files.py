@@ -68,11 +68,11 @@ def sealed(tmp_path: Path) -> Path:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a flipped bit": (lambda folder: flip(folder / "below" / "b.txt"), "below/b.txt is not as it was written"),
-    "a cut file": (lambda folder: (folder / "a.txt").write_text("fir"), "a.txt is not as it was written"),
+    "a flipped bit": (lambda folder: flip(folder / "below" / "b.txt"), "below/b.txt has changed since it was written"),
+    "a cut file": (lambda folder: (folder / "a.txt").write_text("fir"), "a.txt has changed since it was written"),
     "a missing file": (lambda folder: (folder / "a.txt").unlink(), "a.txt is missing"),
     "swapped files": (lambda folder: (folder / "a.txt").rename(folder / "below" / "b.txt"), "a.txt is missing"),
-    "another file": (lambda folder: (folder / "c").touch(), "c was not there when it was written"),
+    "another file": (lambda folder: (folder / "c").touch(), "c was added after the folder was written"),
     "no seal": (lambda folder: (folder / SEAL).unlink(), "it has no digests.json"),
     "an empty seal": (lambda folder: (folder / SEAL).write_text(""), "its digests.json cannot be read"),
     "a seal of another form": (lambda folder: (folder / SEAL).write_text("[]"), "its digests.json cannot be read"),
@@ -97,7 +97,7 @@ def test_hidden_files_do_not_count(sealed: Path) -> None:
 def test_a_digest_taken_while_writing_is_not_taken_again(tmp_path: Path) -> None:
     (tmp_path / "state").write_text("what came to the disk")
     write_checksums(tmp_path, {"state": "0" * 64})
-    assert describe_change(tmp_path) == "state is not as it was written"
+    assert describe_change(tmp_path) == "state has changed since it was written"
     write_checksums(tmp_path, {"state": file_digest(tmp_path / "state")})
     assert describe_change(tmp_path) is None
 

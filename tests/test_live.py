@@ -41,7 +41,7 @@ def test_a_long_phase_says_that_it_is_at_work(
         for _ in range(200):
             if over.wait(0.01) or caplog.messages:
                 break
-    assert caplog.messages[0] == "judging: at work for 0 s"
+    assert caplog.messages[0] == "judging: running for 0 s"
 
 
 def test_a_point_leaves_a_note_while_it_trains(tmp_path: Path) -> None:

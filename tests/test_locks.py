@@ -95,7 +95,7 @@ def test_a_live_process_is_named_and_its_folder_refused(tmp_path: Path) -> None:
         named = f"{folder} is in use by process {process.pid} on host {socket.gethostname()} {began}: "
         assert re.match(named, text), text
         assert text.endswith(
-            f"give another name=, or wait for its end (`while kill -0 {process.pid}; do sleep 5; done`)"
+            f"choose another name=, or wait for it to end (`while kill -0 {process.pid}; do sleep 5; done`)"
         )
         assert process.stdin is not None
         process.stdin.close()
@@ -154,8 +154,8 @@ def test_every_end_frees_the_folder(tmp_path: Path, ending: BaseException | None
 def test_a_fresh_heartbeat_of_another_machine_is_believed(tmp_path: Path) -> None:
     write_lock(tmp_path, since="2026-01-01 00:00:00")
     assert refusal(tmp_path, LONG) == (
-        f"{tmp_path} is in use by process 7 on host node7 since 2026-01-01 00:00:00: give another name=, or wait "
-        "for its end; were it killed, its place is free lock_timeout=300 seconds after that"
+        f"{tmp_path} is in use by process 7 on host node7 since 2026-01-01 00:00:00: choose another name=, or wait "
+        "for it to end; if it was killed, the lock expires after lock_timeout=300 seconds"
     )
 
 
@@ -200,7 +200,7 @@ def test_a_lock_that_cannot_be_read_holds_while_it_is_fresh(tmp_path: Path, cont
 
 def test_something_else_in_the_place_of_the_lock_is_named(tmp_path: Path) -> None:
     (tmp_path / ".lock").write_text("mine")
-    assert f"{tmp_path} must be a folder to work in, but its .lock cannot be made or read: Not a directory" in refusal(
+    assert f"{tmp_path} cannot be used, because its lock .lock cannot be created or read: Not a directory" in refusal(
         tmp_path
     )
 
@@ -211,7 +211,7 @@ def test_a_process_that_was_taken_for_dead_ends(tmp_path: Path) -> None:
         mark = next((tmp_path / ".lock").iterdir())
         mark.rename(mark.with_name("other"))
         assert process.wait(timeout=60) == 1
-        assert process.stderr is not None and "to whom this process seemed dead: ending" in process.stderr.read()
+        assert process.stderr is not None and "this process seemed dead and exits now" in process.stderr.read()
     assert [path.name for path in (tmp_path / ".lock").iterdir()] == ["other"]
 
 
@@ -262,7 +262,7 @@ def test_a_requeued_job_waits_for_its_predecessor_and_says_so_once(
         with folder_lock(tmp_path, LONG):
             assert process.poll() is not None or time.monotonic() - began > 1
     assert time.monotonic() - began < 60
-    assert len([line for line in caplog.messages if "waiting for its end" in line]) == 1
+    assert len([line for line in caplog.messages if "waiting for it to end" in line]) == 1
 
 
 def test_a_predecessor_that_does_not_end_is_not_waited_for_longer_than_asked(

@@ -83,7 +83,7 @@ def test_an_older_name_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
         for _ in range(2):
             assert current_import_path("attnpo.testbed.grammar.Grammar") == "attnpo.lab.testbed.grammar.Grammar"
     assert [line for line in caplog.messages if "testbed" in line] == [
-        "attnpo.testbed.grammar.Grammar is attnpo.lab.testbed.grammar.Grammar now; the older name is read until "
+        "attnpo.testbed.grammar.Grammar is now attnpo.lab.testbed.grammar.Grammar; the old name is accepted until "
         "version 0.2.0"
     ]
     assert current_import_path("attnpo.weights.sources.attention.Attention").endswith("sources.attention.Attention")

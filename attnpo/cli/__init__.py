@@ -1,1 +1,1 @@
-"""All that a user types and sees: the life of an entry point, help, log lines, progress, errors."""
+"""Command line: entry points, help, logging, progress display and error messages."""

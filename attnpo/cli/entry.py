@@ -1,4 +1,4 @@
-"""Front of the commands: composes the configuration an argument list asks for, reads it, and runs its jobs."""
+"""Shared entry point of the commands: composes and parses the config for the given arguments, then runs the jobs."""
 
 import logging
 import os
@@ -37,7 +37,7 @@ def _config_text(cfg: DictConfig, key: str) -> str:
         node = OmegaConf.select(node, key, default=ABSENT)
     if node is ABSENT:
         names = ", ".join(str(name) for name in cfg if name != "_target_")
-        raise UserError(f"--cfg {key}: expected `job` or a key of the configuration: {names}")
+        raise UserError(f"--cfg {key}: expected `job` or one of the config's keys: {names}")
     return OmegaConf.to_yaml(node) if OmegaConf.is_config(node) else f"{node}\n"
 
 
@@ -53,12 +53,12 @@ def run_entry(
     complete: Callable[[SomeRoot], bool] = lambda cfg: False,
     early: Callable[[Mapping[str, object]], None] = lambda data: None,
 ) -> int:
-    """Returns the exit status of a command: 0, 1 (a job failed), 2 (an error the user can mend), 130 or 143 (signals).
+    """Runs a command; returns its exit status: 0, 1 (a job failed), 2 (user error), 130 or 143 (signals).
 
-    Composes ``config_name`` with ``argv`` (None: the process's own) and calls ``main`` with its typed root.
-    ``command_name``: in the help. ``positional``: the key of arguments that are no overrides. ``complete``: whether
-    nothing may be ``???``. ``early``: checks the node ``data`` before torch is imported. Other errors propagate, or end
-    it with their ``exit_status``.
+    Composes ``config_name`` with ``argv`` (None: the arguments of the process) and calls ``main`` with its typed root.
+    ``command_name``: name shown in the help. ``positional``: key that collects arguments which are not overrides.
+    ``complete``: decides whether every ``???`` must be filled in. ``early``: checks the node ``data`` before torch is
+    imported. Other errors propagate, or set the exit status if they have an ``exit_status``.
     """
     parser = CommandParser(command_name or config_name, description, examples, positional)
 
@@ -68,7 +68,7 @@ def run_entry(
                 main, config_name, sys.argv[1:] if argv is None else list(argv), parser, positional, complete, early
             )
         except MissingMandatoryValue as error:
-            raise UserError(f"{str(error).splitlines()[0]}; give KEY=VALUE") from error
+            raise UserError(f"{str(error).splitlines()[0]}; set it with KEY=VALUE") from error
 
     with log_to_terminal(), handling_signals():
         return run_guarded(command)
@@ -87,7 +87,7 @@ def _run(
     if options.help:
         sys.stdout.write(parser.help_text(config.CONFIG_DIR / f"{name}.yaml", list_groups(options.config_dir)))
         return 0
-    # Where paths are taken, one may hold an equals sign. Not Path.exists, which raises for words longer than a name.
+    # A path may contain an equals sign. Path.exists would raise for words longer than a file name.
     paths = positional is not None
     bare = [w for w in options.words if not w.startswith("~") and ("=" not in w or (paths and os.path.exists(w)))]
     overrides = [word for word in options.words if word not in bare]
@@ -105,15 +105,15 @@ def _run(
         return 0
     if options.multirun and world_size() > 1:
         raise UserError(
-            f"--multirun: its jobs run one after the other in one process, WORLD_SIZE is {world_size()}; "
-            "start one group of processes per job without -m"
+            f"--multirun runs its jobs one after the other in a single process, but WORLD_SIZE is {world_size()}: "
+            "start one group of processes per job, without -m"
         )
     jobs = expand_sweep(overrides, options.config_dir) if options.multirun else [overrides]
     composed = [compose_job(job) for job in jobs]
-    for cfg in composed:  # other problems are told when it is read
+    for cfg in composed:  # other problems are reported when the config is parsed
         early(cast(dict[str, object], to_plain_values(cfg.get("data", {}), "data", [])))
     with heartbeat(name):
-        # Brings torch, which takes seconds, in a process that has not loaded it.
+        # Imports torch, which takes seconds unless the process has loaded it already.
         said = "checking the configuration"
         with import_phase(said), nullcontext() if "torch" in sys.modules else show_waiting(said):
             readings = [_parse_complete(cfg, complete) for cfg in composed]
@@ -125,7 +125,7 @@ def _run(
 
 
 def _parse_complete(cfg: DictConfig, complete: Callable[[SomeRoot], bool]) -> ParsedConfig:
-    """Returns what a job's configuration was read as; UserError also for values that ``complete`` asks for."""
+    """Parses a job's config; raises UserError for problems, and for missing values if ``complete`` requires them."""
     reading = parse(cfg)
     root = cast(SomeRoot, reading.as_type(RootConfig))
     if complete(root):
@@ -134,7 +134,7 @@ def _parse_complete(cfg: DictConfig, complete: Callable[[SomeRoot], bool]) -> Pa
 
 
 def _warn_unused_overrides(jobs: Sequence[Mapping[str, str]]) -> None:
-    """Warns once of every key given on the command line that has an effect in none of the jobs."""
+    """Warns once about each key on the command line that has no effect in any job."""
     idle = [{override.partition("=")[0]: why for override, why in job.items()} for job in jobs]
     for key, why in idle[0].items():
         if all(key in other for other in idle):
@@ -148,7 +148,7 @@ def _run_jobs(main: Callable[[SomeRoot], int | None], jobs: Sequence[tuple[str, 
         try:
             status = main(cfg) or 0
         except Exception as error:
-            if hasattr(error, "exit_status"):  # not a failure of this job: the whole command is to end
+            if hasattr(error, "exit_status"):  # not a failure of this job: ends the whole command
                 raise
             status = 1  # one job's failure is reported, the others still run
             ending = exit_status_and_message(error)

@@ -1,4 +1,4 @@
-"""Text of ``--help``: examples, and the groups a command composes as the comments of its root file explain them."""
+"""Text of ``--help``: examples, and a command's config groups with the comments of its root file."""
 
 import argparse
 import re
@@ -22,7 +22,7 @@ _PARENT = re.compile(r" *- (?!_self_)(\w+)(?: +# without (.+))?")
 
 @dataclass(frozen=True)
 class ConfigGroup:
-    """Config group as a root's defaults list has it; ``default`` is "null" for one that may be left out."""
+    """Config group from a root's defaults list; ``default`` is "null" if the group is optional."""
 
     name: str
     default: str
@@ -30,7 +30,7 @@ class ConfigGroup:
     heading: str
 
     def format_lines(self, options: Sequence[str]) -> list[str]:
-        """Returns the group with its options, the default first, and what it is for."""
+        """Formats the group: its options, the default first, and its purpose."""
         ordered = sorted(options, key=lambda option: option != self.default)
         text = f"{self.name}={' | '.join(ordered)}"
         lines = wrap_line(f"[{text}]" if self.default == "null" else text)
@@ -41,14 +41,15 @@ class ConfigGroup:
 
 
 def wrap_line(text: str) -> list[str]:
-    """Returns a group with its options as lines of at most the width of a screen."""
+    """Wraps a group and its options to the width of the help text."""
     return textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
 
 
 def parse_groups(root: Path) -> list[ConfigGroup]:
-    """Returns the groups of a root file's defaults list in its order, with those of the roots it builds on.
+    """Parses the groups of a root file's defaults list, in order, including those of its parent roots.
 
-    Comments above groups are headings; ``# no other`` leaves a group out, ``- fit  # without logger`` that of a parent.
+    Comments above groups are headings. ``# no other`` hides a group; ``- fit  # without logger`` hides a parent's
+    group.
     """
     heading = ""
     listed: list[ConfigGroup] = []
@@ -67,13 +68,13 @@ def parse_groups(root: Path) -> list[ConfigGroup]:
 
 
 def format_groups(root: Path, options: Mapping[str, Sequence[str]]) -> str:
-    """Returns the groups of a root with their ``options`` under headings; last those that no shipped root has.
+    """Formats the groups of a root and their ``options`` under headings; groups unknown to any shipped root come last.
 
-    A group whose one option is the default leaves nothing to choose and is not shown.
+    Groups whose only option is the default are not shown.
     """
     lines: list[str] = []
     heading = ""
-    legend = " (the default first; [in brackets]: none unless given)"
+    legend = " (the default first; groups [in brackets] are optional)"
     for group in parse_groups(root):
         of = options.get(group.name, [])
         if list(of) == [group.default]:
@@ -91,9 +92,9 @@ def format_groups(root: Path, options: Mapping[str, Sequence[str]]) -> str:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Arguments that every command takes beside its overrides; a wrong argument is a UserError.
+    """Parser of the arguments common to all commands, besides overrides; a wrong argument is a UserError.
 
-    ``name`` is the command with what of it is already said, as in ``evaluate benchmark=judge``.
+    ``name`` is the command and any fixed override, for example ``evaluate benchmark=judge``.
     """
 
     def __init__(self, name: str, description: str, examples: str, positional: str | None) -> None:
@@ -109,17 +110,17 @@ class CommandParser(argparse.ArgumentParser):
         self.add_argument("words", nargs="*", help=argparse.SUPPRESS)
         self.add_argument("-h", "--help", action="store_true", help=argparse.SUPPRESS)
         shown = self.add_argument_group()
-        shown.add_argument("--cfg", metavar="KEY", help="print the configuration and stop: `job` for all, or a key")
-        shown.add_argument("--config-dir", metavar="DIR", type=Path, help="a folder with configurations of your own")
+        shown.add_argument("--cfg", metavar="KEY", help="print the config (`job`) or one key of it, and exit")
+        shown.add_argument("--config-dir", metavar="DIR", type=Path, help="a folder with your own config files")
         shown.add_argument(
-            "-m", "--multirun", action="store_true", help="one job per combination: a=1,2 b=3,4 are four"
+            "-m", "--multirun", action="store_true", help="run one job per combination: a=1,2 b=3,4 gives four"
         )
 
     def error(self, message: str) -> NoReturn:
-        """Raises a UserError that points to the help."""
+        """Raises a UserError that refers to ``--help``."""
         raise UserError(f"{message}; see --help")
 
     def help_text(self, root: Path, options: Mapping[str, Sequence[str]]) -> str:
-        """Returns all that ``--help`` shows."""
+        """Returns the full text of ``--help``."""
         self.description = f"{self.description}\n\n{format_groups(root, options)}"
         return rewrite_commands(self.format_help())

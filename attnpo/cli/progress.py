@@ -1,6 +1,6 @@
-"""Progress of long work: one live display on a terminal, plain lines in a file or a pipe.
+"""Progress of long-running work: a live display on a terminal, plain lines in a file or a pipe.
 
-Light: neither torch nor anything that loads it.
+Imports neither torch nor anything that loads it.
 """
 
 import gc
@@ -25,15 +25,15 @@ from attnpo.cli.terminal import make_printable
 from attnpo.system.processes import is_main_process
 
 log = logging.getLogger(__name__)
-QUIET_FOR = 9.0  # seconds without a line after which a command says what it is at
-WRITTEN_EVERY = 0.5  # seconds between two notes of a point
-RARELY = 20_000  # new objects between two looks for garbage; Python's own number is 700
-NOTE = ".progress.json"  # in the folder of a study's point, while it trains
+QUIET_FOR = 9.0  # seconds without a log line after which a command reports its current phase
+WRITTEN_EVERY = 0.5  # seconds between two progress updates of a sweep point
+RARELY = 20_000  # new objects between two garbage collections; Python's default is 700
+NOTE = ".progress.json"  # in the folder of a sweep point while it trains
 
 
 @dataclass(frozen=True)
 class ProgressRow:
-    """One labelled row: the step it is at, of how many, the last loss, the seconds left as far as they are known."""
+    """Labelled progress row: current step, total steps, last loss, and estimated seconds left if known."""
 
     label: str
     step: int
@@ -43,19 +43,19 @@ class ProgressRow:
 
 
 def is_interactive_terminal() -> bool:
-    """Returns whether this process may draw: it reports, to a terminal that can move its cursor."""
+    """Returns whether this is the main process and stderr is a terminal that can move its cursor."""
     return is_main_process() and sys.stderr.isatty() and not Console(stderr=True).is_dumb_terminal
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds for reading: 45 s, 12 min, 3.5 h."""
+    """Formats seconds for display: 45 s, 12 min, 3.5 h."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def render_rows(rows: Sequence[ProgressRow], width: int) -> Table:
-    """Returns the rows as they stand on a terminal of ``width`` columns: a label may be cut, no number is."""
+    """Renders the rows for a terminal of ``width`` columns; labels may be truncated, numbers never are."""
     table = Table(box=None, pad_edge=False, show_header=False)
     cells = [
         (
@@ -77,14 +77,14 @@ def render_rows(rows: Sequence[ProgressRow], width: int) -> Table:
     return table
 
 
-_drawing: list[object] = []  # what stands at the foot of the terminal
+_drawing: list[object] = []  # what is currently drawn at the bottom of the terminal
 
 
 @contextmanager
 def show_progress(rows: Callable[[], Sequence[ProgressRow]]) -> Iterator[None]:
-    """Opens a context in which ``rows`` are drawn at the foot of the terminal twice a second, below log lines.
+    """Draws ``rows`` at the bottom of the terminal, below log lines, twice a second while the context is open.
 
-    Draws on a terminal alone, and once where displays lie within each other.
+    Does nothing without a terminal or inside another display.
     """
     if _drawing or not is_interactive_terminal():
         yield
@@ -95,7 +95,7 @@ def show_progress(rows: Callable[[], Sequence[ProgressRow]]) -> Iterator[None]:
         get_renderable=lambda: render_rows(rows(), console.width), console=console, refresh_per_second=2, transient=True
     ) as live:
         _drawing.append(live)
-        for handler, _ in streams:  # Live has put its own stream, which writes above the rows, in place of sys.stderr
+        for handler, _ in streams:  # Live replaced sys.stderr by a stream that writes above the rows
             handler.setStream(sys.stderr)
         try:
             yield
@@ -111,7 +111,7 @@ def _handlers() -> list["logging.StreamHandler[TextIO]"]:
 
 @contextmanager
 def hide_info_on_terminal() -> Iterator[None]:
-    """Opens a context in which a terminal that rows are drawn on gets warnings alone: a file has the other lines."""
+    """Limits the terminal to warnings inside the context if progress rows are drawn on it; log files get every line."""
     levels = [(handler, handler.level) for handler in _handlers()] if _drawing else []
     for handler, _ in levels:
         handler.setLevel(logging.WARNING)
@@ -123,23 +123,23 @@ def hide_info_on_terminal() -> Iterator[None]:
 
 
 class _LastLogTime(logging.Handler):
-    """Notes when the last line was logged."""
+    """Log handler that records the time of the last log line."""
 
     def __init__(self) -> None:
         super().__init__()
         self.at = time.monotonic()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Notes the time."""
+        """Records the time."""
         self.at = time.monotonic()
 
 
-_phases: list[tuple[str, float]] = []  # what is at work, the innermost last, and since when
+_phases: list[tuple[str, float]] = []  # open phases, the innermost last, with their start times
 
 
 @contextmanager
 def phase(what: str) -> Iterator[None]:
-    """Opens a context, or a function's decorator, that ``heartbeat`` tells of as ``what``."""
+    """Marks a phase that ``heartbeat`` reports as ``what``; usable as a context manager or a decorator."""
     this = (what, time.monotonic())
     _phases.append(this)
     try:
@@ -150,9 +150,9 @@ def phase(what: str) -> Iterator[None]:
 
 @contextmanager
 def import_phase(what: str) -> Iterator[None]:
-    """Opens a ``phase`` that imports packages, in which garbage is looked for rarely.
+    """Opens a ``phase`` for importing packages, with rare garbage collection.
 
-    What an import makes stays, and looking through hundreds of thousands of such objects takes a quarter of its time.
+    Imported objects stay alive, and scanning hundreds of thousands of them takes a quarter of the import time.
     """
     usual = gc.get_threshold()
     gc.set_threshold(RARELY, *usual[1:])
@@ -165,9 +165,9 @@ def import_phase(what: str) -> Iterator[None]:
 
 @contextmanager
 def heartbeat(what: str) -> Iterator[None]:
-    """Opens a context that names the innermost ``phase`` (outside any, ``what``) whenever it has long been quiet.
+    """Logs the innermost ``phase``, or ``what`` outside any, whenever ``QUIET_FOR`` seconds pass without a log line.
 
-    Quiet: for ``QUIET_FOR`` seconds no line was logged, and nothing is drawn. Only the process that leads a job tells.
+    Stays silent while progress is drawn on the terminal, and in every process but the main one.
     """
     if not is_main_process():
         yield
@@ -178,7 +178,7 @@ def heartbeat(what: str) -> Iterator[None]:
         while not over.wait(min(1.0, QUIET_FOR)):
             if time.monotonic() - last.at >= QUIET_FOR and not _drawing:
                 now, began = _phases[-1]
-                log.info("%s: at work for %s", now, format_duration(time.monotonic() - began))
+                log.info("%s: running for %s", now, format_duration(time.monotonic() - began))
 
     root = logging.getLogger("attnpo")
     root.addHandler(last)
@@ -195,7 +195,7 @@ def heartbeat(what: str) -> Iterator[None]:
 
 @contextmanager
 def show_waiting(what: str) -> Iterator[None]:
-    """Opens a ``phase`` told of at once: on a terminal until it is over, elsewhere by a line of the log."""
+    """Opens a ``phase`` and announces it at once: on a terminal until it ends, elsewhere by a log line."""
     if not is_interactive_terminal():
         log.info(what)
         with phase(what):
@@ -220,7 +220,7 @@ _notes: list[Path] = []
 
 @contextmanager
 def publish_progress_to(folder: Path) -> Iterator[None]:
-    """Lets ``publish_progress`` write into ``folder`` inside the context, for another process to display."""
+    """Makes ``publish_progress`` write to ``folder`` inside the context, for another process to display."""
     path = folder / NOTE
     _notes.append(path)
     try:
@@ -231,12 +231,12 @@ def publish_progress_to(folder: Path) -> Iterator[None]:
 
 
 def is_progress_published() -> bool:
-    """Returns whether another one shows the progress of this process."""
+    """Returns whether another process displays the progress of this one."""
     return bool(_notes)
 
 
 def publish_progress(row: ProgressRow) -> None:
-    """Leaves the row in the folder of ``publish_progress_to``, whole or not at all."""
+    """Writes the row atomically to the folder of ``publish_progress_to``."""
     for path in _notes:
         part = path.with_suffix(".part")
         part.write_text(json.dumps(asdict(row)), encoding="utf-8")
@@ -244,7 +244,7 @@ def publish_progress(row: ProgressRow) -> None:
 
 
 def read_progress(folder: Path) -> ProgressRow | None:
-    """Returns the row that was left in a folder last; None where there is none."""
+    """Reads the latest progress row from a folder; None if there is none."""
     try:
         return ProgressRow(**json.loads((folder / NOTE).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):

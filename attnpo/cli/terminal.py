@@ -1,6 +1,6 @@
-"""Terminal output and the end of a command: one log format, quiet libraries, errors and signals as one line.
+"""Terminal output and exit handling of commands: one log format, quiet libraries, one-line errors and signals.
 
-Loads neither torch nor anything that does. Of the processes of one job only the first one reports.
+Imports neither torch nor anything that loads it. Only the first process of a job prints.
 """
 
 import atexit
@@ -34,24 +34,24 @@ from attnpo.system.processes import _exit_callbacks, is_main_process, rank_and_w
 
 FORMAT = "%(asctime)s %(message)s"
 CLOCK = "%H:%M:%S"
-# Read by the libraries when they are imported, and inherited by the processes of a study.
+# Environment variables that libraries read on import and the processes of a study inherit.
 QUIET = {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
 WITHOUT_BARS = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "WANDB_SILENT": "true"}
-CALLED = "ATTNPO_CALLED_AS"  # the installed command `attnpo` where that was typed, inherited by its processes
+CALLED = "ATTNPO_CALLED_AS"  # path of the installed script `attnpo` if it was used; inherited by child processes
 _log = logging.getLogger(__name__)
 
 
 # --------------------------------------------------------------------------------------------- what is said
 
 
-# Programs of this environment at the head of a command; a path before the name says already which one is meant.
+# Programs of this environment at the start of a command; a name with a path is already unambiguous.
 _PROGRAM = re.compile(r"(?<![\w./-])(?:python(?= -[mc] )|torchrun(?= -)|pip(?= install )|wandb(?= login))")
 _FRONT = re.compile(r"(?<![\w./-])python -m attnpo(?:\.|\b)")
 _EXTRA = re.compile(r"pip install 'attnpo\[(\w+)\]'")
 
 
 def rewrite_commands(text: str) -> str:
-    """Returns ``text`` with commands that a shell here can run: each program by name if that finds it, else by path."""
+    """Rewrites commands in ``text`` so that the user's shell can run them: program names, or paths if not on PATH."""
     text = _EXTRA.sub(lambda found: install_command(found[1]), text)
     if called := os.environ.get(CALLED):
         text = _FRONT.sub(lambda found: _shortest_command(called) + " " * found[0].endswith("."), text)
@@ -59,13 +59,13 @@ def rewrite_commands(text: str) -> str:
 
 
 def _program_command(name: str) -> str:
-    """Returns how a shell here calls a program of this environment; the bare name where the environment lacks it."""
+    """Returns the command for a program of this environment; its bare name if the environment does not have it."""
     path = sys.executable if name == "python" else os.path.join(os.path.dirname(sys.executable), name)
     return _shortest_command(path) if os.path.isfile(path) else name
 
 
 def _shortest_command(path: str) -> str:
-    """Returns the shortest text by which a shell in this folder starts the program at ``path``."""
+    """Returns the shortest command that starts the program at ``path`` from the current folder."""
     name = os.path.basename(path)
     found = shutil.which(name)
     with suppress(OSError):  # the folder may be gone
@@ -76,44 +76,44 @@ def _shortest_command(path: str) -> str:
     return shlex.quote(path)
 
 
-# What a terminal acts on, or no stream takes: controls but line end and tab, marks that reorder text, lone surrogates.
+# Characters that control a terminal or cannot be encoded: controls except newline and tab, bidi marks, lone surrogates.
 _ACTING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def make_printable(text: str) -> str:
-    """Returns ``text`` with all that would act on a terminal spelled as in Python: errors quote texts of others."""
+    """Escapes characters that would control a terminal, as in a Python literal; errors may quote untrusted text."""
     return _ACTING.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class LogFormatter(logging.Formatter):
-    """Log lines whose commands can be pasted, without credentials, and which a terminal shows as they are."""
+    """Formatter whose log lines contain runnable commands, no credentials and no terminal control characters."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Returns the line, and what follows it of an exception."""
+        """Returns the log line and any traceback."""
         return make_printable(mask_credentials(rewrite_commands(super().format(record))))
 
 
 class _Record(logging.LogRecord):
-    """Log record whose message acts on no terminal, whichever library's handler writes it."""
+    """Log record without terminal control characters, whichever library's handler writes it."""
 
     def getMessage(self) -> str:
         return make_printable(super().getMessage())
 
 
 def _write_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Writes the traceback of an error that nobody caught, as Python does."""
+    """Writes the traceback of an uncaught error, like Python's own hook."""
     sys.stderr.write(make_printable("".join(traceback.format_exception(kind, error, trace))))
 
 
 def command_text(name: str, *arguments: str) -> str:
-    """Returns a command of this package as a shell here takes it (``rewrite_commands``), without credentials."""
+    """Returns a command of this package that the user's shell can run (``rewrite_commands``), without credentials."""
     return rewrite_commands(f"python -m attnpo.{name}") + "".join(
         f" {shlex.quote(mask_credentials(word))}" for word in arguments
     )
 
 
 def format_override(key: str, text: str) -> str:
-    """Returns a text as the value of ``key`` on the command line, quoted where Hydra would read more in it."""
+    """Formats an override KEY=TEXT for the command line, quoted if Hydra would parse the text otherwise."""
     if re.fullmatch(r"[\w./+@-]+", text):
         return f"{key}={text}"
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
@@ -124,7 +124,7 @@ _warned: set[str] = set()
 
 
 def _is_first_occurrence(record: logging.LogRecord) -> bool:
-    """Returns whether a warning is worded so for the first time: the points of a study have the same to say."""
+    """Returns whether a warning appears for the first time; the runs of a study repeat the same ones."""
     text = record.getMessage() if record.levelno == logging.WARNING else ""
     new = not text or text not in _warned
     _warned.add(text)
@@ -133,9 +133,9 @@ def _is_first_occurrence(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def log_to_terminal(*, bars: bool = True) -> Iterator[None]:
-    """Opens a context in which attnpo logs to the error stream and libraries are quiet, in lines without repeats.
+    """Logs attnpo's messages to stderr inside the context, with quiet libraries and without repeated warnings.
 
-    There are no progress bars in a file, in processes that do not report, or with ``bars`` false.
+    Progress bars are off if stderr is not a terminal, in all but the main process, or with ``bars`` false.
     """
     _warned.clear()
     handler = logging.StreamHandler()
@@ -180,25 +180,25 @@ def _log_warning(
 # --------------------------------------------------------------------------------------------- how a command ends
 
 
-# Ctrl-C, the end of a job, and SLURM's warning that it comes (--signal=USR1@120).
+# Ctrl-C, termination of the job, and SLURM's advance warning (--signal=USR1@120).
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-# A shell and a launcher both pass one Ctrl-C on, milliseconds apart: signals within so many seconds are the same one.
+# A shell and a launcher both forward one Ctrl-C, milliseconds apart; signals within this many seconds count as one.
 REPEAT = 1.0
-STARTER = "ATTNPO_STARTED_BY"  # the process of the command that started this one
+STARTER = "ATTNPO_STARTED_BY"  # process id of the command that started this process
 
 
 class SignalInterrupt(KeyboardInterrupt):
-    """Signal outside training, handled wherever Ctrl-C is."""
+    """Signal received outside training; code that handles Ctrl-C handles it too."""
 
     def __init__(self, number: int) -> None:
         when = "" if _state.training else " before training"
-        super().__init__(f"stopped by {signal.Signals(number).name}{when}; what was stored stays")
+        super().__init__(f"stopped by {signal.Signals(number).name}{when}; stored results are kept")
         self.exit_status = 128 + number
 
 
 @dataclass
 class _SignalState:
-    """State that decides what a signal means now: ``asked`` is when the first one came."""
+    """State that decides how a signal is handled; ``asked``: time of the first signal."""
 
     training: bool = False
     raises: bool = False
@@ -209,15 +209,15 @@ _state = _SignalState()
 
 
 def mark_training_started() -> None:
-    """Makes messages of signals no longer say that they came before training."""
+    """Records that training started, so that signal messages no longer say "before training"."""
     _state.training = True
 
 
 def install_signal_handlers() -> None:
-    """Makes SIGINT, SIGTERM and SIGUSR1 end this process and those it started, with one line; called before imports.
+    """Installs handlers that stop this process and its children on SIGINT, SIGTERM and SIGUSR1, with one line.
 
-    Within ``guarded`` by an exception, elsewhere at once. Ignored signals stay ignored until training. A rank also ends
-    when the process that started it is gone.
+    Call it before heavy imports. Inside ``run_guarded`` the handler raises an exception, elsewhere the process exits at
+    once. Ignored signals stay ignored until training. A rank also exits when the process that started it is gone.
     """
     sys.excepthook = _write_traceback
     parent = _watched_parent()
@@ -228,7 +228,7 @@ def install_signal_handlers() -> None:
 
 
 def _watched_parent() -> int | None:
-    """Finds what this rank must not outlive: torchrun's agent, SLURM's daemon, the first rank; else None."""
+    """Returns the process that this rank must not outlive (torchrun's agent, SLURM's daemon, first rank), or None."""
     parent, starter = os.getppid(), os.environ.get(STARTER)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return parent
@@ -244,7 +244,7 @@ def _set_signal_handlers() -> None:
 
 
 def _exit_with_parent(parent: int) -> None:
-    """Ends this process when ``parent`` is no longer its parent."""
+    """Exits this process as soon as ``parent`` is no longer its parent."""
     if not _is_agent_gone():
         while os.getppid() == parent:
             time.sleep(1)
@@ -252,8 +252,8 @@ def _exit_with_parent(parent: int) -> None:
 
 
 def _is_agent_gone() -> bool:
-    """Returns whether torchrun's agent was killed before this rank knew its number: nobody listens at its address."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # else a rank is to listen there
+    """Checks whether torchrun's agent was killed before this rank watched it: its address refuses connections."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # otherwise a rank listens at that address
         try:
             socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=60).close()
         except OSError as problem:
@@ -272,19 +272,19 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
     if first and _state.raises and not _is_fragile(frame):
         raise stop
     if is_main_process():
-        os.write(2, f"{stop}\n".encode())  # the stream may be in use by what was interrupted
+        os.write(2, f"{stop}\n".encode())  # the interrupted code may be using the stream
     for act in _exit_callbacks:
         with suppress(Exception):
             act()
     os._exit(stop.exit_status)
 
 
-# Their own cleanup fails on what an exception left half made, and turns that exception into another one.
+# Cleanup code in these packages fails on half-built state and would replace our exception by another one.
 _COMPOSING = ("hydra", "omegaconf", "antlr4")
 
 
 def _is_fragile(frame: FrameType | None) -> bool:
-    """Tells whether a module is imported or a configuration composed: an exception may be lost, or become another."""
+    """Checks for a running import or config composition, where an exception could get lost or be replaced."""
     while frame is not None:
         package = str(frame.f_globals.get("__name__")).partition(".")[0]
         if frame.f_code.co_filename.startswith("<frozen importlib") or package in _COMPOSING:
@@ -311,7 +311,7 @@ def handling_signals() -> Iterator[None]:
 
 
 def exit_with_parent() -> None:
-    """Makes this process, one that multiprocessing started, end as soon as its parent is gone, which hears Ctrl-C."""
+    """Makes a multiprocessing child ignore Ctrl-C, which its parent handles, and exit when the parent is gone."""
     parent = parent_process()
     if parent is None:
         raise RuntimeError("this process was not started by multiprocessing")
@@ -326,14 +326,15 @@ def exit_with_parent() -> None:
 
 @cache
 def skip_gc_at_exit() -> None:
-    """Makes this process end without a search for garbage, which takes a second or two; atexit still runs."""
+    """Skips the final garbage collection at exit, which takes a second or two; atexit handlers still run."""
     atexit.register(gc.freeze)
 
 
 def run_guarded(command: Callable[[], int]) -> int:
-    """Returns the exit status of ``command``; what a user can mend is one line on the error stream.
+    """Runs ``command`` and returns its exit status; errors that a user can fix become one line on stderr.
 
-    For UserError, a missing package or a full disk 2, for signal n 128 + n, else the ``exit_status`` of an exception.
+    The status is 2 for a UserError, a missing package or a full disk, 128 + n for signal n, otherwise the
+    ``exit_status`` of the exception.
     """
     skip_gc_at_exit()
     before = _state.raises
@@ -342,7 +343,7 @@ def run_guarded(command: Callable[[], int]) -> int:
             _state.raises = True
             status = command()
             with suppress(BrokenPipeError):
-                sys.stdout.flush()  # where the disk below it may be full
+                sys.stdout.flush()  # stdout may be a file on a full disk
             return status
         finally:
             _state.raises = before
@@ -354,13 +355,13 @@ def run_guarded(command: Callable[[], int]) -> int:
         status, line = ending[0], make_printable(mask_credentials(rewrite_commands(ending[1])))
         if is_main_process():
             sys.stderr.write(f"{line}\n")
-        elif status == 2:  # the first process may have had no trouble
+        elif status == 2:  # the main process may not have failed
             sys.stderr.write(f"{line} (process {rank_and_world_size()[0]})\n")
         return status
 
 
 def _drop_output() -> None:
-    """Sends output that cannot be written nowhere, so that the interpreter does not fail over it at its end."""
+    """Discards output that cannot be written, so that the interpreter does not fail on it at exit."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -368,7 +369,7 @@ def _drop_output() -> None:
 
 
 def exit_process(status: int) -> NoReturn:
-    """Exits with ``status``; processes that do not lead leave their interpreter to torch's threads."""
+    """Exits with ``status``; only the main process shuts the interpreter down, where torch's threads may hang."""
     if not is_main_process():
         logging.shutdown()
         sys.stdout.flush()
@@ -378,7 +379,7 @@ def exit_process(status: int) -> NoReturn:
 
 
 def exit_status_and_message(error: BaseException) -> tuple[int, str] | None:
-    """Returns the exit status and the last line for ``error``, or None for a fault that needs its traceback."""
+    """Returns the exit status and the message for ``error``, or None for a bug that needs its traceback."""
     status = getattr(error, "exit_status", None)
     if isinstance(status, int):
         return status, str(error)
@@ -390,16 +391,16 @@ def exit_status_and_message(error: BaseException) -> tuple[int, str] | None:
     return None if told is None else (2, f"error: {told}")
 
 
-# No space on the disk, none left of a quota, none allowed in one file (ulimit -f).
+# No space left on the disk, quota exceeded, file size limit reached (ulimit -f).
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 KEPT = (
-    "what was written before is whole: make room, or name a folder on another disk, and give the same command again, "
-    "which goes on from there"
+    "files written earlier are intact: free space, or choose a folder on another disk, and repeat the same command, "
+    "which continues from there"
 )
 
 
 def _describe_full_disk(error: BaseException | None) -> str | None:
-    """Describes a full disk below ``error``, with its notes on what is kept; None where there is another cause."""
+    """Describes a full disk as the cause of ``error``, with the error's notes on saved work; None for other causes."""
     number, name, below = None, None, error
     while below is not None:
         rust = re.search(r"\(os error (\d+)\)", str(below))  # safetensors, tokenizers
@@ -414,21 +415,21 @@ def _describe_full_disk(error: BaseException | None) -> str | None:
 
 
 def _describe_path_error(error: BaseException) -> str | None:
-    """Describes a path that is too long, or a folder that was removed beneath the command; None for other errors."""
+    """Describes a path that is too long, or a folder that was removed during the command; None for other errors."""
     if not isinstance(error, OSError):
         return None
     if error.errno == errno.ENAMETOOLONG:
-        return f"a name in this path is too long for the file system: {error.filename}; give a shorter one"
+        return f"a name in this path is too long for the file system: {error.filename}; use a shorter one"
     if error.errno not in (errno.ENOENT, errno.ESTALE):
         return None
     try:
         here = os.getcwd()
     except FileNotFoundError:
-        return "the folder that this command was started in is gone; change to one that is there and give it again"
+        return "the current folder no longer exists: change to an existing folder and repeat the command"
     folder = os.path.dirname(os.path.join(here, os.fsdecode(error.filename or "")))
     if os.path.isdir(folder):
         return None
     return (
-        f"the folder {folder} is not there: expected one that stays while a command reads or writes in it, and it was "
-        "removed or renamed; give the command again"
+        f"the folder {folder} does not exist: it was removed or renamed while the command was using it; repeat the "
+        "command"
     )

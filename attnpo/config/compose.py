@@ -1,8 +1,8 @@
-"""Composition of configurations, checks of their components, the front of the entry points, and paths.
+"""Composes configs with Hydra, parses them into typed components, and resolves config paths.
 
-Hydra composes, and stays in this file. Importing this module, ``--help`` and ``--cfg`` load neither torch nor anything
-that does; checking imports the modules of the targets, which must therefore be light. A process composes each choice of
-options once: the points of a study differ in single values, put into a copy.
+Hydra is used in this file only. Importing this module, ``--help`` and ``--cfg`` load neither torch nor anything that
+does; parsing imports the modules of the targets, which must therefore be light. Each choice of options is composed once
+per process; the runs of a study differ in single values, which are set in a copy.
 """
 
 import hashlib
@@ -45,10 +45,10 @@ from attnpo.system.files import Json, flatten
 
 SomeRoot = TypeVar("SomeRoot", bound="RootConfig")
 
-CONFIG_DIR = (Path(__file__).parents[1] / "configs").resolve()  # in a checkout a link to the folder at the top
+CONFIG_DIR = (Path(__file__).parents[1] / "configs").resolve()  # in a checkout, a link to the top-level folder
 RUNS_ROOT = Path("outputs")
-MOST = 1000  # compositions that are kept, of some 20 KiB each
-LARGEST = 100_000  # values in a file of YAML; the largest here has some hundreds
+MOST = 1000  # maximum number of cached compositions, about 20 KiB each
+LARGEST = 100_000  # maximum number of values in a YAML file; the largest shipped file has a few hundred
 
 _composed: dict[Hashable, bytes] = {}
 _log = logging.getLogger(__name__)
@@ -58,12 +58,12 @@ _log = logging.getLogger(__name__)
 
 
 def cache_root() -> Path:
-    """Returns the folder of everything that can be computed again: ``$ATTNPO_CACHE``, else ``~/.cache/attnpo``."""
+    """Returns the folder for everything that can be recomputed: ``$ATTNPO_CACHE``, or ``~/.cache/attnpo``."""
     return Path(os.environ.get("ATTNPO_CACHE") or Path.home() / ".cache" / "attnpo").expanduser()
 
 
 def _read_variable(*given: str) -> str | None:
-    """Does what ``oc.env`` does by itself, and notes it."""
+    """Reads an environment variable like ``oc.env`` and records the access."""
     record_env_read(given[0])
     try:
         return oc.env(*given)
@@ -80,18 +80,18 @@ def _register_resolvers() -> None:
 
 def _config_folders(config_dir: Path | None) -> list[Path]:
     if config_dir is not None and not config_dir.is_dir():
-        raise UserError(f"--config-dir {config_dir}: expected a folder of YAML files, there is none")
+        raise UserError(f"--config-dir {config_dir} is not a folder: give a folder of YAML files")
     folders = [folder.resolve() for folder in (CONFIG_DIR, config_dir) if folder is not None and folder.is_dir()]
     if not folders:
         raise UserError(
-            f"no configurations at {CONFIG_DIR}: this installation of attnpo is not whole; install it again, or name a "
+            f"no config files at {CONFIG_DIR}: this installation of attnpo is incomplete; reinstall it, or give a "
             "folder with --config-dir DIR"
         )
     return folders
 
 
 def list_groups(config_dir: Path | None = None) -> dict[str, list[str]]:
-    """Returns the sorted options of every config group, of both folders; files named ``_...`` are none."""
+    """Lists the sorted options of every config group in both folders; files named ``_...`` are not options."""
     found: dict[str, set[str]] = {}
     for folder in _config_folders(config_dir):
         for file in folder.rglob("*.yaml"):
@@ -105,28 +105,29 @@ def list_groups(config_dir: Path | None = None) -> dict[str, list[str]]:
 
 @contextmanager
 def wrap_yaml_errors(file: Path) -> Iterator[None]:
-    """Opens a context in which OmegaConf reads ``file``, once its aliases are known to name no more than it can hold.
+    """Turns YAML errors raised inside the context, while ``file`` is read, into a UserError that names the file.
 
-    UserError for a file that is not YAML, and for one that is nested too deeply or multiplies itself by aliases.
+    Checks first that the aliases of the file do not expand to too many values.
+
+    Raises:
+        UserError: the file is not YAML, is nested too deeply, or expands too much.
     """
     try:
         _check_aliases(file)
         yield
     except (yaml.YAMLError, UnicodeError, RecursionError) as problem:
         why = "it is nested too deeply" if isinstance(problem, RecursionError) else " ".join(str(problem).split())
-        raise UserError(
-            f"{file}: expected a configuration in YAML, but it cannot be read ({why}); correct it"
-        ) from problem
+        raise UserError(f"{file} cannot be read as a YAML config ({why}): correct the file") from problem
 
 
 def _check_aliases(file: Path) -> None:
     text = file.read_text(encoding="utf-8")
     if "&" in text and "*" in text and _count_values(yaml.compose(text, yaml.SafeLoader), {}) > LARGEST:
-        raise UserError(f"{file}: its aliases (*NAME) stand for more than {LARGEST} values; write out what it needs")
+        raise UserError(f"{file}: its aliases (*NAME) expand to more than {LARGEST} values; write out the values")
 
 
 def _count_values(node: yaml.Node | None, known: dict[int, float]) -> float:
-    """Counts the values below a node, each use of an alias anew; those of one that holds itself are infinite."""
+    """Counts the values below a node with every alias expanded; infinite for a node that contains itself."""
     if not isinstance(node, yaml.CollectionNode):
         return 1
     if id(node) not in known:
@@ -145,10 +146,12 @@ def _initialize(config_dir: Path | None) -> Iterator[list[str]]:
 
 
 def compose(name: str, overrides: Sequence[str] = (), config_dir: Path | None = None) -> DictConfig:
-    """Returns the configuration ``name`` with ``overrides``, in struct mode, interpolations not yet resolved.
+    """Composes the config ``name`` with ``overrides``, in struct mode and with interpolations unresolved.
 
-    ``config_dir`` is searched after the shipped folder. A key ``composed`` gets both. Raises UserError that names the
-    override, what there is in its place, and the nearest of that.
+    ``config_dir`` is searched after the shipped folder. A key ``composed`` records both arguments.
+
+    Raises:
+        UserError: an override is invalid; the message lists the valid options and suggests the closest.
     """
     _register_resolvers()
     folders = _config_folders(config_dir)
@@ -178,10 +181,10 @@ def compose(name: str, overrides: Sequence[str] = (), config_dir: Path | None = 
 
 
 def _needs_hydra(one: Override, grouped: bool) -> bool:
-    """Tells whether an override is neither a choice for a group nor one value for a key: Hydra itself applies it."""
+    """Returns whether Hydra itself must apply an override: it neither chooses a group's option nor sets one value."""
     if one.is_hydra_override() or one.key_or_group.partition(".")[0] == "composed" or one.is_sweep_override():
         return True
-    # A mapping for a group is a value in Hydra's eyes.
+    # Hydra treats a mapping given for a group as a value.
     return isinstance(one.value(), dict) if grouped else one.is_delete() or one.package is not None
 
 
@@ -192,7 +195,7 @@ def _describe_unknown(key: str, name: str, overrides: Sequence[str], config_dir:
 
 
 def _compose_cached(key: Hashable, make: Callable[[], DictConfig]) -> DictConfig:
-    """Returns a copy of what ``make`` has composed for this ``key``; pickle is faster than OmegaConf's deepcopy."""
+    """Returns a copy of the config that ``make`` composes, cached by ``key``; pickle is faster than deepcopy here."""
     if key not in _composed:
         made = pickle.dumps(make())
         if len(_composed) >= MOST:
@@ -212,7 +215,7 @@ def _files_digest(folders: Sequence[Path]) -> str:
 def _compose(name: str, overrides: Sequence[str], config_dir: Path | None) -> DictConfig:
     known, own = list_groups(config_dir), [] if config_dir is None else sorted(config_dir.rglob("*.yaml"))
     for file in own:
-        with suppress(yaml.YAMLError, UnicodeError, RecursionError):  # told where it is composed
+        with suppress(yaml.YAMLError, UnicodeError, RecursionError):  # reported when the file is composed
             _check_aliases(file)
     try:
         with _initialize(config_dir) as searchpath:
@@ -227,7 +230,7 @@ def _compose(name: str, overrides: Sequence[str], config_dir: Path | None) -> Di
         if refused := re.search(r"Could not override '([^']+)'", text):
             raise UserError(_describe_unknown(refused[1], name, overrides, config_dir)) from error
         raise UserError(suggest_option(text, overrides, known)) from error
-    # Hydra passes over a missing option in silence where the defaults list says `optional`.
+    # Hydra silently skips a missing option if the defaults list marks it `optional`.
     for key, choice in cfg.hydra.runtime.choices.items():
         group, _, option = f"{key.partition('@')[0]}/{choice}".rpartition("/")
         if isinstance(choice, str) and group in known and option.removesuffix(".yaml") not in known[group]:
@@ -244,14 +247,14 @@ def _compose(name: str, overrides: Sequence[str], config_dir: Path | None) -> Di
 
 
 def _with_overrides(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    """Returns ``cfg`` with the ``overrides`` it was composed with, to be read, not resolved."""
+    """Records in ``cfg`` the ``overrides`` it was composed with, escaped so that they are not resolved."""
     if "composed" in cfg:
         cfg.composed.overrides = [override.replace("${", "\\${") for override in overrides]
     return cfg
 
 
 def expand_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> list[list[str]]:
-    """Returns one list of overrides per job of a grid (``a=1,2 b=3,4``: four); the last key varies fastest."""
+    """Expands a grid (``a=1,2 b=3,4``: four jobs) into one list of overrides per job; the last key varies fastest."""
     with _initialize(config_dir):
         parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
         try:
@@ -262,7 +265,7 @@ def expand_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> li
         for one in parsed:
             key = one.get_key_element()
             if one.is_interval_sweep():
-                raise UserError(f"{one.input_line}: an interval has no values to run one after the other; list them")
+                raise UserError(f"{one.input_line}: an interval cannot be expanded into jobs; list its values")
             texts = one.sweep_string_iterator() if one.is_sweep_override() else [one.get_value_element_as_str()]
             axes[key] = [f"{key}={text}" for text in texts]
     return [list(job) for job in itertools.product(*axes.values())]
@@ -272,12 +275,12 @@ def expand_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> li
 
 
 def format_hydra_error(error: Exception) -> str:
-    """Returns Hydra's own text in few lines, without its tabs and links."""
+    """Formats a Hydra error in a few lines, without tabs and links."""
     if isinstance(error, OverrideParseException):
         reason = re.sub(r"^Error parsing override .*\n", "", str(error)).partition("\n")[0]
         return (
-            f"{error.override}: cannot be read ({reason}); put a value with brackets, commas, quotes or spaces in "
-            "quotes of its own, as in \"KEY='a, b'\""
+            f"{error.override} cannot be parsed ({reason}): put a value with brackets, commas, quotes or spaces in "
+            "quotes, for example \"KEY='a, b'\""
         )
     lines = [str(error).partition("\nConfig search path")[0]]
     if isinstance(error.__cause__, OmegaConfBaseException):
@@ -288,22 +291,22 @@ def format_hydra_error(error: Exception) -> str:
 
 
 def suggest_option(text: str, overrides: Sequence[str], known: dict[str, list[str]]) -> str:
-    """Returns ``text`` with the nearest option to one not found, and null explained where an option is needed."""
+    """Extends Hydra's ``text`` by the closest option to an unknown one, and explains ``null`` for a group."""
     missing = re.search(r"Could not find '(.+)/([^/']+)'", text)
     if missing is not None and missing[1] in known:
         return text.replace(missing[0], missing[0] + did_you_mean(missing[2], known[missing[1]], f"{missing[1]}="), 1)
     for group, value in (override.split("=", 1) for override in overrides if "=" in override):
         if group in known and value not in known[group] and "Config group override" in text:
             listed = ", ".join(known[group])
-            close = f"; ~{group} leaves it out" if value == "null" else did_you_mean(value, known[group], f"{group}=")
-            return f"{group}={value}: a group takes one of its options ({listed}){close}"
+            close = f"; ~{group} removes it" if value == "null" else did_you_mean(value, known[group], f"{group}=")
+            return f"{group}={value}: expected one of the group's options ({listed}){close}"
     return text
 
 
 def describe_unknown_key(
     key: str, name: str, overrides: Sequence[str], groups: Sequence[str], compose: Callable[[list[str]], DictConfig]
 ) -> str:
-    """Returns what to say of a key that there is not; ``compose`` makes what the other overrides give."""
+    """Returns the error message for an unknown key; ``compose`` composes the config with the other overrides."""
     typed = next((override for override in overrides if override.lstrip("+~").partition("=")[0] == key), key)
     said = f"{typed}: there is no key {key}"
     rest = [override for override in overrides if override.lstrip("+~").partition("=")[0] != key]
@@ -317,7 +320,7 @@ def describe_unknown_key(
             break
         node, path = node[part], join_key(path, part)
     if not isinstance(node, DictConfig):
-        return f"{said}; `{path}` is a value, it has no keys"
+        return f"{said}; `{path}` is a value and has no keys"
     names = [str(key) for key in node if key != "_target_"] + ([] if path else [*groups])
     wrong = key[len(path) :].lstrip(".").partition(".")[0]
     elsewhere = sorted(
@@ -333,7 +336,7 @@ def describe_unknown_key(
 
 
 def _leaf_keys(node: DictConfig, path: str = "") -> Iterator[str]:
-    """Yields the dotted path of every key below ``node`` that holds a single value; no interpolation is resolved."""
+    """Yields the dotted path of every single value below ``node``, without resolving interpolations."""
     for key in node:
         child, found = node._get_node(key), join_key(path, str(key))
         if not isinstance(child, Container) or child._is_interpolation():
@@ -346,7 +349,7 @@ def _leaf_keys(node: DictConfig, path: str = "") -> Iterator[str]:
 
 
 def report_problems(problems: list[str]) -> None:
-    """Raises one UserError with all ``problems``, if there are any."""
+    """Raises a single UserError that lists all ``problems``, if there are any."""
     if len(problems) == 1:
         raise UserError(problems[0])
     if problems:
@@ -355,9 +358,9 @@ def report_problems(problems: list[str]) -> None:
 
 @dataclass(frozen=True)
 class Composition:
-    """Parts that made a configuration: overrides, the user's own folder, the option chosen of every group.
+    """Origin of a config: overrides, the user's config folder and the option chosen for every group.
 
-    ``environment``: of a saved one, digests of the texts that were read from the environment, by key.
+    ``environment``: in a saved config, digests by key of the texts that were read from environment variables.
     """
 
     overrides: tuple[str, ...] = ()
@@ -366,22 +369,22 @@ class Composition:
     environment: dict[str, str] = field(default_factory=dict)
 
     def arguments(self) -> list[str]:
-        """Returns what a command is given to compose this again."""
+        """Returns the command-line arguments that compose the same config again."""
         return [*self.overrides, *([] if self.config_dir is None else ["--config-dir", str(self.config_dir)])]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RootConfig:
-    """Typed root of a configuration, which every room takes its components from.
+    """Typed root of a config; all components are read from it.
 
-    ``values`` are the plain values it was read from, for saving it and for telling runs apart alone.
+    ``values`` are the plain values it was parsed from, used only to save it and to distinguish runs.
     """
 
     composed: Composition = field(default_factory=Composition, metadata={"moves_numbers": False})
     values: dict[str, Json] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def with_value(self: SomeRoot, key: str, value: Json | tuple[Json, ...]) -> SomeRoot:
-        """Returns the same with another value at the dotted ``key``, in its component and in ``values``."""
+        """Returns a copy with another value at the dotted ``key``, in the component and in ``values``."""
         names = key.split(".")
         made: SomeRoot = _replace_at(self, names, value)
         plain_value = list(value) if isinstance(value, tuple) else value
@@ -389,7 +392,7 @@ class RootConfig:
         return made
 
     def with_component(self: SomeRoot, key: str, component: object) -> SomeRoot:
-        """Returns the same with another component at the key ``key`` of the root."""
+        """Returns a copy with another component at the top-level key ``key``."""
         made: SomeRoot = _replace_at(self, [key], component)
         object.__setattr__(made, "values", {**self.values, key: to_config(component)})
         return made
@@ -400,9 +403,12 @@ class RootConfig:
         return dict(node) if isinstance(node, dict) else {}
 
     def check_output_paths(self, said: str, *paths: Path) -> None:
-        """Raises UserError where the key ``said`` names a file to write that this configuration reads.
+        """Checks that the output files ``paths``, set by the key ``said``, are not inputs of this config.
 
-        That is any file a value names, and in a folder named by a ``path`` the files of its splits.
+        Inputs are all files named by a value and, in a folder named by a ``path``, the files of its splits.
+
+        Raises:
+            UserError: an output would overwrite an input.
         """
         each = ((key, one) for key, of in flatten(self.values) for one in (of if isinstance(of, list) else [of]))
         texts = [(key, text) for key, text in each if isinstance(text, str) and text and key != said]
@@ -413,7 +419,7 @@ class RootConfig:
             for path in paths:
                 split = path.name.partition(".")[0] in names and any(_is_same(path.parent, one) for one in folders)
                 if split or (_is_same(path, place) and not path.is_dir()):
-                    raise UserError(f"{said}={path}: this command reads it ({key}={text}); give another file to write")
+                    raise UserError(f"{said}={path} is an input of this command ({key}={text}): write to another file")
 
 
 def _is_same(path: Path, other: Path) -> bool:
@@ -421,7 +427,7 @@ def _is_same(path: Path, other: Path) -> bool:
 
 
 def _replace_at(node: Any, names: Sequence[str], value: object) -> Any:
-    """Returns a copy of a dataclass or mapping with another value at the end of ``names``."""
+    """Copies a dataclass or mapping and replaces the value at the path ``names``."""
     if not names:
         return value
     if isinstance(node, Mapping):
@@ -431,10 +437,10 @@ def _replace_at(node: Any, names: Sequence[str], value: object) -> Any:
 
 @dataclass(frozen=True)
 class ParsedConfig:
-    """Outcome of reading a configuration.
+    """Result of parsing a config.
 
-    ``root``: ABSENT where it cannot be built; ``missing``: keys that are still ``???``; ``unused``: those without
-    effect.
+    ``root``: ABSENT if it cannot be built; ``missing``: keys that are still ``???``; ``unused``: keys without effect,
+    with the reason.
     """
 
     root: object
@@ -443,19 +449,19 @@ class ParsedConfig:
     unused: dict[str, str]
 
     def as_type(self, kind: type[SomeRoot]) -> SomeRoot:
-        """Returns the root, which must be of the class ``kind``. Raises one UserError with all problems."""
+        """Returns the root as an instance of ``kind``; raises a single UserError with all problems."""
         report_problems(self.problems or [missing_value_message(path) for path in self.missing if self.root is ABSENT])
         if not isinstance(self.root, kind):
             got = type(self.root).__name__
-            raise UserError(f"configuration: expected a {kind.__name__} as _target_ of its root, got {got}")
+            raise UserError(f"config: the _target_ of its root must be a {kind.__name__}, got {got}")
         return self.root
 
     def is_unused(self, key: str) -> bool:
-        """Returns whether ``key`` has no effect as the others stand."""
+        """Returns whether ``key`` has no effect, given the other keys."""
         return any(f"{key}.".startswith(f"{path}.") for path in self.unused)
 
     def unused_overrides(self) -> dict[str, str]:
-        """Returns the overrides it was composed with that have no effect in it, each with the reason."""
+        """Returns the overrides that have no effect, each with the reason."""
         given = self.root.composed.overrides if isinstance(self.root, RootConfig) else ()
         keys = {override: override.partition("=")[0].lstrip("+~") for override in given}
         return {
@@ -466,7 +472,7 @@ class ParsedConfig:
 
 
 def parse(cfg: DictConfig, *, complete: bool = False) -> ParsedConfig:
-    """Reads ``cfg`` as its typed root. Texts that are still ``???`` stand for themselves, unless it is ``complete``."""
+    """Parses ``cfg`` into its typed root. Strings may still be ``???`` unless ``complete`` is set."""
     _register_resolvers()
     reader = ConfigReader(complete=complete)
     origins: dict[str, str] = {}
@@ -478,47 +484,44 @@ def parse(cfg: DictConfig, *, complete: bool = False) -> ParsedConfig:
 
 
 def validate(cfg: DictConfig, *, complete: bool = True) -> None:
-    """Raises one UserError with all problems of ``cfg``, each under its key; ``complete=False`` lets ``???`` pass."""
+    """Raises a single UserError with all problems of ``cfg`` by key; ``complete=False`` accepts ``???``."""
     report_problems(parse(cfg, complete=complete).problems)
 
 
 def load(name: str, overrides: Sequence[str] = (), config_dir: Path | None = None) -> Any:
-    """Returns the typed root of the configuration ``name`` with ``overrides``. Raises UserError like ``validate``."""
+    """Composes and parses the config ``name`` with ``overrides``. Raises UserError like ``validate``."""
     return parse(compose(name, overrides, config_dir)).as_type(RootConfig)
 
 
 def parse_as(cfg: DictConfig, kind: type[SomeRoot]) -> SomeRoot:
-    """Returns ``cfg`` as its typed root of the class ``kind``, built once for all rooms.
-
-    Raises UserError like ``validate``.
-    """
+    """Parses ``cfg`` into a root of the class ``kind``. Raises UserError like ``validate``."""
     return parse(cfg).as_type(kind)
 
 
 def parse_subset(cfg: DictConfig, kind: type[SomeRoot]) -> SomeRoot:
-    """Returns a root of fewer keys, read from the same keys of ``cfg``: what the others need may be absent."""
+    """Parses only the keys of ``cfg`` that the smaller root ``kind`` has; other keys may be missing or invalid."""
     values, reader = to_container(cfg), ConfigReader(complete=False)
     root = reader.build(kind, {item.name: values[item.name] for item in fields(kind) if item.init}, "")
     return ParsedConfig(root, reader.problems, reader.missing, reader.unused).as_type(kind)
 
 
 def instantiate(node: object) -> Any:
-    """Returns the component of one ``_target_`` node with those nested in it. Raises UserError like ``validate``."""
+    """Builds the component of a ``_target_`` node, including nested ones. Raises UserError like ``validate``."""
     _register_resolvers()
     reader = ConfigReader()
     path = str(node._get_full_key(None)) if isinstance(node, DictConfig) else ""
     value = to_plain_values(node, path, reader.problems)
     if not isinstance(value, dict) or "_target_" not in value:
-        raise UserError(f"{path or 'configuration'}: expected a component (a node with _target_), got {value!r}")
+        raise UserError(f"{path or 'config'}: expected a component (a node with _target_), got {value!r}")
     built = reader.read_component(value, Any, path)
     report_problems(reader.problems)
     return built
 
 
 def to_container(cfg: DictConfig) -> dict[str, Json]:
-    """Returns ``cfg`` as resolved dicts and lists, ``???`` kept.
+    """Converts ``cfg`` to resolved dicts and lists; ``???`` stays.
 
-    Raises UserError for interpolations that lead nowhere.
+    Raises UserError for interpolations that cannot be resolved.
     """
     _register_resolvers()
     problems: list[str] = []
@@ -528,7 +531,7 @@ def to_container(cfg: DictConfig) -> dict[str, Json]:
 
 
 def to_yaml(values: Mapping[str, Json]) -> str:
-    """Writes a configuration's plain values as YAML without secrets, which reads as the same."""
+    """Formats a config's plain values as YAML without secrets; parsing it gives the same values."""
     saved = to_savable(values)
     if (found := digest_env_values(values)) and isinstance(composed := saved.get("composed"), dict):
         composed["environment"] = found

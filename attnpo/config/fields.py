@@ -1,4 +1,4 @@
-"""Component's fields read back as config values, and the keys that cannot change a number."""
+"""Converts components back to config values, and lists the keys that cannot change a number."""
 
 import dataclasses
 import inspect
@@ -12,9 +12,10 @@ from attnpo.system.files import Json
 
 
 def bookkeeping_keys(part: object, path: str = "") -> Iterator[str]:
-    """Yields keys below ``part``, a component or the class of one, whose fields say that they move no number.
+    """Yields the keys below ``part`` whose fields are marked as unable to change a number.
 
-    Of a class the annotations are followed; below protocols, mappings and sequences a component alone is known.
+    ``part`` is a component or a component class. For a class, annotations are followed; below protocols, mappings and
+    sequences only the fields of an actual component are known.
     """
     kind = part if inspect.isclass(part) else type(part)
     if isinstance(part, Mapping):
@@ -40,7 +41,7 @@ def bookkeeping_keys(part: object, path: str = "") -> Iterator[str]:
 
 
 def to_config(component: object) -> dict[str, Json]:
-    """Returns a component as its configuration would say it: its keys with ``_target_``, enums by value."""
+    """Converts a component to config values: its keys and ``_target_``, with enums by value."""
     kind = type(component)
     items = dataclasses.fields(component) if dataclasses.is_dataclass(component) else ()
     keys = {item.name: _to_config_value(getattr(component, item.name)) for item in items if item.init}

@@ -1,11 +1,11 @@
-"""Where components went that a saved configuration may name by an older import path; until 0.2.0."""
+"""Current import paths of moved components, so that older saved configs still load; removed in 0.2.0."""
 
 import logging
 from functools import cache
 
 log = logging.getLogger(__name__)
 
-# Beginnings of import paths, a longer one before one that it begins with.
+# Prefixes of import paths; a longer prefix precedes its own prefixes.
 MOVED = {
     "attnpo.answers.answer_config.": "attnpo.evaluation.answers.",
     "attnpo.answers.hf_answering.": "attnpo.evaluation.local_chat.",
@@ -51,10 +51,10 @@ MOVED = {
 
 @cache
 def current_import_path(dotted: str) -> str:
-    """Returns the import path that an older one stands for today, and logs it once; others as they are."""
+    """Translates an old import path to the current one and logs the change once; other paths are returned unchanged."""
     for before, now in MOVED.items():
         if dotted.startswith(before):
             found = now + dotted.removeprefix(before)
-            log.info("%s is %s now; the older name is read until version 0.2.0", dotted, found)
+            log.info("%s is now %s; the old name is accepted until version 0.2.0", dotted, found)
             return found
     return dotted

@@ -1,4 +1,4 @@
-"""Files and modules that settings name: looked for from the working directory, then among the configs; digested."""
+"""Finds files and modules named in settings, in the working directory or among the configs, and digests them."""
 
 import os
 import re
@@ -13,38 +13,38 @@ from attnpo.system.source_digest import PACKAGE
 
 
 def find_file(name: str, key: str) -> Path:
-    """Returns the existing file ``name``; ``key`` is the config key that names it, for the error."""
+    """Returns the path of the existing file ``name``; ``key`` is the config key, for the error message."""
     if (found := _existing_file(name)) is None:
-        raise UserError(f"{key}={name}: no such file from {Path.cwd()} or among the configs in {CONFIG_DIR}")
+        raise UserError(f"{key}={name}: no such file in {Path.cwd()} or among the configs in {CONFIG_DIR}")
     return Path(found).resolve()
 
 
 def read_template(template: str | None, key: str = "model.chat_template") -> str | None:
-    """Returns a chat template's text: as given when it holds Jinja, else the content of the file it names."""
+    """Returns the text of a chat template, given as Jinja text or as a file name."""
     if template is None or "{%" in template or "{{" in template:
         return template
     path = find_file(template, key)
     text = path.read_text(encoding="utf-8")
     if "{" not in text:
-        raise UserError(f"{key}={template}: {path} holds no Jinja template")
+        raise UserError(f"{key}={template}: {path} is not a Jinja template")
     return text.removesuffix("\n")
 
 
-# Keys whose text may name a file, which counts by what it holds.
+# Keys whose value may name a file; the file's content is digested.
 FILES = re.compile(r"(.*\.)?\w+_(file|template)")
-# Import paths of functions, whose modules are compared as those of components are.
+# Keys that hold import paths of functions; their modules are digested like those of components.
 FUNCTIONS = ("weights.function",)
 
 
 def is_at_or_below(key: str, parents: Sequence[str]) -> bool:
-    """Returns whether ``key`` is one of ``parents`` or lies below one."""
+    """Returns whether ``key`` is one of ``parents`` or nested below one."""
     return any(key == parent or key.startswith(f"{parent}.") for parent in parents)
 
 
 def digest_named_files(values: Mapping[str, object]) -> dict[str, str]:
-    """Digests of the files that flat settings name, and of the modules of components outside the package, by key.
+    """Digests the files named in flat settings, and the modules of components outside the package, by key.
 
-    A component outside the package may name a file by any key; in the package ``FILES`` says which keys do.
+    A component outside the package may name files under any key; within the package only keys matching ``FILES`` do.
     """
     texts = {key: value for key, value in values.items() if isinstance(value, str)}
     code = {key: _module_file(text) for key, text in texts.items() if _is_import_path_key(key)}
@@ -56,25 +56,25 @@ def digest_named_files(values: Mapping[str, object]) -> dict[str, str]:
 
 
 def digest_named_functions(values: Mapping[str, Json]) -> dict[str, str]:
-    """Digests of the modules of functions outside the package that a config names, by key."""
+    """Digests the modules of functions outside the package that a config names, by key."""
     return digest_named_files({key: value for key, value in flatten(values) if key in FUNCTIONS})
 
 
 def _is_import_path_key(key: str) -> bool:
-    """Returns whether a key's text is the import path of a class or a function."""
+    """Returns whether the value of ``key`` is the import path of a class or a function."""
     return key.endswith("_target_") or key in FUNCTIONS
 
 
 def _existing_file(name: str) -> str | None:
-    """Returns the file of a name, from the working directory or among the configs; None where there is none."""
+    """Finds a file by name in the working directory or among the configs; None if it does not exist."""
     return next(filter(os.path.isfile, (os.path.expanduser(name), str(CONFIG_DIR / name))), None)
 
 
 def _module_file(dotted: str) -> str | None:
-    """Returns the file of the module that a component outside the package is in."""
+    """Returns the source file of a component outside the package; None within the package or if there is no file."""
     name = dotted.rpartition(".")[0]
     try:
         spec = None if name.partition(".")[0] == PACKAGE.name else find_spec(name)
     except (ImportError, ValueError):
-        return None  # told when it is built
+        return None  # reported when the component is built
     return spec.origin if spec is not None and spec.has_location else None

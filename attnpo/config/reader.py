@@ -1,14 +1,15 @@
-"""Reading of configuration values against type hints; ``attnpo.config.compose`` is its front.
+"""Parses config values by type hints; used through ``attnpo.config.compose``.
 
-A mapping with ``_target_`` names a component. A frozen dataclass is its own schema. All problems are reported at once
-under the keys the user types, enums are written by value in any case, and lists become tuples of the declared length; a
-pydantic ``TypeAdapter`` was tried and does less.
+A mapping with ``_target_`` becomes a component. A frozen dataclass is its own schema. All problems are reported
+together, under the keys the user types. Enums are given by value in any case, and lists become tuples of the declared
+length. (A pydantic ``TypeAdapter`` was tried and offers less.)
 
-A configuration names code that is run: only ``attnpo`` itself is imported, and packages named in the environment
-variable ATTNPO_ALLOW_TARGETS (``mine,ours``); only a frozen dataclass that can do what its place asks for is made.
+A config names code to run. Therefore only ``attnpo`` and the packages listed in the environment variable
+ATTNPO_ALLOW_TARGETS (``mine,ours``) are imported, and only frozen dataclasses that implement the expected interface are
+instantiated.
 
-A component may have a method ``unread() -> dict[str, str]``: keys below it without effect as the others stand, each
-with the reason.
+A component may have a method ``unread() -> dict[str, str]`` that returns keys without effect, given the other keys, and
+the reasons.
 """
 
 import dataclasses
@@ -34,10 +35,10 @@ from attnpo.system.errors import UserError
 from attnpo.system.packages import describe_missing_package
 
 Untouched = NewType("Untouched", dict[str, Any])
-"""Keys that are kept as they stand, for whom they are meant."""
-ABSENT: object = object()  # stands for a value that is missing, was refused, or is built later
-MISSING = "???"  # OmegaConf's mark of a value that the user must give
-ALLOW = "ATTNPO_ALLOW_TARGETS"  # packages beside attnpo whose classes a configuration may name, with commas between
+"""Mapping that is passed through unparsed, for the code that uses it."""
+ABSENT: object = object()  # placeholder for a value that is missing, was rejected, or is built later
+MISSING = "???"  # OmegaConf's marker for a value that the user must give
+ALLOW = "ATTNPO_ALLOW_TARGETS"  # comma-separated packages, besides attnpo, whose classes a config may name
 _INTERPOLATION = re.compile(r"\$\{([\w.]+)\}")
 _ACCEPTED: dict[object, tuple[type, ...]] = {
     int: (int,),
@@ -46,25 +47,25 @@ _ACCEPTED: dict[object, tuple[type, ...]] = {
     str: (str, int, float),
     Path: (str,),
 }
-BOUNDED: dict[object, tuple[float, str]] = {  # what a tensor can hold
+BOUNDED: dict[object, tuple[float, str]] = {  # limits of tensor elements
     int: (2**63 - 1, "a whole number of at most 64 bits"),
     float: (sys.float_info.max, "a finite number"),
 }
 
 
 def join_key(path: str, key: object) -> str:
-    """Returns the key below ``path`` as the user types it."""
+    """Joins ``path`` and ``key`` with a dot, as the user types the key."""
     return f"{path}.{key}" if path else str(key)
 
 
 def did_you_mean(word: str, names: Sequence[str], prefix: str = "") -> str:
-    """Returns a remark with the name nearest to ``word``; empty if none is near."""
+    """Returns a hint with the name closest to ``word``, or an empty string if none is close."""
     close = difflib.get_close_matches(word, names, n=1)
     return f"; did you mean {prefix}{close[0]}?" if close else ""
 
 
 def missing_value_message(path: str) -> str:
-    """Returns the problem of a value that the user must give."""
+    """Returns the error message for a required value that is missing."""
     return f"{path}: required; give {path}=VALUE"
 
 
@@ -81,7 +82,7 @@ def _describe(hint: object) -> str:
 
 
 def _is_interface(hint: object) -> TypeGuard[type]:
-    """Returns whether ``hint`` says what a component must be: a protocol for ``isinstance``, or a base class."""
+    """Returns whether ``hint`` is an interface for components: a runtime-checkable protocol or a base class."""
     if not inspect.isclass(hint) or dataclasses.is_dataclass(hint) or issubclass(hint, Enum):
         return False
     return bool(getattr(hint, "_is_runtime_protocol", False)) or hint.__module__.startswith("attnpo.")
@@ -94,14 +95,14 @@ def _is_frozen(target: type) -> bool:
 
 
 def _protocol_members(role: type) -> set[str]:
-    """Returns the names that an object must have to be of a role."""
+    """Returns the attribute names that an object needs to implement a protocol."""
     parents = [parent for parent in role.__mro__ if getattr(parent, "_is_protocol", False) and parent is not Protocol]
     named = {name for parent in parents for name in (*vars(parent), *inspect.get_annotations(parent))}
     return {name for name in named if name == "__call__" or not name.startswith("_")}
 
 
 def _can_implement(target: type, role: type) -> bool:
-    """Returns whether instances of the dataclass ``target`` can be of a role, told without making one."""
+    """Checks, without creating an instance, whether the dataclass ``target`` can implement an interface."""
     if not getattr(role, "_is_protocol", False):
         return issubclass(target, role) and not inspect.isabstract(target)
     has = {name for parent in target.__mro__ for name in vars(parent)} | {
@@ -122,7 +123,7 @@ def _may_import(dotted: str) -> bool:
 
 
 def _import_name(dotted: str) -> object:
-    """Returns what ``module.name`` or ``module.Class.name`` names, its module imported."""
+    """Imports and returns the object at ``module.name`` or ``module.Class.name``."""
     module, _, name = dotted.rpartition(".")
     try:
         target: object = getattr(importlib.import_module(module), name)
@@ -135,55 +136,56 @@ def _import_name(dotted: str) -> object:
 
 
 def _defining_module(target: object) -> str | None:
-    """Names the module that code is of, wherever else it is imported; None for what is no code."""
+    """Returns the module that defines a class or function, even if it was re-exported; None for other objects."""
     while isinstance(target, partial):
         target = target.func
     if isinstance(target, ModuleType):
         return target.__name__
     if not callable(target):
         return None
-    own: str | None = getattr(target, "__module__", None)  # a builtin's methods have none
+    own: str | None = getattr(target, "__module__", None)  # methods of builtins have no __module__
     return own or type(getattr(target, "__self__", target)).__module__
 
 
 def import_target(dotted: str, what: str) -> tuple[object, str]:
-    """Returns what an import path names, and ""; or None, and why it may not or cannot be imported.
+    """Imports the object at an import path; returns it and "", or None and the reason of the failure.
 
-    Only attnpo and packages that ATTNPO_ALLOW_TARGETS names may be, by path and by home. ``what``: expected ("class").
+    Path and defining module must be in attnpo or in a package listed in ATTNPO_ALLOW_TARGETS. ``what``: the expected
+    kind of object ("class"), for the message.
     """
     dotted = current_import_path(dotted)
     if not _may_import(dotted):
         return None, _forbidden_import_message(what, dotted, dotted)
     try:
         target = _import_name(dotted)
-    except Exception as error:  # noqa: BLE001  whatever a module does on import is told with the key
+    except Exception as error:  # noqa: BLE001  any error during the import is reported with the key
         known = isinstance(error, ImportError | AttributeError | ValueError)
         words = describe_missing_package(error) or (str(error) if known else f"{type(error).__name__}: {error}")
         return None, f"cannot import {dotted}: {words}"
     home = _defining_module(target)
     if home is None or _may_import(home):
         return target, ""
-    return None, _forbidden_import_message(what, f"{dotted}, which is of {home}", home)
+    return None, _forbidden_import_message(what, f"{dotted}, which is defined in {home}", home)
 
 
 def _forbidden_import_message(what: str, got: str, module: str) -> str:
     return (
-        f"expected a {what} of attnpo, got {got}; a configuration is code that is run: set the environment variable "
+        f"expected a {what} of attnpo, got {got}; a config can run code: set the environment variable "
         f"{ALLOW}={module.partition('.')[0]} only if you trust that package"
     )
 
 
 def _init_fields(target: type) -> dict[str, bool]:
-    """Returns each field of a dataclass with whether it is required."""
+    """Returns the init fields of a dataclass, each mapped to whether it is required."""
     return {
         field.name: field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        for field in sorted(dataclasses.fields(target), key=lambda field: bool(field.kw_only))  # a base's own come last
+        for field in sorted(dataclasses.fields(target), key=lambda field: bool(field.kw_only))  # base fields come last
         if field.init
     }
 
 
 def field_hints(target: type) -> dict[str, object]:
-    """Returns the type hints of a class's fields; none where a name of them exists for type checkers alone."""
+    """Returns the type hints of a class's fields; empty if a hint uses a name that exists only for type checkers."""
     try:
         return get_type_hints(target)
     except NameError:
@@ -191,7 +193,7 @@ def field_hints(target: type) -> dict[str, object]:
 
 
 def to_plain_values(node: object, path: str, problems: list[str], origins: dict[str, str] | None = None) -> object:
-    """Returns ``node`` as plain containers, ``???`` kept; interpolations resolved, or noted in ``problems``."""
+    """Converts ``node`` to plain containers and resolves interpolations; failures go to ``problems``, ``???`` stays."""
     if not isinstance(node, DictConfig | ListConfig):
         return node
     values: dict[object, object] = {}
@@ -210,7 +212,7 @@ def to_plain_values(node: object, path: str, problems: list[str], origins: dict[
         except OmegaConfBaseException as error:
             why = str(error).splitlines()[0]
             if origin is not None and (empty := _null_parent(node, origin[1])) is not None:
-                why = f"`{empty}` is null in this setting: leave setting= out (testbed), or choose another option of "
+                why = f"`{empty}` is null in this setting: omit setting= (testbed), or choose another option of "
                 why += f"`{join_key(path, key).partition('.')[0]}`"
             problems.append(f"{join_key(path, key)}: {why}")
             item = ABSENT
@@ -219,14 +221,14 @@ def to_plain_values(node: object, path: str, problems: list[str], origins: dict[
 
 
 def _null_parent(node: DictConfig | ListConfig, key: str) -> str | None:
-    """Returns the nearest node above ``key`` that is null in the configuration ``node`` is part of, if there is one."""
+    """Returns the closest ancestor of ``key`` that is null in the config that contains ``node``, if any."""
     root, parents = node._get_root(), key.split(".")[:-1]
     paths = [".".join(parents[:depth]) for depth in range(1, len(parents) + 1)]
     return next((path for path in paths if OmegaConf.select(root, path, default=ABSENT) is None), None)
 
 
 def report_at_origin(problems: Sequence[str], origins: dict[str, str]) -> list[str]:
-    """Problems of values read from another key: left out where that key has one too, else with its name."""
+    """Reports problems of interpolated values at the key they come from, without repeating that key's problems."""
     told = []
     for problem in problems:
         key, _, rest = problem.partition(": ")
@@ -243,21 +245,21 @@ def report_at_origin(problems: Sequence[str], origins: dict[str, str]) -> list[s
 
 
 class ConfigReader:
-    """Reads configuration values against type hints and collects every problem on the way."""
+    """Parser of config values by type hints that collects all problems."""
 
     def __init__(self, *, complete: bool = True) -> None:
-        self.complete = complete  # a value that is still ??? is a problem
+        self.complete = complete  # values that are still ??? are problems
         self.problems: list[str] = []
         self.unused: dict[str, str] = {}  # keys without effect in this combination, with the reason
         self.missing: list[str] = []  # keys that are still ???
 
     def add_problem(self, problem: str) -> object:
-        """Notes ``problem`` and returns ABSENT."""
+        """Records ``problem`` and returns ABSENT."""
         self.problems.append(problem)
         return ABSENT
 
     def read(self, value: object, hint: object, path: str) -> object:
-        """Returns ``value`` as the type ``hint`` says, or notes a problem and returns ABSENT."""
+        """Converts ``value`` to the type ``hint``, or records a problem and returns ABSENT."""
         if value is ABSENT:
             return ABSENT
         if isinstance(value, str) and value == MISSING:
@@ -267,8 +269,8 @@ class ConfigReader:
             return MISSING if hint is str else ABSENT  # text can stand for itself until the value is known
         if isinstance(value, str) and is_masked(value, path) and not path.startswith("composed."):
             return self.add_problem(
-                f"{path}: expected the credentials that were left out where it was saved, got {value!r}: put them "
-                "there again, best as ${oc.env:VARIABLE}, which is saved as it stands"
+                f"{path}: its credentials were masked when the config was saved ({value!r}): enter them again, "
+                "preferably as ${oc.env:VARIABLE}, which is saved unchanged"
             )
         if hint is Untouched:
             return value if isinstance(value, dict) else self.add_mismatch(value, "keys with _target_", path)
@@ -313,7 +315,7 @@ class ConfigReader:
         return self.add_mismatch(value, "null", path) if hint is NoneType and value is not None else value
 
     def add_mismatch(self, value: object, expected: str, path: str) -> object:
-        """Notes what was expected and what came, and returns ABSENT."""
+        """Records that ``value`` is not what was expected, and returns ABSENT."""
         kind = "" if value is None else f" ({type(value).__name__})"
         shown = "null" if value is None else repr(value)
         if isinstance(value, dict):
@@ -321,12 +323,12 @@ class ConfigReader:
         return self.add_problem(f"{path}: expected {expected}, got {shown}{kind}")
 
     def all_or_absent(self, value: Mapping[str, object] | Sequence[object]) -> object:
-        """Returns ``value``, or ABSENT if any item of it is."""
+        """Returns ``value``, or ABSENT if any of its items is ABSENT."""
         items = value.values() if isinstance(value, Mapping) else value
         return ABSENT if any(item is ABSENT for item in items) else value
 
     def read_union(self, value: object, hint: object, path: str) -> object:
-        """Returns ``value`` as the first member of a union that takes it; a value of exactly a member's type stays."""
+        """Converts ``value`` to the first union member that accepts it; a value of a member's exact type is kept."""
         members = [member for member in get_args(hint) if member is not NoneType]
         if value is None and len(members) < len(get_args(hint)):
             return None
@@ -343,7 +345,7 @@ class ConfigReader:
         return self.add_mismatch(value, _describe(hint), path)
 
     def read_sequence(self, value: object, hint: object, container: object, path: str) -> object:
-        """Returns ``value`` as a list or tuple of the items the hint declares."""
+        """Converts ``value`` to a list or tuple with the item types of the hint."""
         if not isinstance(value, list | tuple):
             return self.add_mismatch(value, "a list", path)
         of = list(get_args(hint))
@@ -359,7 +361,7 @@ class ConfigReader:
         return self.all_or_absent(items if container is list else tuple(items))
 
     def read_component(self, value: dict[object, object], hint: object, path: str) -> object:
-        """Returns the component that a node with ``_target_`` names, once its package and its role are checked."""
+        """Builds the component of a node with ``_target_`` after checking its package and interface."""
         dotted, key = str(value["_target_"]), join_key(path, "_target_")
         if dotted == MISSING:
             return self.add_problem(missing_value_message(key))
@@ -371,7 +373,7 @@ class ConfigReader:
         roles = [item for item in members if _is_interface(item)]
         expected = _describe(hint) if wanted else f"a {_describe(hint) if roles else 'component'}"
         if not inspect.isclass(target) or not _is_frozen(target):
-            return self.add_problem(f"{key}: expected {expected}, got {dotted}, which is no frozen dataclass")
+            return self.add_problem(f"{key}: expected {expected}, got {dotted}, which is not a frozen dataclass")
         if (wanted and not issubclass(target, wanted)) or (
             roles and not any(_can_implement(target, role) for role in roles)
         ):
@@ -379,7 +381,7 @@ class ConfigReader:
         return self.build(target, {name: item for name, item in value.items() if name != "_target_"}, path)
 
     def build(self, target: type, keys: dict[object, object], path: str) -> object:
-        """Returns the dataclass ``target`` with the values of ``keys``, once all of them hold."""
+        """Builds the dataclass ``target`` from ``keys``, or returns ABSENT if a value is invalid."""
         known = _init_fields(target)
         hints = field_hints(target)
         before = len(self.problems)

@@ -1,1 +1,1 @@
-"""Machine and files below: files, locks, the store, processes, versions, the hub. Imports no other room."""
+"""System layer: files, locks, the store, processes, versions and the hub. Imports no other subpackage."""

@@ -1,7 +1,7 @@
-"""Keeps secrets out of what is written: values of ``${oc.env:NAME}``, and credentials in addresses and ``extra_body``.
+"""Keeps secrets out of files and logs: values of ``${oc.env:NAME}``, and credentials in URLs and ``extra_body``.
 
-A saved configuration has the interpolation. Credentials that were typed become ``***``, which is refused when it is
-read. What tells runs apart counts a value of the environment by its digest, and a credential not at all.
+A saved config contains the interpolation instead of the value. Credentials typed directly are saved as ``***``, which
+is rejected on loading. A run's identity includes environment values as digests, and ignores credentials.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from typing import cast
 from attnpo.system.files import Json
 
 MASK = "***"
-BODY = "extra_body"  # goes with every request; its names alone say what of it is a credential
+BODY = "extra_body"  # sent with every request; credentials in it are recognised by their names only
 _VARIABLE = re.compile(r"\$\{[^}]*\}")
 _NAME = (
     r"(?<![^\W_])(?:api|access|client|secret)*"
@@ -27,26 +27,26 @@ _IN_BODY = re.compile(rf"(?i)({_NAME}['\"]?\s*[:=]\s*['\"]?)([^\s,}}'\"]+)")
 _MASKED = re.compile(r"://\*\*\*@|[?&][^=&\s]+=\*\*\*(?![^&#])")
 
 _reads: list[str] = []
-_interpolations: dict[str, dict[str | None, str]] = {}  # of a text: as it was written, by key and for any key
+_interpolations: dict[str, dict[str | None, str]] = {}  # resolved text -> its interpolation, by key and for any key
 
 
 # ------------------------------------------------------------------------------------------------ the environment
 
 
 def record_env_read(variable: str) -> None:
-    """Notes that a configuration has read a variable of the environment."""
+    """Records that a config has read an environment variable."""
     _reads.append(variable)
 
 
 @contextmanager
 def collect_env_reads() -> Iterator[list[str]]:
-    """Opens a context whose list has the names of the variables that were read in it."""
+    """Collects the names of the environment variables that are read inside the context."""
     _reads.clear()
     yield _reads
 
 
 def record_interpolation(key: str, text: str, written: str) -> None:
-    """Notes that ``key`` has its ``text`` from the environment, by the interpolation ``written``."""
+    """Records that the value ``text`` of ``key`` came from the environment through the interpolation ``written``."""
     for same in (text, text.rstrip("/")):
         _interpolations.setdefault(same, {}).update({key: written, None: written})
 
@@ -55,7 +55,7 @@ def record_interpolation(key: str, text: str, written: str) -> None:
 
 
 def mask_credentials(text: str) -> str:
-    """Returns a text with its credentials masked: logins and parameters of addresses, and those in ``extra_body``."""
+    """Masks credentials in a text: logins and query parameters of URLs, and those in ``extra_body``."""
     if "://" in text:
         text = _LOGIN.sub(lambda found: _hide(found[0], _VARIABLE.sub("", found[0]).rpartition(":")[2]), text)
         text = _QUERY.sub(lambda found: found[1] + _hide(found[2], found[2]), text)
@@ -66,12 +66,12 @@ def mask_credentials(text: str) -> str:
 
 
 def _hide(text: str, secret: str) -> str:
-    """Returns ``text`` where its ``secret`` is but an interpolation, else the mask."""
+    """Returns ``text`` if its ``secret`` is only an interpolation, otherwise the mask."""
     return MASK if _VARIABLE.sub("", secret) else text
 
 
 def is_masked(text: str, key: str) -> bool:
-    """Tells whether the value of ``key`` lacks credentials that were masked."""
+    """Returns whether credentials in the value of ``key`` were masked."""
     return _MASKED.search(text) is not None or (text == MASK and BODY in key)
 
 
@@ -79,7 +79,7 @@ def is_masked(text: str, key: str) -> bool:
 
 
 def to_savable(values: Mapping[str, Json]) -> dict[str, Json]:
-    """Returns a configuration's values as they may be saved; other texts with ``${`` in them are escaped."""
+    """Converts a config's values to a form that can be saved; literal texts that contain ``${`` are escaped."""
 
     def save(text: str, key: str, secret: bool) -> str:
         written = _interpolations.get(text, {}).get(key)
@@ -95,7 +95,7 @@ def to_savable(values: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def digest_env_values(values: Mapping[str, Json]) -> dict[str, Json]:
-    """Returns the digest of each text that its key has from the environment, credentials left out, by key."""
+    """Digests the texts that were read from the environment, by key, without credentials."""
     found: dict[str, Json] = {}
 
     def note(text: str, key: str, secret: bool) -> str:
@@ -108,7 +108,7 @@ def digest_env_values(values: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def redact(values: object) -> object:
-    """Returns values for readers: what came from the environment as its interpolation, credentials masked."""
+    """Converts values for display: environment values become their interpolations, and credentials are masked."""
     return _map_texts(
         cast(Json, values),
         lambda text, key, secret: mask_credentials(_interpolation_of(text) or (MASK if secret else text)),
@@ -116,7 +116,7 @@ def redact(values: object) -> object:
 
 
 def identify(values: Mapping[str, object]) -> dict[str, object]:
-    """Returns values that tell things apart: like ``redact``, with a digest of what came from the environment."""
+    """Converts values for use in an identity: like ``redact``, plus a digest of each environment value."""
 
     def identify(text: str, key: str, secret: bool) -> str:
         written = _interpolation_of(text)
@@ -132,7 +132,7 @@ def identify(values: Mapping[str, object]) -> dict[str, object]:
 
 
 def is_same_identity(stored: object, value: object) -> bool:
-    """Tells if ``stored`` is ``value``, or what ``identify`` makes of it, in this process or was made in another."""
+    """Returns whether ``stored`` equals ``value`` or its form from ``identify``, also from another process."""
     if isinstance(stored, list) and isinstance(value, list | tuple):
         return len(stored) == len(value) and all(map(is_same_identity, stored, value))
     if isinstance(stored, str) and isinstance(value, str):
@@ -149,7 +149,7 @@ def _interpolation_of(text: str) -> str | None:
 
 
 def _map_texts(value: Json, change: Callable[[str, str, bool], str], key: str = "") -> Json:
-    """Returns ``value`` with its texts changed, given their keys and whether they are credentials in ``extra_body``."""
+    """Applies ``change`` to every text in ``value``; it gets the text, its key and whether it is a credential."""
     if isinstance(value, Mapping):
         return {name: _map_texts(item, change, f"{key}.{name}" if key else str(name)) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,8 +1,8 @@
-"""Error that a user can mend. Light: raising it loads nothing."""
+"""Error that a user can fix. Importing this module loads nothing else."""
 
 
 class UserError(Exception):
-    """Problem the user can mend; its text says what was expected, what came, where, and what to do.
+    """Problem that the user can fix; the message says what was expected, what was found, where, and what to do.
 
     Entry points print it as one line without a traceback.
     """

@@ -1,6 +1,6 @@
-"""Files on disk: written whole or not at all, measured, and sealed with digests that tell when one has changed since.
+"""Files on disk: atomic writes, sizes, and checksums that detect later changes.
 
-Light: imports the standard library alone, and the error that a user can mend.
+Imports only the standard library and the UserError.
 """
 
 import hashlib
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
     Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 else:  # the tests' type checker (beartype) fails on an alias that refers to itself
     Json = None | bool | int | float | str | list | dict
-"""Value that a JSON text can hold."""
+"""Value that can be represented in JSON."""
 
 SEAL = "digests.json"
 WRITING = ".writing-"
 RECORD = "digest"
 MARK = ".meta.json"
-# The umask can only be read by setting it, which two threads must not do at once: read at import, with one thread.
+# Reading the umask requires setting it, which is not thread-safe; therefore it is read on import.
 _UMASK = os.umask(0)
 os.umask(_UMASK)
 
 
 def write_atomically(path: Path, content: bytes | str) -> None:
-    """Writes ``content`` to ``path``: the file is absent, old or complete at any moment, also after a crash.
+    """Writes ``content`` to ``path`` atomically: even after a crash the file is absent, old or complete.
 
-    The content is on the disk before it replaces the old one; the file gets the permissions of the umask.
+    The content is flushed to disk before it replaces the old file; permissions follow the umask.
     """
     with name_file_in_errors(path):
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=WRITING)
@@ -51,7 +51,7 @@ def write_atomically(path: Path, content: bytes | str) -> None:
 
 @contextmanager
 def name_file_in_errors(path: Path) -> Iterator[None]:
-    """Names ``path`` in what the system refuses inside: where a write fails, Python names no file."""
+    """Adds ``path`` to an OSError raised inside the context; Python names no file if a write fails."""
     try:
         yield
     except OSError as problem:
@@ -61,12 +61,12 @@ def name_file_in_errors(path: Path) -> Iterator[None]:
 
 
 def apply_umask(path: Path) -> None:
-    """Gives a file or folder the permissions that the umask asks for; temporary ones are made for the owner alone."""
+    """Sets permissions by the umask; temporary files and folders are created with access for the owner only."""
     path.chmod((0o777 if path.is_dir() else 0o666) & ~_UMASK)
 
 
 def fsync_path(path: Path) -> None:
-    """Flushes a file or folder from the system's cache to the disk."""
+    """Flushes a file or folder to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -78,7 +78,7 @@ def fsync_path(path: Path) -> None:
 
 
 def file_digest(path: Path) -> str:
-    """Returns the sha256 of a file's bytes, in hexadecimal."""
+    """Returns the SHA-256 of a file's content in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -96,12 +96,12 @@ def write_checksums(folder: Path, known: Mapping[str, str] | None = None, only: 
 
 
 def has_checksums(folder: Path) -> bool:
-    """Returns whether ``folder`` holds the digests of its files."""
+    """Returns whether ``folder`` contains checksums of its files."""
     return (folder / SEAL).is_file()
 
 
 def read_checksums(folder: Path) -> dict[str, str]:
-    """Returns the digests that ``folder`` holds of its files; none where there is no seal that can be read."""
+    """Reads the checksums stored in ``folder``; empty if there are none or they are not readable."""
     digests = _load_checksums(folder)
     return {} if isinstance(digests, str) else digests
 
@@ -109,9 +109,9 @@ def read_checksums(folder: Path) -> dict[str, str]:
 def describe_change(
     folder: Path, only: Sequence[str] | None = None, digest: Callable[[Path], str] | None = None
 ) -> str | None:
-    """Describes what changed in a folder since it was sealed, in words that follow its name; None when nothing did.
+    """Describes how a folder differs from its checksums, as a phrase to follow the folder's name; None if it matches.
 
-    A folder without a readable seal counts as changed. ``only``: names or patterns of the files that matter.
+    A folder without readable checksums counts as changed. ``only``: names or patterns of the files to check.
     ``digest``: replaces ``file_digest``.
     """
     files = _load_checksums(folder)
@@ -131,9 +131,9 @@ def describe_change(
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
         if not same:
-            return f"{name} is not as it was written"
+            return f"{name} has changed since it was written"
     unknown = sorted(there - files.keys()) if only is None else []
-    return f"{unknown[0]} was not there when it was written" if unknown else None
+    return f"{unknown[0]} was added after the folder was written" if unknown else None
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -141,7 +141,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _load_checksums(folder: Path) -> dict[str, str] | str:
-    """Returns the digests in a folder's seal, or what is wrong with it."""
+    """Reads a folder's checksums; returns a description of the problem if that fails."""
     try:
         content = parse_json((folder / SEAL).read_text(encoding="utf-8"))
         files: dict[str, str] = content["files"]
@@ -155,7 +155,7 @@ def _load_checksums(folder: Path) -> dict[str, str] | str:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parses JSON. ValueError for what is none, and for what is nested more deeply than Python reads."""
+    """Parses JSON. Raises ValueError if the text is not JSON or is nested too deeply for Python."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -163,13 +163,13 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def write_record(path: Path, content: Mapping[str, object]) -> None:
-    """Writes ``content`` as JSON to ``path``, whole or not at all, with the digest that ``read_record`` compares."""
-    plain = json.loads(json.dumps(content))  # as it will be read: keys are text
+    """Writes ``content`` as JSON to ``path`` atomically, with a digest that ``read_record`` verifies."""
+    plain = json.loads(json.dumps(content))  # as it will be read: keys become strings
     write_atomically(path, json.dumps({**plain, RECORD: _combined_digest(plain)}, indent=1) + "\n")
 
 
 def read_record(path: Path) -> dict[str, Any] | None:
-    """Reads what ``write_record`` wrote; None when there is no such file, or it has changed since."""
+    """Reads a file of ``write_record``; None if it does not exist or was changed since."""
     try:
         content = parse_json(path.read_text(encoding="utf-8"))
         return content if content.pop(RECORD) == _combined_digest(content) else None
@@ -178,7 +178,7 @@ def read_record(path: Path) -> dict[str, Any] | None:
 
 
 def digest(value: object) -> str:
-    """Returns hexadecimal SHA-256 of a JSON-serialisable value; key order does not matter, list order does."""
+    """Returns the hexadecimal SHA-256 of a JSON-serialisable value, independent of key order but not of list order."""
     text = json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -193,22 +193,29 @@ def pop_row_digest(row: object, of: str = "") -> bool:
     return isinstance(row, dict) and row.pop(RECORD, None) == add_row_digest(row, of)[RECORD]
 
 
-# --------------------------------------------------------------------------------------------- files users name
+# --------------------------------------------------------------------------------------------- files named by users
 
 
 def check_is_own_file(said: str, path: Path, mark: Path, written: Sequence[str], maker: str) -> None:
-    """Raises UserError where ``maker`` would replace a file that it did not write, or that was changed since.
+    """Checks that ``maker`` may overwrite ``path``: it wrote the file itself, and nobody changed it since.
 
-    ``written``: the digests of what it wrote, as the file ``mark`` has them; none where that is no mark of its own.
+    ``written``: digests of the files it wrote, from its marker file ``mark``; empty if the marker is not its own.
+
+    Raises:
+        UserError: the file is foreign or was changed.
     """
     strange = [file for file in (path, mark) if os.path.lexists(file) and not written]
     if strange or (os.path.lexists(path) and not (path.is_file() and file_digest(path) in written)):
-        what = f"{strange[0]} is no file that {maker} wrote" if strange else f"it was changed since {maker} wrote it"
-        raise UserError(f"{said}: {what}; move it away, or give another file")
+        what = f"{strange[0]} was not written by {maker}" if strange else f"it was changed since {maker} wrote it"
+        raise UserError(f"{said}: {what}; move the file away, or write to another one")
 
 
 def check_is_marked_file(said: str, path: Path, maker: str) -> None:
-    """Raises UserError where ``path`` holds a file that ``write_marked_file`` did not write for ``maker``."""
+    """Checks that ``path`` is free or holds a file that ``write_marked_file`` wrote for ``maker``.
+
+    Raises:
+        UserError: another file is there.
+    """
     mark = path.with_name(f"{path.name}{MARK}")
     stored = read_record(mark) or {}
     check_is_own_file(said, path, mark, stored["written"] if stored.get("made_by") == maker else (), maker)
@@ -217,20 +224,21 @@ def check_is_marked_file(said: str, path: Path, maker: str) -> None:
 def write_marked_file(
     said: str, path: Path, content: bytes | str, maker: str, facts: Mapping[str, object] | None = None
 ) -> None:
-    """Writes a file that the user named, and before it FILE.meta.json: ``facts``, and what its maker knows it by.
+    """Writes a file named by the user, preceded by a marker FILE.meta.json with ``facts`` and the file's digest.
 
-    UserError where another file is in its place.
+    Raises:
+        UserError: a file of another origin is in its place.
     """
     check_is_marked_file(said, path, maker)
     content = content.encode() if isinstance(content, str) else content
-    # Stopped between the two, the mark is that of the old file as well.
+    # If the process stops between the two writes, the marker still matches the old file.
     written = [*([file_digest(path)] if path.is_file() else []), hashlib.sha256(content).hexdigest()]
     write_record(path.with_name(f"{path.name}{MARK}"), {**(facts or {}), "made_by": maker, "written": written})
     write_atomically(path, content)
 
 
 def remove_partial_line(path: Path) -> bool:
-    """Removes what stands after a file's last line end, which a stopped command was writing; whether anything did."""
+    """Removes an incomplete last line, left by a stopped command; returns whether there was one."""
     content = path.read_bytes() if path.is_file() else b""
     keep = content.rfind(b"\n") + 1
     if keep == len(content):
@@ -241,7 +249,7 @@ def remove_partial_line(path: Path) -> bool:
 
 
 def _list_files(folder: Path) -> list[str]:
-    """Returns the files below ``folder`` that count: not its seal, and nothing hidden."""
+    """Lists the files below ``folder``, without its checksum file and hidden files."""
     names = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     return sorted(
         name.as_posix()
@@ -255,7 +263,7 @@ def _combined_digest(content: Mapping[str, object]) -> str:
 
 
 def rename_damaged(path: Path) -> Path:
-    """Renames a damaged file or folder to a free name beside it (``NAME.damaged``), and returns its new path."""
+    """Renames a damaged file or folder to an unused name (``NAME.damaged``) and returns the new path."""
     aside, number = path.with_name(f"{path.name}.damaged"), 1
     while aside.exists():
         number += 1
@@ -265,17 +273,17 @@ def rename_damaged(path: Path) -> Path:
 
 
 def safe_filename(name: str) -> str:
-    """Returns a name as part of a file's name."""
+    """Replaces characters that are not safe in file names by underscores."""
     return "".join(letter if letter.isalnum() or letter in "=.-" else "_" for letter in name)
 
 
 def folder_size(folder: Path) -> int:
-    """Returns bytes of all files below ``folder``; 0 where there is none."""
+    """Returns the total size of all files below ``folder`` in bytes; 0 if it does not exist."""
     return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def format_bytes(count: int) -> str:
-    """Returns a number of bytes for readers: ``1.4 GiB``."""
+    """Formats a number of bytes for display: ``1.4 GiB``."""
     if count < 1024:
         return f"{count} B"
     size = count / 1024
@@ -287,7 +295,7 @@ def format_bytes(count: int) -> str:
 
 
 def remove_temporary_files(folder: Path) -> None:
-    """Removes what a killed process was writing into ``folder``; no other process may be writing there."""
+    """Removes temporary files that a killed process left in ``folder``; no other process may be writing there."""
     for path in folder.glob(f"{WRITING}*"):
         path.unlink(missing_ok=True)
 
@@ -296,9 +304,9 @@ def remove_temporary_files(folder: Path) -> None:
 
 
 def flatten(values: Mapping[str, object], separator: str = ".", path: str = "") -> Iterator[tuple[str, object]]:
-    """Returns (name, value) of everything below nested mappings, names joined by ``separator``.
+    """Yields (name, value) for every leaf of nested mappings, with names joined by ``separator``.
 
-    An empty mapping is a value.
+    An empty mapping counts as a leaf.
     """
     for key, item in values.items():
         name = f"{path}{separator}{key}" if path else str(key)
@@ -309,13 +317,13 @@ def flatten(values: Mapping[str, object], separator: str = ".", path: str = "") 
 
 
 def find_differences(stored: Mapping[str, object], asked: Mapping[str, object]) -> list[tuple[str, str, str]]:
-    """Returns (name, stored, asked) wherever nested JSON values differ, in words short enough for a message."""
+    """Lists (name, stored, requested) for every difference between nested JSON values, shortened for messages."""
     before, now = dict(flatten(stored)), dict(flatten(json.loads(json.dumps(asked))))
     names = [name for name in (*now, *(before.keys() - now.keys())) if before.get(name) != now.get(name)]
     return [(name, shorten(before.get(name)), shorten(now.get(name))) for name in names]
 
 
 def shorten(value: object, most: int = 60) -> str:
-    """Returns a JSON value as text of at most ``most`` characters."""
+    """Formats a JSON value as text of at most ``most`` characters."""
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= most else f"{text[: most - 3]}..."

@@ -1,6 +1,6 @@
-"""Hugging Face hub as a place that may be out of reach: one short question in place of half a minute of retries.
+"""Checks once whether the Hugging Face hub is reachable, instead of half a minute of retries.
 
-Its libraries ask five times with growing pauses before they look into their own cache, and do so again for every file.
+The hub's libraries try five times with growing pauses before they use their own cache, and again for every file.
 """
 
 import sys
@@ -13,12 +13,12 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 PATIENCE = 5.0
-"""Seconds the hub has to answer once."""
+"""Timeout of the check in seconds."""
 
 
 @cache
 def hub_unreachable_reason() -> str | None:
-    """Returns why the hub cannot be asked, or None when it can; asked once per process."""
+    """Returns why the hub cannot be reached, or None if it can; checked once per process."""
     from huggingface_hub import constants
 
     if constants.is_offline_mode():
@@ -27,19 +27,19 @@ def hub_unreachable_reason() -> str | None:
         with urlopen(Request(constants.ENDPOINT, method="HEAD"), timeout=PATIENCE):
             return None
     except HTTPError:
-        return None  # it answers
+        return None  # the hub answered
     except OSError as error:
         reason = getattr(error, "reason", error)
-        # A certificate that is refused here may be one that the libraries are set to trust.
+        # The libraries may be configured to trust a certificate that urllib rejects.
         return None if isinstance(reason, SSLError) else f"{constants.ENDPOINT} cannot be reached ({reason})"
 
 
 @contextmanager
 def offline_if_unreachable() -> Iterator[None]:
-    """Opens a context in which the libraries use what they have downloaded before if the hub is out of reach."""
+    """Makes the hub's libraries use their local cache inside the context if the hub is unreachable."""
     from huggingface_hub import constants
 
-    # The switches these libraries read at each request; their environment variable is read at import only.
+    # The libraries read these switches on each request, but the environment variable only on import.
     places: list[Any] = [constants]
     if "datasets" in sys.modules:
         places.append(sys.modules["datasets"].config)

@@ -1,8 +1,8 @@
-"""One job at a time in a folder: a lock that the leading process of a job holds for all of the job's processes.
+"""Folder lock that allows one job at a time; the main process of a job holds it for all of the job's processes.
 
-The lock is the hidden folder ``.lock`` with one file, which names its holder and is touched while that lives. It is
-made under another name and renamed, which succeeds only where there is no lock with a file in it: of several starters
-one wins. To replace a holder that is gone only that holder's file is removed. Light: imports no package.
+The lock is the hidden folder ``.lock`` with one file, which names the holder and is touched as long as the holder is
+alive. The folder is created under another name and renamed; renaming fails if a lock with a file exists, so exactly one
+of several starters wins. To replace a dead holder, only that holder's file is removed. Imports no third-party package.
 """
 
 import errno
@@ -28,21 +28,21 @@ from attnpo.system.processes import before_abrupt_exit
 log = logging.getLogger(__name__)
 
 TIMEOUT = 300.0  # seconds without a heartbeat; a network file system may show one a minute late
-BEAT = 10.0  # seconds between two heartbeats, at most
-MISSED = 3  # heartbeats that must fail to come before a lock counts as left, however old the last one looks
-POLL = 0.2  # seconds between two looks at a lock
-LATE = 60.0  # seconds that a process waits for the leading one beyond the time that one may wait itself
+BEAT = 10.0  # maximum seconds between two heartbeats
+MISSED = 3  # heartbeats that must be missed before a lock counts as abandoned, however old the last one looks
+POLL = 0.2  # seconds between two checks of a lock
+LATE = 60.0  # extra seconds that other processes wait, beyond the time the main process itself may wait
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-UNNAMED = "none"  # torchrun's name for a job that was given none
+UNNAMED = "none"  # torchrun's default job name
 HELD = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT)
 
 
 @dataclass(frozen=True)
 class LockHolder:
-    """Process that works in a folder, according to its lock; the defaults stand for a lock that cannot be read.
+    """Process that holds the lock of a folder; the defaults describe a lock that cannot be read.
 
-    ``machine`` and ``began`` tell it from later processes of its number; ``job``: the same in all processes of a job;
-    ``attempts``: the scheduler's jobs, with how often they were restarted.
+    ``machine`` and ``began`` distinguish the process from later ones with the same id; ``job`` is the same in all
+    processes of a job; ``attempts``: restart counts of the scheduler's jobs.
     """
 
     pid: int = 0
@@ -56,7 +56,7 @@ class LockHolder:
 
     @staticmethod
     def current(timeout: float) -> "LockHolder":
-        """Returns this process, as a holder."""
+        """Returns the current process as a lock holder."""
         pid, beat, since = os.getpid(), min(BEAT, timeout / 10), time.strftime("%Y-%m-%d %H:%M:%S")
         return LockHolder(
             pid,
@@ -73,7 +73,7 @@ class LockHolder:
         return f"process {self.pid} on host {self.host} since {self.since}"
 
     def is_alive(self) -> bool | None:
-        """Returns whether its process is there; None where this one cannot see it."""
+        """Returns whether the holder's process is running; None if that cannot be determined from here."""
         if self.machine != _machine_id() or self.pid < 1:
             return None
         try:
@@ -86,11 +86,11 @@ class LockHolder:
         return None if began is None else began == self.began
 
     def is_retry_of(self, other: "LockHolder") -> bool:
-        """Returns whether it is a later attempt of the scheduler's job that ``other`` was an attempt of."""
+        """Returns whether this is a later attempt of the same scheduler job as ``other``."""
         return any(count > other.attempts.get(job, count) for job, count in self.attempts.items())
 
     def is_same_job_as(self, other: "LockHolder") -> bool:
-        """Returns whether both are processes of one job; Lightning starts the others from the leading one."""
+        """Returns whether both processes belong to one job; Lightning starts the others from the main process."""
         return bool(self.job and self.job == other.job) or other.pid == os.getppid()
 
 
@@ -98,12 +98,15 @@ class LockHolder:
 def folder_lock(
     folder: Path, timeout: float = TIMEOUT, *, leading: bool = True, file: str = "", instead: str = "name="
 ) -> Iterator[None]:
-    """Opens a context in which no other job works in ``folder``, or on its file ``file``.
+    """Locks ``folder``, or its file ``file``, against other jobs while the context is open.
 
-    The leading process of a job holds the lock; its others wait until it has it or it is free. A holder that is gone is
-    replaced: at once on this machine, elsewhere when its heartbeat is ``timeout`` seconds old. A job that was restarted
-    waits so long for its earlier attempt. Raises UserError where another job works (``instead``: the key that names
-    another place), and where nothing can be written.
+    The main process of a job (``leading``) holds the lock; the job's other processes wait until it has the lock or the
+    lock is free. A dead holder is replaced at once on this machine, and on other machines when its heartbeat is
+    ``timeout`` seconds old. A restarted job waits up to ``timeout`` for its earlier attempt.
+
+    Raises:
+        UserError: another job holds the lock (``instead``: the key that selects another place), or the lock cannot be
+            written.
     """
     lock = folder / (f".{file}.lock" if file else ".lock")
     mark, stop, this = lock / uuid.uuid4().hex, threading.Event(), LockHolder.current(timeout)
@@ -114,14 +117,14 @@ def folder_lock(
             with suppress(OSError):
                 mark.unlink(missing_ok=True)
                 lock.rmdir()
-                folder.rmdir()  # where it is empty: a command that was refused leaves no folder
+                folder.rmdir()  # only if empty: a rejected command leaves no folder behind
 
     with before_abrupt_exit(release):
         try:
             try:
                 _acquire(mark, this, timeout, leading, str(folder / file), instead)
             except OSError as problem:
-                text = f"output=: {folder} must be a folder to work in, but its {lock.name} cannot be made or read"
+                text = f"output=: {folder} cannot be used, because its lock {lock.name} cannot be created or read"
                 raise UserError(f"{text}: {problem.strerror}") from problem
             if leading:
                 threading.Thread(
@@ -133,12 +136,12 @@ def folder_lock(
 
 
 def _acquire(mark: Path, this: LockHolder, timeout: float, leading: bool, place: str, instead: str) -> None:
-    """Waits until this process holds the lock, or until the leading one of its job does or it is free."""
+    """Waits until this process holds the lock; processes other than the main one wait until their job may proceed."""
     began = at = time.monotonic()
     seen: tuple[Path, float] | None = None
     moves = said = False
     while (lock := _read_lock(mark.parent)) is not None or (leading and not _try_acquire(mark, this)):
-        if lock is None:  # another process took it first
+        if lock is None:  # another process acquired the lock first
             time.sleep(POLL / 20)
             continue
         path, touched, holder = lock
@@ -157,45 +160,45 @@ def _acquire(mark: Path, this: LockHolder, timeout: float, leading: bool, place:
         )
         waits = not leading or this.is_retry_of(holder)
         ends = now - began > patience + (0 if leading else LATE) and (lives or unchanged < silence)
-        if gone and not leading:  # the leading process replaces it
+        if gone and not leading:  # the main process replaces the holder
             return
         if gone:
-            log.info("%s: %s is gone; going on", place, holder)
+            log.info("%s: %s is gone; taking over its lock", place, holder)
             path.unlink(missing_ok=True)
         elif gone is False and (ends or not waits):
             raise UserError(_lock_held_message(place, holder, instead, timeout, now - began if waits else 0.0))
         elif leading and waits and not said:
             said = True
-            log.info("%s is in use by %s, started earlier for this job: waiting for its end", place, holder)
+            log.info("%s is in use by %s, an earlier attempt of this job: waiting for it to end", place, holder)
         else:
             time.sleep(POLL)
 
 
 def _try_acquire(mark: Path, this: LockHolder) -> bool:
-    """Makes the lock this process's, where nobody holds it; returns whether it is."""
+    """Tries to acquire the lock for this process; returns whether it succeeded."""
     try:
         try:
             mark.parents[1].mkdir(parents=True)
-        except FileExistsError:  # a file there is met by the next line
-            if not mark.parents[1].exists():  # a link to a place that is not there
+        except FileExistsError:  # if it is a file, the next line fails
+            if not mark.parents[1].exists():  # a dangling link
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from None
         made = Path(tempfile.mkdtemp(prefix=".locking-", dir=mark.parents[1]))
         try:
             apply_umask(made)
             write_atomically(made / mark.name, json.dumps(asdict(this)) + "\n")
             with suppress(OSError):
-                mark.parent.rmdir()  # one that is empty: not every file system puts a folder in its place
+                mark.parent.rmdir()  # an empty lock; not every file system renames a folder onto another one
             made.rename(mark.parent)
         finally:
             shutil.rmtree(made, ignore_errors=True)
     except OSError as problem:
         if problem.errno not in HELD:
             raise
-    return mark.exists()  # a network file system may report a rename as failed that it has done
+    return mark.exists()  # a network file system may report a successful rename as failed
 
 
 def _read_lock(lock: Path) -> tuple[Path, float, LockHolder] | None:
-    """Returns the lock's file, the time of its last heartbeat, and its holder; None where there is no lock."""
+    """Reads the lock: its file, the time of the last heartbeat and the holder; None if there is no lock."""
     try:
         path = next(lock.iterdir(), None)
         if path is None:
@@ -210,10 +213,10 @@ def _read_lock(lock: Path) -> tuple[Path, float, LockHolder] | None:
 
 
 def _has_heartbeat_stopped(age: float, unchanged: float, moves: bool, patience: float, silence: float) -> bool | None:
-    """Returns whether a heartbeat has stopped; None when it is too early to tell, as clocks of machines may disagree.
+    """Returns whether the heartbeat has stopped; None if it is too early to tell, because clocks may disagree.
 
-    ``age``: seconds since the last one by the file system's clock; ``unchanged``: seconds in which no new one was seen;
-    ``moves``: whether one ever was.
+    ``age``: seconds since the last heartbeat by the file system's clock; ``unchanged``: seconds without a new one;
+    ``moves``: whether a heartbeat was ever observed.
     """
     if moves or age < patience:
         return unchanged >= patience
@@ -221,7 +224,7 @@ def _has_heartbeat_stopped(age: float, unchanged: float, moves: bool, patience: 
 
 
 def _seconds_since(path: Path, touched: float) -> float:
-    """Seconds between ``touched`` and now, on the clock that stamps the files beside ``path``."""
+    """Returns the seconds since ``touched`` by the clock of the file system that holds ``path``."""
     try:
         with tempfile.TemporaryFile(dir=path.parents[1], prefix=".") as file:
             return abs(os.fstat(file.fileno()).st_mtime - touched)
@@ -230,15 +233,15 @@ def _seconds_since(path: Path, touched: float) -> float:
 
 
 def _lock_held_message(place: str, holder: LockHolder, instead: str, timeout: float, waited: float) -> str:
-    wait = f"wait for its end (`while kill -0 {holder.pid}; do sleep 5; done`)"
+    wait = f"wait for it to end (`while kill -0 {holder.pid}; do sleep 5; done`)"
     if holder.is_alive() is None:
-        wait = f"wait for its end; were it killed, its place is free lock_timeout={timeout:g} seconds after that"
+        wait = f"wait for it to end; if it was killed, the lock expires after lock_timeout={timeout:g} seconds"
     still = f", still after {waited:.0f} s" if waited else ""
-    return f"{place} is in use by {holder}{still}: give another {instead}, or {wait}"
+    return f"{place} is in use by {holder}{still}: choose another {instead}, or {wait}"
 
 
 def _send_heartbeats(mark: Path, beat: float, stop: threading.Event) -> None:
-    """Touches the lock's file until ``stop``; ends this process when another has taken its place."""
+    """Touches the lock's file until ``stop`` is set; exits this process if another one has taken the lock."""
     while not stop.wait(beat):
         try:
             os.utime(mark)
@@ -246,11 +249,11 @@ def _send_heartbeats(mark: Path, beat: float, stop: threading.Event) -> None:
             lock = _read_lock(mark.parent)
             if stop.is_set():
                 return
-            # It was suspended for so long that it was taken to be gone; its files would now mix with another's.
-            who = "was removed, by hand or by a job that is over" if lock is None else f"is now that of {lock[2]}"
-            log.critical("%s: its lock %s, to whom this process seemed dead: ending", mark.parents[1], who)
+            # This process was suspended so long that it seemed dead; its files would now mix with another job's.
+            who = "was removed by hand or by a finished job" if lock is None else f"is now held by {lock[2]}"
+            log.critical("%s: its lock %s; this process seemed dead and exits now", mark.parents[1], who)
             os._exit(1)
-        except OSError:  # a file server that is away for a while
+        except OSError:  # a file server that is temporarily unavailable
             continue
 
 
@@ -258,7 +261,7 @@ def _send_heartbeats(mark: Path, beat: float, stop: threading.Event) -> None:
 
 
 def _machine_id() -> str:
-    """Returns an identity of this machine since its start, or of this container, for its process numbers."""
+    """Returns an id of this machine since its boot, or of this container; process ids are unique within it."""
     names = [socket.gethostname()]
     with suppress(OSError):
         names.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -267,7 +270,7 @@ def _machine_id() -> str:
 
 
 def _process_start_time(pid: int) -> str | None:
-    """Returns when a process began; empty when it has ended, None when the system does not say."""
+    """Returns the start time of a process; empty if it has ended, None if unknown."""
     try:
         if Path("/proc/self/stat").exists():
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -281,17 +284,17 @@ def _process_start_time(pid: int) -> str | None:
 
 
 def _job_id() -> str:
-    """Returns an identity shared by the processes of a job, from their launcher; empty where there is none."""
+    """Returns an id shared by the processes of a job, from their launcher's variables; empty without a launcher."""
     torchrun = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
     slurm = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
     names = torchrun if "MASTER_PORT" in os.environ else slurm
-    # torchrun's default name for a job is "none" everywhere, and localhost is another machine on each.
+    # torchrun's default job name is "none" everywhere, and localhost is a different machine on each node.
     here = socket.gethostname() if os.environ.get("MASTER_ADDR") in LOOPBACK else ""
     return " ".join([*(f"{name}={os.environ[name]}" for name in names if name in os.environ), here]).strip()
 
 
 def _restart_counts() -> dict[str, int]:
-    """Returns the jobs of SLURM and torchrun that this process is part of, each with how often it was restarted."""
+    """Returns the restart counts of the SLURM and torchrun jobs that this process belongs to."""
     names = (("SLURM_JOB_ID", "SLURM_RESTART_COUNT"), ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"))
     return {
         f"{job}={os.environ[job]}": int(os.environ.get(restarts) or 0)

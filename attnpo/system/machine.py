@@ -1,4 +1,4 @@
-"""Surroundings of a command: versions and commit, the device of models that are not trained. Light: torch waits."""
+"""Environment of a command: package versions, git commit, device for inference. Imports torch only on use."""
 
 import platform
 import subprocess
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def inference_device(accelerator: str) -> "torch.device":
-    """Returns where models that are not trained run: the GPU of this process if ``trainer.accelerator`` allows one."""
+    """Returns the device for inference: this process's GPU if ``trainer.accelerator`` allows one, otherwise the CPU."""
     import torch
 
     if accelerator == "cpu" or not torch.cuda.is_available():
@@ -24,7 +24,7 @@ def inference_device(accelerator: str) -> "torch.device":
 
 
 def device_memory(device: "torch.device") -> int | None:
-    """Returns bytes of memory that a device has; None where it is no GPU."""
+    """Returns a GPU's memory in bytes; None for other devices."""
     import torch
 
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of Python and of the packages whose change can change a number, as far as they are installed."""
+    """Returns versions of attnpo, Python and the installed packages that can affect results."""
     found = {}
     for name in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
@@ -50,7 +50,7 @@ def package_versions() -> dict[str, str]:
 
 
 def git_commit() -> str | None:
-    """Returns the commit this package is checked out at, marked where files differ from it; None outside a checkout."""
+    """Returns the git commit of the checkout, marked if files were changed; None outside a checkout."""
     if not (ROOT / ".git").exists():
         return None
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=, changed", "--exclude=*"]

@@ -1,4 +1,4 @@
-"""Packages that attnpo can use: which one is missing, and the command that installs it."""
+"""Optional packages: detects a missing one and suggests the command that installs it."""
 
 import re
 import shlex
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def describe_missing_package(error: BaseException) -> str | None:
-    """Returns what to install when ``error`` says that a package attnpo can use is missing; None for others."""
+    """Explains how to install the package whose absence caused ``error``; None for other errors."""
     if not isinstance(error, ImportError):  # PackageNotFoundError is one too
         return None
     named = [str(error.name).partition(".")[0]] if error.name else re.findall(r"[A-Za-z][\w-]*", str(error))
@@ -16,14 +16,14 @@ def describe_missing_package(error: BaseException) -> str | None:
         if package not in named or _is_installed(package):
             continue
         if not extras:
-            return f"the package {package} is not installed; pip install {package}"
+            return f"the package {package} is not installed: pip install {package}"
         extra = extras[0]
-        return f"the package {package} is not installed; it comes with the extra `{extra}`: {install_command(extra)}"
+        return f"the package {package} is not installed; it is part of the extra `{extra}`: {install_command(extra)}"
     return None
 
 
 def install_command(extra: str) -> str:
-    """Returns the command that installs what an extra brings, in a checkout or beside a wheel."""
+    """Returns the command that installs an extra, for a checkout or an installed wheel."""
     checkout = Path(__file__).resolve().parents[2]
     if not (checkout / "setup.cfg").is_file():
         return f"pip install 'attnpo[{extra}]'"
@@ -41,7 +41,7 @@ def _is_installed(package: str) -> bool:
 
 
 def _requirements() -> dict[str, list[str]]:
-    """Returns the packages attnpo can use, each with the extras it is part of (none: it is always needed)."""
+    """Returns attnpo's requirements, each with the extras it belongs to (none: always required)."""
     try:
         listed = metadata.requires("attnpo") or []
     except metadata.PackageNotFoundError:  # run from a checkout that was not installed

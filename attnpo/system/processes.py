@@ -1,4 +1,4 @@
-"""Processes of a job: how many, and which one this is, by what launchers announce; what runs before a sudden end."""
+"""Rank and size of a job from its launcher's environment variables, and callbacks for an abrupt exit."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -6,10 +6,7 @@ from contextlib import contextmanager
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """Returns (rank, number of processes) of this job as torchrun, Lightning or SLURM announce them.
-
-    (0, 1) otherwise.
-    """
+    """Returns this process's rank and the world size as set by torchrun, Lightning or SLURM; (0, 1) otherwise."""
     for rank, ranks in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
         if ranks in os.environ:
             return int(os.environ.get(rank, os.environ.get("LOCAL_RANK", "0"))), int(os.environ[ranks])
@@ -17,14 +14,15 @@ def rank_and_world_size() -> tuple[int, int]:
 
 
 def world_size() -> int:
-    """Returns the number of processes of this job."""
+    """Returns the number of processes in this job."""
     return rank_and_world_size()[1]
 
 
 def launched_processes() -> tuple[int, int | None] | None:
-    """Returns (processes, nodes) that a launcher started; None where none did, so that training starts its own.
+    """Returns the numbers of processes and nodes started by a launcher; None without a launcher.
 
-    The nodes are None where the launcher does not name them. torchrun is one for a single process too.
+    Without a launcher, training starts its own processes. The number of nodes is None if the launcher does not set it.
+    torchrun counts as a launcher even for one process.
     """
     ranks = world_size()
     if ranks == 1 and "LOCAL_WORLD_SIZE" not in os.environ:
@@ -37,12 +35,12 @@ def launched_processes() -> tuple[int, int | None] | None:
 
 
 def local_rank() -> int:
-    """Returns this process's place among those of its node."""
+    """Returns this process's rank within its node."""
     return int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
 
 
 def is_main_process() -> bool:
-    """Returns whether this process reports for its job."""
+    """Returns whether this is the main process of its job, the only one that logs."""
     return rank_and_world_size()[0] == 0 and os.environ.get("NODE_RANK", "0") == "0"
 
 
@@ -51,7 +49,7 @@ _exit_callbacks: list[Callable[[], None]] = []
 
 @contextmanager
 def before_abrupt_exit(act: Callable[[], None]) -> Iterator[None]:
-    """Opens a context in which ``act`` is called before a signal ends this process at once, without an exception."""
+    """Calls ``act`` if a signal ends this process abruptly, without an exception, while the context is open."""
     _exit_callbacks.append(act)
     try:
         yield
@@ -60,16 +58,16 @@ def before_abrupt_exit(act: Callable[[], None]) -> Iterator[None]:
 
 
 def is_slurm_task() -> bool:
-    """Returns whether it is SLURM that numbers this job's processes, and no launcher inside its job."""
+    """Returns whether SLURM itself assigns the ranks of this job, not a launcher inside the SLURM job."""
     return "WORLD_SIZE" not in os.environ and launched_processes() is not None
 
 
 def describe_launcher() -> tuple[str, str]:
-    """Returns what started this job's processes, and what to put before a command that is to be one process there."""
+    """Returns the name of the launcher, and a command prefix that runs a single process under it."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return "torchrun", ""
     if "WORLD_SIZE" not in os.environ and "SLURM_NTASKS" in os.environ:
         return "SLURM (srun or sbatch --ntasks)", "srun --ntasks=1 "
     if "LOCAL_RANK" in os.environ:
-        return "torchrun or its like (LOCAL_RANK is set)", ""
+        return "torchrun or a similar launcher (LOCAL_RANK is set)", ""
     return "a launcher that sets WORLD_SIZE", "env -u WORLD_SIZE -u RANK "

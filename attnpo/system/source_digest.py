@@ -1,4 +1,4 @@
-"""Digest of the source files that can move a number of a run. Light: each worker of a study begins with it."""
+"""Digest of the source files that can change a run's results. Cheap to import; every study worker starts with it."""
 
 import hashlib
 from functools import cache
@@ -8,8 +8,8 @@ from attnpo.system.files import file_digest
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
-# Rooms and files of the package that no number of a run comes from: they start a command, show what is finished, or
-# measure beside the runs (an analysis counts for its own results). All others count, a new one without being named.
+# Subpackages and files that cannot change a run's results: they start commands, display finished work, or measure apart
+# from the runs (an analysis counts for its own results). All other files count, including new ones.
 SHOWING = (
     *("__init__.py", "__main__.py", "fit.py", "weigh.py", "show.py", "generate.py", "report.py", "pair.py"),
     *("evaluate.py", "theory.py", "verify.py", "losses.py", "weigher.py", "display", "evaluation", "lab/reports"),
@@ -27,7 +27,7 @@ SHOWING = (
 
 @cache
 def source_digest(root: Path | None = None) -> str:
-    """Returns the digest of all sources of the package that can move a number of a run, computed once per process."""
+    """Returns the digest of all source files that can change a run's results, computed once per process."""
     root = root or PACKAGE
     found = hashlib.sha256()
     for file in sorted(root.rglob("*.py")):

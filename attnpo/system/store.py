@@ -1,10 +1,10 @@
 """Content-addressed store of per-pair arrays: raw weight rows, reference log-probabilities.
 
-On disk: ``<root>/<kind>/<digest of the key>/`` holds ``key.json`` and, per append, one Parquet shard ``<content
-digest>.parquet`` beside its entry ``<content digest>.json`` (key, checksum, pairs, columns). Files are renamed into
-place, a shard before its entry, so that a reader sees whole shards only; many processes may append, and folders of the
-same name merge by copying files. What is damaged, of another key or without one (as an older version wrote it) counts
-as missing, with a warning. Shards may hold different columns of a pair; reads merge them.
+On disk, ``<root>/<kind>/<digest of the key>/`` holds ``key.json`` and, per append, a Parquet shard ``<content
+digest>.parquet`` with its entry ``<content digest>.json`` (key, checksum, pairs, columns). Files are renamed into
+place, the shard before its entry, so readers only see complete shards. Several processes may append, and folders of the
+same name can be merged by copying files. Shards that are damaged, belong to another key, or have no key (written by an
+older version) count as missing, with a warning. Shards may hold different columns of a pair; reads merge them.
 """
 
 import hashlib
@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 Array = npt.NDArray[np.generic]
 Cell = bool | int | float | str | Array | torch.Tensor | Mapping[str, "Cell"]
-"""Value of one pair in one column: a number, a string, a one-dimensional array (tensors are written as such, and come
-back as arrays), or a dict of these."""
+"""Value of one pair in one column: a number, a string, a one-dimensional array, or a dict of these. Tensors are stored
+as arrays."""
 Rows = Mapping[str, Mapping[str, Cell]]
 PAIR_ID = "pair_id"
 KEY_FILE = "key.json"
@@ -40,20 +40,20 @@ KEY_MARK = b"attnpo_key"  # in the schema's metadata of a shard
 
 @dataclass(frozen=True)
 class Store:
-    """Folder of tables; nothing is written before the first append."""
+    """Folder of tables; nothing is written until the first append."""
 
     root: Path
     _tables: dict[Path, "StoreTable"] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def table(self, kind: str, key: Mapping[str, object]) -> "StoreTable":
-        """Returns the one table of ``kind`` whose numbers depend on exactly ``key`` (JSON-serialisable)."""
+        """Returns the table of ``kind`` for ``key``, the JSON-serialisable settings that determine its numbers."""
         folder = Path(self.root) / kind / _folder_name(key)
         return self._tables.setdefault(folder, StoreTable(folder, dict(key)))
 
 
 @dataclass(frozen=True)
 class _Shard:
-    """One entry of the index; ``rows`` maps a pair id to its row in the file."""
+    """Index entry of a shard; ``rows`` maps a pair id to its row in the file."""
 
     name: str
     sha256: str
@@ -63,11 +63,11 @@ class _Shard:
 
 
 class _ForeignShard(Exception):
-    """Reason that a shard, though intact, is no part of the table."""
+    """Intact shard that does not belong to the table; the text gives the reason."""
 
 
 class StoreTable:
-    """Rows by pair id under one key, kept in append-only shards. Safe for many readers and writers."""
+    """Table of rows by pair id for one key, in append-only shards; safe for concurrent readers and writers."""
 
     def __init__(self, folder: Path, key: dict[str, object]) -> None:
         self.folder = folder
@@ -80,7 +80,7 @@ class StoreTable:
     # ------------------------------------------------------------------------------------------- looking
 
     def columns_present(self, pair_ids: Iterable[str]) -> dict[str, set[str]]:
-        """Returns the stored columns of each pair id; an empty set for an unknown one."""
+        """Returns the stored columns of each pair id; an empty set for unknown ids."""
         present: dict[str, set[str]] = {pair_id: set() for pair_id in pair_ids}
         for shard in self._load_index():
             for pair_id in present.keys() & shard.rows.keys():
@@ -88,46 +88,48 @@ class StoreTable:
         return present
 
     def missing_pairs(self, pair_ids: Sequence[str], columns: Iterable[str]) -> list[str]:
-        """Returns the pair ids that lack one of ``columns``, in their order, without repeats."""
+        """Returns the pair ids without all of ``columns``, in order and without duplicates."""
         wanted = set(columns)
         present = self.columns_present(pair_ids)
         return [pair_id for pair_id, have in present.items() if wanted - have]
 
     def seconds_per_pair(self, pair_ids: Iterable[str]) -> float | None:
-        """Returns what computing one of these pairs took, by what was noted beside them; None where nothing was."""
+        """Returns the mean recorded computing time of these pairs in seconds; None if none was recorded."""
         wanted = set(pair_ids)
         timed = [one for one in self._load_index() if one.seconds is not None and wanted & one.rows.keys()]
         pairs = sum(len(one.rows) for one in timed)
         return sum(one.seconds or 0.0 for one in timed) / pairs if pairs else None
 
     def nearest_difference(self) -> str | None:
-        """Returns the first part of the key in which the most similar other table of this kind differs, or None.
+        """Returns the first difference between the key and that of the most similar other table of this kind, or None.
 
-        Reads like "judge.dtype: stored float32, asked bfloat16".
+        Example: "judge.dtype: stored float32, requested bfloat16".
         """
         paths = sorted(self.folder.parent.glob(f"*/{KEY_FILE}"))
         keys = ((path, key) for path in paths if (key := _read_json(path)) is not None)
         others = [find_differences(key, self.key) for path, key in keys if _folder_name(key) == path.parent.name]
         nearest = min(filter(None, others), key=len, default=None)
-        return None if nearest is None else "{}: stored {}, asked {}".format(*nearest[0])
+        return None if nearest is None else "{}: stored {}, requested {}".format(*nearest[0])
 
     # ------------------------------------------------------------------------------------------- reading
 
     def read(
         self, pair_ids: Sequence[str], columns: Sequence[str], where_stored: Sequence[str] = ()
     ) -> dict[str, dict[str, Cell]]:
-        """Returns ``columns`` of each pair id: lists as one-dimensional numpy arrays, numbers as Python numbers.
+        """Reads ``columns`` of each pair id: lists as one-dimensional NumPy arrays, numbers as Python numbers.
 
-        Of ``"column.field"`` only that field. UserError when a pair lacks one; those ``where_stored`` are read where
-        there.
+        ``"column.field"`` reads only that field. Columns in ``where_stored`` are optional.
+
+        Raises:
+            UserError: a required column is missing for a pair.
         """
         if not pair_ids:
             return {}
         absent = self.missing_pairs(pair_ids, map(_base_column, columns))
         if absent:
             raise UserError(
-                f"store {self.folder}: expected {', '.join(columns)} of {len(set(pair_ids))} pairs, {len(absent)} lack "
-                f"some of it (first: {', '.join(absent[:3])}); run attnpo.weigh with the same configuration first"
+                f"store {self.folder}: {len(absent)} of {len(set(pair_ids))} pairs have no complete "
+                f"{', '.join(columns)} (first: {', '.join(absent[:3])}): run attnpo.weigh with the same config first"
             )
         cells: dict[str, dict[str, Cell]] = {pair_id: {} for pair_id in pair_ids}
         for shard in self._load_index():
@@ -155,8 +157,8 @@ class StoreTable:
         except (OSError, pa.ArrowException) as error:
             del self._shards[shard.name]
             raise UserError(
-                f"store: shard {path} was sound when this run started and cannot be read now ({error}); start again, "
-                "its rows will be computed anew"
+                f"store: shard {path} was intact when this run started but cannot be read now ({error}): start the run "
+                "again, and its rows will be recomputed"
             ) from error
 
     # ------------------------------------------------------------------------------------------- writing
@@ -164,8 +166,11 @@ class StoreTable:
     def append(self, rows: Rows, seconds: float | None = None) -> None:
         """Stores ``rows``: pair id -> column -> number, string, one-dimensional array, or dict of these.
 
-        Float32 keeps its bits. A column has one type in a call. ``seconds``: what they took. UserError when the disk
-        refuses.
+        Float32 values are stored bit by bit. A column must have one type per call. ``seconds``: computing time of all
+        rows.
+
+        Raises:
+            UserError: the disk cannot be written.
         """
         groups: dict[tuple[str, ...], list[str]] = {}
         for pair_id, row in rows.items():
@@ -196,15 +201,15 @@ class StoreTable:
             write_atomically(self.folder / f"{name}.json", json.dumps(entry).encode())
         except OSError as error:
             raise UserError(
-                f"store: {len(content)} bytes cannot be written to {self.folder} ({error}); what was stored before is "
-                "whole: make room there, or name another folder with store=FOLDER"
+                f"store: {len(content)} bytes cannot be written to {self.folder} ({error}); earlier rows are intact: "
+                "free space there, or choose another folder with store=FOLDER"
             ) from error
         self._refused.discard(name)
 
     # ------------------------------------------------------------------------------------------- index
 
     def _load_index(self) -> list[_Shard]:
-        """Returns every sound shard, by name; an entry is read and its shard's checksum tested once per process."""
+        """Loads new entries and returns all intact shards by name; each shard is verified once per process."""
         names = {path.stem for path in self.folder.glob("*.json")} - {Path(KEY_FILE).stem}
         for name in self._shards.keys() - names:
             del self._shards[name]
@@ -227,13 +232,13 @@ class StoreTable:
         return [self._shards[name] for name in sorted(self._shards)]
 
     def _check_key(self) -> None:
-        """Writes ``key.json`` anew, with a warning, where it does not hold the key that the folder is named by."""
+        """Rewrites ``key.json``, with a warning, if its content does not match the folder's name."""
         self._key_checked = True
         stored = _read_json(self.folder / KEY_FILE)
         if stored is not None and digest(stored) in (self._digest, digest(identify(self.key))):
             return
-        logger.warning("store %s: %s did not hold the key of this table and is written anew", self.folder, KEY_FILE)
-        with suppress(OSError):  # it is for people, and for naming the nearest table
+        logger.warning("store %s: %s did not contain the key of this table and is rewritten", self.folder, KEY_FILE)
+        with suppress(OSError):  # the file is only informative, and used to find the most similar table
             self._write_key()
 
     def _write_key(self) -> None:
@@ -247,7 +252,7 @@ class StoreTable:
             ValueError: the shard or its entry is damaged.
         """
         path = self.folder / f"{name}.parquet"
-        entry: Any = _read_json(self.folder / f"{name}.json")  # what it lacks is found by reading it
+        entry: Any = _read_json(self.folder / f"{name}.json")  # missing keys raise errors below
         if entry is None:
             raise ValueError("its entry is not readable JSON")
         rows = {pair_id: place for place, pair_id in enumerate(entry["pairs"])}
@@ -257,11 +262,11 @@ class StoreTable:
         with pq.ParquetFile(path) as stored:
             mark = (stored.schema_arrow.metadata or {}).get(KEY_MARK)
             if mark is None and "key" not in entry:
-                raise _ForeignShard("an older version wrote them, without the key they belong to; they may be removed")
+                raise _ForeignShard("they were written by an older version, without their key; they can be removed")
             if mark != str(entry.get("key")).encode():
                 raise ValueError("its key differs from the one in its entry")
             if entry["key"] != self._digest:
-                raise _ForeignShard("they are of another key and belong in the folder of that key alone")
+                raise _ForeignShard("they belong to another key, and so to another folder")
             if set(stored.schema_arrow.names) != shard.columns | {PAIR_ID}:
                 raise ValueError("its columns differ from those in its entry")
             if stored.read(columns=[PAIR_ID]).column(PAIR_ID).to_pylist() != entry["pairs"]:
@@ -275,12 +280,12 @@ class StoreTable:
 
 
 def _folder_name(key: Mapping[str, object]) -> str:
-    """Returns the name of the folder of a key."""
+    """Returns the folder name for a key."""
     return digest(dict(key))[:20]
 
 
 def _read_json(path: Path) -> dict[str, object] | None:
-    """Returns the JSON object in a file; None where there is none."""
+    """Reads a JSON object from a file; None if there is none."""
     try:
         value = parse_json(path.read_text())
     except (OSError, ValueError):
@@ -292,26 +297,26 @@ def _read_json(path: Path) -> dict[str, object] | None:
 
 
 def _base_column(column: str) -> str:
-    """Returns the column of which ``"column.field"`` names a field."""
+    """Returns the column part of ``"column.field"``."""
     return column.partition(".")[0]
 
 
 def expect_array(cell: Cell) -> Array:
-    """Returns the array that a cell holds. TypeError when it holds something else."""
+    """Returns the cell as an array; raises TypeError if it is something else."""
     if not isinstance(cell, np.ndarray):
         raise TypeError(f"expected a column of arrays, got {type(cell).__name__}")
     return cell
 
 
 def expect_mapping(cell: Cell) -> Mapping[str, Cell]:
-    """Returns the dict that a cell holds. TypeError when it holds something else."""
+    """Returns the cell as a mapping; raises TypeError if it is something else."""
     if not isinstance(cell, Mapping):
         raise TypeError(f"expected a column of dicts, got {type(cell).__name__}")
     return cell
 
 
 def _to_arrow(values: Sequence[Cell]) -> pa.Array:
-    """Returns an Arrow column of scalars, of one-dimensional arrays (as lists), or of dicts of these (as structs)."""
+    """Builds an Arrow column from scalars, one-dimensional arrays (lists) or dicts of these (structs)."""
     if isinstance(values[0], Mapping):
         names = list(values[0])
         return pa.StructArray.from_arrays(
@@ -328,9 +333,9 @@ def _to_arrow(values: Sequence[Cell]) -> pa.Array:
 
 
 def _to_numpy(array: pa.Array) -> Array:
-    """Returns ``array`` in NumPy.
+    """Converts an Arrow array to NumPy.
 
-    Arrow's own ``to_numpy``, for which nulls and bits are left, imports pandas: a second.
+    Arrow's own ``to_numpy`` imports pandas, which takes a second; it is used only for nulls and booleans.
     """
     if array.null_count or pa.types.is_boolean(array.type):
         numbers: Array = array.to_numpy(zero_copy_only=False)
@@ -339,7 +344,7 @@ def _to_numpy(array: pa.Array) -> Array:
 
 
 class _Column:
-    """Random access to the rows of a column that ``_to_arrow`` made."""
+    """Random access to the rows of a column built by ``_to_arrow``."""
 
     def __init__(self, column: pa.ChunkedArray | pa.Array) -> None:
         array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column

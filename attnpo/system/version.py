@@ -1,3 +1,3 @@
-"""Package's version: read by the build, by ``attnpo.__version__`` and by what a run says of itself."""
+"""Version of the package, used by the build, ``attnpo.__version__`` and the records of runs."""
 
 VERSION = "0.1.0"

@@ -23,7 +23,7 @@ from attnpo.schema import Message
 from tests.bad_input.conftest import Record
 from tests.run.worlds import World, build_world
 
-KEPT = "what was written before is whole: make room, or name a folder on another disk, and give the same command again"
+KEPT = "files written earlier are intact: free space, or choose a folder on another disk, and repeat the same command"
 LOST = "the file that did not fit"
 LARGEST = 900  # bytes: a lock fits, nothing that a command leaves does
 
@@ -194,5 +194,5 @@ def test_a_folder_that_is_removed_beneath_a_command_is_told(
     monkeypatch.setattr(JsonlStore, "append", remove)
     assert start_generate(*place, tmp_path / "out") == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"error: the folder {tmp_path / 'out'} is not there: expected one that stays while")
+    assert said.startswith(f"error: the folder {tmp_path / 'out'} does not exist: it was removed or renamed while")
     assert said.count("\n") == 1

@@ -123,8 +123,8 @@ def test_its_own_file_is_written_anew_until_it_is_edited(
 def test_one_command_does_not_replace_what_another_wrote(given: Given, tmp_path: Path) -> None:
     path = tmp_path / "out" / "a.jsonl"
     assert given.run("weigh", f"export={path}") == 0
-    assert "is no file that attnpo.show wrote" in given.refused("show", f"out={path}")
-    with pytest.raises(UserError, match=r"prompts\.jsonl is no file that attnpo\.weigh wrote"):
+    assert "was not written by attnpo.show" in given.refused("show", f"out={path}")
+    with pytest.raises(UserError, match=r"prompts\.jsonl was not written by attnpo\.weigh"):
         attnpo.export_weights(given.prompts, given.of_weigh)
 
 
@@ -147,7 +147,7 @@ def test_an_input_is_not_replaced_though_the_command_wrote_it(given: Given, tmp_
         ((f"data.path={folder}",), made),
         ((f"data.path={folder}/../out",), folder / "test.parquet"),
     ]:
-        assert "this command reads it (data.path=" in given.refused("weigh", *data, f"export={target}"), target
+        assert "is an input of this command (data.path=" in given.refused("weigh", *data, f"export={target}"), target
     assert contents(folder) == before
     assert given.run("weigh", f"data.path={folder}", f"export={folder}/weights.jsonl") == 0, "of no split"
 

@@ -209,7 +209,7 @@ def test_a_best_that_is_as_new_takes_the_place_of_a_damaged_last(
     shutil.copytree(folder / "best", folder / "last")
     flip_bit(folder / "last" / STATE)
     assert answer(lambda: fit.main(runs.config(folder))) is None
-    (line,) = [text for text in caplog.messages if "is not as it was written" in text]
+    (line,) = [text for text in caplog.messages if "has changed since it was written" in text]
     assert f"{folder / 'best'}" in line
     assert end_of(folder) == runs.end
 
@@ -301,7 +301,9 @@ def test_a_damaged_result_without_a_checkpoint_is_not_overwritten(runs: Runs, tm
     shutil.rmtree(folder / "best")
     (folder / "config.yaml").write_text("{}")
     refusal = answer(lambda: fit.main(runs.config(folder)))
-    assert refusal is not None and "config.yaml is not as it was written" in refusal and "another name" in refusal
+    assert (
+        refusal is not None and "config.yaml has changed since it was written" in refusal and "another name" in refusal
+    )
     assert (folder / RESULT).exists()
     given = [*runs.world.overrides(*KEYS), f"name={folder.name}", f"output={folder.parent}"]
     assert run_point(given, folder, None, None, None)[1] is None
@@ -380,7 +382,7 @@ def test_a_damaged_point_is_left_out_and_named(
             (folder / name).unlink()
     assert reported(folder, tmp_path) is None
     out = " ".join(capsys.readouterr().out.split())
-    assert f"{point.name}: {file} is not as it was written" in out
+    assert f"{point.name}: {file} has changed since it was written" in out
     assert done or "not finished, 1 of 2 begun points have a result" in out
 
 
@@ -420,7 +422,7 @@ def test_a_damaged_policy_is_not_trained_further(runs: Runs, tmp_path: Path) -> 
     flip_bit(model / "model.safetensors")
     cfg = runs.config(tmp_path / "next", f"model.path={model}", "resume=null")
     refusal = answer(lambda: fit.main(cfg))
-    assert refusal is not None and "model.safetensors is not as it was written" in refusal
+    assert refusal is not None and "model.safetensors has changed since it was written" in refusal
 
 
 def test_a_policy_with_files_of_others_is_loaded(runs: Runs, prompts: Path, tmp_path: Path) -> None:

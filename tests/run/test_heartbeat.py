@@ -51,7 +51,7 @@ class Said(logging.Handler):
         def waits(*arguments: Any, **named: Any) -> Any:
             if first.pop() if first else False:
                 self.seen.clear()
-                self.awaited = f"{what}: at work for "
+                self.awaited = f"{what}: running for "
                 self.seen.wait(60)
                 self.awaited = ""
             return function(*arguments, **named)
@@ -78,7 +78,7 @@ def said(world: World, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.mark.parametrize("what", [what for _, _, what in SLOW])
 def test_a_long_part_is_named_while_it_lasts(said: list[str], what: str) -> None:
-    assert any(line.startswith(f"{what}: at work for ") for line in said)
+    assert any(line.startswith(f"{what}: running for ") for line in said)
 
 
 @pytest.mark.parametrize("place", range(3))

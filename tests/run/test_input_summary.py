@@ -166,7 +166,7 @@ def test_what_the_store_lacks_is_said_with_the_reason_and_the_size(
     caplog.clear()
     make_inputs(world.config("judge.dtype=float64"))
     assert (
-        f"0 of {PAIRS} pairs in the store (most similar in the store: judge.dtype: stored float32, asked float64)"
+        f"0 of {PAIRS} pairs in the store (most similar in the store: judge.dtype: stored float32, requested float64)"
         in caplog.text
     )
 

@@ -224,5 +224,5 @@ def test_one_ctrl_c_that_arrives_twice_is_one(runs: Runs, unbroken: float, place
 def test_the_same_signal_later_ends_at_once(runs: Runs, unbroken: float) -> None:
     done = runs.start("again", own=["in a step", [int(signal.SIGTERM)] * 2, 1.2])
     assert done["status"] == 143, runs.said("again")[-3000:]
-    assert runs.said("again").splitlines()[-1] == "stopped by SIGTERM; what was stored stays"
+    assert runs.said("again").splitlines()[-1] == "stopped by SIGTERM; stored results are kept"
     assert not (runs.output / "again" / "last").exists() and "Traceback" not in runs.said("again")

@@ -101,7 +101,7 @@ def test_columns_of_several_shards_and_rows_are_merged(table: StoreTable) -> Non
 
 def test_a_missing_row_is_an_error_and_never_a_default(table: StoreTable) -> None:
     table.append({"p": {"a": 1, "b": 2}, "q": {"a": 3}})
-    with pytest.raises(UserError, match=r"expected a, b of 2 pairs, 1 lack some of it \(first: q\); run attnpo\.weigh"):
+    with pytest.raises(UserError, match=r"1 of 2 pairs have no complete a, b \(first: q\): run attnpo\.weigh"):
         table.read(["p", "q"], ["a", "b"])
     with pytest.raises(UserError, match="first: nobody"):
         table.read(["nobody"], ["a"])
@@ -145,7 +145,7 @@ def test_every_part_of_the_key_changes_the_folder(tmp_path: Path, path: tuple[st
     stored.append({"p": {"a": 1}})
     assert asked.folder != stored.folder
     assert asked.missing_pairs(["p"], ["a"]) == ["p"]
-    assert asked.nearest_difference() == f"{'.'.join(path)}: stored {was}, asked changed"
+    assert asked.nearest_difference() == f"{'.'.join(path)}: stored {was}, requested changed"
 
 
 def test_the_nearest_table_is_the_one_with_the_fewest_differences(tmp_path: Path) -> None:
@@ -154,11 +154,11 @@ def test_the_nearest_table_is_the_one_with_the_fewest_differences(tmp_path: Path
     for key in (far, {**KEY, "judge": {"weights": "abc", "dtype": "bfloat16"}}):
         store.table("weights", key).append({"p": {"a": 1}})
     store.table("reference", {**KEY, "code": "2"}).append({"p": {"a": 1}})
-    assert store.table("weights", KEY).nearest_difference() == "judge.dtype: stored bfloat16, asked float32"
+    assert store.table("weights", KEY).nearest_difference() == "judge.dtype: stored bfloat16, requested float32"
     assert store.table("empty", KEY).nearest_difference() is None
     extra = store.table("weights", {**KEY, "rollout": True})
     store.table("weights", KEY).append({"p": {"a": 1}})
-    assert extra.nearest_difference() == "rollout: stored null, asked true"
+    assert extra.nearest_difference() == "rollout: stored null, requested true"
 
 
 def test_order_of_the_key_does_not_matter_and_a_table_is_shared(tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def test_a_damaged_key_beside_is_not_the_nearest(tmp_path: Path) -> None:
     for key in (OTHER, {**KEY, "code": "2"}):
         store.table("weights", key).append({"p": {"a": 1}})
     (store.table("weights", OTHER).folder / "key.json").write_text(json.dumps({**KEY, "code": "3"}))
-    assert store.table("weights", KEY).nearest_difference() == "code: stored 2, asked 1"
+    assert store.table("weights", KEY).nearest_difference() == "code: stored 2, requested 1"
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "gone", "entry", "entry_fields"])

@@ -252,7 +252,7 @@ def test_the_report_names_what_differs_from_the_nearest_store(tmp_path: Path) ->
     key = weights_key(source, judge, FakePrompts().fingerprint())
     bench = Bench(tmp_path)
     _, report = ensure_captured(PAIRS[:1], source, (1,), Store(tmp_path), key, bench.load)
-    assert report.difference == "judge.dtype: stored float32, asked bfloat16"
+    assert report.difference == "judge.dtype: stored float32, requested bfloat16"
 
 
 def test_every_part_of_the_weights_key_changes_the_folder(tmp_path: Path) -> None:

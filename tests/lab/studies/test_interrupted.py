@@ -144,7 +144,7 @@ def ended(words: list[str], output: Path) -> Iterator[Ended]:
 def test_ctrl_c_ends_every_process_and_says_how_to_go_on(ended: Ended, words: list[str]) -> None:
     assert (ended.status, ended.left) == (130, []), ended.errors
     assert "Traceback" not in ended.errors
-    assert ended.errors.splitlines()[-1] == "stopped by SIGINT; what was stored stays"
+    assert ended.errors.splitlines()[-1] == "stopped by SIGINT; stored results are kept"
     assert ended.command == ["python", "-m", "attnpo.fit", *words]
     assert 1 <= len(ended.finished) < POINTS
 

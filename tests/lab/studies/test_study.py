@@ -280,7 +280,7 @@ def test_changed_code_or_another_setting_runs_every_point_again(
 @pytest.mark.parametrize(
     ("variables", "name", "instead"),
     [
-        ({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}, "torchrun or its like", "`python"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}, "torchrun or a similar launcher", "`python"),
         ({"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, "SLURM", "`srun --ntasks=1 python"),
         ({"WORLD_SIZE": "2"}, "a launcher that sets WORLD_SIZE", "`env -u WORLD_SIZE -u RANK python"),
     ],

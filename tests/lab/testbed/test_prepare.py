@@ -145,7 +145,9 @@ def test_a_damaged_folder_that_cannot_be_moved_is_an_error(scratch: Path, monkey
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(module, "rename_damaged", refuse)
-    with pytest.raises(UserError, match=r"\(numbers is not as it was written\) and cannot be moved aside .*remove it"):
+    with pytest.raises(
+        UserError, match=r"\(numbers has changed since it was written\) and cannot be moved aside .*remove it"
+    ):
         module._ensure(scratch / "base-x", "base", numbers)
 
 
