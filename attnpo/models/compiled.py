@@ -1,7 +1,8 @@
-"""Model's blocks through ``torch.compile``, one by one, and the trial that shows them to compute the same.
+"""Compiles a model's blocks one by one with ``torch.compile``, and checks that they compute the same numbers.
 
-Blocks of a kind share their code. Adapters are inside; recomputation, layouts, the vocabulary head and its chunks stay
-outside, and so do attention in buckets, whose shapes are new in every batch, and calls with a key cache.
+Blocks of the same kind share their compiled code. Adapters are compiled too. Activation checkpointing, layouts, the
+vocabulary head and its chunks stay outside, as do bucketed attention, whose shapes change with every batch, and calls
+with a key cache.
 """
 
 import gc
@@ -30,20 +31,20 @@ Taken = ParamSpec("Taken")
 Given = TypeVar("Given")
 
 LENGTHS = (48, 640)
-"""Tokens of the pairs that blocks are tried on: the second has a shape that the first compilation did not see."""
+"""Lengths of the pairs in the check; the second is a shape that the first compilation has not seen."""
 
 MOST_GRAPHS = 64
-"""Graphs of a block after which torch runs it plain: there is one with and without gradients, prefixes, windows."""
+"""Limit of graphs per block, after which torch stops compiling; gradients, prefixes and windows each need their own."""
 
-BOUNDS = {torch.float64: 1e-4, torch.float32: 1e-3}  # norms compute in float32 in a float64 model, too
-SMALLEST = 0.01  # smaller gradients than this share of the largest are compared with that share: they may be rounding
+BOUNDS = {torch.float64: 1e-4, torch.float32: 1e-3}  # norms are computed in float32 even in a float64 model
+SMALLEST = 0.01  # gradients below this share of the largest one may be rounding and are compared with that share
 GRADIENT = "the gradient of layers."
 
 
 def compile_blocks(model: PreTrainedModel, backend: str) -> None:
-    """Compiles every decoder block in place, at its first call; parameters keep their names.
+    """Compiles every decoder block in place, on its first call; parameter names do not change.
 
-    Call it after ``activation_checkpointing_enable``. Raises ``UserError`` for a backend that torch does not know.
+    Call it after ``activation_checkpointing_enable``. Raises ``UserError`` if torch does not know the backend.
     """
     check_backend(backend)
     exclude_from_compile()
@@ -52,30 +53,34 @@ def compile_blocks(model: PreTrainedModel, backend: str) -> None:
     for block in layer_stack(model):
         run = torch.compile(block.forward, backend=backend, dynamic=True)
         if getattr(block, "gradient_checkpointing", False):
-            # The library's own recomputation would be inside the graph.
+            # The library's own checkpointing would end up inside the graph.
             block.gradient_checkpointing = False  # type: ignore[assignment]
             run = _checkpoint_forward(block, run)
         block.forward = _without_cache(run, block.forward)
 
 
 def check_backend(backend: str) -> None:
-    """Raises ``UserError`` for a backend that torch does not know."""
+    """Raises ``UserError`` if torch does not know the backend."""
     from torch._dynamo import list_backends  # seconds of import
 
     if backend not in list_backends(exclude_tags=()):
         raise UserError(
-            f"model.compile={backend!r} is no backend of torch.compile here; one of {', '.join(list_backends())} "
-            "(inductor is the usual one), or null"
+            f"model.compile={backend!r} is not an available backend of torch.compile: set one of "
+            f"{', '.join(list_backends())} (inductor is the default), or null"
         )
 
 
 def check_compiled_blocks(
     model: PreTrainedModel, backend: str, layout: Layout, device: torch.device, *, autocast: bool
 ) -> None:
-    """Raises ``UserError`` unless compiled blocks give the log-probabilities and gradients of plain ones.
+    """Checks that compiled blocks give the same log-probabilities and gradients as uncompiled ones.
 
-    Tries a few layers of the model's kinds and widths with random weights: in float32, which decides, and as they are
-    trained, which has to run and whose rounding is logged. The model and the random state are left as they are.
+    Runs a few layers of the model's kinds and widths with random weights: once in float32, which decides, and once in
+    the training precision, which must run and whose rounding error is logged. The model and the random state are not
+    changed.
+
+    Raises:
+        UserError: the compiled blocks fail or differ.
     """
     what, kind = f"model.compile={backend}", type(model).__name__
     instead = "set model.compile=null, or another backend"
@@ -85,37 +90,35 @@ def check_compiled_blocks(
         try:
             worst, gap = _find_problem(make_small_copy(model, device, dtype), backend, layout, autocast=mixed)
         except Exception as error:  # of any compiler, toolchain or model
-            # After an empty line torch says how to see more of its own traces.
+            # After the first empty line, torch only explains how to get more traces.
             reason = str(error).partition("\n\n")[0]
             raise UserError(
-                f"{what} cannot run blocks like those of {kind} on {device} ({type(error).__name__}: {reason}); "
+                f"{what} cannot run blocks like those of {kind} on {device} ({type(error).__name__}: {reason}): "
                 f"{instead}"
             ) from error
         bound = math.inf if dtype is None else BOUNDS[dtype]
         if not gap <= bound:  # NaN is no match either
             raise UserError(
-                f"{what} computes {worst} wrong on {device}: blocks like those of {kind} differ from plain ones by "
-                f"{gap:.2g} of its norm, rounding allows {bound:g}; {instead}"
+                f"{what} computes {worst} incorrectly on {device}: for blocks like those of {kind} it differs from "
+                f"uncompiled blocks by {gap:.2g} of its norm, and rounding explains at most {bound:g}: {instead}"
             )
-        low = ", the rounding of low precision" if dtype is None else ""
-        log.info(
-            "%s: log-probabilities and gradients of compiled blocks are right to %.1g%s (%s)", what, gap, low, worst
-        )
+        low = ", due to rounding in low precision" if dtype is None else ""
+        log.info("%s: log-probabilities and gradients of compiled blocks agree to %.1g%s (%s)", what, gap, low, worst)
 
 
 def _find_problem(small: PreTrainedModel, backend: str, layout: Layout, *, autocast: bool) -> tuple[str, float]:
-    """Compiles a small model's blocks; returns what they move most, and by how much of its norm."""
+    """Compiles a small model's blocks; returns the tensor that changes most and its relative change."""
     policy = ScoredLM(small)
     expected = _run_probe(policy, layout, autocast)
     compile_blocks(small, backend)
     gaps = _relative_gaps(_run_probe(policy, layout, autocast), expected)
     del policy, small
-    gc.collect()  # compiled blocks refer to themselves, which keeps their memory on the device
+    gc.collect()  # compiled blocks contain reference cycles that hold device memory
     return max(gaps.items(), key=lambda pair: pair[1])
 
 
 def _run_probe(policy: ScoredLM, layout: Layout, autocast: bool) -> dict[str, Tensor]:
-    """Returns log-probabilities of pairs of several lengths, and their gradients in every weight of the blocks."""
+    """Computes log-probabilities of pairs of several lengths, and their gradients in the weights of the blocks."""
     names, weights = zip(*layer_stack(policy.model).named_parameters(), strict=True)
     words, device = vocabulary_size(policy.model), weights[0].device
     probed = {}
@@ -136,7 +139,7 @@ def _run_probe(policy: ScoredLM, layout: Layout, autocast: bool) -> dict[str, Te
 def _relative_gaps(computed: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
     """Returns the relative norm of each difference by name.
 
-    Relative to the expected norm, or to ``SMALLEST`` times the largest gradient's.
+    It is relative to the expected norm, but at least to ``SMALLEST`` times the largest gradient norm.
     """
     norms = {name: float(value.double().norm()) for name, value in expected.items()}
     least = SMALLEST * max(norm for name, norm in norms.items() if name.startswith(GRADIENT))
@@ -148,7 +151,7 @@ def _relative_gaps(computed: dict[str, Tensor], expected: dict[str, Tensor]) -> 
 
 def _without_cache(run: Callable[Taken, Given], plain: Callable[Taken, Given]) -> Callable[Taken, Given]:
     def forward(*arguments: Taken.args, **more: Taken.kwargs) -> Given:
-        # A cache is another object in every layer and grows by a token in every call: each would get a new graph.
+        # Each layer has its own cache object, which grows with every call; every call would trigger a recompilation.
         if more.get("past_key_values") is not None:
             return plain(*arguments, **more)
         prepare_graph((*arguments, *more.values()))

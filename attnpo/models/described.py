@@ -1,6 +1,6 @@
-"""Facts of a model's attention by its config, before a weight is loaded: kernel, layers that have it, exact length.
+"""Facts about a model's attention from its config, before weights are loaded: kernel, readable layers, exact length.
 
-Kernel and layers are read off the module tree, built without memory: no kind of model is known by name here.
+Kernel and layers are read from the module tree on the meta device; no model type is known by name.
 """
 
 import inspect
@@ -14,10 +14,10 @@ from attnpo.schema import UserError
 
 
 class ModelDescription(NamedTuple):
-    """Class of a causal LM, its attention ("sdpa", or "eager" where the class has no other), and where it has any.
+    """Class name of a causal LM, its attention implementation ("sdpa", or "eager" if it has no other), and its layers.
 
-    ``layers``: numbers, from 1 and rising, of the layers whose attention can be read; ``mapped``: as maps of eager
-    attention, on request. ``why``: the reason where there are none.
+    ``layers``: ascending numbers, from 1, of the layers whose attention can be read. ``mapped``: it can be read only as
+    maps of eager attention. ``why``: the reason if there are no such layers.
     """
 
     name: str
@@ -28,18 +28,18 @@ class ModelDescription(NamedTuple):
 
     @property
     def judge_attention(self) -> str:
-        """Returns the ``attn_implementation`` that a judge is loaded with: maps need eager attention from the start."""
+        """Returns the ``attn_implementation`` to load a judge with; attention maps need eager attention."""
         return "eager" if self.mapped else "sdpa"
 
 
 TRIED = 6  # tokens
-NO_MAPS = "it gives no softmax attention: its class has no maps to hand out (output_attentions)"
-NO_ROWS = "it gives no softmax attention: asked for maps (output_attentions), its layers hand out none"
+NO_MAPS = "it has no softmax attention: its class cannot return attention maps (output_attentions)"
+NO_ROWS = "it has no softmax attention: its layers return no attention maps (output_attentions)"
 _on_meta: dict[tuple[str, str | None], PreTrainedModel] = {}
 
 
 def describe_model(config: PretrainedConfig) -> ModelDescription:
-    """Returns the description of the causal LM that ``config`` makes. Raises ``UserError`` when it makes none."""
+    """Describes the causal LM of ``config``. Raises ``UserError`` if there is no such model."""
     model = build_on_meta(config)
     backbone = backbone_of(model)
     name, attention = type(model).__name__, str(backbone.config._attn_implementation)
@@ -51,24 +51,24 @@ def describe_model(config: PretrainedConfig) -> ModelDescription:
 
 
 def attending_layers(backbone: PreTrainedModel) -> tuple[int, ...]:
-    """Numbers, from 1 and rising, of the layers whose attention goes through transformers' ``AttentionInterface``."""
+    """Returns the ascending numbers, from 1, of the layers that use transformers' ``AttentionInterface``."""
     numbers = {getattr(part, "layer_idx", None) for part in backbone.modules() if _uses_attention_interface(part)}
     return tuple(sorted(number + 1 for number in numbers if isinstance(number, int) and number >= 0))
 
 
 def _mapped_layers(config: PretrainedConfig) -> tuple[tuple[int, ...], str]:
-    """Returns layers whose maps eager attention gives, tried on six tokens without memory; why, where none does."""
+    """Returns the layers that return eager attention maps, tried on six meta tokens, or the reason why none does."""
     ids = torch.zeros(1, TRIED, dtype=torch.long, device="meta")
     try:
         asked = {"attention_mask": torch.ones_like(ids), "output_attentions": True, "use_cache": False}
         model = build_on_meta(config, "eager").train(False)
         given = model(input_ids=ids, **asked).get("attentions") or ()
-    except Exception as error:  # noqa: BLE001  # code of any model, which may look at numbers that there are none of
+    except Exception as error:  # noqa: BLE001  # code of any model, which may read values that meta tensors lack
         if not _can_give_maps(model):
             return (), NO_MAPS
         return (), (
-            "none of its layers goes through transformers' AttentionInterface, and whether it gives maps "
-            f"(output_attentions) cannot be tried without weights, as its forward reads numbers ({error})"
+            "none of its layers uses transformers' AttentionInterface, and its attention maps (output_attentions) "
+            f"cannot be checked without weights, because its forward reads tensor values ({error})"
         )
     depth = getattr(config.get_text_config(), "num_hidden_layers", None)
     shapes = [getattr(each, "shape", ())[2:] for each in given]
@@ -77,14 +77,14 @@ def _mapped_layers(config: PretrainedConfig) -> tuple[tuple[int, ...], str]:
         return (), NO_ROWS if _can_give_maps(model) else NO_MAPS
     if not layers:
         found = " x ".join(map(str, getattr(given[0], "shape", ())))
-        return (), f"it gives no softmax attention: output_attentions are numbers of {found}, none of tokens x tokens"
+        return (), f"it has no softmax attention: output_attentions have the shape {found} instead of tokens x tokens"
     if len(given) != depth:
-        return (), f"its attention gives {len(layers)} maps for {depth} layers, so they have no numbers"
+        return (), f"it returns {len(layers)} attention maps for {depth} layers, so they cannot be assigned to layers"
     return layers, ""
 
 
 def _can_give_maps(model: PreTrainedModel) -> bool:
-    """Returns whether the class says that it can hand out attention maps: as recorded outputs, or as an argument."""
+    """Returns whether the class declares attention maps, as recorded outputs or as an argument of its forward."""
     return any(
         "attentions" in (getattr(part, "_can_record_outputs", None) or ())
         or "output_attentions" in inspect.signature(type(part).forward).parameters
@@ -93,9 +93,9 @@ def _can_give_maps(model: PreTrainedModel) -> bool:
 
 
 def build_on_meta(config: PretrainedConfig, attention: str | None = None) -> PreTrainedModel:
-    """Returns the module tree of the causal LM that ``config`` describes, without memory; shared, not to be changed.
+    """Builds the causal LM of ``config`` on the meta device; the result is cached and must not be modified.
 
-    ``attention``: an implementation that must be possible. Raises ``UserError`` when there is no such model.
+    ``attention``: required attention implementation. Raises ``UserError`` if there is no such model.
     """
     try:
         key = (type(config).__name__ + config.to_json_string(use_diff=False), attention)
@@ -108,13 +108,13 @@ def build_on_meta(config: PretrainedConfig, attention: str | None = None) -> Pre
     except Exception as error:  # the library raises anything from ValueError to KeyError here
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"model.path: {config.model_type or type(config).__name__} is no causal language model to lay out "
-            f"({first}); give one that AutoModelForCausalLM can make"
+            f"model.path: {config.model_type or type(config).__name__} is not a causal language model "
+            f"({first}): choose one that AutoModelForCausalLM supports"
         ) from error
 
 
 def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
-    """Returns the part of a causal LM that gives hidden states; the model itself where it has none."""
+    """Returns the submodule of a causal LM that computes hidden states; the model itself if there is none."""
     decoder: object = model.get_decoder()  # type: ignore[no-untyped-call]
     if not isinstance(decoder, PreTrainedModel):  # a vocabulary head may have the library's name for a decoder
         decoder = model.base_model
@@ -125,28 +125,28 @@ def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def token_rows(config: PretrainedConfig) -> int | None:
-    """Returns the number of token embeddings that a model's config states, or None where it states none."""
+    """Returns the vocabulary size in a model's config, or None if it is not given."""
     rows = getattr(config.get_text_config(), "vocab_size", None)
     return rows if isinstance(rows, int) else None
 
 
 def max_over_layers(config: PretrainedConfig, name: str) -> int | None:
-    """Returns the largest value of a width over the layers; None where none is stated."""
+    """Returns the largest value of a config field over the layers; None if it is not given."""
     return max(values_per_layer(config, name), default=None)
 
 
 def values_per_layer(config: PretrainedConfig, name: str) -> list[int]:
-    """Returns the values of a width, one for all layers or one for each; empty where the config states none."""
+    """Returns the values of a config field, one for all layers or one per layer; empty if it is not given."""
     try:
         stated = getattr(config, name, None)
-    except RuntimeError:  # the library's for a value that has no meaning for all layers at once
+    except RuntimeError:  # raised by the library for a value that differs between layers
         stated = [getattr(layer, name, None) for layer in config.per_layer_config]
     values = [value for value in (stated if isinstance(stated, list | tuple) else [stated]) if value is not None]
     return [int(value) for value in values]
 
 
 def exact_length(config: PretrainedConfig) -> tuple[int, str] | None:
-    """Returns the length up to which rows do not depend on their batch, with the rope type; None without one."""
+    """Returns the length up to which rows do not depend on their batch, and the rope type; None if unlimited."""
     text = config.get_text_config()
     lengths = []
     for rope in _rope_settings(text):
@@ -160,18 +160,22 @@ def exact_length(config: PretrainedConfig) -> tuple[int, str] | None:
 
 
 def check_exact_length(config: PretrainedConfig, path: str, key: str, length: int) -> None:
-    """Refuses rows of ``length`` tokens, set by ``key``, past the exact length of the model at ``path``."""
+    """Checks that rows of ``length`` tokens, set by ``key``, do not exceed the exact length of the model at ``path``.
+
+    Raises:
+        UserError: they do.
+    """
     exact = exact_length(config)
     if exact is not None and length > exact[0]:
         raise UserError(
-            f"{key}={length}: beyond {exact[0]} tokens the rotary positions of {path} (rope type {exact[1]}) follow "
-            "the longest sequence of a batch, so a row's numbers would change with what is beside it; set "
-            f"{key}={exact[0]} or lower, or take another model"
+            f"{key}={length}: beyond {exact[0]} tokens the rotary positions of {path} (rope type {exact[1]}) depend on "
+            "the longest sequence of a batch, so a row's numbers would change with the rest of its batch: set "
+            f"{key}={exact[0]} or lower, or choose another model"
         )
 
 
 def stated_positions(config: PretrainedConfig) -> int | None:
-    """Returns the number of positions that a config states, stretched ones included; None where it states none."""
+    """Returns the number of positions in a config, including rope scaling; None if it is not given."""
     text = config.get_text_config()
     stated = max_over_layers(text, "max_position_embeddings")
     if stated is None:
@@ -184,19 +188,19 @@ def stated_positions(config: PretrainedConfig) -> int | None:
 
 
 def _rope_settings(text: PretrainedConfig) -> list[dict[str, Any]]:
-    """Returns the settings of rotary positions: of all layers, or by kind of layer."""
+    """Returns the rope settings, for all layers or per layer type."""
     stated = getattr(text, "rope_parameters", None) or {}
     return [rope for rope in (stated, *stated.values()) if isinstance(rope, dict)]
 
 
 def position_warning(config: PretrainedConfig, path: str, key: str, length: int) -> str | None:
-    """Returns a warning of ``length`` tokens, bounded by ``key``, where a model states fewer positions; else None."""
+    """Returns a warning if ``length`` tokens, limited by ``key``, exceed the positions of the model; otherwise None."""
     positions = stated_positions(config)
     if positions is None or length <= positions:
         return None
     return (
-        f"{path} has {positions} positions (max_position_embeddings), and was never trained beyond; set "
-        f"{key}={positions} or lower, or take a model of a longer context"
+        f"{path} was trained on {positions} positions only (max_position_embeddings): set {key}={positions} or lower, "
+        "or choose a model with a longer context"
     )
 
 

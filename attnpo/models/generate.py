@@ -1,8 +1,8 @@
-"""Answers from a causal LM through Hugging Face ``generate``, with decoding settings that are ours alone.
+"""Generates answers with a causal LM through Hugging Face ``generate``, using only our own decoding settings.
 
-Of a folder's generation config only the end-of-sequence ids are used. Sampling inverts the distribution with one
-uniform number per prompt and step, keyed by the seed and the prompt, so that what else is in a batch decides nothing.
-Presence and frequency penalties are taken off the logits first, as vLLM and OpenAI's API define them.
+Of a folder's generation config only the end-of-sequence ids are used. Sampling inverts the cumulative distribution with
+one uniform number per prompt and step, derived from the seed and the prompt, so an answer does not depend on its batch.
+Presence and frequency penalties are subtracted from the logits first, as defined by vLLM and OpenAI's API.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -38,7 +38,7 @@ from attnpo.text.chat import ChatFormat
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """Prompt's ids, up to where the answer begins; ``draw`` tells several answers to one prompt apart."""
+    """Token ids of a prompt, up to the start of the answer; ``draw``: index among several answers to one prompt."""
 
     ids: Sequence[int]
     draw: int = 0
@@ -46,9 +46,9 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class GeneratedAnswer:
-    """Answer's text without special tokens, its number of tokens, and whether the model ended it itself.
+    """Text of an answer without special tokens, its number of tokens, and whether the model ended it itself.
 
-    ``tokens`` leaves the end token out; an answer that was not ended has ``max_new_tokens``.
+    ``tokens`` does not count the end token; an answer without one has ``max_new_tokens`` tokens.
     """
 
     text: str
@@ -57,11 +57,11 @@ class GeneratedAnswer:
 
 
 class HFGenerator:
-    """Answerer of chat prompts by a Hugging Face causal LM.
+    """Generator of answers to chat prompts with a Hugging Face causal LM.
 
-    ``encode_prompt`` maps turns to the ids that end where the answer begins. A batch holds at most ``batch_size``
-    prompts and ``token_budget`` tokens with padding and room for answers, or one prompt. ``end_ids``: further ids that
-    end one.
+    ``encode_prompt`` maps turns to token ids, up to the start of the answer. A batch has at most ``batch_size`` prompts
+    and ``token_budget`` tokens, including padding and room for answers, but at least one prompt. ``end_ids``: more ids
+    that end an answer.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class HFGenerator:
         end_ids: Sequence[int] = (),
     ) -> None:
         if batch_size < 1:
-            raise UserError(f"generation needs a batch size of at least 1, got {batch_size}")
+            raise UserError(f"the batch size for generation must be at least 1, got {batch_size}")
         self.model = require_causal_lm(model)
         self.tokenizer = tokenizer
         self.encode_prompt = encode_prompt
@@ -84,7 +84,7 @@ class HFGenerator:
         self.end_ids = collect_end_ids(self.model, tokenizer, end_ids)
 
     def generate(self, prompts: Sequence[Sequence[Message]], sampling: Sampling) -> list[str]:
-        """Returns one answer per prompt, in their order, special tokens removed; a repeated prompt is drawn anew.
+        """Returns one answer per prompt, in order and without special tokens; a repeated prompt gets a new sample.
 
         Raises ``UserError`` for settings out of range or an empty prompt.
         """
@@ -100,10 +100,10 @@ class HFGenerator:
         return [answers[index].text for index in range(len(requests))]
 
     def batches(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> list[list[int]]:
-        """Returns indices of ``requests`` in batches, longest prompts first; ``UserError`` for an empty prompt."""
+        """Splits the indices of ``requests`` into batches, longest prompts first; UserError for an empty prompt."""
         empty = [index for index, request in enumerate(requests) if not request.ids]
         if empty:
-            raise UserError(f"prompt {empty[0]} has no token; check the chat template")
+            raise UserError(f"prompt {empty[0]} has no tokens: check the chat template")
 
         def size(longest: int) -> int:
             room = None if self.token_budget is None else self.token_budget // (longest + sampling.max_new_tokens)
@@ -112,7 +112,7 @@ class HFGenerator:
         return list(batch_longest_first([len(request.ids) for request in requests], size))
 
     def answer(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> list[GeneratedAnswer]:
-        """Returns the answers to one batch, in its order; torch's own random state is neither read nor moved."""
+        """Answers one batch, in order; torch's global random state is neither used nor changed."""
         pad_id = padding_id(self.model, self.tokenizer, self.end_ids)
         made = generate_tokens(self.model, requests, sampling, sampling.max_new_tokens, self.end_ids, pad_id)
         ends = self.end_ids.union(sampling.stop_ids)
@@ -130,9 +130,10 @@ def generate_tokens(
     pad_id: int,
     until: "StopAtText | None" = None,
 ) -> list[list[int]]:
-    """Returns new ids for each request: up to the first that ends an answer, which is the last then; ``most`` at most.
+    """Generates at most ``most`` token ids per request, up to and including the first id that ends an answer.
 
-    In eval mode, without gradient; torch's own random state is neither read nor moved. ``until``: ends answers by text.
+    Runs in eval mode without gradient; torch's global random state is neither used nor changed. ``until``: ends answers
+    at a text.
     """
     ends = {*end_ids, *sampling.stop_ids}
     width = max(len(request.ids) for request in requests)
@@ -162,23 +163,23 @@ def generate_tokens(
 
 
 class StopAtText(StoppingCriteria):
-    """Ends each answer of a batch once it has ``text``; ``found``: by place in the batch, its number of tokens then."""
+    """Stopping criterion: ends an answer once it contains ``text``; ``found``: its length then, by row of the batch."""
 
     def __init__(self, text: str, tokenizer: PreTrainedTokenizerBase) -> None:
         self.text, self.tokenizer = text, tokenizer
         self.found: dict[int, int] = {}
         self._width = 0
-        # A token holds a byte at least; some more, since the first of several may lose a blank.
+        # A token has at least one byte; a few tokens more, because decoding may drop a leading blank.
         self._window = len(text.encode()) + 4
 
     def prepare(self, width: int) -> "StopAtText":
-        """Returns the same, made ready for a batch of prompts that are ``width`` tokens wide."""
+        """Resets the criterion for a batch of prompts padded to ``width`` tokens, and returns it."""
         self._width = width
         self.found.clear()
         return self
 
     def __call__(self, input_ids: Int[Tensor, "rows T"], scores: object, **kwargs: object) -> Bool[Tensor, " rows"]:
-        """Returns which of the rows are done."""
+        """Returns a mask of the finished rows."""
         written = input_ids.shape[1] - self._width
         for row, ids in enumerate(input_ids[:, self._width :][:, -self._window :].tolist()):
             if row not in self.found and self.text in decode_with_special_tokens(self.tokenizer, ids):
@@ -188,12 +189,12 @@ class StopAtText(StoppingCriteria):
 
 
 def decode_with_special_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    """Returns tokens as text, special ones among them."""
+    """Decodes tokens to text, including special tokens."""
     return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def batch_longest_first(lengths: Sequence[int], size: Callable[[int], int]) -> Iterator[list[int]]:
-    """Yields indices in batches of similar length, longest first; ``size``: how many of a length it may hold."""
+    """Yields batches of indices of similar length, longest first; ``size`` gives the batch size for a length."""
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     start = 0
     while start < len(order):
@@ -203,7 +204,7 @@ def batch_longest_first(lengths: Sequence[int], size: Callable[[int], int]) -> I
 
 
 def context_length(config: PretrainedConfig) -> int | None:
-    """Returns the positions that a model's config states, its exact length at most; None where it states none."""
+    """Returns the context length in a model's config, limited to its exact length; None if it is not given."""
     exact = exact_length(config)
     if exact is not None:
         return exact[0]
@@ -212,7 +213,10 @@ def context_length(config: PretrainedConfig) -> int | None:
 
 
 def max_sequence_length(path: str, revision: str | None, key: str, asked: int | None) -> int | None:
-    """Returns the most tokens of prompt and answer: ``asked``, set by ``key``, or the positions; else UserError."""
+    """Returns the maximum length of prompt and answer: ``asked``, set by ``key``, or the model's context length.
+
+    Raises ``UserError`` if ``asked`` exceeds the model's exact length.
+    """
     config = load_config(path, revision)
     if asked is None:
         return context_length(config)
@@ -221,9 +225,9 @@ def max_sequence_length(path: str, revision: str | None, key: str, asked: int | 
 
 
 class RepetitionPenalties(LogitsProcessor):
-    """Lowers the logits of tokens that an answer has already: by ``presence``, and by ``frequency`` per occurrence.
+    """Logits processor that penalises tokens already in the answer: ``presence``, plus ``frequency`` per occurrence.
 
-    Counts what follows the first ``width`` tokens. Source: the API reference of OpenAI; vLLM follows it.
+    The answer starts after the first ``width`` tokens. Source: OpenAI's API reference, which vLLM follows.
     """
 
     def __init__(self, presence: float, frequency: float, width: int) -> None:
@@ -232,14 +236,14 @@ class RepetitionPenalties(LogitsProcessor):
     def __call__(
         self, input_ids: Int[Tensor, "rows T"], scores: Float[Tensor, "rows vocab"]
     ) -> Float[Tensor, "rows vocab"]:
-        """Returns the logits less the penalties."""
+        """Returns the logits minus the penalties."""
         written = input_ids[:, self.width :]
         counts = torch.zeros_like(scores).scatter_add_(1, written, torch.ones_like(written, dtype=scores.dtype))
         return scores - self.frequency * counts - self.presence * (counts > 0)
 
 
 class _InverseSampling(LogitsProcessor):
-    """Leaves one token per row possible: where the cumulative distribution passes the row's uniform of this step."""
+    """Logits processor that samples by inversion: keeps the token where the cumulative probability passes a uniform."""
 
     def __init__(self, uniforms: Float[Tensor, "rows steps"], width: int) -> None:
         self.uniforms, self.width = uniforms, width
@@ -256,7 +260,10 @@ class _InverseSampling(LogitsProcessor):
 def make_logits_processors(
     requests: Sequence[GenerationRequest], sampling: Sampling, width: int, device: torch.device
 ) -> LogitsProcessorList:
-    """Returns the processors that turn logits into a draw: penalties, then the library's; greedy: penalties alone."""
+    """Returns the processors that sample from logits: penalties, the library's warpers, then inversion.
+
+    Greedy decoding uses the penalties only.
+    """
     steps = LogitsProcessorList()
     if sampling.presence_penalty or sampling.frequency_penalty:
         steps.append(RepetitionPenalties(sampling.presence_penalty, sampling.frequency_penalty, width))
@@ -274,21 +281,21 @@ def make_logits_processors(
 
 
 def draw_uniforms(request: GenerationRequest, sampling: Sampling) -> Float[Tensor, " steps"]:
-    """Returns one number in [0, 1) per step, from the seed, the prompt and the draw alone."""
+    """Draws one number in [0, 1) per step, determined by the seed, the prompt and the index of the answer."""
     seed = int(digest([sampling.seed, list(request.ids), request.draw])[:15], 16)
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(sampling.max_new_tokens, generator=generator, dtype=torch.float64)
 
 
 def padding_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int]) -> int:
-    """Returns the id for padding positions: the tokenizer's, or where the model has no row for it an end's, or 0."""
+    """Returns the padding id: the tokenizer's, or an end id if the model has no embedding for it, or 0."""
     rows, pad = token_rows(model.config), tokenizer.pad_token_id
     known = [index for index in ([] if pad is None else [int(pad)]) + sorted(end_ids) if rows is None or index < rows]
     return known[0] if known else 0
 
 
 def collect_end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, more: Sequence[int]) -> frozenset[int]:
-    """Returns the ids that end an answer: those of the model's folder, that of the tokenizer, and ``more``."""
+    """Collects the ids that end an answer: those of the model's folder, the tokenizer's, and ``more``."""
     ids = set(more) | _end_ids(model.generation_config)
     if tokenizer.eos_token_id is not None:
         ids.add(int(tokenizer.eos_token_id))
@@ -296,12 +303,12 @@ def collect_end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
 
 
 def extra_end_ids(path: str | Path) -> dict[str, list[int]]:
-    """Returns, for a cache key, the EOS ids that generation_config.json adds to config.json; {} for a hub name."""
+    """Returns, for a cache key, the EOS ids that generation_config.json adds to config.json; empty for a hub name."""
     if not (Path(path).expanduser() / GENERATION_CONFIG_NAME).is_file():
         return {}
     try:
         stated = _end_ids(GenerationConfig.from_pretrained(Path(path).expanduser(), trust_remote_code=False))
-    except OSError:  # not readable: the library goes by config.json then
+    except OSError:  # not readable: the library falls back to config.json
         return {}
     more = sorted(stated - _end_ids(load_config(path)))
     return {"ends in generation_config.json": more} if more else {}
@@ -314,7 +321,7 @@ def _end_ids(config: GenerationConfig | PretrainedConfig | None) -> set[int]:
 
 @contextmanager
 def replace_generation_config(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
-    """Opens a context in which ``config`` replaces the folder's generation config, which would fill unset values."""
+    """Replaces the folder's generation config, which would fill in unset values, by ``config`` inside the context."""
     folder = model.generation_config
     model.generation_config = config
     try:
@@ -329,7 +336,7 @@ def make_chat_generator(
     batch_size: int = BATCH_SIZE,
     token_budget: int | None = TOKEN_BUDGET,
 ) -> HFGenerator:
-    """Returns the generator that answers in a chat format: its prompts, its ends of turn."""
+    """Builds a generator that uses a chat format's prompts and end-of-turn ids."""
     return HFGenerator(
         model,
         chat.tokenizer,

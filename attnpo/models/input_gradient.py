@@ -1,6 +1,6 @@
 """Influence of each input token on a model's next token: the gradient of one logit at the input embeddings.
 
-The forward goes through ``ScoredLM``, so sharding, adapters and autocast hold here too; embeddings are caught on their
+The forward goes through ``ScoredLM``, so sharding, adapters and autocast apply. A hook captures the embeddings on their
 way into the backbone, and no parameter gets a gradient.
 """
 
@@ -25,15 +25,15 @@ Output = TypeVar("Output")
 def input_gradient(policy: ScoredLM, rows: RowGroup) -> InputGradient:
     """Returns the L1 norm of ``d (largest next-token logit of the row's last token) / d (input embedding)``, per token.
 
-    TI-DPO's importance (latent-lm/TIDPO, ``gradient_attribution.py``): the policy in eval mode, rows summed before the
-    backward. In float32 (float64 for float64 models), detached; no parameter gets a gradient. With sharded weights
-    every rank must call it.
+    This is TI-DPO's importance (latent-lm/TIDPO, ``gradient_attribution.py``): the policy runs in eval mode, and rows
+    are summed before the backward. The result is float32 (float64 for float64 models) and detached; no parameter gets a
+    gradient. With sharded weights every rank must call it.
 
     Raises:
-        UserError: rows that are not padded at their right, a model whose embeddings cannot be caught.
+        UserError: rows are not right-padded, or the model's embeddings cannot be captured.
     """
     prompts = prompt_lengths(rows)
-    # Validation may run in inference mode, whose tensors no backward may keep: clones are ordinary ones.
+    # Validation may run in inference mode, whose tensors cannot be saved for a backward; clones can.
     with torch.inference_mode(False), torch.enable_grad(), _without_dropout(policy):
         target, embedded = _last_logits(policy, _clone_inputs(rows))
         (gradient,) = torch.autograd.grad(target.max(-1).values.sum(), [embedded])
@@ -43,7 +43,7 @@ def input_gradient(policy: ScoredLM, rows: RowGroup) -> InputGradient:
 
 @contextmanager
 def _without_dropout(policy: ScoredLM) -> Iterator[None]:
-    """Opens a context in eval mode in which layers without dropout that recompute their activations still do."""
+    """Disables dropout inside the context (eval mode), but keeps gradient checkpointing in layers without dropout."""
     with eval_mode(policy):
         layers = [
             layer
@@ -60,7 +60,7 @@ def _without_dropout(policy: ScoredLM) -> Iterator[None]:
 
 
 def _has_dropout(layer: nn.Module) -> bool:
-    """Returns whether a layer applies dropout in training mode, by a module or by a rate it holds."""
+    """Returns whether a layer applies dropout in training mode, through a module or a rate attribute."""
     held = any(isinstance(module, nn.Dropout) and module.p > 0 for module in layer.modules())
     return held or any("dropout" in name and bool(value) for name, value in vars(layer).items())
 
@@ -72,9 +72,9 @@ def prompt_lengths(rows: RowGroup) -> Int[Tensor, " rows"]:
     inputs, mask = rows.inputs, rows.inputs.attention_mask
     count, width = len(rows.response_mask), inputs.input_ids.shape[1]
     refusal = UserError(
-        "what reads the prompts (weights=gradient, TI-DPO's anchors) expects the padded layout, one row of prompt and "
-        f"response padded at its right for each of {count} responses, got model inputs of shape "
-        f"{tuple(inputs.input_ids.shape)} laid out otherwise: set layout=padded, or choose another objective"
+        "weights=gradient and TI-DPO's anchors need the padded layout, one right-padded row of prompt and response for "
+        f"each of {count} responses, but the model inputs of shape {tuple(inputs.input_ids.shape)} have another "
+        "layout: set layout=padded, or choose another objective"
     )
     if inputs.segments is not None or mask is None or mask.dim() != 2 or inputs.input_ids.shape[0] != count:
         raise refusal
@@ -89,7 +89,7 @@ def prompt_lengths(rows: RowGroup) -> Int[Tensor, " rows"]:
 
 
 def _last_logits(policy: ScoredLM, inputs: ModelInputs) -> tuple[Float[Tensor, "rows vocab"], Float[Tensor, "..."]]:
-    """Returns next-token logits of each row's last token, and the embeddings they were computed from, a leaf."""
+    """Returns next-token logits of each row's last token, and the embeddings they were computed from, as a leaf."""
     assert inputs.attention_mask is not None
     count, width = inputs.input_ids.shape
     last = torch.arange(count, device=inputs.input_ids.device) * width + inputs.attention_mask.sum(-1) - 1
@@ -98,7 +98,7 @@ def _last_logits(policy: ScoredLM, inputs: ModelInputs) -> tuple[Float[Tensor, "
     whole: list[Tensor] = []
 
     def detach_embeddings(made: Tensor) -> Tensor:
-        """Returns the embeddings apart from their table, so that a gradient ends here."""
+        """Detaches the embeddings from their table, so that the gradient stops here."""
         embeddings.append(made.detach().requires_grad_())
         return embeddings[-1]
 
@@ -110,10 +110,10 @@ def _last_logits(policy: ScoredLM, inputs: ModelInputs) -> tuple[Float[Tensor, "
         hidden = policy(at_last, one, one == 0, frozenset({"hidden"})).hidden
     if len(embeddings) != 1 or embeddings[0].shape[:2] != inputs.input_ids.shape:
         raise UserError(
-            f"{type(policy.model).__name__} looked its input embeddings up {len(embeddings)} times in one forward, "
-            "expected once for all tokens: weights=gradient does not know this model, choose another source"
+            f"{type(policy.model).__name__} looked up its input embeddings {len(embeddings)} times in one forward "
+            "instead of once for all tokens: weights=gradient does not support this model, choose another source"
         )
-    if whole:  # a model that is called whole: backbone and head do not give its logits
+    if whole:  # the full model was called, because backbone and head do not reproduce its logits
         return whole[0].flatten(0, 1).index_select(0, last), embeddings[0]
     return compute_logits(hidden[:, 0], policy.head()), embeddings[0]
 
@@ -123,14 +123,14 @@ def _embedding_module(policy: ScoredLM) -> nn.Module:
         return policy.model.get_input_embeddings()
     except (AttributeError, NotImplementedError) as error:
         raise UserError(
-            f"{type(policy.model).__name__} does not say where its input embeddings are, and weights=gradient reads "
-            "gradients there: choose another source"
+            f"{type(policy.model).__name__} does not give access to its input embeddings, which weights=gradient "
+            "needs: choose another source"
         ) from error
 
 
 @contextmanager
 def _hook_output(module: nn.Module, see: Callable[[Output], Tensor | None]) -> Iterator[None]:
-    """Opens a context in which ``see`` gets each output of ``module`` that has a gradient, and may replace it."""
+    """Calls ``see`` with each output of ``module`` inside the context if gradients are on; ``see`` may replace it."""
     handle = module.register_forward_hook(lambda _, __, made: see(made) if torch.is_grad_enabled() else None)
     try:
         yield
@@ -151,7 +151,7 @@ def _clone_inputs(rows: RowGroup) -> ModelInputs:
 def _split_prompt_response(
     scores: Float[Tensor, "rows T"], prompts: Int[Tensor, " rows"], rows: RowGroup
 ) -> InputGradient:
-    """Splits the scores of a row's tokens into those of its response and the sum over its prompt."""
+    """Splits the token scores of a row into those of the response and the sum over the prompt."""
     width = scores.shape[1]
     places = prompts[:, None] + torch.arange(rows.response_mask.shape[1], device=scores.device)
     response = scores.gather(1, places.clamp(max=width - 1))

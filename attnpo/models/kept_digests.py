@@ -1,7 +1,7 @@
-"""Digests of large files, kept beside the store: a start does not read again what an earlier one has hashed.
+"""Cached digests of large files, stored next to the store, so that files are not hashed again on every start.
 
-One counts only while path, device, inode, size and both times are those that it was hashed with; the time of change
-(ctime) cannot be set by hand.
+A digest is valid only while path, device, inode, size and both times are unchanged; the change time (ctime) cannot be
+set by hand.
 """
 
 import logging
@@ -16,21 +16,21 @@ log = logging.getLogger(__name__)
 
 CHOICES = ("kept", "full")
 LARGE = 1 << 20
-"""Bytes from which on a digest is kept on the disk: what is smaller is hashed in a moment."""
+"""Minimum file size in bytes for a cached digest; smaller files are hashed quickly."""
 SETTLED = 2 * 10**9
-"""Nanoseconds after a change in which another write may leave the same times: a digest taken then is not kept."""
+"""Nanoseconds after a change in which another write may leave the same times; such digests are not cached."""
 
 _known: dict[tuple[str | int, ...], str] = {}
 _places: list[tuple[Path, bool]] = []
 
 
 def set_digest_folder(folder: Path, *, full: bool = False) -> None:
-    """Keeps the digests of this process in ``folder`` from now on, and takes those there; ``full`` hashes again."""
-    _places[:] = [(folder.absolute(), full)]  # whatever becomes the working directory
+    """Sets the folder in which digests are cached; with ``full``, cached digests are ignored and files hashed again."""
+    _places[:] = [(folder.absolute(), full)]  # independent of later changes of the working directory
 
 
 def cached_digest(file: Path) -> str:
-    """Returns the sha256 of a file's bytes; reads it once per process and state on disk, or not at all if kept."""
+    """Returns the SHA-256 of a file from the cache, or hashes it, at most once per process and file state."""
     facts = _file_facts(file)
     key = tuple(facts.values())
     if key not in _known:
@@ -40,7 +40,7 @@ def cached_digest(file: Path) -> str:
 
 def _file_facts(file: Path) -> dict[str, str | int]:
     found = file.stat()
-    # Copies may keep size and time of modification, but not the inode's number and time of change.
+    # A copy may preserve size and modification time, but not inode and change time.
     return {
         "path": str(file.resolve()),
         "device": found.st_dev,
@@ -52,8 +52,8 @@ def _file_facts(file: Path) -> dict[str, str | int]:
 
 
 def _record_path(facts: dict[str, str | int]) -> Path | None:
-    """Returns where the digest of a file is kept, one record a path; None for small files and unsure file systems."""
-    sure = os.name == "posix" and facts["inode"] and facts["ctime_ns"]  # on Windows ctime is the time of creation
+    """Returns the path of a file's digest record; None for small files and file systems without reliable times."""
+    sure = os.name == "posix" and facts["inode"] and facts["ctime_ns"]  # on Windows ctime is the creation time
     if not _places or not sure or int(facts["size"]) < LARGE:
         return None
     return _places[0][0] / f"{digest(facts['path'])[:20]}.json"
@@ -67,7 +67,7 @@ def _read_cached_digest(facts: dict[str, str | int]) -> str | None:
     found = record.pop("sha256", None)
     if record != facts or not isinstance(found, str):
         return None
-    log.info("%s: not changed since it was hashed (digests=full hashes again)", Path(str(facts["path"])).name)
+    log.info("%s: unchanged since it was hashed (digests=full hashes it again)", Path(str(facts["path"])).name)
     return found
 
 
@@ -75,7 +75,7 @@ def _hash_and_store(file: Path, facts: dict[str, str | int]) -> str:
     place, settled = _record_path(facts), time.time_ns() - int(facts["ctime_ns"]) > SETTLED
     found = file_digest(file)
     if place is not None and settled and _file_facts(file) == facts:
-        with suppress(OSError):  # no room, or a store that is only read: it is hashed again next time
+        with suppress(OSError):  # full disk or read-only store: the file is hashed again next time
             place.parent.mkdir(parents=True, exist_ok=True)
             write_record(place, {**facts, "sha256": found})
     return found

@@ -1,7 +1,7 @@
-"""Layouts: how prompts and responses become model inputs, and where each response token is predicted.
+"""Layouts: arrange prompts and responses as model inputs, with the position that predicts each response token.
 
-A layout gives ``ModelInputs`` with a ``predict_index``, the map from response space (rows x R) to the model's hidden
-states. All give the same numbers up to rounding; which of them a model can take, ``trial`` finds out.
+A layout returns ``ModelInputs`` with a ``predict_index``, the map from response space (rows x R) to the model's hidden
+states. All layouts give the same numbers up to rounding; ``trial`` finds out which ones a model supports.
 """
 
 import logging
@@ -23,7 +23,7 @@ Sequences = Sequence[tuple[Sequence[int], Sequence[int]]]
 
 
 class LayoutOutput(NamedTuple):
-    """Model inputs with the response tokens they score: ids and mask in response space."""
+    """Model inputs with the response tokens to score: ids and mask in response space."""
 
     inputs: ModelInputs
     response_ids: Int[Tensor, "rows R"]
@@ -31,16 +31,16 @@ class LayoutOutput(NamedTuple):
 
 
 Layout = Callable[[Sequences, int], LayoutOutput]
-"""Rows and the padding id to model inputs with their response tokens."""
+"""Function from (sequences, padding id) to model inputs with their response tokens."""
 
 
 def padded_layout(sequences: Sequences, pad_id: int) -> LayoutOutput:
-    """Returns one right-padded model row per (prompt ids, response ids): the layout that any model can take.
+    """Lays out one right-padded row per (prompt ids, response ids); every model supports this layout.
 
-    ``position_ids`` count on through the padding, so that no library takes it for a second packed sequence.
-    ``predict_index[i, t]`` is the flat index (into batch*T) of the position before response token t. Under a false
-    ``response_mask`` it is 0 and ``response_ids`` holds ``pad_id``. Raises ``UserError`` without a sequence, and for an
-    empty prompt.
+    ``position_ids`` continue through the padding, so that no library mistakes it for a second packed sequence.
+    ``predict_index[i, t]`` is the flat index (into batch*T) of the position before response token t. Outside the
+    ``response_mask`` it is 0 and ``response_ids`` holds ``pad_id``. Raises ``UserError`` for no sequences or an empty
+    prompt.
     """
     check_rows(sequences)
     input_ids, mask = right_pad([[*prompt, *response] for prompt, response in sequences], pad_id)
@@ -58,15 +58,16 @@ def padded_layout(sequences: Sequences, pad_id: int) -> LayoutOutput:
 
 
 def packed_layout(sequences: Sequences, pad_id: int) -> LayoutOutput:
-    """Returns all sequences one after the other in one row, positions restarting. UserError as ``padded_layout``."""
+    """Lays out all sequences in one row; positions restart for each. Raises ``UserError`` like ``padded_layout``."""
     return _in_one_row(sequences, pad_id, 0)
 
 
 def shared_prefix_layout(sequences: Sequences, pad_id: int) -> LayoutOutput:
-    """Returns one row of pairs, each its prompt once, then the chosen and then the rejected response; no padding.
+    """Lays out pairs in one row without padding: the prompt once, then the chosen and the rejected response.
 
-    Rows i and P+i of 2P are a pair. The rejected response sees the prompt and itself, and its positions go on after the
-    prompt. Pairs whose prompts differ lie as two sequences. Raises ``UserError`` as ``padded_layout`` does.
+    Rows i and P+i of 2P form a pair. The rejected response attends to the prompt and to itself, and its positions
+    continue after the prompt. Pairs with different prompts become two sequences. Raises ``UserError`` like
+    ``padded_layout``.
     """
     return _in_one_row(sequences, pad_id, len(sequences) // 2 if len(sequences) % 2 == 0 else 0)
 
@@ -76,19 +77,19 @@ NAMES = ("auto", *LAYOUTS)
 
 
 def check_rows(sequences: Sequences) -> None:
-    """Raises ``UserError`` when there is no sequence or a prompt is empty."""
+    """Raises ``UserError`` if there are no sequences or a prompt is empty."""
     if not sequences:
-        raise UserError("a batch needs at least one sequence, got none; check the sampler's batch size")
+        raise UserError("a batch needs at least one sequence, got none: check the sampler's batch size")
     for row, (prompt, _) in enumerate(sequences):
         if len(prompt) == 0:
             raise UserError(
-                f"row {row}: the prompt has no token, so nothing predicts the first response token; give the chat "
-                "template at least a beginning-of-sequence token or drop the row"
+                f"row {row}: the prompt has no tokens, so nothing predicts the first response token: add at least a "
+                "beginning-of-sequence token to the chat template, or drop the row"
             )
 
 
 def _in_one_row(sequences: Sequences, pad_id: int, pairs: int) -> LayoutOutput:
-    """Returns the row of ``packed_layout``; unless ``pairs`` is 0, rows i and ``pairs``+i of one prompt share it."""
+    """Packs all sequences into one row; unless ``pairs`` is 0, rows i and ``pairs``+i share an equal prompt."""
     check_rows(sequences)
     ids: list[int] = []
     positions: list[int] = []
@@ -119,7 +120,7 @@ def _in_one_row(sequences: Sequences, pad_id: int, pairs: int) -> LayoutOutput:
 
 
 def _row_order(sequences: Sequences, pairs: int) -> Iterator[tuple[int, int | None]]:
-    """Returns rows in the order they lie in, each with the row before it whose prompt it shares."""
+    """Yields the rows in packing order, each with the earlier row whose prompt it shares, or None."""
     for row in range(pairs or len(sequences)):
         yield row, None
         if pairs:
@@ -132,13 +133,13 @@ def _row_order(sequences: Sequences, pairs: int) -> Iterator[tuple[int, int | No
 @cache
 def _log_unshared_prompts() -> None:
     log.info(
-        "layout shared_prefix: the prompts of a pair differ (each branch is truncated by itself); such pairs lie in "
-        "the row as two sequences"
+        "layout shared_prefix: the prompts of a pair differ, because each branch is truncated separately; such pairs "
+        "become two sequences"
     )
 
 
 def _predict_index(sequences: Sequences, before: Sequence[int], starts: Sequence[int]) -> Int[Tensor, "rows R"]:
-    """Returns the flat index of the state that predicts each token: ``before`` for the first, then that to its left."""
+    """Returns the flat index of the state that predicts each token: ``before`` for the first, else the left one."""
     index = torch.zeros(len(sequences), max(len(response) for _, response in sequences), dtype=torch.long)
     for row, (_, response) in enumerate(sequences):
         count = len(response)
@@ -148,7 +149,7 @@ def _predict_index(sequences: Sequences, before: Sequence[int], starts: Sequence
 
 
 def right_pad(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Int[Tensor, "rows T"], Bool[Tensor, "rows T"]]:
-    """Returns ids of the rows, padded at their right, and a mask of those that are no padding."""
+    """Right-pads rows of ids; returns the ids and a mask that is false on padding."""
     each = [torch.tensor(list(row), dtype=torch.long) for row in rows]
     mask = pad_sequence([torch.ones_like(ids, dtype=torch.bool) for ids in each], batch_first=True)
     return pad_sequence(each, batch_first=True, padding_value=pad_id), mask

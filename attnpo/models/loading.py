@@ -1,6 +1,6 @@
-"""Loading causal language models and tokenizers, with errors a user can act on, and digests of their weights.
+"""Loads causal language models and tokenizers with actionable errors, and digests their weights.
 
-Models are loaded in their dtype, never cast afterwards: ``.to(bfloat16)`` would round the rotary frequencies too,
+Models are loaded directly in their dtype and never cast: ``.to(bfloat16)`` would also round the rotary frequencies,
 which shifts positions by whole radians on long texts.
 """
 
@@ -49,9 +49,9 @@ DTYPES = {
     "float16": torch.float16,
 }
 WEIGHT_PATTERNS = ("*.safetensors", "*.bin")
-ADAPTERS = (ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME)  # read beside an adapter_config.json alone
+ADAPTERS = (ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME)  # read only together with an adapter_config.json
 TEXT_PATTERNS = ("*.json", "*.jinja", "additional_chat_templates/*", "*.model", "*.txt")  # configs and tokenizer
-# bitsandbytes repacks 4-bit weights for CPUs with bf16 units in a forward in eval mode: rounded, without gradients.
+# In eval mode bitsandbytes repacks 4-bit weights on CPUs with bf16 units, which rounds them and drops gradients.
 CPU_REPACKING = "support_avx512bf16_for_cpu"
 
 
@@ -67,12 +67,15 @@ def load_model(
     fresh_head: bool = False,
     tried: bool = False,
 ) -> PreTrainedModel:
-    """Returns a causal LM in eval mode from a local folder or a hub name, its weights in ``dtype`` (a name in DTYPES).
+    """Loads a causal LM in eval mode from a local folder or the hub, with weights in ``dtype`` (a name in DTYPES).
 
-    ``reward``: with a head for sequences instead; ``fresh_head`` draws one with one output where the folder has none.
-    ``quantize`` (nf4 or fp4) keeps the blocks' linear layers in 4 bits, on ``device``. ``attn_implementation`` sdpa is
-    eager where the class has no other. ``tried``: it was found causal before. Raises ``UserError`` for what is missing,
-    incomplete, of another shape or an adapter, for a hub out of reach, and for a model whose tokens see later ones.
+    ``reward``: load with a sequence classification head; ``fresh_head`` initialises one with a single output if the
+    folder has none. ``quantize`` (nf4 or fp4) stores the blocks' linear layers in 4 bits, on ``device``.
+    ``attn_implementation="sdpa"`` falls back to eager if the class has no other. ``tried``: skip the causality check.
+
+    Raises:
+        UserError: files are missing, incomplete, of the wrong shape or belong to an adapter; the hub is unreachable; or
+            the model is not causal.
     """
     check_choice("dtype", dtype, list(DTYPES))
     source = _resolve_source(path, "model")
@@ -87,12 +90,12 @@ def load_model(
             loaded: Any = kind.from_pretrained(
                 source,
                 dtype=DTYPES[dtype],
-                # None: sdpa, else eager; by name, sdpa is an error where the class has none.
+                # None means sdpa with a fallback to eager; naming sdpa would be an error for classes without it.
                 attn_implementation=None if attn_implementation == "sdpa" else attn_implementation,
                 revision=revision or "main",
                 trust_remote_code=False,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # refused below, with their names
+                ignore_mismatched_sizes=True,  # reported below by name
                 **({"num_labels": 1} if fresh_head else {}),
                 **more,
             )
@@ -112,12 +115,12 @@ def load_model(
 
 
 def resolve_attention(path: str | Path, revision: str | None, asked: str) -> str:
-    """Returns the attention implementation that ``load_model`` gives a model, read from its config."""
+    """Returns the attention implementation that ``load_model`` would use, based on the model's config."""
     return inspect_model(path, revision).attention if asked == "sdpa" else asked
 
 
 def _check_attention(path: str | Path, revision: str | None, attention: str) -> None:
-    """Raises ``UserError`` for an attention that the class of a model, which can otherwise be made, does not have."""
+    """Raises ``UserError`` if the model's class does not support an attention implementation."""
     if attention in ("sdpa", "eager"):
         return
     config = load_config(path, revision)
@@ -128,13 +131,13 @@ def _check_attention(path: str | Path, revision: str | None, attention: str) -> 
         reason = error.__cause__ or error
         words = shorten(str(reason) or type(reason).__name__, 200, placeholder=" ...").rstrip(".")
         raise UserError(
-            f"model.attn_implementation={attention}: {description.name} cannot run with it here ({words}); set "
-            "model.attn_implementation=sdpa, which is eager where a class has no other"
+            f"model.attn_implementation={attention}: {description.name} cannot use it here ({words}): set "
+            "model.attn_implementation=sdpa, which falls back to eager if necessary"
         ) from error
 
 
 def _quantization_kwargs(quantize: str, compute: torch.dtype, device: torch.device | str) -> dict[str, object]:
-    """Returns the library's arguments for weights of 4 bits with scales quantised too (Dettmers et al. 2023)."""
+    """Returns the library's arguments for 4-bit weights with double quantization (Dettmers et al. 2023)."""
     if find_spec("bitsandbytes") is None:
         raise UserError(
             f"model.quantize={quantize} needs the package bitsandbytes: pip install 'attnpo[qlora]', or set "
@@ -150,47 +153,47 @@ def _quantization_kwargs(quantize: str, compute: torch.dtype, device: torch.devi
 
 
 _Report = Mapping[str, Any]
-"""Names of missing and unexpected parameters; of a mismatched one its name, and its shapes in files and model."""
+"""Loading info: names of missing and unexpected parameters; for mismatched ones the name and both shapes."""
 
 
 def _check_loading_info(path: str | Path, model: PreTrainedModel, info: _Report, fresh_head: bool) -> None:
-    """Raises ``UserError`` unless every parameter came from the files in its shape, but for a head to be drawn."""
+    """Raises ``UserError`` unless all parameters, except a fresh head, were loaded in the right shape."""
     what = type(model).__name__
     other = sorted(info["mismatched_keys"])
     if other:
         name, stored, wanted = other[0]
         raise UserError(
-            f"{path}: {len(other)} parameters have another shape in the weight files than config.json says (first: "
+            f"{path}: {len(other)} parameters have different shapes in the weight files and in config.json (first: "
             f"{name} is {list(stored)}, {what} has {list(wanted)}); config and weights belong to different models"
         )
     backbone = f"{model.base_model_prefix}."
     missing = sorted(name for name in info["missing_keys"] if not fresh_head or name.startswith(backbone))
     if missing:
         raise UserError(
-            f"{path}: the weight files lack {len(missing)} parameters of {what} (first: {missing[0]}), "
-            "which would be left random; check that the folder was written completely and fits its config.json"
+            f"{path}: {len(missing)} parameters of {what} are missing from the weight files (first: {missing[0]}) and "
+            "would stay random: check that the folder is complete and matches its config.json"
         )
     unused = sorted(info["unexpected_keys"])
     if unused:
         logger.warning(
-            "%s: %d tensors of the weight files have no place in %s and are left out (first: %s); expected none if "
-            "config.json belongs to these weights",
+            "%s: %d tensors of the weight files do not exist in %s and are ignored (first: %s): check that config.json "
+            "belongs to these weights",
             *(path, len(unused), what, unused[0]),
         )
 
 
 def check_rotary(model: nn.Module) -> None:
-    """Raises ``UserError`` when a rotary frequency buffer is not in full precision."""
+    """Raises ``UserError`` if a buffer of rotary frequencies is not in full precision."""
     for name, buffer in model.named_buffers():
         if name.endswith("inv_freq") and buffer.dtype not in (torch.float32, torch.float64):
             raise UserError(
-                f"{name} is {buffer.dtype}: rotary frequencies must stay float32, or positions shift; load the model "
-                "with the dtype wanted instead of casting it afterwards"
+                f"{name} is {buffer.dtype}: rotary frequencies must stay float32, or positions shift: load the model "
+                "in the desired dtype instead of casting it afterwards"
             )
 
 
 def load_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedTokenizerBase:
-    """Returns the tokenizer of a folder or hub name; without a padding token it pads with its end or unknown token."""
+    """Loads a tokenizer from a folder or the hub; if it has no padding token, its end or unknown token is used."""
     source = _resolve_source(path, "tokenizer")
     if isinstance(source, Path):
         _verify_checksums(source, TEXT_PATTERNS)
@@ -199,55 +202,55 @@ def load_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedT
     if tokenizer.pad_token_id is None:
         fallback = tokenizer.eos_token or tokenizer.unk_token
         if fallback is None:
-            raise UserError(f"{path}: the tokenizer has no padding, end or unknown token; set pad_token in its folder")
+            raise UserError(f"{path}: the tokenizer has no padding, end or unknown token: set pad_token in its folder")
         tokenizer.pad_token = fallback
     return tokenizer
 
 
 def num_layers(path: str | Path, revision: str | None = None) -> int:
-    """Returns the number of layers of a model, read from its config alone.
+    """Returns the number of layers from a model's config.
 
-    Raises ``UserError`` when there is none to read.
+    Raises ``UserError`` if the config does not give it.
     """
     depth = getattr(load_text_config(path, revision), "num_hidden_layers", None)
     if not isinstance(depth, int):
-        raise UserError(f"{path}: its config.json states no num_hidden_layers; take a causal language model of text")
+        raise UserError(f"{path}: its config.json has no num_hidden_layers: choose a causal language model of text")
     return depth
 
 
 def num_heads(path: str | Path, revision: str | None = None) -> int:
-    """Returns the query heads of each layer, by its config; ``UserError`` where layers differ or none is stated."""
+    """Returns the number of query heads per layer; ``UserError`` if layers differ or the config does not give it."""
     return num_heads_from_config(load_text_config(path, revision), path)
 
 
 def num_heads_from_config(config: PretrainedConfig, path: str | Path) -> int:
-    """Returns the same from a config of the text part; ``path`` names the model in errors."""
+    """Returns the number of query heads per layer from a text config; ``path`` names the model in errors."""
     counts = values_per_layer(config, "num_attention_heads_per_layer") or values_per_layer(
         config, "num_attention_heads"
     )
     if len(set(counts)) > 1:
         raise UserError(
-            f"weights.heads: the layers of {path} differ in their number of query heads "
-            f"({', '.join(map(str, counts))}), so a head has no fixed meaning; set weights.heads=[] (the mean over the "
-            "heads of each layer) or take another judge"
+            f"weights.heads: the layers of {path} have different numbers of query heads "
+            f"({', '.join(map(str, counts))}), so a head index has no fixed meaning: set weights.heads=[] (the mean "
+            "over the heads of each layer) or choose another judge"
         )
     if not counts:
-        raise UserError(f"weights.heads: the config of {path} states no number of heads; set weights.heads=[]")
+        raise UserError(f"weights.heads: the config of {path} does not give a number of heads: set weights.heads=[]")
     return counts[0]
 
 
 def load_text_config(path: str | Path, revision: str | None) -> PretrainedConfig:
-    """Returns the config of a model's text part. Raises ``UserError`` as ``load_config`` does."""
+    """Loads the text config of a model. Raises ``UserError`` like ``load_config``."""
     return load_config(path, revision).get_text_config()
 
 
 def inspect_model(path: str | Path, revision: str | None = None) -> ModelDescription:
-    """Returns the class of a model, its attention and the layers that have any; ``UserError`` for no causal LM."""
+    """Describes a model's class and attention by its config; ``UserError`` if it is not a causal LM."""
     return describe_model(load_config(path, revision))
 
 
 def load_config(path: str | Path, revision: str | None = None) -> PretrainedConfig:
-    """Returns a model's config with all its parts, its weights untouched; ``UserError`` where it cannot be read."""
+    """Loads a model's config without its weights; ``UserError`` if it cannot be read."""
     source = _resolve_source(path, "model")
     if isinstance(source, Path):
         _check_config(source)
@@ -259,14 +262,14 @@ def load_config(path: str | Path, revision: str | None = None) -> PretrainedConf
 
 
 def weights_fingerprint(path: str | Path, revision: str | None = None) -> dict[str, str]:
-    """Returns what identifies a model's numbers: digests of config and weights (local), or the commit (hub).
+    """Returns the fingerprint of a model: digests of config and weights for a folder, the commit for a hub name.
 
-    Raises ``UserError`` as ``load_model`` does for what is not there, is written in part, or brings an adapter.
+    Raises ``UserError`` like ``load_model`` if the model is missing, incomplete or has an adapter.
     """
     source = _resolve_source(path, "model")
     if isinstance(source, str):
         _check_no_adapter(source, revision)
-        load_config(path, revision)  # refuses what is not there
+        load_config(path, revision)  # raises if the model does not exist
         with _wrap_loading_errors("model", path, revision):
             cached = hub_unreachable_reason() is not None
             commit = resolve_revision(source, revision=revision or "main", local_files_only=cached).resolved
@@ -277,52 +280,53 @@ def weights_fingerprint(path: str | Path, revision: str | None = None) -> dict[s
 
 
 def _resolve_source(path: str | Path, what: str) -> Path | str:
-    """Returns an existing folder, or a hub name; else a ``UserError``."""
+    """Returns ``path`` as an existing folder or a hub name; raises ``UserError`` if it is neither."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
     text = str(path)
     if folder.exists():
-        raise UserError(f"{what} path {text!r} is a file; give the folder that holds it")
+        raise UserError(f"{what} path {text!r} is a file: give the folder that contains it")
     parts = text.split("/")
     if isinstance(path, Path) or len(parts) > 2 or not all(parts) or text.startswith((".", "~")):
         raise UserError(
-            f"no folder at {text!r} to read the {what} from (looked from {Path.cwd()}); give an existing folder or a "
+            f"no folder at {text!r} to load the {what} from (relative to {Path.cwd()}): give an existing folder or a "
             "hub name such as organisation/model"
         )
     return text
 
 
 def _check_no_adapter(source: Path | str, revision: str | None = None) -> None:
-    """Raises ``UserError`` for a folder or a hub name with an adapter, which the library would apply in silence."""
+    """Raises ``UserError`` for a folder or hub name with an adapter, which the library would apply silently."""
     with _wrap_loading_errors("config of the model", source, revision):
         found = find_adapter_config_file(str(source), revision=revision or "main")
     if found is None:
         return
-    merged = "give a folder with the adapter merged into its base (peft's merge_and_unload)"
+    merged = "give a folder in which the adapter is merged into its base (peft's merge_and_unload)"
     if isinstance(source, Path) and not _weight_files(source):
         raise UserError(
-            f"{source}: it holds an adapter alone (adapter_config.json); {merged}, as best/ and last/ of a run are"
+            f"{source} contains an adapter without base weights (adapter_config.json): {merged}, such as best/ or "
+            "last/ of a run"
         )
     raise UserError(
-        f"{source}: it holds an adapter (adapter_config.json), which would be applied to any weights beside it, a "
-        "second time where they hold it already: delete adapter_config.json and adapter_model.* to load those weights "
-        f"as they are, or {merged}"
+        f"{source} contains an adapter (adapter_config.json), which would be applied to the weights next to it, even "
+        "if it is already merged into them: delete adapter_config.json and adapter_model.* to load those weights "
+        f"unchanged, or {merged}"
     )
 
 
 def _check_config(folder: Path) -> None:
     _check_no_adapter(folder)
     if not (folder / "config.json").is_file():
-        raise UserError(f"{folder}: no config.json, so this is no model folder (or it was written only in part)")
+        raise UserError(f"{folder} has no config.json: it is not a model folder, or it is incomplete")
     _verify_checksums(folder, TEXT_PATTERNS)
 
 
 def _verify_checksums(folder: Path, patterns: tuple[str, ...]) -> None:
-    """Refuses a sealed folder, such as a run's best/, when the files read of it differ from its own digests."""
+    """Raises ``UserError`` if files of a folder with checksums, such as a run's best/, have changed."""
     if has_checksums(folder) and (problem := describe_change(folder, only=patterns, digest=cached_digest)) is not None:
         raise UserError(
-            f"{folder}: {problem}: copy or export the folder again; where the change is meant, remove its {SEAL}"
+            f"{folder}: {problem}: copy or export the folder again, or remove its {SEAL} if the change is intended"
         )
 
 
@@ -332,22 +336,22 @@ def _check_folder(folder: Path) -> None:
     files = _weight_files(folder)
     if not files:
         raise UserError(
-            f"{folder}: no weight file ({' or '.join(WEIGHT_PATTERNS)}) beside config.json; the folder was written "
-            "only in part"
+            f"{folder} has no weight file ({' or '.join(WEIGHT_PATTERNS)}) besides config.json: the folder is "
+            "incomplete"
         )
     for index in sorted(folder.glob("*.index.json")):
         try:
             shards = set(parse_json(index.read_text(encoding="utf-8"))["weight_map"].values())
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
-                f"{folder}: {index.name} is no list of weight files ({error!r}); the folder was written only in part, "
+                f"{folder}: {index.name} is not a list of weight files ({error!r}): the folder is incomplete, "
                 "copy it again"
             ) from error
         absent = sorted(shards - {file.name for file in folder.iterdir()})
         if absent:
             raise UserError(
-                f"{folder}: {index.name} names {len(shards)} weight files, {len(absent)} are missing (first: "
-                f"{absent[0]}); copy the folder again"
+                f"{folder}: {index.name} lists {len(shards)} weight files, but {len(absent)} are missing (first: "
+                f"{absent[0]}): copy the folder again"
             )
 
 
@@ -358,10 +362,10 @@ def _weight_files(folder: Path) -> list[Path]:
 
 @contextmanager
 def _wrap_loading_errors(what: str, path: str | Path, revision: str | None) -> Iterator[None]:
-    """Opens a context in which transformers logs critical events alone and its errors become ``UserError``."""
+    """Turns errors of transformers inside the context into ``UserError`` and silences its logging."""
     local = Path(path).expanduser().is_dir()
     level = library.get_verbosity()
-    library.set_verbosity(logging.CRITICAL)  # it logs tables of keys; their problems are raised or logged here
+    library.set_verbosity(logging.CRITICAL)  # transformers logs tables of keys; we report the problems ourselves
     try:
         with nullcontext() if local else offline_if_unreachable():
             yield
@@ -376,24 +380,24 @@ def _describe_load_error(what: str, path: str | Path, revision: str | None, erro
     start = f"could not load the {what} {str(path)!r}" + (f" at revision {revision!r}" if revision else "")
     if "trust_remote_code" in str(error):
         return (
-            f"{start}: it brings Python code of its own (auto_map in its JSON files), which attnpo never runs; give a "
-            "model whose architecture and tokenizer this version of transformers has itself"
+            f"{start}: it contains its own Python code (auto_map in its JSON files), which attnpo never runs: choose a "
+            "model whose architecture and tokenizer are part of this version of transformers"
         )
     if local:
-        return f"{start}: {words}; where a file of this folder is damaged or missing, copy or export the folder again"
+        return f"{start}: {words}; if a file of this folder is damaged or missing, copy or export the folder again"
     if (reason := hub_unreachable_reason()) is not None:
         return (
-            f"{start}: there is no such folder here, no complete copy in the hub's cache, and {reason}: give "
-            "an existing folder, or download it where there is a network"
+            f"{start}: there is no such local folder, no complete copy in the hub's cache, and {reason}: give an "
+            "existing folder, or download the files on a machine with network access"
         )
     return (
-        f"{start} from the hub: {words}; there is no local folder of that name either: check the name, "
-        "the revision and the network"
+        f"{start} from the hub: {words}; there is no local folder of that name either: check the name, the revision "
+        "and the network"
     )
 
 
 def load_chat(model: ModelSpec) -> tuple[ModelSpec, ChatFormat]:
-    """Returns the description with its templates' texts, and the chat format, whose tokenizer has the one in use."""
+    """Loads a model's chat format; returns it after the model settings with template files replaced by their texts."""
     model = replace(
         model,
         chat_template=read_template(model.chat_template),

@@ -1,9 +1,9 @@
-"""Per-token log-probabilities and other statistics of the vocabulary distribution, in chunks of tokens.
+"""Per-token log-probabilities and other statistics of the vocabulary distribution, computed in chunks of tokens.
 
-No tensor of size tokens x vocabulary lives longer than one chunk: the forward keeps the log normalisers, the backward
-projects the chunk again and forms the gradient of the logits in place. Beside the logits, statistics work on a part of
-a chunk at a time, and where two models are compared a chunk holds half as many tokens. Exact up to rounding;
-log-probabilities, normalisers and the head's gradient are held in float32 (float64 for float64 models).
+No tensor of size tokens x vocabulary outlives its chunk: the forward keeps only the log normalisers, and the backward
+recomputes the logits of a chunk and turns them into their gradient in place. Statistics process a part of a chunk at a
+time, and chunks are half as long when two models are compared. Results are exact up to rounding; log-probabilities,
+normalisers and the head's gradient are float32 (float64 for float64 models).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,27 +32,27 @@ class LMHead:
 
     @classmethod
     def from_linear(cls, module: nn.Linear, *, scale: float = 1.0, softcap: float | None = None) -> "LMHead":
-        """Returns the head of a linear layer; sharded parameters are gathered once, here."""
+        """Creates the head from a linear layer; sharded parameters are gathered once, here."""
         bias = None if module.bias is None else to_full_tensor(module.bias)
         return cls(weight=to_full_tensor(module.weight), bias=bias, scale=scale, softcap=softcap)
 
     def cast(self, dtype: torch.dtype) -> "LMHead":
-        """Returns the same map with its parameters in ``dtype``."""
+        """Returns the head with its parameters in ``dtype``."""
         return replace(self, weight=self.weight.to(dtype), bias=None if self.bias is None else self.bias.to(dtype))
 
 
 def to_full_tensor(tensor: Tensor) -> Tensor:
-    """Returns the whole of a sharded tensor (a collective: every rank must call it); any other tensor as it is."""
+    """Gathers a sharded tensor (a collective: every rank must call it); returns other tensors unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-PARTS = 8  # of a chunk; the tensors a statistic needs beside the logits then add about half a chunk's size at most
+PARTS = 8  # parts per chunk; temporary tensors of the statistics then add at most about half a chunk's size
 
 
 class Distributions(NamedTuple):
-    """Log-probabilities and probabilities of one chunk [n vocab], and its ``labels`` [n].
+    """Log-probabilities and probabilities of a chunk [n vocab], and its ``labels`` [n].
 
-    ``other`` is the second model's log-probabilities.
+    ``other``: log-probabilities of the second model.
     """
 
     logp: Tensor
@@ -62,7 +62,7 @@ class Distributions(NamedTuple):
 
 
 class Statistic(NamedTuple):
-    """Number per token and its gradient with respect to the (capped, scaled) logits."""
+    """Statistic per token, and its gradient with respect to the (capped, scaled) logits."""
 
     value: Callable[[Distributions], Tensor]
     gradient: Callable[[Distributions, Tensor], Tensor]
@@ -70,7 +70,7 @@ class Statistic(NamedTuple):
 
 def _other_logps(d: Distributions) -> Tensor:
     if d.other is None:
-        raise UserError("a joint statistic compares two models: pass other=(hidden, head) of the second model")
+        raise UserError("a joint statistic compares two models: pass the second model as other=(hidden, head)")
     return d.other
 
 
@@ -106,9 +106,9 @@ STATISTICS: Mapping[str, Statistic] = {
         ),
     ),
 }
-"""Of one distribution: entropy in nats, log of the sum of squared probabilities, largest probability. Of two at the
-same position: KL(reference || policy), KL(policy || reference), in nats; the label's log-probability in nats under the
-contrast softmax(2 z - z'), z and z' the two models' logits."""
+"""Statistics of one distribution: entropy in nats, log of the sum of squared probabilities, largest probability.
+Statistics of two distributions at the same position: KL(reference || policy) and KL(policy || reference) in nats; the
+label's log-probability in nats under the contrast softmax(2 z - z'), with the logits z and z' of the two models."""
 
 
 def token_statistics(
@@ -121,16 +121,16 @@ def token_statistics(
     other: tuple[Float[Tensor, "N e"], LMHead] | None = None,
     chunk: int = 1024,
 ) -> dict[str, Float[Tensor, " N"]]:
-    """Returns statistics per token under the keys "logps", "vocab:<name>" and "joint:<name>", all from one chunk loop.
+    """Computes statistics per token under the keys "logps", "vocab:<name>" and "joint:<name>", in one chunk loop.
 
-    Each carries gradient to ``hidden`` and the head, never to the second model in ``other`` (its hidden states, its
-    head). ``chunk`` is in tokens (half of it for joint statistics) and bounds memory only. Under autocast the
-    projection runs in its dtype. Raises ``UserError`` for joint statistics without ``other``.
+    Gradients flow to ``hidden`` and the head, but not to the second model in ``other`` (hidden states and head).
+    ``chunk`` is the number of tokens per chunk (half of it for joint statistics); it affects only memory. Under
+    autocast the projection runs in its dtype. Raises ``UserError`` for joint statistics without ``other``.
     """
     names = ["logps", *(f"vocab:{name}" for name in vocab), *(f"joint:{name}" for name in joint)]
     statistics = [STATISTICS[name] for name in names[1:]]
     if chunk < 1:
-        raise UserError(f"the chunk of the vocabulary head must hold at least one token, got {chunk}")
+        raise UserError(f"the chunk size of the vocabulary head must be at least one token, got {chunk}")
     first, second = (
         _LogitSettings.from_tensors(hidden, head),
         None if other is None or not joint else _LogitSettings.from_tensors(*other),
@@ -151,7 +151,7 @@ def statistics_from_logits(
     joint: Sequence[str] = (),
     other: Float[Tensor, "N vocab"] | None = None,
 ) -> dict[str, Float[Tensor, " N"]]:
-    """Returns the same statistics from whole logits, by ordinary autograd: for models without a plain head."""
+    """Computes the same statistics from full logits with ordinary autograd, for models without a plain head."""
     logp = torch.log_softmax(logits.to(_accumulation_dtype(logits.dtype)), -1)
     second = None if other is None else torch.log_softmax(other.detach().to(logp.dtype), -1)
     distributions = Distributions(logp, logp.exp(), second, labels)
@@ -162,7 +162,7 @@ def statistics_from_logits(
 
 
 def compute_logits(hidden: Float[Tensor, "N d"], head: LMHead) -> Float[Tensor, "N vocab"]:
-    """Logits of a few positions in float32 (float64 for float64 models); scale and soft-cap applied."""
+    """Computes logits of a few positions in float32 (float64 for float64 models), with scale and soft-cap."""
     return _logits(hidden, head.cast(_compute_dtype(hidden, head.weight)))
 
 
@@ -178,7 +178,7 @@ def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
 
 
 class _LogitSettings(NamedTuple):
-    """Settings of one model's logits; its tensors go through autograd. ``compute``: the dtype of the products."""
+    """Logit settings of one model, without its tensors. ``compute``: dtype of the matrix product."""
 
     scale: float
     softcap: float | None
@@ -189,7 +189,7 @@ class _LogitSettings(NamedTuple):
         return cls(head.scale, head.softcap, _compute_dtype(hidden, head.weight))
 
     def head(self, weight: Tensor, bias: Tensor | None) -> LMHead:
-        """Returns the head in the dtype of the products, cast once for all chunks."""
+        """Returns the head in the compute dtype, cast once for all chunks."""
         return LMHead(weight, bias, self.scale, self.softcap).cast(self.compute)
 
 
@@ -207,14 +207,14 @@ class _ChunkPlan:
 
     @property
     def part(self) -> int:
-        """Returns how many tokens of a chunk are worked on at once: all where nothing is made beside the logits."""
+        """Returns the number of tokens processed at once: the whole chunk if only log-probabilities are needed."""
         more = bool(self.statistics) or self.model.softcap is not None
         return -(-self.chunk // PARTS) if more else self.chunk
 
     def second_logits(
         self, hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None
     ) -> Callable[[slice], Tensor | None]:
-        """Returns a function from tokens to the second model's logits of them; to None without such a model."""
+        """Returns a function that computes the second model's logits for a slice of tokens; None without that model."""
         if self.second is None or hidden is None or weight is None:
             return lambda rows: None
         head = self.second.head(weight, bias)
@@ -222,20 +222,20 @@ class _ChunkPlan:
 
 
 def _logits(hidden: Tensor, head: LMHead) -> Tensor:
-    """Returns the final logits of one chunk in the accumulation dtype; the only place that multiplies by the head."""
+    """Computes the final logits of a chunk in the accumulation dtype; only this function multiplies by the head."""
     dtype = head.weight.dtype
     logits = nn.functional.linear(hidden.to(dtype), head.weight, head.bias).to(_accumulation_dtype(dtype))
     if head.scale != 1.0:
         logits.mul_(head.scale)
     if head.softcap is not None:
         logits.div_(head.softcap).tanh_()
-        # tanh keeps its result where autograd runs (``compute_logits``), so that must not be overwritten there.
+        # Under autograd (``compute_logits``) tanh saves its result, which must not be overwritten.
         logits = logits * head.softcap if logits.requires_grad else logits.mul_(head.softcap)
     return logits
 
 
 def _normaliser(logits: Tensor) -> Tensor:
-    """Returns the log of the sum of exponentials per row [n 1]; overwrites ``logits``."""
+    """Returns the log-sum-exp per row [n 1]; overwrites ``logits``."""
     top = logits.amax(-1, keepdim=True)
     return logits.sub_(top).exp_().sum(-1, keepdim=True).log_().add_(top)
 
@@ -245,7 +245,7 @@ def _slices(count: int, size: int) -> Iterator[slice]:
 
 
 class _ChunkedStatistics(torch.autograd.Function):
-    """Statistics [K N]; row 0 is the log-probability of the label. Saves inputs, normalisers and values only."""
+    """Autograd function for statistics [K N]; row 0 is the label's log-probability. Saves no logits."""
 
     @staticmethod
     def forward(
@@ -268,7 +268,7 @@ class _ChunkedStatistics(torch.autograd.Function):
                 logits, other = _logits(hidden[rows], head), second(rows)
                 values[0, rows] = logits.gather(1, labels[rows, None])[:, 0]
                 _fill_statistics(logits, other, labels[rows], values[1:, rows], normalisers[:, rows], plan)
-                del logits, other  # before the next chunk's are made
+                del logits, other  # free before the next chunk
             values[0] -= normalisers[0, :, 0]
         ctx.plan = plan
         ctx.save_for_backward(hidden, weight, bias, labels, other_hidden, other_weight, other_bias, normalisers, values)
@@ -311,7 +311,7 @@ class _ChunkedStatistics(torch.autograd.Function):
 def _fill_statistics(
     logits: Tensor, other: Tensor | None, labels: Tensor, values: Tensor, normalisers: Tensor, plan: _ChunkPlan
 ) -> None:
-    """Fills the statistics and normalisers of one chunk, part by part. Overwrites both models' logits."""
+    """Fills in the statistics and normalisers of one chunk, part by part. Overwrites the logits of both models."""
     if not plan.statistics:
         normalisers[0] = _normaliser(logits)
         return
@@ -325,7 +325,7 @@ def _fill_statistics(
 def _distributions(
     logits: Tensor, other: Tensor | None, labels: Tensor, normalisers: Tensor, unknown: bool
 ) -> Distributions:
-    """Makes the distributions of some tokens in place of their logits; fills ``unknown`` normalisers in first."""
+    """Turns logits into distributions in place; fills in the normalisers first if they are ``unknown``."""
     for index, mine in enumerate((logits,) if other is None else (logits, other)):
         if unknown:
             normalisers[index] = _normaliser(mine.clone())
@@ -342,7 +342,7 @@ def _fill_logit_gradient(
     normalisers: Tensor,
     plan: _ChunkPlan,
 ) -> None:
-    """Replaces one chunk's final logits by the gradient before cap and scale, part by part; overwrites the second's."""
+    """Replaces the final logits of a chunk by their gradient before cap and scale; overwrites the other logits too."""
     for part in _slices(len(logits), plan.part):
         mine, softcap = logits[part], plan.model.softcap
         slope = None if softcap is None else mine.div(softcap).square_().neg_().add_(1)  # 1 - (y / cap)^2

@@ -1,7 +1,7 @@
-"""Low-rank adapters on a causal LM: how they get in, how they come out as plain weights, and the policy without them.
+"""Low-rank adapters on a causal LM: adds them, merges them into plain weights, and disables them for the reference.
 
-The layers are peft's, injected in place, so that the model keeps its class, its parts and its vocabulary head. peft
-is imported here alone, and only when a model gets adapters or has them.
+The adapter layers are peft's, injected in place, so the model keeps its class, its parts and its vocabulary head. peft
+is imported only here, and only if a model has or gets adapters.
 """
 
 import copy
@@ -30,18 +30,21 @@ if TYPE_CHECKING:
     from peft.tuners.lora import LoraConfig, LoraLayer
 
 ADAPTER = "default"
-PLAIN = nn.Parameter  # a weight that is not of 4 bits
-PIECE = 1 << 24  # weights looked at at once: each takes four more float32 numbers beside the model
-FUSED = 3  # dimensions of a tensor with the weights of several experts
-BASE = "base_layer."  # where peft keeps the module that an adapter is put on
-PEFT_MODEL = "base_model.model."  # where peft's own wrapper keeps the model, in the names that it saves
+PLAIN = nn.Parameter  # type of a weight that is not in 4 bits
+PIECE = 1 << 24  # weights processed at once; each needs four temporary float32 numbers
+FUSED = 3  # number of dimensions of a tensor that holds the weights of several experts
+BASE = "base_layer."  # attribute under which peft keeps the adapted module
+PEFT_MODEL = "base_model.model."  # prefix of parameter names saved by peft's wrapper
 
 
 def add_lora(model: PreTrainedModel, spec: LoraSpec) -> PreTrainedModel:
-    """Adds fresh adapters to the model and returns it, its own weights frozen; its logits stay what they were.
+    """Adds fresh adapters to the model, freezes its own weights, and returns it; the logits do not change.
 
-    Adapters of a half-precision base are float32. Raises ``UserError`` without peft, for targets that are no linear
-    modules or fused experts, for the vocabulary head, and for a model that carries adapters already.
+    Adapters on a half-precision base are float32.
+
+    Raises:
+        UserError: peft is missing, a target is neither a linear module nor a fused expert, a target is the vocabulary
+            head, or the model already has adapters.
     """
     if find_spec("peft") is None:
         raise UserError("model.lora needs the package peft: pip install 'attnpo[lora]', or set model.lora=null")
@@ -49,13 +52,13 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec) -> PreTrainedModel:
     from peft.tuners.tuners_utils import cast_adapter_dtype
 
     if has_adapters(model):
-        raise UserError("model.lora: the model carries an adapter already; merge it, and give the merged folder")
+        raise UserError("model.lora: the model already has an adapter: merge it, and give the merged folder")
     targets = target_names(model, spec)
     transposed = any(isinstance(model.get_submodule(name), Conv1D) for name in targets)
     model.add_adapter(
         LoraConfig(
             r=spec.rank,
-            lora_alpha=spec.alpha,  # type: ignore[arg-type]  # declared int; only ever divided by the rank
+            lora_alpha=spec.alpha,  # type: ignore[arg-type]  # declared int, but only divided by the rank
             lora_dropout=spec.dropout,
             target_modules=targets,
             target_parameters=expert_names(model, spec),
@@ -69,20 +72,20 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec) -> PreTrainedModel:
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Returns whether the model carries adapters."""
+    """Returns whether the model has adapters."""
     return bool(getattr(model, "peft_config", None))
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Returns the name of a number format as a configuration has it."""
+    """Returns the name of a dtype as used in configs."""
     return str(dtype).removeprefix("torch.")
 
 
 @dataclass
 class MergeRounding:
-    """Part of the adapters' update that was lost when the merged weights were rounded; sums over all adapted weights.
+    """Rounding loss of the adapters' update on merging, summed over all adapted weights.
 
-    ``update``, ``lost``: squared norms; ``unchanged`` of the ``weights`` are equal to the base's in the same format.
+    ``update``, ``lost``: squared norms; ``unchanged``: number of the ``weights`` that equal the base's in that dtype.
     """
 
     base: str
@@ -94,12 +97,12 @@ class MergeRounding:
 
     @classmethod
     def for_merge(cls, model: PreTrainedModel, dtype: torch.dtype) -> "MergeRounding":
-        """Returns the empty count of one merge of a model's adapters into weights in ``dtype``."""
+        """Creates an empty count for merging a model's adapters into weights in ``dtype``."""
         quantized = getattr(model.config, "quantization_config", None) is not None
         return cls("4 bits" if quantized else dtype_name(model.dtype), dtype_name(dtype))
 
     def add(self, base: Tensor, merged: Tensor, written: Tensor) -> None:
-        """Counts in a weight, by pieces: ``merged`` is base and update before the rounding, ``written`` after it."""
+        """Adds a weight to the count; ``merged`` is base plus update before rounding, ``written`` after it."""
         pieces = zip(*(torch.split(whole.flatten(), PIECE) for whole in (base, merged, written)), strict=True)
         for old, exact, rounded in pieces:
             start, update = old.to(rounded.dtype), exact - old.to(exact.dtype)
@@ -111,23 +114,23 @@ class MergeRounding:
 
     @property
     def lost_share(self) -> float:
-        """Returns the norm of the lost part over that of the update; 0 for adapters that add nothing yet."""
+        """Returns the norm of the lost part relative to the update; 0 for untrained adapters."""
         return (self.lost / self.update) ** 0.5 if self.update else 0.0
 
     @property
     def unchanged_share(self) -> float:
-        """Returns the share of the adapted weights that are equal to the base's."""
+        """Returns the share of the adapted weights that equal the base's."""
         return self.unchanged / max(1, self.weights)
 
     def to_json(self) -> dict[str, Json]:
-        """Returns what a checkpoint's account and a run's result keep of it."""
+        """Returns the values stored in checkpoint records and run results."""
         shares = {"lost_share": self.lost_share, "unchanged_share": self.unchanged_share}
         return {"base": self.base, "dtype": self.dtype, **shares}
 
     def describe(self) -> str:
-        """Returns what the rounding took, in words."""
+        """Describes the rounding loss in a sentence."""
         return (
-            f"rounding the merged weights to {self.dtype} took {100 * self.lost_share:.3g} % of the adapters' update "
+            f"rounding the merged weights to {self.dtype} lost {100 * self.lost_share:.3g} % of the adapters' update "
             f"(in norm) and left {100 * self.unchanged_share:.3g} % of the adapted weights equal to the base's"
         )
 
@@ -135,18 +138,17 @@ class MergeRounding:
 def merge_state_dict(
     model: nn.Module, *, keep: bool = True, dtype: torch.dtype | None = None, rounding: MergeRounding | None = None
 ) -> dict[str, Tensor]:
-    """Merges the adapters into the state dict of the plain base model, under its own names, on the CPU.
+    """Merges the adapters into a state dict of the plain base model, under its own parameter names, on the CPU.
 
-    Each sum is formed in float32 and rounded once, to ``dtype`` (None: the base's); ``rounding`` counts what that took.
-    The model is left as it is, and tensors without an adapter may share its memory. Weights of 4 bits come out
-    unpacked. Sharded tensors are gathered one by one (a collective: every rank must call it); with ``keep`` false the
-    dict is empty.
+    Sums are computed in float32 and rounded once to ``dtype`` (None: the base's); ``rounding`` counts the loss. The
+    model is not changed, and tensors without an adapter may share its memory. 4-bit weights are dequantized. Sharded
+    tensors are gathered one by one (a collective: every rank must call it); with ``keep`` false the dict is empty.
     """
     adapted = _adapter_layers(model)
     packed = {name: value for name, value in model.named_parameters() if hasattr(value, "quant_state")}
     state = {}
     for name, value in model.state_dict().items():
-        # Several where more than one tensor of a module is adapted: each adapter is put around the one before.
+        # A module with several adapted tensors has nested adapters.
         owners = [path for path in parent_paths(name) if path in adapted]
         if any(not name.startswith(f"{owner}.{BASE}") for owner in owners):
             continue  # the adapter's own
@@ -160,7 +162,7 @@ def merge_state_dict(
                 whole = _merge_weight(whole, adapted[owner], dtype or whole.dtype, rounding)
             plain = f"{owner}.{inner}"
         if name in packed and getattr(model.get_submodule(name.rpartition(".")[0]), "source_cls", None) is Conv1D:
-            whole = whole.T.contiguous()  # the module that was packed stores its weight transposed
+            whole = whole.T.contiguous()  # the quantized module stores its weight transposed
         if keep:
             state[plain] = whole.cpu()
     return state
@@ -183,7 +185,7 @@ def adapter_state(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
 def write_adapter(
     model: PreTrainedModel, state: Mapping[str, Tensor], folder: Path, base: str | None, revision: str | None
 ) -> None:
-    """Writes ``adapter_state`` as peft reads it (``PeftModel.from_pretrained``), with the name of the base."""
+    """Writes ``adapter_state`` in peft's format (``PeftModel.from_pretrained``), with the name of the base."""
     config = cast("LoraConfig", copy.deepcopy(model.peft_config[ADAPTER]))
     config.base_model_name_or_path, config.revision, config.inference_mode = base, revision, True
     config.target_modules = sorted(config.target_modules or ())  # peft keeps a set: the file would differ each time
@@ -195,29 +197,29 @@ def write_adapter(
 
 
 class AdapterDisabledReference(ScoredLM):
-    """Reference without weights of its own: the policy with its adapters disabled, in eval mode, without gradient.
+    """Reference model that is the policy with disabled adapters, in eval mode and without gradient.
 
-    Owns no parameter; follows the policy to its device and into its shards. UserError for a policy without adapters.
+    It owns no parameters and follows the policy's device and sharding. Raises UserError for a policy without adapters.
     """
 
     model: PreTrainedModel
     policy: ScoredLM
 
     def __init__(self, policy: ScoredLM) -> None:
-        nn.Module.__init__(self)  # ScoredLM's own would take the model as a submodule
+        nn.Module.__init__(self)  # ScoredLM.__init__ would register the model as a submodule
         if not has_adapters(policy.model):
-            raise UserError("reference=adapter_off needs a policy with a fresh adapter: set model=lora")
+            raise UserError("reference=adapter_off needs a policy with a new adapter: set model=lora")
         object.__setattr__(self, "policy", policy)
         object.__setattr__(self, "model", policy.model)
         self.chunk = policy.chunk
         self.training = False
 
     def train(self, mode: bool = True) -> "AdapterDisabledReference":
-        """Returns self, always in eval mode; the policy's mode is left alone."""
+        """Returns self, always in eval mode; the policy's mode does not change."""
         return self
 
     def head(self) -> LMHead:
-        """Returns the vocabulary head, which policy and reference share."""
+        """Returns the vocabulary head, shared by policy and reference."""
         return self.policy.head()
 
     def forward(
@@ -228,7 +230,7 @@ class AdapterDisabledReference(ScoredLM):
         requests: Collection[str] = frozenset({"logps"}),
         other: tuple[Float[Tensor, "rows R e"], LMHead] | None = None,
     ) -> TokenStats:
-        """Statistics of every response token under the base; the policy's mode and adapters are restored."""
+        """Computes statistics of every response token under the base, then restores the policy's mode and adapters."""
         with torch.no_grad(), eval_mode(self.policy), disable_adapters(self.policy.model):
             stats: TokenStats = self.policy(inputs, response_ids, response_mask, requests, other)
         return stats
@@ -236,9 +238,9 @@ class AdapterDisabledReference(ScoredLM):
 
 @contextmanager
 def disable_adapters(model: nn.Module) -> Iterator[None]:
-    """Opens a context in which the adapters of ``model`` add nothing.
+    """Disables the adapters of ``model`` inside the context.
 
-    Only the flag that peft's layers read is turned: its own switch would make frozen adapters train.
+    Only sets the flag that peft's layers read; peft's own switch would make frozen adapters trainable.
     """
     layers = [layer for layer in _adapter_layers(model).values() if not layer._disable_adapters]
     for layer in layers:
@@ -251,7 +253,7 @@ def disable_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def _adapter_layers(model: nn.Module) -> "dict[str, LoraLayer]":
-    """Returns every module that carries an adapter, by its name; peft is imported only if there can be one."""
+    """Returns all modules with an adapter by name; peft is imported only if there can be one."""
     if not has_adapters(model):
         return {}
     from peft.tuners.lora import LoraLayer
@@ -264,7 +266,7 @@ def _linear_modules(model: nn.Module) -> dict[str, nn.Linear | Conv1D]:
 
 
 def target_names(model: PreTrainedModel, spec: LoraSpec) -> list[str]:
-    """Returns the full names of the linear modules that get an adapter; ``UserError`` for a target that names none."""
+    """Returns the full names of the linear modules that get an adapter; ``UserError`` for a target without a match."""
     head: object = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     linear, refused = _linear_modules(model), unadaptable_names(model)
     allowed = [name for name, part in linear.items() if part is not head and name.rpartition(".")[2] not in refused]
@@ -276,23 +278,23 @@ def target_names(model: PreTrainedModel, spec: LoraSpec) -> list[str]:
         for target in spec.target_modules:
             if not any(_is_target(name, target) for name in (*chosen, *experts)):
                 is_head = any(_is_target(name, target) for name in linear)
-                what = "is the vocabulary head, which is never adapted" if is_head else "names no linear module"
+                what = "is the vocabulary head, which cannot be adapted" if is_head else "matches no linear module"
                 if target.rpartition(".")[2] in refused:
-                    what = "is a module whose weight is used otherwise than by a plain product, past any adapter"
+                    what = "is a module whose weight is not used as a plain matrix product, so an adapter is bypassed"
                 short = dict.fromkeys(name.rpartition(".")[2] for name in allowed)
                 raise UserError(
                     f"model.lora.target_modules: {target!r} {what}; the linear modules of {type(model).__name__} are "
                     f"{', '.join(short) or 'none'}"
                 )
     if not chosen and not experts:
-        raise UserError(f"model.lora: {type(model).__name__} has no linear module besides its head to put adapters on")
+        raise UserError(f"model.lora: {type(model).__name__} has no linear module besides its head to adapt")
     return chosen
 
 
 def expert_names(model: PreTrainedModel, spec: LoraSpec) -> list[str]:
-    """Returns the full names of tensors of several experts [experts _ _] that get an adapter for each expert.
+    """Returns the full names of fused expert tensors [experts _ _] that get an adapter per expert.
 
-    None with dropout, which has no place there, and none beside transposed linear layers, which peft refuses.
+    Empty with dropout, which peft cannot apply there, and for models with transposed linear layers, which peft rejects.
     """
     if spec.dropout or any(isinstance(module, Conv1D) for module in model.modules()):
         return []
@@ -307,7 +309,7 @@ def expert_names(model: PreTrainedModel, spec: LoraSpec) -> list[str]:
 
 
 def unadaptable_names(model: PreTrainedModel) -> list[str]:
-    """Returns the last names of linear modules that can have no adapter: their weight is used past any adapter."""
+    """Returns the last names of linear modules that cannot be adapted, because their weight is used directly."""
     if find_spec("peft") is None:
         return []
     plain = (nn.Linear.forward, Conv1D.forward)
@@ -326,7 +328,7 @@ def unadaptable_names(model: PreTrainedModel) -> list[str]:
 
 
 def describe_adapter_coverage(model: PreTrainedModel, spec: LoraSpec) -> str:
-    """Says for the log which share of a model's parameters lies in modules that get an adapter, and what does not."""
+    """Describes for the log which share of the parameters is in adapted modules, and which modules are not adapted."""
     targets, experts = target_names(model, spec), expert_names(model, spec)
     owned = {f"{name}.weight" for name in targets} | set(experts)
     reached, stacked, total = 0, 0, 0
@@ -341,11 +343,11 @@ def describe_adapter_coverage(model: PreTrainedModel, spec: LoraSpec) -> str:
     words += f" and {len(experts)} tensors of fused experts" if experts else ""
     words += f", which hold {reached / total:.0%} of the parameters"
     if stacked:
-        words += f"; {stacked / total:.0%} are weights of several experts in one tensor, which none reaches ({first})"
-        words += "; set model.lora.dropout=0 to reach those that can be" if spec.dropout else ""
+        words += f"; {stacked / total:.0%} are fused expert weights without an adapter ({first})"
+        words += "; set model.lora.dropout=0 to adapt those that can be" if spec.dropout else ""
     refused = unadaptable_names(model)
     return words + (
-        f"; none on {', '.join(refused)}, whose weight is used otherwise than by a plain product" if refused else ""
+        f"; none on {', '.join(refused)}, whose weight is not used as a plain matrix product" if refused else ""
     )
 
 
@@ -354,7 +356,7 @@ def _is_target(name: str, target: str) -> bool:
 
 
 def parent_paths(name: str) -> Iterator[str]:
-    """Yields every module path above a tensor's name, the longest first."""
+    """Yields the paths of all modules that contain a tensor, the longest first."""
     while "." in name:
         name = name.rpartition(".")[0]
         yield name
@@ -367,7 +369,7 @@ def _dequantize(weight: nn.Parameter) -> Tensor:
 
 
 def _merge_weight(base: Tensor, layer: "LoraLayer", dtype: torch.dtype, rounding: MergeRounding | None) -> Tensor:
-    """Adds the adapters' product to the weight in float32 or better and rounds once to ``dtype``."""
+    """Adds the adapter's product to the weight in at least float32 and rounds once to ``dtype``."""
     total = base.to(torch.promote_types(base.dtype, torch.float32), copy=True)
     for adapter in layer.active_adapters:
         maps = (layer.lora_A[adapter], layer.lora_B[adapter])

@@ -1,9 +1,8 @@
-"""Size of a model and the memory a run needs on each device, from its config alone, before any weight is loaded.
+"""Estimates a model's size and a run's memory per device from the config, before any weight is loaded.
 
-Parameters are counted on the module tree, built without memory. Activations are those of a decoder block with rotary
-attention, two norms and a gated MLP, counted off what autograd saves for Llama in torch 2.13, as it is and compiled;
-other blocks get the same formulas. CUDA context and fragmentation are left to the share that ``MemoryEstimate.fits``
-keeps free.
+Parameters are counted on the meta device. Activations are those of a decoder block with rotary attention, two norms and
+a gated MLP, as saved by autograd for Llama in torch 2.13, uncompiled and compiled; other blocks use the same formulas.
+CUDA context and fragmentation are covered by the share that ``MemoryEstimate.fits`` keeps free.
 """
 
 from bisect import bisect_left
@@ -22,27 +21,27 @@ from attnpo.models.lora import expert_names, target_names
 from attnpo.models.spec import LoraSpec, ModelSpec
 
 GIB, MIB = 1 << 30, 1 << 20
-FREE_SHARE = 0.05  # of a device: CUDA context, library workspaces, fragmentation
-ROUND, MOST = 256, 32768  # tokens: by how many a budget grows, and up to how many, which keep any device at work
+FREE_SHARE = 0.05  # share of a device kept free for CUDA context, library workspaces and fragmentation
+ROUND, MOST = 256, 32768  # step and maximum of token budgets; the maximum saturates any device
 FP32, BF16 = 4, 2
 PROJECTIONS = 7  # of a block, each with an adapter
 REPEATS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
-"""True where the kernel for packed rows takes as many heads of keys and values as of queries, which are kept then."""
-FOUR_BITS = 0.5 + 1 / 64 + FP32 / (64 * 256)  # with a byte of scale per 64 numbers, and four per 256 of those bytes
+"""True if the kernel for packed rows needs, and then saves, keys and values repeated to the number of query heads."""
+FOUR_BITS = 0.5 + 1 / 64 + FP32 / (64 * 256)  # one scale byte per 64 numbers, and four bytes per 256 scales
 
-# Moments that can be the peak: a reference in memory reads the batch, the vocabulary head's backward, a block's, the
-# optimiser's update, a forward that no backward follows (validation, a pass over the data).
+# Moments of possible peaks: the reference's forward, the backward of the vocabulary head, the backward of a block, the
+# optimizer update, and a forward without backward (validation, a pass over the data).
 REFERENCE, HEAD, BLOCK, UPDATE, FORWARD = "reference", "head backward", "block backward", "update", "forward alone"
 MOMENTS = (REFERENCE, HEAD, BLOCK, UPDATE, FORWARD)
-STEP = (REFERENCE, HEAD, BLOCK)  # while activations are held
+STEP = (REFERENCE, HEAD, BLOCK)  # moments at which activations are held
 
 
 @dataclass(frozen=True)
 class ModelShape:
     """Parameter counts and widths of a model.
 
-    ``block``: the largest; ``cast``: of the blocks' matrices (what autocast copies); ``linear``: of their linear layers
-    (what 4 bits can hold); ``largest``: of the largest tensor; ``adapters``: those LoRA would add, of ``rank``.
+    ``block``: the largest block; ``cast``: matrices of the blocks (copied by autocast); ``linear``: linear layers of
+    the blocks (can be quantized); ``largest``: the largest tensor; ``adapters``: LoRA parameters of rank ``rank``.
     """
 
     parameters: int
@@ -63,7 +62,7 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: PretrainedConfig, lora: LoraSpec | None = None) -> "ModelShape":
-        """Returns the shape of the causal LM that ``config`` describes, of its widest layers; UserError for none."""
+        """Builds the shape of the causal LM of ``config`` from its widest layers; UserError if it is not one."""
         model = build_on_meta(config)
         stack = layer_stack(backbone_of(model))
         text = config.get_text_config()
@@ -98,14 +97,14 @@ def count_adapter_parameters(model: PreTrainedModel, lora: LoraSpec) -> int:
 
 
 def count_parameters(config: PretrainedConfig, lora: LoraSpec | None = None) -> tuple[int, int]:
-    """Parameters of the causal LM that ``config`` describes, and those LoRA would add. UserError when it is none."""
+    """Counts the parameters of the causal LM of ``config``, and those added by LoRA; UserError if it is not one."""
     model = build_on_meta(config)
     return parameter_count(model), 0 if lora is None else count_adapter_parameters(model, lora)
 
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """One use of memory: bytes on each device, how they were computed, and the moments it is there (() is always)."""
+    """Row of the memory table: bytes per device, how they were computed, and at which moments (() means always)."""
 
     name: str
     size: int
@@ -113,12 +112,12 @@ class MemoryRow:
     moments: tuple[str, ...] = ()
 
     def at(self, moment: str) -> int:
-        """Returns its bytes at a moment of the step."""
+        """Returns the bytes in use at a moment of the step."""
         return self.size if not self.moments or moment in self.moments else 0
 
     @property
     def when(self) -> str:
-        """Returns its moments in few words."""
+        """Describes the moments briefly."""
         if set(self.moments) >= set(STEP):
             return ", ".join(["forward and backward", *(one for one in self.moments if one not in STEP)])
         return ", ".join(self.moments) or "always"
@@ -126,7 +125,7 @@ class MemoryRow:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Memory that each of ``devices`` devices must hold. ``title`` says for what."""
+    """Memory estimate per device for ``devices`` devices; ``title`` names the workload."""
 
     title: str
     rows: tuple[MemoryRow, ...]
@@ -137,26 +136,26 @@ class MemoryEstimate:
 
     @property
     def peak(self) -> str:
-        """Returns the moment at which most memory is needed."""
+        """Returns the moment of the highest memory use."""
         return max(MOMENTS, key=self.at)
 
     @property
     def total(self) -> int:
-        """Returns bytes on each device at the peak."""
+        """Returns the bytes per device at the peak."""
         return self.at(self.peak)
 
     def at(self, moment: str) -> int:
-        """Returns bytes on each device at a moment of the step."""
+        """Returns the bytes per device at a moment of the step."""
         return sum(row.at(moment) for row in self.rows)
 
     def fits(self, capacity: int) -> bool:
-        """Returns whether devices of ``capacity`` bytes hold it, with a share left free for what is not counted."""
+        """Returns whether the estimate fits devices of ``capacity`` bytes, with a share kept free."""
         return self.total <= capacity * (1 - FREE_SHARE)
 
     def lines(self, capacity: int | None = None, others: "Mapping[str, MemoryEstimate] | None" = None) -> list[str]:
-        """Returns the table for the log in GiB (MiB for small models), and whether a device's bytes hold the total.
+        """Formats the table for the log, in GiB (MiB for small models), and states whether the total fits ``capacity``.
 
-        ``others``: estimates under other options, of which those that fit are named when this one does not.
+        ``others``: estimates for other options; those that fit are suggested if this one does not.
         """
         where = "" if self.devices == 1 else f", each of {self.devices} devices"
         width = max(len(row.name) for row in (*self.rows, MemoryRow("total", 0, "")))
@@ -176,10 +175,10 @@ class MemoryEstimate:
 
 
 def activation_bytes_per_token(shape: ModelShape, compute: int, stream: int) -> int:
-    """Counts the bytes per token that one block keeps for its backward.
+    """Returns the bytes per token that one block saves for its backward.
 
-    ``compute`` and ``stream``: bytes per number inside the products and on the residual stream, of which autocast
-    copies a float32 one for each projection; frozen weights keep no input.
+    ``compute`` and ``stream``: bytes per number in matrix products and on the residual stream; autocast copies a
+    float32 stream for each projection. Frozen weights save no input.
     """
     measured = {(FP32, FP32): 24, (BF16, FP32): 26, (BF16, BF16): 16}
     if shape.rank:
@@ -190,20 +189,20 @@ def activation_bytes_per_token(shape: ModelShape, compute: int, stream: int) -> 
 
 
 def compiled_bytes_per_token(shape: ModelShape, compute: int, stream: int) -> int:
-    """Counts the bytes per token that one compiled block keeps, as torch's partitioner leaves them."""
+    """Returns the bytes per token that one compiled block saves, as decided by torch's partitioner."""
     attention = compute * (2 * shape.queries + 2 * shape.keys) + FP32 * shape.heads
     products = compute * 3 * (shape.hidden + shape.inner)
     return stream * shape.hidden + 2 * FP32 + attention + products + adapter_bytes_per_token(shape, compute)
 
 
 def adapter_bytes_per_token(shape: ModelShape, compute: int) -> int:
-    """Counts those that a block's adapters keep: what is inside each, and under autocast attention's output anew."""
+    """Returns the bytes per token that a block's adapters save, including another copy of attention's output."""
     copied = shape.queries if compute == BF16 else 0
     return compute * (PROJECTIONS * shape.rank + copied) if shape.rank else 0
 
 
 def max_token_budget(fits: Callable[[int], bool], least: int, most: int = MOST) -> int:
-    """Finds the largest budget of tokens that ``fits``, from ``least``, which is taken as it is, up to ``most``."""
+    """Finds the largest token budget from ``least`` to ``most`` that ``fits``; ``least`` is assumed to fit."""
     steps = range(1, max(0, most - least) // ROUND + 1)
     return least + ROUND * bisect_left(steps, True, key=lambda step: not fits(least + ROUND * step))
 
@@ -223,10 +222,10 @@ def estimate_training(
     tokens: int | None = None,
     eval_tokens: int | None = None,
 ) -> MemoryEstimate:
-    """Estimates training on each device with the longest micro-batch: 2 x ``micro`` rows of ``max_length`` tokens.
+    """Estimates training memory per device for the longest micro-batch: 2 x ``micro`` rows of ``max_length`` tokens.
 
-    ``tokens`` and ``eval_tokens`` are budgets in place of such rows. ``reference``: its kind, None without one; the
-    other values are those of the run's config. Raises UserError when ``config`` describes no causal LM.
+    ``tokens`` and ``eval_tokens`` are token budgets that replace these rows. ``reference``: kind of reference, or None;
+    the other values come from the run's config. Raises UserError if ``config`` is not a causal LM's.
     """
     shape, chunk = ModelShape.from_config(config, model.lora), model.chunk
     weight = DTYPES[model.dtype].itemsize
@@ -248,7 +247,7 @@ def estimate_training(
     copied = reference in ("live", "first_epoch")
     gathered = weight * (shape.parameters - shape.blocks + 2 * shape.block) if fsdp else 0
     buckets = (shape.parameters * weight if whole else shape.adapters * FP32) if several and not fsdp else 0
-    # A compiled block's backward gives them all at its end, to be added then; sharded ones are among those gathered.
+    # A compiled block returns all its gradients at the end of its backward; sharded ones are among those gathered.
     of_block = weight * shape.block if whole else FP32 * shape.adapters // shape.layers
     logits = _logit_bytes(shape, chunk, step.compute)
     rows = [
@@ -275,7 +274,7 @@ def estimate_training(
             (BLOCK,),
         ),
         _head_row(step, chunk, trained=whole),
-        # None with the fused float32 kernel, one tensor at a time with 8-bit moments.
+        # Nothing for the fused float32 kernel; one tensor at a time for 8-bit moments.
         MemoryRow(
             "moments unpacked",
             3 * FP32 * shape.largest // sharded * (moments != "float32"),
@@ -296,10 +295,10 @@ def estimate_pass(
     tokens: int,
     mapped: int = 0,
 ) -> MemoryEstimate:
-    """Estimates the judge pass, which is without gradients: weights in ``dtype`` and ``tokens`` tokens per forward.
+    """Estimates the judge pass, without gradients: weights in ``dtype`` and ``tokens`` tokens per forward.
 
-    ``mapped``: tokens of the longest prompt whose whole attention maps are kept, if they are. Raises UserError when
-    ``config`` describes no causal LM.
+    ``mapped``: length of the longest prompt whose full attention maps are kept, or 0. Raises UserError if ``config`` is
+    not a causal LM's.
     """
     shape = ModelShape.from_config(config)
     weight = DTYPES[dtype].itemsize
@@ -323,7 +322,7 @@ def estimate_pass(
 
 @dataclass(frozen=True)
 class _MicroBatch:
-    """Micro-batch: the model's shape, bytes per weight and per product, tokens, which blocks are recomputed."""
+    """Micro-batch for the estimate: model shape, bytes per weight and per product, tokens, recomputed blocks."""
 
     shape: ModelShape
     weight: int
@@ -336,38 +335,38 @@ class _MicroBatch:
 
     @property
     def saved_bytes(self) -> int:
-        """Returns bytes per token that a block keeps which is not recomputed."""
+        """Returns the bytes per token saved by a block that is not recomputed."""
         count = compiled_bytes_per_token if self.compiled else activation_bytes_per_token
         repeated = 2 * (self.shape.queries - self.shape.keys) if REPEATS and self.compute == BF16 else 0
         return count(self.shape, self.compute, self.weight) + self.compute * repeated
 
     @property
     def weight_bytes(self) -> int:
-        """Returns bytes of the model's weights."""
+        """Returns the bytes of the model's weights."""
         packed = self.shape.linear if self.quantized else 0
         return int(packed * FOUR_BITS) + (self.shape.parameters - packed) * self.weight
 
     @property
     def dequantized_bytes(self) -> int:
-        """Returns bytes of the largest matrix of 4 bits as it is multiplied, under autocast in two formats."""
+        """Returns the bytes of the largest dequantized 4-bit matrix; under autocast it exists in two dtypes."""
         size = self.weight + (self.compute if self.copies else 0)
         return size * self.shape.hidden * self.shape.inner if self.quantized else 0
 
     @property
     def copies(self) -> bool:
-        """Returns whether autocast copies the weights: they are wider than the products."""
+        """Returns whether autocast copies the weights, because they are wider than the products."""
         return self.weight > self.compute
 
 
 def _checkpointed_blocks(shape: ModelShape, model: ModelSpec) -> tuple[int, bool]:
-    """Returns how many blocks keep their input alone, and whether the last is one of them."""
+    """Returns the number of blocks that save only their input, and whether the last block is one of them."""
     if not model.uses_checkpointing:
         return 0, False
     return -(-shape.layers // model.checkpoint_every), (shape.layers - 1) % model.checkpoint_every == 0
 
 
 def _state_rows(step: _MicroBatch, model: ModelSpec, moments: str, sharded: int, over: str) -> list[MemoryRow]:
-    """Returns weights, gradients and moments; sharded over ``sharded`` devices."""
+    """Returns the rows for weights, gradients and optimizer moments, sharded over ``sharded`` devices."""
     shape, weight = step.shape, step.weight
     base = f"{shape.parameters:,} parameters x {weight} B ({model.dtype}){over}"
     if model.quantize is not None:
@@ -391,7 +390,7 @@ def _state_rows(step: _MicroBatch, model: ModelSpec, moments: str, sharded: int,
 
 
 def _step_rows(step: _MicroBatch) -> list[MemoryRow]:
-    """Activations of the longest micro-batch and the half-precision copies of weights that wait for its backward."""
+    """Returns the rows for activations of the longest micro-batch and half-precision weight copies."""
     shape, tokens = step.shape, step.tokens
     stream = step.weight
     each = step.saved_bytes
@@ -406,7 +405,7 @@ def _step_rows(step: _MicroBatch) -> list[MemoryRow]:
     if step.recomputed:
         how += " (checkpointing: the input of each block)" if not whole else f" (of {step.recomputed} blocks the input)"
     rows = [MemoryRow("activations", tokens * kept, how, STEP)]
-    # The backward starts at the last block. One that kept its activations has freed them before another is recomputed.
+    # The backward starts at the last block, which frees its saved activations before another block is recomputed.
     if step.last_recomputed:
         rows.append(MemoryRow("recomputed block", tokens * (each + flowing), "one block and its gradients", (BLOCK,)))
     else:
@@ -420,7 +419,7 @@ def _step_rows(step: _MicroBatch) -> list[MemoryRow]:
 
 
 def _head_row(step: _MicroBatch, chunk: int, *, trained: bool) -> MemoryRow:
-    """Estimates the vocabulary head's backward: a chunk of logits, the head's gradient, its states and theirs."""
+    """Estimates the vocabulary head's backward: a chunk of logits, the head's gradient, hidden states and gradients."""
     shape = step.shape
     matrix = shape.vocab * shape.hidden
     size = _logit_bytes(shape, chunk, step.compute) + step.tokens * 3 * FP32 * shape.hidden
@@ -433,12 +432,12 @@ def _head_row(step: _MicroBatch, chunk: int, *, trained: bool) -> MemoryRow:
 
 
 def _forward_bytes(step: _MicroBatch, tokens: int) -> int:
-    """Returns a forward without gradients: one block in its widest place, its MLP, with copies of its widest weight."""
+    """Returns the bytes of a forward without gradients: the MLP of one block, with copies of its widest weight."""
     shape = step.shape
     copy = step.compute * shape.hidden * shape.inner if step.copies and not step.quantized else 0
     return tokens * (3 * step.compute * shape.inner + (2 * step.weight + step.compute) * shape.hidden) + copy
 
 
 def _logit_bytes(shape: ModelShape, chunk: int, compute: int) -> int:
-    """Returns one chunk, in float32 and in a shorter format."""
+    """Returns the bytes of one chunk of logits, in float32 and in a shorter dtype."""
     return chunk * shape.vocab * (FP32 + (compute if compute < FP32 else 0))

@@ -1,13 +1,13 @@
-"""Attention over rows that hold many sequences, without padding and without a mask over the whole row.
+"""Attention over rows that pack many sequences, without padding and without a mask over the whole row.
 
-A packed row is described by its segments: stretches of queries that see, causally, their own keys after a shared prefix
-that stands elsewhere in the row (the prompt of both responses). In half precision on CUDA a layer is one call of
-torch's kernel for sequences of any lengths, where that kernel knows the layer's mask; elsewhere segments of like size
-are gathered into one padded call of torch's fused kernel. Windows and chunks are read from the rule that transformers
-gives for the layer. Soft-caps and attention sinks take a plain softmax. Equal to a padded batch up to rounding.
+A packed row consists of segments: runs of queries that attend causally to their own keys and to a shared prefix
+elsewhere in the row (the prompt of both responses). In half precision on CUDA, a layer is a single call of torch's
+variable-length kernel if that kernel supports the layer's mask. Otherwise segments of similar size are gathered into
+padded calls of torch's fused kernel. Windows and chunks follow the mask function that transformers gives for the layer.
+Soft-caps and attention sinks use a plain softmax. Results equal those of a padded batch up to rounding.
 
-The plan travels in the keyword arguments of the forward and the rule in the mask's place, so a recomputing backward
-finds both. Calls without a plan get what the model had before.
+The plan is passed in the keyword arguments of the forward and the mask function in place of the mask, so a recomputing
+backward has both. Calls without a plan use the model's original attention.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -27,20 +27,20 @@ from transformers.masking_utils import sdpa_mask
 from attnpo.models.described import backbone_of
 from attnpo.schema import UserError
 
-PLAN = "segment_plan"  # the keyword argument that carries the plan
+PLAN = "segment_plan"  # keyword argument that carries the plan
 
-# transformers reads meaning into names that contain "sdpa", "eager" or "flash"; these must not.
+# transformers treats names that contain "sdpa", "eager" or "flash" specially; these must not contain them.
 NAMES = {"sdpa": "attnpo_segments", "eager": "attnpo_segments_plain"}
-"""By the attention the model had before; calls without a plan still get that kernel, or a plain softmax."""
+"""Names by original attention implementation; calls without a plan still use that kernel, or a plain softmax."""
 
-WASTE = 1.3  # a call of the kernel may be padded to this many times the entries it needs,
-SMALL = 1 << 13  # or by this many entries, which cost less than another call
-FAR = 1 << 40  # the position of padding keys: after every query
+WASTE = 1.3  # maximum ratio of padded to needed entries in a kernel call,
+SMALL = 1 << 13  # or maximum number of extra entries, which cost less than another call
+FAR = 1 << 40  # position of padding keys, after every query
 
 HALF = (torch.float16, torch.bfloat16)
-"""Dtypes of the kernel for sequences of any lengths."""
+"""Dtypes supported by the variable-length kernel."""
 WIDEST, WIDTHS = 256, 8
-"""Heads of that kernel are at most this wide, and a multiple of that."""
+"""Maximum head width of that kernel, and the number it must be a multiple of."""
 
 HOST = torch.device("cpu")
 _Attention = Callable[..., tuple[Tensor, None]]
@@ -49,10 +49,10 @@ _WITHOUT_PLAN: _Attention = sdpa_attention_forward
 
 @dataclass(frozen=True)
 class Bucket:
-    """Segments of like size as one padded call of n sequences.
+    """Segments of similar size as one padded call of n sequences.
 
-    ``queries``, ``keys``: places in the row; ``query_at``, ``key_at``: positions in the branch (padding keys stand
-    after every query); ``shared``: the least and the most tokens of a prefix.
+    ``queries``, ``keys``: indices into the row; ``query_at``, ``key_at``: positions within the branch (padding keys
+    come after every query); ``shared``: minimum and maximum prefix length.
     """
 
     queries: Int[Tensor, "n q"]
@@ -63,11 +63,11 @@ class Bucket:
 
     @property
     def has_prefix(self) -> bool:
-        """Returns whether some segment has a prefix."""
+        """Returns whether any segment has a prefix."""
         return self.shared[1] > 0
 
     def to(self, device: torch.device) -> "Bucket":
-        """Returns the same bucket on ``device``."""
+        """Moves the bucket to ``device``."""
         queries, keys, query_at, key_at = (
             part.to(device, non_blocking=True) for part in (self.queries, self.keys, self.query_at, self.key_at)
         )
@@ -76,10 +76,10 @@ class Bucket:
 
 @dataclass(frozen=True)
 class VarlenRow:
-    """Segments of a row as sequences of any lengths, in the order of the row, and the kernel that takes them.
+    """Segments of a row as variable-length sequences, in row order, with the kernel to run.
 
-    ``keys``: places of the keys, prefix first (None: the row as it is). ``query_ends``, ``key_ends``: where sequences
-    end, after a 0. ``longest``: most queries, most keys. ``options``: arguments of the kernel.
+    ``keys``: indices of the keys, prefix first (None: the row itself). ``query_ends``, ``key_ends``: cumulative ends of
+    the sequences, starting with 0. ``longest``: maximum numbers of queries and keys. ``options``: kernel arguments.
     """
 
     kernel: Callable[..., object]
@@ -92,10 +92,10 @@ class VarlenRow:
 
 @dataclass(frozen=True)
 class SegmentPlan:
-    """Branches in a row, made on the CPU for a row on ``device``; a kernel's view of them is made when first asked for.
+    """Plan of the branches in a row, built on the CPU for a row on ``device``; kernel inputs are built on first use.
 
-    ``alone``: start, length and tokens before it of the stretch that is one branch's only. ``branches``: places of all
-    its tokens; padding repeats one.
+    ``alone``: start, length and number of preceding tokens of the part that belongs to one branch only. ``branches``:
+    indices of all tokens of a branch; padding repeats one.
     """
 
     alone: Int[Tensor, "n 3"]
@@ -106,7 +106,7 @@ class SegmentPlan:
     def from_segments(
         cls, segments: Int[Tensor, "segments 4"], length: int, device: torch.device = HOST
     ) -> "SegmentPlan":
-        """Returns the plan of a row of ``length`` tokens; ValueError when the segments do not cover the row once."""
+        """Creates the plan of a row of ``length`` tokens; ValueError unless the segments cover the row exactly once."""
         lines = segments[segments[:, 1] > 0]
         start, count, prefix, shared = lines.t()[:, :, None]
         seen = shared + count
@@ -118,19 +118,19 @@ class SegmentPlan:
     def from_branches(
         cls, alone: Int[Tensor, "n 3"], branches: Int[Tensor, "n T"], length: int, device: torch.device
     ) -> "SegmentPlan":
-        """Plans n branches in a row of ``length`` tokens; each has at least one token alone.
+        """Creates the plan of n branches in a row of ``length`` tokens; each has at least one token of its own.
 
-        Raises ``ValueError`` when the stretches do not cover the row once.
+        Raises ``ValueError`` unless these tokens cover the row exactly once.
         """
         start, count = alone[alone[:, 0].argsort(), :2].t()
         covered = int(count.sum())
         if covered != length or not torch.equal(start, count.cumsum(0) - count):
-            raise ValueError(f"the segments hold {covered} tokens and do not cover the row's {length} once")
+            raise ValueError(f"the segments hold {covered} tokens and do not cover the row's {length} exactly once")
         return cls(alone, branches, device)
 
     @cached_property
     def layout_in_buckets(self) -> tuple[tuple[Bucket, ...], Int[Tensor, " N"]]:
-        """Gathers segments into buckets that hold every token once; also where each token's output is among all."""
+        """Groups segments into buckets that hold every token once; also returns the index of each token's output."""
         back = torch.empty(int(self.alone[:, 1].sum()), dtype=torch.long)
         buckets, offset = [], 0
         for members in _group_by_size([_Segment(row, *line) for row, line in enumerate(self.alone.tolist())]):
@@ -143,12 +143,12 @@ class SegmentPlan:
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
-        """Returns segments of like size together."""
+        """Returns the buckets of segments of similar size."""
         return self.layout_in_buckets[0]
 
     @cached_property
     def varlen(self) -> VarlenRow | None:
-        """Returns the segments for the kernel that takes any lengths; None on a device without it."""
+        """Returns the segments for the variable-length kernel; None on a device without it."""
         kernel = find_kernel(self.device)
         if kernel is None:
             return None
@@ -174,7 +174,7 @@ class SegmentPlan:
         scale: float,
         window: Callable[[int], tuple[int, int] | None],
     ) -> Tensor | None:
-        """Returns attention output [1 N H d] of a row [1 H N d] by one call of the kernel, None where it cannot."""
+        """Computes attention [1 N H d] of a row [1 H N d] in one kernel call; None if the kernel cannot."""
         kind, width, parts = query.device.type, query.shape[-1], [query, key, value]
         if (varlen := self.varlen) is None:
             return None
@@ -187,7 +187,7 @@ class SegmentPlan:
             return None
         more: dict[str, object] = {"scale": scale, "window_size": seen}
         if "num_splits" in varlen.options:
-            more["num_splits"] = 1  # else the sums of a sequence are cut by the lengths of those beside it
+            more["num_splits"] = 1  # otherwise sums are split depending on the lengths of the other sequences
         queries, keys, values = (part[0].transpose(0, 1) for part in parts)
         if varlen.keys is not None:
             keys, values = keys.index_select(0, varlen.keys), values.index_select(0, varlen.keys)
@@ -201,11 +201,8 @@ class SegmentPlan:
         return output[None]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, core: "BucketAttention") -> Tensor:
-        """Returns attention output [1 N H d] of a row [1 H N d], bucket by bucket.
-
-        ``core`` computes that of one bucket.
-        """
-        # [N, H*d]: rows of tokens, as the projections made them, so that gathering moves whole rows.
+        """Computes attention [1 N H d] of a row [1 H N d] bucket by bucket; ``core`` computes one bucket."""
+        # [N, H*d]: one row per token, as produced by the projections, so that gathering moves whole rows.
         rows = [part[0].transpose(0, 1) for part in (query, key, value)]
         sizes = [part.shape[1:] for part in rows]
         flat = [part.flatten(1) for part in rows]
@@ -223,7 +220,7 @@ class SegmentPlan:
 
 
 def find_kernel(device: torch.device) -> Callable[..., object] | None:
-    """Finds torch's attention over sequences of any lengths, causal from their ends; None where it is not to be had."""
+    """Returns torch's variable-length causal attention kernel; None if it is not available."""
     if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
         return None
     try:
@@ -233,14 +230,14 @@ def find_kernel(device: torch.device) -> Callable[..., object] | None:
     return varlen_attn if "window_size" in signature(varlen_attn).parameters else None
 
 
-@lru_cache(maxsize=4)  # layers of a kind share the function
+@lru_cache(maxsize=4)  # layers of the same kind share the function
 def describe_window(
     function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], local: int | None, longest: int
 ) -> tuple[int, int] | None:
-    """Describes a causal mask by how many keys before and after its own a query sees, -1 for all; None for no window.
+    """Describes a causal mask as a window (keys before, keys after) of a query, -1 for all; None if it is not one.
 
-    ``function``: of (batch, head, query, key) positions; ``local``: the most keys that a query sees; ``longest``:
-    tokens.
+    ``function``: mask function of (batch, head, query, key) positions; ``local``: maximum number of visible keys;
+    ``longest``: longest sequence in tokens.
     """
     if local is None or longest <= local:
         return -1, 0
@@ -250,15 +247,15 @@ def describe_window(
     plain = (key <= query) & (key > query - local)
     try:
         seen = function(first, first, query, key)
-    except RuntimeError:  # it depends on values on another device
+    except RuntimeError:  # the function uses values on another device
         return None
     return (local - 1, 0) if torch.equal(seen.expand_as(plain), plain) else None
 
 
 def sequence_boundaries(segments: Int[Tensor, "segments 4"], device: torch.device = HOST) -> dict[str, Tensor]:
-    """Returns where the sequences of a row begin, in transformers' keywords for such rows; {} where a prefix is shared.
+    """Returns the sequence boundaries of a row as transformers' keyword arguments; empty if a prefix is shared.
 
-    For layers with a state that runs along the row (convolutions, linear attention).
+    Needed by layers with a state along the row (convolutions, linear attention).
     """
     lines = segments[segments[:, 1] > 0]
     if bool((lines[:, 3] > 0).any()):
@@ -271,7 +268,7 @@ def sequence_boundaries(segments: Int[Tensor, "segments 4"], device: torch.devic
 
 
 BucketAttention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""Number of a bucket, its queries [n H q d], keys and values [n KV k d] to its output [n H q d]."""
+"""Function from (bucket number, queries [n H q d], keys, values [n KV k d]) to the attention output [n H q d]."""
 
 
 @dataclass(frozen=True)
@@ -287,7 +284,7 @@ class _Segment:
 
 
 def _group_by_size(segments: Sequence[_Segment]) -> list[list[_Segment]]:
-    """Segments in groups of like size, those with and without a prefix apart."""
+    """Groups segments of similar size; segments with and without a prefix are kept apart."""
     groups: list[list[_Segment]] = []
     for prefixed in (False, True):
         group: list[_Segment] = []
@@ -307,7 +304,7 @@ def _group_by_size(segments: Sequence[_Segment]) -> list[list[_Segment]]:
 
 
 def _bucket(members: Sequence[_Segment], branches: Int[Tensor, "n T"]) -> tuple[Bucket, Bool[Tensor, "m q"]]:
-    """Returns the members as one bucket, and a mask of its queries that are no padding."""
+    """Builds a bucket from its members, and a mask that is false on padding queries."""
     start, count, shared = torch.tensor([[m.start, m.count, m.shared] for m in members]).t()[:, :, None]
     step = torch.arange(max(m.count for m in members))[None]
     inner = torch.minimum(step, count - 1)
@@ -326,15 +323,15 @@ AnyRule = TypeVar("AnyRule")
 
 
 def check_whole_mask(rule: AnyRule, index: object) -> AnyRule:
-    """Returns ``rule`` when ``index`` takes the whole mask it stands for; raises ``UserError`` for a part of it."""
+    """Returns ``rule`` if ``index`` selects the whole mask; raises ``UserError`` if it selects a part."""
     parts = index if isinstance(index, tuple) else (index,)
     if any(not isinstance(part, slice) or part.start or part.stop is not None or part.step for part in parts):
-        raise UserError("its own code takes the mask apart, as sparse attention does that chooses its keys itself")
+        raise UserError("its own code slices the mask, like sparse attention that selects its keys itself")
     return rule
 
 
 class MaskArguments(TypedDict, total=False):
-    """Arguments of transformers' mask functions that are read here."""
+    """Arguments of transformers' mask functions that are used here."""
 
     batch_size: Required[int]
     q_length: Required[int]
@@ -346,9 +343,9 @@ class MaskArguments(TypedDict, total=False):
 
 
 class SegmentMask:
-    """Mask of a layer as transformers describes it, made into a tensor only where one is needed, and kept.
+    """Mask of a layer as described by transformers; converted to a tensor only if needed, and cached.
 
-    Stands where transformers expects a mask function. Built once per forward and kind of layer.
+    Takes the place of a mask in transformers. Built once per forward and layer type.
     """
 
     def __init__(self, **described: Unpack[MaskArguments]) -> None:
@@ -358,11 +355,11 @@ class SegmentMask:
         self._window: tuple[tuple[int, int] | None] | None = None
 
     def __getitem__(self, index: object) -> "SegmentMask":
-        """Returns the rule itself, for models that slice their whole mask; raises ``UserError`` for a part of it."""
+        """Returns self for models that slice the whole mask; raises ``UserError`` for a part of it."""
         return check_whole_mask(self, index)
 
     def full_mask(self, skip: bool) -> Tensor | None:
-        """Returns the mask of the whole batch; None for a causal one if ``skip`` allows."""
+        """Returns the mask of the whole batch; None for a causal one if ``skip`` is set."""
         if skip not in self._whole:
             allowed = self.described.get("allow_is_causal_skip", True) and skip
             described: MaskArguments = {**self.described, "allow_is_causal_skip": allowed}
@@ -370,12 +367,12 @@ class SegmentMask:
         return self._whole[skip]
 
     def is_causal(self, longest: int) -> bool:
-        """Returns whether the rule is plain causal masking for sequences of at most ``longest`` tokens."""
+        """Returns whether the mask is plain causal for sequences of at most ``longest`` tokens."""
         local = self.described.get("local_size")
         return bool(self.described.get("allow_is_causal_skip", True)) and (local is None or longest <= local)
 
     def window(self, longest: int) -> tuple[int, int] | None:
-        """Describes the rule as a window for its forward's ``longest`` sequence, once; None if it is none."""
+        """Describes the mask as a window for sequences of at most ``longest`` tokens, cached; None if it is not one."""
         if self._window is None:
             told = self.described
             plain = told.get("allow_is_causal_skip", True) and not told.get("use_vmap", False)
@@ -383,12 +380,12 @@ class SegmentMask:
         return self._window[0]
 
     def bucket_mask(self, plan: SegmentPlan, index: int, dtype: torch.dtype, *, skip: bool) -> Tensor | None:
-        """Returns the mask added to a bucket's scores, [n 1 q k] in ``dtype``: 0 or -inf; None if causal and ``skip``.
+        """Returns the additive mask of a bucket [n 1 q k] in ``dtype``: 0 or -inf; None if causal and ``skip``.
 
-        Evaluated at positions within a branch. Raises ``UserError`` for a rule that is no plain function of positions.
+        Evaluated at positions within a branch. Raises ``UserError`` if the mask is not a plain function of positions.
         """
         if self.described.get("use_vmap", False):
-            raise UserError("its mask is no plain function of positions")
+            raise UserError("its mask is not a plain function of positions")
         bucket = plan.buckets[index]
         if skip and not bucket.has_prefix and self.is_causal(bucket.keys.shape[1]):
             return None
@@ -406,10 +403,10 @@ class SegmentMask:
 
 
 def enable_segment_attention(model: PreTrainedModel) -> None:
-    """Makes the model's attention follow a plan in every forward that brings one, until ``restore_attention``.
+    """Makes the model's attention follow the plan of every forward that passes one, until ``restore_attention``.
 
-    Set for good: a backward that recomputes activations runs after a context would have ended. Raises ``UserError`` for
-    a model whose attention cannot be replaced.
+    Not a context manager, because a backward that recomputes activations would run after its end. Raises ``UserError``
+    for a model whose attention cannot be replaced.
     """
     backbone = backbone_of(model)
     before = backbone.config._attn_implementation
@@ -423,7 +420,7 @@ def enable_segment_attention(model: PreTrainedModel) -> None:
 
 
 def restore_attention(model: PreTrainedModel) -> None:
-    """Gives the model the attention back that it had before ``enable_segment_attention``."""
+    """Restores the model's attention from before ``enable_segment_attention``."""
     backbone = backbone_of(model)
     for before, name in NAMES.items():
         if backbone.config._attn_implementation == name:
@@ -445,7 +442,7 @@ def _attend(
     fused: bool = True,
     **more: object,
 ) -> tuple[Tensor, None]:
-    """Returns attention output [batch T H d], by the plan if the call has one."""
+    """Computes attention [batch T H d], following the plan if the call has one."""
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     if segment_plan is not None:
         if not isinstance(attention_mask, SegmentMask) or position_bias is not None or key.shape[2] != query.shape[2]:
@@ -469,7 +466,7 @@ def _attend_by_parts(
     plan: SegmentPlan | None,
     **more: object,
 ) -> Tensor:
-    """Returns attention output bucket by bucket, or that of a call without a plan."""
+    """Computes attention bucket by bucket, or directly for a call without a plan."""
     fused = (core.fused or plan is not None) and core.softcap is None and core.sinks is None
     core = replace(core, fused=fused)
     if plan is None:
@@ -490,7 +487,7 @@ def _attend_by_parts(
 def fused_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, dropout: float = 0.0
 ) -> Tensor:
-    """Returns attention output [n H q d] by torch's fused kernel; a mask of None is the causal one."""
+    """Computes attention [n H q d] with torch's fused kernel; a mask of None means causal."""
     grouped = key.shape[1] != query.shape[1]
     if grouped and mask is not None and query.device.type != "cpu":
         # Grouped heads with a mask have no fused kernel on a GPU.
@@ -502,10 +499,7 @@ def fused_attention(
 
 
 def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Returns softmax of scores [n H q k] over the keys.
-
-    ``sinks`` [H] take part in it as one more score and are dropped.
-    """
+    """Computes the softmax of scores [n H q k] over the keys; ``sinks`` [H] enter as an extra score and are dropped."""
     if sinks is None:
         return torch.softmax(scores, -1)
     beside = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
@@ -514,7 +508,7 @@ def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True)
 class _SoftmaxAttention:
-    """Softmax attention [n H q d] of one call; a mask of None is the causal one."""
+    """Softmax attention [n H q d] of one call; a mask of None means causal."""
 
     scale: float
     dropout: float
@@ -533,7 +527,7 @@ class _SoftmaxAttention:
             scores = torch.tanh(scores / self.softcap) * self.softcap
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         if mask is not None:
-            # The least number instead of -inf: rows of left padding see nothing, and must not become NaN.
+            # The smallest number instead of -inf: fully masked rows of left padding must not become NaN.
             least = torch.finfo(scores.dtype).min
             scores = scores.masked_fill(~mask, least) if mask.dtype == torch.bool else scores + mask
         weights = functional.dropout(softmax(scores, self.sinks).to(value.dtype), self.dropout)
@@ -541,7 +535,7 @@ class _SoftmaxAttention:
 
 
 def exclude_from_compile() -> None:
-    """Makes ``torch.compile`` trace attention that is one call, and call any other, of new shapes, as it is."""
+    """Makes ``torch.compile`` trace single-call attention but not bucketed attention, whose shapes vary."""
     import torch.compiler
 
     global _outside
@@ -549,7 +543,7 @@ def exclude_from_compile() -> None:
 
 
 def prepare_graph(arguments: Iterable[object]) -> None:
-    """Makes what a block's attention at once needs of its row, so that a graph finds tensors and plain numbers."""
+    """Precomputes the row data for single-call attention, so that a graph sees only tensors and plain numbers."""
     told = list(arguments)
     for plan in told:
         if isinstance(plan, SegmentPlan) and (varlen := plan.varlen) is not None:

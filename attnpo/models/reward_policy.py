@@ -1,7 +1,7 @@
-"""Reward model in training: its reward of a response stands where other policies have log-probabilities.
+"""Reward model as a policy: its rewards take the place of log-probabilities, so that it can be trained like one.
 
-It is put on the last token of each row and every other one gets 0, so that the sum over a response is its reward: CPO's
-margin of sums at beta 1 is then the Bradley-Terry loss.
+The reward is placed on the last token of each row and all other tokens get 0, so the sum over a response is its reward;
+CPO's margin of sums at beta 1 is then the Bradley-Terry loss.
 """
 
 from collections.abc import Collection, Sequence
@@ -20,9 +20,9 @@ from attnpo.schema import ModelInputs, TokenStats, UserError
 
 
 class RewardPolicy(ScoredLM):
-    """Hugging Face model for sequence classification with one label whose forward gives ``TokenStats``.
+    """Hugging Face sequence classification model with one label whose forward returns ``TokenStats``.
 
-    Rows are right-padded. UserError for a model whose logit is not one linear layer's on the last token's final state.
+    Rows are right-padded. Raises UserError unless the logit is a linear function of the last token's final state.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -32,10 +32,10 @@ class RewardPolicy(ScoredLM):
         self._first = first_position(model)
 
     def head(self) -> LMHead:
-        """Raises UserError: there is no vocabulary to compare."""
+        """Raises UserError, because a reward model has no vocabulary head."""
         raise UserError(
-            f"{type(self.model).__name__} is a reward model, which gives no distribution over tokens: set model.reward="
-            "false, or choose an objective that reads none"
+            f"{type(self.model).__name__} is a reward model and has no distribution over tokens: set model.reward="
+            "false, or choose an objective that needs none"
         )
 
     def forward(
@@ -48,12 +48,12 @@ class RewardPolicy(ScoredLM):
     ) -> TokenStats:
         """Returns ``logps`` with each row's reward on its last response token and 0 elsewhere.
 
-        UserError for other requests.
+        Raises ``UserError`` for other requests.
         """
         more = sorted(set(requests) - {"logps"})
         if more or inputs.segments is not None:
             asked = ", ".join(more) or "packed rows"
-            raise UserError(f"a reward model gives rewards of padded rows and nothing else, asked for {asked}")
+            raise UserError(f"a reward model returns only rewards of padded rows, but {asked} was requested")
         places = {"attention_mask": None, "position_ids": inputs.position_ids + self._first}
         states = final_hidden_states(self.model.base_model, inputs.input_ids, **places).flatten(0, 1)
         rows = torch.arange(len(response_mask), device=response_mask.device)
@@ -67,7 +67,7 @@ class RewardPolicy(ScoredLM):
 def score_conversations(
     model: PreTrainedModel, conversations: Sequence[Sequence[int]], token_budget: int
 ) -> Float[Tensor, " conversations"]:
-    """Returns each conversation's reward, float64 on the CPU, in batches of ``token_budget`` tokens or one row."""
+    """Computes each conversation's reward as float64 on the CPU, in batches of at most ``token_budget`` tokens."""
     head = _reward_head(model)
     _check_plain_head(model, head)
     found = torch.zeros(len(conversations), dtype=torch.float64)
@@ -80,19 +80,19 @@ def score_conversations(
 
 
 def _reward_head(model: PreTrainedModel) -> nn.Linear:
-    """Returns the linear layer with one output beside the backbone."""
+    """Returns the linear layer with a single output outside the backbone."""
     heads = [part for part in model.children() if isinstance(part, nn.Linear) and part.out_features == 1]
     if len(heads) != 1:
         raise UserError(
-            f"model.reward=true: {type(model).__name__} has {len(heads)} linear heads with one output beside its "
-            "backbone, expected one; take another base"
+            f"model.reward=true: {type(model).__name__} has {len(heads)} linear heads with a single output instead of "
+            "one: choose another base"
         )
     return heads[0]
 
 
 @torch.no_grad()
 def _check_plain_head(model: PreTrainedModel, head: nn.Linear) -> None:
-    """Raises UserError unless the model's own reward is ``head`` on the last token's final state; tried on one row."""
+    """Checks on one row that the model's reward is ``head`` applied to the last token's final state; else UserError."""
     ids = torch.arange(3, 9, device=head.weight.device)[None]
     pad, model.config.pad_token_id = model.config.pad_token_id, None  # one row, of which every token counts
     try:
@@ -104,6 +104,6 @@ def _check_plain_head(model: PreTrainedModel, head: nn.Linear) -> None:
     gap = float((found - expected).abs().max())
     if not gap <= probe_bound(expected):
         raise UserError(
-            f"model.reward=true: the reward of {type(model).__name__} differs by {gap:.3g} from its head on the last "
-            "token's final state; take another base"
+            f"model.reward=true: the reward of {type(model).__name__} differs by {gap:.3g} from its head applied to "
+            "the last token's final state: choose another base"
         )

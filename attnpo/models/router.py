@@ -1,4 +1,4 @@
-"""Load of the experts of a mixture: what its routers chose for each sequence, and the loss that evens it out."""
+"""Expert load of a mixture of experts: router choices per sequence, and the load-balancing loss."""
 
 import logging
 from collections.abc import Sequence
@@ -15,15 +15,15 @@ from attnpo.schema import ModelInputs, UserError
 log = logging.getLogger(__name__)
 
 ROUTER = "router"
-"""Request for the loads, under which they stand beside ``logps``."""
+"""Name of the request for expert loads."""
 COEFFICIENT = "router_aux_loss_coef"
 CHOSEN = "num_experts_per_tok"
 RECORD = {"output_router_logits": True}
-"""Keywords that make a backbone give its routers' logits."""
+"""Keyword arguments that make a backbone return its router logits."""
 
 
 def check_router(model: PreTrainedModel) -> None:
-    """Raises ``UserError`` for a model without routers, or without a load-balancing loss of its own to follow."""
+    """Raises ``UserError`` if the model has no routers or defines no load-balancing loss."""
     what, config = type(model).__name__, model.config.get_text_config()
     asked = f"model.{COEFFICIENT}: expected a mixture of experts with a load-balancing loss, and {what}"
     for name in (COEFFICIENT, CHOSEN):
@@ -39,20 +39,20 @@ def check_router(model: PreTrainedModel) -> None:
 
 
 def log_unused_coefficient(model: PreTrainedModel) -> None:
-    """Logs that the coefficient in a model's config is not used, if it has one and experts that it speaks of."""
+    """Logs that the load-balancing coefficient in a model's config is not used, if the config has one."""
     config = model.config.get_text_config()
     if (own := getattr(config, COEFFICIENT, None)) and getattr(config, CHOSEN, None):
-        told = "model.%s=0: the loss is the objective's alone; the config of %s has %g, which weighs its experts' load"
+        told = "model.%s=0: the load-balancing loss is off, although the config of %s sets its coefficient to %g"
         log.info(told, COEFFICIENT, type(model).__name__, own)
 
 
 def expert_loads(
     logits: Sequence[Float[Tensor, "..."]], inputs: ModelInputs, chosen: int
 ) -> Float[Tensor, "rows 2 experts"]:
-    """Returns how often each sequence's tokens chose each expert in all layers, and their summed probabilities of it.
+    """Counts how often each sequence's tokens chose each expert over all layers, and sums the router probabilities.
 
-    ``logits``: of each layer's router, [tokens experts] or [batch T experts]; ``chosen``: experts per token. Padding
-    counts in neither, a shared prompt for both responses.
+    ``logits``: router logits per layer, [tokens experts] or [batch T experts]; ``chosen``: experts per token. Padding
+    is not counted; a shared prompt counts for both responses.
     """
     counts: list[Tensor] = []
     sums: list[Tensor] = []
@@ -67,7 +67,7 @@ def expert_loads(
 
 
 def sequence_token_mask(inputs: ModelInputs) -> Bool[Tensor, "rows tokens"]:
-    """Returns which tokens (flat over batch and T) are part of each response row's sequence."""
+    """Returns a mask of the tokens (flat over batch and T) that belong to each response row's sequence."""
     batch, width = inputs.input_ids.shape
     place = torch.arange(batch * width, device=inputs.input_ids.device)
     if inputs.segments is not None:
@@ -80,7 +80,7 @@ def sequence_token_mask(inputs: ModelInputs) -> Bool[Tensor, "rows tokens"]:
 
 
 def load_balancing_loss(routing: Float[Tensor, "rows 2 experts"]) -> Float[Tensor, " pairs"]:
-    """Returns the load-balancing loss of each pair's two sequences: chosen experts per token when the load is even.
+    """Computes the load-balancing loss of each pair's two sequences; an even load gives the experts per token.
 
     Equations 4 to 6 of Switch Transformer (https://huggingface.co/papers/2101.03961) as in
     ``load_balancing_loss_func``: experts x sum of (share of tokens that chose it) x (mean probability of it), over a

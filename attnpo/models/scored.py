@@ -1,7 +1,7 @@
-"""Scored language model: one callable from model inputs to per-token statistics in response space.
+"""Language model whose forward maps model inputs to per-token statistics in response space.
 
 Backbone, vocabulary head and chunk loop run inside one ``forward``, so sharding hooks, adapters, autocast and
-activation checkpointing hold for all three. Only hidden states that predict a scored token meet the head.
+activation checkpointing apply to all three. Only hidden states that predict a scored token pass through the head.
 """
 
 import logging
@@ -35,10 +35,10 @@ KNOWN_REQUESTS = frozenset({"logps", "hidden", ROUTER} | STATISTICS.keys())
 
 
 class ScoredLM(nn.Module):
-    """Hugging Face causal LM whose forward gives ``TokenStats``.
+    """Hugging Face causal LM whose forward returns ``TokenStats``.
 
-    ``chunk``: tokens sent through the vocabulary head at once; it bounds memory and changes no number. Four tokens are
-    run first to see that backbone and head give the model's own logits (else its whole logits are used).
+    ``chunk``: tokens per pass through the vocabulary head; it affects only memory. A first run on four tokens checks
+    that backbone and head reproduce the model's logits; otherwise its full logits are used.
     """
 
     def __init__(self, model: nn.Module, *, chunk: int = 1024) -> None:
@@ -51,17 +51,16 @@ class ScoredLM(nn.Module):
             self._probe_model()
 
     def _probe_model(self) -> None:
-        """Finds out once how logits follow from the parts and where positions begin."""
+        """Checks once whether backbone and head reproduce the logits, and where positions start."""
         self._split, self._first = has_exact_parts(self.model), first_position(self.model)
 
     def head(self) -> LMHead:
-        """Returns the vocabulary head, for another model's ``other``; ``UserError`` when logits follow from none."""
+        """Returns the vocabulary head, to pass as ``other`` to another model; ``UserError`` if it is not linear."""
         parts = None if self._split is False else find_parts(self.model)
         if parts is None:
             raise UserError(
-                f"{type(self.model).__name__}: its logits are not those of a plain linear vocabulary head, so there is "
-                "nothing to compare with (joint statistics, as in tdpo1, tdpo2 and tidpo); take another model or "
-                "objective"
+                f"{type(self.model).__name__}: its logits do not come from a plain linear vocabulary head, so joint "
+                "statistics (used by tdpo1, tdpo2 and tidpo) are not available: choose another model or objective"
             )
         return parts.projection()
 
@@ -73,12 +72,12 @@ class ScoredLM(nn.Module):
         requests: Collection[str] = frozenset({"logps"}),
         other: tuple[Float[Tensor, "rows R e"], LMHead] | None = None,
     ) -> TokenStats:
-        """Returns statistics of every response token; positions under a false mask hold 0 and pass no gradient.
+        """Computes statistics of every response token; positions outside the mask hold 0 and pass no gradient.
 
-        ``requests``: "logps" (always given), "hidden", "router", names of ``STATISTICS``; joint ones with ``other``
-        (the second model's hidden states in response space and its head). Inputs with segments set the model's
-        attention for good. Raises ``UserError`` for an unknown request, one that lacks ``other``, and segments that it
-        cannot follow.
+        ``requests``: "logps" (always returned), "hidden", "router", or names of ``STATISTICS``; joint statistics need
+        ``other`` (the second model's hidden states in response space and its head). Inputs with segments permanently
+        switch the model's attention. Raises ``UserError`` for an unknown request, a missing ``other``, or segments that
+        the model does not support.
         """
         vocab, joint = _split_requests(requests, other is not None)
         keep = torch.where(response_mask) if inputs.scored is None else inputs.scored.unbind(1)
@@ -113,7 +112,7 @@ class ScoredLM(nn.Module):
         )
 
     def _forward_kwargs(self, inputs: ModelInputs) -> dict[str, object]:
-        """Returns mask, positions and plan of segments; no mask for right-padded rows, so that the kernel is causal."""
+        """Returns mask, positions and segment plan; right-padded rows need no mask, so a causal kernel can be used."""
         mask, places = inputs.attention_mask, inputs.position_ids
         positions = {"position_ids": places + self._first if self._first else places}
         if inputs.segments is not None:
@@ -130,17 +129,14 @@ class ScoredLM(nn.Module):
 def _split_requests(requests: Collection[str], has_other: bool) -> tuple[list[str], list[str]]:
     unknown = sorted(set(requests) - KNOWN_REQUESTS)
     if unknown:
-        raise UserError(f"unknown token statistic {unknown[0]!r}; known: {', '.join(sorted(KNOWN_REQUESTS))}")
+        raise UserError(f"unknown token statistic {unknown[0]!r}; choose from {', '.join(sorted(KNOWN_REQUESTS))}")
     vocab = sorted(name.removeprefix("vocab:") for name in requests if name.startswith("vocab:"))
     joint = sorted(name.removeprefix("joint:") for name in requests if name.startswith("joint:"))
     if joint and not has_other:
-        raise UserError(f"joint:{joint[0]} compares two models: pass other=(hidden, head) of the second one")
+        raise UserError(f"joint:{joint[0]} compares two models: pass the second one as other=(hidden, head)")
     return vocab, joint
 
 
 def _scatter_rows(values: Tensor, keep: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
-    """Returns values [N ...] of the kept (row, position) put into zeros of response space [rows R ...].
-
-    Never a view.
-    """
+    """Scatters values [N ...] of the kept (row, position) into zeros of response space [rows R ...]; never a view."""
     return values.new_zeros((*shape, *values.shape[1:])).index_put(keep, values)

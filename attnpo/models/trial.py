@@ -1,8 +1,8 @@
-"""Trials of a model on a few dozen tokens: does it keep its numbers in packed rows, beside padding, in a judge's rows.
+"""Checks on a few dozen tokens whether a model gives the same numbers in packed rows, next to padding, and for judges.
 
-Whether sequences of a row reach each other is asked by bits: other tokens in other sequences may change none. Whether
-positions and windows are right is asked in float32, of the model or of a few layers like its own with seeded random
-weights. Rounding to a lower precision is logged and decides nothing.
+Isolation of sequences is checked bit by bit: changing tokens of other sequences must not change anything. Positions and
+windows are checked in float32, on the model or on a few layers like its own with seeded random weights. Rounding errors
+of lower precisions are logged, but decide nothing.
 """
 
 import itertools
@@ -27,17 +27,17 @@ from attnpo.schema import TokenStats, UserError
 log = logging.getLogger(__name__)
 
 VERSION = 1
-"""Counts changes after which a layout that was kept has to be tried again."""
+"""Version of the checks; a change invalidates cached layouts."""
 
 EXACT = (torch.float32, torch.float64)
-"""Dtypes in which two ways to the same numbers are compared by size."""
+"""Dtypes in which numbers from two paths can be compared by their difference."""
 
 LOW_PRECISION_SLACK = 10
-"""Two kernels in bfloat16 may differ this many times more than a head's product does (``probe_bound``)."""
+"""Factor by which two bfloat16 kernels may differ more than a matrix product of the head (``probe_bound``)."""
 
 
 class BlockRecorder:
-    """Follows which block a forward is in, counted from 1, and keeps the output of each block."""
+    """Recorder of the current block of a forward, counted from 1, and of each block's output."""
 
     def __init__(self, backbone: nn.Module) -> None:
         self.blocks = layer_stack(backbone)
@@ -46,7 +46,7 @@ class BlockRecorder:
 
     @contextmanager
     def record(self) -> Iterator[None]:
-        """Opens a context in which forwards are followed."""
+        """Records forwards inside the context."""
         handles = []
         for number, block in enumerate(self.blocks, 1):
             handles.append(block.register_forward_pre_hook(partial(self._enter, number)))
@@ -67,15 +67,16 @@ class BlockRecorder:
 
 
 def is_different(actual: Tensor, expected: Tensor) -> bool:
-    """Tells whether numbers differ by more than two kernels may, which is much in low precision."""
+    """Returns whether numbers differ by more than two kernels may differ, which is a lot in low precision."""
     slack = 1 if expected.dtype in (torch.float32, torch.float64) else LOW_PRECISION_SLACK
     return not float((actual - expected).abs().max()) <= slack * probe_bound(expected)  # NaN is no match either
 
 
 def probe_prompts(words: int, kept: int | None = None) -> list[list[int]]:
-    """Returns four prompts: the first begins like the second, for fewer tokens like the third, and unlike the fourth.
+    """Returns four prompts for the checks.
 
-    ``kept``: the one whose tokens stay while the others get new ones where they have their own; None keeps all.
+    The first shares a long prefix with the second, a shorter one with the third, and none with the fourth. ``kept``:
+    index of the prompt that keeps its tokens while the others get new ones outside the shared prefix; None keeps all.
     """
     start = [(7 * place + 3 + (kept == 3)) % words for place in range(WORTH + 9)]
     ends = [
@@ -86,7 +87,7 @@ def probe_prompts(words: int, kept: int | None = None) -> list[list[int]]:
 
 
 def right_pad_prompts(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns ids [batch T] and last positions [batch]. Padding is id 0; nothing reads it."""
+    """Right-pads prompts; returns ids [batch T] and last positions [batch]. Padding has id 0 and is never read."""
     ids, mask = right_pad(prompts, 0)
     return ids.to(device), (mask.sum(1) - 1).to(device)
 
@@ -96,9 +97,12 @@ def right_pad_prompts(prompts: Sequence[Sequence[int]], device: torch.device) ->
 
 @torch.no_grad()
 def require_causal(model: PreTrainedModel, path: str) -> None:
-    """Raises UserError for a model in which a later token changes numbers, or that cannot run on ids; tries six tokens.
+    """Checks on six tokens that the model is causal and runs on token ids.
 
-    In low precision any change of a bit is looked at again in a few layers like the model's in float32.
+    In low precision, any changed bit is checked again in float32 on a few layers like the model's.
+
+    Raises:
+        UserError: the model fails, or a later token changes earlier numbers.
     """
     ids = torch.arange(3, 9, device=model.device).repeat(4, 1)
     ids[1:, -1] += torch.arange(1, 4, device=model.device)
@@ -109,19 +113,20 @@ def require_causal(model: PreTrainedModel, path: str) -> None:
             change, bound = _last_token_effect(make_small_copy(model, model.device, torch.float32), ids)
     if change > bound:
         raise UserError(
-            f"{path}: {type(model).__name__} is not causal: another last token moves the logits of the tokens before "
-            f"it by {change:.3g} (rounding allows {bound:.3g}), so they are no log-probabilities of a text; take a "
-            "causal model (of BERT's kind: one trained as a decoder, with is_decoder=true in its config.json)"
+            f"{path}: {type(model).__name__} is not causal: another last token changes the logits of earlier tokens "
+            f"by {change:.3g} (rounding explains at most {bound:.3g}), so they are not log-probabilities of a text: "
+            "choose a causal model (for BERT-like models, one trained as a decoder, with is_decoder=true in its "
+            "config.json)"
         )
 
 
 @torch.no_grad()
 def require_trainable(model: PreTrainedModel, path: str) -> None:
-    """Raises UserError for a model whose forward in training mode fails on six tokens; random state and mode stay."""
+    """Raises UserError if the model's forward fails on six tokens in training mode; random state and mode are kept."""
     if model.device.type == "cpu" and torch.cuda.is_available():
         return  # it may need kernels that only a GPU has, and is moved there before use
     ids = torch.arange(3, 9, device=model.device)[None] % vocabulary_size(model)
-    mend = "change what that names in its config.json, or take another model"
+    mend = "change the setting named there in its config.json, or choose another model"
     what = f"cannot run in training mode, tried on {ids.shape[1]} tokens"
     with _wrap_run_errors(model, path, what, mend), training_mode(model):
         model(input_ids=ids, use_cache=False)
@@ -129,7 +134,7 @@ def require_trainable(model: PreTrainedModel, path: str) -> None:
 
 @contextmanager
 def _wrap_run_errors(model: PreTrainedModel, path: str, what: str, mend: str) -> Iterator[None]:
-    """Opens a context in which what a model's code raises becomes a ``UserError``."""
+    """Turns errors of a model's code inside the context into a ``UserError``."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -142,9 +147,9 @@ def _wrap_run_errors(model: PreTrainedModel, path: str, what: str, mend: str) ->
 
 
 def _last_token_effect(model: PreTrainedModel, ids: Tensor) -> tuple[float, float]:
-    """Returns how far other last tokens move the numbers before them, at least, and how far rounding may."""
+    """Returns the smallest change of earlier numbers caused by other last tokens, and the bound for rounding."""
     output = model(input_ids=ids % vocabulary_size(model), use_cache=False)
-    # A backbone alone gives hidden states.
+    # A backbone returns hidden states.
     numbers = (output.logits if "logits" in output else output.last_hidden_state)[:, :-1]
     return float((numbers[1:] - numbers[:1]).abs().amax((1, 2)).min()), probe_bound(numbers)
 
@@ -152,33 +157,35 @@ def _last_token_effect(model: PreTrainedModel, ids: Tensor) -> tuple[float, floa
 # ------------------------------------------------------------------------------------------------ layouts
 
 PROBE = ((5, 9, 3), (11, 2, 14), (3, 6, 6))
-"""Tokens of prompt, chosen and rejected response of the pairs that a layout is tried on."""
+"""Lengths of prompt, chosen and rejected response of the pairs used to check a layout."""
 
 KEPT = (((0, 0), (0, 1), (2, 0), (2, 1)), ((0, 0), (0, 2), (2, 0), (2, 2)), ((1, 0), (1, 1)), ((1, 0), (1, 2)))
-"""Prompts (0), chosen (1) and rejected (2) responses, by pair, that keep their tokens while all others get new ones."""
+"""Parts, as (pair, part), that keep their tokens while all others get new ones: prompt 0, chosen 1, rejected 2."""
 
 RESPONSES = [(pair, part) for pair in range(len(PROBE)) for part in (1, 2)]
 
 RATES = ("attention_dropout", "dropout")
 WORDS = 1024
-"""Embeddings of a small model; a real vocabulary would take most of its memory and time."""
+"""Vocabulary size of a small copy; a full vocabulary would take most of its memory and time."""
 
 Mode = Callable[[nn.Module], AbstractContextManager[None]]
-"""Context in which a model is in a mode."""
+"""Context manager that puts a model in eval or training mode."""
 
 
 def select_layout(
     name: str, models: Sequence[ScoredLM], requests: Collection[str] = (), device: torch.device | str = "cpu"
 ) -> Layout:
-    """Returns the layout ``name`` if every model gives the same numbers with it as with ``padded``; else another.
+    """Returns the layout ``name`` if every model gives the same numbers as with ``padded``, otherwise ``padded``.
 
-    ``auto`` is the first of ``shared_prefix`` and ``packed`` that can be taken. Each model is run on a few dozen
-    tokens; in low precision and for training on a GPU, so are a few layers like its own. ``models``: policy, and the
-    reference if it is a model; ``requests``: as in ``objective.requires``; ``device``: of training. Raises UserError
-    for an unknown name, and for a model whose numbers change with what is padded beside a row.
+    ``auto`` selects the first of ``shared_prefix`` and ``packed`` that works. Each model runs on a few dozen tokens; in
+    low precision, and for training on a GPU, a few layers like its own run as well. ``models``: the policy, and the
+    reference if it is a model; ``requests``: as in ``objective.requires``; ``device``: training device.
+
+    Raises:
+        UserError: the name is unknown, or a model's numbers depend on padding next to a row.
     """
     if name not in NAMES:
-        raise UserError(f"layout={name!r} is not known; one of {', '.join(NAMES)}")
+        raise UserError(f"layout={name!r} is unknown: choose one of {', '.join(NAMES)}")
     for model in models:
         if is_materialised(model.model):
             _check_padding_invariance(model)
@@ -200,29 +207,29 @@ def select_layout(
 
 
 def _check_padding_invariance(model: ScoredLM) -> None:
-    """Raises ``UserError`` when a row's numbers depend on those beside it; a small model decides for low precision."""
+    """Raises ``UserError`` if a row's numbers depend on its batch; a small copy decides in low precision."""
     what = type(model.model).__name__
     gap, bound = _gap_beside_rows(model)
-    if not gap > bound:  # numbers that are not finite are refused elsewhere
+    if not gap > bound:  # non-finite numbers are rejected elsewhere
         return
     if (dtype := model.model.dtype) not in EXACT:
         rounded, small = gap, ScoredLM(make_small_copy(model.model, model.model.device, torch.float32))
         gap, bound = _gap_beside_rows(small)
         if not gap > bound:
             log.info(
-                "log-probabilities of %s change by %.2g with the longer rows beside them: rounding of %s, as those of "
-                "a few layers like its own in float32 do not change",
+                "log-probabilities of %s change by %.2g with longer rows in the batch; this is rounding of %s, because "
+                "those of a few layers like its own in float32 do not change",
                 *(what, rounded, str(dtype).removeprefix("torch.")),
             )
             return
     raise UserError(
-        f"model.path: log-probabilities of {what} change by {gap:.3g} with the longer rows beside them (rounding "
-        f"allows {bound:.3g}), so a pair's loss would depend on its batch; take another model"
+        f"model.path: log-probabilities of {what} change by {gap:.3g} with longer rows in the batch (rounding explains "
+        f"at most {bound:.3g}), so a pair's loss would depend on its batch: choose another model"
     )
 
 
 def _gap_beside_rows(model: ScoredLM) -> tuple[float, float]:
-    """Returns how far rows alone are from rows of a padded batch, and how far rounding allows."""
+    """Returns the difference between single rows and the same rows in a padded batch, and the bound for rounding."""
     together = _run_probe(model, padded_layout)
     assert together.hidden is not None
     gaps = []
@@ -243,7 +250,7 @@ def find_layout_problem(
     for model in models:
         what = type(model.model).__name__
         if not is_materialised(model.model):
-            return f"{what} is sharded or has no weights yet, so it cannot be tried"
+            return f"{what} is sharded or has no weights yet, so it cannot be checked"
         if wanted == "shared_prefix" and (rate := _max_dropout(model.model)):
             return f"{what} drops out with rate {rate:g}, and branches that share a prompt would share its draws"
         reason = _find_problem(wanted, model) or _find_problem_in_small_copy(wanted, model, device)
@@ -253,12 +260,12 @@ def find_layout_problem(
 
 
 def needs_separate_rows(request: str) -> bool:
-    """Returns whether what an objective or source asks for is made from rows of one sequence each."""
+    """Returns whether a requested statistic needs rows of one sequence each."""
     return request == "input_gradient" or request.startswith("group:")
 
 
 def _find_problem(wanted: str, model: ScoredLM, dtype: torch.dtype | None = None) -> str | None:
-    """Returns why the model cannot take a layout in eval or training mode, or None; ``dtype``: under autocast."""
+    """Returns why a layout does not work for the model in eval or training mode, or None; ``dtype``: for autocast."""
     for mode, where in ((eval_mode, ""), (training_mode, "in training mode ")):
         if mode is training_mode and not _is_deterministic_in_training(model):
             return None
@@ -294,7 +301,7 @@ def _find_problem(wanted: str, model: ScoredLM, dtype: torch.dtype | None = None
 
 
 def _is_deterministic_in_training(model: ScoredLM) -> bool:
-    """Returns whether training mode gives the same numbers, up to the order of sums, whatever the random state."""
+    """Returns whether training mode is deterministic: its numbers do not depend on the random state."""
     devices = [each for each in {part.device for part in model.parameters()} if each.type == "cuda"]
     found = []
     try:
@@ -308,7 +315,7 @@ def _is_deterministic_in_training(model: ScoredLM) -> bool:
 
 
 def _reached_rows(model: ScoredLM, layout: Layout, mode: Mode) -> list[int]:
-    """Returns the rows that change in any bit with tokens of other rows; none where a rerun changes them too."""
+    """Returns the rows that change in any bit with tokens of other rows; empty if a rerun changes them too."""
     base = _run_probe(model, layout, mode=mode)
     found = set()
     for kept in KEPT:
@@ -322,7 +329,7 @@ def _reached_rows(model: ScoredLM, layout: Layout, mode: Mode) -> list[int]:
 
 
 def _blind_rows(model: ScoredLM, layout: Layout, mode: Mode) -> list[int]:
-    """Returns the rows whose first response token does not change with the last token of the prompt."""
+    """Returns the rows whose first response token ignores the last token of the prompt."""
     base, other = (_run_probe(model, layout, mode=mode, kept=kept, last=True) for kept in (None, RESPONSES))
     assert base.hidden is not None and other.hidden is not None
     second = zip(base.hidden[:, 1], other.hidden[:, 1], strict=True)  # the state of each row's first response token
@@ -335,14 +342,14 @@ def _same_bits(one: TokenStats, other: TokenStats, row: int, count: int | None) 
 
 
 def _find_problem_in_small_copy(wanted: str, model: ScoredLM, device: torch.device) -> str | None:
-    """Returns why a few layers like the model's cannot take a layout on ``device``, or None."""
+    """Returns why a layout does not work on ``device`` for a few layers like the model's, or None."""
     dtype = model.model.dtype
     if device.type == "cpu" and dtype in EXACT:
         return None
     try:
         small = ScoredLM(make_small_copy(model.model, device, torch.float32))
     except Exception as error:  # noqa: BLE001  # as above: the config of any model
-        return f"cannot be tried on {device}: no small model of its kind ({type(error).__name__}: {error})"
+        return f"cannot be checked on {device}: no small model of its kind ({type(error).__name__}: {error})"
     reason = _find_problem(wanted, small)
     if reason is None and device.type != "cpu" and dtype in EXACT:
         with torch.autocast(device.type, torch.bfloat16):
@@ -353,9 +360,9 @@ def _find_problem_in_small_copy(wanted: str, model: ScoredLM, device: torch.devi
 
 
 def make_small_copy(model: PreTrainedModel, device: torch.device, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """Makes a model of the same class and widths, of as few layers as hold one of every kind, on ``device``.
+    """Makes a model of the same class and widths with one layer of every kind, on ``device``.
 
-    Its random weights are the same each time; its vocabulary is cut to ``WORDS``. ``dtype``: None takes the model's.
+    Its random weights are reproducible; its vocabulary is reduced to ``WORDS``. ``dtype``: None uses the model's.
     """
     config = deepcopy(model.config)
     text = config.get_text_config()
@@ -376,17 +383,17 @@ def make_small_copy(model: PreTrainedModel, device: torch.device, dtype: torch.d
 
 
 def _describe_gap(stats: TokenStats, expected: TokenStats) -> str | None:
-    """Describes how far numbers are from those of padded rows; None when rounding explains it."""
+    """Describes the difference to padded rows; None if rounding explains it."""
     assert expected.hidden is not None
     for name, ours, theirs in (
         ("final states", stats.hidden, expected.hidden),
         ("log-probabilities", stats.logps, expected.logps),
     ):
         assert ours is not None and theirs is not None
-        # Log-probabilities are float32 whatever the states they come from were rounded to.
+        # Log-probabilities are float32 even if the hidden states are not.
         gap, bound = float((ours - theirs).abs().max()), probe_bound(theirs.to(expected.hidden.dtype))
         if not gap <= bound:  # NaN is no match either
-            return f"{name} differ by {gap:.3g}, rounding allows {bound:.3g}"
+            return f"{name} differ by {gap:.3g}, rounding explains at most {bound:.3g}"
     return None
 
 
@@ -399,7 +406,7 @@ def _run_probe(
     kept: Collection[tuple[int, int]] | None = None,
     last: bool = False,
 ) -> TokenStats:
-    """Returns statistics of the probe's rows, or of one alone; ``kept``: parts that keep their tokens (None: all)."""
+    """Computes statistics of the probe's rows, or of row ``only``; ``kept``: parts that keep their tokens, None all."""
     device = next(model.model.parameters()).device
     words = vocabulary_size(model.model)
     starts = [0, *accumulate(itertools.chain.from_iterable(PROBE))]
@@ -417,9 +424,9 @@ def _run_probe(
 
 
 def _max_dropout(model: nn.Module) -> float:
-    """Returns the largest rate at which a module of the model drops out in training."""
+    """Returns the largest dropout rate of the model's modules."""
     rates: list[object] = []
     for module in model.modules():
-        # Modules that call the function themselves keep its rate as a number; others hold a module under that name.
+        # Modules that call the functional form store the rate as a number; others have a dropout module of that name.
         rates += [module.p] if isinstance(module, nn.Dropout) else [vars(module).get(name) for name in RATES]
     return max((float(rate) for rate in rates if isinstance(rate, int | float)), default=0.0)

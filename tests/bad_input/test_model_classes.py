@@ -132,7 +132,7 @@ def test_lengths_beyond_which_positions_follow_the_batch(made: Made, attempts: A
 def test_an_attention_that_the_class_does_not_have(made: Made, attempts: Attempts) -> None:
     words = ("model.attn_implementation=flex_attentive", "objective=dpo", "weights=uniform")
     message = attempts.fit(*words, world=made("gemma2")).refused()
-    assert message.startswith("model.attn_implementation=flex_attentive: Gemma2ForCausalLM cannot run with it here")
+    assert message.startswith("model.attn_implementation=flex_attentive: Gemma2ForCausalLM cannot use it here")
     assert "copy or export" not in message
 
 
@@ -151,4 +151,4 @@ def test_a_config_without_layers_is_refused(attempts: Attempts) -> None:
         blt = {"model_type": "blt", "architectures": ["BltForCausalLM"]}
         (folder / "config.json").write_text(json.dumps(blt))
 
-    assert "states no num_hidden_layers" in attempts.weigh(world=attempts.broken_model(no_layers)).refused()
+    assert "has no num_hidden_layers" in attempts.weigh(world=attempts.broken_model(no_layers)).refused()

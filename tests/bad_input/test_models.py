@@ -58,8 +58,8 @@ def index(content: str) -> Callable[[Path], object]:
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no config.json": (gone(CONFIG), "no config.json, so this is no model folder (or it was written only in part)"),
-    "no weights": (gone(WEIGHTS), "no weight file (*.safetensors or *.bin) beside config.json"),
+    "no config.json": (gone(CONFIG), "has no config.json: it is not a model folder, or it is incomplete"),
+    "no weights": (gone(WEIGHTS), "has no weight file (*.safetensors or *.bin) besides config.json"),
     "weights that were cut off": (cut(WEIGHTS), "Error while deserializing header: incomplete metadata"),
     "an empty weight file": (
         lambda folder: (folder / WEIGHTS).write_bytes(b""),
@@ -67,16 +67,16 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a weight file that is missing": (
         index('{"weight_map": {"a": "model-00002-of-00002.safetensors"}}'),
-        "names 1 weight files, 1 are missing (first: model-00002-of-00002.safetensors)",
+        "lists 1 weight files, but 1 are missing (first: model-00002-of-00002.safetensors)",
     ),
-    "a list of weight files that was cut off": (index('{"weight_map": '), "is no list of weight files"),
+    "a list of weight files that was cut off": (index('{"weight_map": '), "is not a list of weight files"),
     "a config of a deeper model": (
         rewrite(CONFIG, num_hidden_layers=3),
-        "the weight files lack 9 parameters of LlamaForCausalLM (first: model.layers.2.",
+        "9 parameters of LlamaForCausalLM are missing from the weight files (first: model.layers.2.",
     ),
     "a config of a wider model": (
         rewrite(CONFIG, hidden_size=64),
-        "parameters have another shape in the weight files than config.json says (first: model.",
+        "parameters have different shapes in the weight files and in config.json (first: model.",
     ),
     "a config with a smaller vocabulary": (
         rewrite(CONFIG, vocab_size=20),
@@ -84,7 +84,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a config with a larger vocabulary": (
         rewrite(CONFIG, vocab_size=2000),
-        "parameters have another shape in the weight files than config.json says (first: model.embed_tokens.weight",
+        "parameters have different shapes in the weight files and in config.json (first: model.embed_tokens.weight",
     ),
     "a config of an unknown architecture": (rewrite(CONFIG, model_type="nonsense"), "model type `nonsense`"),
     "a config that was cut off": (cut(CONFIG), "is not a valid JSON file"),
@@ -137,7 +137,7 @@ def test_a_model_with_code_of_its_own_is_refused_and_its_code_not_run(
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
     world = attempts.broken_model(damage)
     message = attempts.fit("weights=uniform", world=world).refused()
-    assert "it brings Python code of its own (auto_map in its JSON files), which attnpo never runs" in message
+    assert "it contains its own Python code (auto_map in its JSON files), which attnpo never runs" in message
     assert str(world.model) in message and not (world.model / "ran").exists()
     record(f"a model folder {damage.__name__.replace('_', ' ')}", message, NOT_STARTED)
 
@@ -173,7 +173,7 @@ def test_a_chat_template_that_runs_away_is_stopped(
 
 def test_weights_of_a_deeper_model_are_said_to_be_left_out(attempts: Attempts, record: Record) -> None:
     answer = attempts.fit("weights=uniform", world=attempts.broken_model(rewrite(CONFIG, num_hidden_layers=1)))
-    found = [line for line in answer.log if "have no place in LlamaForCausalLM and are left out" in line]
+    found = [line for line in answer.log if "do not exist in LlamaForCausalLM and are ignored" in line]
     assert answer.status == 0 and "9 tensors" in found[0] and "(first: model.layers.1." in found[0]
     record("a config of a shallower model", found[0], "the further layers, logged")
 
@@ -216,8 +216,8 @@ def adapter_alone(folder: Path) -> None:
         (folder / name).unlink()
 
 
-ALONE = "it holds an adapter alone (adapter_config.json); give a folder with the adapter merged into its base"
-BESIDE = "delete adapter_config.json and adapter_model.* to load those weights as they are, or give a folder"
+ALONE = "contains an adapter without base weights (adapter_config.json): give a folder in which the adapter is merged"
+BESIDE = "delete adapter_config.json and adapter_model.* to load those weights unchanged, or give a folder"
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_an_adapter_beside_the_weights_is_refused_by_fit(
     overrides = [one.replace("FOLDER", str(world.model)) for one in given]
     policy = attempts.on() if "weights=attention" in given else world
     message = attempts.fit("weights=uniform", *overrides, world=policy).refused()
-    assert f"{world.model}: it holds an adapter" in message and words in message
+    assert f"{world.model} contains an adapter" in message and words in message
     record(f"{' '.join(given) or 'policy'}: {damage.__name__.replace('_', ' ')}", message, NOT_STARTED)
 
 
@@ -248,7 +248,7 @@ def test_an_adapter_beside_the_weights_is_refused_by_everything_that_loads(attem
         lambda: num_layers(folder),
     ]
     for way in ways:
-        with pytest.raises(UserError, match="it holds an adapter"):
+        with pytest.raises(UserError, match="contains an adapter"):
             way()
     (folder / "adapter_config.json").unlink()
     assert weights_fingerprint(folder) == weights_fingerprint(attempts.world.model), "without it, its weights are read"
@@ -260,7 +260,7 @@ def test_generate_refuses_an_adapter_beside_the_weights(attempts: Attempts, caps
     prompts.write_text(json.dumps({"prompt": "write a review of the film"}) + "\n")
     given = [f"model.path={folder}", f"data.path={prompts}", f"output={attempts.folder / 'answers.jsonl'}"]
     assert run_entry(generate.main, "generate", [*given, "trainer.accelerator=cpu"], "description", "example") == 2
-    assert "it holds an adapter" in capsys.readouterr().err
+    assert "contains an adapter" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("hub_forgotten")
@@ -276,7 +276,7 @@ def test_a_hub_name_is_known_by_its_commit_and_refused_with_an_adapter(
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
     if damage is with_adapter:
         for way in (load_model, weights_fingerprint):
-            with pytest.raises(UserError, match="somebody/something: it holds an adapter"):
+            with pytest.raises(UserError, match="somebody/something contains an adapter"):
                 way("somebody/something")
     else:
         assert weights_fingerprint("somebody/something") == {"hub": "somebody/something", "commit": commit}

@@ -17,8 +17,8 @@ OWN = (
     (r"\. (Install|You can install) .*", ""),
     (r" \(final states differ by [^)]*\)", ""),
     (r" by [0-9.e+-]+(, | with | \()", r"\1"),
-    (r" ?\(?rounding allows [0-9.e+-]+\)", ""),
-    (r"[;:] (take|name) another model.*|; take a causal .*", ""),
+    (r" ?\(?rounding (allows|explains at most) [0-9.e+-]+\)", ""),
+    (r"[;:] (take|name|choose) another model.*|[;:] (take|choose) a causal .*", ""),
     (r"(Unrecognized configuration class).*", r"\1"),
 )
 STATUSES = (EQUAL, NO_JUDGE, REFUSED, NOT_BUILT, FAILED)

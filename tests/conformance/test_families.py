@@ -89,7 +89,7 @@ def test_what_the_library_cannot_run_or_we_refuse_has_its_reason(tmp_path: Path)
     assert refused.check == "load" and "is not causal" in refused.reason
     tiny_model("mamba").save_pretrained(tmp_path / "mamba")
     reasons = {one.check: one.reason for one in findings(tmp_path / "mamba") if one.reason}
-    assert reasons["rows"].startswith("MambaForCausalLM: it gives no softmax attention: ") and "packed" in reasons
+    assert reasons["rows"].startswith("MambaForCausalLM: it has no softmax attention: ") and "packed" in reasons
     tiny_model("deepseek_v4").save_pretrained(tmp_path / "own")
     found = {one.check: one for one in findings(tmp_path / "own")}
     assert re.search(r"DeepseekV4ForCausalLM: layer \d has attention that cannot be read", found["rows"].reason)

@@ -90,7 +90,7 @@ def test_verdict_of_a_model_with_a_step_before_its_head(tiny: Build, caplog: pyt
     model = tiny("llama")
     model.lm_head.register_forward_pre_hook(lambda module, inputs: (inputs[0].flip(-1),))
     readings = CausalJudge(model).read(IDS, layers=[4], label_ids=(40, 41))
-    assert "whole logits are used" in caplog.text
+    assert "full logits are used" in caplog.text
     for ids, reading in zip(IDS, readings, strict=True):
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([ids])).logits[0, -1]

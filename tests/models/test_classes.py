@@ -86,7 +86,7 @@ def test_attention_with_something_beside_what_is_read_is_refused(
 
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [("mamba2", "its class has no maps to hand out"), ("rwkv", "1 x 6 x 64, none of tokens x tokens")],
+    [("mamba2", "its class cannot return attention maps"), ("rwkv", "1 x 6 x 64 instead of tokens x tokens")],
 )
 def test_the_reason_why_no_layer_can_be_read_says_what_was_looked_for(kind: str, words: str) -> None:
     found = describe_model(tiny_config(kind))
@@ -110,7 +110,7 @@ def test_a_model_that_cannot_run_in_training_mode_is_refused_with_the_field(tmp_
     [
         ("stablelm", "layer 1 does not pass on what it is called with"),
         ("doge", "layer 1 has attention that cannot be read (its own code computes with the mask)"),
-        ("falcon", "none of its layers goes through transformers' AttentionInterface"),
+        ("falcon", "none of its layers uses transformers' AttentionInterface"),
     ],
 )
 def test_maps_are_taken_where_nothing_better_is_exact_and_that_is_said(
@@ -141,7 +141,7 @@ def test_maps_and_rows_are_the_same_numbers(tmp_path: Path) -> None:
 
 def test_a_model_that_sees_later_tokens_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        UserError, match=r"is not causal: another last token moves the logits .*is_decoder=true"
+        UserError, match=r"is not causal: another last token changes the logits .*is_decoder=true"
     ) as found:
         load_model(tiny_folder("bert", tmp_path / "both"))
     assert "\n" not in str(found.value) and str(tmp_path) in str(found.value)
@@ -163,12 +163,12 @@ def test_numbers_that_change_with_padding_are_refused(tmp_path: Path, caplog: py
         return output
 
     policy.model.model.forward = by_width
-    with pytest.raises(UserError, match=r"LlamaForCausalLM change by .* with the longer rows beside them"):
+    with pytest.raises(UserError, match=r"LlamaForCausalLM change by .* with longer rows in the batch"):
         select_layout("auto", [policy])
     policy.model.to(torch.bfloat16)
     with caplog.at_level(logging.INFO):
         select_layout("padded", [policy])
-    assert "with the longer rows beside them: rounding of bfloat16, as those of a few layers" in caplog.text
+    assert "with longer rows in the batch; this is rounding of bfloat16, because" in caplog.text
 
 
 # ------------------------------------------------------------------------------------------------ lengths

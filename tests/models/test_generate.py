@@ -261,6 +261,6 @@ def test_empty_prompts_and_batches(babbling: Babbler) -> None:
     model, tokenizer, _ = babbling
     with pytest.raises(UserError, match="prompt 0 has no token"):
         HFGenerator(model, tokenizer, lambda prompt: []).generate(PROMPTS, Sampling())
-    with pytest.raises(UserError, match="batch size of at least 1"):
+    with pytest.raises(UserError, match="batch size for generation must be at least 1"):
         HFGenerator(*babbling, batch_size=0)
     assert HFGenerator(*babbling).generate([], Sampling()) == []

@@ -171,9 +171,9 @@ def test_other_layouts_are_refused(tiny: Build, spoil: str) -> None:
         "packed": packed_layout([([4, 5], [6, 7, 8]), ([4], [9])], 0).inputs,
         "order": replace(made, predict_index=made.predict_index.flip(0)),
     }[spoil]
-    with pytest.raises(UserError, match="expects the padded layout"):
+    with pytest.raises(UserError, match="need the padded layout"):
         prompt_lengths(replace(rows, inputs=bad))
-    with pytest.raises(UserError, match="expects the padded layout"):
+    with pytest.raises(UserError, match="need the padded layout"):
         input_gradient(ScoredLM(tiny("llama")), replace(rows, inputs=bad))
 
 
@@ -183,7 +183,7 @@ def test_a_model_without_one_embedding_lookup_is_refused(tiny: Build) -> None:
     table = model.get_input_embeddings()
     model.model.embed_tokens = nn.Sequential(nn.Embedding(97, 32))
     model.get_input_embeddings = lambda: table  # type: ignore[method-assign]  # the model reads another one
-    with pytest.raises(UserError, match="looked its input embeddings up 0 times"):
+    with pytest.raises(UserError, match="looked up its input embeddings 0 times"):
         input_gradient(ScoredLM(model), rows_of(sequences()))
     assert not table._forward_hooks
 

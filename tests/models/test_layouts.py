@@ -208,7 +208,9 @@ def test_names_are_checked(tiny: Build, caplog: pytest.LogCaptureFixture) -> Non
     with caplog.at_level(logging.INFO, "attnpo"):
         assert select_layout("padded", [ScoredLM(tiny("llama"))], device="cuda") is padded_layout
     assert not caplog.records
-    with pytest.raises(UserError, match="layout='shared' is not known; one of auto, padded, packed, shared_prefix"):
+    with pytest.raises(
+        UserError, match="layout='shared' is unknown: choose one of auto, padded, packed, shared_prefix"
+    ):
         select_layout("shared", [])
 
 
@@ -247,7 +249,7 @@ def test_kernels_that_mix_along_the_row_there_fall_back(
 def test_a_device_that_is_not_there_falls_back(tiny: Build, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "attnpo"):
         assert select_layout("packed", [ScoredLM(tiny("llama"))], device="xpu") is padded_layout
-    assert "LlamaForCausalLM cannot be tried on xpu: no small model of its kind" in caplog.text
+    assert "LlamaForCausalLM cannot be checked on xpu: no small model of its kind" in caplog.text
 
 
 @pytest.mark.gpu

@@ -191,7 +191,7 @@ def test_half_precision_model_sums_in_float32() -> None:
 
 def test_a_missing_second_model_and_an_empty_chunk_are_user_errors() -> None:
     hidden, head, labels, _, _ = problem()
-    with pytest.raises(UserError, match=r"pass other=\(hidden, head\)"):
+    with pytest.raises(UserError, match=r"as other=\(hidden, head\)"):
         token_statistics(hidden, LMHead.from_linear(head), labels, joint=["kl_ref_policy"])
     with pytest.raises(UserError, match="at least one token, got 0"):
         token_statistics(hidden, LMHead.from_linear(head), labels, chunk=0)

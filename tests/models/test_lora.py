@@ -112,9 +112,12 @@ def test_all_linear_leaves_the_head_alone_and_names_choose(tiny: Build) -> None:
 @pytest.mark.parametrize(
     ("target", "text"),
     [
-        ("query", "'query' names no linear module; the linear modules of LlamaForCausalLM are q_proj, k_proj, v_proj"),
-        ("embed_tokens", "'embed_tokens' names no linear module"),
-        ("lm_head", "'lm_head' is the vocabulary head, which is never adapted"),
+        (
+            "query",
+            "'query' matches no linear module; the linear modules of LlamaForCausalLM are q_proj, k_proj, v_proj",
+        ),
+        ("embed_tokens", "'embed_tokens' matches no linear module"),
+        ("lm_head", "'lm_head' is the vocabulary head, which cannot be adapted"),
     ],
 )
 def test_a_target_that_cannot_be_adapted_is_named_beside_those_that_can(tiny: Build, target: str, text: str) -> None:
@@ -129,9 +132,9 @@ def test_modules_that_peft_refuses_are_left_out_and_named() -> None:
     mamba = tiny_model("mamba")
     assert {name.rpartition(".")[2] for name in target_names(mamba, SPEC)} == {"in_proj", "x_proj", "dt_proj"}
     assert describe_adapter_coverage(mamba, SPEC).endswith(
-        "; none on out_proj, whose weight is used otherwise than by a plain product"
+        "; none on out_proj, whose weight is not used as a plain matrix product"
     )
-    with pytest.raises(UserError, match="'out_proj' is a module whose weight is used otherwise"):
+    with pytest.raises(UserError, match="'out_proj' is a module whose weight is not used as a plain"):
         add_lora(mamba, LoraSpec(target_modules=("in_proj", "out_proj")))
     assert has_adapters(add_lora(mamba, SPEC))
     assert unadaptable_names(tiny_model("llama4_text")) == ["router"], (
@@ -150,9 +153,9 @@ def test_the_log_says_which_share_adapters_reach() -> None:
         f"fused experts, which hold {(reached + stacked) / total:.0%} of the parameters"
         in describe_adapter_coverage(routed, SPEC)
     )
-    assert "none reaches" not in describe_adapter_coverage(routed, SPEC)
+    assert "without an adapter" not in describe_adapter_coverage(routed, SPEC)
     said = describe_adapter_coverage(routed, LoraSpec(dropout=0.1))
-    assert said.endswith("; set model.lora.dropout=0 to reach those that can be")
+    assert said.endswith("; set model.lora.dropout=0 to adapt those that can be")
     assert f"which hold {reached / total:.0%} of the parameters" in said
     assert f"{stacked / total:.0%} are weights of several experts in one tensor" in said and "experts." in said
     assert "experts" not in describe_adapter_coverage(tiny_model("llama"), SPEC)
@@ -203,7 +206,7 @@ def test_experts_are_chosen_by_name_too() -> None:
 
 def test_a_second_adapter_is_refused(tiny: Build) -> None:
     model = add_lora(tiny("llama"), SPEC)
-    with pytest.raises(UserError, match="carries an adapter already"):
+    with pytest.raises(UserError, match="already has an adapter"):
         add_lora(model, SPEC)
 
 
@@ -217,7 +220,7 @@ def test_the_settings_are_light_and_checked() -> None:
     for wrong, text in (
         ({"rank": 0}, "model.lora.rank must be at least 1, got 0"),
         ({"alpha": 0.0}, "model.lora.alpha must be above 0"),
-        ({"dropout": 1.0}, "model.lora.dropout must be from 0"),
+        ({"dropout": 1.0}, "model.lora.dropout must be in"),
         ({"target_modules": "q_proj"}, r"write model.lora.target_modules=\[q_proj\]"),
         ({"target_modules": ()}, "model.lora.target_modules is empty"),
     ):
@@ -401,7 +404,7 @@ def test_contexts_nest_and_leave_a_frozen_policy_frozen(tiny: Build) -> None:
 
 
 def test_a_policy_without_adapters_is_no_reference(tiny: Build) -> None:
-    with pytest.raises(UserError, match=r"needs a policy with a fresh adapter: set model=lora"):
+    with pytest.raises(UserError, match=r"needs a policy with a new adapter: set model=lora"):
         AdapterDisabledReference(ScoredLM(tiny("llama")))
 
 

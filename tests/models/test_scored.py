@@ -193,7 +193,7 @@ def test_a_model_with_a_hidden_step_before_its_head_falls_back_to_its_own_logits
     with caplog.at_level(logging.WARNING, "attnpo"):
         scored = ScoredLM(model)
         stats = scored(inputs, ids, mask, {"logps", "hidden", "vocab:entropy"})
-    assert [r for r in caplog.records if "whole logits are used" in r.message], "one line says so"
+    assert [r for r in caplog.records if "full logits are used" in r.message], "one line says so"
     assert len(caplog.records) == 1
     assert torch.allclose(stats.logps, naive_logps(model, inputs, ids, mask), atol=1e-5)
     assert stats.hidden is not None and stats.hidden.shape == (*mask.shape, 32)
@@ -204,7 +204,7 @@ def test_requests_are_checked(tiny: Build) -> None:
     inputs, ids, mask, _ = batch()
     scored = ScoredLM(tiny("llama"))
     with pytest.raises(
-        UserError, match="unknown token statistic 'entropy'; known: hidden, joint:contrast, joint:kl_policy_ref"
+        UserError, match="unknown token statistic 'entropy'; choose from hidden, joint:contrast, joint:kl_policy_ref"
     ):
         scored(inputs, ids, mask, {"entropy"})
     with pytest.raises(UserError, match=r"joint:kl_ref_policy compares two models"):
@@ -253,6 +253,6 @@ def test_scaled_logits_need_no_fallback(scaled: str, shape: dict[str, int], capl
     with torch.no_grad(), caplog.at_level(logging.WARNING, "attnpo"):
         found = ScoredLM(model)(inputs, ids, mask).logps
         expected = naive_logps(model, inputs, ids, mask)
-    assert not [record for record in caplog.records if "whole logits" in record.message]
+    assert not [record for record in caplog.records if "full logits" in record.message]
     assert float(expected[mask].std()) > 0.3, "logits must not be flat"
     assert torch.allclose(found, expected, rtol=0, atol=2e-5)

@@ -121,7 +121,7 @@ def test_rows_stay_within_their_limit() -> None:
 
 def test_other_layouts_and_sharded_weights_are_refused() -> None:
     policy = ScoredLM(tiny_model())
-    with pytest.raises(UserError, match="expects the padded layout"):
+    with pytest.raises(UserError, match="need the padded layout"):
         MAKER(policy, collate(make_examples(3), packed_layout, 0, 3), 0)
     with torch.device("meta"):
         spread = ScoredLM(tiny_model().to("meta"))

@@ -415,7 +415,7 @@ def test_lines_say_whether_the_device_holds_it_and_what_would() -> None:
 
 
 def test_a_config_without_a_causal_model_is_refused_in_one_line() -> None:
-    with pytest.raises(UserError, match=r"^model\.path: t5 is no causal language model") as caught:
+    with pytest.raises(UserError, match=r"^model\.path: t5 is not a causal language model") as caught:
         estimate_pass(T5Config(), dtype="float32", tokens=16)
     assert "\n" not in str(caught.value)
 
