@@ -157,7 +157,7 @@ def test_the_log_says_which_share_adapters_reach() -> None:
     said = describe_adapter_coverage(routed, LoraSpec(dropout=0.1))
     assert said.endswith("; set model.lora.dropout=0 to adapt those that can be")
     assert f"which hold {reached / total:.0%} of the parameters" in said
-    assert f"{stacked / total:.0%} are weights of several experts in one tensor" in said and "experts." in said
+    assert f"{stacked / total:.0%} are fused expert weights without an adapter" in said and "experts." in said
     assert "experts" not in describe_adapter_coverage(tiny_model("llama"), SPEC)
 
 

@@ -64,9 +64,9 @@ def test_what_a_reward_model_cannot_give_is_refused() -> None:
         policy(inputs, ids, mask, frozenset({"logps", "vocab:entropy"}))
     with pytest.raises(UserError, match=r"asked for packed rows"):
         policy(*packed_layout(ROWS, 0))
-    with pytest.raises(UserError, match=r"gives no distribution over tokens"):
+    with pytest.raises(UserError, match=r"has no distribution over tokens"):
         policy.head()
-    with pytest.raises(UserError, match=r"has 0 linear heads with one output"):
+    with pytest.raises(UserError, match=r"has 0 linear heads with a single output"):
         policy_of(labels=2)
 
 
