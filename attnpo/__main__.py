@@ -19,7 +19,7 @@ COMMANDS = {
     "weigh": "compute token weights before training, in any number of processes",
     "show": "look at pairs: tokens, weights and log-probs of both answers",
     "generate": "let a model answer prompts",
-    "pair": "rank several answers to a prompt and build preference pairs from them",
+    "pair": "rank several answers to a prompt and build preference pairs",
     "evaluate": "measure a model on a benchmark, or a judge before it is used",
     "report": "tables and figures of finished runs, studies and evaluations",
 }
@@ -81,7 +81,7 @@ def _unknown_command_message(words: Sequence[str]) -> str:
 
 
 def script() -> int:
-    """Entry point of the installed ``attnpo`` script."""
+    """Runs the installed ``attnpo`` script; returns its exit status."""
     os.environ[CALLED] = sys.argv[0]
     return main(sys.argv[1:])
 

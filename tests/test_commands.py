@@ -183,7 +183,7 @@ def test_help_shows_the_groups_that_a_command_reads(name: str) -> None:
         for root in (name, "fit" if "- fit " in (CONFIG_DIR / f"{name}.yaml").read_text(encoding="utf-8") else name)
         for group in parse_groups(CONFIG_DIR / f"{root}.yaml")
     ]
-    text = CommandParser(name, "", "", None).text(CONFIG_DIR / f"{name}.yaml", list_groups())
+    text = CommandParser(name, "", "", None).help_text(CONFIG_DIR / f"{name}.yaml", list_groups())
     choices = {group.name for group in composed if list_groups()[group.name] != [group.default]}
     shown = {group for group in {*list_groups(), "model"} if re.search(rf"^ +\[?{group}=", text, re.MULTILINE)}
     assert shown == choices - HIDDEN[name] and shown

@@ -61,7 +61,7 @@ class ModelShape:
     vocab: int
 
     @classmethod
-    def from_config(cls, config: PretrainedConfig, lora: LoraSpec | None = None) -> "ModelShape":
+    def from_model_config(cls, config: PretrainedConfig, lora: LoraSpec | None = None) -> "ModelShape":
         """Builds the shape of the causal LM of ``config`` from its widest layers; UserError if it is not one."""
         model = build_on_meta(config)
         stack = layer_stack(backbone_of(model))
@@ -227,7 +227,7 @@ def estimate_training(
     ``tokens`` and ``eval_tokens`` are token budgets that replace these rows. ``reference``: kind of reference, or None;
     the other values come from the run's config. Raises UserError if ``config`` is not a causal LM's.
     """
-    shape, chunk = ModelShape.from_config(config, model.lora), model.chunk
+    shape, chunk = ModelShape.from_model_config(config, model.lora), model.chunk
     weight = DTYPES[model.dtype].itemsize
     compute = BF16 if precision == "bf16-mixed" else weight
     step = _MicroBatch(
@@ -300,7 +300,7 @@ def estimate_pass(
     ``mapped``: length of the longest prompt whose full attention maps are kept, or 0. Raises UserError if ``config`` is
     not a causal LM's.
     """
-    shape = ModelShape.from_config(config)
+    shape = ModelShape.from_model_config(config)
     weight = DTYPES[dtype].itemsize
     step = _MicroBatch(shape, weight, weight, tokens, recomputed=0, last_recomputed=False)
     how = f"{tokens:,} tokens in the widest place of one block"
@@ -426,7 +426,7 @@ def _head_row(step: _MicroBatch, chunk: int, *, trained: bool) -> MemoryRow:
     if step.copies:
         size += step.compute * matrix
     if trained:
-        # Accumulated in float32; a chunk's product in a shorter format is made beside it.
+        # Accumulated in float32, next to a chunk's product in a shorter dtype.
         size += FP32 * matrix + (step.compute * matrix if step.compute < FP32 else 0)
     return MemoryRow("vocabulary head", size, f"{chunk} tokens x {shape.vocab:,} words, the head's gradient", (HEAD,))
 

@@ -1,17 +1,17 @@
 """Objective protocol, and the reductions over response tokens that every objective uses.
 
-Objectives see log-probabilities of response tokens only: prompts, padding and packing are known to ``models`` alone.
+Objectives see only log-probabilities of response tokens; prompts, padding and packing are handled by ``models``.
 
-Each objective's file holds its formula as a pure function of tensors and numbers, which its class calls. The functions
-share these arguments, in this order. Rows are responses, all chosen ones first and their rejected partners after them;
-log-probabilities are in nats, lengths in tokens.
+Each objective's file contains its formula as a pure function of tensors and numbers, which its class calls. The
+functions share these arguments, in this order. Rows are responses, all chosen ones first and then their rejected
+partners; log-probabilities are in nats, lengths in tokens.
 
 - ``policy_logps``, ``reference_logps`` [rows, R]: log-probability of each response token under policy and reference.
 - ``weights`` [rows, R]: a distribution over each response's tokens, or factors. They get no gradient.
-- ``mask`` [rows, R]: which columns are response tokens; whatever stands in the others never matters.
+- ``mask`` [rows, R]: true on response tokens; values elsewhere are ignored.
 - ``lengths`` [rows]: |y|, which multiplies each weighted sum; None for factors and for sums without |y|.
 
-After them come the tensors that only this formula reads, and its hyperparameters.
+They are followed by tensors used only by this formula, and its hyperparameters.
 """
 
 from dataclasses import dataclass
@@ -28,8 +28,8 @@ from attnpo.schema import ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats
 class Reduction(Enum):
     """Reduction of a response's per-token values to one number.
 
-    SUM: ``sum_t w_t x_t``, w = 1 where no weights are given. MEAN: the same with w = 1/n where none are given (a
-    distribution takes the place of 1/n). WEIGHT_MEAN: ``sum_t w_t x_t / sum_t w_t``, 0 where the weights sum to 0.
+    SUM: ``sum_t w_t x_t``, with w = 1 without weights. MEAN: the same with w = 1/n without weights (a distribution
+    replaces 1/n). WEIGHT_MEAN: ``sum_t w_t x_t / sum_t w_t``, or 0 if the weights sum to 0.
     """
 
     SUM = "sum"
@@ -43,7 +43,7 @@ def reduce(
     mask: Bool[Tensor, "rows R"],
     how: Reduction,
 ) -> Float[Tensor, " rows"]:
-    """Returns one number per row; positions with a false mask never matter, infinities included."""
+    """Reduces each row to one number; positions outside the mask are ignored, even infinities."""
     zero = torch.zeros((), dtype=values.dtype, device=values.device)
     kept = torch.where(mask, values, zero)
     if weights is None:
@@ -58,7 +58,7 @@ def reduce(
 
 
 class LengthFrom(Enum):
-    """Whose tokens |y| counts: the weight source's (paper) or the training side's."""
+    """Tokenizer whose tokens |y| counts: the weight source's (as in the paper) or the policy's."""
 
     SOURCE = "source"
     TRAIN = "train"
@@ -79,7 +79,7 @@ def weighted_sum(
 
 
 def response_lengths(rows: RowGroup, length_scale: bool, length_from: LengthFrom) -> Float[Tensor, " rows"] | None:
-    """Returns |y| of each row as ``weighted_sum`` takes it: None without the length scale, and for factors."""
+    """Returns |y| per row for ``weighted_sum``; None without the length scale, and for factors."""
     if rows.factors or not length_scale:
         return None
     if length_from is LengthFrom.SOURCE:
@@ -88,34 +88,34 @@ def response_lengths(rows: RowGroup, length_scale: bool, length_from: LengthFrom
 
 
 class Keys:
-    """Base of the parts that objectives are made of, each with some of their keys."""
+    """Base class of objective parts that contribute keys."""
 
     def unread(self) -> dict[str, str]:
-        """Names keys without effect as the others stand, with the reason."""
+        """Returns keys without effect, given the other keys, and the reasons."""
         return {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class LengthScaled(Keys):
-    """Keys of objectives whose weighted sums are multiplied by |y|, and what these read of a batch's rows."""
+    """Keys of objectives whose weighted sums are multiplied by |y|, and access to the rows they need."""
 
     length_scale: bool = True
     length_from: LengthFrom = LengthFrom.SOURCE
 
     def unread(self) -> dict[str, str]:
-        """Names keys without effect as the others stand, with the reason."""
+        """Returns keys without effect, given the other keys, and the reasons."""
         return ({} if self.length_scale else {"length_from": "objective.length_scale=false"}) | super().unread()
 
     def weighted(
         self, rows: RowGroup
     ) -> tuple[Float[Tensor, "rows R"], Bool[Tensor, "rows R"], Float[Tensor, " rows"] | None]:
-        """Returns weights, mask and lengths of the rows, as the formulas take them."""
+        """Returns weights, mask and lengths of the rows in the form the formulas expect."""
         lengths = response_lengths(rows, self.length_scale, self.length_from)
         return rows.token_weights["reward"], rows.response_mask, lengths
 
 
 def mean_factors(rows: RowGroup) -> Float[Tensor, "rows R"]:
-    """Returns what multiplies each token's term in a mean over the response: a distribution, or factors over n."""
+    """Returns the weight of each token in a mean over the response: a distribution, or factors divided by n."""
     weights = rows.token_weights["reward"]
     if not rows.factors:
         return weights
@@ -123,7 +123,7 @@ def mean_factors(rows: RowGroup) -> Float[Tensor, "rows R"]:
 
 
 def split_pairs(rows: Float[Tensor, " rows"]) -> tuple[Float[Tensor, " pairs"], Float[Tensor, " pairs"]]:
-    """Returns the chosen and the rejected half of a per-row tensor."""
+    """Splits a per-row tensor into its chosen and rejected halves."""
     chosen, rejected = rows.chunk(2)
     return chosen, rejected
 
@@ -136,34 +136,34 @@ def by_side(name: str, rows: Float[Tensor, " rows"]) -> dict[str, Float[Tensor, 
 
 @runtime_checkable
 class PreferenceObjective(Protocol):
-    """Preference loss. ``requires`` names what the module must compute for it, and only that is computed.
+    """Preference loss. ``requires`` names the inputs that must be computed for it; nothing else is computed.
 
-    "reference": log-probabilities of a frozen reference. "token_weights": weights of any source; with "factors" those
-    of a source of factors alone. "hidden", "vocab:NAME", "joint:NAME", "input_gradient": statistics of ``TokenStats``
+    "reference": log-probabilities of a frozen reference. "token_weights": weights of any source; with "factors" only
+    those of a source of factors. "hidden", "vocab:NAME", "joint:NAME", "input_gradient": statistics of ``TokenStats``
     (joint ones need the reference's head). "group:NAME": further rows, scored with each micro-batch. "ahead:NAME": rows
-    that are looked at before an optimiser step (``StepObjective``). "several_pairs": more than one pair per step.
+    that are scored before an optimizer step (``StepObjective``). "several_pairs": more than one pair per step.
     """
 
     @property
     def requires(self) -> frozenset[str]:
-        """Returns names of the inputs the objective reads beyond the policy's log-probabilities."""
+        """Returns the names of the inputs needed besides the policy's log-probabilities."""
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
-        """Returns losses and detached rewards of the batch's pairs."""
+        """Computes losses and detached rewards of the batch's pairs."""
 
 
 @runtime_checkable
 class StepObjective(PreferenceObjective, Protocol):
-    """Objective with a number over the whole optimiser step, known before its first micro-batch is scored."""
+    """Objective that needs a statistic of the whole optimizer step before its first micro-batch."""
 
     def sums(self, policy: TokenStats, reference: TokenStats | None, rows: RowGroup) -> dict[str, Float[Tensor, ""]]:
-        """Sums over the rows of an "ahead" group; added up over the step and all ranks they are ``batch.state``."""
+        """Sums over the rows of an "ahead" group; the sums over the step and all ranks become ``batch.state``."""
 
 
 def log_ratios(
     policy_logps: Float[Tensor, "rows R"], reference_logps: Float[Tensor, "rows R"], mask: Bool[Tensor, "rows R"]
 ) -> Float[Tensor, "rows R"]:
-    """Returns per-token ``d = log pi - log ref``, 0 off the response. Subtracted per token, before any sum."""
+    """Returns per-token ``d = log pi - log ref``, 0 outside the response. Subtracted per token, before any sum."""
     difference = policy_logps - reference_logps.to(policy_logps.dtype)
     return torch.where(mask, difference, torch.zeros_like(difference))
 
@@ -175,5 +175,5 @@ def logps_of(reference: TokenStats | None, rows: str = "the batch") -> Float[Ten
         ValueError: no reference statistics were given.
     """
     if reference is None:
-        raise ValueError(f"this objective compares with a reference, and none was computed for {rows}")
+        raise ValueError(f"this objective needs a reference, but none was computed for {rows}")
     return reference.logps

@@ -43,7 +43,7 @@ def cpo_loss(
 class CPO(SftTerm, LengthScaled):
     """``-log sigmoid(beta (S(p_w) - S(p_l))) + sft_coef NLL(y_w)`` with p the policy's log-probabilities.
 
-    The NLL is a mean over the chosen tokens of the whole step (``sft: batch``, as in TRL); the paper's formula is the
+    The NLL is a mean over the chosen tokens of the whole step (``sft: batch``, as in TRL); the paper uses the
     likelihood of each response (``sum``). Token weights multiply p in the margin, scaled as in TwDPO.
     """
 

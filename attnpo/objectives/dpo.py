@@ -30,7 +30,7 @@ def dpo_loss(
     """Returns the DPO loss of each pair: ``-log sigmoid(beta (S(d_w) - S(d_l)))``.
 
     d is the log-ratio of a token in nats, S its sum over the response. Rewards are ``beta S(d)``. ``loss_type`` and
-    ``label_smoothing`` say what the margin costs (``margin_loss``), ``clip_ratio`` bounds d (``clipped``). Source:
+    ``label_smoothing`` select the loss of the margin (``margin_loss``), ``clip_ratio`` bounds d (``clipped``). Source:
     Rafailov et al. 2023, Eq. 7 (arXiv 2305.18290); eric-mitchell/direct-preference-optimization, ``trainers.py``.
 
     Example:
@@ -51,7 +51,7 @@ def dpo_loss(
 class DPO(SftTerm):
     """``-log sigmoid(beta (S(d_w) - S(d_l)))`` with d the per-token log-ratio and S the sum over the response.
 
-    ``loss_type`` is what the margin costs; ``clip_ratio`` bounds d (``clipped``); ``sft_coef`` adds the chosen
+    ``loss_type`` is the loss of the margin; ``clip_ratio`` bounds d (``clipped``); ``sft_coef`` adds the chosen
     responses' negative log-likelihood, ``anchor`` times the KL(policy || reference) at their tokens (``with_anchor``).
     """
 
@@ -68,7 +68,7 @@ class DPO(SftTerm):
 
     @property
     def requires(self) -> frozenset[str]:
-        """Returns the reference, and its KL from the policy at each token for an anchor."""
+        """Returns the reference, and the KL from the policy at each token if an anchor is set."""
         return frozenset({"reference", *([f"joint:{ANCHOR_STATISTIC}"] if self.anchor else [])})
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
@@ -80,7 +80,7 @@ class DPO(SftTerm):
     def with_terms(
         self, output: ObjectiveOutput, policy: TokenStats, batch: PreferenceBatch, shares: Tensor | None = None
     ) -> ObjectiveOutput:
-        """Returns the formula's output with the SFT term and the anchor, whose ``shares`` are as in ``with_anchor``."""
+        """Adds the SFT term and the anchor to the output; ``shares`` as in ``with_anchor``."""
         output = self.with_sft(output, policy, batch)
         if not self.anchor:
             return output

@@ -19,7 +19,7 @@ from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats, check_ra
 
 
 class Over(Enum):
-    """Reduction of a response's log-ratios to one: their mean (TRL, confirmed by the authors) or their sum."""
+    """Reduction of a response's log-ratios: the mean (as in TRL, confirmed by the authors) or the sum."""
 
     MEAN = "mean"
     SUM = "sum"
@@ -37,8 +37,8 @@ def ipo_loss(
 
     ``A(d) = sum_t a_t d_t`` is the mean of a response's log-ratios d in nats, a (``weights``) 1/n or another
     distribution. With ``lengths`` it is a sum, ``|y| sum_t a_t d_t``. Rewards are ``beta A(d)``. ``beta`` is the tau of
-    the source: Azar et al. 2024, Eq. 17 (arXiv 2310.12036), which sums; TRL 1.16 ``DPOTrainer`` takes the mean and says
-    that the authors confirmed it.
+    the source: Azar et al. 2024, Eq. 17 (arXiv 2310.12036), which sums; TRL 1.16 ``DPOTrainer`` uses the mean,
+    which the authors confirmed according to its documentation.
 
     Example:
         >>> import torch
@@ -58,7 +58,7 @@ def ipo_loss(
 class IPO(LengthScaled):
     """``((A(d_w) - A(d_l)) - 1 / (2 beta))^2`` with A the mean (or the sum) of the log-ratios over the response.
 
-    ``beta`` is the paper's tau. Token weights take the place of 1/n in the mean; in the sum they are scaled by
+    ``beta`` is the paper's tau. Token weights replace 1/n in the mean; in the sum they are scaled by
     ``length_scale`` and ``length_from`` as in TwDPO.
     """
 
@@ -71,13 +71,13 @@ class IPO(LengthScaled):
         check_range("objective", "(0, inf)", beta=self.beta)
 
     def unread(self) -> dict[str, str]:
-        """Keys without effect as the others stand, with the reason."""
+        """Returns keys without effect, given the other keys, and the reasons."""
         if self.reduction is Over.SUM:
             return super().unread()
         return dict.fromkeys(("length_scale", "length_from"), "objective.reduction=mean reads no lengths")
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
-        """Returns losses and rewards ``beta A(d)`` of the batch."""
+        """Computes losses and rewards ``beta A(d)`` of the batch."""
         rows, mean = batch.main, self.reduction is Over.MEAN
         return ipo_loss(
             policy.logps,

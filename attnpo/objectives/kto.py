@@ -1,6 +1,6 @@
 """Kahneman-Tversky Optimization (Ethayarajh et al. 2024, section 4) of pairs: a desirable and an undesirable example.
 
-The reference point z is one number per optimiser step, the mean over all its micro-batches and ranks.
+The reference point z is one number per optimizer step, the mean over all its micro-batches and ranks.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ def example_losses(
     desirable_weight: float,
     undesirable_weight: float,
 ) -> tuple[Float[Tensor, " pairs"], Float[Tensor, " pairs"]]:
-    """Returns the losses of the desirable and of the undesirable examples, from their rewards ``b S(d)``."""
+    """Computes the losses of the desirable and undesirable examples from their rewards ``b S(d)``."""
     desirable, undesirable = split_pairs(rewards - beta * z)
     # The exponential of a log-sigmoid is the sigmoid, with a gradient that does not vanish where it rounds to 1.
     return desirable_weight * F.logsigmoid(-desirable).exp(), undesirable_weight * F.logsigmoid(undesirable).exp()
@@ -71,7 +71,7 @@ class KTO(LengthScaled):
     ``z = max(0, mean of S(d))`` over the step's mismatched rows (a prompt with responses to another one), without
     gradient; the clamp comes after the mean. The loss of a pair is the mean of its two examples, so the mean over pairs
     is the mean over all examples. S_w sums with the token weights as TwDPO does (``length_scale``, ``length_from``);
-    z reads no weights. Uniform weights give the KTO of TRL 1.16, with z over the whole step instead of a micro-batch.
+    z is not weighted. Uniform weights give the KTO of TRL 1.16, with z over the whole step instead of a micro-batch.
     """
 
     beta: float = 0.1
@@ -87,7 +87,7 @@ class KTO(LengthScaled):
         )
 
     def sums(self, policy: TokenStats, reference: TokenStats | None, rows: RowGroup) -> dict[str, Float[Tensor, ""]]:
-        """Returns the sum of S(d) over mismatched rows and their number, from which z is made.
+        """Returns the sum of S(d) over mismatched rows and their number, which determine z.
 
         Raises:
             ValueError: no reference statistics were given.
@@ -100,14 +100,14 @@ class KTO(LengthScaled):
         """Returns the mean of S(d) over the mismatched rows of the step, not clamped.
 
         Raises:
-            ValueError: no mismatched rows were looked at before this step.
+            ValueError: no mismatched rows were scored before this step.
         """
         if "kl_sum" not in state or "kl_rows" not in state:
-            raise ValueError("KTO needs the sums over the step's mismatched rows, and the batch's state has none")
+            raise ValueError("KTO needs the sums over the step's mismatched rows, but the batch's state has none")
         return state["kl_sum"] / state["kl_rows"]
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
-        """Returns losses, weighted rewards ``b S_w(d)`` and, as an extra, z: the same value for every pair."""
+        """Computes losses, weighted rewards ``b S_w(d)`` and, as an extra, z, which is the same for every pair."""
         return kto_loss(
             policy.logps,
             logps_of(reference),

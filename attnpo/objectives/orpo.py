@@ -39,7 +39,7 @@ class ORPO:
     """``NLL(y_w) - lam log sigmoid(o_w - o_l)`` with o the log odds of a response's mean log-probability A(p).
 
     The NLL is each response's own mean over its tokens (``sft: mean``); ``batch`` is the mean over the chosen tokens of
-    the whole step. Differs from TRL: the prompt is never part of it. Token weights take the place of 1/n in A.
+    the whole step. Unlike in TRL, the prompt is never part of it. Token weights replace 1/n in A.
     """
 
     lam: float = 0.1

@@ -1,4 +1,4 @@
-"""R-DPO (Park et al. 2024, Eq. 9): DPO whose margin counts the difference in length."""
+"""R-DPO (Park et al. 2024, Eq. 9): DPO with the length difference in its margin."""
 
 from dataclasses import dataclass
 
@@ -45,8 +45,8 @@ def rdpo_loss(
 class RDPO(LengthScaled):
     """``-log sigmoid(beta (S(d_w) - S(d_l)) + alpha (n_w - n_l))`` with n the response's training tokens.
 
-    A longer chosen response has part of its margin already and is pushed less; beta does not multiply alpha. Token
-    weights multiply the log-ratios d, scaled as in TwDPO; n reads none.
+    A longer chosen response already has part of its margin and is pushed less; beta does not multiply alpha. Token
+    weights multiply the log-ratios d, scaled as in TwDPO; n is not weighted.
     """
 
     beta: float = 0.1
@@ -60,7 +60,7 @@ class RDPO(LengthScaled):
         check_range("objective", "[0, inf)", alpha=self.alpha)
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
-        """Returns losses and rewards ``beta S(d)`` of the batch."""
+        """Computes losses and rewards ``beta S(d)`` of the batch."""
         return rdpo_loss(
             policy.logps,
             logps_of(reference),

@@ -40,9 +40,9 @@ def rrhf_loss(
 class RRHF(SftTerm):
     """``max(0, s_l - s_w) + sft_coef NLL(y_w)`` with the score ``s = S(p) / n^k``, k the length penalty.
 
-    The NLL is the likelihood of the whole response (``sft: sum``). Differs from the original code, which weighs the
-    ranking term instead of the SFT term: because the SimPO study, whose row this is, writes it so. Token weights take
-    the place of 1/n in ``s = n^(1-k) A(p)``.
+    The NLL is the likelihood of the whole response (``sft: sum``). The original code weights the ranking term
+    instead of the SFT term; this follows the SimPO study, whose row it reproduces. Token weights replace 1/n in
+    ``s = n^(1-k) A(p)``.
     """
 
     length_penalty: float = 1.0

@@ -42,8 +42,8 @@ def simpo_loss(
 class SimPO:
     """``-log sigmoid(beta (A(p_w) - A(p_l)) - gamma)`` with ``gamma = beta gamma_beta_ratio``, A the token mean.
 
-    The key is the ratio, as in the authors' code; TRL's ``simpo_gamma`` is gamma itself. Token weights take the place
-    of 1/n in A.
+    The key is the ratio, as in the authors' code; TRL's ``simpo_gamma`` is gamma itself. Token weights replace 1/n
+    in A.
     """
 
     beta: float = 2.0
@@ -69,7 +69,7 @@ class SimPO:
         return SftTerm(sft_coef=self.sft_weight, sft=self.sft)
 
     def unread(self) -> dict[str, str]:
-        """Names keys without effect as the others stand, with the reason."""
+        """Returns keys without effect, given the other keys, and the reasons."""
         return self._term.unread()
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:

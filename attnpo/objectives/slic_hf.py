@@ -20,7 +20,7 @@ def slic_hf_loss(
 ) -> ObjectiveOutput:
     """Returns the SLiC-HF loss of each pair: ``max(0, delta - S(p_w) + S(p_l))``, without its SFT term (``add_sft``).
 
-    ``S(p) = |y| sum_t a_t p_t`` sums the policy's log-probabilities p, in nats as delta is. Rewards are ``S(p)``.
+    ``S(p) = |y| sum_t a_t p_t`` sums the policy's log-probabilities p; p and delta are in nats. Rewards are ``S(p)``.
     Source: Zhao et al. 2023, Eq. 1 (arXiv 2305.10425).
 
     Example:
@@ -41,7 +41,7 @@ class SLiCHF(SftTerm, LengthScaled):
     """``max(0, delta - S(p_w) + S(p_l)) + sft_coef NLL(y_w)``, sums over the response, no reference, no beta.
 
     The NLL is the likelihood of the whole response (``sft: sum``). Token weights multiply p in the hinge, scaled as in
-    TwDPO. Not what TRL calls hinge: see ``DPO.loss_type``.
+    TwDPO. This is not the hinge of TRL; see ``DPO.loss_type``.
     """
 
     delta: float = 1.0

@@ -1,7 +1,7 @@
-"""Token-level DPO (Zeng et al. 2024, arXiv 2404.11999): DPO's margin less a difference of sequence KLs.
+"""Token-level DPO (Zeng et al. 2024, arXiv 2404.11999): DPO's margin minus a difference of sequence KLs.
 
 The sequence KL of a response is ``K = sum_t KL(ref || policy)`` over the whole vocabulary at each of its tokens,
-neither clamped nor averaged; token weights multiply d alone. Form and stop-gradient are those of the authors' code
+not clamped and not averaged; token weights multiply only d. Form and stop-gradient follow the authors' code
 (Vance0124/Token-level-Direct-Preference-Optimization), whose logged rewards are ``beta (S(d) + K)`` in both versions.
 """
 
@@ -30,10 +30,10 @@ def kl_of(policy: TokenStats) -> Float[Tensor, "rows R"]:
     """Returns KL of the reference to the policy at each token.
 
     Raises:
-        ValueError: the batch was scored without it.
+        ValueError: it was not computed for the batch.
     """
     if STATISTIC not in policy.joint:
-        raise ValueError(f"this objective reads joint:{STATISTIC}, and it was not computed for the batch")
+        raise ValueError(f"this objective needs joint:{STATISTIC}, but it was not computed for the batch")
     return policy.joint[STATISTIC]
 
 
@@ -115,7 +115,7 @@ def tdpo_output(
 class TDPO1(LengthScaled):
     """``-log sigmoid(beta [S(d_w) - S(d_l) - (K_l - K_w)])``; both K pass gradient.
 
-    ``length_scale`` and ``length_from`` are read as in TwDPO; uniform weights give S(d) as it is.
+    ``length_scale`` and ``length_from`` work as in TwDPO; uniform weights give the plain S(d).
     """
 
     beta: float = 0.1
@@ -126,7 +126,7 @@ class TDPO1(LengthScaled):
         check_beta(self.beta)
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
-        """Returns losses, rewards ``beta (S(d) + K)`` and both K of the batch."""
+        """Computes losses, rewards ``beta (S(d) + K)`` and both K of the batch."""
         return tdpo1_loss(policy.logps, logps_of(reference), *self.weighted(batch.main), kl_of(policy), self.beta)
 
 
@@ -134,7 +134,7 @@ class TDPO1(LengthScaled):
 class TDPO2(TDPO1):
     """``-log sigmoid(beta [S(d_w) - S(d_l) - alpha (K_l - sg(K_w))])``; sg stops the gradient, on the chosen side only.
 
-    ``length_scale`` and ``length_from`` are read as in TwDPO; uniform weights give S(d) as it is.
+    ``length_scale`` and ``length_from`` work as in TwDPO; uniform weights give the plain S(d).
     """
 
     alpha: float = 0.5
@@ -144,7 +144,7 @@ class TDPO2(TDPO1):
         check_range("objective", "[0, inf)", alpha=self.alpha)
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
-        """Returns losses, rewards ``beta (S(d) + K)`` without alpha and both K of the batch."""
+        """Computes losses, rewards ``beta (S(d) + K)`` without alpha and both K of the batch."""
         return tdpo2_loss(
             policy.logps, logps_of(reference), *self.weighted(batch.main), kl_of(policy), self.beta, self.alpha
         )

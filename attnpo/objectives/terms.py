@@ -1,4 +1,4 @@
-"""Terms that objectives share: losses of a margin, odds, the SFT term, the anchor, and checks of their keys."""
+"""Terms shared by objectives: losses of a margin, odds, the SFT term, the anchor, and checks of their keys."""
 
 import math
 from dataclasses import dataclass, replace
@@ -38,7 +38,7 @@ def sigmoid_loss(margin: Float[Tensor, " pairs"], label_smoothing: float = 0.0) 
 def margin_loss(
     margin: Float[Tensor, " pairs"], loss_type: LossType, label_smoothing: float = 0.0
 ) -> Float[Tensor, " pairs"]:
-    """Returns what the margins of the pairs cost."""
+    """Computes the loss of each pair's margin."""
     if loss_type is LossType.HINGE:
         return F.relu(1.0 - margin)
     if loss_type is LossType.SIGMOID:
@@ -57,7 +57,7 @@ def log1mexp(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """
     x = x.clamp(max=-torch.finfo(x.dtype).eps)
     near = x > -math.log(2.0)
-    inside = torch.full_like(x, -math.log(2.0))  # keeps the branch that is not taken away from its infinite slope
+    inside = torch.full_like(x, -math.log(2.0))  # keeps the unused branch away from its infinite slope
     small = torch.log(-torch.expm1(torch.where(near, x, inside)))
     return torch.where(near, small, torch.log1p(-torch.exp(torch.where(near, inside, x))))
 
@@ -73,8 +73,8 @@ def log_odds(log_probability: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"
 class Sft(Enum):
     """Unit over which the negative log-likelihood of the chosen responses is averaged; never token weights.
 
-    MEAN: each response's tokens. SUM: nothing, it is the likelihood of the whole response. BATCH: all chosen tokens of
-    the optimiser step, so that a long response counts more than a short one.
+    MEAN: each response's tokens. SUM: no averaging, the likelihood of the whole response. BATCH: all chosen tokens of
+    the optimizer step, so that longer responses count more.
     """
 
     MEAN = "mean"
@@ -87,8 +87,8 @@ def chosen_nll(
 ) -> Float[Tensor, " pairs"]:
     """Returns the negative log-likelihood ``-A(p)`` or ``-S(p)`` of each chosen response (the first half of the rows).
 
-    Under BATCH it is the pair's share ``-S(p) pairs_per_token``, the pairs of the whole optimiser step over its chosen
-    tokens: its mean over the step is that over the tokens, however the step is split.
+    Under BATCH it is the pair's share ``-S(p) pairs_per_token``, with the number of pairs per chosen
+    token in the whole optimizer step; its mean over the pairs then equals the mean over the tokens.
     """
     pairs = len(policy_logps) // 2
     how = Reduction.MEAN if form is Sft.MEAN else Reduction.SUM
@@ -97,7 +97,7 @@ def chosen_nll(
 
 
 def add_sft(output: ObjectiveOutput, nll: Float[Tensor, " pairs"], coef: float = 1.0) -> ObjectiveOutput:
-    """Returns ``output`` with ``coef nll`` added to each pair's loss, and both terms as extras.
+    """Adds ``coef nll`` to each pair's loss, and both terms to the extras.
 
     ``nll`` is ``chosen_nll``, the term without ``coef``.
 
@@ -121,21 +121,21 @@ class SftTerm(Keys):
     sft: Sft = Sft.MEAN
 
     def unread(self) -> dict[str, str]:
-        """Names keys without effect as the others stand, with the reason."""
+        """Returns keys without effect, given the other keys, and the reasons."""
         return ({} if self.sft_coef else {"sft": "the SFT term's coefficient is 0"}) | super().unread()
 
     def with_sft(self, output: ObjectiveOutput, policy: TokenStats, batch: PreferenceBatch) -> ObjectiveOutput:
-        """Returns the output of the formula with the term, which knows the counts of the batch's step.
+        """Adds the term to the output, using the token counts of the batch's step.
 
         Raises:
-            ValueError: the form needs the step's tokens, and nobody counted them.
+            ValueError: the step's tokens are needed, but were not counted.
         """
         if self.sft_coef == 0:
             return output
         counted = batch.step_tokens != (0, 0)
-        # A step of void pairs alone has no token to count.
+        # A step with only void pairs has no tokens to count.
         if self.sft is Sft.BATCH and not counted and bool((batch.pair_weight > 0).any()):
-            raise ValueError("a mean over the step's chosen tokens needs their number, and batch.step_tokens is (0, 0)")
+            raise ValueError("a mean over the step's chosen tokens needs their number, but batch.step_tokens is (0, 0)")
         pairs_per_token = batch.step_pairs / max(batch.step_tokens[0], 1) if counted else 0.0
         nll = chosen_nll(policy.logps, batch.main.response_mask, self.sft, pairs_per_token)
         return add_sft(output, nll, self.sft_coef)
@@ -145,9 +145,9 @@ class SftTerm(Keys):
 
 
 def clip_log_ratios(ratios: Float[Tensor, "rows R"], clip: float | None) -> Float[Tensor, "rows R"]:
-    """Returns log-ratios held within ``clip`` nats on both sides of 0: a token further out is not pushed on.
+    """Clips log-ratios to ``clip`` nats on both sides of 0, so that tokens further out get no gradient.
 
-    None leaves all.
+    None disables clipping.
 
     A two-sided clip of the token's log-ratio, as in HALOs' humanline objectives (with -1 and 1.5 there).
     """
@@ -160,10 +160,10 @@ ANCHOR_STATISTIC = "kl_policy_ref"
 
 
 class AnchorOn(Enum):
-    """Share of its KL to the reference that a token pays.
+    """Share of a token's KL to the reference that the anchor penalises.
 
-    ALL: the whole of it. LOW: what its weight lacks of a uniform one, ``max(0, 1 - n a_t)`` for a distribution a over n
-    tokens and ``max(0, 1 - w_t)`` for factors, so that tokens the objective leaves free are held in its place.
+    ALL: the full KL. LOW: the difference to a uniform weight, ``max(0, 1 - n a_t)`` for a distribution a over n tokens
+    and ``max(0, 1 - w_t)`` for factors, so that tokens with low weight stay close to the reference.
     """
 
     ALL = "all"
@@ -171,7 +171,7 @@ class AnchorOn(Enum):
 
 
 def low_shares(rows: RowGroup) -> Float[Tensor, "rows R"]:
-    """Returns ``AnchorOn.LOW``'s share of each token."""
+    """Returns the share of each token for ``AnchorOn.LOW``."""
     weights = rows.token_weights["reward"]
     if not rows.factors:
         weights = weights * rows.response_mask.sum(-1, keepdim=True).to(weights.dtype)
@@ -185,10 +185,10 @@ def with_anchor(
     coef: float,
     shares: Float[Tensor, "rows R"] | None = None,
 ) -> ObjectiveOutput:
-    """Returns ``output`` with ``coef (K_w + K_l) / 2`` added to each pair's loss, ``K = sum_t h_t KL_t``.
+    """Adds ``coef (K_w + K_l) / 2`` to each pair's loss, ``K = sum_t h_t KL_t``.
 
     ``position_kl`` is KL(policy || reference) over the whole vocabulary at each token, in nats, and carries gradient;
-    ``shares`` h is 1 where it is None. The extras hold the loss without the term, and the term without ``coef``.
+    ``shares`` h defaults to 1. The extras hold the loss without the term, and the term without ``coef``.
     """
     chosen, rejected = split_pairs(reduce(position_kl, shares, mask, Reduction.SUM))
     term = (chosen + rejected) / 2
@@ -200,11 +200,11 @@ def with_anchor(
 
 
 def check_beta(beta: float, label_smoothing: float = 0.0, loss_type: LossType = LossType.SIGMOID) -> None:
-    """Raises UserError for a beta that is not positive, and for a smoothing outside [0, 0.5) or without effect."""
+    """Checks that beta is positive, and that the label smoothing is in [0, 0.5) and has an effect; else UserError."""
     check_range("objective", "(0, inf)", beta=beta)
     check_range("objective", "[0, 0.5)", label_smoothing=label_smoothing)
     if label_smoothing and loss_type is LossType.HINGE:
         raise UserError(
-            f"objective.label_smoothing must be 0 with objective.loss_type=hinge, which smooths nothing, got "
-            f"{label_smoothing}: set 0, or loss_type=sigmoid or robust"
+            f"objective.label_smoothing must be 0 with objective.loss_type=hinge, which has no smoothing, got "
+            f"{label_smoothing}: set it to 0, or choose loss_type=sigmoid or robust"
         )

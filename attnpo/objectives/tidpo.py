@@ -28,7 +28,7 @@ def squared_distance(
     second: Float[Tensor, "pairs R"],
     second_mask: Bool[Tensor, "pairs R"],
 ) -> tuple[Float[Tensor, " pairs"], Bool[Tensor, " pairs"]]:
-    """Returns ``sum_t (x_t - y_t)^2`` over the response indices t that both have, and whether they have any."""
+    """Returns ``sum_t (x_t - y_t)^2`` over the shared response indices t, and whether there are any."""
     width = min(first.shape[1], second.shape[1])
     both = first_mask[:, :width] & second_mask[:, :width]
     gap = torch.where(both, first[:, :width] - second[:, :width], torch.zeros_like(first[:, :width]))
@@ -44,10 +44,8 @@ def triplet_term(
 ) -> Triplet:
     """Returns ``relu(|d_a - d_w|^2 - |d_a - d_l|^2 + margin)`` of per-token log-ratios d.
 
-    0 where either distance has no token.
-
-    Such a pair (no anchor token, or a response without tokens) says nothing about distances; the code's margin alone
-    would be a constant, and one distance against nothing would not be.
+    The term is 0 if either distance has no token (no anchor token, or an empty response): the original code's margin
+    would only be a constant, and a single distance would not be comparable.
     """
     half = len(anchor)
     chosen, near = squared_distance(anchor, anchor_mask, ratios[:half], mask[:half])
@@ -108,9 +106,9 @@ class TIDPO:
     """``-log sigmoid(beta [M_w - M_l - alpha (K_l - sg K_w)]) + gamma_triplet * triplet``, ``M = S(w d)``.
 
     ``w``: token weights as factors (TI-DPO's own: weights=gradient). ``K``: KL of reference to policy summed over the
-    response's positions, unweighted; sg stops the gradient on the chosen side alone (TDPO2). ``kl: false`` leaves K
-    out, the weighted DPO form of the paper's equations. The triplet compares per-token log-ratios with those of an
-    ``anchor`` response sampled from the policy; gradients reach it too. Sources: latent-lm/TIDPO, ``trainers.py``;
+    response's positions, unweighted; sg stops the gradient on the chosen side only (TDPO2). ``kl: false`` drops K,
+    which gives the weighted DPO form of the paper's equations. The triplet compares per-token log-ratios with those of
+    an ``anchor`` response sampled from the policy; gradients reach it too. Sources: latent-lm/TIDPO, ``trainers.py``;
     Vance0124/Token-level-Direct-Preference-Optimization, ``trainers.py``.
     """
 
@@ -132,7 +130,7 @@ class TIDPO:
         )
 
     def unread(self) -> dict[str, str]:
-        """Keys without effect as the others stand, with the reason."""
+        """Returns keys without effect, given the other keys, and the reasons."""
         idle = {} if self.kl else {"alpha": "objective.kl=false"}
         if not self.gamma_triplet:
             idle |= dict.fromkeys(("triplet_margin", "anchor"), "objective.gamma_triplet is 0")
@@ -146,7 +144,7 @@ class TIDPO:
         return frozenset({"reference", "token_weights", "factors"} | kl | anchor)
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
-        """Returns losses, rewards ``beta (M + K)`` and the extras of ``tidpo_loss``."""
+        """Computes losses, rewards ``beta (M + K)`` and the extras of ``tidpo_loss``."""
         rows = batch.main
         return tidpo_loss(
             policy.logps,
@@ -161,7 +159,7 @@ class TIDPO:
         )
 
     def _triplet(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> Triplet:
-        """Returns the term of each pair, whose mean over the step is the batch mean that the code adds to every one."""
+        """Computes the term per pair; its mean over the step is the batch mean of the original code."""
         rows, mask = batch.groups["anchor"], batch.main.response_mask
         other = None if reference is None else reference.groups["anchor"]
         ratios = log_ratios(policy.logps, logps_of(reference), mask)

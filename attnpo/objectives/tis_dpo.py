@@ -1,4 +1,4 @@
-"""TIS-DPO (Liu et al. 2025): DPO on weighted sums, a weighted KL if asked; its weights are ``weights=contrast``."""
+"""TIS-DPO (Liu et al. 2025): DPO on weighted sums, with an optional weighted KL; use with ``weights=contrast``."""
 
 from dataclasses import dataclass
 
@@ -38,8 +38,8 @@ def tis_dpo_loss(
 
     d is the log-ratio of a token in nats, w (``weights``) a factor, or a distribution times |y| (``lengths``). K is
     ``sum_t w_t KL_t`` with ``position_kl`` the KL from policy to reference at each position; without it there is no
-    such term, as by default in the code. Rewards are ``beta S``, with the term ``beta (S - K)``; the extras hold K and
-    the unweighted rewards. Source: exlaw/TIS-DPO, ``trainers.py``. Both sides' K pass gradient.
+    KL term, the default of the code. Rewards are ``beta S``, or ``beta (S - K)`` with it; the extras hold K and
+    the unweighted rewards. Both sides' K pass gradient. Source: exlaw/TIS-DPO, ``trainers.py``.
 
     Example:
         >>> import torch
@@ -65,7 +65,7 @@ def tis_dpo_loss(
 
 @dataclass(frozen=True)
 class TISDPO(LengthScaled):
-    """``-log sigmoid(beta (S_w - S_l))``, S the weighted sum of log-ratios; TwDPO's form, which takes any weights.
+    """``-log sigmoid(beta (S_w - S_l))``, S the weighted sum of log-ratios; TwDPO's form for any weights.
 
     ``token_level`` adds the code's KL term, ``alpha`` times the difference of both sides' weighted sums of the KL from
     policy to reference, inside the margin.
@@ -86,11 +86,11 @@ class TISDPO(LengthScaled):
         return frozenset({"reference", "token_weights"} | ({f"joint:{KL}"} if self.token_level else set()))
 
     def unread(self) -> dict[str, str]:
-        """Keys without effect as the others stand, with the reason."""
+        """Returns keys without effect, given the other keys, and the reasons."""
         return ({} if self.token_level else {"alpha": "objective.token_level=false"}) | super().unread()
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
-        """Returns losses, weighted rewards and, as extras, the unweighted rewards and the KL sums."""
+        """Computes losses, weighted rewards and, as extras, the unweighted rewards and the KL sums."""
         kl = policy.joint[KL] if self.token_level else None
         return tis_dpo_loss(
             policy.logps,

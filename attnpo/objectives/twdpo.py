@@ -21,7 +21,7 @@ from attnpo.objectives.terms import AnchorOn, LossType, check_beta, clip_log_rat
 from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats
 
 NO_OPTIONS = (0.0, LossType.SIGMOID, None)
-"""Smoothing, form of the loss and clip of the paper."""
+"""Label smoothing, loss type and clip of the paper."""
 
 
 def twdpo_loss(
@@ -34,8 +34,8 @@ def twdpo_loss(
 ) -> ObjectiveOutput:
     """Computes -log sigmoid(r_w - r_l) with r = beta |y| sum_t a_t d_t and d_t = log pi(y_t) - log ref(y_t) in nats.
 
-    a (``weights``) is a distribution over the response, |y| (``lengths``) its tokens as the judge counts them; without
-    lengths |y| is left out. Rewards are r; the extras hold the unweighted ones, ``beta sum_t d_t``.
+    a (``weights``) is a distribution over the response, |y| (``lengths``) its length in judge tokens; without lengths,
+    |y| is omitted. Rewards are r; the extras hold the unweighted ones, ``beta sum_t d_t``.
     Source: paper Eq. twdpo, without lengths Eq. twdpo_len_norm; HCY123902/AttentionPO, ``tw_dpo_trainer.py``.
 
     Example:
@@ -47,7 +47,7 @@ def twdpo_loss(
         >>> twdpo_loss(policy, reference, weights, mask, lengths, beta=0.1).losses
         tensor([0.6349])
     """
-    d = log_ratios(policy_logps, reference_logps, mask)  # of each token, 0 off the response
+    d = log_ratios(policy_logps, reference_logps, mask)  # per token, 0 outside the response
     r_w, r_l = split_pairs(beta * weighted_sum(d, weights, mask, lengths))
     losses = -F.logsigmoid(r_w - r_l)
     unweighted = by_side("unweighted", beta * d.detach().sum(-1))
@@ -65,7 +65,7 @@ def twdpo_variant_loss(
     loss_type: LossType = LossType.SIGMOID,
     clip_ratio: float | None = None,
 ) -> ObjectiveOutput:
-    """Computes ``twdpo_loss`` with its options: another form of the loss, d held within ``clip_ratio`` (``clipped``).
+    """Computes ``twdpo_loss`` with its options: another loss type, and d clipped to ``clip_ratio`` (``clipped``).
 
     Example:
         >>> import torch
@@ -88,7 +88,7 @@ class TwDPO(LengthScaled, DPO):
 
     ``length_scale: false`` drops |y| (the paper's length-normalised ablation, run with beta 2.0). ``length_from:
     train`` counts the training tokens instead of the source's, for judges with another tokenizer. Uniform weights 1/|y|
-    on every response token give DPO exactly. Other keys are DPO's; ``anchor_on`` says which tokens ``anchor`` holds.
+    on every response token give DPO exactly. Other keys are DPO's; ``anchor_on`` selects the tokens for ``anchor``.
     """
 
     anchor_on: AnchorOn = AnchorOn.ALL
@@ -99,7 +99,7 @@ class TwDPO(LengthScaled, DPO):
         return super().requires | {"token_weights"}
 
     def unread(self) -> dict[str, str]:
-        """Names keys without effect as the others stand, with the reason."""
+        """Returns keys without effect, given the other keys, and the reasons."""
         return ({} if self.anchor else {"anchor_on": "objective.anchor is 0"}) | super().unread()
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
@@ -138,7 +138,7 @@ def otpo_loss(
 
 @dataclass(frozen=True)
 class OTPO:
-    """TwDPO's form with factors w alone (Li et al. 2025): both sides' are of one plan and never scaled by a length.
+    """TwDPO's form with factors w (Li et al. 2025), which come from one transport plan and are not scaled by a length.
 
     ``weights=transport`` computes them.
     """
@@ -152,9 +152,9 @@ class OTPO:
         check_beta(self.beta, self.label_smoothing)
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
-        """Computes losses and rewards as ``otpo_loss``; ValueError for weights that are a distribution."""
+        """Computes losses and rewards like ``otpo_loss``; ValueError if the weights are a distribution."""
         rows = batch.main
         if not rows.factors:
-            raise ValueError("OTPO reads factors, and the batch's token weights are a distribution")
+            raise ValueError("OTPO needs factors, but the batch's token weights are a distribution")
         weights, mask = rows.token_weights["reward"], rows.response_mask
         return otpo_loss(policy.logps, logps_of(reference), weights, mask, self.beta, self.label_smoothing)

@@ -339,6 +339,6 @@ def log_model(spec: ModelSpec) -> None:
     if spec.lora is not None:
         lines.append(describe_adapter_coverage(build_on_meta(config), spec.lora))
     if spec.quantize is not None:
-        packed = ModelShape.from_config(config).linear / parameters
+        packed = ModelShape.from_model_config(config).linear / parameters
         lines.append(f"model.quantize: {packed:.0%} of the parameters, the blocks' linear modules, are kept in 4 bits")
     log_once(lines)

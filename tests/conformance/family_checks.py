@@ -277,7 +277,7 @@ def _signs() -> list[float]:
 def counted(held: Held) -> Finding:
     """Whether the memory estimate counts the parameters that there are."""
     try:
-        said = ModelShape.from_config(load_config(held.folder)).parameters
+        said = ModelShape.from_model_config(load_config(held.folder)).parameters
     except UserError as error:
         return Finding("memory", reason=str(error))
     there = sum(part.numel() for part in held.model.parameters())

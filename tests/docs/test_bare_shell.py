@@ -96,7 +96,7 @@ def inactive(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_commands_of_the_help_find_their_programs(tmp_path: Path) -> None:
     helps = {name: import_module(f"attnpo.{name}") for name in sorted(ENTRIES)}
     texts = [
-        CommandParser(name, "", module.EXAMPLES, None).text(CONFIG_DIR / f"{name}.yaml", list_groups())
+        CommandParser(name, "", module.EXAMPLES, None).help_text(CONFIG_DIR / f"{name}.yaml", list_groups())
         for name, module in helps.items()
     ]
     texts += [front.usage(), rewrite_commands(import_module("tests.conformance.__main__").EPILOG)]

@@ -246,7 +246,7 @@ def test_shapes_of_layers_that_differ_are_read(tmp_path: Path) -> None:
     for kind in ("gemma3n_text", "gemma4_text"):
         folder = tiny_folder(kind, tmp_path / kind)
         config = AutoConfig.from_pretrained(folder)
-        found[kind] = shape = ModelShape.from_config(config)
+        found[kind] = shape = ModelShape.from_model_config(config)
         assert shape.parameters == count_parameters(config)[0] and shape.hidden == 32 and shape.layers == 4
         assert num_heads(folder) == 4
     assert found["gemma3n_text"].inner == 64, "the widest of a list"

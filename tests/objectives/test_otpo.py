@@ -39,7 +39,7 @@ def test_factors_of_one_are_dpo() -> None:
     torch.testing.assert_close(found.chosen_rewards, found.extras["unweighted/chosen"], rtol=0, atol=1e-14)
     grads = [torch.autograd.grad(out.losses.sum(), logps)[0] for out in (found, expected)]
     torch.testing.assert_close(*grads, rtol=0, atol=1e-14)
-    with pytest.raises(ValueError, match="OTPO reads factors"):
+    with pytest.raises(ValueError, match="OTPO needs factors"):
         OTPO()(*stats, make_batch(replace(batch.main, factors=False)))
 
 

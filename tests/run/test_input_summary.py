@@ -192,7 +192,7 @@ def test_the_model_is_told_once_from_its_config(world: World, caplog: pytest.Log
 
 def test_the_shares_that_adapters_and_four_bits_reach_are_told(world: World, caplog: pytest.LogCaptureFixture) -> None:
     log_model(ModelSpec(str(world.model), lora=LoraSpec(), quantize="nf4"))
-    shape = ModelShape.from_config(load_config(world.model))
+    shape = ModelShape.from_model_config(load_config(world.model))
     share = f"{shape.linear / shape.parameters:.0%} of the parameters"
     assert f"model.lora: adapters on 14 linear modules, which hold {share}" in caplog.text
     assert f"model.quantize: {share}, the blocks' linear modules, are kept in 4 bits" in caplog.text

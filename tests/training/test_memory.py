@@ -85,7 +85,7 @@ def autocast(enabled: bool) -> torch.autocast:
 
 
 def test_bytes_per_parameter_of_llama3_8b() -> None:
-    assert ModelShape.from_config(LLAMA3_8B).parameters == 8_030_261_248
+    assert ModelShape.from_model_config(LLAMA3_8B).parameters == 8_030_261_248
     assert states(of_8b()) == pytest.approx(119.7, abs=0.05)  # 16 bytes per parameter
     assert states(of_8b(optimizer=EIGHT_BIT)) == pytest.approx(74.8, rel=0.01)  # 10, and the scales of the blocks
     assert states(of_8b(spec("bfloat16"), ROUNDED)) == pytest.approx(44.9, rel=0.01)  # 6
@@ -124,7 +124,7 @@ def test_reference_kinds() -> None:
 
 
 def test_what_devices_exchange() -> None:
-    shape = ModelShape.from_config(LLAMA3_8B)
+    shape = ModelShape.from_model_config(LLAMA3_8B)
     sharded = of_8b(strategy="fsdp", devices=2)
     rest = shape.parameters - shape.blocks
     assert sharded["gathered weights"].size == 4 * (rest + 2 * shape.block)
@@ -248,7 +248,7 @@ def test_a_block_saves_what_is_counted(name: str, width: int | None, lora: LoraS
 
     compute, stream = 2 if mixed else 4, getattr(torch, dtype).itemsize
     assert per_token(3) - per_token(2) == activation_bytes_per_token(
-        ModelShape.from_config(config(2), lora), compute, stream
+        ModelShape.from_model_config(config(2), lora), compute, stream
     )
 
 
@@ -422,7 +422,7 @@ def test_a_config_without_a_causal_model_is_refused_in_one_line() -> None:
 
 def test_other_families_are_laid_out_too() -> None:
     config = GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=128)
-    shape = ModelShape.from_config(config, LoraSpec(rank=2))
+    shape = ModelShape.from_model_config(config, LoraSpec(rank=2))
     assert (shape.layers, shape.hidden, shape.inner, shape.keys) == (2, 32, 128, 32)
     assert shape.adapters == 2 * 2 * ((32 + 96) + (32 + 32) + 2 * (32 + 128))
     lines = estimate_pass(config, dtype="float32", tokens=64).lines()
