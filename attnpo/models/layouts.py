@@ -149,7 +149,7 @@ def _predict_index(sequences: Sequences, before: Sequence[int], starts: Sequence
 
 
 def right_pad(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Int[Tensor, "rows T"], Bool[Tensor, "rows T"]]:
-    """Right-pads rows of ids; returns the ids and a mask that is false on padding."""
+    """Pads rows of ids on the right; returns the ids and a mask that is false on padding."""
     each = [torch.tensor(list(row), dtype=torch.long) for row in rows]
     mask = pad_sequence([torch.ones_like(ids, dtype=torch.bool) for ids in each], batch_first=True)
     return pad_sequence(each, batch_first=True, padding_value=pad_id), mask
