@@ -87,7 +87,7 @@ def probe_prompts(words: int, kept: int | None = None) -> list[list[int]]:
 
 
 def right_pad_prompts(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Pads prompts on the right; returns ids [batch T] and last positions [batch]. Padding has id 0 and is never read."""
+    """Pads prompts on the right; returns ids [batch T] and last positions [batch]. Padding is id 0, never read."""
     ids, mask = right_pad(prompts, 0)
     return ids.to(device), (mask.sum(1) - 1).to(device)
 
