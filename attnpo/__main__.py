@@ -45,7 +45,7 @@ def available_commands() -> dict[str, str]:
     return {name: line for name, line in COMMANDS.items() if find_spec(f"attnpo.{name}") is not None}
 
 
-def usage() -> str:
+def usage_text() -> str:
     """Returns the text printed by ``attnpo`` without arguments."""
     return rewrite_commands(
         USAGE.format(commands="\n".join(f"  {name:<9} {line}" for name, line in available_commands().items()))
@@ -55,7 +55,7 @@ def usage() -> str:
 def main(words: Sequence[str]) -> int:
     """Runs the command named by the first of ``words``; returns its exit status, or 2 for an unknown command."""
     if not words or words[0] in ("-h", "--help"):
-        sys.stdout.write(usage())
+        sys.stdout.write(usage_text())
         return 0
     if words[0] == "--version":
         sys.stdout.write(f"attnpo {VERSION}\n")

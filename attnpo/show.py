@@ -37,7 +37,7 @@ def main(texts: dict[str, str], cfg: "ShowConfig") -> int:
     return 0
 
 
-def entry(argv: Sequence[str] | None = None) -> int:
+def run_show(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
     from attnpo.cli.entry import run_entry
 
@@ -121,4 +121,4 @@ def _read_text(key: str, text: str) -> str:
 
 if __name__ == "__main__":
     install_signal_handlers()
-    sys.exit(entry())
+    sys.exit(run_show())

@@ -90,7 +90,7 @@ def test_a_run_keeps_no_value_of_the_environment_and_goes_on(
     assert READ in (run / "report.html").read_text().replace("&#36;", "$")
     assert READ.encode() in b"".join(path.read_bytes() for path in run.glob("wandb/*/*.wandb"))
     # It is read again with what the environment has: shown, and resumed.
-    assert show.entry([f"run={run}", "rows=1"]) == 0
+    assert show.run_show([f"run={run}", "rows=1"]) == 0
     before = file_digest(run / "result.json")
     assert trains(world, out, "resume=auto") == 0 and trains(world, out, "resume=auto", prefill=OURS) == 0
     assert file_digest(run / "result.json") == before
@@ -102,7 +102,7 @@ def test_a_run_keeps_no_value_of_the_environment_and_goes_on(
     assert trains(world, out, "resume=auto") == 2
     assert "judge.prefill was 'of the environment (" in told(capsys)
     monkeypatch.delenv(VARIABLE)
-    assert show.entry([f"run={run}", "rows=1"]) == 2
+    assert show.run_show([f"run={run}", "rows=1"]) == 2
     assert f"judge.prefill: KeyError raised while resolving interpolation: 'environment variable {VARIABLE}" in told(
         capsys
     ).replace('"', "'")
@@ -127,7 +127,7 @@ def test_typed_credentials_are_masked_and_asked_for_again(
     assert leaks(out, world.store) == []
     assert trains(world, out, "resume=auto", prefill=address) == 0
     capsys.readouterr()
-    assert show.entry([f"run={out / 'run'}", "rows=1"]) == 2
+    assert show.run_show([f"run={out / 'run'}", "rows=1"]) == 2
     assert "judge.prefill: its credentials were masked when the config was saved" in told(capsys)
 
 

@@ -348,7 +348,7 @@ def run_guarded(command: Callable[[], int]) -> int:
         finally:
             _state.raises = before
     except BaseException as error:
-        _drop_output()
+        _discard_output()
         ending = exit_status_and_message(error)
         if ending is None:
             raise
@@ -360,7 +360,7 @@ def run_guarded(command: Callable[[], int]) -> int:
         return status
 
 
-def _drop_output() -> None:
+def _discard_output() -> None:
     """Discards output that cannot be written, so that the interpreter does not fail on it at exit."""
     try:
         sys.stdout.flush()

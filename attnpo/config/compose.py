@@ -417,12 +417,12 @@ class RootConfig:
             place = Path(os.path.expanduser(text))
             folders = [place, place / "data"] if key.rpartition(".")[2] == "path" else []
             for path in paths:
-                split = path.name.partition(".")[0] in names and any(_is_same(path.parent, one) for one in folders)
-                if split or (_is_same(path, place) and not path.is_dir()):
+                split = path.name.partition(".")[0] in names and any(_is_same_file(path.parent, one) for one in folders)
+                if split or (_is_same_file(path, place) and not path.is_dir()):
                     raise UserError(f"{said}={path} is an input of this command ({key}={text}): write to another file")
 
 
-def _is_same(path: Path, other: Path) -> bool:
+def _is_same_file(path: Path, other: Path) -> bool:
     return os.path.exists(path) and os.path.exists(other) and os.path.samefile(path, other)
 
 

@@ -25,7 +25,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from attnpo.models.backbone import Parts
+from attnpo.models.backbone import ModelParts
 from attnpo.models.described import attending_layers, backbone_of
 from attnpo.models.logps import compute_logits
 from attnpo.models.packed_attention import (
@@ -470,7 +470,7 @@ def rollout_row(layers: Iterable[LayerAttention | GivenMap], last: Int[Tensor, "
 
 
 def take_maps(
-    model: PreTrainedModel, parts: Parts | None, inputs: dict[str, object], probe: Probe, verdict: bool
+    model: PreTrainedModel, parts: ModelParts | None, inputs: dict[str, object], probe: Probe, verdict: bool
 ) -> Tensor | None:
     """Fills the probe from one prompt's maps; its last logits [1 vocab] when the verdict is wanted.
 

@@ -31,7 +31,7 @@ from attnpo.judge.attention import (
 )
 from attnpo.judge.base import JudgeReading
 from attnpo.models.backbone import (
-    Parts,
+    ModelParts,
     eval_mode,
     final_hidden_states,
     find_parts,
@@ -158,7 +158,7 @@ class CausalJudge:
     def _backbone(self) -> PreTrainedModel:
         return backbone_of(self.model)
 
-    def _parts(self) -> Parts | None:
+    def _parts(self) -> ModelParts | None:
         if self._split is None:
             self._split = has_exact_parts(self.model)
         return find_parts(self.model) if self._split else None

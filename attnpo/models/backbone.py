@@ -27,7 +27,7 @@ PROBE_TOLERANCE_LOW_PRECISION = 3e-2
 
 
 @dataclass(frozen=True)
-class Parts:
+class ModelParts:
     """Backbone (token ids to final hidden states) and head (hidden states to logits) of a model."""
 
     backbone: nn.Module
@@ -40,7 +40,7 @@ class Parts:
         return LMHead.from_linear(self.head, scale=self.scale, softcap=self.softcap)
 
 
-def find_parts(model: PreTrainedModel) -> Parts | None:
+def find_parts(model: PreTrainedModel) -> ModelParts | None:
     """Finds backbone and head of a causal LM; returns None unless the head is a single plain linear layer.
 
     A head with adapters or 4-bit weights is not plain. Soft-cap, divisor and factor of the logits are read from the
@@ -55,7 +55,7 @@ def find_parts(model: PreTrainedModel) -> Parts | None:
     fields = model.config.get_text_config().to_dict()
     softcap, divide, multiply = (fields.get(k) for k in ("final_logit_softcapping", "logits_scaling", "logit_scale"))
     scale = (1.0 if multiply is None else float(multiply)) / (1.0 if divide is None else float(divide))
-    return Parts(backbone, head, scale, None if softcap is None else float(softcap))
+    return ModelParts(backbone, head, scale, None if softcap is None else float(softcap))
 
 
 def layer_stack(model: nn.Module) -> nn.ModuleList:

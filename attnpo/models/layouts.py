@@ -59,7 +59,7 @@ def padded_layout(sequences: Sequences, pad_id: int) -> LayoutOutput:
 
 def packed_layout(sequences: Sequences, pad_id: int) -> LayoutOutput:
     """Lays out all sequences in one row; positions restart for each. Raises ``UserError`` like ``padded_layout``."""
-    return _in_one_row(sequences, pad_id, 0)
+    return _pack_into_one_row(sequences, pad_id, 0)
 
 
 def shared_prefix_layout(sequences: Sequences, pad_id: int) -> LayoutOutput:
@@ -69,7 +69,7 @@ def shared_prefix_layout(sequences: Sequences, pad_id: int) -> LayoutOutput:
     continue after the prompt. Pairs with different prompts become two sequences. Raises ``UserError`` like
     ``padded_layout``.
     """
-    return _in_one_row(sequences, pad_id, len(sequences) // 2 if len(sequences) % 2 == 0 else 0)
+    return _pack_into_one_row(sequences, pad_id, len(sequences) // 2 if len(sequences) % 2 == 0 else 0)
 
 
 LAYOUTS: dict[str, Layout] = {"padded": padded_layout, "packed": packed_layout, "shared_prefix": shared_prefix_layout}
@@ -88,7 +88,7 @@ def check_rows(sequences: Sequences) -> None:
             )
 
 
-def _in_one_row(sequences: Sequences, pad_id: int, pairs: int) -> LayoutOutput:
+def _pack_into_one_row(sequences: Sequences, pad_id: int, pairs: int) -> LayoutOutput:
     """Packs all sequences into one row; unless ``pairs`` is 0, rows i and ``pairs``+i share an equal prompt."""
     check_rows(sequences)
     ids: list[int] = []

@@ -33,7 +33,7 @@ from attnpo.config.named_files import read_template
 from attnpo.models.described import ModelDescription, build_on_meta, describe_model, token_rows, values_per_layer
 from attnpo.models.kept_digests import cached_digest
 from attnpo.models.spec import ModelSpec
-from attnpo.models.trial import require_causal
+from attnpo.models.trial import check_causal
 from attnpo.schema import UserError, check_choice, digest
 from attnpo.system.files import SEAL, describe_change, has_checksums, parse_json
 from attnpo.system.hub_access import hub_unreachable_reason, offline_if_unreachable
@@ -110,7 +110,7 @@ def load_model(
     check_rotary(model)
     model.train(False)
     if not tried:
-        require_causal(cast(PreTrainedModel, model.base_model) if reward else model, str(path))
+        check_causal(cast(PreTrainedModel, model.base_model) if reward else model, str(path))
     return model
 
 

@@ -61,7 +61,7 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec) -> PreTrainedModel:
             lora_alpha=spec.alpha,  # type: ignore[arg-type]  # declared int, but only divided by the rank
             lora_dropout=spec.dropout,
             target_modules=targets,
-            target_parameters=expert_names(model, spec),
+            target_parameters=expert_tensor_names(model, spec),
             fan_in_fan_out=transposed,
             task_type="CAUSAL_LM",
         ),
@@ -270,7 +270,7 @@ def target_names(model: PreTrainedModel, spec: LoraSpec) -> list[str]:
     head: object = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     linear, refused = _linear_modules(model), unadaptable_names(model)
     allowed = [name for name, part in linear.items() if part is not head and name.rpartition(".")[2] not in refused]
-    experts = expert_names(model, spec)
+    experts = expert_tensor_names(model, spec)
     if isinstance(spec.target_modules, str):
         chosen = allowed
     else:
@@ -291,7 +291,7 @@ def target_names(model: PreTrainedModel, spec: LoraSpec) -> list[str]:
     return chosen
 
 
-def expert_names(model: PreTrainedModel, spec: LoraSpec) -> list[str]:
+def expert_tensor_names(model: PreTrainedModel, spec: LoraSpec) -> list[str]:
     """Returns the full names of fused expert tensors [experts _ _] that get an adapter per expert.
 
     Empty with dropout, which peft cannot apply there, and for models with transposed linear layers, which peft rejects.
@@ -329,7 +329,7 @@ def unadaptable_names(model: PreTrainedModel) -> list[str]:
 
 def describe_adapter_coverage(model: PreTrainedModel, spec: LoraSpec) -> str:
     """Describes for the log which share of the parameters is in adapted modules, and which modules are not adapted."""
-    targets, experts = target_names(model, spec), expert_names(model, spec)
+    targets, experts = target_names(model, spec), expert_tensor_names(model, spec)
     owned = {f"{name}.weight" for name in targets} | set(experts)
     reached, stacked, total = 0, 0, 0
     first = ""

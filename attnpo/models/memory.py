@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from attnpo.models.backbone import layer_stack, parameter_count
 from attnpo.models.described import backbone_of, build_on_meta, max_over_layers
 from attnpo.models.loading import DTYPES
-from attnpo.models.lora import expert_names, target_names
+from attnpo.models.lora import expert_tensor_names, target_names
 from attnpo.models.spec import LoraSpec, ModelSpec
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -92,7 +92,7 @@ class ModelShape:
 def count_adapter_parameters(model: PreTrainedModel, lora: LoraSpec) -> int:
     """Counts the parameters LoRA adds: rank x (inputs + outputs) of every linear layer or expert with an adapter."""
     weights = (model.get_submodule(name).get_parameter("weight") for name in target_names(model, lora))
-    experts = (model.get_parameter(name).shape for name in expert_names(model, lora))
+    experts = (model.get_parameter(name).shape for name in expert_tensor_names(model, lora))
     return lora.rank * (sum(sum(weight.shape) for weight in weights) + sum(n * (a + b) for n, a, b in experts))
 
 
@@ -111,12 +111,12 @@ class MemoryRow:
     how: str
     moments: tuple[str, ...] = ()
 
-    def at(self, moment: str) -> int:
+    def bytes_at(self, moment: str) -> int:
         """Returns the bytes in use at a moment of the step."""
         return self.size if not self.moments or moment in self.moments else 0
 
     @property
-    def when(self) -> str:
+    def described_moments(self) -> str:
         """Describes the moments briefly."""
         if set(self.moments) >= set(STEP):
             return ", ".join(["forward and backward", *(one for one in self.moments if one not in STEP)])
@@ -142,11 +142,11 @@ class MemoryEstimate:
     @property
     def total(self) -> int:
         """Returns the bytes per device at the peak."""
-        return self.at(self.peak)
+        return self.bytes_at(self.peak)
 
-    def at(self, moment: str) -> int:
+    def bytes_at(self, moment: str) -> int:
         """Returns the bytes per device at a moment of the step."""
-        return sum(row.at(moment) for row in self.rows)
+        return sum(row.bytes_at(moment) for row in self.rows)
 
     def fits(self, capacity: int) -> bool:
         """Returns whether the estimate fits devices of ``capacity`` bytes, with a share kept free."""
@@ -161,7 +161,9 @@ class MemoryEstimate:
         width = max(len(row.name) for row in (*self.rows, MemoryRow("total", 0, "")))
         unit, name = (GIB, "GiB") if self.total >= GIB else (MIB, "MiB")
         lines = [f"memory of {self.title} (estimate{where}, {name})"]
-        lines += [f"  {row.name:{width}} {row.size / unit:8.2f}  {row.how} [{row.when}]" for row in self.rows]
+        lines += [
+            f"  {row.name:{width}} {row.size / unit:8.2f}  {row.how} [{row.described_moments}]" for row in self.rows
+        ]
         lines.append(f"  {'total':{width}} {self.total / unit:8.2f}  at its peak: {self.peak}")
         if capacity is None:
             return lines
@@ -349,11 +351,11 @@ class _MicroBatch:
     @property
     def dequantized_bytes(self) -> int:
         """Returns the bytes of the largest dequantized 4-bit matrix; under autocast it exists in two dtypes."""
-        size = self.weight + (self.compute if self.copies else 0)
+        size = self.weight + (self.compute if self.has_weight_copies else 0)
         return size * self.shape.hidden * self.shape.inner if self.quantized else 0
 
     @property
-    def copies(self) -> bool:
+    def has_weight_copies(self) -> bool:
         """Returns whether autocast copies the weights, because they are wider than the products."""
         return self.weight > self.compute
 
@@ -410,10 +412,10 @@ def _step_rows(step: _MicroBatch) -> list[MemoryRow]:
         rows.append(MemoryRow("recomputed block", tokens * (each + flowing), "one block and its gradients", (BLOCK,)))
     else:
         rows.append(MemoryRow("block's gradients", tokens * flowing, "of the activations of one block", (BLOCK,)))
-    if step.copies and whole and not step.quantized:
+    if step.has_weight_copies and whole and not step.quantized:
         waiting = f"autocast's copies of {'all' if not step.recomputed else whole} blocks wait for the backward"
         rows.append(MemoryRow("bf16 weight copies", half * whole // shape.layers, waiting, STEP))
-    if step.copies and step.recomputed and not step.quantized:
+    if step.has_weight_copies and step.recomputed and not step.quantized:
         rows.append(MemoryRow("bf16 block copies", half // shape.layers, "autocast's copies of one block", (BLOCK,)))
     return rows
 
@@ -423,7 +425,7 @@ def _head_row(step: _MicroBatch, chunk: int, *, trained: bool) -> MemoryRow:
     shape = step.shape
     matrix = shape.vocab * shape.hidden
     size = _logit_bytes(shape, chunk, step.compute) + step.tokens * 3 * FP32 * shape.hidden
-    if step.copies:
+    if step.has_weight_copies:
         size += step.compute * matrix
     if trained:
         # Accumulated in float32, next to a chunk's product in a shorter dtype.
@@ -434,7 +436,7 @@ def _head_row(step: _MicroBatch, chunk: int, *, trained: bool) -> MemoryRow:
 def _forward_bytes(step: _MicroBatch, tokens: int) -> int:
     """Returns the bytes of a forward without gradients: the MLP of one block, with copies of its widest weight."""
     shape = step.shape
-    copy = step.compute * shape.hidden * shape.inner if step.copies and not step.quantized else 0
+    copy = step.compute * shape.hidden * shape.inner if step.has_weight_copies and not step.quantized else 0
     return tokens * (3 * step.compute * shape.inner + (2 * step.weight + step.compute) * shape.hidden) + copy
 
 

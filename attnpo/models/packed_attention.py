@@ -129,12 +129,12 @@ class SegmentPlan:
         return cls(alone, branches, device)
 
     @cached_property
-    def layout_in_buckets(self) -> tuple[tuple[Bucket, ...], Int[Tensor, " N"]]:
+    def bucket_layout(self) -> tuple[tuple[Bucket, ...], Int[Tensor, " N"]]:
         """Groups segments into buckets that hold every token once; also returns the index of each token's output."""
         back = torch.empty(int(self.alone[:, 1].sum()), dtype=torch.long)
         buckets, offset = [], 0
         for members in _group_by_size([_Segment(row, *line) for row, line in enumerate(self.alone.tolist())]):
-            bucket, real = _bucket(members, self.branches)
+            bucket, real = _make_bucket(members, self.branches)
             place = torch.arange(offset, offset + real.numel()).view_as(real)
             back[bucket.queries[real]] = place[real]
             offset += real.numel()
@@ -144,7 +144,7 @@ class SegmentPlan:
     @property
     def buckets(self) -> tuple[Bucket, ...]:
         """Returns the buckets of segments of similar size."""
-        return self.layout_in_buckets[0]
+        return self.bucket_layout[0]
 
     @cached_property
     def varlen(self) -> VarlenRow | None:
@@ -216,7 +216,7 @@ class SegmentPlan:
             output = core(index, queries, keys, values)
             outputs.append(output.transpose(1, 2).flatten(2).flatten(0, 1))
         joined = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-        return joined.index_select(0, self.layout_in_buckets[1]).view(1, -1, query.shape[1], value.shape[-1])
+        return joined.index_select(0, self.bucket_layout[1]).view(1, -1, query.shape[1], value.shape[-1])
 
 
 def find_kernel(device: torch.device) -> Callable[..., object] | None:
@@ -303,7 +303,7 @@ def _group_by_size(segments: Sequence[_Segment]) -> list[list[_Segment]]:
     return groups
 
 
-def _bucket(members: Sequence[_Segment], branches: Int[Tensor, "n T"]) -> tuple[Bucket, Bool[Tensor, "m q"]]:
+def _make_bucket(members: Sequence[_Segment], branches: Int[Tensor, "n T"]) -> tuple[Bucket, Bool[Tensor, "m q"]]:
     """Builds a bucket from its members, and a mask that is false on padding queries."""
     start, count, shared = torch.tensor([[m.start, m.count, m.shared] for m in members]).t()[:, :, None]
     step = torch.arange(max(m.count for m in members))[None]

@@ -96,7 +96,7 @@ def right_pad_prompts(prompts: Sequence[Sequence[int]], device: torch.device) ->
 
 
 @torch.no_grad()
-def require_causal(model: PreTrainedModel, path: str) -> None:
+def check_causal(model: PreTrainedModel, path: str) -> None:
     """Checks on six tokens that the model is causal and runs on token ids.
 
     In low precision, any changed bit is checked again in float32 on a few layers like the model's.
@@ -121,7 +121,7 @@ def require_causal(model: PreTrainedModel, path: str) -> None:
 
 
 @torch.no_grad()
-def require_trainable(model: PreTrainedModel, path: str) -> None:
+def check_trainable(model: PreTrainedModel, path: str) -> None:
     """Raises UserError if the model's forward fails on six tokens in training mode; random state and mode are kept."""
     if model.device.type == "cpu" and torch.cuda.is_available():
         return  # it may need kernels that only a GPU has, and is moved there before use
@@ -321,9 +321,9 @@ def _reached_rows(model: ScoredLM, layout: Layout, mode: Mode) -> list[int]:
     for kept in KEPT:
         other = _run_probe(model, layout, mode=mode, kept=kept)
         for row, (pair, part) in enumerate((pair, part) for part in (1, 2) for pair in range(len(PROBE))):
-            if (pair, 0) in kept and (pair, part) in kept and not _same_bits(base, other, row, PROBE[pair][part]):
+            if (pair, 0) in kept and (pair, part) in kept and not _has_same_bits(base, other, row, PROBE[pair][part]):
                 found.add(row)
-    if found and not all(_same_bits(base, _run_probe(model, layout, mode=mode), row, None) for row in found):
+    if found and not all(_has_same_bits(base, _run_probe(model, layout, mode=mode), row, None) for row in found):
         return []
     return sorted(found)
 
@@ -336,7 +336,7 @@ def _blind_rows(model: ScoredLM, layout: Layout, mode: Mode) -> list[int]:
     return [row for row, (one, two) in enumerate(second) if torch.equal(one, two) and one.any()]
 
 
-def _same_bits(one: TokenStats, other: TokenStats, row: int, count: int | None) -> bool:
+def _has_same_bits(one: TokenStats, other: TokenStats, row: int, count: int | None) -> bool:
     assert one.hidden is not None and other.hidden is not None
     return torch.equal(one.hidden[row, :count], other.hidden[row, :count])
 

@@ -87,7 +87,7 @@ def response_lengths(rows: RowGroup, length_scale: bool, length_from: LengthFrom
     return rows.response_mask.sum(-1).to(rows.token_weights["reward"].dtype)
 
 
-class Keys:
+class ObjectivePart:
     """Base class of objective parts that contribute keys."""
 
     def unread(self) -> dict[str, str]:
@@ -96,8 +96,8 @@ class Keys:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LengthScaled(Keys):
-    """Keys of objectives whose weighted sums are multiplied by |y|, and access to the rows they need."""
+class LengthScaled(ObjectivePart):
+    """ObjectivePart of objectives whose weighted sums are multiplied by |y|, and access to the rows they need."""
 
     length_scale: bool = True
     length_from: LengthFrom = LengthFrom.SOURCE
@@ -128,7 +128,7 @@ def split_pairs(rows: Float[Tensor, " rows"]) -> tuple[Float[Tensor, " pairs"], 
     return chosen, rejected
 
 
-def by_side(name: str, rows: Float[Tensor, " rows"]) -> dict[str, Float[Tensor, " pairs"]]:
+def split_by_side(name: str, rows: Float[Tensor, " rows"]) -> dict[str, Float[Tensor, " pairs"]]:
     """Returns the halves of a per-row tensor as NAME/chosen and NAME/rejected."""
     chosen, rejected = split_pairs(rows)
     return {f"{name}/chosen": chosen, f"{name}/rejected": rejected}
@@ -156,7 +156,9 @@ class PreferenceObjective(Protocol):
 class StepObjective(PreferenceObjective, Protocol):
     """Objective that needs a statistic of the whole optimizer step before its first micro-batch."""
 
-    def sums(self, policy: TokenStats, reference: TokenStats | None, rows: RowGroup) -> dict[str, Float[Tensor, ""]]:
+    def step_sums(
+        self, policy: TokenStats, reference: TokenStats | None, rows: RowGroup
+    ) -> dict[str, Float[Tensor, ""]]:
         """Sums over the rows of an "ahead" group; the sums over the step and all ranks become ``batch.state``."""
 
 

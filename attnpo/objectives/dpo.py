@@ -30,8 +30,9 @@ def dpo_loss(
     """Returns the DPO loss of each pair: ``-log sigmoid(beta (S(d_w) - S(d_l)))``.
 
     d is the log-ratio of a token in nats, S its sum over the response. Rewards are ``beta S(d)``. ``loss_type`` and
-    ``label_smoothing`` select the loss of the margin (``margin_loss``), ``clip_ratio`` bounds d (``clipped``). Source:
-    Rafailov et al. 2023, Eq. 7 (arXiv 2305.18290); eric-mitchell/direct-preference-optimization, ``trainers.py``.
+    ``label_smoothing`` select the loss of the margin (``margin_loss``), ``clip_ratio`` bounds d (``clip_log_ratios``).
+    Source: Rafailov et al. 2023, Eq. 7 (arXiv 2305.18290); eric-mitchell/direct-preference-optimization,
+    ``trainers.py``.
 
     Example:
         >>> import torch
@@ -51,7 +52,7 @@ def dpo_loss(
 class DPO(SftTerm):
     """``-log sigmoid(beta (S(d_w) - S(d_l)))`` with d the per-token log-ratio and S the sum over the response.
 
-    ``loss_type`` is the loss of the margin; ``clip_ratio`` bounds d (``clipped``); ``sft_coef`` adds the chosen
+    ``loss_type`` is the loss of the margin; ``clip_ratio`` bounds d (``clip_log_ratios``); ``sft_coef`` adds the chosen
     responses' negative log-likelihood, ``anchor`` times the KL(policy || reference) at their tokens (``with_anchor``).
     """
 

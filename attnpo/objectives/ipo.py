@@ -18,7 +18,7 @@ from attnpo.objectives.base import (
 from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats, check_range
 
 
-class Over(Enum):
+class LogRatioReduction(Enum):
     """Reduction of a response's log-ratios: the mean (as in TRL, confirmed by the authors) or the sum."""
 
     MEAN = "mean"
@@ -63,7 +63,7 @@ class IPO(LengthScaled):
     """
 
     beta: float = 0.1
-    reduction: Over = Over.MEAN
+    reduction: LogRatioReduction = LogRatioReduction.MEAN
 
     requires = frozenset({"reference", "token_weights"})
 
@@ -72,13 +72,13 @@ class IPO(LengthScaled):
 
     def unread(self) -> dict[str, str]:
         """Returns keys without effect, given the other keys, and the reasons."""
-        if self.reduction is Over.SUM:
+        if self.reduction is LogRatioReduction.SUM:
             return super().unread()
         return dict.fromkeys(("length_scale", "length_from"), "objective.reduction=mean reads no lengths")
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
         """Computes losses and rewards ``beta A(d)`` of the batch."""
-        rows, mean = batch.main, self.reduction is Over.MEAN
+        rows, mean = batch.main, self.reduction is LogRatioReduction.MEAN
         return ipo_loss(
             policy.logps,
             logps_of(reference),

@@ -86,7 +86,9 @@ class KTO(LengthScaled):
             "objective", "(0, inf)", desirable_weight=self.desirable_weight, undesirable_weight=self.undesirable_weight
         )
 
-    def sums(self, policy: TokenStats, reference: TokenStats | None, rows: RowGroup) -> dict[str, Float[Tensor, ""]]:
+    def step_sums(
+        self, policy: TokenStats, reference: TokenStats | None, rows: RowGroup
+    ) -> dict[str, Float[Tensor, ""]]:
         """Returns the sum of S(d) over mismatched rows and their number, which determine z.
 
         Raises:

@@ -65,14 +65,14 @@ class SimPO:
         return self.beta * self.gamma_beta_ratio
 
     @property
-    def _term(self) -> SftTerm:
+    def _sft_term(self) -> SftTerm:
         return SftTerm(sft_coef=self.sft_weight, sft=self.sft)
 
     def unread(self) -> dict[str, str]:
         """Returns keys without effect, given the other keys, and the reasons."""
-        return self._term.unread()
+        return self._sft_term.unread()
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
         """Computes losses and rewards ``beta A(p)`` of the batch."""
         given = policy.logps, mean_factors(batch.main), batch.main.response_mask, self.beta, self.gamma
-        return self._term.with_sft(simpo_loss(*given, self.label_smoothing, self.loss_type), policy, batch)
+        return self._sft_term.with_sft(simpo_loss(*given, self.label_smoothing, self.loss_type), policy, batch)

@@ -13,10 +13,10 @@ from torch import Tensor
 from attnpo.objectives.base import (
     LengthScaled,
     Reduction,
-    by_side,
     log_ratios,
     logps_of,
     reduce,
+    split_by_side,
     split_pairs,
     weighted_sum,
 )
@@ -26,7 +26,7 @@ from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats, check_ra
 STATISTIC = "kl_ref_policy"
 
 
-def kl_of(policy: TokenStats) -> Float[Tensor, "rows R"]:
+def reference_kl(policy: TokenStats) -> Float[Tensor, "rows R"]:
     """Returns KL of the reference to the policy at each token.
 
     Raises:
@@ -108,7 +108,7 @@ def tdpo_output(
 ) -> ObjectiveOutput:
     """Returns ``-log sigmoid(beta margin)``, rewards ``beta (S + K)`` without alpha, and each side's K as extras."""
     rewards = split_pairs(beta * (sums + kl).detach())
-    return ObjectiveOutput(sigmoid_loss(beta * margin), *rewards, by_side("seq_kl", kl.detach()))
+    return ObjectiveOutput(sigmoid_loss(beta * margin), *rewards, split_by_side("seq_kl", kl.detach()))
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,9 @@ class TDPO1(LengthScaled):
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
         """Computes losses, rewards ``beta (S(d) + K)`` and both K of the batch."""
-        return tdpo1_loss(policy.logps, logps_of(reference), *self.weighted(batch.main), kl_of(policy), self.beta)
+        return tdpo1_loss(
+            policy.logps, logps_of(reference), *self.weighted(batch.main), reference_kl(policy), self.beta
+        )
 
 
 @dataclass(frozen=True)
@@ -146,5 +148,5 @@ class TDPO2(TDPO1):
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
         """Computes losses, rewards ``beta (S(d) + K)`` without alpha and both K of the batch."""
         return tdpo2_loss(
-            policy.logps, logps_of(reference), *self.weighted(batch.main), kl_of(policy), self.beta, self.alpha
+            policy.logps, logps_of(reference), *self.weighted(batch.main), reference_kl(policy), self.beta, self.alpha
         )

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from attnpo.objectives.base import Keys, Reduction, reduce, split_pairs
+from attnpo.objectives.base import ObjectivePart, Reduction, reduce, split_pairs
 from attnpo.schema import ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats, UserError, check_range
 
 # --------------------------------------------------------------------------------------------- losses of a margin
@@ -114,7 +114,7 @@ def add_sft(output: ObjectiveOutput, nll: Float[Tensor, " pairs"], coef: float =
 
 
 @dataclass(frozen=True, kw_only=True)
-class SftTerm(Keys):
+class SftTerm(ObjectivePart):
     """Keys of the supervised term, ``sft_coef`` times the negative log-likelihood of the chosen responses."""
 
     sft_coef: float = 0.0

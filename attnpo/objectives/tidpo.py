@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from attnpo.objectives.base import Reduction, by_side, log_ratios, logps_of, reduce, split_pairs, weighted_sum
-from attnpo.objectives.tdpo import kl_of, tdpo2_margin
+from attnpo.objectives.base import Reduction, log_ratios, logps_of, reduce, split_by_side, split_pairs, weighted_sum
+from attnpo.objectives.tdpo import reference_kl, tdpo2_margin
 from attnpo.objectives.terms import check_beta, sigmoid_loss
 from attnpo.schema import ObjectiveOutput, PreferenceBatch, Sampling, TokenStats, check_range
 
@@ -86,14 +86,14 @@ def tidpo_loss(
     """
     ratios = log_ratios(policy_logps, reference_logps, mask)
     weighted = weighted_sum(ratios, weights, mask)
-    extras = by_side("unweighted", beta * reduce(ratios.detach(), None, mask, Reduction.SUM))
+    extras = split_by_side("unweighted", beta * reduce(ratios.detach(), None, mask, Reduction.SUM))
     if position_kl is None:
         chosen, rejected = split_pairs(weighted)
         margin, rewards = chosen - rejected, weighted.detach()
     else:
         kl = reduce(position_kl, None, mask, Reduction.SUM)
         margin, rewards = tdpo2_margin(weighted, kl, alpha), (weighted + kl).detach()
-        extras |= by_side("seq_kl", kl.detach())
+        extras |= split_by_side("seq_kl", kl.detach())
     losses = sigmoid_loss(beta * margin)
     if triplet is not None:
         losses = losses + gamma_triplet * triplet.losses
@@ -151,7 +151,7 @@ class TIDPO:
             logps_of(reference),
             rows.token_weights["reward"],
             rows.response_mask,
-            kl_of(policy) if self.kl else None,
+            reference_kl(policy) if self.kl else None,
             self._triplet(policy, reference, batch) if self.gamma_triplet else None,
             self.beta,
             self.alpha,

@@ -8,10 +8,10 @@ from torch import Tensor
 from attnpo.objectives.base import (
     LengthScaled,
     Reduction,
-    by_side,
     log_ratios,
     logps_of,
     reduce,
+    split_by_side,
     split_pairs,
     weighted_sum,
 )
@@ -53,13 +53,13 @@ def tis_dpo_loss(
     rewards = beta * weighted_sum(ratios, weights, mask, lengths)
     chosen, rejected = split_pairs(rewards)
     margin = chosen - rejected
-    extras = by_side("unweighted", beta * reduce(ratios.detach(), None, mask, Reduction.SUM))
+    extras = split_by_side("unweighted", beta * reduce(ratios.detach(), None, mask, Reduction.SUM))
     if position_kl is not None:
         sums = weighted_sum(position_kl, weights, mask, lengths)
         chosen_kl, rejected_kl = split_pairs(sums)
         margin = margin - beta * alpha * (chosen_kl - rejected_kl)
         chosen, rejected = split_pairs(rewards - beta * sums)
-        extras |= by_side("weighted_kl", sums.detach())
+        extras |= split_by_side("weighted_kl", sums.detach())
     return ObjectiveOutput(sigmoid_loss(margin, label_smoothing), chosen.detach(), rejected.detach(), extras)
 
 

@@ -9,10 +9,10 @@ from torch import Tensor
 from attnpo.objectives.base import (
     LengthScaled,
     Reduction,
-    by_side,
     log_ratios,
     logps_of,
     reduce,
+    split_by_side,
     split_pairs,
     weighted_sum,
 )
@@ -50,7 +50,7 @@ def twdpo_loss(
     d = log_ratios(policy_logps, reference_logps, mask)  # per token, 0 outside the response
     r_w, r_l = split_pairs(beta * weighted_sum(d, weights, mask, lengths))
     losses = -F.logsigmoid(r_w - r_l)
-    unweighted = by_side("unweighted", beta * d.detach().sum(-1))
+    unweighted = split_by_side("unweighted", beta * d.detach().sum(-1))
     return ObjectiveOutput(losses, r_w.detach(), r_l.detach(), unweighted)
 
 
@@ -65,7 +65,7 @@ def twdpo_variant_loss(
     loss_type: LossType = LossType.SIGMOID,
     clip_ratio: float | None = None,
 ) -> ObjectiveOutput:
-    """Computes ``twdpo_loss`` with its options: another loss type, and d clipped to ``clip_ratio`` (``clipped``).
+    """Computes ``twdpo_loss`` with options: another loss type, and d clipped to ``clip_ratio`` (``clip_log_ratios``).
 
     Example:
         >>> import torch
@@ -78,7 +78,7 @@ def twdpo_variant_loss(
     ratios = clip_log_ratios(log_ratios(policy_logps, reference_logps, mask), clip_ratio)
     chosen, rejected = split_pairs(beta * weighted_sum(ratios, weights, mask, lengths))
     losses = margin_loss(chosen - rejected, loss_type, label_smoothing)
-    unweighted = by_side("unweighted", beta * reduce(ratios.detach(), None, mask, Reduction.SUM))
+    unweighted = split_by_side("unweighted", beta * reduce(ratios.detach(), None, mask, Reduction.SUM))
     return ObjectiveOutput(losses, chosen.detach(), rejected.detach(), unweighted)
 
 

@@ -32,7 +32,7 @@ from attnpo.models.reward_policy import RewardPolicy
 from attnpo.models.router import check_router, log_unused_coefficient
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import AUTO, ModelSpec
-from attnpo.models.trial import VERSION, needs_separate_rows, require_trainable, select_layout
+from attnpo.models.trial import VERSION, check_trainable, needs_separate_rows, select_layout
 from attnpo.run.memory import Footprint, fit_memory
 from attnpo.run.resolve import BaseModel
 from attnpo.schema import SIDES, UserError, digest
@@ -193,7 +193,7 @@ def load_policy(base: BaseModel) -> ScoredLM:
         return _load_reward(base)
     model, trial = load_start(base), _Trial.of(base, LOAD_TRIALS, {})  # kept once it is causal and runs in training
     if read_record(trial.path) is None:
-        require_trainable(model, spec.path)
+        check_trainable(model, spec.path)
         trial.keep()
     if spec.lora is not None:
         add_lora(model, spec.lora)

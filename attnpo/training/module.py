@@ -268,7 +268,7 @@ class PreferenceModule(L.LightningModule):
         sums: dict[str, Tensor] = {}
         with torch.no_grad():
             for rows in itertools.chain.from_iterable(batch.ahead.values()):
-                for name, value in self.objective.sums(
+                for name, value in self.objective.step_sums(
                     *self._statistics(rows, self.reads & {"reference"}), rows
                 ).items():
                     sums[name] = sums[name] + value if name in sums else value

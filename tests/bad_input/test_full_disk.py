@@ -69,7 +69,7 @@ def start_weigh(world: World, at: Path, out: Path) -> int:
 
 
 def start_show(world: World, at: Path, out: Path) -> int:
-    return show.entry([f"run={at / 'run'}", "rows=3", f"out={out / 'pair.html'}"])
+    return show.run_show([f"run={at / 'run'}", "rows=3", f"out={out / 'pair.html'}"])
 
 
 def start_generate(world: World, at: Path, out: Path) -> int:

@@ -40,7 +40,7 @@ class Given:
         self.capsys.readouterr()
         mains: dict[str, Callable[..., int]] = {"weigh": weigh.main, "generate": generate.main, "pair": pair.main}
         if command == "show":
-            return show.entry([*self.of_show, *words])
+            return show.run_show([*self.of_show, *words])
         if command == "verify":
             return verify.main(["families", "only=gpt2", *words])
         return run_entry(mains[command], command, [*getattr(self, f"of_{command}"), *words], "", "")

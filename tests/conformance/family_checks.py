@@ -21,7 +21,7 @@ from attnpo.models.loading import inspect_model, load_config, load_model
 from attnpo.models.memory import ModelShape
 from attnpo.models.packed_attention import restore_attention
 from attnpo.models.scored import ScoredLM
-from attnpo.models.trial import find_layout_problem, require_trainable, select_layout
+from attnpo.models.trial import check_trainable, find_layout_problem, select_layout
 from attnpo.schema import UserError
 
 WORDS = 90  # ids 5 to 94 are words in every tiny vocabulary
@@ -204,7 +204,7 @@ def laid(held: Held) -> Iterator[Finding]:
     """Log-probabilities and gradients of the policy in every layout, and the one that ``auto`` takes."""
     policy = ScoredLM(held.model)
     try:
-        require_trainable(held.model, held.folder.name)
+        check_trainable(held.model, held.folder.name)
     except UserError as error:
         yield Finding("step", reason=str(error))
         return

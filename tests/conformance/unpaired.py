@@ -29,7 +29,7 @@ def evaluate(objective: KTO, inputs: Fields, filling: float) -> dict[str, Tensor
     examples = list(range(len(inputs.tensor("kl_mask"))))
     state: dict[str, Tensor] = {}
     for part in (examples[:1], examples[1:]):
-        for name, value in objective.sums(*scored_rows(inputs, part, filling, "kl_")).items():
+        for name, value in objective.step_sums(*scored_rows(inputs, part, filling, "kl_")).items():
             state[name] = state[name] + value if name in state else value
     order = by_label(inputs["label"])
     policy, reference, rows = scored_rows(inputs, order, filling)

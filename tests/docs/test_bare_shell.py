@@ -99,7 +99,7 @@ def test_commands_of_the_help_find_their_programs(tmp_path: Path) -> None:
         CommandParser(name, "", module.EXAMPLES, None).help_text(CONFIG_DIR / f"{name}.yaml", list_groups())
         for name, module in helps.items()
     ]
-    texts += [front.usage(), rewrite_commands(import_module("tests.conformance.__main__").EPILOG)]
+    texts += [front.usage_text(), rewrite_commands(import_module("tests.conformance.__main__").EPILOG)]
     lines = [line.strip().removeprefix("usage: ") for text in texts for line in text.splitlines()]
     found = [command for line in lines for command in of_line(line)]
     assert len(found) > 30 and {command.split()[0].rpartition("/")[2] for command in found} == {"python", "torchrun"}

@@ -83,7 +83,7 @@ def run_command(words: list[str], given: list[str]) -> None:
     """Runs one README command in this process."""
     name, *rest = words
     if name == "show":
-        assert show.entry([*rest, *given]) == 0
+        assert show.run_show([*rest, *given]) == 0
     elif name == "fit":
         assert run_entry(fit.main, name, [*rest, *given, *BRIEF], "", "") == 0
     else:

@@ -15,7 +15,7 @@ from attnpo.models.generate import context_length
 from attnpo.models.loading import inspect_model, load_model, num_heads
 from attnpo.models.memory import ModelShape, count_parameters
 from attnpo.models.scored import ScoredLM
-from attnpo.models.trial import require_trainable, select_layout
+from attnpo.models.trial import check_trainable, select_layout
 from attnpo.schema import UserError
 from tests.conformance.family_models import tiny_config
 from tests.conformance.family_models import tiny_model as family
@@ -96,12 +96,12 @@ def test_the_reason_why_no_layer_can_be_read_says_what_was_looked_for(kind: str,
 def test_a_model_that_cannot_run_in_training_mode_is_refused_with_the_field(tmp_path: Path) -> None:
     model = family("reformer")
     with pytest.raises(UserError, match=r"ReformerModelWithLMHead cannot run in training mode.*axial_pos_shape"):
-        require_trainable(model, "folder")
+        check_trainable(model, "folder")
     assert not any(part.training for part in model.modules())
     dropping = family("llama")
     dropping.model.layers[0].self_attn.attention_dropout = 0.5
     state = torch.get_rng_state()
-    require_trainable(dropping, "folder")
+    check_trainable(dropping, "folder")
     assert torch.equal(torch.get_rng_state(), state) and not dropping.training
 
 

@@ -19,7 +19,7 @@ from attnpo.models.lora import (
     add_lora,
     describe_adapter_coverage,
     disable_adapters,
-    expert_names,
+    expert_tensor_names,
     has_adapters,
     merge_state_dict,
     target_names,
@@ -168,7 +168,7 @@ def test_fused_experts_are_adapted_trained_exported_and_read_again(
     """Experts as (outputs, inputs) and as (inputs, outputs): the export is the trained model, and off is the base."""
     model = tiny_model(kind)
     own, before = dict(model.state_dict()), logits(model)
-    experts = expert_names(model, SPEC)
+    experts = expert_tensor_names(model, SPEC)
     assert experts and all(name.endswith(("gate_up_proj", "down_proj")) for name in experts)
     counted = count_adapter_parameters(model, SPEC)
     add_lora(model, SPEC)
@@ -197,10 +197,10 @@ def test_fused_experts_are_adapted_trained_exported_and_read_again(
 
 
 def test_experts_are_chosen_by_name_too() -> None:
-    assert expert_names(tiny_model("qwen3_moe"), LoraSpec(target_modules=("q_proj",))) == []
+    assert expert_tensor_names(tiny_model("qwen3_moe"), LoraSpec(target_modules=("q_proj",))) == []
     named = LoraSpec(target_modules=("q_proj", "experts.down_proj"))
     routed = tiny_model("qwen3_moe")
-    assert all(name.endswith("experts.down_proj") for name in expert_names(routed, named))
+    assert all(name.endswith("experts.down_proj") for name in expert_tensor_names(routed, named))
     assert {name.rpartition(".")[2] for name in target_names(routed, named)} == {"q_proj"}
 
 

@@ -70,7 +70,7 @@ class Case:
             return self
         state: dict[str, Tensor] = {}
         for policy, reference, rows in self.ahead.values():
-            state |= objective.sums(policy, reference, rows)
+            state |= objective.step_sums(policy, reference, rows)
         return replace(self, batch=replace(self.batch, state=state))
 
 

@@ -271,8 +271,8 @@ def test_the_sums_ahead_of_a_step_add_up(objective: PreferenceObjective, case: C
     for policy, reference, rows in case.ahead.values():
         alone = Case(policy, reference, replace(case.batch, groups={"main": rows}))
         dirty = garbled(alone)
-        whole = objective.sums(policy, reference, rows)
-        spoiled = objective.sums(dirty.policy, dirty.reference, dirty.batch.main)
+        whole = objective.step_sums(policy, reference, rows)
+        spoiled = objective.step_sums(dirty.policy, dirty.reference, dirty.batch.main)
         assert whole and whole.keys() == spoiled.keys()
         for name, value in whole.items():
             close(spoiled[name], value, 0.0)

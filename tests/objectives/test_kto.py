@@ -52,7 +52,7 @@ def test_a_negative_mean_counts_as_none_and_is_clamped_after_averaging() -> None
     plain, negative = (result(objective, ratios, batch_of(rows, kl))[0] for kl in (0.0, -3.0))
     assert torch.equal(plain.losses, negative.losses) and negative.extras["kl"].tolist() == [0.0]
     # Rows of +2 and -1: clamped one by one their mean would be 1.
-    state = objective.sums(TokenStats(one_pair(2.0, -1.0)[0]), TokenStats(torch.zeros(2, 2)), rows)
+    state = objective.step_sums(TokenStats(one_pair(2.0, -1.0)[0]), TokenStats(torch.zeros(2, 2)), rows)
     assert objective.mismatched_mean(state).item() == 0.5
     assert result(objective, ratios, replace(batch_of(rows, 0.0), state=state))[0].extras["kl"].tolist() == [0.5]
 
@@ -64,7 +64,7 @@ def test_z_is_the_mean_of_all_rows_however_they_are_cut(ratios: Tensor) -> None:
     def sums(start: int, stop: int) -> dict[str, Tensor]:
         columns = slice(max(*COUNTS[start:stop], 2))
         part = (TokenStats(values[start:stop, columns]) for values in (ratios, zeros))
-        return objective.sums(*part, make_rows(COUNTS[start:stop]))
+        return objective.step_sums(*part, make_rows(COUNTS[start:stop]))
 
     parts = sums(0, 1), sums(1, 6)
     added = {name: parts[0][name] + parts[1][name] for name in parts[0]}

@@ -12,7 +12,7 @@ from torch import Tensor
 from attnpo.objectives.base import LengthFrom, PreferenceObjective, Reduction, reduce
 from attnpo.objectives.cpo import CPO
 from attnpo.objectives.dpo import DPO
-from attnpo.objectives.ipo import IPO, Over
+from attnpo.objectives.ipo import IPO, LogRatioReduction
 from attnpo.objectives.orpo import ORPO
 from attnpo.objectives.rdpo import RDPO
 from attnpo.objectives.rrhf import RRHF
@@ -53,8 +53,8 @@ WEIGHTED: list[tuple[PreferenceObjective, tuple[float, float]]] = [
     (SLiCHF(), (-2.5, -7.5)),
     (SLiCHF(length_scale=False), (-1.25, -2.5)),
     (RDPO(0.4), (-1.0, -3.0)),
-    (IPO(0.4, Over.SUM), (-1.0, -3.0)),
-    (IPO(0.4, Over.SUM, length_from=LengthFrom.TRAIN), (-1.0, -2.0)),
+    (IPO(0.4, LogRatioReduction.SUM), (-1.0, -3.0)),
+    (IPO(0.4, LogRatioReduction.SUM, length_from=LengthFrom.TRAIN), (-1.0, -2.0)),
     (IPO(0.4), (-0.5, -1.0)),
     (SimPO(0.4), (-0.5, -1.0)),
     (ORPO(0.4), (-0.5, -1.0)),
@@ -208,6 +208,8 @@ def test_smoothing_without_effect_is_refused(option: str) -> None:
 
 
 def test_keys_without_effect_are_named() -> None:
-    assert set(IPO().unread()) == {"length_scale", "length_from"} and IPO(reduction=Over.SUM).unread() == {}
+    assert (
+        set(IPO().unread()) == {"length_scale", "length_from"} and IPO(reduction=LogRatioReduction.SUM).unread() == {}
+    )
     for silent, spoken in ((DPO(), DPO(sft_coef=1.0)), (CPO(sft_coef=0.0), CPO()), (SimPO(), SimPO(sft_weight=1.0))):
         assert set(silent.unread()) == {"sft"} and spoken.unread() == {}

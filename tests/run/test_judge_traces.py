@@ -229,7 +229,7 @@ def test_the_account_of_a_run_and_show_has_them(
     assert account["cut"] == sum(not trace.closed for trace in traces.values())
     assert account["mean"] == pytest.approx(sum(len(trace.ids) for trace in traces.values()) / len(traces), abs=0.01)
     words = [word for word in world.overrides(*thinking.words) if not word.startswith(("callbacks.", "batch.", "tra"))]
-    assert show.entry([*words, "rows=1"]) == 0
+    assert show.run_show([*words, "rows=1"]) == 0
     told = re.sub(r"\s+", " ", capsys.readouterr().out)
     _, prompts = prompts_of(world, thinking.words)
     for number, prompt in enumerate(prompts[pairs_of(world)[0].pair_id], 1):

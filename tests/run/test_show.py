@@ -72,14 +72,14 @@ def words(world: World, *more: str) -> list[str]:
 def rows(capsys: pytest.CaptureFixture[str], *argv: str) -> list[dict[str, Any]]:
     """What the command writes as JSON lines."""
     capsys.readouterr()
-    assert show.entry([*argv, "out=-"]) == 0, capsys.readouterr().err
+    assert show.run_show([*argv, "out=-"]) == 0, capsys.readouterr().err
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
 def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     """The one line that the command says of what is wrong."""
     capsys.readouterr()
-    assert show.entry(argv) == 2
+    assert show.run_show(argv) == 2
     return capsys.readouterr().err
 
 
@@ -95,13 +95,13 @@ def test_a_text_means_itself(monkeypatch: pytest.MonkeyPatch, text: str) -> None
     """From the command line to what is composed; a typed pair below is shown as it is composed."""
     asked: list[ShowConfig] = []
     monkeypatch.setattr(showing, "show", asked.append)
-    assert show.entry(["model.path=M", f"prompt={text}", f"chosen=good {text}", f"rejected={text} bad"]) == 0
+    assert show.run_show(["model.path=M", f"prompt={text}", f"chosen=good {text}", f"rejected={text} bad"]) == 0
     meant = text.removeprefix("@")
     assert (asked[0].prompt, asked[0].chosen, asked[0].rejected) == (meant, f"good {text}", f"{meant} bad")
 
 
 def test_answers_of_the_same_tokens_are_no_pair_to_show(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    assert show.entry([*words(world), "prompt=p", "chosen=it was good .", "rejected=it was good . "]) == 2
+    assert show.run_show([*words(world), "prompt=p", "chosen=it was good .", "rejected=it was good . "]) == 2
     assert "none of 1 pairs can be trained on (dropped: both responses have the same" in capsys.readouterr().err
 
 
@@ -163,7 +163,7 @@ def test_a_prefill_is_shown_and_moves_the_weights(world: World, capsys: pytest.C
     weighed = weigher(*(text.partition("=")[2] for text in TYPED))
     assert values(after, "weight", side="chosen") == pytest.approx(weighed.chosen.weights.tolist(), abs=1e-6)
     assert values(after, "weight", side="chosen") != pytest.approx(values(bare, "weight", side="chosen"), abs=1e-6)
-    assert show.entry(given) == 0
+    assert show.run_show(given) == 0
     assert f"attention after '{prefill}'" in " ".join(capsys.readouterr().out.split())
 
 
@@ -266,7 +266,7 @@ def test_terminal_and_files_hold_the_same(
     lines = rows(capsys, *argv)
     place = tmp_path / "deep"
     for ending in ("jsonl", "csv", "parquet", "html"):
-        assert show.entry([*argv, f"out={place}/x.{ending}"]) == 0
+        assert show.run_show([*argv, f"out={place}/x.{ending}"]) == 0
     assert [json.loads(line) for line in (place / "x.jsonl").read_text(encoding="utf-8").splitlines()] == lines
     for frame in (pd.read_csv(place / "x.csv", dtype={"round": str}), pd.read_parquet(place / "x.parquet")):
         assert list(frame.columns) == list(lines[0]) and len(frame) == len(lines)
@@ -280,7 +280,7 @@ def test_terminal_and_files_hold_the_same(
     for width in (80, 120):
         monkeypatch.setenv("COLUMNS", str(width))
         capsys.readouterr()
-        assert show.entry(argv) == 0
+        assert show.run_show(argv) == 0
         shown = capsys.readouterr().out.splitlines()
         assert max(map(len, shown)) <= width
         numbered = [line.split() for line in shown if re.match(r" *\d+ ", line)]

@@ -136,9 +136,9 @@ def test_longer_or_more_rows_cost_activations_only() -> None:
     one, two, longer = of_8b(), of_8b(micro=2), of_8b(max_length=4096)
     assert two["activations"].size == longer["activations"].size == 2 * one["activations"].size
     assert two["weights"] == one["weights"]
-    assert of_8b(eval_micro=2).at(FORWARD) > one.at(FORWARD)
-    assert of_8b(spec(chunk=4096)).at(HEAD) > one.at(HEAD)
-    assert of_8b(optimizer=EIGHT_BIT).at(UPDATE) > states(of_8b(optimizer=EIGHT_BIT)) * GIB
+    assert of_8b(eval_micro=2).bytes_at(FORWARD) > one.bytes_at(FORWARD)
+    assert of_8b(spec(chunk=4096)).bytes_at(HEAD) > one.bytes_at(HEAD)
+    assert of_8b(optimizer=EIGHT_BIT).bytes_at(UPDATE) > states(of_8b(optimizer=EIGHT_BIT)) * GIB
 
 
 def test_a_budget_of_tokens_stands_for_the_rows_it_holds() -> None:
@@ -148,8 +148,8 @@ def test_a_budget_of_tokens_stands_for_the_rows_it_holds() -> None:
     ]
     assert budget["validation forward"].how == "12,288 tokens without gradients"
     assert of_8b(tokens=2048)["activations"].size * 4 == budget["activations"].size
-    assert of_8b(micro=4, tokens=8192).total == budget.at(budget.peak) == of_8b(tokens=8192).total
-    assert of_8b(eval_tokens=65536).at(FORWARD) > budget.at(FORWARD)
+    assert of_8b(micro=4, tokens=8192).total == budget.bytes_at(budget.peak) == of_8b(tokens=8192).total
+    assert of_8b(eval_tokens=65536).bytes_at(FORWARD) > budget.bytes_at(FORWARD)
 
 
 def test_the_judge_pass() -> None:
@@ -290,7 +290,7 @@ def test_compiled_blocks_take_what_they_took_on_a_card() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(memory, "REPEATS", True, raising=False)
             found = of_8b(asked, ROUNDED, tokens=tokens, eval_tokens=1)
-        held = max(found.at(moment) for moment in STEP) - found["optimiser moments"].size
+        held = max(found.bytes_at(moment) for moment in STEP) - found["optimiser moments"].size
         assert 0.98 * peak < held / GIB < 1.05 * peak, tokens
 
 
@@ -388,7 +388,7 @@ def counted_bytes(config: LlamaConfig, model: ModelSpec, width: int, mixed: bool
     """Returns what the estimate counts of a step beside weights, gradients and moments."""
     estimate = estimate_with(config, model, precision="bf16-mixed" if mixed else "32-true", max_length=width)
     held = sum(row.size for row in estimate.rows if not row.moments)
-    return max(estimate.at(moment) for moment in STEP) - held
+    return max(estimate.bytes_at(moment) for moment in STEP) - held
 
 
 # ------------------------------------------------------------------------------------------------ the log
