@@ -225,7 +225,7 @@ def test_a_process_whose_lock_is_gone_ends(tmp_path: Path) -> None:
 
 def test_a_folder_behind_a_link_that_leads_nowhere_is_named(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    assert refusal(tmp_path / "link").endswith("its .lock cannot be made or read: Not a directory")
+    assert refusal(tmp_path / "link").endswith("its lock .lock cannot be created or read: Not a directory")
 
 
 def test_a_sudden_end_frees_the_folder(tmp_path: Path) -> None:

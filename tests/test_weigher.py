@@ -340,7 +340,7 @@ def test_what_cannot_be_built_says_what_to_do(world: World, tmp_path: Path) -> N
     wrong: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
         ((model,), {}, r"expected Weigher\(model, tokenizer\)"),
         ((torch.nn.Linear(2, 2), world.model), {}, "expected a Hugging Face causal language model, got Linear"),
-        ((tmp_path / "none",), {}, "to read the tokenizer from"),
+        ((tmp_path / "none",), {}, "to load the tokenizer from"),
         ((world.model, None, 7), {}, r"from 1 to 2.*got 7"),
         ((world.model,), {"source": "attntion"}, "source must be one of attention, rollout, got 'attntion'"),
         ((world.model,), {"source": Confidence()}, "source Confidence needs a training step"),

@@ -190,7 +190,7 @@ def test_a_folder_that_is_not_there(attempts: Attempts, record: Record) -> None:
     message = attempts.weigh(world=attempts.on(model=attempts.folder / "nowhere" / "model")).refused()
     assert (
         message.startswith("no folder at ")
-        and "to read the tokenizer from" in message
+        and "to load the tokenizer from" in message
         and "give an existing folder or a hub name" in message
     )
     record("a model folder that is not there", message, NOT_STARTED)

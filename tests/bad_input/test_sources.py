@@ -64,7 +64,7 @@ ASKED: dict[tuple[str, ...], tuple[str, ...]] = {
         "verbalizer.system_file=nope.txt: no such file",
     ),
     ("weights=verbalized", "verbalizer.path=./nowhere", NO_DATA_READ): (
-        "no folder at './nowhere' to read the tokenizer from",
+        "no folder at './nowhere' to load the tokenizer from",
         "give an existing folder or a hub name",
     ),
     ("weights=verbalized", "verbalizer.max_length=9", NO_DATA_READ): (

@@ -60,7 +60,7 @@ def test_an_attention_that_a_class_lacks_is_not_told_as_a_missing_folder(tmp_pat
     folder = tiny_folder("gemma2", tmp_path)
     with pytest.raises(UserError) as caught:
         load_model(folder, attn_implementation="flex_attentive")
-    assert str(caught.value).startswith("model.attn_implementation=flex_attentive: Gemma2ForCausalLM cannot run with")
+    assert str(caught.value).startswith("model.attn_implementation=flex_attentive: Gemma2ForCausalLM cannot use it")
     assert "set model.attn_implementation=sdpa" in str(caught.value) and "\n" not in str(caught.value)
     (folder / "model.safetensors").write_bytes(b"cut")
     with pytest.raises(UserError, match=r"could not load the model .*copy or export the folder again"):

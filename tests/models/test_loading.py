@@ -32,7 +32,7 @@ def test_loads_in_eval_mode_with_the_dtype_asked(folder: Path) -> None:
 
 
 def test_missing_places_say_what_was_looked_for(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no folder at '\./nowhere' to read the tokenizer from"):
+    with pytest.raises(UserError, match=r"no folder at '\./nowhere' to load the tokenizer from"):
         load_tokenizer("./nowhere")
     (tmp_path / "file").write_text("x")
     with pytest.raises(UserError, match="is a file: give the folder"):

@@ -177,7 +177,7 @@ def test_adapters_without_peft_are_refused_before_anything_loads(world: World, m
 def test_wrong_settings_are_named_under_their_keys(world: World) -> None:
     for override, text in (
         ("model.lora.rank=0", "model.lora.rank must be at least 1, got 0"),
-        ("model.lora.dropout=1.5", "model.lora.dropout must be from 0"),
+        ("model.lora.dropout=1.5", "model.lora.dropout must be in"),
         ("model.lora.target_modules=q_proj", r"write model.lora.target_modules=\[q_proj\]"),
         ("+model.lora.alfa=1", r"model.lora.alfa: unknown key .*did you mean model.lora.alpha"),
     ):

@@ -114,7 +114,7 @@ def test_files_and_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert rest == ["column=weight", "model.path=M"]
     with pytest.raises(UserError, match=r"prompt=@none\.txt: cannot be read .* use @@none\.txt"):
         show.parse_pair_texts(["prompt=@none.txt", "chosen=a", "rejected=b"])
-    with pytest.raises(UserError, match=r"prompt=- and chosen=-: standard input can be read once"):
+    with pytest.raises(UserError, match=r"prompt=- and chosen=-: standard input can be read only once"):
         show.parse_pair_texts(["prompt=-", "chosen=-", "rejected=b"])
     with pytest.raises(UserError, match="prompt= is given twice"):
         show.parse_pair_texts(["prompt=a", "prompt=b"])

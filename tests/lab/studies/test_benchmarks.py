@@ -272,7 +272,7 @@ def test_the_base_file_names_every_benchmark() -> None:
         ([*ASKED, "study.published=[/no/such/model]"], r"has /no/such/model, which cannot be read: no folder"),
         (
             ["study.benchmarks=[testbed]", "study.evaluate.testbed={grader:local,grader.path:/no/such/judge}"],
-            r"no folder at '/no/such/judge' to read the model from",
+            r"no folder at '/no/such/judge' to load the model from",
         ),
         (
             ["study.benchmarks=[implicit_reward]", "study.evaluate.implicit_reward={benchmark.reference:BASE,"
