@@ -355,9 +355,9 @@ class PreferenceDataModule(L.LightningDataModule):
                 budget.
         """
         if not train:
-            raise UserError("every training pair was dropped: check the counts above and data.path")
+            raise UserError("no training pair is left: check the counts of dropped pairs above and data.path")
         if not val:
-            raise UserError("every validation pair was dropped: check the counts above and data.val_split")
+            raise UserError("no validation pair is left: check the counts of dropped pairs above and data.val_split")
         for split, examples, key in (("training", train, "data.path"), ("validation", val, "data.val_split")):
             if self._ahead and len(examples) < 2:
                 raise UserError(

@@ -77,5 +77,5 @@ def test_what_cannot_be_scored_is_refused() -> None:
         ) -> list[Mapping[str, Tensor]]:
             return []
 
-    with pytest.raises(TypeError, match="Other shows none"):
+    with pytest.raises(TypeError, match="Other has none"):
         one.scores(ROWS, {"joint:contrast"}, Other())
